@@ -167,7 +167,7 @@ class Source:
     def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
         if isinstance(given, Source):
             return given
-        return cls(str(given), Path(folder or ".", given).expanduser())
+        return cls(str(given), Path(folder or "", Path(given).expanduser()))
 
 
 @dataclass(frozen=True)
@@ -400,9 +400,11 @@ def fold(values: Any) -> Any:
     return values[0]
 
 
-def nan_to_inf(value: Any) -> Any:
-    """So that a maximum over tiles cannot lose a NaN."""
-    return value if value < np.inf else np.inf
+def larger_or_inf(peak: Any, value: Any) -> Any:
+    """A running maximum that turns to infinity at a NaN, and so cannot lose it."""
+    if value < np.inf:
+        return value if value > peak else peak
+    return np.inf
 
 
 @dataclass(frozen=True)
@@ -465,7 +467,7 @@ def build_merge(spec: KernelSpec) -> Any:
     encode = inline(FORMATS[spec.output].encode)
     narrow = inline(round_to_odd if wide and FORMATS[spec.output].bits == 16 else same)
     draw_tile, thin_tile, combine, fold_tile = inline(draw), inline(thin), inline(combine_linear), inline(fold)
-    finite_or_inf = inline(nan_to_inf)
+    larger = inline(larger_or_inf)
 
     def merge_chunk(
         base_at: Any,
@@ -494,7 +496,7 @@ def build_merge(spec: KernelSpec) -> Any:
         kept = scratch[SCRATCH_ROWS:]
         above_this = real(threshold)
         for start in range(0, count, TILE):
-            width = min(TILE, count - start)
+            width = TILE if count - start > TILE else count - start
             if width < TILE:
                 base[:] = 0
                 finetuned[:] = 0
@@ -515,13 +517,14 @@ def build_merge(spec: KernelSpec) -> Any:
                 peak = unsigned(0)
                 above = np.uint32(0)
                 for j in range(TILE):
-                    peak = max(peak, real(size[j]).view(unsigned))
+                    pattern = real(size[j]).view(unsigned)
+                    peak = pattern if pattern > peak else peak
                     above = np.uint32(above + np.uint32(size[j] > above_this))
                 survivors = np.uint32(0)
                 for j in range(width):
                     survivors = np.uint32(survivors + np.uint32(bits[j] <= limit))
                 stats[i, SUM] += fold_tile(size)
-                stats[i, PEAK] = max(stats[i, PEAK], finite_or_inf(np.float64(unsigned(peak).view(real))))
+                stats[i, PEAK] = larger(stats[i, PEAK], np.float64(unsigned(peak).view(real)))
                 stats[i, ABOVE] += above
                 stats[i, KEPT] += survivors
             combine(kept, models, merged)
@@ -533,8 +536,9 @@ def build_merge(spec: KernelSpec) -> Any:
                 value = base[j] if change == 0 else total
                 value = finetuned[j] if copy_finetuned else value
                 merged[j] = value
-                peak = max(peak, real(abs(value)).view(unsigned))
-            stats[models, PEAK] = max(stats[models, PEAK], finite_or_inf(np.float64(unsigned(peak).view(real))))
+                pattern = real(abs(value)).view(unsigned)
+                peak = pattern if pattern > peak else peak
+            stats[models, PEAK] = larger(stats[models, PEAK], np.float64(unsigned(peak).view(real)))
             output = output_all[start : start + width]
             for j in range(width):
                 output[j] = encode(narrow(merged[j]))
@@ -571,12 +575,13 @@ def compile_object(spec: KernelSpec, machine: Any) -> bytes:
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept: NUMBA_CACHE_DIR, or beside this file, or in the user's cache."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
-    beside = Path(__file__).resolve().parent / "__pycache__"
-    for folder in [Path(chosen)] if chosen else [beside, Path.home() / ".cache" / "dare"]:
+    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__pycache__")
+    users = os.path.expanduser(os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dare"))
+    for folder in [chosen] if chosen else [beside, users]:
         with suppress(OSError):
-            folder.mkdir(parents=True, exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
             if os.access(folder, os.W_OK):
-                return folder
+                return Path(folder)
     return None
 
 
@@ -708,16 +713,13 @@ class Checkpoint:
         """Names, types and places of the tensors, as the safetensors library validates them."""
         from safetensors import SafetensorError, safe_open
 
-        self._refuse_other_formats()
         try:
             with safe_open(self.source.path, framework="np") as file:
                 metadata = dict(file.metadata() or {})
                 slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
                 found = [(name, str(part.get_dtype()), tuple(part.get_shape())) for name, part in slices]
         except (SafetensorError, OSError, ValueError) as error:
-            raise DareError(
-                f"{self.name!r} is not a complete safetensors file: {error}", "download or save it again"
-            ) from None
+            raise self._other_format(str(error)) from None
         # The format allows no holes, so places follow from the order.
         start = bytearray(8)
         self.read_into(memoryview(start), 0)
@@ -731,15 +733,17 @@ class Checkpoint:
             offset += tensors[name].nbytes
         return tensors, metadata, hashlib.sha256(header).hexdigest()
 
-    def _refuse_other_formats(self) -> None:
+    def _other_format(self, reason: str) -> DareError:
+        """What a file that is not safetensors is instead, and what to do about it."""
         start = bytearray(4)
         found = bytes(start[: read_at(self.descriptor, memoryview(start), 0)])
         if not found:
-            raise DareError(f"{self.name!r} is empty", "download or save it again")
+            return DareError(f"{self.name!r} is empty", "download or save it again")
         if found == b"PK\x03\x04" or found[:1] == b"\x80" or self.source.path.suffix in PICKLE_SUFFIXES:
-            raise DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", CONVERT_HINT)
+            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", CONVERT_HINT)
         if found == b"GGUF":
-            raise DareError(f"{self.name!r} is a GGUF file", "merge the original model, then convert the result")
+            return DareError(f"{self.name!r} is a GGUF file", "merge the original model, then convert the result")
+        return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", "download or save it again")
 
     def read_into(self, view: memoryview, offset: int) -> None:
         try:
@@ -913,12 +917,19 @@ class Job:
     start: int
     stop: int
 
+    @property
+    def bytes_read(self) -> int:
+        inputs = (self.tensor.base, *(info for _, info in self.tensor.finetuned))
+        width = sum(STORED_BITS[info.dtype] // 8 for info in inputs) if self.tensor.merged else len(inputs)
+        return (self.stop - self.start) * width
+
 
 @dataclass(frozen=True)
 class Plan:
     """Everything that a merge will do, known before a byte is written."""
 
     output: Path
+    base: str
     models: tuple[str, ...]
     config: DareConfig
     tensors: tuple[TensorPlan, ...]
@@ -951,9 +962,9 @@ class Plan:
     def jobs(self) -> Iterator[Job]:
         number = 0
         for tensor in self.tensors:
-            length, step = (tensor.base.count, self.chunk) if tensor.merged else (tensor.base.nbytes, self.chunk)
-            for start in range(0, length, step):
-                yield Job(number, tensor, start, min(start + step, length))
+            length = tensor.base.count if tensor.merged else tensor.base.nbytes
+            for start in range(0, length, self.chunk):
+                yield Job(number, tensor, start, min(start + self.chunk, length))
                 number += 1
 
     def __str__(self) -> str:
@@ -1103,6 +1114,27 @@ class Outcome:
     job: Job
     tallies: dict[int, Tally] = field(default_factory=dict)
     differing: set[int] = field(default_factory=set)
+
+
+class Ledger:
+    """What all jobs found, per model: the tally of each merged tensor, and the copied tensors that differ."""
+
+    def __init__(self, models: int) -> None:
+        self.tallies: list[dict[str, Tally]] = [{} for _ in range(models)]
+        self.differing: list[set[str]] = [set() for _ in range(models)]
+
+    def add(self, outcome: Outcome) -> None:
+        name = outcome.job.tensor.name
+        for i, tally in outcome.tallies.items():
+            self.tallies[i].setdefault(name, Tally()).add(tally)
+        for i in outcome.differing:
+            self.differing[i].add(name)
+
+    def total(self, model: int) -> Tally:
+        total = Tally()
+        for tally in self.tallies[model].values():
+            total.add(tally)
+        return total
 
 
 class Worker:
@@ -1278,15 +1310,25 @@ class DareMerger:
         with self._opened() as (base, models):
             plan = self._plan(base, models, Path(output_file), force)
             try:
-                tallies, differing = self._run(plan, base, models)
+                ledger = self._run(plan, base, models)
             except OSError as error:
                 raise DareError(
                     f"cannot write {str(output_file)!r}: {error.strerror}", "nothing was changed; mend that and retry"
                 ) from None
-        warnings = (*plan.warnings, *self._findings(plan, tallies, differing))
+        warnings = (*plan.warnings, *findings(plan, ledger))
         for warning in warnings:
             LOG.warning(warning)
-        return self._report(plan, str(output_file), tallies, warnings, time.perf_counter() - started)
+        return MergeReport(
+            output=str(output_file),
+            tensors=len(plan.tensors),
+            copied_tensors=sum(not tensor.merged for tensor in plan.tensors),
+            bytes_read=plan.bytes_to_read,
+            bytes_written=plan.size,
+            seconds=time.perf_counter() - started,
+            delta_threshold=self.config.delta_threshold,
+            models=tuple(model_report(plan, i, ledger.total(i)) for i in range(len(models))),
+            warnings=warnings,
+        )
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[Checkpoint, list[Checkpoint]]]:
@@ -1317,6 +1359,7 @@ class DareMerger:
         header = header_bytes({t.name: t.output for t in tensors}, {"format": "pt", RECIPE_KEY: recipe})
         plan = Plan(
             output=target,
+            base=base.name,
             models=tuple(model.name for model in models),
             config=self.config,
             tensors=tuple(tensors),
@@ -1366,12 +1409,8 @@ class DareMerger:
             }
         )
 
-    def _run(
-        self, plan: Plan, base: Checkpoint, models: list[Checkpoint]
-    ) -> tuple[list[dict[str, Tally]], list[set[str]]]:
-        """Execute the plan. Gives, per model, the tally of each tensor, and the copied tensors that differ."""
-        tallies: list[dict[str, Tally]] = [{} for _ in models]
-        differing: list[set[str]] = [set() for _ in models]
+    def _run(self, plan: Plan, base: Checkpoint, models: list[Checkpoint]) -> Ledger:
+        ledger = Ledger(len(models))
         output = OutputFile(plan.output, plan.size)
         try:
             output.write_at(memoryview(plan.header), 0)
@@ -1379,90 +1418,63 @@ class DareMerger:
             with progress(plan.bytes_to_read, self.config.verbose) as advance:
 
                 def done(outcome: Outcome) -> None:
-                    name = outcome.job.tensor.name
-                    for i, tally in outcome.tallies.items():
-                        tallies[i].setdefault(name, Tally()).add(tally)
-                    for i in outcome.differing:
-                        differing[i].add(name)
-                    share = (outcome.job.stop - outcome.job.start) / _length(outcome.job.tensor)
-                    nbytes = outcome.job.tensor.base.nbytes + sum(f.nbytes for _, f in outcome.job.tensor.finetuned)
-                    advance(round(share * nbytes))
+                    ledger.add(outcome)
+                    advance(outcome.job.bytes_read)
 
                 run_jobs(plan, worker, done)
             output.commit()
         finally:
             output.discard()
-        return tallies, differing
+        return ledger
 
-    def _findings(self, plan: Plan, tallies: list[dict[str, Tally]], differing: list[set[str]]) -> Iterator[str]:
-        """What a person should know about each model, in a sentence or two at most."""
-        for i, name in enumerate(plan.models):
-            if plan.missing[i]:
-                yield f"{name} lacks {len(plan.missing[i]):,} tensors of the base: {listed(plan.missing[i])}; unchanged"
-            if plan.extra[i]:
-                yield f"{name} has {len(plan.extra[i]):,} tensors that the base lacks: {listed(plan.extra[i])}; ignored"
-            if differing[i]:
-                names = sorted(differing[i])
-                yield f"{name} differs from the base in tensors that are copied, not merged: {listed(names)}"
-            yield from self._delta_findings(name, tallies[i])
 
-    def _delta_findings(self, name: str, tallies: dict[str, Tally]) -> Iterator[str]:
-        total = Tally()
-        for tally in tallies.values():
-            total.add(tally)
-        large = sorted(((t.mean, n) for n, t in tallies.items() if t.mean > self.config.delta_threshold), reverse=True)
-        if total.parameters and total.peak == 0:
-            yield f"{name} is identical to the base {self.base.name}: it only dilutes the others; leave it out"
-        elif total.sum > UNRELATED_RATIO * total.base_sum:
-            yield (
-                f"{self.base.name} does not look like the base of {name}: the mean |delta| is {total.mean:.3g} where "
-                f"the mean |weight| is {total.base_sum / total.parameters:.3g}; check that it was fine-tuned from it"
-            )
-        elif large:
-            worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
-            yield (
-                f"{name} has large deltas: the mean |delta| exceeds {self.config.delta_threshold:g} in {len(large):,} "
-                f"of {len(tallies):,} tensors, and {total.above / total.parameters:.1%} of its parameters do; worst: "
-                f"{worst}. DARE may lose what it learned: lower the drop rate, and check that the base is the right one"
-            )
+def findings(plan: Plan, ledger: Ledger) -> Iterator[str]:
+    """What a person should know about each model, in a sentence or two at most."""
+    for i, name in enumerate(plan.models):
+        if plan.missing[i]:
+            yield f"{name} lacks {len(plan.missing[i]):,} tensors of the base: {listed(plan.missing[i])}; unchanged"
+        if plan.extra[i]:
+            yield f"{name} has {len(plan.extra[i]):,} tensors that the base lacks: {listed(plan.extra[i])}; ignored"
+        if ledger.differing[i]:
+            names = sorted(ledger.differing[i])
+            yield f"{name} differs from the base in tensors that are copied, not merged: {listed(names)}"
+        yield from delta_findings(plan, name, ledger.tallies[i], ledger.total(i))
 
-    def _report(
-        self, plan: Plan, output: str, tallies: list[dict[str, Tally]], warnings: tuple[str, ...], seconds: float
-    ) -> MergeReport:
-        return MergeReport(
-            output=output,
-            tensors=len(plan.tensors),
-            copied_tensors=sum(not tensor.merged for tensor in plan.tensors),
-            bytes_read=plan.bytes_to_read,
-            bytes_written=plan.size,
-            seconds=seconds,
-            delta_threshold=self.config.delta_threshold,
-            models=tuple(self._model_report(plan, i, tallies[i]) for i in range(len(plan.models))),
-            warnings=warnings,
+
+def delta_findings(plan: Plan, name: str, tallies: dict[str, Tally], total: Tally) -> Iterator[str]:
+    threshold = plan.config.delta_threshold
+    large = sorted(((tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold), reverse=True)
+    if total.parameters and total.peak == 0:
+        yield f"{name} is identical to the base {plan.base}: it only dilutes the others; leave it out"
+    elif total.sum > UNRELATED_RATIO * total.base_sum:
+        yield (
+            f"{plan.base} does not look like the base of {name}: the mean |delta| is {total.mean:.3g} where the mean "
+            f"|weight| is {total.base_sum / total.parameters:.3g}; check that {name} was fine-tuned from it"
         )
-
-    def _model_report(self, plan: Plan, i: int, tallies: dict[str, Tally]) -> ModelReport:
-        total = Tally()
-        for tally in tallies.values():
-            total.add(tally)
-        count = max(total.parameters, 1)
-        return ModelReport(
-            name=plan.models[i],
-            seed=self.config.seed + i,
-            parameters=total.parameters,
-            drop_rate=self.config.drop_rate,
-            honoured_drop_rate=1 - keep_rate(self.config.drop_rate),
-            dropped_share=(total.parameters - total.kept) / count,
-            mean_delta=total.mean,
-            largest_delta=total.peak,
-            share_above_threshold=total.above / count,
-            missing_tensors=plan.missing[i],
-            extra_tensors=plan.extra[i],
+    elif large:
+        worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
+        yield (
+            f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of {len(tallies):,} "
+            f"tensors, and {total.above / total.parameters:.1%} of its parameters do; worst: {worst}. DARE may lose "
+            "what it learned: lower the drop rate, and check that the base is the right one"
         )
 
 
-def _length(tensor: TensorPlan) -> int:
-    return tensor.base.count if tensor.merged else tensor.base.nbytes
+def model_report(plan: Plan, i: int, total: Tally) -> ModelReport:
+    count, rate = max(total.parameters, 1), plan.config.drop_rate
+    return ModelReport(
+        name=plan.models[i],
+        seed=plan.config.seed + i,
+        parameters=total.parameters,
+        drop_rate=rate,
+        honoured_drop_rate=1 - keep_rate(rate),
+        dropped_share=(total.parameters - total.kept) / count,
+        mean_delta=total.mean,
+        largest_delta=total.peak,
+        share_above_threshold=total.above / count,
+        missing_tensors=plan.missing[i],
+        extra_tensors=plan.extra[i],
+    )
 
 
 def _plan_tensor(name: str, base: Checkpoint, models: list[Checkpoint], offset: int) -> TensorPlan:
@@ -1607,6 +1619,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read our output has read enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that the interpreter's last flush finds a home)
+        return 0
+    except Exception as error:
+        if os.environ.get("DARE_TRACEBACK"):
+            raise
+        print(f"error: unexpected {type(error).__name__}: {error}", file=sys.stderr)
+        print("hint: this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows", file=sys.stderr)
+        return 1
     finally:
         LOG.removeHandler(messages)
         LOG.propagate = True

@@ -37,7 +37,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,9 +54,18 @@ RECIPE_VERSION: Final = 1
 # a weight and a delta does not come back before a trillion elements.
 WEIGHTS: Final = (1 << 20) + 7
 DELTAS: Final = (1 << 20) - 3
+# The share of the deltas that mergekit keeps: the tool's default.
 DENSITY: Final = 0.1
-WEIGHT: Final = 0.5
 PACKAGES: Final = ("numpy", "numba", "llvmlite", "safetensors", "mergekit", "torch", "transformers")
+
+
+def say(text: str) -> None:
+    """Tell how far we are, apart from the results."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def several(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' if count != 1 else ''}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,7 +137,7 @@ def llama(parameters: float) -> Shape:
     layers = max(1, round((parameters - spent) / sum(map(math.prod, block.values()))))
     named = ends | {f"model.layers.{index}.{name}": shape for index in range(layers) for name, shape in block.items()}
     tensors = {f"{name}.weight": shape for name, shape in sorted(named.items())}
-    title = f"Llama shape, {layers} layers, hidden size {hidden}, MLP {mlp}, vocabulary {vocabulary}"
+    title = f"Llama shape, {several(layers, 'layer')}, hidden size {hidden}, MLP {mlp}, vocabulary {vocabulary}"
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -348,10 +357,6 @@ class Case:
         return max((run.peak_bytes for run in self.runs if run.peak_bytes is not None), default=None)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def environment(extra: dict[str, str]) -> dict[str, str]:
     """Let the children keep their bytecode, as they do by default: without it, imports take several times as long."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -450,7 +455,7 @@ def floor_case(setting: Setting, threads: int, sync: str) -> Case:
     output = setting.scratch / "floor.safetensors"
     base, *others = map(str, setting.inputs.files)
     command = [*child_source(copy, floor), str(threads), sync, str(output), *others, base]
-    name = f"floor, {threads} thread{'s' if threads > 1 else ''}, {'with' if sync == 'fsync' else 'no'} fsync"
+    name = f"floor, {several(threads, 'thread')}, {'with' if sync == 'fsync' else 'no'} fsync"
     return Case(name, command, output, setting.inputs.shape.size)
 
 
@@ -469,7 +474,7 @@ def mergekit_case(setting: Setting, inputs: Inputs, name: str) -> Case:
     output = setting.scratch / "mergekit"
     recipe = inputs.folders[0].parent / "mergekit.yaml"
     base, *others = map(str, inputs.folders)
-    models = [{"model": model, "parameters": {"density": DENSITY, "weight": WEIGHT}} for model in others]
+    models = [{"model": model, "parameters": {"density": DENSITY, "weight": 1 / len(others)}} for model in others]
     content = {"merge_method": f"dare_{setting.method}", "base_model": base, "models": models, "dtype": "bfloat16"}
     # JSON is YAML too.
     recipe.write_text(json.dumps(content, indent=2))
@@ -534,24 +539,26 @@ def measure_first(case: Case) -> None:
 
 
 def warm_up(suite: Suite) -> None:
-    """Have bytecode and kernels on disk before anything is timed. Failures show again, and are told, later."""
-    for case in filter(None, [suite.tool_small, suite.mergekit_small]):
+    """Have bytecode and kernels on disk before anything is timed. Failures show again, and are told, later.
+
+    The floor takes part because a virtual machine gets its memory only once it uses it, and the first to write a file
+    of that size would pay for that.
+    """
+    for case in filter(None, [suite.tool_small, suite.mergekit_small, suite.floors[0]]):
         say(f"warm-up: {case.name}")
-        try:
+        with suppress(MeasureError):
             attempt(case)
-        except MeasureError:
-            continue
         case.runs.clear()
 
 
 def run_suite(setting: Setting, repeat: int) -> Suite:
     suite = make_suite(setting)
+    read_all(setting.inputs.files)
     warm_up(suite)
     try:
         measure_first(suite.first)
     except MeasureError as error:
         suite.failures.append(f"{suite.first.name}: {error}")
-    read_all(setting.inputs.files)
     suite.failures += measure_all(suite.repeated, repeat)
     return suite
 
@@ -683,10 +690,10 @@ def as_json(setting: Setting, suite: Suite, machine: Machine) -> str:
 
 def number(text: str, least: int) -> int:
     """Read a count, which may be written as 0.48e9."""
-    value = float(text)
-    if not least <= value < 1e15:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of at least {least}")
-    return int(value)
+    with suppress(ValueError):
+        if least <= float(text) < 1e15:
+            return int(float(text))
+    raise argparse.ArgumentTypeError(f"{text} is not a number of at least {least}")
 
 
 def parse() -> argparse.Namespace:
@@ -732,7 +739,8 @@ def run(arguments: argparse.Namespace, scratch: Path) -> int:
     suite = run_suite(setting, arguments.repeat)
     machine = Machine(platform.platform(terse=True), processor(), cores(), memory())
     print(f"{shape.title}: {shape.parameters / 1e9:.3f}e9 parameters, {shape.size / MIB:,.0f} MiB, bf16")
-    print(f"{arguments.models} fine-tunes; small model of {small.parameters / 1e6:.1f}e6 parameters; in {scratch}")
+    tunes = several(arguments.models, "fine-tune")
+    print(f"{tunes}; small model of {small.parameters / 1e6:.1f}e6 parameters; in {scratch}")
     print_suite(suite)
     for failure in suite.failures:
         print(f"\nnot measured: {failure}")

@@ -21,7 +21,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import decimal
 import difflib
+import fnmatch
 import hashlib
 import importlib
 import json
@@ -35,19 +37,24 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cache, cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
+from typing import IO, TYPE_CHECKING, Any, Final, NoReturn, cast
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "DareConfig", "DareError", "DareMerger", "MergeReport", "ModelReport", "Plan"]
+__all__ = [
+    "ConfigError", "DareConfig", "DareError", "DareMerger", "MergeReport", "ModelReport", "Plan", "Rule",
+    "dare_drop", "dare_merge", "dare_sparsify",
+]  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Constants and errors
@@ -64,11 +71,16 @@ MASK_NAME: Final = "philox4x32-7/16"
 # Jobs are chunks of at most a million elements: large enough that calls cost nothing, small enough for the caches.
 MAX_CHUNK: Final = 1 << 20
 MIN_CHUNK: Final = 1 << 14
+# Elements of the tensors that are looked at and then merged in one go, where a method must look first.
+BATCH_ELEMENTS: Final = 1 << 26
 # All the buffers of all the threads together; with the interpreter and NumPy the process stays near 150 MB.
 BUFFER_BYTES: Final = 64 << 20
 
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than either weighs.
 UNRELATED_RATIO: Final = 0.5
+# Beyond this cosine two directions count as one, and slerp is linear.
+SLERP_LINEAR: Final = 0.9995
+HALF_PI: Final = Decimal("1.57079632679489661923132169163975144209858469968755291")
 # How many names a message lists before it says "and 12 more".
 LISTED: Final = 3
 
@@ -115,22 +127,49 @@ def load_numpy() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+METHODS: Final = ("linear", "ties", "slerp")
+DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
 
 
-# For each setting: what it must be, in words, and the test for it. Every NaN fails its comparison.
+def _one_or_each(value: object, accepts: Callable[[Any], bool]) -> bool:
+    return all(map(accepts, value)) and len(value) > 0 if isinstance(value, list | tuple) else accepts(value)
+
+
+# For each setting: what it must be, in words, and the test for it.
 CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
-    "drop_rate": ("a number from 0 up to but not including 1", lambda v: _is_number(v) and 0 <= v < 1),
+    "method": (f"one of {', '.join(METHODS)}", lambda v: isinstance(v, str) and v in METHODS),
+    "drop_rate": (
+        "a number from 0 up to but not including 1, or one such number per model",
+        lambda v: _one_or_each(v, lambda p: _is_number(p) and 0 <= p < 1),
+    ),
+    "weights": (
+        "a list of numbers, one per model",
+        lambda v: isinstance(v, list | tuple) and _one_or_each(v, _is_number),
+    ),
+    "lambda_coeff": ("a number", _is_number),
+    "rescale": ("true or false", lambda v: isinstance(v, bool)),
+    "rescale_q": (
+        "a number above 0 and at most 1, or one such number per model",
+        lambda v: _one_or_each(v, lambda q: _is_number(q) and 0 < q <= 1),
+    ),
+    "keep_ratio": ("a number above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1),
+    "slerp_t": ("a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1),
+    "dtype": (f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES),
     "delta_threshold": ("a number above 0", lambda v: _is_number(v) and v > 0),
     "seed": ("a whole number from 0 to 2^63 - 1", lambda v: _is_count(v, 0)),
     "threads": ("a whole number from 1 up", lambda v: _is_count(v, 1)),
     "verbose": ("true or false", lambda v: isinstance(v, bool)),
 }
+# What a rule may set for the tensors that it matches.
+RULE_SETTINGS: Final = ("drop_rate", "rescale_q", "lambda_coeff", "keep_ratio")
 
 
 def check_setting(name: str, value: object, where: str) -> None:
@@ -140,20 +179,167 @@ def check_setting(name: str, value: object, where: str) -> None:
 
 
 @dataclass(frozen=True)
-class DareConfig:
-    """How to merge. Every field is also a key of [dare] in TOML and a flag of the command."""
+class Rule:
+    """Other settings for the tensors whose names match one of some glob patterns. None: as for all the others."""
 
-    drop_rate: float = 0.9  # share of each delta to drop
+    match: tuple[str, ...]
+    drop_rate: float | tuple[float, ...] | None = None
+    rescale_q: float | tuple[float, ...] | None = None
+    lambda_coeff: float | None = None
+    keep_ratio: float | None = None
+
+    @classmethod
+    def of(cls, table: Any, where: str) -> Rule:
+        """From a TOML table, or a dictionary like one."""
+        if isinstance(table, Rule):
+            return table
+        if not isinstance(table, dict):
+            raise ConfigError(f"{where} must be a table, not {table!r}", 'like {match = "*norm*", drop_rate = 0.5}')
+        for key, value in table.items():
+            if key not in ("match", *RULE_SETTINGS):
+                raise ConfigError(f"{where} has no key {key!r}", nearest(key, ("match", *RULE_SETTINGS)))
+            if key != "match":
+                check_setting(key, value, f"{where}: {key}")
+        match = [table.get("match")] if isinstance(table.get("match"), str) else table.get("match")
+        if not isinstance(match, list | tuple) or not match or not all(isinstance(p, str) for p in match):
+            raise ConfigError(f"{where} must have match: a pattern or a list of patterns", 'like match = ["*lm_head*"]')
+        if len(table) == 1:
+            raise ConfigError(f"{where} sets nothing", f"give it one of {', '.join(RULE_SETTINGS)}")
+        return cls(**{**{key: _frozen(value) for key, value in table.items()}, "match": tuple(match)})
+
+    def as_table(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in RULE_SETTINGS if getattr(self, name) is not None}
+        return {"match": list(self.match), **{name: _numbers(value) for name, value in given.items()}}
+
+    def matches(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.match)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _numbers(value: Any) -> Any:
+    """Numbers as floats, so that 1 and 1.0 make the same recipe."""
+    if isinstance(value, tuple):
+        return [float(number) for number in value]
+    return float(value) if isinstance(value, int) else value
+
+
+@dataclass(frozen=True)
+class TensorSettings:
+    """How to merge one tensor, all rules considered."""
+
+    drop_rates: tuple[float, ...]  # one per model
+    divisors: tuple[float | None, ...]  # what to divide the kept deltas by; None: the keep rate that the mask honours
+    lambda_coeff: float
+    keep_ratio: float
+
+
+@dataclass(frozen=True)
+class DareConfig:
+    """How to merge. Every field is also a key of [dare] in TOML (rules: [[rules]]) and a flag of the command."""
+
+    method: str = "linear"  # how the thinned deltas are combined: linear, ties or slerp
+    drop_rate: float | Sequence[float] = 0.9  # share of each delta to drop; one for all models, or one per model
+    weights: Sequence[float] | None = None  # None: 1/n each (linear), equal (ties)
+    lambda_coeff: float = 1.0  # scale of the merged delta
+    rescale: bool = True  # False: drop without rescaling
+    rescale_q: float | Sequence[float] | None = None  # DAREx-q: divide by this instead of by the keep rate
+    keep_ratio: float | None = None  # ties: share of the surviving entries that trim keeps; None: all
+    slerp_t: float | None = None  # slerp: position between the two models; None: 0.5
+    dtype: str | None = None  # output type of float tensors; None: the base's
     delta_threshold: float = 0.002  # warn where deltas are larger; the paper's limit for safe dropping
     seed: int = 42  # the first model's seed; model i draws its mask with seed + i
     threads: int | None = None  # None: all cores that this process may use
     verbose: bool = True  # progress and summary
+    rules: Sequence[Rule | dict[str, Any]] = ()  # the first that matches a tensor's name wins
 
     def __post_init__(self) -> None:
         for setting in dataclasses.fields(self):
             value = getattr(self, setting.name)
-            if value is not None or setting.default is not None:
+            if setting.name in CHECKS and (value is not None or setting.default is not None):
                 check_setting(setting.name, value, setting.name)
+            object.__setattr__(self, setting.name, _frozen(value))
+        rules = tuple(Rule.of(rule, f"rule {k}") for k, rule in enumerate(self.rules, 1))
+        object.__setattr__(self, "rules", rules)
+        self._check_sense()
+
+    def _check_sense(self) -> None:
+        """Refuse settings that mean nothing together, rather than ignore one of them."""
+        trims = self.keep_ratio is not None or any(rule.keep_ratio is not None for rule in self._rules)
+        has_q = self.rescale_q is not None or any(rule.rescale_q is not None for rule in self._rules)
+        if self.slerp_t is not None and self.method != "slerp":
+            raise ConfigError(f"slerp_t means nothing to method {self.method}", "use method slerp, or leave it out")
+        if trims and self.method != "ties":
+            raise ConfigError(f"keep_ratio means nothing to method {self.method}", "use method ties, or leave it out")
+        if self.weights is not None and self.method == "slerp":
+            raise ConfigError("weights mean nothing to method slerp", "use slerp_t to lean towards one of the models")
+        if has_q and not self.rescale:
+            raise ConfigError("rescale_q means nothing when rescale is off", "leave one of the two out")
+
+    @property
+    def _rules(self) -> tuple[Rule, ...]:
+        return cast(tuple[Rule, ...], self.rules)
+
+    def check_models(self, count: int) -> None:
+        """Refuse settings that do not fit this number of models."""
+        if self.method == "slerp" and count != 2:
+            raise ConfigError(f"method slerp goes between two models, not {count}", "use linear or ties")
+        for where, holder in [("", self), *((f"rule {k}: ", rule) for k, rule in enumerate(self._rules, 1))]:
+            for name in ("drop_rate", "weights", "rescale_q"):
+                value = getattr(holder, name, None)
+                if isinstance(value, tuple) and len(value) != count:
+                    raise ConfigError(
+                        f"{where}{name} has {len(value)} values for {count} models", "give one for each model"
+                    )
+        if self.method == "ties" and self.weights is not None and (min(self.weights) < 0 or not any(self.weights)):
+            raise ConfigError(
+                "ties weights must not be negative nor all 0", "they are shares; lambda_coeff sets the size"
+            )
+        for rule in (None, *self._rules):
+            self._settings(rule, count)
+
+    def for_tensor(self, name: str, count: int) -> TensorSettings:
+        """The settings of one tensor, by the first rule that matches its name."""
+        return self._settings(next((rule for rule in self._rules if rule.matches(name)), None), count)
+
+    def _settings(self, rule: Rule | None, count: int) -> TensorSettings:
+        def chosen(name: str) -> Any:
+            own = getattr(rule, name, None)
+            return getattr(self, name) if own is None else own
+
+        def each(value: Any) -> tuple[Any, ...]:
+            return value if isinstance(value, tuple) else (value,) * count
+
+        rates, given = each(chosen("drop_rate")), each(chosen("rescale_q"))
+        for p, q in zip(rates, given, strict=True):
+            # The tolerance forgives that 1 - 0.9 is a little less than 0.1.
+            if q is not None and q < 1 - p - 1e-9:
+                raise ConfigError(
+                    f"rescale_q {q:g} is below 1 - drop_rate = {1 - p:g}, which would more than undo the dropping",
+                    "DAREx-q wants 1 - drop_rate <= q <= 1; a rule with a drop rate of its own may need its own q",
+                )
+        divisors = given if self.rescale else (1.0,) * count
+        ratio = chosen("keep_ratio")
+        return TensorSettings(rates, divisors, float(chosen("lambda_coeff")), 1.0 if ratio is None else float(ratio))
+
+    def resolved(self) -> dict[str, Any]:
+        """The settings that determine the output's bytes, as a [dare] table."""
+        chosen: dict[str, Any] = {"method": self.method, "drop_rate": _numbers(self.drop_rate), "seed": self.seed}
+        chosen |= {"lambda_coeff": float(self.lambda_coeff), "rescale": self.rescale}
+        if self.method == "slerp":
+            chosen["slerp_t"] = 0.5 if self.slerp_t is None else float(self.slerp_t)
+        for name in ("weights", "rescale_q", "keep_ratio", "dtype"):
+            if getattr(self, name) is not None:
+                chosen[name] = _numbers(getattr(self, name))
+        return chosen
+
+    def shares(self, count: int) -> tuple[float, ...]:
+        """The models' weights."""
+        if self.weights is not None:
+            return tuple(float(weight) for weight in self.weights)
+        return (1.0,) * count if self.method == "ties" else (1 / count,) * count
 
 
 @dataclass(frozen=True)
@@ -178,6 +364,7 @@ class Settings:
     base: Source | None = None
     merge: tuple[Source, ...] = ()
     output: Path | None = None
+    rules: tuple[Rule, ...] = ()
     inputs: tuple[dict[str, Any], ...] = ()  # fingerprints of base and models, where the file is a recipe
 
 
@@ -185,6 +372,7 @@ class Settings:
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
     "models": ("base_file", "merge_files", "output_file"),
+    "rules": ("match", *RULE_SETTINGS),
     "recipe": ("version", "mask", "seeds", "inputs"),
 }
 
@@ -192,7 +380,7 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
 def load_settings(path: Path) -> Settings:
     """Read a TOML configuration, or a recipe taken out of a merged file. Paths in it are relative to it."""
     tables = _read_toml(path)
-    dare, models, recipe = (tables.get(name, {}) for name in TABLES)
+    dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
     for key, value in dare.items():
         check_setting(key, value, f"{path}: [dare] {key}")
     for key in ("base_file", "output_file"):
@@ -209,11 +397,12 @@ def load_settings(path: Path) -> Settings:
         base=Source.of(models["base_file"], path.parent) if "base_file" in models else None,
         merge=tuple(Source.of(file, path.parent) for file in files),
         output=Source.of(models["output_file"], path.parent).path if "output_file" in models else None,
+        rules=tuple(Rule.of(rule, f"{path}: rule {k}") for k, rule in enumerate(tables.get("rules", ()), 1)),
         inputs=_fingerprints(path, recipe),
     )
 
 
-def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -225,9 +414,10 @@ def _read_toml(path: Path) -> dict[str, dict[str, Any]]:
     for name, table in tables.items():
         if name not in TABLES:
             raise ConfigError(f"{path}: there is no table [{name}]", nearest(name, TABLES))
-        if not isinstance(table, dict):
-            raise ConfigError(f"{path}: {name} must be a table", f"write [{name}] on a line of its own")
-        for key in table:
+        if not isinstance(table, list if name == "rules" else dict):
+            header = "[[rules]]" if name == "rules" else f"[{name}]"
+            raise ConfigError(f"{path}: {name} must be a table", f"write {header} on a line of its own")
+        for key in table if isinstance(table, dict) else ():
             if key not in TABLES[name]:
                 raise ConfigError(f"{path}: there is no key {key!r} in [{name}]", nearest(key, TABLES[name]))
     return tables
@@ -373,21 +563,40 @@ def encode_f64(value: Any) -> Any:
     return np.float64(value).view(np.uint64)
 
 
-def thin(finetuned: Any, base: Any, bits: Any, limit: Any, scale: Any, size: Any, kept: Any) -> None:
-    """One tile of one model: |delta| into size; scale * delta where the mask keeps it, 0 elsewhere, into kept."""
+def thin(finetuned: Any, base: Any, bits: Any, limit: Any, floor: Any, scale: Any, size: Any, kept: Any) -> None:
+    """One tile of one model: |delta| into size; scale * delta where it survives drop and trim, or 0, into kept."""
     for j in range(TILE):
         delta = finetuned[j] - base[j]
         size[j] = abs(delta)
-        kept[j] = delta * scale if bits[j] <= limit else 0
+        kept[j] = delta * scale if bits[j] <= limit and abs(delta) >= floor else 0
 
 
-def combine_linear(kept: Any, models: int, merged: Any) -> None:
-    for j in range(TILE):
-        merged[j] = 0
+def combine_linear(kept: Any, models: int, _scales: Any, merged: Any, _total: Any, _share: Any) -> None:
+    """Add the models' kept deltas to merged."""
     for i in range(models):
         row = kept[i]
         for j in range(TILE):
             merged[j] += row[j]
+
+
+def combine_ties(kept: Any, models: int, scales: Any, merged: Any, total: Any, share: Any) -> None:
+    """Elect each position's sign by the sum, then average, by weight, the models that agree with it."""
+    for j in range(TILE):
+        total[j] = 0
+        share[j] = 0
+    for i in range(models):
+        row = kept[i]
+        for j in range(TILE):
+            merged[j] += row[j]
+    for i in range(models):
+        row = kept[i]
+        weight = kept.dtype.type(scales[i, WEIGHT])
+        for j in range(TILE):
+            agrees = (row[j] > 0) if merged[j] >= 0 else (row[j] < 0)
+            total[j] += row[j] if agrees else 0
+            share[j] += weight if agrees else 0
+    for j in range(TILE):
+        merged[j] = total[j] / share[j] if share[j] > 0 else 0
 
 
 def fold(values: Any) -> Any:
@@ -397,6 +606,17 @@ def fold(values: Any) -> Any:
         for j in range(half):
             values[j] += values[j + half]
         half //= 2
+    return values[0]
+
+
+def fold_neighbours(values: Any) -> Any:
+    """A sum by pairs of neighbours: the same for a tensor in one piece as for pieces of 2^k values summed again."""
+    count = len(values)
+    while count > 1:
+        half = (count + 1) // 2
+        for k in range(half):
+            values[k] = values[2 * k] + (values[2 * k + 1] if 2 * k + 1 < count else 0.0)
+        count = half
     return values[0]
 
 
@@ -428,17 +648,24 @@ FORMATS: Final = {
     "F64": Format(decode_f64, encode_f64, 64, math.inf),
 }
 
-# Columns of a merge kernel's statistics. Row i is model i; the last row has the base's sum and the output's peak.
+# Columns of the kernels' tables. Of the statistics, row i is model i; the last has the base's sum, the output's peak.
 SUM, PEAK, ABOVE, KEPT = range(4)
+# SLOT: which of slerp's two ends the model is; for trim, the prefix found so far.
+KEY_0, KEY_1, LIMIT, SLOT = range(4)
+SCALE, WEIGHT, FLOOR = range(3)
+LAMBDA, PULL = range(2)
 # Rows of scratch before the models' kept deltas, and their width. Rows of exactly 4 KiB would share cache sets.
-SCRATCH_ROWS: Final = 5
+SCRATCH_ROWS: Final = 7
 SCRATCH_WIDTH: Final = TILE + 80
+# Trim finds its threshold 16 bits of the magnitude at a time, by counting how many entries have each value of them.
+DIGIT_BITS: Final = 16
 
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """Which merge kernel: the stored types that it reads and writes."""
+    """Which kernel: what it does, and the stored types that it reads and writes."""
 
+    kind: str  # linear or ties: merge a chunk; angle: what slerp must know of it; count: what trim must know
     base: str
     finetuned: str
     output: str
@@ -449,52 +676,79 @@ class KernelSpec:
         return "F64" if "F64" in (self.base, self.finetuned, self.output) else "F32"
 
     def __str__(self) -> str:
-        return f"linear-{self.base}-{self.finetuned}-{self.output}"
+        return f"{self.kind}-{self.base}-{self.finetuned}-{self.output}"
+
+
+class Parts:
+    """What all kernels of a spec are made of: the types, and the inner functions, ready to be compiled in."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        self.numba: Any = importlib.import_module("numba")
+        wide = spec.real == "F64"
+        self.real: Any = np.float64 if wide else np.float32
+        self.unsigned: Any = np.uint64 if wide else np.uint32
+        self.raw = [np.dtype(FORMATS[name].raw).type for name in (spec.base, spec.finetuned, spec.output)]
+        self.decode_base = self.inline(FORMATS[spec.base].decode)
+        self.encode = self.inline(FORMATS[spec.output].encode)
+        self.narrow = self.inline(round_to_odd if wide and FORMATS[spec.output].bits == 16 else same)
+        self.fold = self.inline(fold)
+        self.thin = self._thin_model(self.inline(FORMATS[spec.finetuned].decode))
+
+    def inline(self, function: Callable[..., Any]) -> Any:
+        options = {"forceinline": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+        return self.numba.njit(**options)(function)
+
+    def _thin_model(self, decode: Any) -> Any:
+        """One tile of one model, from its stored bytes to its kept deltas."""
+        draw_bits, thin_tile, real = self.inline(draw), self.inline(thin), self.real
+
+        def thin_model(raw: Any, tile: int, keys: Any, scales: Any, scratch: Any, bits: Any, kept: Any) -> None:
+            draw_bits(bits, tile, keys[KEY_0], keys[KEY_1])
+            base, finetuned, size = scratch[1], scratch[2], scratch[4]
+            for j in range(len(raw)):
+                finetuned[j] = decode(raw[j])
+            limit, floor, scale = np.uint16(keys[LIMIT]), real(scales[FLOOR]), real(scales[SCALE])
+            thin_tile(finetuned, base, bits, limit, floor, scale, size, kept)
+
+        return self.inline(thin_model)
+
+    def compile(self, function: Callable[..., None]) -> Any:
+        """All kernels have one signature: eight addresses, five whole numbers, one decimal."""
+        types = self.numba.types
+        signature = types.void(*[types.voidptr] * 8, *[types.intp] * 5, types.float64)
+        return self.numba.cfunc(signature)(function)
 
 
 def build_merge(spec: KernelSpec) -> Any:
-    """Compile the loop that merges one chunk: decode, subtract, mask, accumulate, encode, tile by tile in the cache."""
-    numba: Any = importlib.import_module("numba")
-    types, carray = numba.types, numba.carray
-    inline = numba.njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-    wide = spec.real == "F64"
-    real: Any = np.float64 if wide else np.float32
-    unsigned: Any = np.uint64 if wide else np.uint32
-    base_raw, finetuned_raw, output_raw = (
-        np.dtype(FORMATS[name].raw).type for name in (spec.base, spec.finetuned, spec.output)
-    )
-    decode_base, decode_finetuned = inline(FORMATS[spec.base].decode), inline(FORMATS[spec.finetuned].decode)
-    encode = inline(FORMATS[spec.output].encode)
-    narrow = inline(round_to_odd if wide and FORMATS[spec.output].bits == 16 else same)
-    draw_tile, thin_tile, combine, fold_tile = inline(draw), inline(thin), inline(combine_linear), inline(fold)
-    larger = inline(larger_or_inf)
+    """Compile the loop that merges one chunk: decode, subtract, mask, combine, encode, tile by tile in the cache."""
+    parts = Parts(spec)
+    carray, real, unsigned = parts.numba.carray, parts.real, parts.unsigned
+    base_raw, finetuned_raw, output_raw = parts.raw
+    decode_base, encode, narrow, fold_tile, thin_model = (
+        parts.decode_base, parts.encode, parts.narrow, parts.fold, parts.thin,
+    )  # fmt: skip
+    combine = parts.inline(combine_ties if spec.kind == "ties" else combine_linear)
+    larger = parts.inline(larger_or_inf)
 
     def merge_chunk(
-        base_at: Any,
-        finetuned_at: Any,
-        output_at: Any,
-        keys_at: Any,
-        scales_at: Any,
-        scratch_at: Any,
-        stats_at: Any,
-        count: int,
-        stride: int,
-        models: int,
-        first_tile: int,
-        copy_finetuned: int,
+        base_at: Any, finetuned_at: Any, output_at: Any, keys_at: Any, scales_at: Any, settings_at: Any,
+        scratch_at: Any, stats_at: Any, count: int, stride: int, models: int, first_tile: int, exact: int,
         threshold: float,
-    ) -> None:
+    ) -> None:  # fmt: skip
         base_all = carray(base_at, (count,), base_raw)
         finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
         output_all = carray(output_at, (count,), output_raw)
-        keys = carray(keys_at, (models, 3), np.uint64)
-        scales = carray(scales_at, (models,), np.float64)
+        keys = carray(keys_at, (models, 4), np.uint64)
+        scales = carray(scales_at, (models, 3), np.float64)
+        settings = carray(settings_at, (2,), np.float64)
         stats = carray(stats_at, (models + 1, 4), np.float64)
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
         bits = carray(scratch_at, (TILE,), np.uint16)
-        base, finetuned, merged, size = scratch[1], scratch[2], scratch[3], scratch[4]
+        base, finetuned, merged, size, total, share = (
+            scratch[1], scratch[2], scratch[3], scratch[4], scratch[5], scratch[6],
+        )  # fmt: skip
         kept = scratch[SCRATCH_ROWS:]
-        above_this = real(threshold)
+        above_this, lambda_coeff, pull = real(threshold), real(settings[LAMBDA]), real(settings[PULL])
         for start in range(0, count, TILE):
             width = TILE if count - start > TILE else count - start
             if width < TILE:
@@ -505,14 +759,11 @@ def build_merge(spec: KernelSpec) -> Any:
                 base[j] = decode_base(raw[j])
             for j in range(TILE):
                 size[j] = abs(base[j])
+                merged[j] = pull * base[j]
             stats[models, SUM] += fold_tile(size)
             for i in range(models):
-                limit = np.uint16(keys[i, 2])
-                draw_tile(bits, first_tile + start // TILE, keys[i, 0], keys[i, 1])
                 raw_finetuned = finetuned_all[i, start : start + width]
-                for j in range(width):
-                    finetuned[j] = decode_finetuned(raw_finetuned[j])
-                thin_tile(finetuned, base, bits, limit, real(scales[i]), size, kept[i])
+                thin_model(raw_finetuned, first_tile + start // TILE, keys[i], scales[i], scratch, bits, kept[i])
                 # Compared as integers, a NaN or an infinity is the largest of all, and the loop vectorises.
                 peak = unsigned(0)
                 above = np.uint32(0)
@@ -520,6 +771,7 @@ def build_merge(spec: KernelSpec) -> Any:
                     pattern = real(size[j]).view(unsigned)
                     peak = pattern if pattern > peak else peak
                     above = np.uint32(above + np.uint32(size[j] > above_this))
+                limit = np.uint16(keys[i, LIMIT])
                 survivors = np.uint32(0)
                 for j in range(width):
                     survivors = np.uint32(survivors + np.uint32(bits[j] <= limit))
@@ -527,14 +779,14 @@ def build_merge(spec: KernelSpec) -> Any:
                 stats[i, PEAK] = larger(stats[i, PEAK], np.float64(unsigned(peak).view(real)))
                 stats[i, ABOVE] += above
                 stats[i, KEPT] += survivors
-            combine(kept, models, merged)
+            combine(kept, models, scales, merged, total, share)
             peak = unsigned(0)
             for j in range(TILE):
-                change = merged[j]
-                total = base[j] + change
+                change = lambda_coeff * merged[j]
+                sum_ = base[j] + change
                 # base + 0 would turn -0.0 into 0.0; and finetuned itself is what base + (finetuned - base) stands for.
-                value = base[j] if change == 0 else total
-                value = finetuned[j] if copy_finetuned else value
+                value = base[j] if change == 0 else sum_
+                value = finetuned[j] if exact else value
                 merged[j] = value
                 pattern = real(abs(value)).view(unsigned)
                 peak = pattern if pattern > peak else peak
@@ -543,8 +795,102 @@ def build_merge(spec: KernelSpec) -> Any:
             for j in range(width):
                 output[j] = encode(narrow(merged[j]))
 
-    address, number, decimal = types.voidptr, types.intp, types.float64
-    return numba.cfunc(types.void(*[address] * 7, *[number] * 5, decimal))(merge_chunk)
+    return parts.compile(merge_chunk)
+
+
+def build_angle(spec: KernelSpec) -> Any:
+    """Compile the loop that gives slerp |end 0|^2, |end 1|^2 and end 0 . end 1, where an end is base + kept."""
+    parts = Parts(spec)
+    carray, real = parts.numba.carray, parts.real
+    base_raw, finetuned_raw, _ = parts.raw
+    decode_base, fold_tile, thin_model = parts.decode_base, parts.fold, parts.thin
+    fold_pairs = parts.inline(fold_neighbours)
+
+    def angle_chunk(
+        base_at: Any, finetuned_at: Any, output_at: Any, keys_at: Any, scales_at: Any, _settings_at: Any,
+        scratch_at: Any, stats_at: Any, count: int, stride: int, models: int, first_tile: int, _flag: int,
+        _threshold: float,
+    ) -> None:  # fmt: skip
+        base_all = carray(base_at, (count,), base_raw)
+        finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
+        tiles = (count + TILE - 1) // TILE
+        sums = carray(output_at, (3, tiles), np.float64)
+        keys = carray(keys_at, (models, 4), np.uint64)
+        scales = carray(scales_at, (models, 3), np.float64)
+        stats = carray(stats_at, (3,), np.float64)
+        scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
+        bits = carray(scratch_at, (TILE,), np.uint16)
+        products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
+        base, kept = scratch[1], scratch[SCRATCH_ROWS]
+        ends = scratch[5:7]
+        for start in range(0, count, TILE):
+            width = TILE if count - start > TILE else count - start
+            if width < TILE:
+                scratch[1:3] = 0
+            raw = base_all[start : start + width]
+            for j in range(width):
+                base[j] = decode_base(raw[j])
+            ends[0, :] = base
+            ends[1, :] = base
+            for i in range(models):
+                raw_finetuned = finetuned_all[i, start : start + width]
+                thin_model(raw_finetuned, first_tile + start // TILE, keys[i], scales[i], scratch, bits, kept)
+                end = ends[np.int64(keys[i, SLOT])]
+                for j in range(TILE):
+                    end[j] += kept[j]
+            for which in range(3):
+                left, right = ends[1 if which == 1 else 0], ends[0 if which == 0 else 1]
+                for j in range(TILE):
+                    products[j] = np.float64(left[j]) * np.float64(right[j])
+                sums[which, start // TILE] = fold_tile(products)
+        for which in range(3):
+            stats[which] = fold_pairs(sums[which])
+
+    return parts.compile(angle_chunk)
+
+
+def build_count(spec: KernelSpec) -> Any:
+    """Compile the loop that counts, for trim, the surviving |delta| by 16 bits of their pattern.
+
+    shift says which bits; only patterns that continue the model's prefix, found by the calls before, are counted.
+    """
+    parts = Parts(spec)
+    carray, real, unsigned = parts.numba.carray, parts.real, parts.unsigned
+    base_raw, finetuned_raw, _ = parts.raw
+    decode_base, thin_model = parts.decode_base, parts.thin
+
+    def count_chunk(
+        base_at: Any, finetuned_at: Any, _output_at: Any, keys_at: Any, scales_at: Any, counts_at: Any,
+        scratch_at: Any, _stats_at: Any, count: int, stride: int, models: int, first_tile: int, shift: int,
+        _threshold: float,
+    ) -> None:  # fmt: skip
+        base_all = carray(base_at, (count,), base_raw)
+        finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
+        keys = carray(keys_at, (models, 4), np.uint64)
+        scales = carray(scales_at, (models, 3), np.float64)
+        counts = carray(counts_at, (models, 1 << DIGIT_BITS), np.int64)
+        scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
+        bits = carray(scratch_at, (TILE,), np.uint16)
+        base, size, kept = scratch[1], scratch[4], scratch[SCRATCH_ROWS]
+        for start in range(0, count, TILE):
+            width = TILE if count - start > TILE else count - start
+            raw = base_all[start : start + width]
+            for j in range(width):
+                base[j] = decode_base(raw[j])
+            for i in range(models):
+                raw_finetuned = finetuned_all[i, start : start + width]
+                thin_model(raw_finetuned, first_tile + start // TILE, keys[i], scales[i], scratch, bits, kept)
+                limit, prefix = np.uint16(keys[i, LIMIT]), np.uint64(keys[i, SLOT])
+                for j in range(width):
+                    if bits[j] <= limit:
+                        pattern = np.uint64(real(size[j]).view(unsigned)) >> np.uint64(shift)
+                        if pattern >> np.uint64(DIGIT_BITS) == prefix:
+                            counts[i, np.int64(pattern & np.uint64(0xFFFF))] += 1
+
+    return parts.compile(count_chunk)
+
+
+BUILDERS: Final = {"linear": build_merge, "ties": build_merge, "angle": build_angle, "count": build_count}
 
 
 KernelCall = Callable[..., int]
@@ -558,7 +904,7 @@ def compile_object(spec: KernelSpec, machine: Any) -> bytes:
     """
     import llvmlite.binding as llvm
 
-    function = build_merge(spec)
+    function = BUILDERS[spec.kind](spec)
     module = llvm.parse_assembly(function.inspect_llvm())
     bare = function.native_name.removeprefix("cfunc.")
     for other in module.functions:
@@ -600,7 +946,7 @@ def cached_object(spec: KernelSpec, machine: Any) -> bytes:
             # A file that a crash cut short must not be run.
             if hashlib.sha256(stored[32:]).digest() == stored[:32]:
                 return stored[32:]
-    LOG.info("compiling the merge kernel for this machine; later runs start at once")
+    LOG.info("compiling the %s kernel for this machine; later runs start at once", spec.kind)
     code = compile_object(spec, machine)
     if path is not None:
         with suppress(OSError):
@@ -625,7 +971,7 @@ def load_kernel(spec: KernelSpec) -> KernelCall:
     engine.add_object_file(llvm.ObjectFileRef.from_data(cached_object(spec, machine)))
     engine.finalize_object()
     address, number, decimal = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 9, *[number] * 5, decimal)
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 10, *[number] * 5, decimal)
     function = prototype(engine.get_function_address("kernel"))
     slots = ctypes.create_string_buffer(16)
     where = ctypes.addressof(slots)
@@ -890,22 +1236,41 @@ class OutputFile:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A look at a whole tensor that a method needs before it merges: slerp's angle, or a digit of trim's threshold."""
+
+    kind: str
+    shift: int = 0
+
+
+@dataclass(frozen=True)
 class TensorPlan:
-    """One tensor of the output: where it comes from and where it goes."""
+    """One tensor of the output: where it comes from, how it is made and where it goes."""
 
     name: str
     base: TensorInfo
     finetuned: tuple[tuple[int, TensorInfo], ...]  # the models that have it, by number
     output: TensorInfo
     merged: bool  # False: copied from the base
+    settings: TensorSettings
+    method: str
 
     @cached_property
     def spec(self) -> KernelSpec:
+        """The kernel that merges it. Slerp, once the angle is known, is linear."""
         types = {info.dtype for _, info in self.finetuned} or {self.base.dtype}
-        wide = "F64" in types | {self.base.dtype}
-        return KernelSpec(
-            self.base.dtype, types.pop() if len(types) == 1 else "F64" if wide else "F32", self.base.dtype
-        )
+        wide = "F64" in types | {self.base.dtype, self.output.dtype}
+        common = types.pop() if len(types) == 1 else "F64" if wide else "F32"
+        return KernelSpec("ties" if self.method == "ties" else "linear", self.base.dtype, common, self.output.dtype)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        if not self.merged or not self.finetuned or not self.base.count:
+            return ()
+        if self.method == "slerp":
+            return (Stage("angle"),)
+        digits = range(FORMATS[self.spec.real].bits - DIGIT_BITS, -1, -DIGIT_BITS)
+        return tuple(Stage("count", shift) for shift in digits) if self.settings.keep_ratio < 1 else ()
 
 
 @dataclass(frozen=True)
@@ -916,6 +1281,7 @@ class Job:
     tensor: TensorPlan
     start: int
     stop: int
+    stage: Stage | None = None  # None: merge and write; else only look
 
     @property
     def bytes_read(self) -> int:
@@ -936,7 +1302,6 @@ class Plan:
     header: bytes
     recipe: str
     threads: int
-    bytes_to_read: int
     missing: tuple[tuple[str, ...], ...]  # per model: tensors of the base that it lacks
     extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
     warnings: tuple[str, ...]
@@ -959,22 +1324,41 @@ class Plan:
         fitting = BUFFER_BYTES // (buffers * self.itemsize)
         return max(MIN_CHUNK, min(MAX_CHUNK, 1 << max(fitting.bit_length() - 1, 0)))
 
-    def jobs(self) -> Iterator[Job]:
-        number = 0
+    @property
+    def bytes_to_read(self) -> int:
+        return sum((1 + len(t.stages)) * (t.base.nbytes + sum(i.nbytes for _, i in t.finetuned)) for t in self.tensors)
+
+    def rounds(self) -> Iterator[Iterator[Job]]:
+        """Sets of jobs, each to be finished before the next: for a batch of tensors, look, look again, merge.
+
+        A batch is small enough to be read again from the system's cache, and large enough to keep all threads busy.
+        """
+        batch: list[TensorPlan] = []
         for tensor in self.tensors:
+            batch.append(tensor)
+            if tensor is self.tensors[-1] or (tensor.stages and sum(t.base.count for t in batch) >= BATCH_ELEMENTS):
+                for k in range(max(len(t.stages) for t in batch)):
+                    yield self._jobs([t for t in batch if k < len(t.stages)], k)
+                yield self._jobs(batch)
+                batch = []
+
+    def _jobs(self, tensors: list[TensorPlan], stage: int | None = None) -> Iterator[Job]:
+        number = 0
+        for tensor in tensors:
             length = tensor.base.count if tensor.merged else tensor.base.nbytes
             for start in range(0, length, self.chunk):
-                yield Job(number, tensor, start, min(start + self.chunk, length))
+                looking = None if stage is None else tensor.stages[stage]
+                yield Job(number, tensor, start, min(start + self.chunk, length), looking)
                 number += 1
 
     def __str__(self) -> str:
         merged = [tensor for tensor in self.tensors if tensor.merged]
         parameters = sum(tensor.base.count for tensor in merged)
-        rate = self.config.drop_rate
+        rates = [f"{rate:g}" for rate in self.config.for_tensor("", len(self.models)).drop_rates]
         lines = [
             f"would merge {len(self.models)} model{'s' * (len(self.models) != 1)} into {self.output}",
             f"  {len(merged):,} tensors merged ({parameters:,} parameters), {len(self.tensors) - len(merged):,} copied",
-            f"  drop rate {rate:g} (honoured: {1 - keep_rate(rate):.6f}), seeds {self._seeds()}",
+            f"  method {self.config.method}, drop rate {', '.join(dict.fromkeys(rates))}, seeds {self._seeds()}",
             f"  {human(self.bytes_to_read)} to read, {human(self.size)} to write, {self.threads} threads",
         ]
         for i, name in enumerate(self.models):
@@ -1009,6 +1393,7 @@ class Tally:
     peak: float = 0.0
     above: int = 0
     kept: int = 0
+    expected: float = 0.0  # what the masks' thresholds say should be kept
     base_sum: float = 0.0
 
     def add(self, other: Tally) -> None:
@@ -1017,6 +1402,7 @@ class Tally:
         self.peak = max(self.peak, other.peak)
         self.above += other.above
         self.kept += other.kept
+        self.expected += other.expected
         self.base_sum += other.base_sum
 
     @property
@@ -1099,12 +1485,20 @@ class Workspace:
         self.base = np.empty(row, np.uint8)
         self.finetuned = np.empty((models, row), np.uint8)
         self.output = np.empty(row, np.uint8)
-        self.keys = np.empty((models, 3), np.uint64)
-        self.scales = np.empty(models, np.float64)
-        self.scratch = np.zeros((SCRATCH_ROWS + models) * SCRATCH_WIDTH, np.float64)
+        self.keys = np.empty((models, 4), np.uint64)
+        self.scales = np.empty((models, 3), np.float64)
+        self.settings = np.empty(2, np.float64)
+        self.scratch = np.zeros((SCRATCH_ROWS + models + 1) * SCRATCH_WIDTH, np.float64)
         self.stats = np.empty((models + 1, 4), np.float64)
-        buffers = (self.base, self.finetuned, self.output, self.keys, self.scales, self.scratch, self.stats)
-        self.addresses = tuple(buffer.ctypes.data for buffer in buffers)
+        trims = any(stage.kind == "count" for tensor in plan.tensors for stage in tensor.stages)
+        self.counts = np.empty((models, 1 << DIGIT_BITS) if trims else (1, 1), np.int64)
+
+    def run(self, kernel: KernelCall, numbers: tuple[int, ...], threshold: float = 0.0, counting: bool = False) -> None:
+        settings = self.counts if counting else self.settings
+        buffers = (
+            self.base, self.finetuned, self.output, self.keys, self.scales, settings, self.scratch, self.stats,
+        )  # fmt: skip
+        kernel(*(buffer.ctypes.data for buffer in buffers), *numbers, threshold)
 
 
 @dataclass
@@ -1137,44 +1531,171 @@ class Ledger:
         return total
 
 
+class Survey:
+    """What is known of one tensor before it is merged: made by its stages in turn, each of them jobs in any order."""
+
+    def __init__(self, tensor: TensorPlan, chunk: int, slerp_t: float) -> None:
+        self.tensor, self.slerp_t = tensor, slerp_t
+        self.jobs = -(-tensor.base.count // chunk)
+        self.floors = [0.0] * len(tensor.finetuned)  # trim keeps what is at least as large
+        self.ends = (0.0, 0.0)  # slerp's coefficients of base + kept
+        self._prefixes = [0] * len(tensor.finetuned)
+        self._ranks = [0] * len(tensor.finetuned)
+        self._arrived: dict[int, NDArray[Any]] = {}
+        self._counted = 0
+
+    def prefix(self, row: int) -> int:
+        return self._prefixes[row]
+
+    def add(self, job: Job, work: Workspace) -> None:
+        """Take what a job found; with the tensor's last job, draw the stage's conclusion."""
+        assert job.stage is not None
+        self._counted += 1
+        if job.stage.kind == "angle":
+            self._arrived[job.start] = work.stats.ravel()[:3].copy()
+        else:
+            counts = work.counts[: len(self.floors)]
+            self._arrived[0] = self._arrived[0] + counts if self._arrived else counts.copy()
+        if self._counted == self.jobs:
+            found, self._arrived, self._counted = self._arrived, {}, 0
+            if job.stage.kind == "angle":
+                self._conclude_angle(np.stack([found[start] for start in sorted(found)]))
+            else:
+                for row, counts in enumerate(found[0]):
+                    self._conclude_digit(row, counts, job.stage.shift)
+
+    def _conclude_angle(self, sums: NDArray[np.float64]) -> None:
+        first, second, product = (float(fold_neighbours(sums[:, k].copy())) for k in range(3))
+        self.ends = slerp_ends(first, second, product, self.slerp_t)
+
+    def _conclude_digit(self, row: int, counts: NDArray[np.int64], shift: int) -> None:
+        """The digit in which the last entry to be kept lies, counting from the largest down."""
+        top = FORMATS[self.tensor.spec.real].bits - DIGIT_BITS
+        downwards = np.cumsum(counts[::-1])
+        if shift == top:
+            self._ranks[row] = max(1, int(self.tensor.settings.keep_ratio * int(downwards[-1])))
+        place = int(np.searchsorted(downwards, self._ranks[row]))
+        if place == len(counts):  # nothing survived the drop, so there is nothing to trim
+            return
+        self._ranks[row] -= int(downwards[place - 1]) if place else 0
+        self._prefixes[row] = self._prefixes[row] << DIGIT_BITS | (len(counts) - 1 - place)
+        if shift == 0:
+            wide = self.tensor.spec.real == "F64"
+            self.floors[row] = struct.unpack(
+                "<d" if wide else "<f", struct.pack("<Q" if wide else "<I", self._prefixes[row])
+            )[0]
+
+
+def slerp_ends(first: float, second: float, product: float, t: float) -> tuple[float, float]:
+    """The coefficients of two vectors, of these squared lengths and this scalar product, in their slerp at t.
+
+    Sines by series in decimal arithmetic: libraries differ in the last bit of theirs, and the output must not.
+    """
+    cosine = product / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else 1.0
+    if abs(cosine) > SLERP_LINEAR:
+        return 1 - t, t
+    with decimal.localcontext() as context:
+        context.prec = 50
+        angle = Decimal(math.acos(cosine))
+        for _ in range(2):  # Newton's method, from the library's angle to one that is right to all digits
+            angle += (_sine(angle + HALF_PI) - Decimal(cosine)) / _sine(angle)
+        whole, share = _sine(angle), Decimal(t) * angle
+        return float(_sine(angle - share) / whole), float(_sine(share) / whole)
+
+
+def _sine(x: Decimal) -> Decimal:
+    term, total, n = x, x, 1
+    while abs(term) > Decimal(10) ** -45:
+        term *= -x * x / ((n + 1) * (n + 2))
+        total, n = total + term, n + 2
+    return total
+
+
 class Worker:
     """Runs jobs of one plan: any of them, in any order, in any thread that brings its own workspace."""
 
     def __init__(self, plan: Plan, base: Checkpoint, models: Sequence[Checkpoint], output: OutputFile) -> None:
         self.plan, self.base, self.models, self.output = plan, base, models, output
-        self.kernels = {spec: load_kernel(spec) for spec in {t.spec for t in plan.tensors if t.merged and t.base.count}}
-        self.threshold = keep_threshold(plan.config.drop_rate)
-        self.scale = 1 / len(models) / keep_rate(plan.config.drop_rate)
+        merged = [tensor for tensor in plan.tensors if tensor.merged and tensor.base.count]
+        specs = {
+            dataclasses.replace(t.spec, kind=kind)
+            for t in merged
+            for kind in (t.spec.kind, *(s.kind for s in t.stages))
+        }
+        self.kernels = {spec: load_kernel(spec) for spec in sorted(specs, key=str)}
+        slerp_t = 0.5 if plan.config.slerp_t is None else plan.config.slerp_t
+        self.surveys = {t.name: Survey(t, plan.chunk, slerp_t) for t in merged if t.stages}
+        self.weights = plan.config.shares(len(models))
 
     def run(self, job: Job, work: Workspace) -> Outcome:
+        if job.stage is not None:
+            return self._look(job, work)
         return self._merge(job, work) if job.tensor.merged else self._copy(job, work)
+
+    def _look(self, job: Job, work: Workspace) -> Outcome:
+        assert job.stage is not None
+        numbers = self._load(job, work)
+        spec = dataclasses.replace(job.tensor.spec, kind=job.stage.kind)
+        counting = job.stage.kind == "count"
+        if counting:
+            work.counts[: len(job.tensor.finetuned)] = 0
+        work.run(self.kernels[spec], (*numbers, job.stage.shift), counting=counting)
+        return Outcome(job)
 
     def _merge(self, job: Job, work: Workspace) -> Outcome:
         tensor, count = job.tensor, job.stop - job.start
-        spec, models = tensor.spec, len(tensor.finetuned)
+        numbers, spec, models = self._load(job, work), tensor.spec, len(tensor.finetuned)
+        work.stats[: models + 1] = 0
+        # base + 1 * (finetuned - base) is the fine-tune; computing it would lose bits where base is much larger.
+        whole = (
+            len(self.models) == models == 1 and tensor.settings.drop_rates == (0,) and tensor.name not in self.surveys
+        )
+        exact = whole and work.scales[0, SCALE] == tensor.settings.lambda_coeff == 1
+        work.run(self.kernels[spec], (*numbers, int(exact)), self.plan.config.delta_threshold)
+        peaks = work.stats[: models + 1, PEAK]
+        if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
+            self._explain_non_finite(job, work)
+        item = FORMATS[spec.output].bits // 8
+        at = len(self.plan.header) + tensor.output.offset + job.start * item
+        self.output.write_at(work.output.data[: count * item], at)
+        return Outcome(job, {i: self._tally(job, work, row) for row, (i, _) in enumerate(tensor.finetuned)})
+
+    def _load(self, job: Job, work: Workspace) -> tuple[int, ...]:
+        """Read the job's ranges and set what the kernels must know of each model. Gives the kernels' numbers."""
+        tensor, count = job.tensor, job.stop - job.start
+        wanted, survey = tensor.spec.finetuned, self.surveys.get(tensor.name)
         self._read(self.base, tensor.base, job, work.base)
         for row, (i, info) in enumerate(tensor.finetuned):
             self._read(self.models[i], info, job, work.finetuned[row])
-            if info.dtype != spec.finetuned:
+            if info.dtype != wanted:
                 wide = widen(self._part(work.finetuned[row], info, count).copy(), info.dtype)
-                work.finetuned[row].view(f"f{FORMATS[spec.finetuned].bits // 8}")[:count] = wide
-            work.keys[row] = (*mask_key(self.plan.config.seed + i, tensor.name), self.threshold - 1)
-            work.scales[row] = self.scale
-        work.stats[: models + 1] = 0
-        stride = work.finetuned.shape[1] // (FORMATS[spec.finetuned].bits // 8)
-        # base + 1 * (finetuned - base) is the fine-tune; computing it would lose bits where base is much larger.
-        exact = len(self.models) == models == 1 and self.scale == 1
-        numbers = (count, stride, models, job.start // TILE, int(exact), self.plan.config.delta_threshold)
-        self.kernels[spec](*work.addresses, *numbers)
-        if (
-            not work.stats[models, PEAK] < FORMATS[spec.output].limit
-            or not np.isfinite(work.stats[:models, PEAK]).all()
-        ):
-            self._explain_non_finite(job, work)
-        size = count * FORMATS[spec.output].bits // 8
-        at = len(self.plan.header) + tensor.output.offset + job.start * FORMATS[spec.output].bits // 8
-        self.output.write_at(work.output.data[:size], at)
-        return Outcome(job, {i: _tally(work.stats, row, models, count) for row, (i, _) in enumerate(tensor.finetuned)})
+                work.finetuned[row].view(f"f{FORMATS[wanted].bits // 8}")[:count] = wide
+            slot = survey.prefix(row) if survey and job.stage and job.stage.kind == "count" else i
+            limit = keep_threshold(tensor.settings.drop_rates[i]) - 1
+            work.keys[row] = (*mask_key(self.plan.config.seed + i, tensor.name), limit, slot)
+            work.scales[row] = self._scales(tensor, row, i, survey, job.stage)
+        work.settings[:] = tensor.settings.lambda_coeff, 0.0
+        if survey and tensor.method == "slerp":
+            work.settings[PULL] = sum(survey.ends) - 1
+        stride = work.finetuned.shape[1] // (FORMATS[wanted].bits // 8)
+        return count, stride, len(tensor.finetuned), job.start // TILE
+
+    def _scales(
+        self, tensor: TensorPlan, row: int, i: int, survey: Survey | None, stage: Stage | None
+    ) -> tuple[float, float, float]:
+        """What model i's kept deltas are multiplied by, its weight, and the least that trim lets pass."""
+        divisor = tensor.settings.divisors[i]
+        divisor = keep_rate(tensor.settings.drop_rates[i]) if divisor is None else divisor
+        if stage is not None:
+            return 1 / divisor, 1.0, 0.0
+        weight = survey.ends[i] if survey and tensor.method == "slerp" else self.weights[i]
+        return weight / divisor, weight, survey.floors[row] if survey else 0.0
+
+    def _tally(self, job: Job, work: Workspace, row: int) -> Tally:
+        total, peak, above, kept = (float(value) for value in work.stats[row])
+        count, models = job.stop - job.start, len(job.tensor.finetuned)
+        expected = count * keep_rate(job.tensor.settings.drop_rates[job.tensor.finetuned[row][0]])
+        return Tally(count, total, peak, int(above), int(kept), expected, float(work.stats[models, SUM]))
 
     def _copy(self, job: Job, work: Workspace) -> Outcome:
         outcome, size = Outcome(job), job.stop - job.start
@@ -1222,18 +1743,12 @@ class Worker:
         )
 
 
-def _tally(stats: NDArray[np.float64], row: int, models: int, count: int) -> Tally:
-    total, peak, above, kept = (float(value) for value in stats[row])
-    return Tally(count, total, peak, int(above), int(kept), float(stats[models, SUM]))
-
-
-def run_jobs(plan: Plan, worker: Worker, done: Callable[[Outcome], None]) -> None:
-    """Run every job of the plan on its threads. Of several failures, the first in the plan's order is raised."""
-    jobs, lock, failures = plan.jobs(), threading.Lock(), dict[int, BaseException]()
+def run_jobs(jobs: Iterator[Job], worker: Worker, spaces: list[Workspace], done: Callable[[Outcome], None]) -> None:
+    """Run the jobs, a thread per workspace. Of several failures, the first in the jobs' order is raised."""
+    lock, failures = threading.Lock(), dict[int, BaseException]()
     stop = threading.Event()
 
-    def loop() -> None:
-        work = Workspace(plan)
+    def loop(work: Workspace) -> None:
         while not stop.is_set():
             with lock:
                 job = next(jobs, None)
@@ -1241,14 +1756,16 @@ def run_jobs(plan: Plan, worker: Worker, done: Callable[[Outcome], None]) -> Non
                 return
             try:
                 outcome = worker.run(job, work)
+                with lock:
+                    if job.stage is not None:
+                        worker.surveys[job.tensor.name].add(job, work)
+                    done(outcome)
             except BaseException as error:
                 failures[job.number] = error
                 stop.set()
                 return
-            with lock:
-                done(outcome)
 
-    threads = [threading.Thread(target=loop, name=f"dare-{i}") for i in range(plan.threads)]
+    threads = [threading.Thread(target=loop, args=(work,)) for work in spaces]
     for thread in threads:
         thread.start()
     try:
@@ -1297,6 +1814,7 @@ class DareMerger:
         self.base = Source.of(base_file)
         self.models = tuple(Source.of(file) for file in merge_files)
         self.config = config or DareConfig()
+        self.config.check_models(len(self.models))
         self.fingerprints = tuple(fingerprints)
 
     def plan(self, output_file: str | Path, *, force: bool = False) -> Plan:
@@ -1346,9 +1864,9 @@ class DareMerger:
         self._check_fingerprints([base, *models])
         target = check_output(output, [base, *models], force)
         tensors, offset = [], 0
-        for name, info in base.tensors.items():
-            tensors.append(_plan_tensor(name, base, models, offset))
-            offset += info.nbytes
+        for name in base.tensors:
+            tensors.append(self._plan_tensor(name, base, models, offset))
+            offset += tensors[-1].output.nbytes
         for model in models:
             if not model.tensors.keys() & base.tensors.keys():
                 raise DareError(
@@ -1366,10 +1884,9 @@ class DareMerger:
             header=header,
             recipe=recipe,
             threads=self.config.threads or usable_cores(),
-            bytes_to_read=sum(t.base.nbytes + sum(info.nbytes for _, info in t.finetuned) for t in tensors),
             missing=tuple(tuple(n for n in base.tensors if n not in model.tensors) for model in models),
             extra=tuple(tuple(n for n in model.tensors if n not in base.tensors) for model in models),
-            warnings=tuple(_odd_inputs(base, models)),
+            warnings=(*_odd_inputs(base, models), *self._odd_settings(base)),
         )
         free = shutil.disk_usage(target.parent).free
         if plan.size > free:
@@ -1378,6 +1895,45 @@ class DareMerger:
                 "make room, or write to another disk",
             )
         return plan
+
+    def _plan_tensor(self, name: str, base: Checkpoint, models: list[Checkpoint], offset: int) -> TensorPlan:
+        info = base.tensors[name]
+        merged = info.dtype in FORMATS
+        found = []
+        for i, model in enumerate(models):
+            theirs = model.tensors.get(name)
+            if theirs is None:
+                continue
+            if theirs.shape != info.shape:
+                raise DareError(
+                    f"tensor {name!r} is {list(info.shape)} in {base.name!r} "
+                    f"and {list(theirs.shape)} in {model.name!r}",
+                    "only models fine-tuned from this very base can be merged",
+                )
+            if (theirs.dtype in FORMATS) != merged:
+                raise DareError(
+                    f"tensor {name!r} is {info.dtype} in {base.name!r} and {theirs.dtype} in {model.name!r}",
+                    "a float tensor can only be merged with float tensors",
+                )
+            found.append((i, theirs))
+        dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
+        settings = self.config.for_tensor(name, len(models))
+        output = TensorInfo(dtype, info.shape, offset)
+        return TensorPlan(name, info, tuple(found), output, merged, settings, self.config.method)
+
+    def _odd_settings(self, base: Checkpoint) -> Iterator[str]:
+        used = [next((k for k, rule in enumerate(self.config._rules) if rule.matches(n)), None) for n in base.tensors]
+        for k, rule in enumerate(self.config._rules):
+            if k not in used:
+                shadowed = any(rule.matches(name) for name in base.tensors)
+                why = "matches only tensors that an earlier rule takes" if shadowed else "matches no tensor"
+                yield f"rule {k + 1} ({listed(rule.match)}) {why}"
+        rates = self.config.for_tensor("", len(self.models)).drop_rates
+        if not self.config.rescale and any(rates):
+            yield (
+                f"rescale is off: with {max(rates):g} of a delta dropped, what is left is "
+                f"{1 / keep_rate(max(rates)):.3g} times too weak"
+            )
 
     def _check_fingerprints(self, inputs: list[Checkpoint]) -> None:
         for checkpoint, entry in zip(inputs, self.fingerprints, strict=False):
@@ -1396,8 +1952,9 @@ class DareMerger:
 
         return tomli_w.dumps(
             {
-                "dare": {"drop_rate": float(self.config.drop_rate), "seed": self.config.seed},
+                "dare": self.config.resolved(),
                 "models": {"base_file": self.base.name, "merge_files": [source.name for source in self.models]},
+                **({"rules": [rule.as_table() for rule in self.config._rules]} if self.config.rules else {}),
                 "recipe": {
                     "version": __version__,
                     "mask": MASK_NAME,
@@ -1421,7 +1978,9 @@ class DareMerger:
                     ledger.add(outcome)
                     advance(outcome.job.bytes_read)
 
-                run_jobs(plan, worker, done)
+                spaces = [Workspace(plan) for _ in range(plan.threads)]
+                for jobs in plan.rounds():
+                    run_jobs(jobs, worker, spaces, done)
             output.commit()
         finally:
             output.discard()
@@ -1461,13 +2020,13 @@ def delta_findings(plan: Plan, name: str, tallies: dict[str, Tally], total: Tall
 
 
 def model_report(plan: Plan, i: int, total: Tally) -> ModelReport:
-    count, rate = max(total.parameters, 1), plan.config.drop_rate
+    count, rate = max(total.parameters, 1), plan.config.for_tensor("", len(plan.models)).drop_rates[i]
     return ModelReport(
         name=plan.models[i],
         seed=plan.config.seed + i,
         parameters=total.parameters,
         drop_rate=rate,
-        honoured_drop_rate=1 - keep_rate(rate),
+        honoured_drop_rate=1 - total.expected / total.parameters if total.parameters else rate,
         dropped_share=(total.parameters - total.kept) / count,
         mean_delta=total.mean,
         largest_delta=total.peak,
@@ -1477,34 +2036,235 @@ def model_report(plan: Plan, i: int, total: Tally) -> ModelReport:
     )
 
 
-def _plan_tensor(name: str, base: Checkpoint, models: list[Checkpoint], offset: int) -> TensorPlan:
-    info = base.tensors[name]
-    merged = info.dtype in FORMATS
-    found = []
-    for i, model in enumerate(models):
-        theirs = model.tensors.get(name)
-        if theirs is None:
-            continue
-        if theirs.shape != info.shape:
-            raise DareError(
-                f"tensor {name!r} is {list(info.shape)} in {base.name!r} and {list(theirs.shape)} in {model.name!r}",
-                "only models fine-tuned from this very base can be merged",
-            )
-        if (theirs.dtype in FORMATS) != merged:
-            raise DareError(
-                f"tensor {name!r} is {info.dtype} in {base.name!r} and {theirs.dtype} in {model.name!r}",
-                "a float tensor can only be merged with float tensors",
-            )
-        found.append((i, theirs))
-    return TensorPlan(name, info, tuple(found), dataclasses.replace(info, offset=offset), merged)
-
-
 def _odd_inputs(base: Checkpoint, models: list[Checkpoint]) -> Iterator[str]:
     for i, model in enumerate(models):
         if os.path.samestat(model.status, base.status):
             yield f"{model.name} is the base itself, given as a model to merge"
         if any(os.path.samestat(model.status, earlier.status) for earlier in models[:i]):
             yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors in memory: the same merge, bit for bit, on dictionaries of torch tensors on any device
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Elements at a time, so that what is held beside the tensors themselves stays below a few hundred MB.
+MEMORY_CHUNK: Final = 1 << 23
+
+
+def dare_drop(
+    task_vector: Mapping[str, torch.Tensor], drop_rate: float = 0.9, seed: int = 42, rescale: bool = True
+) -> dict[str, torch.Tensor]:
+    """Thin deltas: drop entries at random and rescale the rest. Tensors that are not floats are left as they are."""
+    config = DareConfig(drop_rate=drop_rate, seed=seed, rescale=rescale)
+    config.check_models(1)
+    zeros = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in task_vector.items()}
+    return {
+        name: MemoryMerge(config, 1, name, zeros[name], {0: delta}).run()
+        if delta.is_floating_point()
+        else delta.clone()
+        for name, delta in task_vector.items()
+    }
+
+
+def dare_sparsify(
+    pretrained: Mapping[str, torch.Tensor],
+    finetuned: Mapping[str, torch.Tensor],
+    drop_rate: float = 0.9,
+    seed: int = 42,
+) -> dict[str, torch.Tensor]:
+    """One fine-tuned model with its changes from the pretrained one thinned."""
+    return dare_merge(pretrained, [finetuned], DareConfig(drop_rate=drop_rate, seed=seed))
+
+
+def dare_merge(
+    base: Mapping[str, torch.Tensor],
+    finetuned: Sequence[Mapping[str, torch.Tensor]],
+    config: DareConfig | None = None,
+) -> dict[str, torch.Tensor]:
+    """The merged state dict, by any method and rules: the bits that DareMerger writes for these names and settings."""
+    config = config or DareConfig()
+    if isinstance(finetuned, Mapping) or not finetuned:
+        raise ConfigError("finetuned must be a list of state dicts with at least one in it", "put it in brackets")
+    config.check_models(len(finetuned))
+    merged = {}
+    for name, tensor in base.items():
+        parts = {i: model[name] for i, model in enumerate(finetuned) if name in model}
+        for i, part in parts.items():
+            if part.shape != tensor.shape or part.is_floating_point() != tensor.is_floating_point():
+                raise DareError(
+                    f"tensor {name!r} is {list(tensor.shape)} of {tensor.dtype} in the base and {list(part.shape)} of "
+                    f"{part.dtype} in model {i}",
+                    "only models fine-tuned from this very base can be merged",
+                )
+        if tensor.is_floating_point():
+            merged[name] = MemoryMerge(config, len(finetuned), name, tensor, parts).run()
+        else:
+            merged[name] = tensor.clone()
+    return merged
+
+
+class MemoryMerge:
+    """One tensor's merge, in torch. The operations and their order are the kernels', so that the bits are too."""
+
+    def __init__(
+        self, config: DareConfig, count: int, name: str, base: torch.Tensor, parts: dict[int, torch.Tensor]
+    ) -> None:
+        import torch
+
+        self.config, self.count, self.name = config, count, name
+        self.settings = config.for_tensor(name, count)
+        self.base = base.detach()
+        self.parts = {i: part.detach().to(base.device).reshape(-1) for i, part in parts.items()}
+        self.dtype = getattr(torch, config.dtype) if config.dtype else base.dtype
+        types = {self.dtype, base.dtype, *(part.dtype for part in parts.values())}
+        known = {getattr(torch, kind) for kind in DTYPES}
+        if not types <= known:
+            raise DareError(f"tensor {name!r} is of a type that cannot be merged: {types - known}", "convert it first")
+        self.real = torch.float64 if torch.float64 in types else torch.float32
+        self.weights = list(config.shares(count))
+        self.floors = dict.fromkeys(self.parts, 0.0)
+        self.pull = 0.0
+
+    def run(self) -> torch.Tensor:
+        import torch
+
+        flat = self.base.reshape(-1)
+        output = torch.empty(flat.shape, dtype=self.dtype, device=flat.device)
+        if self.parts and flat.numel():
+            self._look(flat)
+        for start in range(0, flat.numel(), MEMORY_CHUNK):
+            base = flat[start : start + MEMORY_CHUNK].to(self.real)
+            values = self._chunk(base, start)
+            result = self._encode(values)
+            if not bool(torch.isfinite(result).all()):
+                raise DareError(
+                    f"tensor {self.name!r} holds or gives a value that is not finite in {self.dtype}",
+                    "such a model is broken, or the drop rate too high for the type",
+                )
+            output[start : start + MEMORY_CHUNK] = result
+        return output.reshape(self.base.shape)
+
+    def _chunk(self, base: torch.Tensor, start: int) -> torch.Tensor:
+        import torch
+
+        kept = [self._thin(i, base, start, self.weights[i], self.floors[i]) for i in self.parts]
+        change = self._scalar(self.settings.lambda_coeff, base) * self._combine(base, kept)
+        if self._exact():
+            return self.parts[0][start : start + len(base)].to(self.real)
+        return torch.where(change == 0, base, base + change)
+
+    def _exact(self) -> bool:
+        whole = (
+            self.count == len(self.parts) == 1 and self.settings.drop_rates == (0,) and not any(self.floors.values())
+        )
+        return whole and self.weights[0] / self._divisor(0) == self.settings.lambda_coeff == 1
+
+    def _combine(self, base: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
+        import torch
+
+        merged = self._scalar(self.pull, base) * base
+        for row in kept:
+            merged = merged + row
+        if self.config.method != "ties":
+            return merged
+        total, share, zero = torch.zeros_like(base), torch.zeros_like(base), self._scalar(0.0, base)
+        for i, row in zip(self.parts, kept, strict=True):
+            agrees = torch.where(merged >= 0, row > 0, row < 0)
+            total = total + torch.where(agrees, row, zero)
+            share = share + torch.where(agrees, self._scalar(self.weights[i], base), zero)
+        return torch.where(share > 0, total / share, zero)
+
+    def _thin(self, i: int, base: torch.Tensor, start: int, weight: float, floor: float) -> torch.Tensor:
+        import torch
+
+        delta, mask = self._delta_and_mask(i, base, start)
+        if not bool(torch.isfinite(delta).all()):
+            raise DareError(
+                f"tensor {self.name!r} of the base or of model {i} holds a value that is not finite",
+                "such a model is broken; use a checkpoint from before that happened",
+            )
+        passing = mask & (delta.abs() >= self._scalar(floor, base))
+        scale = self._scalar(weight / self._divisor(i), base)
+        return torch.where(passing, delta * scale, self._scalar(0.0, base))
+
+    def _delta_and_mask(self, i: int, base: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        delta = self.parts[i][start : start + len(base)].to(self.real) - base
+        bits = torch_bits(mask_key(self.config.seed + i, self.name), start, len(base), base.device)
+        return delta, bits < keep_threshold(self.settings.drop_rates[i])
+
+    def _divisor(self, i: int) -> float:
+        divisor = self.settings.divisors[i]
+        return keep_rate(self.settings.drop_rates[i]) if divisor is None else divisor
+
+    def _scalar(self, value: float, like: torch.Tensor) -> torch.Tensor:
+        return like.new_tensor(value)
+
+    def _look(self, flat: torch.Tensor) -> None:
+        """What slerp and trim must know of the whole tensor."""
+        if self.config.method == "slerp":
+            t = 0.5 if self.config.slerp_t is None else self.config.slerp_t
+            first, second, product = self._products(flat)
+            self.weights = list(slerp_ends(first, second, product, t))
+            self.pull = sum(self.weights) - 1
+        elif self.settings.keep_ratio < 1:
+            self.floors = {i: self._floor(i, flat) for i in self.parts}
+
+    def _floor(self, i: int, flat: torch.Tensor) -> float:
+        import torch
+
+        survivors = []
+        for start in range(0, flat.numel(), MEMORY_CHUNK):
+            delta, mask = self._delta_and_mask(i, flat[start : start + MEMORY_CHUNK].to(self.real), start)
+            survivors.append(delta[mask].abs())
+        sizes = torch.cat(survivors)
+        keep = max(1, int(self.settings.keep_ratio * len(sizes)))
+        return float(torch.kthvalue(sizes, len(sizes) - keep + 1).values) if len(sizes) else 0.0
+
+    def _products(self, flat: torch.Tensor) -> list[float]:
+        """|end 0|^2, |end 1|^2 and end 0 . end 1, added up in the kernels' order."""
+        import torch
+
+        sums: list[list[torch.Tensor]] = [[], [], []]
+        for start in range(0, flat.numel(), MEMORY_CHUNK):
+            base = flat[start : start + MEMORY_CHUNK].to(self.real)
+            ends = [base + self._thin(i, base, start, 1.0, 0.0) if i in self.parts else base for i in range(2)]
+            for collected, (left, right) in zip(sums, ((0, 0), (1, 1), (0, 1)), strict=True):
+                tiles = torch.nn.functional.pad(ends[left].double() * ends[right].double(), (0, -len(base) % TILE))
+                tiles = tiles.reshape(-1, TILE)
+                while tiles.shape[1] > 1:
+                    half = tiles.shape[1] // 2
+                    tiles = tiles[:, :half] + tiles[:, half:]
+                collected.append(tiles[:, 0])
+        return [float(fold_neighbours(torch.cat(parts).cpu().numpy())) for parts in sums]
+
+    def _encode(self, values: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if self.real == torch.float64 and self.dtype in (torch.bfloat16, torch.float16):
+            # torch rounds float64 to 16 bits by way of float32, twice; round_to_odd says why this does not.
+            bits = values.to(torch.float32).view(torch.int32)
+            bits = bits - (bits.view(torch.float32).double().abs() > values.abs()).to(torch.int32)
+            bits = bits | (bits.view(torch.float32).double() != values).to(torch.int32)
+            values = bits.view(torch.float32)
+        return values.to(self.dtype)
+
+
+def torch_bits(key: tuple[int, int], start: int, count: int, device: torch.device) -> torch.Tensor:
+    """What draw gives, for count elements from a multiple of TILE on: the 16 random bits of each."""
+    import torch
+
+    tiles, low = -(-count // TILE), 0xFFFFFFFF
+    block = torch.arange(start // 8, start // 8 + tiles * (TILE // 8), device=device)
+    x0, x1, x2, x3 = block & low, block >> 32, torch.zeros_like(block), torch.zeros_like(block)
+    a, b = key
+    for _ in range(ROUNDS):
+        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x1 = ((p1 >> 32) & low) ^ x1 ^ a, p1 & low
+        x2, x3 = ((p0 >> 32) & low) ^ x3 ^ b, p0 & low
+        a, b = (a + 0x9E3779B9) & low, (b + 0xBB67AE85) & low
+    pieces = torch.stack([piece.to(torch.int32) for x in (x0, x1, x2, x3) for piece in (x & 0xFFFF, x >> 16)])
+    return pieces.reshape(8, tiles, TILE // 8).transpose(0, 1).reshape(-1)[:count]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1528,11 +2288,33 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    each: dict[str, Any] = {"type": float, "nargs": "+"}
     add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration, or the recipe of an earlier merge")
     add("-b", "--base", metavar="FILE", help="the model that the others were fine-tuned from")
     add("-m", "--merge", metavar="FILE", nargs="+", action="extend", help="the fine-tuned models to merge")
     add("-o", "--output", metavar="FILE", help="where to write the merged model")
-    add("--drop-rate", metavar="P", type=float, help="share of each delta to drop, 0 <= P < 1 (default 0.9)")
+    add("--method", metavar="NAME", help="how to combine: linear (default), ties or slerp")
+    add(
+        "--drop-rate",
+        **each,
+        metavar="P",
+        help="share of each delta to drop, 0 <= P < 1 (default 0.9); one or one each",
+    )
+    add("--weights", **each, metavar="W", help="one per model; linear: default 1/n each; ties: relative, default equal")
+    add("--lambda", dest="lambda_coeff", metavar="X", type=float, help="scale of the merged delta (default 1)")
+    add("--no-rescale", action="store_false", dest="rescale", help="drop without rescaling (for study)")
+    add(
+        "--rescale-q",
+        **each,
+        metavar="Q",
+        help="DAREx-q: divide by Q, 1 - P <= Q <= 1, instead of 1 - P; one or one each",
+    )
+    add(
+        "--keep-ratio", metavar="R", type=float, help="ties: share of the surviving entries that trim keeps (default 1)"
+    )
+    add("--slerp-t", metavar="T", type=float, help="slerp: position between the two models (default 0.5)")
+    add("--dtype", metavar="NAME", help="output type: float32, float16, bfloat16 or float64 (default: the base's)")
+    add("--rule", dest="rules", metavar="RULE", action="append", help="PATTERN:SETTING=VALUE,... for matching tensors")
     add("--delta-threshold", metavar="X", type=float, help="warn where deltas are larger than this (default 0.002)")
     add("--seed", metavar="N", type=int, help="the first model's seed; model i uses N + i (default 42)")
     add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
@@ -1554,27 +2336,45 @@ def parse_flags(arguments: Sequence[str] | None) -> dict[str, Any]:
 
 
 def layered(flags: dict[str, Any]) -> Settings:
-    """Flags over TOML."""
+    """Flags over TOML. Rules given by flags come before those of the file, so that they win."""
     settings = load_settings(flags["config"]) if "config" in flags else Settings()
     dare = dict(settings.dare)
     for name in CHECKS:
         if name in flags:
-            check_setting(name, flags[name], f"--{name.replace('_', '-')}")
-            dare[name] = flags[name]
+            value = flags[name]
+            # One number is for all models; weights are a list even where there is one model.
+            value = value[0] if isinstance(value, list) and len(value) == 1 and name != "weights" else value
+            flag = "--lambda" if name == "lambda_coeff" else f"--{name.replace('_', '-')}"
+            check_setting(name, value, flag)
+            dare[name] = value
     other_models = "base" in flags or "merge" in flags
     return Settings(
         dare=dare,
         base=Source.of(flags["base"]) if "base" in flags else settings.base,
         merge=tuple(Source.of(file) for file in flags["merge"]) if "merge" in flags else settings.merge,
         output=Path(flags["output"]) if "output" in flags else settings.output,
+        rules=(*(parse_rule(text) for text in flags.get("rules", ())), *settings.rules),
         inputs=() if other_models else settings.inputs,
     )
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule as a flag: the pattern, a colon, and settings as in TOML, with commas between them."""
+    pattern, colon, assignments = text.rpartition(":")
+    example = "like --rule '*embed_tokens*:drop_rate=0.5'"
+    if not colon:
+        raise ConfigError(f"--rule {text!r} has no colon after its pattern", example)
+    try:
+        table = tomllib.loads(f"rule = {{ {assignments} }}")["rule"]
+    except tomllib.TOMLDecodeError:
+        raise ConfigError(f"--rule {text!r} must be PATTERN:SETTING=VALUE", example) from None
+    return Rule.of({**table, "match": pattern}, f"--rule {text!r}")
 
 
 def run(arguments: Sequence[str] | None) -> None:
     flags = parse_flags(arguments)
     settings = layered(flags)
-    config = DareConfig(**settings.dare)
+    config = DareConfig(**settings.dare, rules=settings.rules)
     LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
     if settings.base is None:
         raise ConfigError("there is no base model", "give --base FILE, or base_file in [models] of a --config file")

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import struct
@@ -212,20 +213,18 @@ def test_masks_go_on_beyond_two_to_the_32_elements(first: int) -> None:
 
 def run_kernel_mask(key: tuple[int, int], first_tile: int) -> np.ndarray:
     """The 16 bits that the kernel draws for each element of a tile, found by halving the interval they can be in."""
-    spec = dare.KernelSpec("F32", "F32", "F32")
-    kernel = dare.load_kernel(spec)
+    kernel = dare.load_kernel(dare.KernelSpec("linear", "F32", "F32", "F32"))
     low, high = np.zeros(1024, np.int64), np.full(1024, 65535, np.int64)
     base, finetuned, output = np.zeros(1024, np.float32), np.ones(1024, np.float32), np.empty(1024, np.float32)
+    scales, lambda_and_pull = np.array([[1.0, 1.0, 0.0]]), np.array([1.0, 0.0])
     scratch, stats = np.zeros(16 * dare.SCRATCH_WIDTH), np.zeros((2, 4))
-    scales = np.ones(1)
     for bit in reversed(range(16)):
         for prefix in np.unique(low):
             limit = prefix + (1 << bit) - 1
-            keys = np.array([[*key, limit]], np.uint64)
-            buffers = (base, finetuned, output, keys, scales, scratch, stats)
+            keys = np.array([[*key, limit, 0]], np.uint64)
+            buffers = (base, finetuned, output, keys, scales, lambda_and_pull, scratch, stats)
             kernel(*(buffer.ctypes.data for buffer in buffers), 1024, 1024, 1, first_tile, 0, 1.0)
-            here = low == prefix
-            below = output != 0
+            here, below = low == prefix, output != 0
             high[here & below] = limit
             low[here & ~below] = limit + 1
     assert np.array_equal(low, high)
@@ -633,7 +632,8 @@ def test_a_merged_file_says_how_it_was_made(models: list[Path], tmp_path: Path) 
     DareMerger(models[0], models[1:], DareConfig(drop_rate=0.75, seed=9, verbose=False)).merge(output)
     assert metadata(output)["format"] == "pt"
     recipe = tomllib.loads(metadata(output)["dare_recipe"])
-    assert recipe["dare"] == {"drop_rate": 0.75, "seed": 9}
+    assert recipe["dare"]["drop_rate"] == 0.75
+    assert recipe["dare"]["seed"] == 9
     assert recipe["models"] == {"base_file": str(models[0]), "merge_files": [str(m) for m in models[1:]]}
     assert recipe["recipe"]["version"] == dare.__version__
     assert recipe["recipe"]["seeds"] == [9, 10]
@@ -698,7 +698,8 @@ def recipe_of(folder: Path) -> dict[str, Any]:
 def test_flags_beat_toml_and_toml_beats_defaults(models: list[Path], tmp_path: Path) -> None:
     config = str(write_config(tmp_path, drop_rate=0.5, verbose=False))
     assert dare.main(["-c", config]) == 0
-    assert recipe_of(tmp_path)["dare"] == {"drop_rate": 0.5, "seed": 42}
+    assert recipe_of(tmp_path)["dare"]["drop_rate"] == 0.5
+    assert recipe_of(tmp_path)["dare"]["seed"] == 42
     assert dare.main(["-c", config, "--drop-rate", "0.25", "--merge", str(models[1])]) == 0
     assert recipe_of(tmp_path)["dare"]["drop_rate"] == 0.25
     assert recipe_of(tmp_path)["models"]["merge_files"] == [str(models[1])]
@@ -726,7 +727,7 @@ def test_paths_in_toml_are_relative_to_it_and_paths_in_flags_to_the_working_dire
         ("zzz = 1", "no key 'zzz'", "known here: delta_threshold, drop_rate"),
         ('drop_rate = "0.5"', "[dare] drop_rate must be a number", ""),
         ("drop_rate = true", "[dare] drop_rate must be a number", ""),
-        ("drop_rate = 1", "[dare] drop_rate must be a number from 0 up to but not including 1, not 1", ""),
+        ("drop_rate = 1", "[dare] drop_rate must be a number from 0 up to but not including 1", ""),
         ("drop_rate = -0.1", "[dare] drop_rate must be", ""),
         ("drop_rate = nan", "[dare] drop_rate must be", ""),
         ("delta_threshold = 0", "[dare] delta_threshold must be a number above 0", ""),
@@ -775,7 +776,7 @@ def test_wrong_model_entries_are_named(
 @pytest.mark.parametrize(
     ("arguments", "complaint", "hint"),
     [
-        (["--drop-rate", "1"], "--drop-rate must be a number from 0 up to but not including 1, not 1.0", "--help"),
+        (["--drop-rate", "1"], "--drop-rate must be a number from 0 up to but not including 1", "--help"),
         (["--drop-rate", "-0.5"], "--drop-rate must be", "--help"),
         (["--drop-rate", "nan"], "--drop-rate must be", "--help"),
         (["--drop-rate", "much"], "invalid float value: 'much'", "--help"),
@@ -1219,7 +1220,7 @@ def test_kernels_are_compiled_once_and_said_so(
 ) -> None:
     arguments = ["-b", str(models[0]), "-m", str(models[1]), "-o", str(tmp_path / "out.safetensors")]
     assert dare.main(arguments) == 0
-    assert "compiling the merge kernel" in capsys.readouterr().err
+    assert "compiling the linear kernel" in capsys.readouterr().err
     [kernel] = fresh_kernels.iterdir()
     assert kernel.name.startswith("dare.linear-BF16-BF16-BF16."), "what is needed, and only that"
     dare.load_kernel.cache_clear()
@@ -1228,7 +1229,7 @@ def test_kernels_are_compiled_once_and_said_so(
     kernel.write_bytes(kernel.read_bytes()[:-1])
     dare.load_kernel.cache_clear()
     assert dare.main(arguments) == 0, "a damaged kernel is compiled again"
-    assert "compiling the merge kernel" in capsys.readouterr().err
+    assert "compiling the linear kernel" in capsys.readouterr().err
 
 
 def test_a_place_for_kernels_that_cannot_be_written_only_costs_time(
@@ -1280,6 +1281,569 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
         tail = file.get_slice("w")[2**32 :]
     expected = reference_bits(reference_key(42, "w"), 2**32, 5000) < 32768
     assert np.array_equal(tail.float().numpy(), expected * 2.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every way to combine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def per_model(value: Any, count: int) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value] * count
+
+
+def reference_kept(
+    base: np.ndarray, models: list[np.ndarray], name: str, config: dict[str, Any], weights: list[float]
+) -> list[np.ndarray]:
+    """What is left of each delta after drop, rescale and trim, times its weight."""
+    real, kept = base.dtype.type, []
+    rates = per_model(config.get("drop_rate", 0.9), len(models))
+    divisors = per_model(config.get("rescale_q"), len(models))
+    for i, model in enumerate(models):
+        delta = model - base
+        mask = reference_mask(config.get("seed", 42) + i, name, base.size, rates[i])
+        if config.get("keep_ratio", 1) < 1 and mask.any():
+            sizes = np.sort(np.abs(delta[mask]))[::-1]
+            mask = mask & (np.abs(delta) >= sizes[max(1, int(config["keep_ratio"] * sizes.size)) - 1])
+        divisor = 1.0 if config.get("rescale") is False else divisors[i] or honoured(rates[i])
+        kept.append(np.where(mask, real(weights[i] / divisor) * delta, real(0)))
+    return kept
+
+
+def reference_ties(kept: list[np.ndarray], weights: list[float]) -> np.ndarray:
+    real = kept[0].dtype.type
+    elected = np.zeros_like(kept[0])
+    for part in kept:
+        elected = elected + part
+    total, share = np.zeros_like(elected), np.zeros_like(elected)
+    for part, weight in zip(kept, weights, strict=True):
+        agrees = np.where(elected >= 0, part > 0, part < 0)
+        total = total + np.where(agrees, part, real(0))
+        share = share + np.where(agrees, real(weight), real(0))
+    return np.where(share > 0, total / np.where(share > 0, share, real(1)), real(0))
+
+
+def reference_any(base: torch.Tensor, models: list[torch.Tensor], name: str, **config: Any) -> torch.Tensor:
+    """Linear and ties, with every setting, in plain NumPy."""
+    output = getattr(torch, config["dtype"]) if config.get("dtype") else base.dtype
+    real = np.float64 if F64 in {output, base.dtype, *(m.dtype for m in models)} else np.float32
+    wide = [tensor.to(F64).numpy().astype(real).ravel() for tensor in (base, *models)]
+    ties = config.get("method") == "ties"
+    weights = config.get("weights") or [1.0 if ties else 1 / len(models)] * len(models)
+    kept = reference_kept(wide[0], wide[1:], name, config, weights)
+    if ties:
+        merged = reference_ties(kept, weights)
+    else:
+        merged = np.zeros_like(wide[0])
+        for part in kept:
+            merged = merged + part
+    change = real(config.get("lambda_coeff", 1.0)) * merged
+    values = np.where(change == 0, wide[0], wide[0] + change)
+    return round_to(values.astype(np.float64), output).reshape(base.shape)
+
+
+VARIATIONS: list[dict[str, Any]] = [
+    {"weights": [0.5, 0.3, 1.7]},
+    {"weights": [1.0, -0.5, 0.0], "lambda_coeff": 0.7},
+    {"drop_rate": [0.1, 0.9, 0.0], "lambda_coeff": -1.5},
+    {"drop_rate": 0.8, "rescale_q": 0.5},
+    {"drop_rate": [0.8, 0.5, 0.3], "rescale_q": [0.2, 0.6, 1.0]},
+    {"drop_rate": 0.8, "rescale": False},
+    {"method": "ties"},
+    {"method": "ties", "drop_rate": 0.0},
+    {"method": "ties", "drop_rate": 0.5, "weights": [1.0, 3.0, 0.5], "lambda_coeff": 0.4},
+    {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.2},
+    {"method": "ties", "drop_rate": [0.0, 0.5, 0.9], "keep_ratio": 0.7, "weights": [0.2, 0.5, 0.3]},
+    {"method": "ties", "drop_rate": 0.3, "rescale_q": 0.9, "keep_ratio": 0.001},
+    {"dtype": "float32"},
+    {"method": "ties", "dtype": "bfloat16", "keep_ratio": 0.5},
+    {"dtype": "float64", "method": "ties", "keep_ratio": 0.5},
+]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F64])
+@pytest.mark.parametrize("config", VARIATIONS, ids=str)
+def test_linear_and_ties_equal_numpy_with_every_setting(
+    tmp_path: Path, config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    base = random_model(3, dtype, {"w": (50, 73), "tiny": (3,)})
+    models = [finetune(base, seed, 0.01) for seed in range(3)]
+    merged = merge(tmp_path, base, *models, **config)
+    for name in base:
+        assert same_bits(merged[name], reference_any(base[name], [m[name] for m in models], name, **config)), name
+    again = dare.dare_merge(base, models, DareConfig(**config))
+    assert_same(again, merged)
+
+
+def test_trim_keeps_all_entries_as_large_as_the_last_one_it_must_keep(tmp_path: Path) -> None:
+    """Deltas stored in 16 bits tie a lot. Which of two equal entries is kept must not depend on where they lie."""
+    base = {"w": torch.zeros(3000)}
+    model = {"w": torch.arange(3000) % 4 * 0.25}
+    merged = merge(tmp_path, base, model, method="ties", drop_rate=0.0, keep_ratio=0.3)["w"]
+    assert same_bits(merged, torch.where(model["w"] >= 0.5, model["w"], 0.0))
+    merged = merge(tmp_path, base, model, method="ties", drop_rate=0.0, keep_ratio=0.25)["w"]
+    assert same_bits(merged, torch.where(model["w"] >= 0.75, model["w"], 0.0))
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    count=st.integers(1, 3000),
+    keep_ratio=st.floats(0.001, 1),
+    drop_rate=st.sampled_from([0.0, 0.5, 0.97]),
+    dtype=st.sampled_from([BF16, F32, F64]),
+)
+def test_trim_finds_the_exact_threshold_of_any_tensor(
+    tmp_path: Path, seed: int, count: int, keep_ratio: float, drop_rate: float, dtype: torch.dtype
+) -> None:
+    values = np.random.default_rng(seed).standard_cauchy(count) * 2.0 ** np.random.default_rng(seed).integers(-30, 20)
+    base, model = torch.zeros(count, dtype=dtype), torch.from_numpy(values).clamp(-1e30, 1e30).to(dtype)
+    config = {"method": "ties", "keep_ratio": keep_ratio, "drop_rate": drop_rate}
+    merged = merge(tmp_path, {"w": base}, {"w": model}, **config)["w"]
+    assert same_bits(merged, reference_any(base, [model], "w", **config))
+
+
+def test_ties_with_one_model_equals_linear(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    model = finetune(base, 1)
+    for drop_rate in (0.0, 0.9):
+        linear = merge(tmp_path, base, model, drop_rate=drop_rate)
+        assert_same(merge(tmp_path, base, model, drop_rate=drop_rate, method="ties"), linear)
+
+
+def reference_slerp(base: torch.Tensor, models: list[torch.Tensor], name: str, t: float, **config: Any) -> np.ndarray:
+    wide = [tensor.double().numpy().ravel() for tensor in (base, *models)]
+    kept = reference_kept(wide[0], wide[1:], name, config, [1.0, 1.0])
+    first, second = (wide[0] + part for part in kept)
+    cosine = float(first @ second / np.linalg.norm(first) / np.linalg.norm(second))
+    if abs(cosine) > 0.9995:
+        values = (1 - t) * first + t * second
+    else:
+        angle = math.acos(cosine)
+        values = (math.sin((1 - t) * angle) * first + math.sin(t * angle) * second) / math.sin(angle)
+    return (wide[0] + config.get("lambda_coeff", 1.0) * (values - wide[0])).reshape(base.shape)
+
+
+@pytest.mark.parametrize("size", [0.0001, 0.05, 1.0], ids=["nearly parallel", "at an angle", "nearly orthogonal"])
+@pytest.mark.parametrize("config", [{}, {"slerp_t": 0.0}, {"slerp_t": 0.3, "drop_rate": 0.0}, {"lambda_coeff": 0.5}])
+def test_slerp_equals_the_closed_form_within_rounding(tmp_path: Path, size: float, config: dict[str, Any]) -> None:
+    base = random_model(1, F64)
+    models = [finetune(base, seed, size) for seed in (1, 2)]
+    merged = merge(tmp_path, base, *models, method="slerp", **config)
+    t = config.get("slerp_t", 0.5)
+    for name, tensor in merged.items():
+        others = {key: value for key, value in config.items() if key != "slerp_t"}
+        expected = reference_slerp(base[name], [m[name] for m in models], name, t, **others)
+        np.testing.assert_allclose(tensor.numpy(), expected, rtol=1e-12, atol=1e-13)
+    assert_same(dare.dare_merge(base, models, DareConfig(method="slerp", **config)), merged)
+
+
+def test_slerp_at_its_ends_gives_the_models(tmp_path: Path) -> None:
+    base = random_model(1)
+    models = [finetune(base, seed, 0.1) for seed in (1, 2)]
+    for t, model in ((0.0, models[0]), (1.0, models[1])):
+        merged = merge(tmp_path, base, *models, method="slerp", drop_rate=0.0, slerp_t=t)
+        for name in base:
+            torch.testing.assert_close(merged[name], model[name], rtol=1e-6, atol=1e-7)
+
+
+def test_slerp_treats_a_tensor_that_a_model_lacks_as_the_base(tmp_path: Path) -> None:
+    base = random_model(1, F64)
+    models = [finetune(base, seed, 0.1) for seed in (1, 2)]
+    whole = merge(tmp_path, base, {**models[0], "head.weight": base["head.weight"]}, models[1], method="slerp")
+    del models[0]["head.weight"]
+    assert_same(merge(tmp_path, base, *models, method="slerp"), whole)
+    assert_same(dare.dare_merge(base, models, DareConfig(method="slerp")), whole)
+
+
+def test_slerp_of_zero_vectors_is_linear(tmp_path: Path) -> None:
+    base, one = unit_models({"w": 3000})
+    merged = merge(tmp_path, base, base, one, method="slerp", drop_rate=0.0, slerp_t=0.25)["w"]
+    assert same_bits(merged, torch.full((3000,), 0.25))
+
+
+def test_slerp_does_not_depend_on_the_sine_of_a_library() -> None:
+    for cosine, t in ((0.3, 0.5), (-0.9, 0.1), (0.999, 0.77), (0.0, 0.5), (-0.9994, 0.4)):
+        angle = math.acos(cosine)
+        expected = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+        assert dare.slerp_ends(4.0, 9.0, 6 * cosine, t) == pytest.approx(expected, rel=1e-13)
+    first, second = dare.slerp_ends(1.0, 1.0, 0.5, 0.5)  # 60 degrees: sin 30 / sin 60 = 1 / sqrt 3
+    assert first == second == 1 / math.sqrt(3) or abs(first - 3**-0.5) < 2**-53
+
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "linear", "drop_rate": 0.7},
+    {"method": "ties", "drop_rate": 0.5},
+    {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.3},
+    {"method": "slerp", "drop_rate": 0.5},
+]
+
+
+@pytest.mark.parametrize("config", METHODS, ids=str)
+def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
+    tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = random_model(4, BF16, {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)})
+    models = [finetune(base, seed, 0.02) for seed in (1, 2)]
+    usual = merge(tmp_path, base, *models, threads=1, **config)
+    monkeypatch.setattr(dare, "BATCH_ELEMENTS", 5000)
+    for chunk, threads in ((1024, 7), (4096, 2), (1 << 15, 3)):
+        monkeypatch.setattr(dare, "MIN_CHUNK", chunk)
+        monkeypatch.setattr(dare, "MAX_CHUNK", chunk)
+        assert_same(merge(tmp_path, base, *models, threads=threads, **config), usual)
+        monkeypatch.setattr(dare, "MEMORY_CHUNK", chunk)
+        assert_same(dare.dare_merge(base, models, DareConfig(**config)), usual)
+
+
+@pytest.mark.parametrize("config", METHODS, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+def test_lambda_0_gives_the_base_bit_for_bit(tmp_path: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    base = random_model(4, dtype)
+    base["layer.bias"][:20] = -0.0
+    models = [finetune(base, seed, 0.02) for seed in (1, 2)]
+    assert_same(merge(tmp_path, base, *models, lambda_coeff=0, **config), base)
+
+
+@pytest.mark.parametrize("config", METHODS, ids=str)
+def test_models_equal_to_the_base_change_nothing_by_any_method(tmp_path: Path, config: dict[str, Any]) -> None:
+    base = random_model(4, F32)
+    base["layer.bias"][:20] = -0.0
+    assert_same(merge(tmp_path, base, base, base, **config), base)
+
+
+def test_drop_rates_of_one_model_leave_the_other_masks_alone(tmp_path: Path) -> None:
+    base, one = unit_models({"w": 5000})
+    two = {"w": torch.full((5000,), 64.0)}
+    for rate in (0.0, 0.3, 0.9):
+        merged = merge(tmp_path, base, one, two, drop_rate=[rate, 0.5], rescale=False, weights=[1, 1])["w"].numpy()
+        assert np.array_equal(merged >= 64, reference_mask(43, "w", 5000, 0.5))
+        assert np.array_equal(merged % 64 == 1, reference_mask(42, "w", 5000, rate))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [{"drop_rate": 0.3}, {"drop_rate": [0.3, 0.6]}, {"lambda_coeff": 0.5}, {"rescale_q": 0.4}, {"keep_ratio": 0.3}],
+    ids=str,
+)
+def test_a_rule_for_all_tensors_equals_the_same_setting_for_all(tmp_path: Path, setting: dict[str, Any]) -> None:
+    base = random_model(dtype=BF16)
+    models = [finetune(base, seed, 0.02) for seed in (1, 2)]
+    method = "ties" if "keep_ratio" in setting else "linear"
+    everywhere = merge(tmp_path, base, *models, method=method, **setting)
+    assert_same(merge(tmp_path, base, *models, method=method, rules=[{"match": "*", **setting}]), everywhere)
+
+
+def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
+    base, model = unit_models({"model.embed_tokens": 2000, "lm_head": 2000, "layer.mlp": 2000, "layer.norm": 2000})
+    rules = [
+        {"match": ["*embed_tokens*", "lm_head"], "drop_rate": 0.5},
+        {"match": "layer.norm", "lambda_coeff": 0},
+        {"match": "layer.*", "drop_rate": 0.0},
+    ]
+    merged = merge(tmp_path, base, model, rules=rules)
+    for name in ("model.embed_tokens", "lm_head"):
+        assert np.array_equal(kept_positions(merged, name), reference_mask(42, name, 2000, 0.5))
+    assert same_bits(merged["layer.norm"], base["layer.norm"])
+    assert same_bits(merged["layer.mlp"], model["layer.mlp"])
+    assert_same(dare.dare_merge(base, [model], DareConfig(rules=rules)), merged)
+
+
+def test_rules_that_are_never_used_are_reported(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    rules = [
+        {"match": "layer.*", "drop_rate": 0.5},
+        {"match": ["*nothing*"], "drop_rate": 0.1},
+        {"match": "layer.bias", "lambda_coeff": 0.5},
+    ]
+    warnings = warnings_of(tmp_path, base, finetune(base, 1, 0.0005), rules=rules)
+    assert warnings == [
+        "rule 2 ('*nothing*') matches no tensor",
+        "rule 3 ('layer.bias') matches only tensors that an earlier rule takes",
+    ]
+
+
+def test_rules_from_toml_and_flags_and_recipes_are_the_same(models: list[Path], tmp_path: Path) -> None:
+    rule = '[[rules]]\nmatch = ["layer.*", "scalar"]\ndrop_rate = [0.5, 0.25]\nlambda_coeff = 0.5\n'
+    config = write_config(tmp_path, rule, verbose=False)
+    assert dare.main(["-c", str(config)]) == 0
+    from_toml = load_file(tmp_path / "out.safetensors")
+    (tmp_path / "recipe.toml").write_text(metadata(tmp_path / "out.safetensors")["dare_recipe"])
+    assert dare.main(["-q", "-c", str(tmp_path / "recipe.toml"), "-o", str(tmp_path / "again.safetensors")]) == 0
+    assert_same(load_file(tmp_path / "again.safetensors"), from_toml)
+    flags = ["--rule", "layer.*:drop_rate=[0.5, 0.25], lambda_coeff=0.5", "--rule", "scalar:lambda_coeff=0.5"]
+    arguments = ["-q", "-b", *map(str, models[:1]), "-m", *map(str, models[1:]), "-o", str(tmp_path / "f.safetensors")]
+    assert dare.main([*arguments, *flags]) == 0
+    assert_same({n: t for n, t in load_file(tmp_path / "f.safetensors").items() if n != "scalar"},
+                {n: t for n, t in from_toml.items() if n != "scalar"})  # fmt: skip
+    assert dare.main(["-q", "-c", str(config), "--rule", "*:lambda_coeff=0"]) == 0
+    assert_same(load_file(tmp_path / "out.safetensors"), load_file(models[0]))
+
+
+def test_every_setting_survives_the_recipe(models: list[Path], tmp_path: Path) -> None:
+    runs = [
+        ["--method", "ties", "--weights", "1", "2", "--keep-ratio", "0.4", "--lambda", "0.9", "--dtype", "float32"],
+        ["--method", "slerp", "--slerp-t", "0.3", "--drop-rate", "0.5", "0.7", "--rescale-q", "0.6"],
+        ["--no-rescale", "--drop-rate", "0.2", "--weights", "1", "-1", "--rule", "*bias:drop_rate=0"],
+    ]
+    for k, run in enumerate(runs):
+        first, again = tmp_path / f"first{k}.safetensors", tmp_path / f"again{k}.safetensors"
+        arguments = ["-q", "-b", str(models[0]), "-m", str(models[1]), str(models[2]), "-o", str(first)]
+        assert dare.main([*arguments, *run]) == 0
+        (tmp_path / "recipe.toml").write_text(metadata(first)["dare_recipe"])
+        assert dare.main(["-q", "-c", str(tmp_path / "recipe.toml"), "-o", str(again)]) == 0
+        assert first.read_bytes() == again.read_bytes()
+
+
+def test_dropping_without_rescaling_is_warned_about(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    [warning] = warnings_of(tmp_path, base, finetune(base, 1, 0.0005), rescale=False)
+    assert "rescale is off" in warning
+    assert "10 times too weak" in warning
+    assert warnings_of(tmp_path, base, finetune(base, 1, 0.0005), rescale=False, drop_rate=0.0) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "complaint"),
+    [
+        ({"method": "slerp"}, 3, "slerp goes between two models, not 3"),
+        ({"method": "slerp"}, 1, "slerp goes between two models, not 1"),
+        ({"slerp_t": 0.5}, 2, "slerp_t means nothing to method linear"),
+        ({"keep_ratio": 0.5}, 2, "keep_ratio means nothing to method linear"),
+        ({"rules": [{"match": "*", "keep_ratio": 0.5}]}, 2, "keep_ratio means nothing to method linear"),
+        ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
+        ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
+        ({"weights": [0.0, 0.0], "method": "ties"}, 2, "must not be negative nor all 0"),
+        ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative nor all 0"),
+        ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),
+        ({"rescale_q": 0.05}, 2, "rescale_q 0.05 is below 1 - drop_rate = 0.1"),
+        ({"rescale_q": 0.2, "rules": [{"match": "*", "drop_rate": 0.5}]}, 2, "rescale_q 0.2 is below 1 - drop_rate = 0.5"),
+        ({"rescale_q": [0.2, 0.2, 0.2]}, 2, "rescale_q has 3 values for 2 models"),
+        ({"drop_rate": [0.5]}, 2, "drop_rate has 1 values for 2 models"),
+        ({"rules": [{"match": "*", "drop_rate": [0.1, 0.2, 0.3]}]}, 2, "rule 1: drop_rate has 3 values"),
+        ({"method": "magic"}, 2, "method must be one of linear, ties, slerp"),
+        ({"dtype": "int8"}, 2, "dtype must be one of float32, float16, bfloat16, float64"),
+        ({"drop_rate": []}, 2, "drop_rate must be a number"),
+        ({"lambda_coeff": math.inf}, 2, "lambda_coeff must be a number"),
+        ({"weights": 0.5}, 2, "weights must be a list of numbers"),
+        ({"rescale_q": 0}, 2, "rescale_q must be a number above 0"),
+        ({"keep_ratio": 1.5, "method": "ties"}, 2, "keep_ratio must be a number above 0 and at most 1"),
+        ({"slerp_t": -1, "method": "slerp"}, 2, "slerp_t must be a number from 0 to 1"),
+        ({"rules": ["*"]}, 2, "rule 1 must be a table"),
+        ({"rules": [{"match": "*", "drop_rat": 0.5}]}, 2, "rule 1 has no key 'drop_rat'"),
+        ({"rules": [{"match": "*", "drop_rate": 2}]}, 2, "rule 1: drop_rate must be a number"),
+        ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1 must have match"),
+        ({"rules": [{"match": []}]}, 2, "rule 1 must have match"),
+        ({"rules": [{"match": "*"}]}, 2, "rule 1 sets nothing"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused_with_a_reason(
+    models: list[Path], config: dict[str, Any], count: int, complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
+        DareMerger(models[0], [models[1]] * count, DareConfig(**config))
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--rule", "nonsense"], "has no colon after its pattern"),
+        (["--rule", "*:drop_rate"], "must be PATTERN:SETTING=VALUE"),
+        (["--rule", "*:drop_rate=3"], "drop_rate must be a number"),
+        (["--rule", "*:seed=3"], "has no key 'seed'"),
+        (["--lambda", "inf"], "--lambda must be a number"),
+        (["--method", "tis"], "--method must be one of linear, ties, slerp"),
+        (["--slerp-t", "0.5"], "slerp_t means nothing to method linear"),
+    ],
+)
+def test_wrong_ways_to_combine_are_refused_by_the_command(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    refuse(tmp_path, capsys, 2, complaint, flags=tuple(arguments))
+
+
+def test_wrong_rules_in_toml_are_named_with_the_file(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, '[[rules]]\nmatch = "*"\ndrop = 1\n')
+    assert dare.main(["-c", str(config)]) == 2
+    assert f"error: {config}: rule 1 has no key 'drop'" in capsys.readouterr().err
+    config.write_text(config.read_text().replace("[[rules]]", "[rules]"))
+    assert dare.main(["-c", str(config)]) == 2
+    assert "write [[rules]]" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors in memory
+# ---------------------------------------------------------------------------------------------------------------------
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def on(tensors: Tensors, device: str) -> Tensors:
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("config", [*METHODS, {"drop_rate": 0.0}, {"dtype": "float16"}], ids=str)
+def test_tensors_in_memory_give_the_bits_of_the_files(
+    tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, device: str
+) -> None:
+    base = {**random_model(6, dtype), "ids": torch.arange(7), "empty": torch.zeros(0, 3, dtype=dtype)}
+    models = [{**finetune(random_model(6, dtype), seed, 0.02), "ids": torch.arange(7)} for seed in (1, 2)]
+    expected = merge(tmp_path, base, *models, **config)
+    arguments = [on(tensors, device) for tensors in (base, *models)]
+    merged = dare.dare_merge(arguments[0], arguments[1:], DareConfig(**config))
+    assert all(tensor.device.type == device for tensor in merged.values())
+    assert_same(on(merged, "cpu"), expected)
+    for argument, original in zip(arguments, (base, *models), strict=True):
+        assert_same(on(argument, "cpu"), original)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sparsified_model_is_the_merge_of_one(tmp_path: Path, device: str) -> None:
+    base = random_model(6, BF16)
+    model = finetune(base, 1)
+    merged = dare.dare_sparsify(on(base, device), on(model, device), drop_rate=0.8, seed=3)
+    assert_same(on(merged, "cpu"), merge(tmp_path, base, model, drop_rate=0.8, seed=3))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_dropped_deltas_are_masked_and_rescaled(device: str) -> None:
+    deltas = {"w": torch.randn(100, 70), "half": torch.randn(3000).to(BF16), "ids": torch.arange(3)}
+    for rescale in (True, False):
+        thinned = on(dare.dare_drop(on(deltas, device), drop_rate=0.7, seed=5, rescale=rescale), "cpu")
+        for name in ("w", "half"):
+            mask = torch.from_numpy(reference_mask(5, name, deltas[name].numel(), 0.7)).reshape(deltas[name].shape)
+            scale = np.float32(1 / honoured(0.7)) if rescale else np.float32(1)
+            expected = torch.where(mask, deltas[name].float() * scale, 0.0).to(deltas[name].dtype)
+            assert same_bits(thinned[name], expected)
+        assert same_bits(thinned["ids"], deltas["ids"])
+    assert_same(dare.dare_drop(deltas, drop_rate=0.0), deltas)
+
+
+def test_parameters_that_want_gradients_are_merged_too() -> None:
+    base = {"w": torch.nn.Parameter(torch.zeros(10))}
+    merged = dare.dare_merge(base, [{"w": torch.nn.Parameter(torch.ones(10))}], DareConfig(drop_rate=0.0))
+    assert merged["w"].tolist() == [1.0] * 10
+    assert not merged["w"].requires_grad
+
+
+def test_tensors_in_memory_are_refused_like_files() -> None:
+    base = {"w": torch.zeros(10)}
+    for model, complaint in [
+        ({"w": torch.zeros(11)}, r"tensor 'w' is \[10\] of torch.float32 in the base and \[11\]"),
+        ({"w": torch.zeros(10, dtype=torch.int64)}, "int64 in model 0"),
+        ({"w": torch.full((10,), math.nan)}, "holds a value that is not finite"),
+        ({"w": torch.full((10,), 3e38)}, "holds or gives a value that is not finite"),
+        ({"w": torch.zeros(10).to(torch.float8_e4m3fn)}, "cannot be merged"),
+    ]:
+        with pytest.raises(DareError, match=complaint):
+            dare.dare_merge(base, [model], DareConfig(drop_rate=0.5))
+    with pytest.raises(ConfigError, match="list of state dicts"):
+        dare.dare_merge(base, base)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against mergekit, where it is installed
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def llama_model(folder: Path, seed: int, base: Tensors | None = None) -> Tensors:
+    """A tiny Llama in float32, in the directory that mergekit wants."""
+    hidden, mlp, vocabulary = 32, 64, 48
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for part, shape in {
+        "q": (hidden, hidden),
+        "k": (hidden, hidden),
+        "v": (hidden, hidden),
+        "o": (hidden, hidden),
+    }.items():
+        shapes[f"model.layers.0.self_attn.{part}_proj.weight"] = shape
+    for part, shape in {"gate": (mlp, hidden), "up": (mlp, hidden), "down": (hidden, mlp)}.items():
+        shapes[f"model.layers.0.mlp.{part}_proj.weight"] = shape
+    for part in ("input_layernorm", "post_attention_layernorm"):
+        shapes[f"model.layers.0.{part}.weight"] = (hidden,)
+    shapes["lm_head.weight"] = (vocabulary, hidden)
+    tensors = random_model(seed, F32, shapes) if base is None else finetune(base, seed, 0.02)
+    folder.mkdir()
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden, "num_hidden_layers": 1,
+              "intermediate_size": mlp, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": vocabulary,
+              "torch_dtype": "float32", "tie_word_embeddings": False}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def run_mergekit(folder: Path, method: str, count: int, each: dict[str, Any], shared: dict[str, Any]) -> Tensors:
+    pytest.importorskip("mergekit")
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    paths = [str(folder / f"m{i}") for i in range(count)]
+    recipe: dict[str, Any] = {"merge_method": method, "dtype": "float32", "parameters": shared}
+    if method == "slerp":
+        recipe |= {"base_model": paths[0], "models": [{"model": path} for path in paths]}
+    else:
+        recipe |= {"base_model": str(folder / "base"), "models": [{"model": p, "parameters": each} for p in paths]}
+    options = MergeOptions(write_model_card=False, copy_tokenizer=False, cuda=False)
+    run_merge(MergeConfiguration.model_validate(recipe), str(folder / "theirs"), options)
+    return load_file(folder / "theirs" / "model.safetensors")
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("method", "each", "shared", "ours"),
+    [
+        ("task_arithmetic", {"weight": 0.3}, {"normalize": False}, {"weight": 0.3}),
+        ("dare_linear", {"weight": 0.3, "density": 1.0}, {"normalize": False, "lambda": 0.7}, {"weight": 0.3, "lambda_coeff": 0.7}),
+        ("ties", {"weight": 1.0, "density": 1.0}, {"normalize": True}, {"weight": 1.0, "method": "ties"}),
+        ("ties", {"weight": 0.3, "density": 0.25}, {"normalize": True},
+         {"weight": 0.3, "method": "ties", "keep_ratio": 0.25}),
+        ("dare_ties", {"weight": 0.5, "density": 1.0}, {"normalize": True}, {"weight": 0.5, "method": "ties"}),
+    ],
+)  # fmt: skip
+def test_linear_and_ties_equal_mergekit_to_the_last_bit(
+    tmp_path: Path,
+    offline: None,
+    count: int,
+    method: str,
+    each: dict[str, Any],
+    shared: dict[str, Any],
+    ours: dict[str, Any],
+) -> None:
+    base = llama_model(tmp_path / "base", 0)
+    models = [llama_model(tmp_path / f"m{i}", i + 1, base) for i in range(count)]
+    theirs = run_mergekit(tmp_path, method, count, each, shared)
+    config = {key: value for key, value in ours.items() if key != "weight"}
+    merged = merge(tmp_path, base, *models, drop_rate=0.0, weights=[ours["weight"]] * count, **config)
+    assert_same(merged, theirs)
+
+
+@pytest.mark.parametrize("t", [0.2, 0.5])
+def test_slerp_equals_mergekit_within_rounding(tmp_path: Path, offline: None, t: float) -> None:
+    base = llama_model(tmp_path / "base", 0)
+    models = [llama_model(tmp_path / f"m{i}", i + 1, base) for i in range(2)]
+    theirs = run_mergekit(tmp_path, "slerp", 2, {}, {"t": t})
+    merged = merge(tmp_path, base, *models, drop_rate=0.0, method="slerp", slerp_t=t)
+    for name in merged:
+        torch.testing.assert_close(merged[name], theirs[name], rtol=2e-6, atol=1e-8)
 
 
 if __name__ == "__main__":

@@ -523,10 +523,6 @@ def decode_f64(raw: Any) -> Any:
     return np.uint64(raw).view(np.float64)
 
 
-def same(value: Any) -> Any:
-    return value
-
-
 def round_to_odd(value: Any) -> Any:
     """float64 to a float32 that rounds on to 16 bits just as the float64 would: truncate, and mark what was cut off."""
     near = np.float32(value)
@@ -571,7 +567,7 @@ def thin(finetuned: Any, base: Any, bits: Any, limit: Any, floor: Any, scale: An
         kept[j] = delta * scale if bits[j] <= limit and abs(delta) >= floor else 0
 
 
-def combine_linear(kept: Any, models: int, _scales: Any, merged: Any, _total: Any, _share: Any) -> None:
+def combine_linear(kept: Any, models: int, _reals: Any, merged: Any, _total: Any, _share: Any) -> None:
     """Add the models' kept deltas to merged."""
     for i in range(models):
         row = kept[i]
@@ -579,7 +575,7 @@ def combine_linear(kept: Any, models: int, _scales: Any, merged: Any, _total: An
             merged[j] += row[j]
 
 
-def combine_ties(kept: Any, models: int, scales: Any, merged: Any, total: Any, share: Any) -> None:
+def combine_ties(kept: Any, models: int, reals: Any, merged: Any, total: Any, share: Any) -> None:
     """Elect each position's sign by the sum, then average, by weight, the models that agree with it."""
     for j in range(TILE):
         total[j] = 0
@@ -590,7 +586,7 @@ def combine_ties(kept: Any, models: int, scales: Any, merged: Any, total: Any, s
             merged[j] += row[j]
     for i in range(models):
         row = kept[i]
-        weight = kept.dtype.type(scales[i, WEIGHT])
+        weight = kept.dtype.type(reals[i, WEIGHT])
         for j in range(TILE):
             agrees = (row[j] > 0) if merged[j] >= 0 else (row[j] < 0)
             total[j] += row[j] if agrees else 0
@@ -620,13 +616,6 @@ def fold_neighbours(values: Any) -> Any:
     return values[0]
 
 
-def larger_or_inf(peak: Any, value: Any) -> Any:
-    """A running maximum that turns to infinity at a NaN, and so cannot lose it."""
-    if value < np.inf:
-        return value if value > peak else peak
-    return np.inf
-
-
 @dataclass(frozen=True)
 class Format:
     """A type of tensor that can be merged, seen as the unsigned integers in which it is stored."""
@@ -640,6 +629,10 @@ class Format:
     def raw(self) -> str:
         return f"u{self.bits // 8}"
 
+    @property
+    def real(self) -> str:
+        return f"f{self.bits // 8}"
+
 
 FORMATS: Final = {
     "BF16": Format(decode_bf16, encode_bf16, 16, 2.0**128 - 2.0**119),
@@ -648,12 +641,11 @@ FORMATS: Final = {
     "F64": Format(decode_f64, encode_f64, 64, math.inf),
 }
 
-# Columns of the kernels' tables. Of the statistics, row i is model i; the last has the base's sum, the output's peak.
-SUM, PEAK, ABOVE, KEPT = range(4)
-# SLOT: which of slerp's two ends the model is; for trim, the prefix found so far.
-KEY_0, KEY_1, LIMIT, SLOT = range(4)
-SCALE, WEIGHT, FLOOR = range(3)
-LAMBDA, PULL = range(2)
+# What kernels are told and what they tell is in two tables, with a row for each model and one for the whole.
+# SLOT: which of slerp's two ends the model is; for trim, the prefix found so far. PEAK: the pattern of the largest.
+KEY_0, KEY_1, LIMIT, SLOT, PEAK, ABOVE, KEPT, WORDS = range(8)
+SCALE, WEIGHT, FLOOR, SUM, REALS = range(5)
+LAMBDA, PULL, THRESHOLD = range(3)  # of the last row of REALS, whose SUM is the base's
 # Rows of scratch before the models' kept deltas, and their width. Rows of exactly 4 KiB would share cache sets.
 SCRATCH_ROWS: Final = 7
 SCRATCH_WIDTH: Final = TILE + 80
@@ -679,6 +671,14 @@ class KernelSpec:
         return f"{self.kind}-{self.base}-{self.finetuned}-{self.output}"
 
 
+@cache
+def inline(function: Callable[..., Any]) -> Any:
+    """A function that is compiled into the kernels that call it. Once for all kernels: it takes Numba a while."""
+    numba: Any = importlib.import_module("numba")
+    options = {"forceinline": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(**options)(function)
+
+
 class Parts:
     """What all kernels of a spec are made of: the types, and the inner functions, ready to be compiled in."""
 
@@ -688,112 +688,108 @@ class Parts:
         self.real: Any = np.float64 if wide else np.float32
         self.unsigned: Any = np.uint64 if wide else np.uint32
         self.raw = [np.dtype(FORMATS[name].raw).type for name in (spec.base, spec.finetuned, spec.output)]
-        self.decode_base = self.inline(FORMATS[spec.base].decode)
-        self.encode = self.inline(FORMATS[spec.output].encode)
-        self.narrow = self.inline(round_to_odd if wide and FORMATS[spec.output].bits == 16 else same)
-        self.fold = self.inline(fold)
-        self.thin = self._thin_model(self.inline(FORMATS[spec.finetuned].decode))
+        self.decode = inline(FORMATS[spec.base].decode)
+        self.encode = inline(FORMATS[spec.output].encode)
+        if wide and FORMATS[spec.output].bits == 16:
+            self.encode = self._encode_by_odd(self.encode)
+        self.thin = self._thin_model(inline(FORMATS[spec.finetuned].decode))
 
-    def inline(self, function: Callable[..., Any]) -> Any:
-        options = {"forceinline": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-        return self.numba.njit(**options)(function)
+    def _encode_by_odd(self, encode: Any) -> Any:
+        narrow = inline(round_to_odd)
+
+        def encode_by_odd(value: Any) -> Any:
+            return encode(narrow(value))
+
+        return inline(encode_by_odd)
 
     def _thin_model(self, decode: Any) -> Any:
         """One tile of one model, from its stored bytes to its kept deltas."""
-        draw_bits, thin_tile, real = self.inline(draw), self.inline(thin), self.real
+        draw_bits, thin_tile, real = inline(draw), inline(thin), self.real
 
-        def thin_model(raw: Any, tile: int, keys: Any, scales: Any, scratch: Any, bits: Any, kept: Any) -> None:
-            draw_bits(bits, tile, keys[KEY_0], keys[KEY_1])
+        def thin_model(raw: Any, tile: int, words: Any, reals: Any, scratch: Any, bits: Any, kept: Any) -> None:
+            draw_bits(bits, tile, words[KEY_0], words[KEY_1])
             base, finetuned, size = scratch[1], scratch[2], scratch[4]
             for j in range(len(raw)):
                 finetuned[j] = decode(raw[j])
-            limit, floor, scale = np.uint16(keys[LIMIT]), real(scales[FLOOR]), real(scales[SCALE])
+            limit, floor, scale = np.uint16(words[LIMIT]), real(reals[FLOOR]), real(reals[SCALE])
             thin_tile(finetuned, base, bits, limit, floor, scale, size, kept)
 
-        return self.inline(thin_model)
+        return inline(thin_model)
 
     def compile(self, function: Callable[..., None]) -> Any:
-        """All kernels have one signature: eight addresses, five whole numbers, one decimal."""
+        """All kernels have one signature: seven addresses and five whole numbers."""
         types = self.numba.types
-        signature = types.void(*[types.voidptr] * 8, *[types.intp] * 5, types.float64)
-        return self.numba.cfunc(signature)(function)
+        return self.numba.cfunc(types.void(*[types.voidptr] * 7, *[types.intp] * 5))(function)
 
 
 def build_merge(spec: KernelSpec) -> Any:
     """Compile the loop that merges one chunk: decode, subtract, mask, combine, encode, tile by tile in the cache."""
     parts = Parts(spec)
-    carray, real, unsigned = parts.numba.carray, parts.real, parts.unsigned
+    carray, real, unsigned, decode, encode = parts.numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
     base_raw, finetuned_raw, output_raw = parts.raw
-    decode_base, encode, narrow, fold_tile, thin_model = (
-        parts.decode_base, parts.encode, parts.narrow, parts.fold, parts.thin,
-    )  # fmt: skip
-    combine = parts.inline(combine_ties if spec.kind == "ties" else combine_linear)
-    larger = parts.inline(larger_or_inf)
+    thin_model, fold_tile = parts.thin, inline(fold)
+    combine = inline(combine_ties if spec.kind == "ties" else combine_linear)
 
     def merge_chunk(
-        base_at: Any, finetuned_at: Any, output_at: Any, keys_at: Any, scales_at: Any, settings_at: Any,
-        scratch_at: Any, stats_at: Any, count: int, stride: int, models: int, first_tile: int, exact: int,
-        threshold: float,
+        base_at: Any, finetuned_at: Any, output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any, _: Any,
+        count: int, stride: int, models: int, first_tile: int, exact: int,
     ) -> None:  # fmt: skip
         base_all = carray(base_at, (count,), base_raw)
         finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
         output_all = carray(output_at, (count,), output_raw)
-        keys = carray(keys_at, (models, 4), np.uint64)
-        scales = carray(scales_at, (models, 3), np.float64)
-        settings = carray(settings_at, (2,), np.float64)
-        stats = carray(stats_at, (models + 1, 4), np.float64)
+        words = carray(words_at, (models + 1, WORDS), np.uint64)
+        reals = carray(reals_at, (models + 1, REALS), np.float64)
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
         bits = carray(scratch_at, (TILE,), np.uint16)
-        base, finetuned, merged, size, total, share = (
-            scratch[1], scratch[2], scratch[3], scratch[4], scratch[5], scratch[6],
-        )  # fmt: skip
+        base, finetuned, merged, size = scratch[1], scratch[2], scratch[3], scratch[4]
         kept = scratch[SCRATCH_ROWS:]
-        above_this, lambda_coeff, pull = real(threshold), real(settings[LAMBDA]), real(settings[PULL])
+        threshold = real(reals[models, THRESHOLD])
+        lambda_coeff, pull = real(reals[models, LAMBDA]), real(reals[models, PULL])
         for start in range(0, count, TILE):
             width = TILE if count - start > TILE else count - start
-            if width < TILE:
-                base[:] = 0
-                finetuned[:] = 0
+            for j in range(width, TILE):
+                base[j] = 0
+                finetuned[j] = 0
             raw = base_all[start : start + width]
             for j in range(width):
-                base[j] = decode_base(raw[j])
+                base[j] = decode(raw[j])
             for j in range(TILE):
                 size[j] = abs(base[j])
                 merged[j] = pull * base[j]
-            stats[models, SUM] += fold_tile(size)
+            reals[models, SUM] += fold_tile(size)
             for i in range(models):
                 raw_finetuned = finetuned_all[i, start : start + width]
-                thin_model(raw_finetuned, first_tile + start // TILE, keys[i], scales[i], scratch, bits, kept[i])
+                thin_model(raw_finetuned, first_tile + start // TILE, words[i], reals[i], scratch, bits, kept[i])
                 # Compared as integers, a NaN or an infinity is the largest of all, and the loop vectorises.
-                peak = unsigned(0)
+                peak = unsigned(words[i, PEAK])
                 above = np.uint32(0)
                 for j in range(TILE):
                     pattern = real(size[j]).view(unsigned)
                     peak = pattern if pattern > peak else peak
-                    above = np.uint32(above + np.uint32(size[j] > above_this))
-                limit = np.uint16(keys[i, LIMIT])
+                    above = np.uint32(above + np.uint32(size[j] > threshold))
+                limit = np.uint16(words[i, LIMIT])
                 survivors = np.uint32(0)
                 for j in range(width):
                     survivors = np.uint32(survivors + np.uint32(bits[j] <= limit))
-                stats[i, SUM] += fold_tile(size)
-                stats[i, PEAK] = larger(stats[i, PEAK], np.float64(unsigned(peak).view(real)))
-                stats[i, ABOVE] += above
-                stats[i, KEPT] += survivors
-            combine(kept, models, scales, merged, total, share)
-            peak = unsigned(0)
+                reals[i, SUM] += fold_tile(size)
+                words[i, PEAK] = peak
+                words[i, ABOVE] += np.uint64(above)
+                words[i, KEPT] += np.uint64(survivors)
+            combine(kept, models, reals, merged, scratch[5], scratch[6])
+            peak = unsigned(words[models, PEAK])
             for j in range(TILE):
                 change = lambda_coeff * merged[j]
-                sum_ = base[j] + change
                 # base + 0 would turn -0.0 into 0.0; and finetuned itself is what base + (finetuned - base) stands for.
+                sum_ = base[j] + change
                 value = base[j] if change == 0 else sum_
                 value = finetuned[j] if exact else value
                 merged[j] = value
                 pattern = real(abs(value)).view(unsigned)
                 peak = pattern if pattern > peak else peak
-            stats[models, PEAK] = larger(stats[models, PEAK], np.float64(unsigned(peak).view(real)))
+            words[models, PEAK] = peak
             output = output_all[start : start + width]
             for j in range(width):
-                output[j] = encode(narrow(merged[j]))
+                output[j] = encode(merged[j])
 
     return parts.compile(merge_chunk)
 
@@ -801,41 +797,38 @@ def build_merge(spec: KernelSpec) -> Any:
 def build_angle(spec: KernelSpec) -> Any:
     """Compile the loop that gives slerp |end 0|^2, |end 1|^2 and end 0 . end 1, where an end is base + kept."""
     parts = Parts(spec)
-    carray, real = parts.numba.carray, parts.real
+    carray, real, decode, thin_model = parts.numba.carray, parts.real, parts.decode, parts.thin
     base_raw, finetuned_raw, _ = parts.raw
-    decode_base, fold_tile, thin_model = parts.decode_base, parts.fold, parts.thin
-    fold_pairs = parts.inline(fold_neighbours)
+    fold_tile, fold_pairs = inline(fold), inline(fold_neighbours)
 
     def angle_chunk(
-        base_at: Any, finetuned_at: Any, output_at: Any, keys_at: Any, scales_at: Any, _settings_at: Any,
-        scratch_at: Any, stats_at: Any, count: int, stride: int, models: int, first_tile: int, _flag: int,
-        _threshold: float,
+        base_at: Any, finetuned_at: Any, output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any, _: Any,
+        count: int, stride: int, models: int, first_tile: int, _flag: int,
     ) -> None:  # fmt: skip
         base_all = carray(base_at, (count,), base_raw)
         finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
-        tiles = (count + TILE - 1) // TILE
-        sums = carray(output_at, (3, tiles), np.float64)
-        keys = carray(keys_at, (models, 4), np.uint64)
-        scales = carray(scales_at, (models, 3), np.float64)
-        stats = carray(stats_at, (3,), np.float64)
+        sums = carray(output_at, (3, (count + TILE - 1) // TILE), np.float64)
+        words = carray(words_at, (models + 1, WORDS), np.uint64)
+        reals = carray(reals_at, (models + 1, REALS), np.float64)
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
         bits = carray(scratch_at, (TILE,), np.uint16)
         products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
-        base, kept = scratch[1], scratch[SCRATCH_ROWS]
-        ends = scratch[5:7]
+        base, finetuned, ends, kept = scratch[1], scratch[2], scratch[5:7], scratch[SCRATCH_ROWS]
         for start in range(0, count, TILE):
             width = TILE if count - start > TILE else count - start
-            if width < TILE:
-                scratch[1:3] = 0
+            for j in range(width, TILE):
+                base[j] = 0
+                finetuned[j] = 0
             raw = base_all[start : start + width]
             for j in range(width):
-                base[j] = decode_base(raw[j])
-            ends[0, :] = base
-            ends[1, :] = base
+                base[j] = decode(raw[j])
+            for j in range(TILE):
+                ends[0, j] = base[j]
+                ends[1, j] = base[j]
             for i in range(models):
                 raw_finetuned = finetuned_all[i, start : start + width]
-                thin_model(raw_finetuned, first_tile + start // TILE, keys[i], scales[i], scratch, bits, kept)
-                end = ends[np.int64(keys[i, SLOT])]
+                thin_model(raw_finetuned, first_tile + start // TILE, words[i], reals[i], scratch, bits, kept)
+                end = ends[np.int64(words[i, SLOT])]
                 for j in range(TILE):
                     end[j] += kept[j]
             for which in range(3):
@@ -844,7 +837,7 @@ def build_angle(spec: KernelSpec) -> Any:
                     products[j] = np.float64(left[j]) * np.float64(right[j])
                 sums[which, start // TILE] = fold_tile(products)
         for which in range(3):
-            stats[which] = fold_pairs(sums[which])
+            reals[models, which] = fold_pairs(sums[which])
 
     return parts.compile(angle_chunk)
 
@@ -855,19 +848,18 @@ def build_count(spec: KernelSpec) -> Any:
     shift says which bits; only patterns that continue the model's prefix, found by the calls before, are counted.
     """
     parts = Parts(spec)
-    carray, real, unsigned = parts.numba.carray, parts.real, parts.unsigned
+    carray, real, unsigned, decode = parts.numba.carray, parts.real, parts.unsigned, parts.decode
     base_raw, finetuned_raw, _ = parts.raw
-    decode_base, thin_model = parts.decode_base, parts.thin
+    thin_model = parts.thin
 
     def count_chunk(
-        base_at: Any, finetuned_at: Any, _output_at: Any, keys_at: Any, scales_at: Any, counts_at: Any,
-        scratch_at: Any, _stats_at: Any, count: int, stride: int, models: int, first_tile: int, shift: int,
-        _threshold: float,
+        base_at: Any, finetuned_at: Any, _output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any,
+        counts_at: Any, count: int, stride: int, models: int, first_tile: int, shift: int,
     ) -> None:  # fmt: skip
         base_all = carray(base_at, (count,), base_raw)
         finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
-        keys = carray(keys_at, (models, 4), np.uint64)
-        scales = carray(scales_at, (models, 3), np.float64)
+        words = carray(words_at, (models + 1, WORDS), np.uint64)
+        reals = carray(reals_at, (models + 1, REALS), np.float64)
         counts = carray(counts_at, (models, 1 << DIGIT_BITS), np.int64)
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
         bits = carray(scratch_at, (TILE,), np.uint16)
@@ -876,11 +868,11 @@ def build_count(spec: KernelSpec) -> Any:
             width = TILE if count - start > TILE else count - start
             raw = base_all[start : start + width]
             for j in range(width):
-                base[j] = decode_base(raw[j])
+                base[j] = decode(raw[j])
             for i in range(models):
                 raw_finetuned = finetuned_all[i, start : start + width]
-                thin_model(raw_finetuned, first_tile + start // TILE, keys[i], scales[i], scratch, bits, kept)
-                limit, prefix = np.uint16(keys[i, LIMIT]), np.uint64(keys[i, SLOT])
+                thin_model(raw_finetuned, first_tile + start // TILE, words[i], reals[i], scratch, bits, kept)
+                limit, prefix = np.uint16(words[i, LIMIT]), words[i, SLOT]
                 for j in range(width):
                     if bits[j] <= limit:
                         pattern = np.uint64(real(size[j]).view(unsigned)) >> np.uint64(shift)
@@ -970,8 +962,7 @@ def load_kernel(spec: KernelSpec) -> KernelCall:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(cached_object(spec, machine)))
     engine.finalize_object()
-    address, number, decimal = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[address] * 10, *[number] * 5, decimal)
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 9, *[ctypes.c_ssize_t] * 5)
     function = prototype(engine.get_function_address("kernel"))
     slots = ctypes.create_string_buffer(16)
     where = ctypes.addressof(slots)
@@ -985,7 +976,7 @@ def widen(raw: NDArray[Any], name: str) -> NDArray[Any]:
     """Stored values as floats, in plain NumPy: for messages, and where fine-tunes are of different types."""
     if name == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return raw.view(np.float16).astype(np.float32) if name == "F16" else raw.view(f"f{FORMATS[name].bits // 8}")
+    return raw.view(np.float16).astype(np.float32) if name == "F16" else raw.view(FORMATS[name].real)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1263,6 +1254,9 @@ class TensorPlan:
         common = types.pop() if len(types) == 1 else "F64" if wide else "F32"
         return KernelSpec("ties" if self.method == "ties" else "linear", self.base.dtype, common, self.output.dtype)
 
+    def survey_spec(self, stage: Stage) -> KernelSpec:
+        return dataclasses.replace(self.spec, kind=stage.kind, output=self.spec.real)
+
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         if not self.merged or not self.finetuned or not self.base.count:
@@ -1485,20 +1479,13 @@ class Workspace:
         self.base = np.empty(row, np.uint8)
         self.finetuned = np.empty((models, row), np.uint8)
         self.output = np.empty(row, np.uint8)
-        self.keys = np.empty((models, 4), np.uint64)
-        self.scales = np.empty((models, 3), np.float64)
-        self.settings = np.empty(2, np.float64)
+        self.words = np.zeros((models + 1, WORDS), np.uint64)
+        self.reals = np.zeros((models + 1, REALS), np.float64)
         self.scratch = np.zeros((SCRATCH_ROWS + models + 1) * SCRATCH_WIDTH, np.float64)
-        self.stats = np.empty((models + 1, 4), np.float64)
         trims = any(stage.kind == "count" for tensor in plan.tensors for stage in tensor.stages)
-        self.counts = np.empty((models, 1 << DIGIT_BITS) if trims else (1, 1), np.int64)
-
-    def run(self, kernel: KernelCall, numbers: tuple[int, ...], threshold: float = 0.0, counting: bool = False) -> None:
-        settings = self.counts if counting else self.settings
-        buffers = (
-            self.base, self.finetuned, self.output, self.keys, self.scales, settings, self.scratch, self.stats,
-        )  # fmt: skip
-        kernel(*(buffer.ctypes.data for buffer in buffers), *numbers, threshold)
+        self.counts = np.zeros((models, 1 << DIGIT_BITS) if trims else (1, 1), np.int64)
+        buffers = (self.base, self.finetuned, self.output, self.words, self.reals, self.scratch, self.counts)
+        self.addresses = tuple(buffer.ctypes.data for buffer in buffers)
 
 
 @dataclass
@@ -1552,7 +1539,7 @@ class Survey:
         assert job.stage is not None
         self._counted += 1
         if job.stage.kind == "angle":
-            self._arrived[job.start] = work.stats.ravel()[:3].copy()
+            self._arrived[job.start] = work.reals[len(self.floors), :3].copy()
         else:
             counts = work.counts[: len(self.floors)]
             self._arrived[0] = self._arrived[0] + counts if self._arrived else counts.copy()
@@ -1617,11 +1604,7 @@ class Worker:
     def __init__(self, plan: Plan, base: Checkpoint, models: Sequence[Checkpoint], output: OutputFile) -> None:
         self.plan, self.base, self.models, self.output = plan, base, models, output
         merged = [tensor for tensor in plan.tensors if tensor.merged and tensor.base.count]
-        specs = {
-            dataclasses.replace(t.spec, kind=kind)
-            for t in merged
-            for kind in (t.spec.kind, *(s.kind for s in t.stages))
-        }
+        specs = {spec for t in merged for spec in (t.spec, *(t.survey_spec(stage) for stage in t.stages))}
         self.kernels = {spec: load_kernel(spec) for spec in sorted(specs, key=str)}
         slerp_t = 0.5 if plan.config.slerp_t is None else plan.config.slerp_t
         self.surveys = {t.name: Survey(t, plan.chunk, slerp_t) for t in merged if t.stages}
@@ -1635,30 +1618,29 @@ class Worker:
     def _look(self, job: Job, work: Workspace) -> Outcome:
         assert job.stage is not None
         numbers = self._load(job, work)
-        spec = dataclasses.replace(job.tensor.spec, kind=job.stage.kind)
-        counting = job.stage.kind == "count"
-        if counting:
-            work.counts[: len(job.tensor.finetuned)] = 0
-        work.run(self.kernels[spec], (*numbers, job.stage.shift), counting=counting)
+        spec = job.tensor.survey_spec(job.stage)
+        work.counts[:] = 0
+        self.kernels[spec](*work.addresses, *numbers, job.stage.shift)
         return Outcome(job)
 
     def _merge(self, job: Job, work: Workspace) -> Outcome:
         tensor, count = job.tensor, job.stop - job.start
         numbers, spec, models = self._load(job, work), tensor.spec, len(tensor.finetuned)
-        work.stats[: models + 1] = 0
         # base + 1 * (finetuned - base) is the fine-tune; computing it would lose bits where base is much larger.
         whole = (
             len(self.models) == models == 1 and tensor.settings.drop_rates == (0,) and tensor.name not in self.surveys
         )
-        exact = whole and work.scales[0, SCALE] == tensor.settings.lambda_coeff == 1
-        work.run(self.kernels[spec], (*numbers, int(exact)), self.plan.config.delta_threshold)
-        peaks = work.stats[: models + 1, PEAK]
+        exact = whole and work.reals[0, SCALE] == tensor.settings.lambda_coeff == 1
+        self.kernels[spec](*work.addresses, *numbers, int(exact))
+        patterns = work.words[: models + 1, PEAK].astype(FORMATS[spec.real].raw)
+        peaks = patterns.view(FORMATS[spec.real].real).astype(np.float64)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
             self._explain_non_finite(job, work)
         item = FORMATS[spec.output].bits // 8
         at = len(self.plan.header) + tensor.output.offset + job.start * item
         self.output.write_at(work.output.data[: count * item], at)
-        return Outcome(job, {i: self._tally(job, work, row) for row, (i, _) in enumerate(tensor.finetuned)})
+        tallies = {i: self._tally(job, work, row, float(peaks[row])) for row, (i, _) in enumerate(tensor.finetuned)}
+        return Outcome(job, tallies)
 
     def _load(self, job: Job, work: Workspace) -> tuple[int, ...]:
         """Read the job's ranges and set what the kernels must know of each model. Gives the kernels' numbers."""
@@ -1669,14 +1651,14 @@ class Worker:
             self._read(self.models[i], info, job, work.finetuned[row])
             if info.dtype != wanted:
                 wide = widen(self._part(work.finetuned[row], info, count).copy(), info.dtype)
-                work.finetuned[row].view(f"f{FORMATS[wanted].bits // 8}")[:count] = wide
+                work.finetuned[row].view(FORMATS[wanted].real)[:count] = wide
             slot = survey.prefix(row) if survey and job.stage and job.stage.kind == "count" else i
             limit = keep_threshold(tensor.settings.drop_rates[i]) - 1
-            work.keys[row] = (*mask_key(self.plan.config.seed + i, tensor.name), limit, slot)
-            work.scales[row] = self._scales(tensor, row, i, survey, job.stage)
-        work.settings[:] = tensor.settings.lambda_coeff, 0.0
-        if survey and tensor.method == "slerp":
-            work.settings[PULL] = sum(survey.ends) - 1
+            work.words[row] = (*mask_key(self.plan.config.seed + i, tensor.name), limit, slot, 0, 0, 0)
+            work.reals[row] = (*self._scales(tensor, row, i, survey, job.stage), 0.0)
+        pull = sum(survey.ends) - 1 if survey and tensor.method == "slerp" else 0.0
+        work.words[len(tensor.finetuned)] = 0
+        work.reals[len(tensor.finetuned)] = tensor.settings.lambda_coeff, pull, self.plan.config.delta_threshold, 0.0
         stride = work.finetuned.shape[1] // (FORMATS[wanted].bits // 8)
         return count, stride, len(tensor.finetuned), job.start // TILE
 
@@ -1691,11 +1673,11 @@ class Worker:
         weight = survey.ends[i] if survey and tensor.method == "slerp" else self.weights[i]
         return weight / divisor, weight, survey.floors[row] if survey else 0.0
 
-    def _tally(self, job: Job, work: Workspace, row: int) -> Tally:
-        total, peak, above, kept = (float(value) for value in work.stats[row])
+    def _tally(self, job: Job, work: Workspace, row: int, peak: float) -> Tally:
         count, models = job.stop - job.start, len(job.tensor.finetuned)
         expected = count * keep_rate(job.tensor.settings.drop_rates[job.tensor.finetuned[row][0]])
-        return Tally(count, total, peak, int(above), int(kept), expected, float(work.stats[models, SUM]))
+        above, kept = int(work.words[row, ABOVE]), int(work.words[row, KEPT])
+        return Tally(count, float(work.reals[row, SUM]), peak, above, kept, expected, float(work.reals[models, SUM]))
 
     def _copy(self, job: Job, work: Workspace) -> Outcome:
         outcome, size = Outcome(job), job.stop - job.start

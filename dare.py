@@ -68,13 +68,18 @@ ROUNDS: Final = 7
 MASK_BITS: Final = 16
 MASK_NAME: Final = "philox4x32-7/16"
 
-# Jobs are chunks of at most a million elements: large enough that calls cost nothing, small enough for the caches.
-MAX_CHUNK: Final = 1 << 20
+# A chunk, the elements that are read, merged and written at a time, is small enough for its buffers to stay in the
+# caches, and large enough that calls cost nothing; a job is several chunks, so that what Python does for it does not.
+MAX_CHUNK: Final = 1 << 18
 MIN_CHUNK: Final = 1 << 14
+JOB_CHUNKS: Final = 4
 # Elements of the tensors that are looked at and then merged in one go, where a method must look first.
 BATCH_ELEMENTS: Final = 1 << 26
 # All the buffers of all the threads together; with the interpreter and NumPy the process stays near 150 MB.
 BUFFER_BYTES: Final = 64 << 20
+
+# How long to let writes gather before they are sent to the disk.
+FLUSH_SECONDS: Final = 0.1
 
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than either weighs.
 UNRELATED_RATIO: Final = 0.5
@@ -559,14 +564,6 @@ def encode_f64(value: Any) -> Any:
     return np.float64(value).view(np.uint64)
 
 
-def thin(finetuned: Any, base: Any, bits: Any, limit: Any, floor: Any, scale: Any, size: Any, kept: Any) -> None:
-    """One tile of one model: |delta| into size; scale * delta where it survives drop and trim, or 0, into kept."""
-    for j in range(TILE):
-        delta = finetuned[j] - base[j]
-        size[j] = abs(delta)
-        kept[j] = delta * scale if bits[j] <= limit and abs(delta) >= floor else 0
-
-
 def combine_linear(kept: Any, models: int, _reals: Any, merged: Any, _total: Any, _share: Any) -> None:
     """Add the models' kept deltas to merged."""
     for i in range(models):
@@ -603,6 +600,13 @@ def fold(values: Any) -> Any:
             values[j] += values[j + half]
         half //= 2
     return values[0]
+
+
+def pad(rows: Any, start: int, stop: int) -> None:
+    """Zeros for the rest of a last tile, so that the loops need not stop within one."""
+    for row in range(len(rows)):
+        for j in range(start, stop):
+            rows[row, j] = 0
 
 
 def fold_neighbours(values: Any) -> Any:
@@ -647,7 +651,7 @@ KEY_0, KEY_1, LIMIT, SLOT, PEAK, ABOVE, KEPT, WORDS = range(8)
 SCALE, WEIGHT, FLOOR, SUM, REALS = range(5)
 LAMBDA, PULL, THRESHOLD = range(3)  # of the last row of REALS, whose SUM is the base's
 # Rows of scratch before the models' kept deltas, and their width. Rows of exactly 4 KiB would share cache sets.
-SCRATCH_ROWS: Final = 7
+SCRATCH_ROWS: Final = 6
 SCRATCH_WIDTH: Final = TILE + 80
 # Trim finds its threshold 16 bits of the magnitude at a time, by counting how many entries have each value of them.
 DIGIT_BITS: Final = 16
@@ -692,7 +696,8 @@ class Parts:
         self.encode = inline(FORMATS[spec.output].encode)
         if wide and FORMATS[spec.output].bits == 16:
             self.encode = self._encode_by_odd(self.encode)
-        self.thin = self._thin_model(inline(FORMATS[spec.finetuned].decode))
+        self.decode_finetuned = inline(FORMATS[spec.finetuned].decode)
+        self.thin = self._thin_model(self.decode_finetuned)
 
     def _encode_by_odd(self, encode: Any) -> Any:
         narrow = inline(round_to_odd)
@@ -703,16 +708,27 @@ class Parts:
         return inline(encode_by_odd)
 
     def _thin_model(self, decode: Any) -> Any:
-        """One tile of one model, from its stored bytes to its kept deltas."""
-        draw_bits, thin_tile, real = inline(draw), inline(thin), self.real
+        """The heart of all kernels: one tile of one model, from its stored values to its thinned deltas."""
+        draw_bits, real, unsigned = inline(draw), self.real, self.unsigned
 
-        def thin_model(raw: Any, tile: int, words: Any, reals: Any, scratch: Any, bits: Any, kept: Any) -> None:
+        def thin_model(
+            raw: Any, tile: int, words: Any, reals: Any, base: Any, bits: Any, size: Any, kept: Any, threshold: Any
+        ) -> None:
             draw_bits(bits, tile, words[KEY_0], words[KEY_1])
-            base, finetuned, size = scratch[1], scratch[2], scratch[4]
-            for j in range(len(raw)):
-                finetuned[j] = decode(raw[j])
             limit, floor, scale = np.uint16(words[LIMIT]), real(reals[FLOOR]), real(reals[SCALE])
-            thin_tile(finetuned, base, bits, limit, floor, scale, size, kept)
+            peak = unsigned(words[PEAK])
+            above = np.uint32(0)
+            for j in range(TILE):
+                delta = decode(raw[j]) - base[j]
+                magnitude = abs(delta)
+                size[j] = magnitude
+                # Compared as integers, a NaN or an infinity is the largest of all, and the loop vectorises.
+                pattern = real(magnitude).view(unsigned)
+                peak = pattern if pattern > peak else peak
+                above = np.uint32(above + np.uint32(magnitude > threshold))
+                kept[j] = delta * scale if bits[j] <= limit and magnitude >= floor else 0
+            words[PEAK] = peak
+            words[ABOVE] += np.uint64(above)
 
         return inline(thin_model)
 
@@ -727,69 +743,60 @@ def build_merge(spec: KernelSpec) -> Any:
     parts = Parts(spec)
     carray, real, unsigned, decode, encode = parts.numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
     base_raw, finetuned_raw, output_raw = parts.raw
-    thin_model, fold_tile = parts.thin, inline(fold)
+    thin_model, decode_finetuned, fold_tile, pad_rows = parts.thin, parts.decode_finetuned, inline(fold), inline(pad)
     combine = inline(combine_ties if spec.kind == "ties" else combine_linear)
 
     def merge_chunk(
         base_at: Any, finetuned_at: Any, output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any, _: Any,
         count: int, stride: int, models: int, first_tile: int, exact: int,
     ) -> None:  # fmt: skip
-        base_all = carray(base_at, (count,), base_raw)
+        tiles = (count + TILE - 1) // TILE
+        base_all = carray(base_at, (1, tiles * TILE), base_raw)
         finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
-        output_all = carray(output_at, (count,), output_raw)
+        output_all = carray(output_at, (1, tiles * TILE), output_raw)
         words = carray(words_at, (models + 1, WORDS), np.uint64)
         reals = carray(reals_at, (models + 1, REALS), np.float64)
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
-        bits = carray(scratch_at, (TILE,), np.uint16)
-        base, finetuned, merged, size = scratch[1], scratch[2], scratch[3], scratch[4]
-        kept = scratch[SCRATCH_ROWS:]
+        bits = carray(scratch_at, (1, TILE), np.uint16)[0]
+        base, merged, size, kept = scratch[1], scratch[2], scratch[3], scratch[SCRATCH_ROWS:]
         threshold = real(reals[models, THRESHOLD])
         lambda_coeff, pull = real(reals[models, LAMBDA]), real(reals[models, PULL])
-        for start in range(0, count, TILE):
-            width = TILE if count - start > TILE else count - start
-            for j in range(width, TILE):
-                base[j] = 0
-                finetuned[j] = 0
-            raw = base_all[start : start + width]
-            for j in range(width):
-                base[j] = decode(raw[j])
+        pad_rows(base_all, count, tiles * TILE)
+        pad_rows(finetuned_all, count, tiles * TILE)
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[0, start : start + TILE]
             for j in range(TILE):
-                size[j] = abs(base[j])
-                merged[j] = pull * base[j]
+                value = decode(raw[j])
+                base[j] = value
+                size[j] = abs(value)
+                merged[j] = pull * value
             reals[models, SUM] += fold_tile(size)
             for i in range(models):
-                raw_finetuned = finetuned_all[i, start : start + width]
-                thin_model(raw_finetuned, first_tile + start // TILE, words[i], reals[i], scratch, bits, kept[i])
-                # Compared as integers, a NaN or an infinity is the largest of all, and the loop vectorises.
-                peak = unsigned(words[i, PEAK])
-                above = np.uint32(0)
-                for j in range(TILE):
-                    pattern = real(size[j]).view(unsigned)
-                    peak = pattern if pattern > peak else peak
-                    above = np.uint32(above + np.uint32(size[j] > threshold))
+                raw_finetuned = finetuned_all[i, start : start + TILE]
+                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], base, bits, size, kept[i], threshold)
+                reals[i, SUM] += fold_tile(size)
                 limit = np.uint16(words[i, LIMIT])
                 survivors = np.uint32(0)
-                for j in range(width):
+                for j in range(TILE if tile < tiles - 1 else count - start):
                     survivors = np.uint32(survivors + np.uint32(bits[j] <= limit))
-                reals[i, SUM] += fold_tile(size)
-                words[i, PEAK] = peak
-                words[i, ABOVE] += np.uint64(above)
                 words[i, KEPT] += np.uint64(survivors)
-            combine(kept, models, reals, merged, scratch[5], scratch[6])
+            combine(kept, models, reals, merged, scratch[4], scratch[5])
+            if exact:
+                raw_finetuned = finetuned_all[0, start : start + TILE]
+                for j in range(TILE):
+                    base[j] = decode_finetuned(raw_finetuned[j])
+                    merged[j] = 0
+            output = output_all[0, start : start + TILE]
             peak = unsigned(words[models, PEAK])
             for j in range(TILE):
                 change = lambda_coeff * merged[j]
-                # base + 0 would turn -0.0 into 0.0; and finetuned itself is what base + (finetuned - base) stands for.
                 sum_ = base[j] + change
-                value = base[j] if change == 0 else sum_
-                value = finetuned[j] if exact else value
-                merged[j] = value
+                value = base[j] if change == 0 else sum_  # base + 0 would turn -0.0 into 0.0
                 pattern = real(abs(value)).view(unsigned)
                 peak = pattern if pattern > peak else peak
+                output[j] = encode(value)
             words[models, PEAK] = peak
-            output = output_all[start : start + width]
-            for j in range(width):
-                output[j] = encode(merged[j])
 
     return parts.compile(merge_chunk)
 
@@ -799,35 +806,35 @@ def build_angle(spec: KernelSpec) -> Any:
     parts = Parts(spec)
     carray, real, decode, thin_model = parts.numba.carray, parts.real, parts.decode, parts.thin
     base_raw, finetuned_raw, _ = parts.raw
-    fold_tile, fold_pairs = inline(fold), inline(fold_neighbours)
+    fold_tile, fold_pairs, pad_rows = inline(fold), inline(fold_neighbours), inline(pad)
 
     def angle_chunk(
         base_at: Any, finetuned_at: Any, output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any, _: Any,
         count: int, stride: int, models: int, first_tile: int, _flag: int,
     ) -> None:  # fmt: skip
-        base_all = carray(base_at, (count,), base_raw)
+        tiles = (count + TILE - 1) // TILE
+        base_all = carray(base_at, (1, tiles * TILE), base_raw)
         finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
-        sums = carray(output_at, (3, (count + TILE - 1) // TILE), np.float64)
+        sums = carray(output_at, (3, tiles), np.float64)
         words = carray(words_at, (models + 1, WORDS), np.uint64)
         reals = carray(reals_at, (models + 1, REALS), np.float64)
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
-        bits = carray(scratch_at, (TILE,), np.uint16)
+        bits = carray(scratch_at, (1, TILE), np.uint16)[0]
         products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
-        base, finetuned, ends, kept = scratch[1], scratch[2], scratch[5:7], scratch[SCRATCH_ROWS]
-        for start in range(0, count, TILE):
-            width = TILE if count - start > TILE else count - start
-            for j in range(width, TILE):
-                base[j] = 0
-                finetuned[j] = 0
-            raw = base_all[start : start + width]
-            for j in range(width):
-                base[j] = decode(raw[j])
+        base, size, ends, kept = scratch[1], scratch[3], scratch[4:6], scratch[SCRATCH_ROWS]
+        pad_rows(base_all, count, tiles * TILE)
+        pad_rows(finetuned_all, count, tiles * TILE)
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[0, start : start + TILE]
             for j in range(TILE):
-                ends[0, j] = base[j]
-                ends[1, j] = base[j]
+                value = decode(raw[j])
+                base[j] = value
+                ends[0, j] = value
+                ends[1, j] = value
             for i in range(models):
-                raw_finetuned = finetuned_all[i, start : start + width]
-                thin_model(raw_finetuned, first_tile + start // TILE, words[i], reals[i], scratch, bits, kept)
+                raw_finetuned = finetuned_all[i, start : start + TILE]
+                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], base, bits, size, kept, real(0))
                 end = ends[np.int64(words[i, SLOT])]
                 for j in range(TILE):
                     end[j] += kept[j]
@@ -835,7 +842,7 @@ def build_angle(spec: KernelSpec) -> Any:
                 left, right = ends[1 if which == 1 else 0], ends[0 if which == 0 else 1]
                 for j in range(TILE):
                     products[j] = np.float64(left[j]) * np.float64(right[j])
-                sums[which, start // TILE] = fold_tile(products)
+                sums[which, tile] = fold_tile(products)
         for which in range(3):
             reals[models, which] = fold_pairs(sums[which])
 
@@ -850,30 +857,33 @@ def build_count(spec: KernelSpec) -> Any:
     parts = Parts(spec)
     carray, real, unsigned, decode = parts.numba.carray, parts.real, parts.unsigned, parts.decode
     base_raw, finetuned_raw, _ = parts.raw
-    thin_model = parts.thin
+    thin_model, pad_rows = parts.thin, inline(pad)
 
     def count_chunk(
         base_at: Any, finetuned_at: Any, _output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any,
         counts_at: Any, count: int, stride: int, models: int, first_tile: int, shift: int,
     ) -> None:  # fmt: skip
-        base_all = carray(base_at, (count,), base_raw)
+        tiles = (count + TILE - 1) // TILE
+        base_all = carray(base_at, (1, tiles * TILE), base_raw)
         finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
         words = carray(words_at, (models + 1, WORDS), np.uint64)
         reals = carray(reals_at, (models + 1, REALS), np.float64)
         counts = carray(counts_at, (models, 1 << DIGIT_BITS), np.int64)
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
-        bits = carray(scratch_at, (TILE,), np.uint16)
-        base, size, kept = scratch[1], scratch[4], scratch[SCRATCH_ROWS]
-        for start in range(0, count, TILE):
-            width = TILE if count - start > TILE else count - start
-            raw = base_all[start : start + width]
-            for j in range(width):
+        bits = carray(scratch_at, (1, TILE), np.uint16)[0]
+        base, size, kept = scratch[1], scratch[3], scratch[SCRATCH_ROWS]
+        pad_rows(base_all, count, tiles * TILE)
+        pad_rows(finetuned_all, count, tiles * TILE)
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[0, start : start + TILE]
+            for j in range(TILE):
                 base[j] = decode(raw[j])
             for i in range(models):
-                raw_finetuned = finetuned_all[i, start : start + width]
-                thin_model(raw_finetuned, first_tile + start // TILE, words[i], reals[i], scratch, bits, kept)
+                raw_finetuned = finetuned_all[i, start : start + TILE]
+                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], base, bits, size, kept, real(0))
                 limit, prefix = np.uint16(words[i, LIMIT]), words[i, SLOT]
-                for j in range(width):
+                for j in range(TILE if tile < tiles - 1 else count - start):
                     if bits[j] <= limit:
                         pattern = np.uint64(real(size[j]).view(unsigned)) >> np.uint64(shift)
                         if pattern >> np.uint64(DIGIT_BITS) == prefix:
@@ -1180,11 +1190,24 @@ class OutputFile:
         self.partial = path.with_name(f"{path.name[:40]}.{secrets.token_hex(4)}.partial")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         self.descriptor: int | None = os.open(self.partial, flags, 0o666)
+        self._stopped = threading.Event()
+        self._flush_error: OSError | None = None
+        self._flusher = threading.Thread(target=self._flush, args=(self.descriptor,), daemon=True)
         try:
             os.ftruncate(self.descriptor, size)
+            self._flusher.start()
         except BaseException:
             self.discard()
             raise
+
+    def _flush(self, descriptor: int) -> None:
+        """Send to the disk what is written, while more is computed, so that little is left to wait for at the end."""
+        while not self._stopped.wait(FLUSH_SECONDS):
+            try:
+                os.fsync(descriptor)
+            except OSError as error:  # the system tells it only once, so it must not be lost
+                self._flush_error = error
+                return
 
     def write_at(self, view: memoryview, offset: int) -> None:
         assert self.descriptor is not None
@@ -1200,6 +1223,9 @@ class OutputFile:
     def commit(self) -> None:
         """Make the bytes durable, then the name."""
         assert self.descriptor is not None
+        self._stop_flusher()
+        if self._flush_error is not None:
+            raise self._flush_error
         os.fsync(self.descriptor)
         self._close()
         self.partial.replace(self.path)
@@ -1215,7 +1241,13 @@ class OutputFile:
         self._close()
         self.partial.unlink(missing_ok=True)
 
+    def _stop_flusher(self) -> None:
+        self._stopped.set()
+        if self._flusher.is_alive():
+            self._flusher.join()
+
     def _close(self) -> None:
+        self._stop_flusher()
         if self.descriptor is not None:
             descriptor, self.descriptor = self.descriptor, None
             os.close(descriptor)
@@ -1277,6 +1309,11 @@ class Job:
     stop: int
     stage: Stage | None = None  # None: merge and write; else only look
 
+    def chunks(self, size: int) -> Iterator[tuple[int, int]]:
+        """Where each chunk starts, and how long it is."""
+        for start in range(self.start, self.stop, size):
+            yield start, min(size, self.stop - start)
+
     @property
     def bytes_read(self) -> int:
         inputs = (self.tensor.base, *(info for _, info in self.tensor.finetuned))
@@ -1313,7 +1350,7 @@ class Plan:
 
     @property
     def chunk(self) -> int:
-        """Elements per job: what fits the buffers' budget, as a power of two. The output does not depend on it."""
+        """Elements at a time: what fits the buffers' budget, as a power of two. The output does not depend on it."""
         buffers = self.threads * (len(self.models) + 2)
         fitting = BUFFER_BYTES // (buffers * self.itemsize)
         return max(MIN_CHUNK, min(MAX_CHUNK, 1 << max(fitting.bit_length() - 1, 0)))
@@ -1340,9 +1377,9 @@ class Plan:
         number = 0
         for tensor in tensors:
             length = tensor.base.count if tensor.merged else tensor.base.nbytes
-            for start in range(0, length, self.chunk):
+            for start in range(0, length, JOB_CHUNKS * self.chunk):
                 looking = None if stage is None else tensor.stages[stage]
-                yield Job(number, tensor, start, min(start + self.chunk, length), looking)
+                yield Job(number, tensor, start, min(start + JOB_CHUNKS * self.chunk, length), looking)
                 number += 1
 
     def __str__(self) -> str:
@@ -1471,19 +1508,29 @@ def table(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
+def aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Zeros that start a cache line: vectors that straddle two of them cost half the kernels' speed."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    found: NDArray[Any] = room[start : start + size].view(dtype).reshape(shape)
+    return found
+
+
 class Workspace:
     """One thread's buffers, made once and used for every job."""
 
     def __init__(self, plan: Plan) -> None:
         models, row = len(plan.models), plan.chunk * plan.itemsize
-        self.base = np.empty(row, np.uint8)
-        self.finetuned = np.empty((models, row), np.uint8)
-        self.output = np.empty(row, np.uint8)
-        self.words = np.zeros((models + 1, WORDS), np.uint64)
-        self.reals = np.zeros((models + 1, REALS), np.float64)
-        self.scratch = np.zeros((SCRATCH_ROWS + models + 1) * SCRATCH_WIDTH, np.float64)
+        self.base = aligned((row,), np.uint8)
+        self.finetuned = aligned((models, row), np.uint8)
+        self.output = aligned((row,), np.uint8)
+        self.words = aligned((models + 1, WORDS), np.uint64)
+        self.reals = aligned((models + 1, REALS), np.float64)
+        self.scratch = aligned((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
         trims = any(stage.kind == "count" for tensor in plan.tensors for stage in tensor.stages)
-        self.counts = np.zeros((models, 1 << DIGIT_BITS) if trims else (1, 1), np.int64)
+        self.counts = aligned((models, 1 << DIGIT_BITS) if trims else (1, 1), np.int64)
+        self.sums: dict[int, NDArray[np.float64]] = {}  # slerp's three products, by chunk
         buffers = (self.base, self.finetuned, self.output, self.words, self.reals, self.scratch, self.counts)
         self.addresses = tuple(buffer.ctypes.data for buffer in buffers)
 
@@ -1523,7 +1570,7 @@ class Survey:
 
     def __init__(self, tensor: TensorPlan, chunk: int, slerp_t: float) -> None:
         self.tensor, self.slerp_t = tensor, slerp_t
-        self.jobs = -(-tensor.base.count // chunk)
+        self.jobs = -(-tensor.base.count // (JOB_CHUNKS * chunk))
         self.floors = [0.0] * len(tensor.finetuned)  # trim keeps what is at least as large
         self.ends = (0.0, 0.0)  # slerp's coefficients of base + kept
         self._prefixes = [0] * len(tensor.finetuned)
@@ -1539,7 +1586,7 @@ class Survey:
         assert job.stage is not None
         self._counted += 1
         if job.stage.kind == "angle":
-            self._arrived[job.start] = work.reals[len(self.floors), :3].copy()
+            self._arrived |= work.sums
         else:
             counts = work.counts[: len(self.floors)]
             self._arrived[0] = self._arrived[0] + counts if self._arrived else counts.copy()
@@ -1617,41 +1664,42 @@ class Worker:
 
     def _look(self, job: Job, work: Workspace) -> Outcome:
         assert job.stage is not None
-        numbers = self._load(job, work)
-        spec = job.tensor.survey_spec(job.stage)
+        kernel = self.kernels[job.tensor.survey_spec(job.stage)]
+        self._tell(job, work)
         work.counts[:] = 0
-        self.kernels[spec](*work.addresses, *numbers, job.stage.shift)
+        work.sums = {}
+        for start, count in job.chunks(self.plan.chunk):
+            kernel(*work.addresses, *self._load(job.tensor, start, count, work), job.stage.shift)
+            if job.stage.kind == "angle":
+                work.sums[start] = work.reals[len(job.tensor.finetuned), :3].copy()
         return Outcome(job)
 
     def _merge(self, job: Job, work: Workspace) -> Outcome:
-        tensor, count = job.tensor, job.stop - job.start
-        numbers, spec, models = self._load(job, work), tensor.spec, len(tensor.finetuned)
-        # base + 1 * (finetuned - base) is the fine-tune; computing it would lose bits where base is much larger.
-        whole = (
-            len(self.models) == models == 1 and tensor.settings.drop_rates == (0,) and tensor.name not in self.surveys
-        )
-        exact = whole and work.reals[0, SCALE] == tensor.settings.lambda_coeff == 1
-        self.kernels[spec](*work.addresses, *numbers, int(exact))
+        tensor, spec = job.tensor, job.tensor.spec
+        kernel, exact, item = self.kernels[spec], int(self._is_exact(tensor)), FORMATS[spec.output].bits // 8
+        offset = len(self.plan.header) + tensor.output.offset
+        self._tell(job, work)
+        for start, count in job.chunks(self.plan.chunk):
+            kernel(*work.addresses, *self._load(tensor, start, count, work), exact)
+            self.output.write_at(work.output.data[: count * item], offset + start * item)
+        models = len(tensor.finetuned)
         patterns = work.words[: models + 1, PEAK].astype(FORMATS[spec.real].raw)
         peaks = patterns.view(FORMATS[spec.real].real).astype(np.float64)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
             self._explain_non_finite(job, work)
-        item = FORMATS[spec.output].bits // 8
-        at = len(self.plan.header) + tensor.output.offset + job.start * item
-        self.output.write_at(work.output.data[: count * item], at)
         tallies = {i: self._tally(job, work, row, float(peaks[row])) for row, (i, _) in enumerate(tensor.finetuned)}
         return Outcome(job, tallies)
 
-    def _load(self, job: Job, work: Workspace) -> tuple[int, ...]:
-        """Read the job's ranges and set what the kernels must know of each model. Gives the kernels' numbers."""
-        tensor, count = job.tensor, job.stop - job.start
-        wanted, survey = tensor.spec.finetuned, self.surveys.get(tensor.name)
-        self._read(self.base, tensor.base, job, work.base)
-        for row, (i, info) in enumerate(tensor.finetuned):
-            self._read(self.models[i], info, job, work.finetuned[row])
-            if info.dtype != wanted:
-                wide = widen(self._part(work.finetuned[row], info, count).copy(), info.dtype)
-                work.finetuned[row].view(FORMATS[wanted].real)[:count] = wide
+    def _is_exact(self, tensor: TensorPlan) -> bool:
+        """base + 1 * (finetuned - base) is the fine-tune; computing it would lose bits where base is much larger."""
+        alone = len(self.models) == len(tensor.finetuned) == 1 and tensor.name not in self.surveys
+        unchanged = tensor.settings.drop_rates == (0,) and tensor.settings.divisors[0] in (None, 1)
+        return alone and unchanged and self.weights[0] == tensor.settings.lambda_coeff == 1
+
+    def _tell(self, job: Job, work: Workspace) -> None:
+        """Set what the kernels must know, and clear what they count."""
+        tensor, survey = job.tensor, self.surveys.get(job.tensor.name)
+        for row, (i, _) in enumerate(tensor.finetuned):
             slot = survey.prefix(row) if survey and job.stage and job.stage.kind == "count" else i
             limit = keep_threshold(tensor.settings.drop_rates[i]) - 1
             work.words[row] = (*mask_key(self.plan.config.seed + i, tensor.name), limit, slot, 0, 0, 0)
@@ -1659,8 +1707,16 @@ class Worker:
         pull = sum(survey.ends) - 1 if survey and tensor.method == "slerp" else 0.0
         work.words[len(tensor.finetuned)] = 0
         work.reals[len(tensor.finetuned)] = tensor.settings.lambda_coeff, pull, self.plan.config.delta_threshold, 0.0
-        stride = work.finetuned.shape[1] // (FORMATS[wanted].bits // 8)
-        return count, stride, len(tensor.finetuned), job.start // TILE
+
+    def _load(self, tensor: TensorPlan, start: int, count: int, work: Workspace) -> tuple[int, ...]:
+        """Read a chunk of every input. Gives the numbers that the kernels want."""
+        wanted = FORMATS[tensor.spec.finetuned]
+        self._read(self.base, tensor.base, start, count, work.base)
+        for row, (i, info) in enumerate(tensor.finetuned):
+            stored = self._read(self.models[i], info, start, count, work.finetuned[row])
+            if info.dtype != tensor.spec.finetuned:
+                work.finetuned[row].view(wanted.real)[:count] = widen(stored.copy(), info.dtype)
+        return count, work.finetuned.shape[1] // (wanted.bits // 8), len(tensor.finetuned), start // TILE
 
     def _scales(
         self, tensor: TensorPlan, row: int, i: int, survey: Survey | None, stage: Stage | None
@@ -1680,45 +1736,45 @@ class Worker:
         return Tally(count, float(work.reals[row, SUM]), peak, above, kept, expected, float(work.reals[models, SUM]))
 
     def _copy(self, job: Job, work: Workspace) -> Outcome:
-        outcome, size = Outcome(job), job.stop - job.start
-        mine = work.base.data[:size]
-        self.base.read_into(mine, job.tensor.base.offset + job.start)
-        for i, info in job.tensor.finetuned:
-            theirs = work.output.data[:size]
-            if info.dtype == job.tensor.base.dtype:
-                self.models[i].read_into(theirs, info.offset + job.start)
-            if info.dtype != job.tensor.base.dtype or mine != theirs:
-                outcome.differing.add(i)
-        if outcome.differing and job.tensor.base.dtype.startswith(QUANTISED):
+        outcome, tensor = Outcome(job), job.tensor
+        for start, size in job.chunks(self.plan.chunk):
+            mine, theirs = work.base.data[:size], work.output.data[:size]
+            self.base.read_into(mine, tensor.base.offset + start)
+            for i, info in tensor.finetuned:
+                if info.dtype == tensor.base.dtype:
+                    self.models[i].read_into(theirs, info.offset + start)
+                if info.dtype != tensor.base.dtype or mine != theirs:
+                    outcome.differing.add(i)
+            self.output.write_at(mine, len(self.plan.header) + tensor.output.offset + start)
+        if outcome.differing and tensor.base.dtype.startswith(QUANTISED):
             name = self.models[min(outcome.differing)].name
             raise DareError(
-                f"tensor {job.tensor.name!r} is quantised ({job.tensor.base.dtype}) and differs in {name!r}",
+                f"tensor {tensor.name!r} is quantised ({tensor.base.dtype}) and differs in {name!r}",
                 "merge the models before quantising them",
             )
-        self.output.write_at(mine, len(self.plan.header) + job.tensor.output.offset + job.start)
         return outcome
 
-    def _read(self, checkpoint: Checkpoint, info: TensorInfo, job: Job, buffer: NDArray[np.uint8]) -> None:
+    def _read(
+        self, checkpoint: Checkpoint, info: TensorInfo, start: int, count: int, buffer: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
         item = FORMATS[info.dtype].bits // 8
-        view = buffer.data[: (job.stop - job.start) * item]
-        checkpoint.read_into(view, info.offset + job.start * item)
-
-    def _part(self, buffer: NDArray[np.uint8], info: TensorInfo, count: int) -> NDArray[np.uint8]:
-        return buffer[: count * FORMATS[info.dtype].bits // 8]
+        part = buffer[: count * item]
+        checkpoint.read_into(part.data, info.offset + start * item)
+        return part
 
     def _explain_non_finite(self, job: Job, work: Workspace) -> NoReturn:
         """Name the first value that no merge can use. Off the fast path, so it reads again and looks with NumPy."""
-        tensor, count = job.tensor, job.stop - job.start
+        tensor = job.tensor
         for checkpoint, info in [(self.base, tensor.base), *((self.models[i], info) for i, info in tensor.finetuned)]:
-            self._read(checkpoint, info, job, work.base)
-            values = widen(self._part(work.base, info, count), info.dtype)
-            bad = np.flatnonzero(~np.isfinite(values))
-            if bad.size:
-                place = [int(k) for k in np.unravel_index(job.start + int(bad[0]), tensor.base.shape)]
-                raise DareError(
-                    f"{checkpoint.name!r}: tensor {tensor.name!r} holds {values[bad[0]]} at {place}",
-                    "such a model is broken; use a checkpoint from before that happened",
-                )
+            for start, count in job.chunks(self.plan.chunk):
+                values = widen(self._read(checkpoint, info, start, count, work.base), info.dtype)
+                bad = np.flatnonzero(~np.isfinite(values))
+                if bad.size:
+                    place = [int(k) for k in np.unravel_index(start + int(bad[0]), tensor.base.shape)]
+                    raise DareError(
+                        f"{checkpoint.name!r}: tensor {tensor.name!r} holds {values[bad[0]]} at {place}",
+                        "such a model is broken; use a checkpoint from before that happened",
+                    )
         raise DareError(
             f"merging tensor {tensor.name!r} gives values beyond the range of {tensor.output.dtype}",
             "lower the drop rate, or merge models stored in a wider type",

@@ -932,6 +932,30 @@ def test_what_the_system_refuses_is_passed_on(
     assert "cannot read 'b'" in capsys.readouterr().err
 
 
+def test_a_disk_that_fails_in_the_background_fails_the_merge(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system reports a failed write to the first sync that follows, and to no later one."""
+    calls: list[int] = []
+
+    def failing_once(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            raise OSError(5, "Input/output error")
+
+    run = dare.Worker.run
+
+    def slowly(self: Any, job: Any, work: Any) -> Any:
+        time.sleep(0.05)
+        return run(self, job, work)
+
+    monkeypatch.setattr(dare, "FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(os, "fsync", failing_once)
+    monkeypatch.setattr(dare.Worker, "run", slowly)
+    refuse(tmp_path, capsys, 1, "cannot write", "Input/output error")
+    assert len(calls) == 1
+
+
 def test_models_that_do_not_fit_the_base_are_refused(
     models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,9 +72,9 @@ MASK_NAME: Final = "philox4x32-7/16"
 # caches, and large enough that calls cost nothing; a job is several chunks, so that what Python does for it does not.
 MAX_CHUNK: Final = 1 << 18
 MIN_CHUNK: Final = 1 << 14
-JOB_CHUNKS: Final = 4
+JOB_CHUNKS: Final = 8
 # Elements of the tensors that are looked at and then merged in one go, where a method must look first.
-BATCH_ELEMENTS: Final = 1 << 26
+BATCH_ELEMENTS: Final = 1 << 27
 # All the buffers of all the threads together; with the interpreter and NumPy the process stays near 150 MB.
 BUFFER_BYTES: Final = 64 << 20
 
@@ -852,42 +852,45 @@ def build_angle(spec: KernelSpec) -> Any:
 def build_count(spec: KernelSpec) -> Any:
     """Compile the loop that counts, for trim, the surviving |delta| by 16 bits of their pattern.
 
-    shift says which bits; only patterns that continue the model's prefix, found by the calls before, are counted.
+    shift says which bits; only patterns that continue the model's prefix, found by the calls before, are counted. Few
+    entries survive, so they are picked first, and only their deltas are computed.
     """
     parts = Parts(spec)
     carray, real, unsigned, decode = parts.numba.carray, parts.real, parts.unsigned, parts.decode
     base_raw, finetuned_raw, _ = parts.raw
-    thin_model, pad_rows = parts.thin, inline(pad)
+    draw_bits, decode_finetuned = inline(draw), parts.decode_finetuned
 
     def count_chunk(
-        base_at: Any, finetuned_at: Any, _output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any,
+        base_at: Any, finetuned_at: Any, _output_at: Any, words_at: Any, _reals_at: Any, scratch_at: Any,
         counts_at: Any, count: int, stride: int, models: int, first_tile: int, shift: int,
     ) -> None:  # fmt: skip
-        tiles = (count + TILE - 1) // TILE
-        base_all = carray(base_at, (1, tiles * TILE), base_raw)
+        base_all = carray(base_at, (1, count), base_raw)
         finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
         words = carray(words_at, (models + 1, WORDS), np.uint64)
-        reals = carray(reals_at, (models + 1, REALS), np.float64)
-        counts = carray(counts_at, (models, 1 << DIGIT_BITS), np.int64)
-        scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
-        bits = carray(scratch_at, (1, TILE), np.uint16)[0]
-        base, size, kept = scratch[1], scratch[3], scratch[SCRATCH_ROWS]
-        pad_rows(base_all, count, tiles * TILE)
-        pad_rows(finetuned_all, count, tiles * TILE)
-        for tile in range(tiles):
-            start = tile * TILE
-            raw = base_all[0, start : start + TILE]
-            for j in range(TILE):
-                base[j] = decode(raw[j])
+        counts = carray(counts_at, (models, 1 << DIGIT_BITS), np.uint32)
+        rows = carray(scratch_at, (3, 2 * TILE), np.uint16)
+        bits, survives, picked = rows[0], rows[1], rows[2]
+        for start in range(0, count, TILE):
+            width = count - start
             for i in range(models):
-                raw_finetuned = finetuned_all[i, start : start + TILE]
-                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], base, bits, size, kept, real(0))
+                draw_bits(bits, first_tile + start // TILE, words[i, KEY_0], words[i, KEY_1])
                 limit, prefix = np.uint16(words[i, LIMIT]), words[i, SLOT]
-                for j in range(TILE if tile < tiles - 1 else count - start):
-                    if bits[j] <= limit:
-                        pattern = np.uint64(real(size[j]).view(unsigned)) >> np.uint64(shift)
+                for j in range(TILE):
+                    survives[j] = np.uint16(1) if bits[j] <= limit else np.uint16(0)
+                # Pick them without a branch, which no processor could predict.
+                found = np.uint64(0)
+                for j in range(TILE):
+                    picked[found] = j
+                    found += np.uint64(survives[j])
+                for k in range(found):
+                    place = np.int64(picked[k])
+                    if place < width:
+                        delta = real(decode_finetuned(finetuned_all[i, start + place])) - real(
+                            decode(base_all[0, start + place])
+                        )
+                        pattern = np.uint64(real(abs(delta)).view(unsigned)) >> np.uint64(shift)
                         if pattern >> np.uint64(DIGIT_BITS) == prefix:
-                            counts[i, np.int64(pattern & np.uint64(0xFFFF))] += 1
+                            counts[i, np.int64(pattern & np.uint64(0xFFFF))] += np.uint32(1)
 
     return parts.compile(count_chunk)
 
@@ -1529,7 +1532,7 @@ class Workspace:
         self.reals = aligned((models + 1, REALS), np.float64)
         self.scratch = aligned((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
         trims = any(stage.kind == "count" for tensor in plan.tensors for stage in tensor.stages)
-        self.counts = aligned((models, 1 << DIGIT_BITS) if trims else (1, 1), np.int64)
+        self.counts = aligned((models, 1 << DIGIT_BITS) if trims else (1, 1), np.uint32)
         self.sums: dict[int, NDArray[np.float64]] = {}  # slerp's three products, by chunk
         buffers = (self.base, self.finetuned, self.output, self.words, self.reals, self.scratch, self.counts)
         self.addresses = tuple(buffer.ctypes.data for buffer in buffers)
@@ -1588,8 +1591,8 @@ class Survey:
         if job.stage.kind == "angle":
             self._arrived |= work.sums
         else:
-            counts = work.counts[: len(self.floors)]
-            self._arrived[0] = self._arrived[0] + counts if self._arrived else counts.copy()
+            total = self._arrived.setdefault(0, np.zeros((len(self.floors), 1 << DIGIT_BITS), np.int64))
+            total += work.counts[: len(self.floors)]
         if self._counted == self.jobs:
             found, self._arrived, self._counted = self._arrived, {}, 0
             if job.stage.kind == "angle":
@@ -2086,8 +2089,8 @@ def _odd_inputs(base: Checkpoint, models: list[Checkpoint]) -> Iterator[str]:
 # Tensors in memory: the same merge, bit for bit, on dictionaries of torch tensors on any device
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Elements at a time, so that what is held beside the tensors themselves stays below a few hundred MB.
-MEMORY_CHUNK: Final = 1 << 23
+# Elements at a time: enough to keep a GPU busy, few enough that little is held beside the tensors themselves.
+MEMORY_CHUNK: Final = 1 << 24
 
 
 def dare_drop(
@@ -2256,8 +2259,11 @@ class MemoryMerge:
             delta, mask = self._delta_and_mask(i, flat[start : start + MEMORY_CHUNK].to(self.real), start)
             survivors.append(delta[mask].abs())
         sizes = torch.cat(survivors)
-        keep = max(1, int(self.settings.keep_ratio * len(sizes)))
-        return float(torch.kthvalue(sizes, len(sizes) - keep + 1).values) if len(sizes) else 0.0
+        if not len(sizes):
+            return 0.0
+        place = len(sizes) - max(1, int(self.settings.keep_ratio * len(sizes)))
+        # Finding one value is faster than sorting all, except on a GPU.
+        return float(sizes.sort().values[place] if sizes.is_cuda else torch.kthvalue(sizes, place + 1).values)
 
     def _products(self, flat: torch.Tensor) -> list[float]:
         """|end 0|^2, |end 1|^2 and end 0 . end 1, added up in the kernels' order."""
@@ -2274,7 +2280,11 @@ class MemoryMerge:
                     half = tiles.shape[1] // 2
                     tiles = tiles[:, :half] + tiles[:, half:]
                 collected.append(tiles[:, 0])
-        return [float(fold_neighbours(torch.cat(parts).cpu().numpy())) for parts in sums]
+        totals = [torch.cat(parts) for parts in sums]
+        while len(totals[0]) > 1:  # as fold_neighbours does
+            totals = [torch.nn.functional.pad(total, (0, len(total) % 2)) for total in totals]
+            totals = [total[::2] + total[1::2] for total in totals]
+        return [float(total) for total in totals]
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
         import torch

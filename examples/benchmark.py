@@ -59,6 +59,21 @@ DENSITY: Final = 0.1
 PACKAGES: Final = ("numpy", "numba", "llvmlite", "safetensors", "mergekit", "torch", "transformers")
 
 
+class Method(NamedTuple):
+    """The tool's flags for a way to combine, and mergekit's name for the same, where it has one."""
+
+    flags: list[str]
+    mergekit: str | None = None
+
+
+METHODS: Final = {
+    "linear": Method([], "dare_linear"),
+    "ties": Method(["--method", "ties"], "dare_ties"),
+    "trim": Method(["--method", "ties", "--keep-ratio", "0.5"]),
+    "slerp": Method(["--method", "slerp"]),
+}
+
+
 def say(text: str) -> None:
     """Tell how far we are, apart from the results."""
     print(text, file=sys.stderr, flush=True)
@@ -459,12 +474,11 @@ def floor_case(setting: Setting, threads: int, sync: str) -> Case:
     return Case(name, command, output, setting.inputs.shape.size)
 
 
-def tool_case(setting: Setting, inputs: Inputs, name: str) -> Case:
+def tool_case(setting: Setting, inputs: Inputs, name: str, method: str | None = None) -> Case:
     output = setting.scratch / "tool.safetensors"
     base, *others = map(str, inputs.files)
     command = [sys.executable, str(TOOL), "--base", base, "--merge", *others, "--output", str(output), "--quiet"]
-    if setting.method != "linear":
-        command += ["--method", setting.method]
+    command += METHODS[method or setting.method].flags
     if setting.told:
         command += ["--threads", str(setting.threads)]
     return Case(name, command, output, inputs.shape.size)
@@ -475,7 +489,12 @@ def mergekit_case(setting: Setting, inputs: Inputs, name: str) -> Case:
     recipe = inputs.folders[0].parent / "mergekit.yaml"
     base, *others = map(str, inputs.folders)
     models = [{"model": model, "parameters": {"density": DENSITY, "weight": 1 / len(others)}} for model in others]
-    content = {"merge_method": f"dare_{setting.method}", "base_model": base, "models": models, "dtype": "bfloat16"}
+    content = {
+        "merge_method": METHODS[setting.method].mergekit,
+        "base_model": base,
+        "models": models,
+        "dtype": "bfloat16",
+    }
     # JSON is YAML too.
     recipe.write_text(json.dumps(content, indent=2))
     command = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(recipe), str(output)]
@@ -492,6 +511,7 @@ class Suite:
 
     floors: list[Case]
     tool: Case
+    linear: Case | None  # the tool by its default method, for comparison
     tool_small: Case
     mergekit: Case | None
     mergekit_small: Case | None
@@ -501,24 +521,36 @@ class Suite:
 
     @property
     def repeated(self) -> list[Case]:
-        optional = [self.mergekit, self.mergekit_small]
+        optional = [self.linear, self.mergekit, self.mergekit_small]
         return [*self.floors, self.tool, *filter(None, optional), self.tool_small, self.empty]
 
     @property
     def rows(self) -> list[Case]:
-        ordered = [*self.floors, self.tool, self.mergekit, self.empty, self.tool_small, self.first, self.mergekit_small]
+        ordered = [
+            *self.floors,
+            self.linear,
+            self.tool,
+            self.mergekit,
+            self.empty,
+            self.tool_small,
+            self.first,
+            self.mergekit_small,
+        ]
         return [case for case in ordered if case and case.runs]
 
 
 def make_suite(setting: Setting) -> Suite:
     threads = sorted({1, setting.threads})
-    with_mergekit = importlib.util.find_spec("mergekit") is not None and bool(setting.inputs.shape.config)
-    name = f"mergekit dare_{setting.method}"
+    counterpart = METHODS[setting.method].mergekit
+    installed = importlib.util.find_spec("mergekit") is not None
+    with_mergekit = bool(installed and counterpart and setting.inputs.shape.config)
+    name, tool = f"mergekit {counterpart}", "dare.py" if setting.method == "linear" else f"dare.py {setting.method}"
     first = tool_case(setting, setting.small, "dare.py, small model, nothing compiled yet")
     first.environment["NUMBA_CACHE_DIR"] = str(setting.scratch / "kernels")
     return Suite(
         floors=[floor_case(setting, count, sync) for count in threads for sync in ("none", "fsync")],
-        tool=tool_case(setting, setting.inputs, "dare.py"),
+        tool=tool_case(setting, setting.inputs, tool),
+        linear=tool_case(setting, setting.inputs, "dare.py linear", "linear") if setting.method != "linear" else None,
         tool_small=tool_case(setting, setting.small, "dare.py, small model"),
         mergekit=mergekit_case(setting, setting.inputs, name) if with_mergekit else None,
         mergekit_small=mergekit_case(setting, setting.small, f"{name}, small model") if with_mergekit else None,
@@ -601,6 +633,8 @@ def ratios(suite: Suite) -> list[Ratio]:
     if not suite.tool.runs:
         return []
     found = [ratio(suite.tool, case) for case in suite.floors if case.runs and "with fsync" in case.name]
+    if suite.linear and suite.linear.runs:
+        found.append(ratio(suite.tool, suite.linear))
     if suite.mergekit and suite.mergekit.runs:
         found += [ratio(suite.mergekit, suite.tool), *beyond_start(suite)]
     return found
@@ -703,7 +737,7 @@ def parse() -> argparse.Namespace:
     add("--parameters", type=partial(number, least=1000), default=100_000_000, help="size of the models (default 1e8)")
     add("--one-tensor", type=partial(number, least=2048), metavar="BYTES", help="models of one tensor of that size")
     add("--models", type=count, default=2, metavar="N", help="number of fine-tunes (default 2)")
-    add("--method", choices=["linear", "ties"], default="linear", help="how the models are combined (default linear)")
+    add("--method", choices=list(METHODS), default="linear", help="how the models are combined (default linear)")
     add("--repeat", type=count, default=3, metavar="N", help="runs of each program (default 3)")
     add("--threads", type=count, metavar="N", help="threads of all programs (default: as each chooses)")
     add("--directory", type=Path, help="where to work; inputs are kept there and used again (default: temporary)")

@@ -1892,5 +1892,73 @@ def test_slerp_equals_mergekit_within_rounding(tmp_path: Path, offline: None, t:
         torch.testing.assert_close(merged[name], theirs[name], rtol=2e-6, atol=1e-8)
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The README, the configuration and the example that ship
+# ---------------------------------------------------------------------------------------------------------------------
+
+README = (HERE / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_readme_has_the_options_that_help_has() -> None:
+    rows = []
+    for action in dare.build_parser()._actions:
+        many = "..." if action.nargs == "+" else ""
+        names = ", ".join(f"`{name}`" for name in sorted(action.option_strings, key=len))
+        if action.metavar:
+            names = f"{names[:-1]} {action.metavar}{many}`"
+        rows.append(f"| {names} | {action.help} |")
+    table = README.split("| option | meaning |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
+    assert sorted(table) == sorted(rows)
+
+
+def test_the_readmes_python_runs(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {path.stem: load_file(path) for path in models}
+    names = {"pretrained": state["base"], "finetuned": state["math"], "task_vector": state["code"], **state}
+    for block in blocks("python"):
+        exec(block, names)
+    assert "merged 2 models into merged.safetensors" in capsys.readouterr().out
+    assert_same(
+        names["merged"], dare.dare_merge(state["base"], [state["math"], state["code"]], DareConfig(method="ties"))
+    )
+    again = ["-q", "--config", "recipe.toml", "--output", "again.safetensors"]
+    assert dare.main(again) == 0
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "merged.safetensors").read_bytes()
+
+
+def test_the_readmes_toml_is_a_configuration(models: list[Path], tmp_path: Path) -> None:
+    [block] = blocks("toml")
+    (tmp_path / "c.toml").write_text(block)
+    assert dare.main(["-q", "-c", str(tmp_path / "c.toml")]) == 0
+
+
+def test_the_shipped_configuration_comments_every_key() -> None:
+    text = (HERE / "merge_config.toml").read_text()
+    for table, keys in dare.TABLES.items():
+        for key in keys if table != "recipe" else ():
+            assert re.search(rf"^(# )?{key} = ", text, re.MULTILINE), key
+    shown = tomllib.loads(text)["dare"]
+    assert shown == {key: getattr(DareConfig(), key) for key in shown}, "what is not commented out is the default"
+    without_comments = re.sub(r"^# (?=\[\[|[a-z_]+ = )", "", text, flags=re.MULTILINE)
+    assert set(tomllib.loads(without_comments)["dare"]) == set(dare.CHECKS)
+
+
+def test_the_shipped_example_is_a_merge_that_works(tmp_path: Path) -> None:
+    output = tmp_path / "merged.safetensors"
+    assert dare.main(["-q", "-c", str(HERE / "merge_config.toml"), "-o", str(output)]) == 0
+    named = [HERE / "examples" / "models" / f"{name}.safetensors" for name in ("base", "rotated", "covered")]
+    evaluate = [sys.executable, str(HERE / "examples" / "evaluate.py"), "--json", *map(str, named), str(output)]
+    done = subprocess.run(evaluate, capture_output=True, text=True, check=True)
+    scores = json.loads(done.stdout)["models"]
+    assert scores["merged"]["mean"] > 0.05 + max(scores[name]["mean"] for name in ("base", "rotated", "covered"))
+    assert min(scores["merged"][task] for task in ("rotated", "covered")) > 0.8
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, *sys.argv[1:]]))

@@ -17,15 +17,7 @@ from digits import MODELS, TASKS, accuracies, held_out, load_model
 Scores = dict[str, dict[str, float]]
 
 MERGED = MODELS / "merged.safetensors"
-HINT = (
-    "No merged model yet; make it with: python dare.py --base {0}/base.safetensors "
-    "--merge {0}/rotated.safetensors {0}/covered.safetensors --output {0}/merged.safetensors"
-)
-
-
-def shown(path: Path) -> str:
-    """The path relative to the working directory where it lies below it: short, and right to copy."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+HINT = "No merged model yet; make it with: uv run python dare.py --config merge_config.toml"
 
 
 def default_models() -> list[Path]:
@@ -81,7 +73,7 @@ def main() -> int:
     print(as_json(scores) if options.json else table(scores))
     if not options.models and not MERGED.exists():
         # On stderr, so that the output stays a table, or valid JSON, and nothing else.
-        print(HINT.format(shown(MODELS)), file=sys.stderr)
+        print(HINT, file=sys.stderr)
     return 0
 
 

@@ -1,16 +1,16 @@
 """DARE: merge fine-tuned models into one, by dropping most of what each has learned and rescaling the rest.
 
     delta_i = finetuned_i - base                     what fine-tuning changed
-    kept_i  = mask_i * delta_i / r                   drop at random, keep a share r, rescale by 1 / r
-    merged  = sum of w_i * kept_i                    combine the models, in the order given
-    output  = base + merged
+    kept_i  = mask_i * delta_i / r_i                 drop at random, keep a share r_i, rescale by 1 / r_i
+    merged  = combine(kept_1 ... kept_n)             by default the sum of w_i * kept_i with w_i = 1 / n
+    output  = base + lambda * merged
 
 Dropping changes no expectation, and fine-tuned models bear it surprisingly well: Yu et al., "Language Models are
 Super Mario: Absorbing Abilities from Homologous Models as a Free Lunch", ICML 2024, arXiv:2311.03099.
 
 This one file is the whole tool, in the order in which it is best read: constants and errors, configuration, the mask,
-the arithmetic kernels, reading checkpoints, writing checkpoints, the plan and the merger, the command line. Each
-section depends only on those above it.
+the arithmetic kernels, reading checkpoints, writing checkpoints, the plan and the merger, tensors in memory, the
+command line. Each section depends only on those above it.
 
     python dare.py --config merge_config.toml        from the shell
     from dare import DareConfig, DareMerger          from a script
@@ -75,7 +75,7 @@ MIN_CHUNK: Final = 1 << 14
 JOB_CHUNKS: Final = 8
 # Elements of the tensors that are looked at and then merged in one go, where a method must look first.
 BATCH_ELEMENTS: Final = 1 << 27
-# All the buffers of all the threads together; with the interpreter and NumPy the process stays near 150 MB.
+# All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
 BUFFER_BYTES: Final = 64 << 20
 
 # How long to let writes gather before they are sent to the disk.
@@ -137,7 +137,7 @@ DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float6
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_count(value: object, least: int) -> bool:
@@ -272,8 +272,8 @@ class DareConfig:
 
     def _check_sense(self) -> None:
         """Refuse settings that mean nothing together, rather than ignore one of them."""
-        trims = self.keep_ratio is not None or any(rule.keep_ratio is not None for rule in self._rules)
-        has_q = self.rescale_q is not None or any(rule.rescale_q is not None for rule in self._rules)
+        trims = self.keep_ratio is not None or any(rule.keep_ratio is not None for rule in self.checked_rules)
+        has_q = self.rescale_q is not None or any(rule.rescale_q is not None for rule in self.checked_rules)
         if self.slerp_t is not None and self.method != "slerp":
             raise ConfigError(f"slerp_t means nothing to method {self.method}", "use method slerp, or leave it out")
         if trims and self.method != "ties":
@@ -284,14 +284,14 @@ class DareConfig:
             raise ConfigError("rescale_q means nothing when rescale is off", "leave one of the two out")
 
     @property
-    def _rules(self) -> tuple[Rule, ...]:
+    def checked_rules(self) -> tuple[Rule, ...]:
         return cast(tuple[Rule, ...], self.rules)
 
     def check_models(self, count: int) -> None:
         """Refuse settings that do not fit this number of models."""
         if self.method == "slerp" and count != 2:
             raise ConfigError(f"method slerp goes between two models, not {count}", "use linear or ties")
-        for where, holder in [("", self), *((f"rule {k}: ", rule) for k, rule in enumerate(self._rules, 1))]:
+        for where, holder in [("", self), *((f"rule {k}: ", rule) for k, rule in enumerate(self.checked_rules, 1))]:
             for name in ("drop_rate", "weights", "rescale_q"):
                 value = getattr(holder, name, None)
                 if isinstance(value, tuple) and len(value) != count:
@@ -302,12 +302,16 @@ class DareConfig:
             raise ConfigError(
                 "ties weights must not be negative nor all 0", "they are shares; lambda_coeff sets the size"
             )
-        for rule in (None, *self._rules):
+        for rule in (None, *self.checked_rules):
             self._settings(rule, count)
+
+    def general(self, count: int) -> TensorSettings:
+        """The settings of the tensors that no rule matches."""
+        return self._settings(None, count)
 
     def for_tensor(self, name: str, count: int) -> TensorSettings:
         """The settings of one tensor, by the first rule that matches its name."""
-        return self._settings(next((rule for rule in self._rules if rule.matches(name)), None), count)
+        return self._settings(next((rule for rule in self.checked_rules if rule.matches(name)), None), count)
 
     def _settings(self, rule: Rule | None, count: int) -> TensorSettings:
         def chosen(name: str) -> Any:
@@ -464,7 +468,7 @@ def mask_key(seed: int, name: str) -> tuple[int, int]:
     return low, high
 
 
-def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:
+def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:  # compiled
     """Fill bits[0:TILE] with the 16 random bits of each element of a tile, by Philox4x32.
 
     Block b of the tensor is Philox at counter (b mod 2^32, b div 2^32, 0, 0) and gives eight 16-bit pieces. A tile has
@@ -505,11 +509,11 @@ def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:
 # a fixed number of turns, slices rather than offsets, no output that could be an input under another name.
 
 
-def decode_bf16(raw: Any) -> Any:
+def decode_bf16(raw: Any) -> Any:  # compiled
     return np.uint32(np.uint32(raw) << np.uint32(16)).view(np.float32)
 
 
-def decode_f16(raw: Any) -> Any:
+def decode_f16(raw: Any) -> Any:  # compiled
     magnitude = np.uint32(raw) & np.uint32(0x7FFF)
     sign = (np.uint32(raw) & np.uint32(0x8000)) << np.uint32(16)
     shifted = magnitude << np.uint32(13)
@@ -520,15 +524,15 @@ def decode_f16(raw: Any) -> Any:
     return np.uint32(np.uint32(value) | sign).view(np.float32)
 
 
-def decode_f32(raw: Any) -> Any:
+def decode_f32(raw: Any) -> Any:  # compiled
     return np.uint32(raw).view(np.float32)
 
 
-def decode_f64(raw: Any) -> Any:
+def decode_f64(raw: Any) -> Any:  # compiled
     return np.uint64(raw).view(np.float64)
 
 
-def round_to_odd(value: Any) -> Any:
+def round_to_odd(value: Any) -> Any:  # compiled
     """float64 to a float32 that rounds on to 16 bits just as the float64 would: truncate, and mark what was cut off."""
     near = np.float32(value)
     bits = np.float32(near).view(np.uint32)
@@ -539,12 +543,12 @@ def round_to_odd(value: Any) -> Any:
     return np.uint32(bits).view(np.float32)
 
 
-def encode_bf16(value: Any) -> Any:
+def encode_bf16(value: Any) -> Any:  # compiled
     bits = np.float32(value).view(np.uint32)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
-def encode_f16(value: Any) -> Any:
+def encode_f16(value: Any) -> Any:  # compiled
     bits = np.float32(value).view(np.uint32)
     sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
@@ -556,15 +560,15 @@ def encode_f16(value: Any) -> Any:
     return np.uint16((small if magnitude < np.uint32(0x38800000) else normal) | sign)
 
 
-def encode_f32(value: Any) -> Any:
+def encode_f32(value: Any) -> Any:  # compiled
     return np.float32(value).view(np.uint32)
 
 
-def encode_f64(value: Any) -> Any:
+def encode_f64(value: Any) -> Any:  # compiled
     return np.float64(value).view(np.uint64)
 
 
-def combine_linear(kept: Any, models: int, _reals: Any, merged: Any, _total: Any, _share: Any) -> None:
+def combine_linear(kept: Any, models: int, _reals: Any, merged: Any, _total: Any, _share: Any) -> None:  # compiled
     """Add the models' kept deltas to merged."""
     for i in range(models):
         row = kept[i]
@@ -572,7 +576,7 @@ def combine_linear(kept: Any, models: int, _reals: Any, merged: Any, _total: Any
             merged[j] += row[j]
 
 
-def combine_ties(kept: Any, models: int, reals: Any, merged: Any, total: Any, share: Any) -> None:
+def combine_ties(kept: Any, models: int, reals: Any, merged: Any, total: Any, share: Any) -> None:  # compiled
     """Elect each position's sign by the sum, then average, by weight, the models that agree with it."""
     for j in range(TILE):
         total[j] = 0
@@ -592,7 +596,7 @@ def combine_ties(kept: Any, models: int, reals: Any, merged: Any, total: Any, sh
         merged[j] = total[j] / share[j] if share[j] > 0 else 0
 
 
-def fold(values: Any) -> Any:
+def fold(values: Any) -> Any:  # compiled
     """The sum of a tile, by halves: it vectorises, and it loses less than a running sum. Overwrites the tile."""
     half = TILE // 2
     while half > 0:
@@ -602,7 +606,7 @@ def fold(values: Any) -> Any:
     return values[0]
 
 
-def pad(rows: Any, start: int, stop: int) -> None:
+def pad(rows: Any, start: int, stop: int) -> None:  # compiled
     """Zeros for the rest of a last tile, so that the loops need not stop within one."""
     for row in range(len(rows)):
         for j in range(start, stop):
@@ -702,7 +706,7 @@ class Parts:
     def _encode_by_odd(self, encode: Any) -> Any:
         narrow = inline(round_to_odd)
 
-        def encode_by_odd(value: Any) -> Any:
+        def encode_by_odd(value: Any) -> Any:  # compiled
             return encode(narrow(value))
 
         return inline(encode_by_odd)
@@ -711,7 +715,7 @@ class Parts:
         """The heart of all kernels: one tile of one model, from its stored values to its thinned deltas."""
         draw_bits, real, unsigned = inline(draw), self.real, self.unsigned
 
-        def thin_model(
+        def thin_model(  # compiled
             raw: Any, tile: int, words: Any, reals: Any, base: Any, bits: Any, size: Any, kept: Any, threshold: Any
         ) -> None:
             draw_bits(bits, tile, words[KEY_0], words[KEY_1])
@@ -746,7 +750,7 @@ def build_merge(spec: KernelSpec) -> Any:
     thin_model, decode_finetuned, fold_tile, pad_rows = parts.thin, parts.decode_finetuned, inline(fold), inline(pad)
     combine = inline(combine_ties if spec.kind == "ties" else combine_linear)
 
-    def merge_chunk(
+    def merge_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any, _: Any,
         count: int, stride: int, models: int, first_tile: int, exact: int,
     ) -> None:  # fmt: skip
@@ -808,7 +812,7 @@ def build_angle(spec: KernelSpec) -> Any:
     base_raw, finetuned_raw, _ = parts.raw
     fold_tile, fold_pairs, pad_rows = inline(fold), inline(fold_neighbours), inline(pad)
 
-    def angle_chunk(
+    def angle_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any, _: Any,
         count: int, stride: int, models: int, first_tile: int, _flag: int,
     ) -> None:  # fmt: skip
@@ -860,7 +864,7 @@ def build_count(spec: KernelSpec) -> Any:
     base_raw, finetuned_raw, _ = parts.raw
     draw_bits, decode_finetuned = inline(draw), parts.decode_finetuned
 
-    def count_chunk(
+    def count_chunk(  # compiled
         base_at: Any, finetuned_at: Any, _output_at: Any, words_at: Any, _reals_at: Any, scratch_at: Any,
         counts_at: Any, count: int, stride: int, models: int, first_tile: int, shift: int,
     ) -> None:  # fmt: skip
@@ -1345,13 +1349,13 @@ class Plan:
         last = self.tensors[-1].output if self.tensors else TensorInfo("U8", (0,), 0)
         return len(self.header) + last.offset + last.nbytes
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of the widest element that a buffer has to hold."""
-        specs = [tensor.spec for tensor in self.tensors if tensor.merged]
+        specs = {tensor.spec for tensor in self.tensors if tensor.merged}
         return max([FORMATS[name].bits // 8 for s in specs for name in (s.base, s.finetuned, s.output)], default=1)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """Elements at a time: what fits the buffers' budget, as a power of two. The output does not depend on it."""
         buffers = self.threads * (len(self.models) + 2)
@@ -1368,13 +1372,15 @@ class Plan:
         A batch is small enough to be read again from the system's cache, and large enough to keep all threads busy.
         """
         batch: list[TensorPlan] = []
+        elements = 0
         for tensor in self.tensors:
             batch.append(tensor)
-            if tensor is self.tensors[-1] or (tensor.stages and sum(t.base.count for t in batch) >= BATCH_ELEMENTS):
+            elements += tensor.base.count
+            if tensor is self.tensors[-1] or (tensor.stages and elements >= BATCH_ELEMENTS):
                 for k in range(max(len(t.stages) for t in batch)):
                     yield self._jobs([t for t in batch if k < len(t.stages)], k)
                 yield self._jobs(batch)
-                batch = []
+                batch, elements = [], 0
 
     def _jobs(self, tensors: list[TensorPlan], stage: int | None = None) -> Iterator[Job]:
         number = 0
@@ -1388,7 +1394,7 @@ class Plan:
     def __str__(self) -> str:
         merged = [tensor for tensor in self.tensors if tensor.merged]
         parameters = sum(tensor.base.count for tensor in merged)
-        rates = [f"{rate:g}" for rate in self.config.for_tensor("", len(self.models)).drop_rates]
+        rates = [f"{rate:g}" for rate in self.config.general(len(self.models)).drop_rates]
         lines = [
             f"would merge {len(self.models)} model{'s' * (len(self.models) != 1)} into {self.output}",
             f"  {len(merged):,} tensors merged ({parameters:,} parameters), {len(self.tensors) - len(merged):,} copied",
@@ -1963,13 +1969,15 @@ class DareMerger:
         return TensorPlan(name, info, tuple(found), output, merged, settings, self.config.method)
 
     def _odd_settings(self, base: Checkpoint) -> Iterator[str]:
-        used = [next((k for k, rule in enumerate(self.config._rules) if rule.matches(n)), None) for n in base.tensors]
-        for k, rule in enumerate(self.config._rules):
+        used = [
+            next((k for k, rule in enumerate(self.config.checked_rules) if rule.matches(n)), None) for n in base.tensors
+        ]
+        for k, rule in enumerate(self.config.checked_rules):
             if k not in used:
                 shadowed = any(rule.matches(name) for name in base.tensors)
                 why = "matches only tensors that an earlier rule takes" if shadowed else "matches no tensor"
                 yield f"rule {k + 1} ({listed(rule.match)}) {why}"
-        rates = self.config.for_tensor("", len(self.models)).drop_rates
+        rates = self.config.general(len(self.models)).drop_rates
         if not self.config.rescale and any(rates):
             yield (
                 f"rescale is off: with {max(rates):g} of a delta dropped, what is left is "
@@ -1995,7 +2003,7 @@ class DareMerger:
             {
                 "dare": self.config.resolved(),
                 "models": {"base_file": self.base.name, "merge_files": [source.name for source in self.models]},
-                **({"rules": [rule.as_table() for rule in self.config._rules]} if self.config.rules else {}),
+                **({"rules": [rule.as_table() for rule in self.config.checked_rules]} if self.config.rules else {}),
                 "recipe": {
                     "version": __version__,
                     "mask": MASK_NAME,
@@ -2061,7 +2069,7 @@ def delta_findings(plan: Plan, name: str, tallies: dict[str, Tally], total: Tall
 
 
 def model_report(plan: Plan, i: int, total: Tally) -> ModelReport:
-    count, rate = max(total.parameters, 1), plan.config.for_tensor("", len(plan.models)).drop_rates[i]
+    count, rate = max(total.parameters, 1), plan.config.general(len(plan.models)).drop_rates[i]
     return ModelReport(
         name=plan.models[i],
         seed=plan.config.seed + i,

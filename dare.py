@@ -26,12 +26,15 @@ import difflib
 import fnmatch
 import hashlib
 import importlib
+import io
 import json
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
+import signal
 import struct
 import sys
 import threading
@@ -193,6 +196,18 @@ class Rule:
     lambda_coeff: float | None = None
     keep_ratio: float | None = None
 
+    def __post_init__(self) -> None:
+        match = (self.match,) if isinstance(self.match, str) else self.match
+        if not isinstance(match, list | tuple) or not match or not all(isinstance(p, str) for p in match):
+            raise ConfigError("match must be a pattern or a list of patterns", 'like match = ["*lm_head*"]')
+        object.__setattr__(self, "match", tuple(match))
+        for name in RULE_SETTINGS:
+            if getattr(self, name) is not None:
+                check_setting(name, getattr(self, name), name)
+                object.__setattr__(self, name, _frozen(getattr(self, name)))
+        if all(getattr(self, name) is None for name in RULE_SETTINGS):
+            raise ConfigError("it sets nothing", f"give it one of {', '.join(RULE_SETTINGS)}")
+
     @classmethod
     def of(cls, table: Any, where: str) -> Rule:
         """From a TOML table, or a dictionary like one."""
@@ -200,17 +215,13 @@ class Rule:
             return table
         if not isinstance(table, dict):
             raise ConfigError(f"{where} must be a table, not {table!r}", 'like {match = "*norm*", drop_rate = 0.5}')
-        for key, value in table.items():
+        for key in table:
             if key not in ("match", *RULE_SETTINGS):
                 raise ConfigError(f"{where} has no key {key!r}", nearest(key, ("match", *RULE_SETTINGS)))
-            if key != "match":
-                check_setting(key, value, f"{where}: {key}")
-        match = [table.get("match")] if isinstance(table.get("match"), str) else table.get("match")
-        if not isinstance(match, list | tuple) or not match or not all(isinstance(p, str) for p in match):
-            raise ConfigError(f"{where} must have match: a pattern or a list of patterns", 'like match = ["*lm_head*"]')
-        if len(table) == 1:
-            raise ConfigError(f"{where} sets nothing", f"give it one of {', '.join(RULE_SETTINGS)}")
-        return cls(**{**{key: _frozen(value) for key, value in table.items()}, "match": tuple(match)})
+        try:
+            return cls(**{"match": (), **table})
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}", error.hint) from None
 
     def as_table(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in RULE_SETTINGS if getattr(self, name) is not None}
@@ -240,6 +251,14 @@ class TensorSettings:
     lambda_coeff: float
     keep_ratio: float
 
+    def gives_back(self, weights: Sequence[float]) -> bool:
+        """Whether the merge of a single model is that model: base + 1 * (finetuned - base).
+
+        It is then taken as it is; computing it would lose bits where the base is much larger.
+        """
+        kept_whole = self.drop_rates == (0,) and self.divisors[0] in (None, 1) and self.keep_ratio == 1
+        return kept_whole and self.lambda_coeff == 1 and list(weights) == [1]
+
 
 @dataclass(frozen=True)
 class DareConfig:
@@ -266,6 +285,10 @@ class DareConfig:
             if setting.name in CHECKS and (value is not None or setting.default is not None):
                 check_setting(setting.name, value, setting.name)
             object.__setattr__(self, setting.name, _frozen(value))
+        if not isinstance(self.rules, list | tuple):
+            raise ConfigError(
+                f"rules must be a list, not {self.rules!r}", 'like [{"match": "*norm*", "drop_rate": 0.5}]'
+            )
         rules = tuple(Rule.of(rule, f"rule {k}") for k, rule in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
         self._check_sense()
@@ -346,7 +369,7 @@ class DareConfig:
 
     def shares(self, count: int) -> tuple[float, ...]:
         """The models' weights."""
-        if self.weights is not None:
+        if self.weights is not None and (self.method != "ties" or count > 1):  # a share of one is the whole
             return tuple(float(weight) for weight in self.weights)
         return (1.0,) * count if self.method == "ties" else (1 / count,) * count
 
@@ -362,7 +385,9 @@ class Source:
     def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
         if isinstance(given, Source):
             return given
-        return cls(str(given), Path(folder or "", Path(given).expanduser()))
+        # A name may hold bytes that are no text; the recipe, which names it, must be text.
+        name = str(given).encode("utf-8", "backslashreplace").decode()
+        return cls(name, Path(folder or "", os.path.expanduser(given)))
 
 
 @dataclass(frozen=True)
@@ -413,12 +438,12 @@ def load_settings(path: Path) -> Settings:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {str(path)!r}", "check the path after --config") from None
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
     for name, table in tables.items():
         if name not in TABLES:
@@ -519,7 +544,7 @@ def decode_f16(raw: Any) -> Any:  # compiled
     shifted = magnitude << np.uint32(13)
     # Subnormals by way of a float that is 2^-14 too large: exact, and never a subnormal float32 on the way.
     small = np.float32(np.uint32(shifted + np.uint32(0x38800000)).view(np.float32)) - np.float32(2.0**-14)
-    normal = shifted + (np.uint32(0x7F800000) if magnitude >= np.uint32(0x7C00) else np.uint32(112 << 23))
+    normal = shifted + (np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else np.uint32(112 << 23))
     value = np.float32(small).view(np.uint32) if magnitude < np.uint32(0x400) else normal
     return np.uint32(np.uint32(value) | sign).view(np.float32)
 
@@ -902,7 +927,7 @@ def build_count(spec: KernelSpec) -> Any:
 BUILDERS: Final = {"linear": build_merge, "ties": build_merge, "angle": build_angle, "count": build_count}
 
 
-KernelCall = Callable[..., int]
+KernelCall = Callable[..., Any]
 
 
 def compile_object(spec: KernelSpec, machine: Any) -> bytes:
@@ -986,7 +1011,7 @@ def load_kernel(spec: KernelSpec) -> KernelCall:
 
     # The engine owns the code, and the function writes to its slots: both must live as long as the function does.
     owners = (engine, slots)
-    return lambda *arguments, _owners=owners: int(function(where, where + 8, *arguments))
+    return lambda *arguments, _owners=owners: function(where, where + 8, *arguments)
 
 
 def widen(raw: NDArray[Any], name: str) -> NDArray[Any]:
@@ -1128,6 +1153,8 @@ def _regular_file(source: Source) -> os.stat_result:
         raise DareError(f"there is no file {source.name!r}", _where(source)) from None
     except OSError as error:
         raise DareError(f"cannot read {source.name!r}: {error.strerror}", _where(source)) from None
+    except ValueError as error:
+        raise DareError(f"{source.name!r} is not a path: {error}", "give the path of a .safetensors file") from None
     if stat.S_ISDIR(status.st_mode):
         raise DareError(f"{source.name!r} is a directory", "give the .safetensors file in it")
     if not stat.S_ISREG(status.st_mode):
@@ -1152,18 +1179,21 @@ def check_output(path: Path, inputs: Sequence[Checkpoint], force: bool) -> Path:
         raise ConfigError(f"the output {shown} does not end in .safetensors", "name it like merged.safetensors")
     try:
         target = path.resolve()
-    except (OSError, RuntimeError):
-        raise DareError(f"the output {shown} is a link that leads nowhere", "give another path") from None
+        status = target.stat() if target.exists() else None
+        folder = target.parent.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DareError(f"the output {shown} cannot be used: {reason}", "give another path") from None
     for checkpoint in inputs:
-        if target.exists() and os.path.samestat(target.stat(), checkpoint.status):
+        if status is not None and os.path.samestat(status, checkpoint.status):
             raise ConfigError(f"the output {shown} is the input {checkpoint.name!r}", "inputs are never overwritten")
     if target.is_dir():
         raise DareError(f"the output {shown} is a directory", "name a file in it, like merged.safetensors")
-    if not target.parent.is_dir():
-        raise DareError(f"the output's directory {str(path.parent)!r} does not exist", "create it first")
+    if not folder:
+        raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
     if not os.access(target.parent, os.W_OK):
-        raise DareError(f"the output's directory {str(path.parent)!r} is not writable", "choose another directory")
-    if target.exists() and not force and not made_by_dare(target):
+        raise DareError(f"the output's directory {str(target.parent)!r} is not writable", "choose another directory")
+    if status is not None and not force and not made_by_dare(target):
         raise DareError(f"the output {shown} exists and was not made by this tool", "add --force to replace it")
     return target
 
@@ -1338,7 +1368,6 @@ class Plan:
     config: DareConfig
     tensors: tuple[TensorPlan, ...]
     header: bytes
-    recipe: str
     threads: int
     missing: tuple[tuple[str, ...], ...]  # per model: tensors of the base that it lacks
     extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
@@ -1457,9 +1486,9 @@ class ModelReport:
     name: str
     seed: int
     parameters: int
-    drop_rate: float  # as asked for
-    honoured_drop_rate: float  # what the mask's threshold amounts to
-    dropped_share: float  # what was really dropped
+    drop_rate: float  # as asked for, rules apart
+    honoured_drop_rate: float  # what the masks' thresholds amount to, over all tensors
+    dropped_share: float  # what the mask really dropped; trim comes on top
     mean_delta: float
     largest_delta: float
     share_above_threshold: float
@@ -1582,13 +1611,10 @@ class Survey:
         self.jobs = -(-tensor.base.count // (JOB_CHUNKS * chunk))
         self.floors = [0.0] * len(tensor.finetuned)  # trim keeps what is at least as large
         self.ends = (0.0, 0.0)  # slerp's coefficients of base + kept
-        self._prefixes = [0] * len(tensor.finetuned)
+        self.prefixes = [0] * len(tensor.finetuned)
         self._ranks = [0] * len(tensor.finetuned)
         self._arrived: dict[int, NDArray[Any]] = {}
         self._counted = 0
-
-    def prefix(self, row: int) -> int:
-        return self._prefixes[row]
 
     def add(self, job: Job, work: Workspace) -> None:
         """Take what a job found; with the tensor's last job, draw the stage's conclusion."""
@@ -1621,11 +1647,11 @@ class Survey:
         if place == len(counts):  # nothing survived the drop, so there is nothing to trim
             return
         self._ranks[row] -= int(downwards[place - 1]) if place else 0
-        self._prefixes[row] = self._prefixes[row] << DIGIT_BITS | (len(counts) - 1 - place)
+        self.prefixes[row] = self.prefixes[row] << DIGIT_BITS | (len(counts) - 1 - place)
         if shift == 0:
             wide = self.tensor.spec.real == "F64"
             self.floors[row] = struct.unpack(
-                "<d" if wide else "<f", struct.pack("<Q" if wide else "<I", self._prefixes[row])
+                "<d" if wide else "<f", struct.pack("<Q" if wide else "<I", self.prefixes[row])
             )[0]
 
 
@@ -1635,7 +1661,7 @@ def slerp_ends(first: float, second: float, product: float, t: float) -> tuple[f
     Sines by series in decimal arithmetic: libraries differ in the last bit of theirs, and the output must not.
     """
     cosine = product / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else 1.0
-    if abs(cosine) > SLERP_LINEAR:
+    if not abs(cosine) <= SLERP_LINEAR:  # also where it is not a number, which the merge itself will report
         return 1 - t, t
     with decimal.localcontext() as context:
         context.prec = 50
@@ -1685,7 +1711,8 @@ class Worker:
 
     def _merge(self, job: Job, work: Workspace) -> Outcome:
         tensor, spec = job.tensor, job.tensor.spec
-        kernel, exact, item = self.kernels[spec], int(self._is_exact(tensor)), FORMATS[spec.output].bits // 8
+        kernel, item = self.kernels[spec], FORMATS[spec.output].bits // 8
+        exact = int(len(tensor.finetuned) == 1 and tensor.settings.gives_back(self.weights))
         offset = len(self.plan.header) + tensor.output.offset
         self._tell(job, work)
         for start, count in job.chunks(self.plan.chunk):
@@ -1699,17 +1726,11 @@ class Worker:
         tallies = {i: self._tally(job, work, row, float(peaks[row])) for row, (i, _) in enumerate(tensor.finetuned)}
         return Outcome(job, tallies)
 
-    def _is_exact(self, tensor: TensorPlan) -> bool:
-        """base + 1 * (finetuned - base) is the fine-tune; computing it would lose bits where base is much larger."""
-        alone = len(self.models) == len(tensor.finetuned) == 1 and tensor.name not in self.surveys
-        unchanged = tensor.settings.drop_rates == (0,) and tensor.settings.divisors[0] in (None, 1)
-        return alone and unchanged and self.weights[0] == tensor.settings.lambda_coeff == 1
-
     def _tell(self, job: Job, work: Workspace) -> None:
         """Set what the kernels must know, and clear what they count."""
         tensor, survey = job.tensor, self.surveys.get(job.tensor.name)
         for row, (i, _) in enumerate(tensor.finetuned):
-            slot = survey.prefix(row) if survey and job.stage and job.stage.kind == "count" else i
+            slot = survey.prefixes[row] if survey and job.stage and job.stage.kind == "count" else i
             limit = keep_threshold(tensor.settings.drop_rates[i]) - 1
             work.words[row] = (*mask_key(self.plan.config.seed + i, tensor.name), limit, slot, 0, 0, 0)
             work.reals[row] = (*self._scales(tensor, row, i, survey, job.stage), 0.0)
@@ -1796,33 +1817,35 @@ def run_jobs(jobs: Iterator[Job], worker: Worker, spaces: list[Workspace], done:
     stop = threading.Event()
 
     def loop(work: Workspace) -> None:
-        while not stop.is_set():
-            with lock:
-                job = next(jobs, None)
-            if job is None:
-                return
-            try:
+        number = -1
+        try:
+            while not stop.is_set():
+                with lock:
+                    job = next(jobs, None)
+                if job is None:
+                    return
+                number = job.number
                 outcome = worker.run(job, work)
                 with lock:
                     if job.stage is not None:
                         worker.surveys[job.tensor.name].add(job, work)
                     done(outcome)
-            except BaseException as error:
-                failures[job.number] = error
-                stop.set()
-                return
+        except BaseException as error:
+            failures[number] = error
+            stop.set()
 
     threads = [threading.Thread(target=loop, args=(work,)) for work in spaces]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.2)  # with a timeout, so that an interrupt reaches the main thread on every system
     finally:
         stop.set()
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
     if failures:
         raise failures[min(failures)]
 
@@ -1867,18 +1890,19 @@ class DareMerger:
     def plan(self, output_file: str | Path, *, force: bool = False) -> Plan:
         """Check everything and say what merge would do; write nothing."""
         with self._opened() as (base, models):
-            return self._plan(base, models, Path(output_file), force)
+            return self._plan(base, models, Source.of(output_file).path, force)
 
     def merge(self, output_file: str | Path, *, force: bool = False) -> MergeReport:
         """Merge, and say what was done. force replaces an existing file that this tool did not make."""
         started = time.perf_counter()
         with self._opened() as (base, models):
-            plan = self._plan(base, models, Path(output_file), force)
+            plan = self._plan(base, models, Source.of(output_file).path, force)
             try:
                 ledger = self._run(plan, base, models)
             except OSError as error:
                 raise DareError(
-                    f"cannot write {str(output_file)!r}: {error.strerror}", "nothing was changed; mend that and retry"
+                    f"cannot write {str(output_file)!r}: {error.strerror or error}",
+                    "nothing was changed; mend that and retry",
                 ) from None
         warnings = (*plan.warnings, *findings(plan, ledger))
         for warning in warnings:
@@ -1920,6 +1944,8 @@ class DareMerger:
                     f"{model.name!r} has no tensor in common with {base.name!r}",
                     f"the base has {listed(list(base.tensors))}; it has {listed(list(model.tensors))}",
                 )
+        # More threads than jobs would only take memory.
+        most = sum(-(-max(t.base.count, t.base.nbytes * (not t.merged)) // (JOB_CHUNKS * MIN_CHUNK)) for t in tensors)
         recipe = self._recipe([base, *models])
         header = header_bytes({t.name: t.output for t in tensors}, {"format": "pt", RECIPE_KEY: recipe})
         plan = Plan(
@@ -1929,8 +1955,7 @@ class DareMerger:
             config=self.config,
             tensors=tuple(tensors),
             header=header,
-            recipe=recipe,
-            threads=self.config.threads or usable_cores(),
+            threads=max(1, min(self.config.threads or usable_cores(), most)),
             missing=tuple(tuple(n for n in base.tensors if n not in model.tensors) for model in models),
             extra=tuple(tuple(n for n in model.tensors if n not in base.tensors) for model in models),
             warnings=(*_odd_inputs(base, models), *self._odd_settings(base)),
@@ -1977,11 +2002,11 @@ class DareMerger:
                 shadowed = any(rule.matches(name) for name in base.tensors)
                 why = "matches only tensors that an earlier rule takes" if shadowed else "matches no tensor"
                 yield f"rule {k + 1} ({listed(rule.match)}) {why}"
-        rates = self.config.general(len(self.models)).drop_rates
-        if not self.config.rescale and any(rates):
+        highest = max(rate for n in base.tensors for rate in self.config.for_tensor(n, len(self.models)).drop_rates)
+        if not self.config.rescale and highest > 0:
             yield (
-                f"rescale is off: with {max(rates):g} of a delta dropped, what is left is "
-                f"{1 / keep_rate(max(rates)):.3g} times too weak"
+                f"rescale is off: with {highest:g} of a delta dropped, what is left is "
+                f"{1 / keep_rate(highest):.3g} times too weak"
             )
 
     def _check_fingerprints(self, inputs: list[Checkpoint]) -> None:
@@ -2146,11 +2171,18 @@ def dare_merge(
                     f"{part.dtype} in model {i}",
                     "only models fine-tuned from this very base can be merged",
                 )
-        if tensor.is_floating_point():
+        quantised = tensor.element_size() == 1  # copied where equal, else refused
+        if tensor.is_floating_point() and not (quantised and all(_same_bytes(tensor, p) for p in parts.values())):
             merged[name] = MemoryMerge(config, len(finetuned), name, tensor, parts).run()
         else:
             merged[name] = tensor.clone()
     return merged
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    import torch
+
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.to(one.device).view(torch.uint8))
 
 
 class MemoryMerge:
@@ -2199,15 +2231,9 @@ class MemoryMerge:
 
         kept = [self._thin(i, base, start, self.weights[i], self.floors[i]) for i in self.parts]
         change = self._scalar(self.settings.lambda_coeff, base) * self._combine(base, kept)
-        if self._exact():
+        if len(self.parts) == 1 and self.settings.gives_back(self.weights):
             return self.parts[0][start : start + len(base)].to(self.real)
         return torch.where(change == 0, base, base + change)
-
-    def _exact(self) -> bool:
-        whole = (
-            self.count == len(self.parts) == 1 and self.settings.drop_rates == (0,) and not any(self.floors.values())
-        )
-        return whole and self.weights[0] / self._divisor(0) == self.settings.lambda_coeff == 1
 
     def _combine(self, base: torch.Tensor, kept: list[torch.Tensor]) -> torch.Tensor:
         import torch
@@ -2343,6 +2369,8 @@ def build_parser() -> Parser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
+    # As argparse has it, -1e-3 looks like an option.
+    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     add = parser.add_argument
     each: dict[str, Any] = {"type": float, "nargs": "+"}
     add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration, or the recipe of an earlier merge")
@@ -2385,6 +2413,9 @@ def build_parser() -> Parser:
 def parse_flags(arguments: Sequence[str] | None) -> dict[str, Any]:
     parser = build_parser()
     flags, unknown = parser.parse_known_args(arguments)
+    if unknown and not unknown[0].startswith("-"):
+        hint = "files go after --config, --base, --merge or --output"
+        raise ConfigError(f"{unknown[0]!r} is not expected here", hint)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         raise ConfigError(f"there is no option {unknown[0]!r}", nearest(unknown[0].split("=")[0], known))
@@ -2408,7 +2439,7 @@ def layered(flags: dict[str, Any]) -> Settings:
         dare=dare,
         base=Source.of(flags["base"]) if "base" in flags else settings.base,
         merge=tuple(Source.of(file) for file in flags["merge"]) if "merge" in flags else settings.merge,
-        output=Path(flags["output"]) if "output" in flags else settings.output,
+        output=Source.of(flags["output"]).path if "output" in flags else settings.output,
         rules=(*(parse_rule(text) for text in flags.get("rules", ())), *settings.rules),
         inputs=() if other_models else settings.inputs,
     )
@@ -2459,22 +2490,37 @@ class Messages(logging.StreamHandler[IO[str]]):
         return f"warning: {text}" if record.levelno >= logging.WARNING else text
 
 
+class Terminated(BaseException):
+    """Somebody sent SIGTERM: to be handled like an interrupt."""
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Gives the exit status; no traceback reaches a user."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal lacks letters for is no error
     messages = Messages(sys.stderr)
     LOG.addHandler(messages)
     LOG.propagate = False
+    before = None
+    with suppress(ValueError):  # only a main thread may take signals
+        before = signal.signal(signal.SIGTERM, _terminate)
     try:
         run(arguments)
+        sys.stdout.flush()
         return 0
     except DareError as error:
         print(f"error: {error}", file=sys.stderr)
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
         return error.status
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
+    except (KeyboardInterrupt, Terminated) as stopped:
+        print("interrupted", file=sys.stderr)
+        return 143 if isinstance(stopped, Terminated) else 130
     except BrokenPipeError:  # whoever read our output has read enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that the interpreter's last flush finds a home)
         return 0
@@ -2487,6 +2533,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         LOG.removeHandler(messages)
         LOG.propagate = True
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Run with `uv run pytest` (or `uv run python test_dare.py`); add `-m ''` for the 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from pathlib import Path
@@ -795,6 +797,7 @@ def test_wrong_model_entries_are_named(
         (["--seed"], "expected one argument", "--help"),
         (["--config", "nowhere.toml"], "no configuration file 'nowhere.toml'", "check the path"),
         (["--config", "."], "cannot read '.'", "give --config a TOML file"),
+        (["merge_config.toml"], "'merge_config.toml' is not expected here", "--config"),
     ],
 )
 def test_wrong_flags_are_named(
@@ -978,6 +981,33 @@ def test_an_output_that_is_an_input_is_refused_by_any_spelling(
         refuse(tmp_path, capsys, 2, "is the input", output=f"{spelling}.safetensors", flags=("--force",))
 
 
+def test_paths_that_no_system_would_take_are_refused(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse(tmp_path, capsys, 1, "cannot be used: File name too long", output="x" * 300 + ".safetensors")
+    refuse(tmp_path, capsys, 1, "there is no file", base="~nosuch/x.safetensors")
+    config = write_config(tmp_path, "")
+    config.write_text(config.read_text().replace("base.safetensors", "a\\u0000b"))
+    assert dare.main(["-c", str(config)]) == 1
+    assert "is not a path" in capsys.readouterr().err
+    config = write_config(tmp_path, "seed = " + "1" * 5000)
+    assert dare.main(["-c", str(config)]) == 2
+    assert "is not valid TOML" in capsys.readouterr().err
+
+
+def test_a_toml_file_from_a_windows_editor_is_read(models: list[Path], tmp_path: Path) -> None:
+    config = write_config(tmp_path, verbose=False)
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert dare.main(["-c", str(config)]) == 0
+
+
+def test_negative_numbers_with_exponents_are_numbers(models: list[Path], tmp_path: Path) -> None:
+    arguments = ["-q", "-b", str(models[0]), "-m", str(models[1]), "-o", str(tmp_path / "out.safetensors")]
+    assert dare.main([*arguments, "--lambda", "-1e-3", "--weights", "-2.5E+1"]) == 0
+    assert recipe_of(tmp_path)["dare"]["lambda_coeff"] == -1e-3
+    assert recipe_of(tmp_path)["dare"]["weights"] == [-25.0]
+
+
 def test_outputs_that_cannot_be_written_are_refused(
     models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1017,14 +1047,29 @@ def test_a_link_as_output_keeps_leading_where_it_led(models: list[Path], tmp_pat
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["base", "math", "code"])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
+@pytest.mark.parametrize("flags", [[], ["--method=ties", "--keep-ratio=0.5"], ["--method=slerp"]], ids=str)
 def test_a_value_that_is_not_finite_is_named_with_its_place(
-    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str, bad: float
+    models: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    dtype: torch.dtype,
+    where: str,
+    bad: float,
 ) -> None:
-    tensors = load_file(tmp_path / f"{where}.safetensors")
-    tensors["layer.weight"][30, 7] = bad
-    save(tmp_path, **{where: tensors})
-    error = refuse(tmp_path, capsys, 1, f"tensor 'layer.weight' holds {bad} at [30, 7]")
+    for path in models:
+        tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+        if path.stem == where:
+            tensors["layer.weight"][30, 7] = bad
+        save(tmp_path, **{path.stem: tensors})
+    error = refuse(tmp_path, capsys, 1, f"tensor 'layer.weight' holds {bad} at [30, 7]", flags=tuple(flags))
     assert f"{where}.safetensors" in error
+    state = [load_file(path) for path in models]
+    config = {flag.split("=")[0][2:].replace("-", "_"): flag.split("=")[1] for flag in flags}
+    ratio = {"keep_ratio": 0.5} if "keep_ratio" in config else {}
+    with pytest.raises(DareError, match="not finite"):
+        dare.dare_merge(state[0], state[1:], DareConfig(method=config.get("method", "linear"), **ratio))
 
 
 def test_a_broken_base_is_noticed_where_no_model_has_the_tensor(
@@ -1075,6 +1120,37 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(
     assert list(tmp_path.glob("*.partial")) == []
 
 
+def test_jobs_that_were_never_run_are_never_committed(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = dare.Plan._jobs
+
+    def failing(self: Any, *arguments: Any) -> Any:
+        for job in jobs(self, *arguments):
+            if job.number == 2:
+                raise MemoryError("no more")
+            yield job
+
+    monkeypatch.setattr(dare.Plan, "_jobs", failing)
+    refuse(tmp_path, capsys, 1, "unexpected MemoryError: no more")
+
+
+def test_a_thread_that_cannot_start_stops_the_others(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def failing(self: threading.Thread) -> None:
+        started.append(self)
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    refuse(tmp_path, capsys, 1, "can't start new thread", flags=("--threads", "4"))
+    assert not any(thread.is_alive() for thread in started)
+
+
 def test_an_error_of_the_disk_while_reading_is_named(
     models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1104,7 +1180,8 @@ def test_a_bug_is_reported_as_one_without_a_traceback(
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-def test_an_interrupted_merge_leaves_nothing_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_merge_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, status: int) -> None:
     big = {f"t{i}": torch.zeros(1 << 24, dtype=BF16) for i in range(8)}
     save(tmp_path, base=big, model=big)
     before = snapshot(tmp_path)
@@ -1116,10 +1193,10 @@ def test_an_interrupted_merge_leaves_nothing_behind(tmp_path: Path) -> None:
     while not list(tmp_path.glob("*.partial")) and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert error.splitlines()[-1] == "interrupted; nothing was written"
+    assert process.returncode == status
+    assert error.splitlines()[-1] == "interrupted"
     assert snapshot(tmp_path) == before
 
 
@@ -1189,8 +1266,12 @@ def test_warnings_reach_scripts_too(models: list[Path], tmp_path: Path, caplog: 
 
 def test_a_reader_who_has_read_enough_is_no_error(models: list[Path], tmp_path: Path) -> None:
     arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
-        [sys.executable, str(HERE / "dare.py"), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, str(HERE / "dare.py"), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=buffered,
     )
     assert process.stdout is not None
     process.stdout.close()
@@ -1198,6 +1279,22 @@ def test_a_reader_who_has_read_enough_is_no_error(models: list[Path], tmp_path: 
     assert process.returncode == 0
     assert b"Traceback" not in error
     assert b"Exception" not in error
+
+
+def test_names_that_the_terminal_has_no_letters_for_are_no_error(models: list[Path], tmp_path: Path) -> None:
+    odd = models[1].rename(tmp_path / "\u6a21\u578b.safetensors")
+    arguments = ["-b", models[0], "-m", odd, "-o", tmp_path / "out.safetensors"]
+    done = command(*arguments, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
+    assert done.returncode == 0, done.stderr
+    assert "\\u6a21" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only here may names be any bytes")
+def test_names_that_are_no_text_still_give_a_file_that_opens(models: list[Path], tmp_path: Path) -> None:
+    odd = models[1].rename(os.fsdecode(os.fsencode(tmp_path) + b"/n\xff.safetensors"))
+    DareMerger(models[0], [odd], DareConfig(verbose=False)).merge(tmp_path / "out.safetensors")
+    [name] = recipe_of(tmp_path)["models"]["merge_files"]
+    assert name.endswith("n\\udcff.safetensors")
 
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1284,7 +1381,7 @@ def test_a_place_for_kernels_that_cannot_be_written_only_costs_time(
 def test_the_buffers_shrink_as_threads_and_models_grow(models: list[Path], tmp_path: Path) -> None:
     for threads, count in [(1, 1), (2, 2), (64, 5), (256, 3)]:
         merger = DareMerger(models[0], [models[1]] * count, DareConfig(threads=threads, verbose=False))
-        plan = merger.plan(tmp_path / "out.safetensors")
+        plan = dataclasses.replace(merger.plan(tmp_path / "out.safetensors"), threads=threads)
         assert plan.chunk % 1024 == 0
         held = threads * (count + 2) * plan.chunk * plan.itemsize
         assert held <= dare.BUFFER_BYTES or plan.chunk == dare.MIN_CHUNK
@@ -1596,6 +1693,16 @@ def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
     assert_same(dare.dare_merge(base, [model], DareConfig(rules=rules)), merged)
 
 
+def test_rules_may_be_objects_and_are_checked_like_tables() -> None:
+    rule = dare.Rule("*norm*", lambda_coeff=0)  # type: ignore[arg-type]
+    assert rule.match == ("*norm*",)
+    assert DareConfig(rules=[rule]).for_tensor("w", 1).lambda_coeff == 1
+    with pytest.raises(ConfigError, match="drop_rate must be a number"):
+        dare.Rule(("*",), drop_rate=5.0)
+    with pytest.raises(ConfigError, match="rules must be a list"):
+        DareConfig(rules=5)  # type: ignore[arg-type]
+
+
 def test_rules_that_are_never_used_are_reported(tmp_path: Path) -> None:
     base = random_model(dtype=BF16)
     rules = [
@@ -1648,6 +1755,9 @@ def test_dropping_without_rescaling_is_warned_about(tmp_path: Path) -> None:
     assert "rescale is off" in warning
     assert "10 times too weak" in warning
     assert warnings_of(tmp_path, base, finetune(base, 1, 0.0005), rescale=False, drop_rate=0.0) == []
+    rules = [{"match": "*", "drop_rate": 0.5}]
+    [warning] = warnings_of(tmp_path, base, finetune(base, 1, 0.0005), rescale=False, drop_rate=0.0, rules=rules)
+    assert "2 times too weak" in warning
 
 
 @pytest.mark.parametrize(
@@ -1679,9 +1789,9 @@ def test_dropping_without_rescaling_is_warned_about(tmp_path: Path) -> None:
         ({"rules": ["*"]}, 2, "rule 1 must be a table"),
         ({"rules": [{"match": "*", "drop_rat": 0.5}]}, 2, "rule 1 has no key 'drop_rat'"),
         ({"rules": [{"match": "*", "drop_rate": 2}]}, 2, "rule 1: drop_rate must be a number"),
-        ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1 must have match"),
-        ({"rules": [{"match": []}]}, 2, "rule 1 must have match"),
-        ({"rules": [{"match": "*"}]}, 2, "rule 1 sets nothing"),
+        ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1: match must be a pattern"),
+        ({"rules": [{"match": []}]}, 2, "rule 1: match must be a pattern"),
+        ({"rules": [{"match": "*"}]}, 2, "rule 1: it sets nothing"),
     ],
     ids=str,
 )  # fmt: skip
@@ -1770,6 +1880,39 @@ def test_dropped_deltas_are_masked_and_rescaled(device: str) -> None:
             assert same_bits(thinned[name], expected)
         assert same_bits(thinned["ids"], deltas["ids"])
     assert_same(dare.dare_drop(deltas, drop_rate=0.0), deltas)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "ties", "keep_ratio": 0.5, "drop_rate": 0.0},
+        {"method": "ties", "weights": [2.0], "drop_rate": 0.0},
+        {"drop_rate": 0.0},
+        {"drop_rate": 0.0, "rescale": False, "lambda_coeff": 1},
+    ],
+    ids=str,
+)
+def test_one_model_comes_back_alike_from_files_and_from_memory(tmp_path: Path, config: dict[str, Any]) -> None:
+    base, model = {"w": torch.full((3000,), 1e10)}, {"w": torch.full((3000,), 1e10)}
+    model["w"][:900] = 1e-3
+    merged = merge(tmp_path, base, model, **config)
+    assert_same(dare.dare_merge(base, [model], DareConfig(**config)), merged)
+    if "keep_ratio" not in config:
+        assert_same(merged, model)
+
+
+def test_models_that_lack_tensors_merge_alike_from_files_and_from_memory(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    models = [finetune(base, seed) for seed in (1, 2, 3)]
+    del models[0]["layer.weight"], models[1]["scalar"], models[1]["layer.weight"]
+    config = {"method": "ties", "drop_rate": [0.1, 0.5, 0.9], "keep_ratio": 0.6, "weights": [1, 2, 3]}
+    assert_same(dare.dare_merge(base, models, DareConfig(**config)), merge(tmp_path, base, *models, **config))
+
+
+def test_quantised_tensors_in_memory_are_copied_where_equal() -> None:
+    quantised = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    merged = dare.dare_merge({"q": quantised}, [{"q": quantised.clone()}])
+    assert torch.equal(merged["q"].view(torch.uint8), quantised.view(torch.uint8))
 
 
 def test_parameters_that_want_gradients_are_merged_too() -> None:

@@ -444,13 +444,20 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
+        hint = "see merge_config.toml for an example"
+        if path.suffix == ".safetensors":
+            hint = f"the recipe of a merged model is in its metadata, as {RECIPE_KEY}; save that to a file first"
+        raise ConfigError(f"{path} is not valid TOML: {error}", hint) from None
     for name, table in tables.items():
         if name not in TABLES:
-            raise ConfigError(f"{path}: there is no table [{name}]", nearest(name, TABLES))
+            home = next(
+                (f"put {name} under [{t}]" for t, keys in TABLES.items() if name in keys), nearest(name, TABLES)
+            )
+            raise ConfigError(f"{path}: there is no table [{name}]", home)
         if not isinstance(table, list if name == "rules" else dict):
             header = "[[rules]]" if name == "rules" else f"[{name}]"
-            raise ConfigError(f"{path}: {name} must be a table", f"write {header} on a line of its own")
+            kind = "a list of tables" if name == "rules" else "a table"
+            raise ConfigError(f"{path}: {name} must be {kind}", f"write {header} on a line of its own")
         for key in table if isinstance(table, dict) else ():
             if key not in TABLES[name]:
                 raise ConfigError(f"{path}: there is no key {key!r} in [{name}]", nearest(key, TABLES[name]))
@@ -952,6 +959,23 @@ def compile_object(spec: KernelSpec, machine: Any) -> bytes:
     return code
 
 
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Let signals wait: an exception that comes at a bad moment is swallowed by the compiler, and lost."""
+    caught: list[tuple[int, Any]] = []
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda *received: caught.append(received)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for received, frame in caught[:1]:
+        handler = before[signal.Signals(received)]
+        if callable(handler):
+            handler(received, frame)
+
+
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept: NUMBA_CACHE_DIR, or beside this file, or in the user's cache."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
@@ -981,7 +1005,8 @@ def cached_object(spec: KernelSpec, machine: Any) -> bytes:
             if hashlib.sha256(stored[32:]).digest() == stored[:32]:
                 return stored[32:]
     LOG.info("compiling the %s kernel for this machine; later runs start at once", spec.kind)
-    code = compile_object(spec, machine)
+    with deferred_interrupts():
+        code = compile_object(spec, machine)
     if path is not None:
         with suppress(OSError):
             partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -1120,6 +1145,10 @@ class Checkpoint:
             return DareError(f"{self.name!r} is empty", "download or save it again")
         if found == b"PK\x03\x04" or found[:1] == b"\x80" or self.source.path.suffix in PICKLE_SUFFIXES:
             return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", CONVERT_HINT)
+        if found == b"vers":
+            return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
+        if found[:1] == b"{":
+            return DareError(f"{self.name!r} is JSON, not weights", "give a single .safetensors file")
         if found == b"GGUF":
             return DareError(f"{self.name!r} is a GGUF file", "merge the original model, then convert the result")
         return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", "download or save it again")
@@ -1511,7 +1540,8 @@ class MergeReport:
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return data
 
     def __str__(self) -> str:
         rows = [["model", "seed", "parameters", "dropped", "mean |delta|", "largest", "above", "missing"]]
@@ -1807,7 +1837,7 @@ class Worker:
                     )
         raise DareError(
             f"merging tensor {tensor.name!r} gives values beyond the range of {tensor.output.dtype}",
-            "lower the drop rate, or merge models stored in a wider type",
+            "lower lambda_coeff, the weights or the drop rate, or choose a wider dtype",
         )
 
 
@@ -1883,6 +1913,8 @@ class DareMerger:
             raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
         self.base = Source.of(base_file)
         self.models = tuple(Source.of(file) for file in merge_files)
+        if config is not None and not isinstance(config, DareConfig):
+            raise ConfigError("config must be a DareConfig", "like DareConfig(drop_rate=0.9)")
         self.config = config or DareConfig()
         self.config.check_models(len(self.models))
         self.fingerprints = tuple(fingerprints)
@@ -1985,7 +2017,7 @@ class DareMerger:
             if (theirs.dtype in FORMATS) != merged:
                 raise DareError(
                     f"tensor {name!r} is {info.dtype} in {base.name!r} and {theirs.dtype} in {model.name!r}",
-                    "a float tensor can only be merged with float tensors",
+                    f"only {', '.join(FORMATS)} tensors can be merged, with one another",
                 )
             found.append((i, theirs))
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
@@ -2161,6 +2193,9 @@ def dare_merge(
     if isinstance(finetuned, Mapping) or not finetuned:
         raise ConfigError("finetuned must be a list of state dicts with at least one in it", "put it in brackets")
     config.check_models(len(finetuned))
+    for i, model in enumerate(finetuned):
+        if not model.keys() & base.keys():
+            raise DareError(f"model {i} has no tensor in common with the base", f"the base has {listed(list(base))}")
     merged = {}
     for name, tensor in base.items():
         parts = {i: model[name] for i, model in enumerate(finetuned) if name in model}
@@ -2356,7 +2391,8 @@ def torch_bits(key: tuple[int, int], start: int, count: int, device: torch.devic
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, f"see {self.prog} --help")
+        numbers = "only numbers, with spaces between them, go there; files go after --merge"
+        raise ConfigError(message, numbers if "invalid float" in message else f"see {self.prog} --help")
 
 
 def build_parser() -> Parser:
@@ -2403,7 +2439,7 @@ def build_parser() -> Parser:
     add("--seed", metavar="N", type=int, help="the first model's seed; model i uses N + i (default 42)")
     add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
     add("--force", action="store_true", help="replace an existing file that this tool did not make")
-    add("--dry-run", action="store_true", help="check everything and print the plan; write nothing")
+    add("--dry-run", action="store_true", help="check everything but the values, print the plan, write nothing")
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
     add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
     add("--version", action="version", version=f"dare {__version__}")
@@ -2500,6 +2536,8 @@ def _terminate(*_: object) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Gives the exit status; no traceback reaches a user."""
+    if sys.stderr is None:  # as after 2>&-
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (it stays open as long as the process lives)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal lacks letters for is no error

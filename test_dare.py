@@ -736,6 +736,7 @@ def test_paths_in_toml_are_relative_to_it_and_paths_in_flags_to_the_working_dire
     [
         ("drop_rat = 0.5", "no key 'drop_rat' in [dare]", "did you mean drop_rate?"),
         ("[model]\nx = 1", "no table [model]", "did you mean models?"),
+        ("[weights]\nx = 1", "no table [weights]", "put weights under [dare]"),
         ("zzz = 1", "no key 'zzz'", "known here: delta_threshold, drop_rate"),
         ('drop_rate = "0.5"', "[dare] drop_rate must be a number", ""),
         ("drop_rate = true", "[dare] drop_rate must be a number", ""),
@@ -791,7 +792,7 @@ def test_wrong_model_entries_are_named(
         (["--drop-rate", "1"], "--drop-rate must be a number from 0 up to but not including 1", "--help"),
         (["--drop-rate", "-0.5"], "--drop-rate must be", "--help"),
         (["--drop-rate", "nan"], "--drop-rate must be", "--help"),
-        (["--drop-rate", "much"], "invalid float value: 'much'", "--help"),
+        (["--drop-rate", "much"], "invalid float value: 'much'", "files go after --merge"),
         (["--drop-rte", "0.5"], "no option '--drop-rte'", "did you mean --drop-rate?"),
         (["--threads", "0"], "--threads must be a whole number from 1 up", "--help"),
         (["--seed"], "expected one argument", "--help"),
@@ -820,6 +821,8 @@ def test_scripts_must_give_a_list_of_models(models: list[Path]) -> None:
         DareMerger(models[0], str(models[1]))
     with pytest.raises(ConfigError, match="no models"):
         DareMerger(models[0], [])
+    with pytest.raises(ConfigError, match="must be a DareConfig"):
+        DareMerger(models[0], [models[1]], {"drop_rate": 0.5})  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -886,6 +889,10 @@ def test_files_that_are_not_models_are_refused(
     refuse(tmp_path, capsys, 1, "is a PyTorch pickle", "torch.load", merge=["pickle.bin"])
     (tmp_path / "pickle.bin").rename(tmp_path / "renamed.safetensors")
     refuse(tmp_path, capsys, 1, "is a PyTorch pickle", merge=["renamed"])
+    (tmp_path / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    refuse(tmp_path, capsys, 1, "Git LFS pointer", "git lfs pull", merge=["pointer"])
+    (tmp_path / "index.json").write_text('{"weight_map": {}}')
+    refuse(tmp_path, capsys, 1, "is JSON, not weights", merge=["index.json"])
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     refuse(tmp_path, capsys, 1, "is a GGUF file", merge=["model.gguf"])
 
@@ -1361,6 +1368,27 @@ def test_kernels_are_compiled_once_and_said_so(
     dare.load_kernel.cache_clear()
     assert dare.main(arguments) == 0, "a damaged kernel is compiled again"
     assert "compiling the linear kernel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_while_kernels_are_compiled_is_not_lost(
+    fresh_kernels: Path, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """What comes while the compiler runs is held back until it is done, since the compiler would swallow it."""
+    compiled = []
+
+    def interrupted(*_: Any) -> bytes:
+        signal.raise_signal(number)
+        compiled.append(number)
+        return b""
+
+    monkeypatch.setattr(dare, "compile_object", interrupted)
+    arguments = ["-b", str(models[0]), "-m", str(models[1]), "-o", str(tmp_path / "out.safetensors")]
+    before = signal.getsignal(number)
+    assert dare.main(arguments) == (130 if number == signal.SIGINT else 143)
+    assert compiled == [number]
+    assert signal.getsignal(number) == before
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_a_place_for_kernels_that_cannot_be_written_only_costs_time(
@@ -1933,6 +1961,8 @@ def test_tensors_in_memory_are_refused_like_files() -> None:
     ]:
         with pytest.raises(DareError, match=complaint):
             dare.dare_merge(base, [model], DareConfig(drop_rate=0.5))
+    with pytest.raises(DareError, match="no tensor in common"):
+        dare.dare_merge(base, [{"v": torch.zeros(10)}])
     with pytest.raises(ConfigError, match="list of state dicts"):
         dare.dare_merge(base, base)  # type: ignore[arg-type]
 

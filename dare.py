@@ -75,9 +75,9 @@ MASK_NAME: Final = "philox4x32-7/16"
 # caches, and large enough that calls cost nothing; a job is several chunks, so that what Python does for it does not.
 MAX_CHUNK: Final = 1 << 18
 MIN_CHUNK: Final = 1 << 14
-JOB_CHUNKS: Final = 8
+JOB_CHUNKS: Final = 16
 # Elements of the tensors that are looked at and then merged in one go, where a method must look first.
-BATCH_ELEMENTS: Final = 1 << 27
+BATCH_ELEMENTS: Final = 1 << 28
 # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
 BUFFER_BYTES: Final = 64 << 20
 

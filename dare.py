@@ -328,6 +328,11 @@ class DareConfig:
         for rule in (None, *self.checked_rules):
             self._settings(rule, count)
 
+    @property
+    def position(self) -> float:
+        """Where slerp stops between its two models."""
+        return 0.5 if self.slerp_t is None else float(self.slerp_t)
+
     def general(self, count: int) -> TensorSettings:
         """The settings of the tensors that no rule matches."""
         return self._settings(None, count)
@@ -361,7 +366,7 @@ class DareConfig:
         chosen: dict[str, Any] = {"method": self.method, "drop_rate": _numbers(self.drop_rate), "seed": self.seed}
         chosen |= {"lambda_coeff": float(self.lambda_coeff), "rescale": self.rescale}
         if self.method == "slerp":
-            chosen["slerp_t"] = 0.5 if self.slerp_t is None else float(self.slerp_t)
+            chosen["slerp_t"] = self.position
         for name in ("weights", "rescale_q", "keep_ratio", "dtype"):
             if getattr(self, name) is not None:
                 chosen[name] = _numbers(getattr(self, name))
@@ -491,6 +496,12 @@ def keep_threshold(drop_rate: float) -> int:
 def keep_rate(drop_rate: float) -> float:
     """The keep rate that the mask honours exactly, and by which the merge therefore rescales."""
     return keep_threshold(drop_rate) / (1 << MASK_BITS)
+
+
+def divisor_of(settings: TensorSettings, model: int) -> float:
+    """What a model's kept deltas are divided by: what was asked for, or the keep rate that the mask honours."""
+    asked = settings.divisors[model]
+    return keep_rate(settings.drop_rates[model]) if asked is None else asked
 
 
 def mask_key(seed: int, name: str) -> tuple[int, int]:
@@ -1718,8 +1729,7 @@ class Worker:
         merged = [tensor for tensor in plan.tensors if tensor.merged and tensor.base.count]
         specs = {spec for t in merged for spec in (t.spec, *(t.survey_spec(stage) for stage in t.stages))}
         self.kernels = {spec: load_kernel(spec) for spec in sorted(specs, key=str)}
-        slerp_t = 0.5 if plan.config.slerp_t is None else plan.config.slerp_t
-        self.surveys = {t.name: Survey(t, plan.chunk, slerp_t) for t in merged if t.stages}
+        self.surveys = {t.name: Survey(t, plan.chunk, plan.config.position) for t in merged if t.stages}
         self.weights = plan.config.shares(len(models))
 
     def run(self, job: Job, work: Workspace) -> Outcome:
@@ -1782,8 +1792,7 @@ class Worker:
         self, tensor: TensorPlan, row: int, i: int, survey: Survey | None, stage: Stage | None
     ) -> tuple[float, float, float]:
         """What model i's kept deltas are multiplied by, its weight, and the least that trim lets pass."""
-        divisor = tensor.settings.divisors[i]
-        divisor = keep_rate(tensor.settings.drop_rates[i]) if divisor is None else divisor
+        divisor = divisor_of(tensor.settings, i)
         if stage is not None:
             return 1 / divisor, 1.0, 0.0
         weight = survey.ends[i] if survey and tensor.method == "slerp" else self.weights[i]
@@ -2295,7 +2304,7 @@ class MemoryMerge:
                 "such a model is broken; use a checkpoint from before that happened",
             )
         passing = mask & (delta.abs() >= self._scalar(floor, base))
-        scale = self._scalar(weight / self._divisor(i), base)
+        scale = self._scalar(weight / divisor_of(self.settings, i), base)
         return torch.where(passing, delta * scale, self._scalar(0.0, base))
 
     def _delta_and_mask(self, i: int, base: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -2303,19 +2312,14 @@ class MemoryMerge:
         bits = torch_bits(mask_key(self.config.seed + i, self.name), start, len(base), base.device)
         return delta, bits < keep_threshold(self.settings.drop_rates[i])
 
-    def _divisor(self, i: int) -> float:
-        divisor = self.settings.divisors[i]
-        return keep_rate(self.settings.drop_rates[i]) if divisor is None else divisor
-
     def _scalar(self, value: float, like: torch.Tensor) -> torch.Tensor:
         return like.new_tensor(value)
 
     def _look(self, flat: torch.Tensor) -> None:
         """What slerp and trim must know of the whole tensor."""
         if self.config.method == "slerp":
-            t = 0.5 if self.config.slerp_t is None else self.config.slerp_t
             first, second, product = self._products(flat)
-            self.weights = list(slerp_ends(first, second, product, t))
+            self.weights = list(slerp_ends(first, second, product, self.config.position))
             self.pull = sum(self.weights) - 1
         elif self.settings.keep_ratio < 1:
             self.floors = {i: self._floor(i, flat) for i in self.parts}
@@ -2536,8 +2540,9 @@ def _terminate(*_: object) -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Gives the exit status; no traceback reaches a user."""
-    if sys.stderr is None:  # as after 2>&-
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (it stays open as long as the process lives)
+    # Closed by the caller, as after >&- or 2>&-, they are None; they stay open here as long as the process lives.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal lacks letters for is no error

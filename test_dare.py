@@ -1288,6 +1288,17 @@ def test_a_reader_who_has_read_enough_is_no_error(models: list[Path], tmp_path: 
     assert b"Exception" not in error
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_output_that_nobody_listens_to_is_no_error(models: list[Path], tmp_path: Path, closed: str) -> None:
+    arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, str(HERE / "dare.py"), *map(str, arguments)]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "error" not in done.stdout + done.stderr
+    assert (tmp_path / "out.safetensors").exists()
+
+
 def test_names_that_the_terminal_has_no_letters_for_are_no_error(models: list[Path], tmp_path: Path) -> None:
     odd = models[1].rename(tmp_path / "\u6a21\u578b.safetensors")
     arguments = ["-b", models[0], "-m", odd, "-o", tmp_path / "out.safetensors"]

@@ -35,6 +35,7 @@ import re
 import secrets
 import shutil
 import signal
+import stat
 import struct
 import sys
 import threading
@@ -44,8 +45,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cache, cached_property, partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn, cast
 
 if TYPE_CHECKING:
@@ -80,6 +81,9 @@ JOB_CHUNKS: Final = 16
 BATCH_ELEMENTS: Final = 1 << 28
 # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
 BUFFER_BYTES: Final = 64 << 20
+
+# Elements of each of an adapter's two matrices that are held at a time.
+EXPAND_ELEMENTS: Final = 1 << 20
 
 # How long to let writes gather before they are sent to the disk.
 FLUSH_SECONDS: Final = 0.1
@@ -124,6 +128,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
 
 
+def human(size: float) -> str:
+    """Bytes for people, in powers of 1000 as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
 def load_numpy() -> None:
     """Bind np at first use: importing it takes longer than --help should."""
     global np
@@ -136,6 +149,12 @@ def load_numpy() -> None:
 
 
 METHODS: Final = ("linear", "ties", "slerp")
+MISMATCHES: Final = ("error", "overlap", "base")
+SIZE_UNITS: Final = {"": 1, "B": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for ending, base in (("B", 1000), ("IB", 1024))
+}
 DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 
 
@@ -149,6 +168,13 @@ def _is_count(value: object, least: int) -> bool:
 
 def _one_or_each(value: object, accepts: Callable[[Any], bool]) -> bool:
     return all(map(accepts, value)) and len(value) > 0 if isinstance(value, list | tuple) else accepts(value)
+
+
+def parse_size(given: object) -> int:
+    """Bytes, from a number of them or from text like 5GB (powers of 1000) or 4.5GiB (of 1024). 0: it is neither."""
+    if isinstance(given, str) and (found := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", given.strip())):
+        return int(Decimal(found[1]) * SIZE_UNITS.get(found[2].upper(), 0))
+    return given if isinstance(given, int) and _is_count(given, 1) else 0
 
 
 # For each setting: what it must be, in words, and the test for it.
@@ -171,6 +197,8 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "keep_ratio": ("a number above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1),
     "slerp_t": ("a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1),
     "dtype": (f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES),
+    "mismatch": (f"one of {', '.join(MISMATCHES)}", lambda v: isinstance(v, str) and v in MISMATCHES),
+    "max_shard_size": ("a size like 5GB or 500MiB, or a number of bytes", lambda v: parse_size(v) > 0),
     "delta_threshold": ("a number above 0", lambda v: _is_number(v) and v > 0),
     "seed": ("a whole number from 0 to 2^63 - 1", lambda v: _is_count(v, 0)),
     "threads": ("a whole number from 1 up", lambda v: _is_count(v, 1)),
@@ -273,6 +301,8 @@ class DareConfig:
     keep_ratio: float | None = None  # ties: share of the surviving entries that trim keeps; None: all
     slerp_t: float | None = None  # slerp: position between the two models; None: 0.5
     dtype: str | None = None  # output type of float tensors; None: the base's
+    mismatch: str = "error"  # tensors of another shape: error; overlap: merge the common rows; base: keep the base's
+    max_shard_size: str | int = "5GB"  # of each file's tensors, where the output is a directory
     delta_threshold: float = 0.002  # warn where deltas are larger; the paper's limit for safe dropping
     seed: int = 42  # the first model's seed; model i draws its mask with seed + i
     threads: int | None = None  # None: all cores that this process may use
@@ -370,6 +400,8 @@ class DareConfig:
         for name in ("weights", "rescale_q", "keep_ratio", "dtype"):
             if getattr(self, name) is not None:
                 chosen[name] = _numbers(getattr(self, name))
+        if self.mismatch != "error":
+            chosen["mismatch"] = self.mismatch
         return chosen
 
     def shares(self, count: int) -> tuple[float, ...]:
@@ -385,6 +417,7 @@ class Source:
 
     name: str
     path: Path
+    pinned: str = ""  # for a model of the Hub: its name with the commit
 
     @classmethod
     def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
@@ -403,6 +436,7 @@ class Settings:
     base: Source | None = None
     merge: tuple[Source, ...] = ()
     output: Path | None = None
+    tokenizer_from: Source | None = None
     rules: tuple[Rule, ...] = ()
     inputs: tuple[dict[str, Any], ...] = ()  # fingerprints of base and models, where the file is a recipe
 
@@ -410,9 +444,9 @@ class Settings:
 # The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
-    "models": ("base_file", "merge_files", "output_file"),
+    "models": ("base_file", "merge_files", "output_file", "tokenizer_from"),
     "rules": ("match", *RULE_SETTINGS),
-    "recipe": ("version", "mask", "seeds", "inputs"),
+    "recipe": ("version", "mask", "seeds", "inputs", "files"),
 }
 
 
@@ -422,7 +456,7 @@ def load_settings(path: Path) -> Settings:
     dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
     for key, value in dare.items():
         check_setting(key, value, f"{path}: [dare] {key}")
-    for key in ("base_file", "output_file"):
+    for key in ("base_file", "output_file", "tokenizer_from"):
         if not isinstance(models.get(key, ""), str):
             raise ConfigError(f"{path}: [models] {key} must be a path in quotes, not {models[key]!r}")
     files = models.get("merge_files", [])
@@ -436,6 +470,7 @@ def load_settings(path: Path) -> Settings:
         base=Source.of(models["base_file"], path.parent) if "base_file" in models else None,
         merge=tuple(Source.of(file, path.parent) for file in files),
         output=Source.of(models["output_file"], path.parent).path if "output_file" in models else None,
+        tokenizer_from=Source.of(models["tokenizer_from"], path.parent) if "tokenizer_from" in models else None,
         rules=tuple(Rule.of(rule, f"{path}: rule {k}") for k, rule in enumerate(tables.get("rules", ()), 1)),
         inputs=_fingerprints(path, recipe),
     )
@@ -693,12 +728,15 @@ FORMATS: Final = {
 }
 
 # What kernels are told and what they tell is in two tables, with a row for each model and one for the whole.
-# SLOT: which of slerp's two ends the model is; for trim, the prefix found so far. PEAK: the pattern of the largest.
-KEY_0, KEY_1, LIMIT, SLOT, PEAK, ABOVE, KEPT, WORDS = range(8)
+# SLOT: which of slerp's two ends the model is; for trim, the prefix found so far. AGAINST: the row of scratch that
+# makes its values deltas: the base, or zeros where they are deltas already. PEAK: the pattern of the largest.
+KEY_0, KEY_1, LIMIT, SLOT, AGAINST, PEAK, ABOVE, KEPT, WORDS = range(9)
 SCALE, WEIGHT, FLOOR, SUM, REALS = range(5)
 LAMBDA, PULL, THRESHOLD = range(3)  # of the last row of REALS, whose SUM is the base's
 # Rows of scratch before the models' kept deltas, and their width. Rows of exactly 4 KiB would share cache sets.
-SCRATCH_ROWS: Final = 6
+BASE_ROW: Final = 1
+ZERO_ROW: Final = 6
+SCRATCH_ROWS: Final = 7
 SCRATCH_WIDTH: Final = TILE + 80
 # Trim finds its threshold 16 bits of the magnitude at a time, by counting how many entries have each value of them.
 DIGIT_BITS: Final = 16
@@ -708,7 +746,7 @@ DIGIT_BITS: Final = 16
 class KernelSpec:
     """Which kernel: what it does, and the stored types that it reads and writes."""
 
-    kind: str  # linear or ties: merge a chunk; angle: what slerp must know of it; count: what trim must know
+    kind: str  # linear or ties: merge a chunk; angle: what slerp must know of it; count: what trim must; expand: LoRA
     base: str
     finetuned: str
     output: str
@@ -805,11 +843,12 @@ def build_merge(spec: KernelSpec) -> Any:
         reals = carray(reals_at, (models + 1, REALS), np.float64)
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
         bits = carray(scratch_at, (1, TILE), np.uint16)[0]
-        base, merged, size, kept = scratch[1], scratch[2], scratch[3], scratch[SCRATCH_ROWS:]
+        base, merged, size, kept = scratch[BASE_ROW], scratch[2], scratch[3], scratch[SCRATCH_ROWS:]
         threshold = real(reals[models, THRESHOLD])
         lambda_coeff, pull = real(reals[models, LAMBDA]), real(reals[models, PULL])
         pad_rows(base_all, count, tiles * TILE)
         pad_rows(finetuned_all, count, tiles * TILE)
+        pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)
         for tile in range(tiles):
             start = tile * TILE
             raw = base_all[0, start : start + TILE]
@@ -821,7 +860,10 @@ def build_merge(spec: KernelSpec) -> Any:
             reals[models, SUM] += fold_tile(size)
             for i in range(models):
                 raw_finetuned = finetuned_all[i, start : start + TILE]
-                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], base, bits, size, kept[i], threshold)
+                against = scratch[np.int64(words[i, AGAINST])]
+                thin_model(
+                    raw_finetuned, first_tile + tile, words[i], reals[i], against, bits, size, kept[i], threshold
+                )
                 reals[i, SUM] += fold_tile(size)
                 limit = np.uint16(words[i, LIMIT])
                 survivors = np.uint32(0)
@@ -868,9 +910,10 @@ def build_angle(spec: KernelSpec) -> Any:
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
         bits = carray(scratch_at, (1, TILE), np.uint16)[0]
         products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
-        base, size, ends, kept = scratch[1], scratch[3], scratch[4:6], scratch[SCRATCH_ROWS]
+        base, size, ends, kept = scratch[BASE_ROW], scratch[3], scratch[4:6], scratch[SCRATCH_ROWS]
         pad_rows(base_all, count, tiles * TILE)
         pad_rows(finetuned_all, count, tiles * TILE)
+        pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)
         for tile in range(tiles):
             start = tile * TILE
             raw = base_all[0, start : start + TILE]
@@ -881,7 +924,8 @@ def build_angle(spec: KernelSpec) -> Any:
                 ends[1, j] = value
             for i in range(models):
                 raw_finetuned = finetuned_all[i, start : start + TILE]
-                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], base, bits, size, kept, real(0))
+                against = scratch[np.int64(words[i, AGAINST])]
+                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], against, bits, size, kept, real(0))
                 end = ends[np.int64(words[i, SLOT])]
                 for j in range(TILE):
                     end[j] += kept[j]
@@ -921,7 +965,7 @@ def build_count(spec: KernelSpec) -> Any:
             width = count - start
             for i in range(models):
                 draw_bits(bits, first_tile + start // TILE, words[i, KEY_0], words[i, KEY_1])
-                limit, prefix = np.uint16(words[i, LIMIT]), words[i, SLOT]
+                limit, prefix, minus_base = np.uint16(words[i, LIMIT]), words[i, SLOT], words[i, AGAINST] == BASE_ROW
                 for j in range(TILE):
                     survives[j] = np.uint16(1) if bits[j] <= limit else np.uint16(0)
                 # Pick them without a branch, which no processor could predict.
@@ -932,9 +976,9 @@ def build_count(spec: KernelSpec) -> Any:
                 for k in range(found):
                     place = np.int64(picked[k])
                     if place < width:
-                        delta = real(decode_finetuned(finetuned_all[i, start + place])) - real(
-                            decode(base_all[0, start + place])
-                        )
+                        delta = real(decode_finetuned(finetuned_all[i, start + place]))
+                        if minus_base:
+                            delta = real(delta - real(decode(base_all[0, start + place])))
                         pattern = np.uint64(real(abs(delta)).view(unsigned)) >> np.uint64(shift)
                         if pattern >> np.uint64(DIGIT_BITS) == prefix:
                             counts[i, np.int64(pattern & np.uint64(0xFFFF))] += np.uint32(1)
@@ -942,7 +986,53 @@ def build_count(spec: KernelSpec) -> Any:
     return parts.compile(count_chunk)
 
 
-BUILDERS: Final = {"linear": build_merge, "ties": build_merge, "angle": build_angle, "count": build_count}
+def build_expand(spec: KernelSpec) -> Any:
+    """Compile the loop that multiplies an adapter's two matrices, for a range of the product's elements.
+
+    The products are added in the order of the rank, whatever the range: no library promises the same bits twice.
+    """
+    parts = Parts(spec)
+    carray, real = parts.numba.carray, parts.real
+
+    def expand_chunk(  # compiled
+        left_at: Any, right_at: Any, output_at: Any, _words: Any, _reals: Any, _scratch: Any, _: Any,
+        count: int, columns: int, rank: int, first: int, ranks_before: int,
+    ) -> None:  # fmt: skip
+        rows = (first + count + columns - 1) // columns
+        left_all = carray(left_at, (rows, rank), real)
+        right = carray(right_at, (rank, columns), real)
+        output = carray(output_at, (1, count), real)[0]
+        place, done = first, 0
+        for row in range(rows):
+            left = left_all[row]
+            while place < columns and done < count:
+                width = min(columns - place, count - done, TILE)
+                part = output[done : done + width]
+                if ranks_before == 0:
+                    for j in range(width):
+                        part[j] = 0
+                k = 0
+                while k + 4 <= rank:  # four at a time, so that the sum stays in registers for longer
+                    f0, f1, f2, f3 = left[k], left[k + 1], left[k + 2], left[k + 3]
+                    r0, r1 = right[k, place : place + width], right[k + 1, place : place + width]
+                    r2, r3 = right[k + 2, place : place + width], right[k + 3, place : place + width]
+                    for j in range(width):
+                        part[j] = (((part[j] + f0 * r0[j]) + f1 * r1[j]) + f2 * r2[j]) + f3 * r3[j]
+                    k += 4
+                while k < rank:
+                    factor, others = left[k], right[k, place : place + width]
+                    for j in range(width):
+                        part[j] += factor * others[j]
+                    k += 1
+                place, done = place + width, done + width
+            place = 0
+
+    return parts.compile(expand_chunk)
+
+
+BUILDERS: Final = {
+    "linear": build_merge, "ties": build_merge, "angle": build_angle, "count": build_count, "expand": build_expand,
+}  # fmt: skip
 
 
 KernelCall = Callable[..., Any]
@@ -1067,13 +1157,29 @@ STORED_BITS: Final = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64,
 }  # fmt: skip
-QUANTISED: Final = ("F4", "F6_", "F8_")
+# The safetensors library refuses larger headers; nothing honest comes near.
+MAX_HEADER: Final = 100_000_000
+
+WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+ADAPTER_FILE: Final = "adapter_model.safetensors"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+CONFIG_FILE: Final = "config.json"
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
+WEIGHT_SUFFIXES: Final = (
+    ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data", ".ot",
+    ".tflite", ".mlmodel", ".mlpackage", ".npz", ".npy", ".distcp", ".nemo", ".partial",
+)  # fmt: skip
 CONVERT_HINT: Final = (
     'pickles can run any code, so convert it first: python -c "import torch, safetensors.torch as s; '
     "s.save_file(torch.load('in.bin', weights_only=True), 'out.safetensors')\""
 )
+CONVERT_DIRECTORY_HINT: Final = (
+    "pickles can run any code, so convert it first: load it with transformers and save it again with save_pretrained"
+)
+QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 
 # Where the system has no positioned reads and writes, seeking and reading must not be parted by another thread.
 SEEK_LOCK: Final = threading.Lock()
@@ -1081,19 +1187,42 @@ SEEK_LOCK: Final = threading.Lock()
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies in a checkpoint."""
+    """Where one tensor lies in a checkpoint, or how to make it from those that do."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    file: int = 0  # which of the checkpoint's files
+    low_rank: LowRank | None = None
 
-    @property
+    @cached_property
     def count(self) -> int:
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         return -(-self.count * STORED_BITS[self.dtype] // 8)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What must be read for it."""
+        if self.low_rank is None:
+            return self.nbytes
+        whole = self.low_rank.whole
+        return self.low_rank.left.nbytes + self.low_rank.right.nbytes + (whole.nbytes if whole else 0)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A tensor, or a change to one, that is scale * left @ right; the stored matrices may have to be transposed."""
+
+    left: TensorInfo  # rows x rank, or rank x rows
+    right: TensorInfo  # rank x columns, or columns x rank
+    rank: int
+    columns: int
+    transposed: bool
+    scale: float
+    whole: TensorInfo | None = None  # the tensor that it changes, where that was saved with it; None: the base's
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
@@ -1107,59 +1236,91 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> int:
     return len(data)
 
 
-class Checkpoint:
+class TensorFile:
     """One safetensors file, open for reading: what is in it, and its bytes by position."""
 
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.name = source.name
-        self.status = _regular_file(source)
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.name = path, name
         try:
-            self.descriptor = os.open(source.path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            self.status = regular_file(path, name)
+            self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
-            raise DareError(f"cannot read {source.name!r}: {error.strerror}", "check its permissions") from None
+            raise DareError(f"cannot read {name!r}: {error.strerror}", "check its permissions") from None
         try:
-            self.tensors, self.metadata, self.header_sha256 = self._read_header()
+            header = self._header()
+            self.header_sha256 = hashlib.sha256(header).hexdigest()
+            self.tensors, self.metadata = self._parse(header)
         except BaseException:
             self.close()
             raise
 
-    def _read_header(self) -> tuple[dict[str, TensorInfo], dict[str, str], str]:
-        """Names, types and places of the tensors, as the safetensors library validates them."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(self.source.path, framework="np") as file:
-                metadata = dict(file.metadata() or {})
-                slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
-                found = [(name, str(part.get_dtype()), tuple(part.get_shape())) for name, part in slices]
-        except (SafetensorError, OSError, ValueError) as error:
-            raise self._other_format(str(error)) from None
-        # The format allows no holes, so places follow from the order.
-        start = bytearray(8)
+    def _header(self) -> bytes:
+        """The header as it is stored, with the eight bytes that say how long it is."""
+        size = self.status.st_size
+        start = bytearray(min(8, size))
         self.read_into(memoryview(start), 0)
-        header = bytearray(8 + struct.unpack("<Q", start)[0])
+        length = int.from_bytes(start, "little")
+        if size < 8:
+            raise self._not_safetensors("it is too short for a header")
+        if length > MAX_HEADER:
+            raise self._not_safetensors(f"its header would be {length:,} bytes long")
+        if 8 + length > size:
+            raise self._not_safetensors(f"its header should be {length:,} bytes long and it has {size - 8:,}")
+        header = bytearray(8 + length)
         self.read_into(memoryview(header), 0)
-        tensors, offset = {}, len(header)
-        for name, dtype, shape in found:
-            if dtype not in STORED_BITS:
-                raise DareError(f"{self.name!r}: tensor {name!r} has the unknown type {dtype}", "update dare")
-            tensors[name] = TensorInfo(dtype, shape, offset)
-            offset += tensors[name].nbytes
-        return tensors, metadata, hashlib.sha256(header).hexdigest()
+        return bytes(header)
 
-    def _other_format(self, reason: str) -> DareError:
+    def _parse(self, header: bytes) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+        """The tensors, in the order in which they are stored, and the metadata; every rule of the format is checked.
+
+        The safetensors library would map the whole file into memory for this, and lets names be given twice.
+        """
+        try:
+            if header[8:9] != b"{":
+                raise ValueError("its header does not start with {")
+            entries = parse_json(header[8:].decode())
+            metadata = entries.pop("__metadata__", {})
+            if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("its metadata is not a table of strings")
+            found = {name: self._entry(name, entry) for name, entry in entries.items()}
+        except (ValueError, RecursionError) as error:
+            reason = "its header is nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise self._not_safetensors(reason) from None
+        tensors, place = {}, 0
+        for name, (dtype, shape, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
+            info = TensorInfo(dtype, shape, len(header) + begin)
+            if begin != place or end - begin != info.nbytes:
+                wrong = "leaves a hole or overlaps" if begin != place else f"is not {info.nbytes:,} bytes long"
+                raise self._not_safetensors(f"tensor {name!r} at [{begin}, {end}] {wrong}")
+            tensors[name], place = info, end
+        if len(header) + place != self.status.st_size:
+            there = self.status.st_size - len(header)
+            raise self._not_safetensors(f"its tensors take {place:,} bytes, and {there:,} are there")
+        return tensors, metadata
+
+    def _entry(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+        fields = entry if isinstance(entry, dict) else {}
+        dtype, shape, ends = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+        numbers = [*shape, *ends] if isinstance(shape, list) and isinstance(ends, list) else [None]
+        if not isinstance(dtype, str) or not all(_is_count(number, 0) for number in numbers) or len(ends or ()) != 2:
+            raise ValueError(f"the entry of tensor {name!r} is not a type, a shape and two offsets")
+        if dtype not in STORED_BITS:
+            raise ValueError(f"tensor {name!r} has the unknown type {dtype!r}")
+        if math.prod(shape or ()) * STORED_BITS[dtype] % 8:
+            raise ValueError(f"tensor {name!r} does not end at a byte")
+        name.encode()  # half a surrogate pair is no name
+        return dtype, tuple(shape or ()), *(ends or (0, 0))
+
+    def _not_safetensors(self, reason: str) -> DareError:
         """What a file that is not safetensors is instead, and what to do about it."""
         start = bytearray(4)
         found = bytes(start[: read_at(self.descriptor, memoryview(start), 0)])
         if not found:
             return DareError(f"{self.name!r} is empty", "download or save it again")
-        if found == b"PK\x03\x04" or found[:1] == b"\x80" or self.source.path.suffix in PICKLE_SUFFIXES:
+        if found == b"PK\x03\x04" or found[:1] == b"\x80" or self.path.suffix in PICKLE_SUFFIXES:
             return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", CONVERT_HINT)
         if found == b"vers":
             return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
-        if found[:1] == b"{":
-            return DareError(f"{self.name!r} is JSON, not weights", "give a single .safetensors file")
         if found == b"GGUF":
             return DareError(f"{self.name!r} is a GGUF file", "merge the original model, then convert the result")
         return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", "download or save it again")
@@ -1177,29 +1338,77 @@ class Checkpoint:
     def close(self) -> None:
         os.close(self.descriptor)
 
-    def __enter__(self) -> Checkpoint:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def parse_json(text: str) -> dict[str, Any]:
+    """A JSON object in which no key is given twice; anything else is a ValueError."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise ValueError(f"{twice!r} is in it twice")
+        return table
+
+    found = json.loads(text, object_pairs_hook=distinct)
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
 
 
-def _regular_file(source: Source) -> os.stat_result:
-    import stat
-
+def read_json(path: Path, name: str) -> dict[str, Any]:
+    """A JSON file beside a model's weights. name is what to call it."""
     try:
-        status = source.path.stat()
+        status = regular_file(path, name)
+        if status.st_size > MAX_HEADER:
+            raise ValueError(f"it is {human(status.st_size)} long")
+        return parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DareError(f"cannot read {name!r}: {error.strerror}", "check its permissions") from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise DareError(f"{name!r} is not valid: {reason}", "download or save it again") from None
+
+
+def regular_file(path: Path, name: str) -> os.stat_result:
+    """The status of a file that can be read at any place, which a pipe cannot."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise DareError(f"{name!r} is not a regular file", "give a .safetensors file or a model directory")
+    return status
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which files make up a model, and what is where according to its index."""
+
+    files: tuple[Path, ...]
+    folder: Path | None = None  # the model directory, where it has one
+    weight_map: Mapping[str, str] = field(default_factory=dict)
+    adapter: bool = False
+
+
+def find_layout(source: Source) -> Layout:
+    """Look at what the user named: a file, a model directory, an index, or an adapter."""
+    path = source.path
+    try:
+        status = path.stat()
     except FileNotFoundError:
-        raise DareError(f"there is no file {source.name!r}", _where(source)) from None
+        raise DareError(f"there is no file or directory {source.name!r}", _where(source)) from None
     except OSError as error:
         raise DareError(f"cannot read {source.name!r}: {error.strerror}", _where(source)) from None
     except ValueError as error:
-        raise DareError(f"{source.name!r} is not a path: {error}", "give the path of a .safetensors file") from None
+        raise DareError(f"{source.name!r} is not a path: {error}", "give a .safetensors file or a directory") from None
     if stat.S_ISDIR(status.st_mode):
-        raise DareError(f"{source.name!r} is a directory", "give the .safetensors file in it")
-    if not stat.S_ISREG(status.st_mode):
-        raise DareError(f"{source.name!r} is not a regular file", "give a .safetensors file")
-    return status
+        return _directory_layout(source, path)
+    folder = path.parent
+    if path.name in (ADAPTER_FILE, ADAPTER_CONFIG) and (folder / ADAPTER_CONFIG).exists():
+        return Layout((folder / ADAPTER_FILE,), folder, adapter=True)
+    if path.suffix == ".json":
+        return _index_layout(source, path)
+    # A file of another name may lie among any others; this one belongs to what is around it.
+    is_model = path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
+    return Layout((path,), folder if is_model else None)
 
 
 def _where(source: Source) -> str:
@@ -1207,16 +1416,455 @@ def _where(source: Source) -> str:
     return f"looked for {str(source.path.absolute())!r}; paths in TOML are relative to the TOML file"
 
 
+def _directory_layout(source: Source, folder: Path) -> Layout:
+    weights, index, adapter = folder / WEIGHTS_FILE, folder / INDEX_FILE, folder / ADAPTER_CONFIG
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise DareError(f"cannot read {source.name!r}: {error.strerror}", "check its permissions") from None
+    if adapter.exists():
+        if weights.exists() or index.exists():
+            raise DareError(
+                f"{source.name!r} holds a model and an adapter", f"name the one that you mean, like {weights.name}"
+            )
+        if not (folder / ADAPTER_FILE).exists():
+            pickled = "adapter_model.bin" in names
+            raise DareError(
+                f"the adapter {source.name!r} has no {ADAPTER_FILE}",
+                "load and save it with a current PEFT" if pickled else "download or save it again",
+            )
+        return Layout((folder / ADAPTER_FILE,), folder, adapter=True)
+    if weights.exists():
+        return Layout((weights,), folder)
+    if index.exists():
+        return _index_layout(source, index)
+    raise _no_weights(source, names)
+
+
+def _no_weights(source: Source, names: list[str]) -> DareError:
+    """What a directory without a model has instead."""
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    if tensors:
+        return DareError(
+            f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but {listed(tensors)}",
+            "name the file, or put the index beside its shards",
+        )
+    if any(name.endswith(".gguf") for name in names):
+        return DareError(f"{source.name!r} holds GGUF files", "merge the original model, then convert the result")
+    if any(name.endswith(PICKLE_SUFFIXES) for name in names):
+        return DareError(f"{source.name!r} holds PyTorch pickles, not safetensors files", CONVERT_DIRECTORY_HINT)
+    return DareError(f"the directory {source.name!r} holds no model", f"it should have {WEIGHTS_FILE} or {INDEX_FILE}")
+
+
+def _index_layout(source: Source, path: Path) -> Layout:
+    shown = source.name if source.path == path else f"{source.name}/{path.name}"
+    index = read_json(path, shown)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DareError(f"{shown!r} is JSON without a weight_map", "give a model directory or its index file")
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not is_inside(file):
+            raise DareError(
+                f"{shown!r} says that tensor {tensor!r} is in {file!r}, which is no file beside it",
+                "such an index may lead anywhere, so it is not followed; get the model from somewhere you trust",
+            )
+    names = sorted(set(weight_map.values()))
+    return Layout(tuple(path.parent / name for name in names), path.parent, weight_map)
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name can only lead into the directory that it is relative to, on any system."""
+    flavours = (PurePosixPath(name), PureWindowsPath(name))
+    leaves = any(path.anchor or ".." in path.parts for path in flavours)
+    return not leaves and bool(PurePosixPath(name).parts) and not any(ord(letter) < 32 for letter in name)
+
+
+class Checkpoint:
+    """A model, open for reading: the tensors of all its files, by name."""
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self.source, self.name, self.folder = source, source.name, layout.folder
+        self.adapter = layout.adapter
+        self.files: list[TensorFile] = []
+        self.config_sha256: str | None = None  # of an adapter's configuration
+        self.extra: tuple[str, ...] = ()  # of an adapter: what it holds that the base has no place for
+        try:
+            allow_open_files(len(layout.files))
+            for path in layout.files:
+                self.files.append(self._open(path, len(layout.files) > 1 or path != source.path))
+            self.tensors = self._gathered(layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path, is_part: bool) -> TensorFile:
+        shown = f"{self.name}/{path.name}" if is_part else self.name
+        try:
+            return TensorFile(path, shown)
+        except FileNotFoundError:
+            raise DareError(f"{self.name!r} lacks its file {path.name!r}", "download or save it again") from None
+
+    def _gathered(self, layout: Layout) -> dict[str, TensorInfo]:
+        tensors: dict[str, TensorInfo] = {}
+        for number, file in enumerate(self.files):
+            for name, info in file.tensors.items():
+                if name in tensors:
+                    first = self.files[tensors[name].file].path.name
+                    raise DareError(
+                        f"tensor {name!r} of {self.name!r} is in {first!r} and in {file.path.name!r}",
+                        "a tensor must be in one file; save the model again",
+                    )
+                tensors[name] = dataclasses.replace(info, file=number)
+        for name, expected in layout.weight_map.items():
+            if name not in tensors or self.files[tensors[name].file].path != layout.files[0].parent / expected:
+                raise DareError(
+                    f"the index of {self.name!r} says that tensor {name!r} is in {expected!r}, and it is not",
+                    "download or save the model again",
+                )
+        return tensors
+
+    @property
+    def size(self) -> int:
+        return sum(file.status.st_size for file in self.files)
+
+    @cached_property
+    def header_sha256(self) -> str:
+        """Of the header; of the headers' digests, where there are several."""
+        digests = [file.header_sha256 for file in self.files]
+        return digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a recipe remembers of an input, besides its name."""
+        found: dict[str, Any] = {"size": self.size, "header_sha256": self.header_sha256}
+        return found | ({"config_sha256": self.config_sha256} if self.config_sha256 else {})
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json, if it has one that can be read."""
+        if self.folder is None or self.adapter:
+            return {}
+        try:
+            return read_json(self.folder / CONFIG_FILE, f"{self.name}/{CONFIG_FILE}")
+        except DareError:
+            return {}
+
+    def read_into(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        """Bytes of a tensor, from one of them on."""
+        self.files[info.file].read_into(view, info.offset + start)
+
+    def read_matrix(self, info: TensorInfo, rows: slice, columns: slice) -> NDArray[Any]:
+        """A part of a stored matrix (of what is left of one when its later dimensions are one), as floats."""
+        width, item = info.count // max(info.shape[0], 1), STORED_BITS[info.dtype] // 8
+        height, wanted = rows.stop - rows.start, columns.stop - columns.start
+        whole_rows = 2 * wanted >= width
+        raw = np.empty((height, width if whole_rows else wanted, item), np.uint8)
+        if whole_rows:
+            self.read_into(raw.reshape(-1).data, info, rows.start * width * item)
+            raw = np.ascontiguousarray(raw[:, columns])
+        else:
+            for k in range(height):
+                self.read_into(raw[k].reshape(-1).data, info, ((rows.start + k) * width + columns.start) * item)
+        return widen(raw.reshape(-1), info.dtype).reshape(height, wanted)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+def allow_open_files(count: int) -> None:
+    """Systems let a process open few files at a time unless it asks; models may have hundreds of shards."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = soft + count
+        if soft != resource.RLIM_INFINITY:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard < 0 else min(wanted, hard), hard))
+
+
+# What marks a module as quantised: the names of the layouts of GPTQ, AWQ, bitsandbytes, FP8 and compressed-tensors.
+QUANTISED_NAMES: Final = re.compile(
+    r"(^|\.)(qweight|qzeros|g_idx|SCB|weight_format|weight_packed|weight_shape|weight_zero_point"
+    r"|weight_(global_)?scale(_inv|_2)?|weight\.(absmax|quant_map|nested_\w+|quant_state\..+))$"
+)
+QUANTISED_TYPES: Final = ("F4", "F6_", "F8_")
+INTEGERS: Final = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
+
+
+def module_of(name: str) -> str:
+    """The module that a tensor belongs to: its name without its last part (bitsandbytes has more after the weight)."""
+    return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0] or name
+
+
+def quantised_modules(tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """The modules whose tensors only make sense together, and cannot be averaged."""
+    return {
+        module_of(name)
+        for name, info in tensors.items()
+        if info.dtype.startswith(QUANTISED_TYPES)
+        or (info.dtype in INTEGERS and name.endswith("weight"))
+        or (info.dtype == "U8" and name.endswith(("_blocks", "_scales")))
+        or QUANTISED_NAMES.search(name)
+    }
+
+
+# Settings of PEFT that make an adapter something else than scale * B @ A, by what people call them.
+OTHER_ADAPTERS: Final = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA",
+    "arrow_config": "Arrow",
+    "monteclora_config": "MonteCLoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "lora_bias": "LoRA with biases",
+    "layer_replication": "layer replication",
+    "trainable_token_indices": "trainable tokens",
+    "target_parameters": "LoRA on parameters that are not modules",
+}
+# Ways to start training that leave the base alone. The others (PiSSA, OLoRA, LoftQ, ...) change it, so that the
+# adapter is not a change to the base that the user has.
+PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
+LORA_KEY: Final = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What of an adapter_config.json determines the weights."""
+
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, table: dict[str, Any], name: str) -> AdapterConfig:
+        kind = table.get("peft_type")
+        if kind != "LORA":
+            raise DareError(f"the adapter {name!r} is of type {kind!r}", "only LoRA adapters can be merged")
+        for key, words in OTHER_ADAPTERS.items():
+            if table.get(key):
+                raise DareError(
+                    f"the adapter {name!r} uses {words} ({key}), which is not a product of two matrices",
+                    "merge it into the base with PEFT's merge_and_unload, and use the result as a model",
+                )
+        start = table.get("init_lora_weights")
+        if start not in PLAIN_STARTS:
+            raise DareError(
+                f"the adapter {name!r} was started by {start!r}, which also changed the base",
+                "convert it to a plain LoRA, as PEFT's save_pretrained with path_initial_model_for_weight_conversion",
+            )
+        tests: dict[str, Callable[[Any], bool]] = {
+            "r": lambda v: _is_count(v, 1),
+            "lora_alpha": _is_number,
+            "use_rslora": lambda v: isinstance(v, bool),
+            "fan_in_fan_out": lambda v: isinstance(v, bool),
+            "rank_pattern": lambda v: isinstance(v, dict) and all(_is_count(rank, 1) for rank in v.values()),
+            "alpha_pattern": lambda v: isinstance(v, dict) and all(map(_is_number, v.values())),
+        }
+        given = {key: table[key] for key in tests if table.get(key) is not None}
+        for key, value in given.items():
+            if not tests[key](value):
+                raise DareError(f"the adapter {name!r} has {key} = {value!r}", f"mend its {ADAPTER_CONFIG}")
+        return cls(**given)
+
+    def rank(self, module: str) -> int:
+        return int(self._of_module(self.rank_pattern, module, self.r))
+
+    def scale(self, module: str) -> float:
+        rank = self.rank(module)
+        alpha = float(self._of_module(self.alpha_pattern, module, self.lora_alpha))
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def _of_module(self, pattern: Mapping[str, float], module: str, default: float) -> float:
+        """As PEFT looks it up: the first pattern that matches the end of the module's name."""
+        try:
+            return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+        except re.error as error:
+            raise DareError(f"a pattern in {ADAPTER_CONFIG} is no regular expression: {error}", "mend it") from None
+
+
+class Adapter(Checkpoint):
+    """A LoRA adapter, seen as the tensors of the base that it changes."""
+
+    def __init__(self, source: Source, layout: Layout, base: Checkpoint) -> None:
+        super().__init__(source, layout)
+        try:
+            assert layout.folder is not None
+            config_path, shown = layout.folder / ADAPTER_CONFIG, f"{self.name}/{ADAPTER_CONFIG}"
+            self.settings = AdapterConfig.of(read_json(config_path, shown), self.name)
+            self.config_sha256 = hashlib.sha256(config_path.read_bytes()).hexdigest()
+            self.tensors, self.extra = self._changes(base.tensors)
+        except BaseException:
+            self.close()
+            raise
+
+    def _changes(self, base: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+        pairs, whole = self._sorted_keys()
+        targets = [f"{module}.weight" for module in pairs]
+        in_base = _naming(targets or list(whole), base)
+        found = {in_base(name): info for name, info in whole.items()}
+        for module, target in zip(pairs, targets, strict=True):
+            name = in_base(target)
+            if name not in base:
+                raise DareError(
+                    f"the adapter {self.name!r} changes {target!r}, which the base does not have",
+                    f"check the base; it has {listed(list(base))}",
+                )
+            found[name] = self._low_rank(module, pairs[module], base[name], found.get(name))
+        extra = tuple(name for name in found if name not in base)
+        return {name: info for name, info in found.items() if name in base}, extra
+
+    def _sorted_keys(self) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo]]:
+        """The pairs of matrices by module, and the tensors that are stored whole."""
+        pairs: dict[str, dict[str, TensorInfo]] = {}
+        whole: dict[str, TensorInfo] = {}
+        for stored, info in self.tensors.items():
+            key = stored.removeprefix("base_model.model.")
+            if info.dtype not in FORMATS:
+                raise DareError(f"tensor {stored!r} of the adapter {self.name!r} is {info.dtype}", QUANTISE_HINT)
+            if matched := LORA_KEY.fullmatch(key):
+                module, part = matched.groups()
+                if part in pairs.setdefault(module, {}):
+                    raise DareError(
+                        f"{self.name!r} holds several adapters: {stored!r} is one of two", "save each by itself"
+                    )
+                pairs[module][part] = info
+            elif "lora_" in key or "trainable_tokens" in key:
+                raise DareError(
+                    f"the adapter {self.name!r} holds {stored!r}, which is not a part of a plain LoRA",
+                    "merge it into the base with PEFT's merge_and_unload, and use the result as a model",
+                )
+            else:
+                whole[re.sub(r"\.base_layer(?=\.)|\.modules_to_save(\.default)?(?=\.)", "", key)] = info
+        return pairs, whole
+
+    def _low_rank(
+        self, module: str, parts: dict[str, TensorInfo], base: TensorInfo, whole: TensorInfo | None
+    ) -> TensorInfo:
+        embedding = "lora_embedding_A" in parts
+        prefix = "lora_embedding_" if embedding else "lora_"
+        a, b = parts.get(f"{prefix}A"), parts.get(f"{prefix}B")
+        if a is None or b is None or len(parts) != 2:
+            raise DareError(f"{self.name!r} has no pair of matrices A and B for {module!r}", "save the adapter again")
+        rank = self.settings.rank(module)
+        # PEFT stores A as rank x inputs and B as outputs x rank, with the sizes of a convolution's kernel behind.
+        if a.count == 0 or b.count == 0 or a.shape[:1] != (rank,) or b.shape[1:2] != (rank,) or b.count % rank:
+            raise DareError(
+                f"the matrices {list(a.shape)} and {list(b.shape)} of {module!r} in {self.name!r} are not of rank "
+                f"{rank}",
+                f"its {ADAPTER_CONFIG} belongs to other weights",
+            )
+        inputs, outputs = a.count // rank, b.count // rank
+        rows = base.shape[0] if base.shape else 1
+        there = (rows, base.count // max(rows, 1))
+        # Embeddings, and the layers of GPT-2, are stored as inputs x outputs. Where both sides are equal, only the
+        # configuration can tell.
+        square = inputs == outputs
+        transposed = embedding or (self.settings.fan_in_fan_out if square else there == (inputs, outputs))
+        shape = (inputs, outputs) if transposed else (outputs, inputs)
+        if whole is not None and whole.shape != shape:
+            raise DareError(f"{module!r} is {list(whole.shape)} and {list(shape)} in {self.name!r}", "save it again")
+        left, right = (a, b) if transposed else (b, a)
+        change = LowRank(left, right, rank, shape[1], transposed, self.settings.scale(module), whole)
+        dtype = "F64" if base.dtype == "F64" else "F32"
+        return TensorInfo(dtype, base.shape if shape == there else shape, 0, low_rank=change)
+
+
+def _naming(targets: Sequence[str], base: Mapping[str, TensorInfo]) -> Callable[[str], str]:
+    """How an adapter's names become the base's: as they are, or without or with what stands before them in the base.
+
+    Checkpoints of a bare model lack the name under which a model with a head holds it, and adapters may be of either.
+    """
+    ways: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
+    ends = [name.removesuffix(targets[0]) for name in base if targets and name.endswith(f".{targets[0]}")]
+    ways += [partial(str.__add__, end) for end in ends]
+    fitting = [way for way in ways if all(way(target) in base for target in targets)]
+    return fitting[0] if fitting else ways[0]
+
+
+# org/name, or org/name@revision
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+
+def fetched(source: Source) -> Source:
+    """The model on this machine: itself or, where there is no such path, what the Hugging Face Hub has by that name."""
+    matched = HUB_NAME.fullmatch(source.name)
+    if not matched or os.path.lexists(source.path) or source.name.endswith((".safetensors", ".json", *PICKLE_SUFFIXES)):
+        return source
+    repository, _, revision = source.name.partition("@")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise DareError(
+            f"there is no file or directory {source.name!r}",
+            f"{_where(source)}; to take models from the Hugging Face Hub, install dare-merge[hub] (uv run --extra hub)",
+        ) from None
+    unwanted = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in (".safetensors", ".index.json")]
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository, revision=revision or None, ignore_patterns=[*unwanted, "original/*", "consolidated*"]
+        )
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DareError(
+            f"there is no {source.name!r} here, and none could be had from the Hugging Face Hub: {reason}",
+            f"{_where(source)}; for the Hub, check the name, the network and HF_TOKEN",
+        ) from None
+    # The snapshot's directory has the name of its commit: what a recipe must say, since branches move.
+    return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
+
+
+def open_model(source: Source, base: Checkpoint | None = None) -> Checkpoint:
+    """A model of any layout, open for reading. Without a base it is the base."""
+    layout = find_layout(source)
+    if layout.adapter and base is None:
+        raise DareError(f"the base {source.name!r} is a LoRA adapter", "give the model that it was trained on as base")
+    return Adapter(source, layout, base) if layout.adapter and base is not None else Checkpoint(source, layout)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 
+RECIPE_FILE: Final = "dare_recipe.toml"
+CARD_FILE: Final = "README.md"
+NOT_COPIED: Final = re.compile(
+    r"\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json|checkpoint-\d+|global_step\d+|runs"
+    r"|wandb|__pycache__|.*(" + "|".join(map(re.escape, WEIGHT_SUFFIXES)) + ")"
+)
+TOKENIZER_FILES: Final = re.compile(
+    r"tokenizer.*|tokenization_.*\.py|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json"
+    r"|.*\.model(\.v\d+)?|.*\.tiktoken|.*\.spm|bpe\.codes|normalizer\.json|chat_template.*|additional_chat_templates/.*"
+)
 
-def check_output(path: Path, inputs: Sequence[Checkpoint], force: bool) -> Path:
-    """Refuse an output that cannot or must not be written. Gives the path with links followed."""
+
+@dataclass(frozen=True)
+class Destination:
+    """Where the merged model goes: a file, or a model directory."""
+
+    path: Path  # with links followed
+    directory: bool
+
+    @property
+    def partial(self) -> Path:
+        """The folder beside it in which it is made. Names may be as long as the filesystem allows."""
+        name = self.path.name
+        if len(os.fsencode(name)) > 200:
+            name = f"{name[:40]}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
+        return self.path.with_name(f"{name}.partial")
+
+
+def check_output(path: Path, inputs: Sequence[Checkpoint], force: bool) -> Destination:
+    """Refuse an output that cannot or must not be written."""
     shown = repr(str(path))
-    if path.suffix != ".safetensors":
-        raise ConfigError(f"the output {shown} does not end in .safetensors", "name it like merged.safetensors")
+    if path.suffix in (".gguf", ".json", ".toml", *PICKLE_SUFFIXES):
+        raise ConfigError(
+            f"the output {shown} does not end in .safetensors", "name it like merged.safetensors, or a directory"
+        )
     try:
         target = path.resolve()
         status = target.stat() if target.exists() else None
@@ -1224,27 +1872,137 @@ def check_output(path: Path, inputs: Sequence[Checkpoint], force: bool) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DareError(f"the output {shown} cannot be used: {reason}", "give another path") from None
+    directory = path.suffix != ".safetensors"
     for checkpoint in inputs:
-        if status is not None and os.path.samestat(status, checkpoint.status):
-            raise ConfigError(f"the output {shown} is the input {checkpoint.name!r}", "inputs are never overwritten")
-    if target.is_dir():
-        raise DareError(f"the output {shown} is a directory", "name a file in it, like merged.safetensors")
+        if relation := entangled(target, status, checkpoint):
+            raise ConfigError(
+                f"the output {shown} {relation} the input {checkpoint.name!r}", "inputs are never overwritten"
+            )
     if not folder:
         raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
     if not os.access(target.parent, os.W_OK):
         raise DareError(f"the output's directory {str(target.parent)!r} is not writable", "choose another directory")
-    if status is not None and not force and not made_by_dare(target):
-        raise DareError(f"the output {shown} exists and was not made by this tool", "add --force to replace it")
-    return target
+    if status is not None:
+        if target.is_dir() != directory:
+            kind, other = ("a directory", "another name") if directory is False else ("a file", "a directory")
+            raise DareError(f"the output {shown} is {kind}", f"give {other}, or a file like merged.safetensors")
+        _check_replaceable(target, shown, force)
+    return Destination(target, directory)
+
+
+def entangled(target: Path, status: os.stat_result | None, checkpoint: Checkpoint) -> str:
+    """Whether an output is, holds or lies inside an input, by whatever names and links: in words, or not at all."""
+    folder = checkpoint.folder.resolve() if checkpoint.folder else None
+    paths = [file.path.resolve() for file in checkpoint.files] + ([folder] if folder else [])
+    if status is not None:
+        statuses = [file.status for file in checkpoint.files] + ([folder.stat()] if folder else [])
+        if any(os.path.samestat(status, other) for other in statuses):
+            return "is"
+        if any(os.path.samestat(status, parent.stat()) for path in paths for parent in path.parents):
+            return "holds"
+    if folder and any(parent.exists() and os.path.samestat(folder.stat(), parent.stat()) for parent in target.parents):
+        return "lies inside"
+    return ""
+
+
+def _check_replaceable(target: Path, shown: str, force: bool) -> None:
+    """Refuse to replace what somebody else made; even if forced to, what is no model at all."""
+    if not target.is_dir():
+        if not force and not made_by_dare(target):
+            raise DareError(f"the output {shown} exists and was not made by this tool", "add --force to replace it")
+        return
+    names = os.listdir(target)
+    if names and not any(name == CONFIG_FILE or name.endswith(WEIGHT_SUFFIXES) for name in names):
+        raise DareError(f"the output {shown} is a directory with other things in it", "give a new name")
+    if not names or force:
+        return
+    ours = made_here(target)
+    if not ours:
+        raise DareError(f"the output {shown} exists and was not made by this tool", "add --force to replace it all")
+    others = sorted(set(files_in(target)) - set(ours))
+    if others:
+        raise DareError(
+            f"the output {shown} also holds {listed(others)}, which this tool did not write",
+            "move that elsewhere, or add --force to replace it all",
+        )
 
 
 def made_by_dare(path: Path) -> bool:
     """Whether a file says in its metadata that this tool made it."""
     try:
-        with Checkpoint(Source.of(path)) as checkpoint:
-            return RECIPE_KEY in checkpoint.metadata
-    except DareError:
+        file = TensorFile(path, str(path))
+    except (DareError, OSError):
         return False
+    file.close()
+    return RECIPE_KEY in file.metadata
+
+
+def made_here(folder: Path) -> list[str]:
+    """The files of a directory that this tool wrote, by what its recipe says."""
+    try:
+        files = tomllib.loads((folder / RECIPE_FILE).read_text(encoding="utf-8"))["recipe"]["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [str(name) for name in files] if isinstance(files, list) else []
+
+
+def files_in(folder: Path) -> list[str]:
+    """All files of a directory and those below it, by their names relative to it."""
+    found = []
+    for place, _, names in os.walk(folder):
+        found += [Path(place, name).relative_to(folder).as_posix() for name in names]
+    return sorted(found)
+
+
+def side_files(folder: Path | None) -> dict[str, Path]:
+    """What a model directory has besides weights, by name: configuration, tokenizer, templates, code, licences."""
+    if folder is None:
+        return {}
+    found = {}
+    for path in sorted(folder.iterdir()):
+        if NOT_COPIED.fullmatch(path.name):
+            continue
+        if path.is_file():
+            found[path.name] = path
+        elif path.is_dir() and not path.is_symlink() and not any(map(is_weights, files_in(path))):
+            found |= {f"{path.name}/{name}": below for name, below in side_files(path).items()}
+    return found
+
+
+def is_weights(name: str) -> bool:
+    return name.endswith(WEIGHT_SUFFIXES)
+
+
+def updated_config(path: Path, name: str, dtype: str) -> bytes:
+    """A model's config.json with another type of tensors in it, wherever it names one."""
+    config = read_json(path, name)
+
+    def update(table: dict[str, Any]) -> bool:
+        keys = [key for key in ("dtype", "torch_dtype") if key in table]
+        table |= dict.fromkeys(keys, dtype)
+        parts = [value for key, value in table.items() if key.endswith("_config") and isinstance(value, dict)]
+        return any([bool(keys), *(update(part) for part in parts if part is not table.get("quantization_config"))])
+
+    if not update(config):
+        config["torch_dtype"] = dtype  # the name that all versions of transformers read
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def shard_sizes(sizes: Sequence[int], limit: int) -> list[int]:
+    """Which shard each tensor goes to: in order, a new one where the next tensor would not fit."""
+    shards, number, used = [], 0, 0
+    for size in sizes:
+        if used and used + size > limit:
+            number, used = number + 1, 0
+        used += size
+        shards.append(number)
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    if count <= 1:
+        return [WEIGHTS_FILE]
+    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def header_bytes(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> bytes:
@@ -1258,65 +2016,87 @@ def header_bytes(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> by
     return struct.pack("<Q", len(text)) + text
 
 
-class OutputFile:
-    """A file that appears under its name only when it is complete; until then it has a temporary name beside it."""
+class Output:
+    """A model in the making: in a folder of its own beside its destination, and renamed to it when it is complete."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path = path
-        # Names may be as long as the filesystem allows: keep a part that people recognise.
-        self.partial = path.with_name(f"{path.name[:40]}.{secrets.token_hex(4)}.partial")
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        self.descriptor: int | None = os.open(self.partial, flags, 0o666)
+    def __init__(self, destination: Destination, sizes: Mapping[str, int]) -> None:
+        """sizes: of the files that are written by ranges, by name."""
+        self.destination = destination
+        self.folder = destination.partial
+        self.made = self.folder / destination.path.name
+        self.descriptors: list[int] = []
+        self._dirty: set[int] = set()
         self._stopped = threading.Event()
         self._flush_error: OSError | None = None
-        self._flusher = threading.Thread(target=self._flush, args=(self.descriptor,), daemon=True)
+        self._flusher = threading.Thread(target=self._flush, daemon=True)
+        os.mkdir(self.folder)
         try:
-            os.ftruncate(self.descriptor, size)
+            allow_open_files(len(sizes))
+            if destination.directory:
+                os.mkdir(self.made)
+            for name, size in sizes.items():
+                path = self.made / name if destination.directory else self.made
+                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+                self.descriptors.append(os.open(path, flags, 0o666))
+                os.ftruncate(self.descriptors[-1], size)
             self._flusher.start()
         except BaseException:
             self.discard()
             raise
 
-    def _flush(self, descriptor: int) -> None:
+    def _flush(self) -> None:
         """Send to the disk what is written, while more is computed, so that little is left to wait for at the end."""
         while not self._stopped.wait(FLUSH_SECONDS):
             try:
-                os.fsync(descriptor)
+                while self._dirty and not self._stopped.is_set():
+                    os.fsync(self._dirty.pop())
             except OSError as error:  # the system tells it only once, so it must not be lost
                 self._flush_error = error
                 return
 
-    def write_at(self, view: memoryview, offset: int) -> None:
-        assert self.descriptor is not None
+    def write_at(self, file: int, view: memoryview, offset: int) -> None:
+        descriptor = self.descriptors[file]
         while view:
             if hasattr(os, "pwrite"):
-                done = os.pwrite(self.descriptor, view, offset)
+                done = os.pwrite(descriptor, view, offset)
             else:
                 with SEEK_LOCK:
-                    os.lseek(self.descriptor, offset, os.SEEK_SET)
-                    done = os.write(self.descriptor, view)
+                    os.lseek(descriptor, offset, os.SEEK_SET)
+                    done = os.write(descriptor, view)
             view, offset = view[done:], offset + done
+        self._dirty.add(descriptor)
+
+    def write_file(self, name: str, content: bytes | Path) -> None:
+        """A small file of a model directory: of this content, or a copy of that file."""
+        path = self.made / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "xb") as file:
+            if isinstance(content, Path):
+                with open(content, "rb") as original:
+                    shutil.copyfileobj(original, file)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
     def commit(self) -> None:
         """Make the bytes durable, then the name."""
-        assert self.descriptor is not None
         self._stop_flusher()
         if self._flush_error is not None:
             raise self._flush_error
-        os.fsync(self.descriptor)
+        for descriptor in self.descriptors:
+            os.fsync(descriptor)
         self._close()
-        self.partial.replace(self.path)
-        with suppress(OSError):  # not every system lets a directory be opened or synced
-            folder = os.open(self.path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+        if self.destination.directory:
+            for place, _, _ in os.walk(self.made, topdown=False):
+                sync_directory(Path(place))
+        replace(self.made, self.destination.path)
+        sync_directory(self.destination.path.parent)
 
     def discard(self) -> None:
-        """Remove what was written, unless it was committed."""
+        """Remove what is left: all of it, or, once it was committed, what it replaced."""
         self._close()
-        self.partial.unlink(missing_ok=True)
+        remove(self.folder)
 
     def _stop_flusher(self) -> None:
         self._stopped.set()
@@ -1325,9 +2105,55 @@ class OutputFile:
 
     def _close(self) -> None:
         self._stop_flusher()
-        if self.descriptor is not None:
-            descriptor, self.descriptor = self.descriptor, None
-            os.close(descriptor)
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+
+
+def remove(folder: Path) -> None:
+    """Remove a directory and what is in it, as far as the system lets us."""
+    for place, folders, names in os.walk(folder, topdown=False):
+        for name in (*folders, *names):
+            path = os.path.join(place, name)
+            with suppress(OSError):
+                (os.unlink if os.path.islink(path) or name in names else os.rmdir)(path)
+    with suppress(OSError):
+        os.rmdir(folder)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Not every system lets a directory be opened or synced."""
+    with suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def replace(made: Path, target: Path) -> None:
+    """Give what was made its name. What had that name goes, at the same instant, to where the new one was made."""
+    if not made.is_dir() or not target.exists():
+        os.replace(made, target)
+    elif not exchange(made, target):
+        # Without a way to exchange names there is an instant in which neither has it.
+        old = made.with_name("replaced")
+        os.rename(target, old)
+        try:
+            os.rename(made, target)
+        except BaseException:
+            os.rename(old, target)
+            raise
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, if this system can."""
+    for function, arguments in (
+        ("renameat2", (-100, os.fsencode(one), -100, os.fsencode(other), 2)),  # Linux: AT_FDCWD, RENAME_EXCHANGE
+        ("renamex_np", (os.fsencode(one), os.fsencode(other), 2)),  # macOS: RENAME_SWAP
+    ):
+        with suppress(AttributeError, OSError, TypeError):
+            return bool(getattr(ctypes.CDLL(None), function)(*arguments) == 0)
+    return False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1350,15 +2176,19 @@ class TensorPlan:
     name: str
     base: TensorInfo
     finetuned: tuple[tuple[int, TensorInfo], ...]  # the models that have it, by number
-    output: TensorInfo
+    output: TensorInfo  # its file is one of the plan's, its offset counts from the end of that file's header
     merged: bool  # False: copied from the base
     settings: TensorSettings
     method: str
+    mask_name: str  # the name that its mask is drawn by: its own, or the one that it shares its values with
+    quantised: bool = False
 
     @cached_property
     def spec(self) -> KernelSpec:
         """The kernel that merges it. Slerp, once the angle is known, is linear."""
         types = {info.dtype for _, info in self.finetuned} or {self.base.dtype}
+        if any(info.count < self.base.count for _, info in self.finetuned):
+            types.add(self.base.dtype)  # which stands in for the rows that a model lacks
         wide = "F64" in types | {self.base.dtype, self.output.dtype}
         common = types.pop() if len(types) == 1 else "F64" if wide else "F32"
         return KernelSpec("ties" if self.method == "ties" else "linear", self.base.dtype, common, self.output.dtype)
@@ -1394,29 +2224,40 @@ class Job:
     @property
     def bytes_read(self) -> int:
         inputs = (self.tensor.base, *(info for _, info in self.tensor.finetuned))
-        width = sum(STORED_BITS[info.dtype] // 8 for info in inputs) if self.tensor.merged else len(inputs)
-        return (self.stop - self.start) * width
+        whole = self.tensor.base.count if self.tensor.merged else self.tensor.base.nbytes
+        return sum(info.stored_bytes for info in inputs) * (self.stop - self.start) // whole
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of tensors that will be written."""
+
+    name: str
+    header: bytes
+    size: int
 
 
 @dataclass(frozen=True)
 class Plan:
     """Everything that a merge will do, known before a byte is written."""
 
-    output: Path
+    output: Destination
     base: str
     models: tuple[str, ...]
     config: DareConfig
     tensors: tuple[TensorPlan, ...]
-    header: bytes
+    files: tuple[PlannedFile, ...]
+    side: Mapping[str, bytes | Path]  # the other files of a model directory: their content, or what to copy
     threads: int
     missing: tuple[tuple[str, ...], ...]  # per model: tensors of the base that it lacks
     extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
+    mismatched: tuple[tuple[str, ...], ...]  # per model: tensors that have another shape in the base
     warnings: tuple[str, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
-        last = self.tensors[-1].output if self.tensors else TensorInfo("U8", (0,), 0)
-        return len(self.header) + last.offset + last.nbytes
+        side = sum(s.stat().st_size if isinstance(s, Path) else len(s) for s in self.side.values())
+        return sum(file.size for file in self.files) + side
 
     @cached_property
     def itemsize(self) -> int:
@@ -1433,7 +2274,9 @@ class Plan:
 
     @property
     def bytes_to_read(self) -> int:
-        return sum((1 + len(t.stages)) * (t.base.nbytes + sum(i.nbytes for _, i in t.finetuned)) for t in self.tensors)
+        return sum(
+            (1 + len(t.stages)) * (t.base.nbytes + sum(i.stored_bytes for _, i in t.finetuned)) for t in self.tensors
+        )
 
     def rounds(self) -> Iterator[Iterator[Job]]:
         """Sets of jobs, each to be finished before the next: for a batch of tensors, look, look again, merge.
@@ -1465,26 +2308,20 @@ class Plan:
         parameters = sum(tensor.base.count for tensor in merged)
         rates = [f"{rate:g}" for rate in self.config.general(len(self.models)).drop_rates]
         lines = [
-            f"would merge {len(self.models)} model{'s' * (len(self.models) != 1)} into {self.output}",
+            f"would merge {len(self.models)} model{'s' * (len(self.models) != 1)} into {self.output.path}",
             f"  {len(merged):,} tensors merged ({parameters:,} parameters), {len(self.tensors) - len(merged):,} copied",
             f"  method {self.config.method}, drop rate {', '.join(dict.fromkeys(rates))}, seeds {self._seeds()}",
             f"  {human(self.bytes_to_read)} to read, {human(self.size)} to write, {self.threads} threads",
         ]
         for i, name in enumerate(self.models):
-            lines.append(f"  {name}: {len(self.missing[i]):,} tensors missing, {len(self.extra[i]):,} extra")
+            counts = zip(
+                (self.missing, self.extra, self.mismatched), ("missing", "extra", "of another shape"), strict=True
+            )
+            lines.append(f"  {name}: {', '.join(f'{len(found[i]):,} tensors {words}' for found, words in counts)}")
         return "\n".join(lines)
 
     def _seeds(self) -> str:
         return ", ".join(str(self.config.seed + i) for i in range(len(self.models)))
-
-
-def human(size: float) -> str:
-    """Bytes for people, in powers of 1000 as disks are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def usable_cores() -> int:
@@ -1534,6 +2371,7 @@ class ModelReport:
     share_above_threshold: float
     missing_tensors: tuple[str, ...]
     extra_tensors: tuple[str, ...]
+    mismatched_tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -1541,6 +2379,8 @@ class MergeReport:
     """What a merge did. Prints as a table; as_dict gives plain data."""
 
     output: str
+    files: tuple[str, ...]  # of tensors
+    side_files: tuple[str, ...]  # of a model directory: all the others
     tensors: int
     copied_tensors: int
     bytes_read: int
@@ -1721,13 +2561,23 @@ def _sine(x: Decimal) -> Decimal:
     return total
 
 
+def is_delta(info: TensorInfo) -> bool:
+    """Whether its values are changes to the base already, and not the changed tensor."""
+    return info.low_rank is not None and info.low_rank.whole is None
+
+
+def expand_spec(info: TensorInfo) -> KernelSpec:
+    return KernelSpec("expand", info.dtype, info.dtype, info.dtype)
+
+
 class Worker:
     """Runs jobs of one plan: any of them, in any order, in any thread that brings its own workspace."""
 
-    def __init__(self, plan: Plan, base: Checkpoint, models: Sequence[Checkpoint], output: OutputFile) -> None:
+    def __init__(self, plan: Plan, base: Checkpoint, models: Sequence[Checkpoint], output: Output) -> None:
         self.plan, self.base, self.models, self.output = plan, base, models, output
         merged = [tensor for tensor in plan.tensors if tensor.merged and tensor.base.count]
         specs = {spec for t in merged for spec in (t.spec, *(t.survey_spec(stage) for stage in t.stages))}
+        specs |= {expand_spec(info) for t in merged for _, info in t.finetuned if info.low_rank}
         self.kernels = {spec: load_kernel(spec) for spec in sorted(specs, key=str)}
         self.surveys = {t.name: Survey(t, plan.chunk, plan.config.position) for t in merged if t.stages}
         self.weights = plan.config.shares(len(models))
@@ -1752,12 +2602,13 @@ class Worker:
     def _merge(self, job: Job, work: Workspace) -> Outcome:
         tensor, spec = job.tensor, job.tensor.spec
         kernel, item = self.kernels[spec], FORMATS[spec.output].bits // 8
-        exact = int(len(tensor.finetuned) == 1 and tensor.settings.gives_back(self.weights))
-        offset = len(self.plan.header) + tensor.output.offset
+        is_whole = len(tensor.finetuned) == 1 and not is_delta(tensor.finetuned[0][1])
+        exact = int(is_whole and tensor.settings.gives_back(self.weights))
+        offset = self._offset(tensor)
         self._tell(job, work)
         for start, count in job.chunks(self.plan.chunk):
             kernel(*work.addresses, *self._load(tensor, start, count, work), exact)
-            self.output.write_at(work.output.data[: count * item], offset + start * item)
+            self.output.write_at(tensor.output.file, work.output.data[: count * item], offset + start * item)
         models = len(tensor.finetuned)
         patterns = work.words[: models + 1, PEAK].astype(FORMATS[spec.real].raw)
         peaks = patterns.view(FORMATS[spec.real].real).astype(np.float64)
@@ -1766,13 +2617,17 @@ class Worker:
         tallies = {i: self._tally(job, work, row, float(peaks[row])) for row, (i, _) in enumerate(tensor.finetuned)}
         return Outcome(job, tallies)
 
+    def _offset(self, tensor: TensorPlan) -> int:
+        return len(self.plan.files[tensor.output.file].header) + tensor.output.offset
+
     def _tell(self, job: Job, work: Workspace) -> None:
         """Set what the kernels must know, and clear what they count."""
         tensor, survey = job.tensor, self.surveys.get(job.tensor.name)
-        for row, (i, _) in enumerate(tensor.finetuned):
+        for row, (i, info) in enumerate(tensor.finetuned):
             slot = survey.prefixes[row] if survey and job.stage and job.stage.kind == "count" else i
             limit = keep_threshold(tensor.settings.drop_rates[i]) - 1
-            work.words[row] = (*mask_key(self.plan.config.seed + i, tensor.name), limit, slot, 0, 0, 0)
+            against = ZERO_ROW if is_delta(info) else BASE_ROW
+            work.words[row] = (*mask_key(self.plan.config.seed + i, tensor.mask_name), limit, slot, against, 0, 0, 0)
             work.reals[row] = (*self._scales(tensor, row, i, survey, job.stage), 0.0)
         pull = sum(survey.ends) - 1 if survey and tensor.method == "slerp" else 0.0
         work.words[len(tensor.finetuned)] = 0
@@ -1781,12 +2636,49 @@ class Worker:
     def _load(self, tensor: TensorPlan, start: int, count: int, work: Workspace) -> tuple[int, ...]:
         """Read a chunk of every input. Gives the numbers that the kernels want."""
         wanted = FORMATS[tensor.spec.finetuned]
-        self._read(self.base, tensor.base, start, count, work.base)
+        base = self._read(self.base, tensor.base, start, count, work.base)
         for row, (i, info) in enumerate(tensor.finetuned):
-            stored = self._read(self.models[i], info, start, count, work.finetuned[row])
-            if info.dtype != tensor.spec.finetuned:
-                work.finetuned[row].view(wanted.real)[:count] = widen(stored.copy(), info.dtype)
+            there = max(0, min(count, info.count - start))  # less, where the model has fewer rows
+            values, item = work.finetuned[row], wanted.bits // 8
+            if info.low_rank is not None:
+                values.view(wanted.real)[:there] = self._expand(self.models[i], info, start, there)
+            else:
+                stored = self._read(self.models[i], info, start, there, values)
+                if info.dtype != tensor.spec.finetuned:
+                    values.view(wanted.real)[:there] = widen(stored.copy(), info.dtype)
+            if is_delta(info):
+                values[there * item : count * item] = 0
+            elif there < count and tensor.base.dtype == tensor.spec.finetuned:
+                values[there * item : count * item] = base[there * item :]
+            elif there < count:
+                values.view(wanted.real)[there:count] = widen(base, tensor.base.dtype)[there:]
         return count, work.finetuned.shape[1] // (wanted.bits // 8), len(tensor.finetuned), start // TILE
+
+    def _expand(self, model: Checkpoint, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
+        """Elements of scale * left @ right, by as many ranks at a time as fit the budget."""
+        low, kernel = info.low_rank, self.kernels[expand_spec(info)]
+        assert low is not None
+        made = np.zeros(count, FORMATS[info.dtype].real)
+        rows = slice(start // low.columns, -(-(start + count) // low.columns))
+        step = max(1, EXPAND_ELEMENTS // max(low.columns, rows.stop - rows.start))
+        for k in range(0, low.rank, step):
+            ranks, columns = slice(k, min(k + step, low.rank)), slice(0, low.columns)
+            left, right = (
+                np.ascontiguousarray(
+                    model.read_matrix(stored, second, first).T
+                    if low.transposed
+                    else model.read_matrix(stored, first, second),
+                    made.dtype,
+                )
+                for stored, first, second in ((low.left, rows, ranks), (low.right, ranks, columns))
+            )
+            addresses = [array.ctypes.data for array in (left, right, made)]
+            kernel(*addresses, 0, 0, 0, 0, count, low.columns, left.shape[1], start % low.columns, k)
+        made *= made.dtype.type(low.scale)
+        if low.whole is not None:
+            raw = np.empty(count * STORED_BITS[low.whole.dtype] // 8, np.uint8)
+            made += widen(self._read(model, low.whole, start, count, raw), low.whole.dtype).astype(made.dtype)
+        return made
 
     def _scales(
         self, tensor: TensorPlan, row: int, i: int, survey: Survey | None, stage: Stage | None
@@ -1808,18 +2700,19 @@ class Worker:
         outcome, tensor = Outcome(job), job.tensor
         for start, size in job.chunks(self.plan.chunk):
             mine, theirs = work.base.data[:size], work.output.data[:size]
-            self.base.read_into(mine, tensor.base.offset + start)
+            self.base.read_into(mine, tensor.base, start)
             for i, info in tensor.finetuned:
-                if info.dtype == tensor.base.dtype:
-                    self.models[i].read_into(theirs, info.offset + start)
-                if info.dtype != tensor.base.dtype or mine != theirs:
+                alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
+                if alike:
+                    self.models[i].read_into(theirs, info, start)
+                if not alike or mine != theirs:
                     outcome.differing.add(i)
-            self.output.write_at(mine, len(self.plan.header) + tensor.output.offset + start)
-        if outcome.differing and tensor.base.dtype.startswith(QUANTISED):
+            self.output.write_at(tensor.output.file, mine, self._offset(tensor) + start)
+        if outcome.differing and tensor.quantised:
             name = self.models[min(outcome.differing)].name
             raise DareError(
-                f"tensor {tensor.name!r} is quantised ({tensor.base.dtype}) and differs in {name!r}",
-                "merge the models before quantising them",
+                f"tensor {tensor.name!r} is part of a quantised module ({tensor.base.dtype}) and differs in {name!r}",
+                QUANTISE_HINT,
             )
         return outcome
 
@@ -1828,7 +2721,7 @@ class Worker:
     ) -> NDArray[np.uint8]:
         item = FORMATS[info.dtype].bits // 8
         part = buffer[: count * item]
-        checkpoint.read_into(part.data, info.offset + start * item)
+        checkpoint.read_into(part.data, info, start * item)
         return part
 
     def _explain_non_finite(self, job: Job, work: Workspace) -> NoReturn:
@@ -1836,7 +2729,12 @@ class Worker:
         tensor = job.tensor
         for checkpoint, info in [(self.base, tensor.base), *((self.models[i], info) for i, info in tensor.finetuned)]:
             for start, count in job.chunks(self.plan.chunk):
-                values = widen(self._read(checkpoint, info, start, count, work.base), info.dtype)
+                there = max(0, min(count, info.count - start))
+                values = (
+                    self._expand(checkpoint, info, start, there)
+                    if info.low_rank
+                    else widen(self._read(checkpoint, info, start, there, work.base), info.dtype)
+                )
                 bad = np.flatnonzero(~np.isfinite(values))
                 if bad.size:
                     place = [int(k) for k in np.unravel_index(start + int(bad[0]), tensor.base.shape)]
@@ -1904,6 +2802,240 @@ def progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
         yield lambda amount: bar.advance(task, amount)
 
 
+# The tensors that share the input embedding's values where a model's configuration ties them, and the embeddings.
+HEADS: Final = ("lm_head.weight", "embed_out.weight")
+EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+
+class TensorPlanner:
+    """Decides for each tensor of the base which models change it and how, and remembers what did not fit."""
+
+    def __init__(self, config: DareConfig, base: Checkpoint, models: list[Checkpoint]) -> None:
+        self.config, self.base, self.models = config, base, models
+        self.mismatched: list[list[str]] = [[] for _ in models]
+        self.tied: list[dict[str, str]] = [{} for _ in models]  # by head: the embedding that stands in for it
+        self.warnings: list[str] = []
+        self._quantised = quantised_modules(base.tensors)
+        for model in models:
+            self._check_quantised(model)
+
+    def tensors(self) -> list[TensorPlan]:
+        planned = [self._plan_tensor(name, info) for name, info in self.base.tensors.items()]
+        for model, names, tied in zip(self.models, self.mismatched, self.tied, strict=True):
+            if names:
+                what = "their common rows are merged" if self.config.mismatch == "overlap" else "the base's are kept"
+                shapes = [f"{n!r} ({list(model.tensors[n].shape)})" for n in names[:LISTED]]
+                more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+                self.warnings.append(f"{model.name} has tensors of other shapes: {', '.join(shapes)}{more}; {what}")
+            for head, embedding in tied.items():
+                self.warnings.append(f"{model.name} lacks {head!r}, which is tied to {embedding!r} and merged like it")
+        return planned
+
+    def missing(self, i: int) -> tuple[str, ...]:
+        """The tensors that a model should have and does not. An adapter has none that it should have."""
+        model = self.models[i]
+        if model.adapter:
+            return ()
+        return tuple(n for n in self.base.tensors if n not in model.tensors and n not in self.tied[i])
+
+    def embedding_rows(self) -> int:
+        """How many tokens the base has room for, or 0 where that cannot be told."""
+        return next(
+            (info.shape[0] for n, info in self.base.tensors.items() if n.endswith(EMBEDDINGS) and info.shape), 0
+        )
+
+    def _plan_tensor(self, name: str, info: TensorInfo) -> TensorPlan:
+        quantised = self._is_quantised(name)
+        merged = info.dtype in FORMATS and not quantised
+        found, settings_name = [], name
+        for i, model in enumerate(self.models):
+            theirs = model.tensors.get(name)
+            if theirs is None and (embedding := self._tied_embedding(name, info, model)):
+                theirs, settings_name = model.tensors[embedding], embedding
+                self.tied[i][name] = embedding
+            if theirs is None:
+                continue
+            if theirs.shape != info.shape:
+                self._check_shapes(name, info, theirs, model)
+                self.mismatched[i].append(name)
+            if (theirs.dtype in FORMATS) != (info.dtype in FORMATS):
+                raise DareError(
+                    f"tensor {name!r} is {info.dtype} in {self.base.name!r} and {theirs.dtype} in {model.name!r}",
+                    f"only {', '.join(FORMATS)} tensors can be merged, with one another",
+                )
+            found.append((i, theirs))
+        if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
+            found = []
+        dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
+        settings = self.config.for_tensor(settings_name, len(self.models))
+        output = TensorInfo(dtype, info.shape, 0)
+        method = self.config.method
+        return TensorPlan(name, info, tuple(found), output, merged, settings, method, settings_name, quantised)
+
+    def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Checkpoint) -> None:
+        """Refuse tensors of different shapes, unless the user has said what to do with them and that can be done."""
+        by_rows = len(info.shape) == len(theirs.shape) > 0 and info.shape[1:] == theirs.shape[1:]
+        if self.config.mismatch == "base" or (self.config.mismatch == "overlap" and by_rows):
+            return
+        message = (
+            f"tensor {name!r} is {list(info.shape)} in {self.base.name!r} and {list(theirs.shape)} in {model.name!r}"
+        )
+        if self.config.mismatch == "overlap":
+            raise DareError(
+                f"{message}: more than the number of rows differs", "--mismatch base keeps the base's tensor"
+            )
+        if not by_rows:
+            raise DareError(message, "only models fine-tuned from this very base can be merged")
+        more = theirs.shape[0] - info.shape[0]
+        raise DareError(
+            f"{message}, {abs(more):,} row{'s' * (abs(more) != 1)} {'more' if more > 0 else 'fewer'}",
+            "for added tokens, --mismatch overlap merges the rows that both have, --mismatch base keeps the base's "
+            "tensor; otherwise check that this is the right base",
+        )
+
+    def _tied_embedding(self, name: str, info: TensorInfo, model: Checkpoint) -> str | None:
+        """The embedding that a model, by its or the base's configuration, uses as the output head that it lacks."""
+        configs = [part for config in (self.base.config, model.config) for part in (config, config.get("text_config"))]
+        if not name.endswith(HEADS) or not any(isinstance(c, dict) and c.get("tie_word_embeddings") for c in configs):
+            return None
+        shared = (n for n in self.base.tensors if n.endswith(EMBEDDINGS) and n in model.tensors)
+        return next((n for n in shared if self.base.tensors[n].shape == info.shape), None)
+
+    def _is_quantised(self, name: str) -> bool:
+        return module_of(name) in self._quantised and not name.endswith("bias")
+
+    def _check_quantised(self, model: Checkpoint) -> None:
+        """Refuse to merge a quantised model with one that is not, or is in another way."""
+        theirs = quantised_modules(model.tensors)
+        for name, info in model.tensors.items():
+            mine = self.base.tensors.get(name)
+            alike = mine is not None and (mine.dtype, mine.shape) == (info.dtype, info.shape)
+            if self._is_quantised(name) and not alike:
+                raise DareError(
+                    f"{self.base.name!r} is quantised, and {model.name!r} is not in the same way: see {name!r}",
+                    QUANTISE_HINT,
+                )
+            if module_of(name) in theirs and not self._is_quantised(name) and not name.endswith("bias"):
+                raise DareError(
+                    f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}", QUANTISE_HINT
+                )
+
+
+def laid_out(
+    tensors: Sequence[TensorPlan], limit: int, metadata: dict[str, str]
+) -> tuple[list[TensorPlan], list[PlannedFile]]:
+    """Give each tensor its place in a file, in order, with no more than limit bytes of tensors to a file."""
+    numbers = shard_sizes([tensor.output.nbytes for tensor in tensors], limit)
+    names = shard_names(numbers[-1] + 1 if numbers else 1)
+    used, placed = [0] * len(names), []
+    held: list[dict[str, TensorInfo]] = [{} for _ in names]
+    for tensor, number in zip(tensors, numbers, strict=True):
+        output = dataclasses.replace(tensor.output, file=number, offset=used[number])
+        placed.append(dataclasses.replace(tensor, output=output))
+        held[number][tensor.name] = output
+        used[number] += output.nbytes
+    files = []
+    for name, infos, size in zip(names, held, used, strict=True):
+        header = header_bytes(infos, metadata)
+        files.append(PlannedFile(name, header, len(header) + size))
+    return placed, files
+
+
+def index_bytes(tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> bytes:
+    """The index of a model in several files, as transformers writes it."""
+    index = {
+        "metadata": {
+            "total_parameters": sum(tensor.output.count for tensor in tensors),
+            "total_size": sum(tensor.output.nbytes for tensor in tensors),
+        },
+        "weight_map": {tensor.name: files[tensor.output.file].name for tensor in tensors},
+    }
+    return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def path_from(source: Source, place: Path | None) -> str:
+    """What to call a model in a recipe: as the user did; in a directory, by a path that leads there from it."""
+    if source.pinned or place is None or os.path.isabs(os.path.expanduser(source.name)):
+        return source.pinned or source.name
+    physical = source.path.parent.resolve() / source.path.name  # a link itself is kept: what it leads to may move
+    try:
+        path = Path(os.path.relpath(physical, place)).as_posix()
+    except ValueError:  # on another drive
+        path = str(physical)
+    return path.encode("utf-8", "backslashreplace").decode()
+
+
+def tokenizer_files(source: Source) -> dict[str, Path]:
+    """The files of a model that make up its tokenizer."""
+    folder = source.path if source.path.is_dir() else source.path.parent
+    found = {n: p for n, p in side_files(folder if folder.is_dir() else None).items() if TOKENIZER_FILES.fullmatch(n)}
+    if not found:
+        raise DareError(f"there is no tokenizer in {source.name!r}", "tokenizer_from wants a model directory")
+    return found
+
+
+def _odd_tokenizer(files: dict[str, Path], rows: int) -> Iterator[str]:
+    """A tokenizer may know tokens that the model has no rows for."""
+    if rows == 0 or "tokenizer.json" not in files:
+        return
+    with suppress(DareError, AttributeError, TypeError, ValueError):
+        table = read_json(files["tokenizer.json"], "tokenizer.json")
+        vocabulary = table["model"]["vocab"] if "vocab" in table.get("model", {}) else {}
+        numbers = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        highest = max([*numbers, *(token["id"] for token in table.get("added_tokens", []))], default=-1)
+        if highest >= rows:
+            yield f"the tokenizer knows tokens up to {highest:,}, and the merged model has rows for {rows:,} tokens"
+
+
+def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) -> str:
+    """A README.md as the Hugging Face Hub wants it, with the recipe in words and as it is."""
+    names = [card_name(checkpoint.source) for checkpoint in inputs]
+    models = names[1:]
+    settings = config.general(len(models))
+    lines = ["---", "base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
+    lines += ["base_model_relation: merge", "library_name: transformers", "tags:", "- merge", "- dare", "---", ""]
+    lines += [f"# A DARE merge of {len(models)} model{'s' * (len(models) != 1)}", ""]
+    lines += [
+        f"Merged from `{names[0]}` and models fine-tuned from it by [DARE](https://arxiv.org/abs/2311.03099) (drop and "
+        "rescale): most of what each fine-tune changed is dropped at random, the rest is rescaled, and what is left is "
+        f"{COMBINED[config.method]}.",
+        "",
+        "| model | seed | dropped | kept deltas are divided by | weight |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    weights = ("",) * len(models) if config.method == "slerp" else config.shares(len(models))
+    for i, name in enumerate(models):
+        weight = f"{weights[i]:.4g}" if weights[i] != "" else f"slerp at {config.position:g}"
+        divisor, rate = divisor_of(settings, i), settings.drop_rates[i]
+        lines.append(f"| `{name}` | {config.seed + i} | {rate:.4g} | {divisor:.4g} | {weight} |")
+    lines += ["", f"The merged delta is multiplied by {config.lambda_coeff:g} and added to the base."]
+    if settings.keep_ratio < 1:
+        lines.append(f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor is kept.")
+    if config.rules:
+        lines.append("Some tensors have settings of their own; they are in the recipe.")
+    lines += ["", "This recipe makes the same tensors again, byte for byte, from the same inputs", ""]
+    lines[-2] += f" (`{RECIPE_FILE}` has it with paths):"
+    lines += ["```toml", recipe.rstrip("\n"), "```", ""]
+    return "\n".join(lines)
+
+
+COMBINED: Final = {
+    "linear": "summed up by weight and added to the base",
+    "ties": "averaged over the models that agree on a sign, and added to the base",
+    "slerp": "interpolated along the arc between the two",
+}
+
+
+def card_name(source: Source) -> str:
+    """What to call a model on a card: its name on the Hub, or the last part of its path."""
+    if source.pinned:
+        return source.pinned.partition("@")[0]
+    path = source.path.absolute()
+    belongs = path.name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, ADAPTER_CONFIG)
+    name = path.parent.name if belongs else path.name.removesuffix(".safetensors")
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 class DareMerger:
     """Merges models fine-tuned from one base: DareMerger(base, [first, second], config).merge(output)."""
 
@@ -1913,15 +3045,21 @@ class DareMerger:
         merge_files: Sequence[str | Path | Source],
         config: DareConfig | None = None,
         *,
+        tokenizer_from: str | Path | Source | None = None,
         fingerprints: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """fingerprints: what a recipe says of its inputs, base first; other files are then refused."""
+        """A model is a file, a model directory, an index, a name on the Hub or, to be merged, a LoRA adapter.
+
+        tokenizer_from: the model whose tokenizer an output directory gets, instead of the base's.
+        fingerprints: what a recipe says of its inputs, base first; other files are then refused.
+        """
         if isinstance(merge_files, str | Path):
             raise ConfigError("merge_files must be a list of files, not a single path", "put it in brackets")
         if not merge_files:
             raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
         self.base = Source.of(base_file)
         self.models = tuple(Source.of(file) for file in merge_files)
+        self.tokenizer_from = None if tokenizer_from is None else Source.of(tokenizer_from)
         if config is not None and not isinstance(config, DareConfig):
             raise ConfigError("config must be a DareConfig", "like DareConfig(drop_rate=0.9)")
         self.config = config or DareConfig()
@@ -1934,7 +3072,10 @@ class DareMerger:
             return self._plan(base, models, Source.of(output_file).path, force)
 
     def merge(self, output_file: str | Path, *, force: bool = False) -> MergeReport:
-        """Merge, and say what was done. force replaces an existing file that this tool did not make."""
+        """Merge into a file (if its name ends in .safetensors) or a model directory, and say what was done.
+
+        force replaces an existing output that this tool did not make.
+        """
         started = time.perf_counter()
         with self._opened() as (base, models):
             plan = self._plan(base, models, Source.of(output_file).path, force)
@@ -1950,6 +3091,8 @@ class DareMerger:
             LOG.warning(warning)
         return MergeReport(
             output=str(output_file),
+            files=tuple(file.name for file in plan.files),
+            side_files=tuple(plan.side),
             tensors=len(plan.tensors),
             copied_tensors=sum(not tensor.merged for tensor in plan.tensors),
             bytes_read=plan.bytes_to_read,
@@ -1966,73 +3109,92 @@ class DareMerger:
         load_numpy()
         try:
             for source in (self.base, *self.models):
-                opened.append(Checkpoint(source))
+                opened.append(open_model(fetched(source), opened[0] if opened else None))
             yield opened[0], opened[1:]
         finally:
             for checkpoint in opened:
                 checkpoint.close()
 
     def _plan(self, base: Checkpoint, models: list[Checkpoint], output: Path, force: bool) -> Plan:
-        self._check_fingerprints([base, *models])
-        target = check_output(output, [base, *models], force)
-        tensors, offset = [], 0
-        for name in base.tensors:
-            tensors.append(self._plan_tensor(name, base, models, offset))
-            offset += tensors[-1].output.nbytes
+        inputs = [base, *models]
+        self._check_fingerprints(inputs)
+        destination = check_output(output, inputs, force)
         for model in models:
             if not model.tensors.keys() & base.tensors.keys():
                 raise DareError(
                     f"{model.name!r} has no tensor in common with {base.name!r}",
                     f"the base has {listed(list(base.tensors))}; it has {listed(list(model.tensors))}",
                 )
+        planner = TensorPlanner(self.config, base, models)
+        limit = parse_size(self.config.max_shard_size) if destination.directory else sys.maxsize
+        tensors, files = laid_out(planner.tensors(), limit, {"format": "pt", RECIPE_KEY: self._recipe(inputs)})
+        if not destination.directory:
+            files = [dataclasses.replace(files[0], name=destination.path.name)]
         # More threads than jobs would only take memory.
         most = sum(-(-max(t.base.count, t.base.nbytes * (not t.merged)) // (JOB_CHUNKS * MIN_CHUNK)) for t in tensors)
-        recipe = self._recipe([base, *models])
-        header = header_bytes({t.name: t.output for t in tensors}, {"format": "pt", RECIPE_KEY: recipe})
         plan = Plan(
-            output=target,
+            output=destination,
             base=base.name,
             models=tuple(model.name for model in models),
             config=self.config,
             tensors=tuple(tensors),
-            header=header,
+            files=tuple(files),
+            side=self._side_files(inputs, destination, tensors, files),
             threads=max(1, min(self.config.threads or usable_cores(), most)),
-            missing=tuple(tuple(n for n in base.tensors if n not in model.tensors) for model in models),
-            extra=tuple(tuple(n for n in model.tensors if n not in base.tensors) for model in models),
-            warnings=(*_odd_inputs(base, models), *self._odd_settings(base)),
+            missing=tuple(planner.missing(i) for i in range(len(models))),
+            extra=tuple((*(n for n in m.tensors if n not in base.tensors), *m.extra) for m in models),
+            mismatched=tuple(map(tuple, planner.mismatched)),
+            warnings=(
+                *_odd_inputs(base, models),
+                *self._odd_settings(base),
+                *planner.warnings,
+                *self._odd_directory(base, destination, planner),
+            ),
         )
-        free = shutil.disk_usage(target.parent).free
+        free = shutil.disk_usage(destination.path.parent).free
         if plan.size > free:
             raise DareError(
-                f"the output needs {human(plan.size)} and {str(target.parent)!r} has {human(free)} free",
+                f"the output needs {human(plan.size)} and {str(destination.path.parent)!r} has {human(free)} free",
                 "make room, or write to another disk",
             )
         return plan
 
-    def _plan_tensor(self, name: str, base: Checkpoint, models: list[Checkpoint], offset: int) -> TensorPlan:
-        info = base.tensors[name]
-        merged = info.dtype in FORMATS
-        found = []
-        for i, model in enumerate(models):
-            theirs = model.tensors.get(name)
-            if theirs is None:
-                continue
-            if theirs.shape != info.shape:
-                raise DareError(
-                    f"tensor {name!r} is {list(info.shape)} in {base.name!r} "
-                    f"and {list(theirs.shape)} in {model.name!r}",
-                    "only models fine-tuned from this very base can be merged",
+    def _side_files(
+        self,
+        inputs: list[Checkpoint],
+        destination: Destination,
+        tensors: Sequence[TensorPlan],
+        files: Sequence[PlannedFile],
+    ) -> dict[str, bytes | Path]:
+        """What a model directory has besides its tensors."""
+        if not destination.directory:
+            if self.tokenizer_from is not None:
+                raise ConfigError(
+                    "tokenizer_from means nothing to an output of one file", "name a directory, or leave it out"
                 )
-            if (theirs.dtype in FORMATS) != merged:
-                raise DareError(
-                    f"tensor {name!r} is {info.dtype} in {base.name!r} and {theirs.dtype} in {model.name!r}",
-                    f"only {', '.join(FORMATS)} tensors can be merged, with one another",
-                )
-            found.append((i, theirs))
-        dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
-        settings = self.config.for_tensor(name, len(models))
-        output = TensorInfo(dtype, info.shape, offset)
-        return TensorPlan(name, info, tuple(found), output, merged, settings, self.config.method)
+            return {}
+        base = inputs[0]
+        side: dict[str, bytes | Path] = dict(side_files(base.folder))
+        if self.tokenizer_from is not None:
+            side = {name: path for name, path in side.items() if not TOKENIZER_FILES.fullmatch(name)}
+            side |= tokenizer_files(fetched(self.tokenizer_from))
+        config = side.get(CONFIG_FILE)
+        if self.config.dtype and isinstance(config, Path) and any(t.output.dtype != t.base.dtype for t in tensors):
+            side[CONFIG_FILE] = updated_config(config, f"{base.name}/{CONFIG_FILE}", self.config.dtype)
+        if len(files) > 1:
+            side[INDEX_FILE] = index_bytes(tensors, files)
+        side[CARD_FILE] = model_card(self.config, inputs, self._recipe(inputs)).encode()
+        written = sorted([*side, RECIPE_FILE, *(file.name for file in files)])
+        side[RECIPE_FILE] = self._recipe(inputs, destination.path, written).encode()
+        return dict(sorted(side.items()))
+
+    def _odd_directory(self, base: Checkpoint, destination: Destination, planner: TensorPlanner) -> Iterator[str]:
+        if not destination.directory:
+            return
+        if base.folder is None or not (base.folder / CONFIG_FILE).exists():
+            yield f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: loaders will want one"
+        if self.tokenizer_from is not None:
+            yield from _odd_tokenizer(tokenizer_files(fetched(self.tokenizer_from)), planner.embedding_rows())
 
     def _odd_settings(self, base: Checkpoint) -> Iterator[str]:
         used = [
@@ -2052,8 +3214,7 @@ class DareMerger:
 
     def _check_fingerprints(self, inputs: list[Checkpoint]) -> None:
         for checkpoint, entry in zip(inputs, self.fingerprints, strict=False):
-            found = {"size": checkpoint.status.st_size, "header_sha256": checkpoint.header_sha256}
-            for key, value in found.items():
+            for key, value in checkpoint.fingerprint.items():
                 if entry.get(key, value) != value:
                     raise DareError(
                         f"{checkpoint.name!r} is not the file that the recipe was made with: its {key} is {value}, "
@@ -2061,31 +3222,35 @@ class DareMerger:
                         "find that file, or take the [recipe] table out to merge this one",
                     )
 
-    def _recipe(self, inputs: list[Checkpoint]) -> str:
-        """Every setting that determines the bytes, and nothing else, as a configuration that makes them again."""
+    def _recipe(self, inputs: list[Checkpoint], place: Path | None = None, files: Sequence[str] = ()) -> str:
+        """Every setting that determines the tensors, and nothing else, as a configuration that makes them again.
+
+        For a file at a place on disk, with paths that lead from there to the models, and what determines the other
+        files of a directory.
+        """
         import tomli_w
 
-        return tomli_w.dumps(
-            {
-                "dare": self.config.resolved(),
-                "models": {"base_file": self.base.name, "merge_files": [source.name for source in self.models]},
-                **({"rules": [rule.as_table() for rule in self.config.checked_rules]} if self.config.rules else {}),
-                "recipe": {
-                    "version": __version__,
-                    "mask": MASK_NAME,
-                    "seeds": [self.config.seed + i for i in range(len(self.models))],
-                    "inputs": [
-                        {"file": c.name, "size": c.status.st_size, "header_sha256": c.header_sha256} for c in inputs
-                    ],
-                },
-            }
-        )
+        names = [path_from(checkpoint.source, place) for checkpoint in inputs]
+        dare, models = self.config.resolved(), {"base_file": names[0], "merge_files": names[1:]}
+        recipe = {
+            "version": __version__,
+            "mask": MASK_NAME,
+            "seeds": [self.config.seed + i for i in range(len(self.models))],
+            "inputs": [{"file": c.source.pinned or c.name, **c.fingerprint} for c in inputs],
+        }
+        if place is not None:
+            dare["max_shard_size"] = self.config.max_shard_size
+            models |= {"tokenizer_from": path_from(self.tokenizer_from, place)} if self.tokenizer_from else {}
+            recipe["files"] = list(files)
+        rules = [rule.as_table() for rule in self.config.checked_rules]
+        return tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
 
     def _run(self, plan: Plan, base: Checkpoint, models: list[Checkpoint]) -> Ledger:
         ledger = Ledger(len(models))
-        output = OutputFile(plan.output, plan.size)
+        output = Output(plan.output, {file.name: file.size for file in plan.files})
         try:
-            output.write_at(memoryview(plan.header), 0)
+            for number, file in enumerate(plan.files):
+                output.write_at(number, memoryview(file.header), 0)
             worker = Worker(plan, base, models, output)
             with progress(plan.bytes_to_read, self.config.verbose) as advance:
 
@@ -2096,6 +3261,8 @@ class DareMerger:
                 spaces = [Workspace(plan) for _ in range(plan.threads)]
                 for jobs in plan.rounds():
                     run_jobs(jobs, worker, spaces, done)
+            for name, content in plan.side.items():
+                output.write_file(name, content)
             output.commit()
         finally:
             output.discard()
@@ -2148,15 +3315,21 @@ def model_report(plan: Plan, i: int, total: Tally) -> ModelReport:
         share_above_threshold=total.above / count,
         missing_tensors=plan.missing[i],
         extra_tensors=plan.extra[i],
+        mismatched_tensors=plan.mismatched[i],
     )
 
 
 def _odd_inputs(base: Checkpoint, models: list[Checkpoint]) -> Iterator[str]:
     for i, model in enumerate(models):
-        if os.path.samestat(model.status, base.status):
+        if same_files(model, base):
             yield f"{model.name} is the base itself, given as a model to merge"
-        if any(os.path.samestat(model.status, earlier.status) for earlier in models[:i]):
+        if any(same_files(model, earlier) for earlier in models[:i]):
             yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
+
+
+def same_files(one: Checkpoint, other: Checkpoint) -> bool:
+    pairs = zip(one.files, other.files, strict=False)
+    return len(one.files) == len(other.files) and all(os.path.samestat(a.status, b.status) for a, b in pairs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2414,9 +3587,9 @@ def build_parser() -> Parser:
     add = parser.add_argument
     each: dict[str, Any] = {"type": float, "nargs": "+"}
     add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration, or the recipe of an earlier merge")
-    add("-b", "--base", metavar="FILE", help="the model that the others were fine-tuned from")
-    add("-m", "--merge", metavar="FILE", nargs="+", action="extend", help="the fine-tuned models to merge")
-    add("-o", "--output", metavar="FILE", help="where to write the merged model")
+    add("-b", "--base", metavar="MODEL", help="the model that the others were fine-tuned from")
+    add("-m", "--merge", metavar="MODEL", nargs="+", action="extend", help="the fine-tuned models, or LoRA adapters")
+    add("-o", "--output", metavar="PATH", help="where to write: a .safetensors file, or a model directory")
     add("--method", metavar="NAME", help="how to combine: linear (default), ties or slerp")
     add(
         "--drop-rate",
@@ -2438,11 +3611,18 @@ def build_parser() -> Parser:
     )
     add("--slerp-t", metavar="T", type=float, help="slerp: position between the two models (default 0.5)")
     add("--dtype", metavar="NAME", help="output type: float32, float16, bfloat16 or float64 (default: the base's)")
+    add(
+        "--mismatch",
+        metavar="HOW",
+        help="tensors of other shapes: error (default), overlap (merge common rows) or base",
+    )
+    add("--max-shard-size", metavar="SIZE", help="most tensors to a file of an output directory (default 5GB)")
+    add("--tokenizer-from", metavar="MODEL", help="take the output directory's tokenizer from here, not from the base")
     add("--rule", dest="rules", metavar="RULE", action="append", help="PATTERN:SETTING=VALUE,... for matching tensors")
     add("--delta-threshold", metavar="X", type=float, help="warn where deltas are larger than this (default 0.002)")
     add("--seed", metavar="N", type=int, help="the first model's seed; model i uses N + i (default 42)")
     add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
-    add("--force", action="store_true", help="replace an existing file that this tool did not make")
+    add("--force", action="store_true", help="replace an existing output that this tool did not make")
     add("--dry-run", action="store_true", help="check everything but the values, print the plan, write nothing")
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
     add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
@@ -2480,6 +3660,7 @@ def layered(flags: dict[str, Any]) -> Settings:
         base=Source.of(flags["base"]) if "base" in flags else settings.base,
         merge=tuple(Source.of(file) for file in flags["merge"]) if "merge" in flags else settings.merge,
         output=Source.of(flags["output"]).path if "output" in flags else settings.output,
+        tokenizer_from=(Source.of(flags["tokenizer_from"]) if "tokenizer_from" in flags else settings.tokenizer_from),
         rules=(*(parse_rule(text) for text in flags.get("rules", ())), *settings.rules),
         inputs=() if other_models else settings.inputs,
     )
@@ -2504,12 +3685,14 @@ def run(arguments: Sequence[str] | None) -> None:
     config = DareConfig(**settings.dare, rules=settings.rules)
     LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
     if settings.base is None:
-        raise ConfigError("there is no base model", "give --base FILE, or base_file in [models] of a --config file")
+        raise ConfigError("there is no base model", "give --base MODEL, or base_file in [models] of a --config file")
     if not settings.merge:
-        raise ConfigError("there are no models to merge", "give --merge FILE..., or merge_files in [models]")
+        raise ConfigError("there are no models to merge", "give --merge MODEL..., or merge_files in [models]")
     if settings.output is None:
-        raise ConfigError("there is no output file", "give --output FILE, or output_file in [models]")
-    merger = DareMerger(settings.base, settings.merge, config, fingerprints=settings.inputs)
+        raise ConfigError("there is no output", "give --output PATH, or output_file in [models]")
+    merger = DareMerger(
+        settings.base, settings.merge, config, tokenizer_from=settings.tokenizer_from, fingerprints=settings.inputs
+    )
     force = "force" in flags
     if "dry_run" in flags:
         plan = merger.plan(settings.output, force=force)

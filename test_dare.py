@@ -223,7 +223,7 @@ def run_kernel_mask(key: tuple[int, int], first_tile: int) -> np.ndarray:
     for bit in reversed(range(16)):
         for prefix in np.unique(low):
             limit = prefix + (1 << bit) - 1
-            words = np.array([[*key, limit, 0, 0, 0, 0], [0] * 7], np.uint64)
+            words = np.array([[*key, limit, 0, dare.BASE_ROW, 0, 0, 0], [0] * 8], np.uint64)
             buffers = (base, finetuned, output, words, reals, scratch, counts)
             kernel(*(buffer.ctypes.data for buffer in buffers), 1024, 1024, 1, first_tile, 0)
             here, below = low == prefix, output != 0
@@ -523,7 +523,7 @@ def test_quantised_tensors_are_copied_where_equal_and_refused_where_not(tmp_path
     base = {"w": torch.ones(4), "q": quantised}
     merged = merge(tmp_path, base, {"w": torch.ones(4), "q": quantised})
     assert torch.equal(merged["q"].view(torch.uint8), quantised.view(torch.uint8))
-    with pytest.raises(DareError, match="'q' is quantised"):
+    with pytest.raises(DareError, match="'q' is part of a quantised module"):
         merge(tmp_path, base, {"w": torch.ones(4), "q": torch.tensor([1.0, 4.0]).to(torch.float8_e4m3fn)})
 
 
@@ -863,7 +863,7 @@ def refuse(
     [
         ([], "no base model"),
         (["-b", "b.safetensors"], "no models to merge"),
-        (["-b", "b.safetensors", "-m", "m.safetensors"], "no output file"),
+        (["-b", "b.safetensors", "-m", "m.safetensors"], "no output"),
     ],
 )
 def test_what_was_not_given_is_asked_for(
@@ -876,9 +876,9 @@ def test_what_was_not_given_is_asked_for(
 def test_files_that_are_not_models_are_refused(
     models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refuse(tmp_path, capsys, 1, "there is no file", "absent.safetensors", base="absent")
+    refuse(tmp_path, capsys, 1, "there is no file or directory", "absent.safetensors", base="absent")
     (tmp_path / "folder.d").mkdir()
-    refuse(tmp_path, capsys, 1, "is a directory", merge=["folder.d"])
+    refuse(tmp_path, capsys, 1, "holds no model", merge=["folder.d"])
     (tmp_path / "empty.safetensors").touch()
     refuse(tmp_path, capsys, 1, "is empty", merge=["math", "empty"])
     (tmp_path / "short.safetensors").write_bytes(models[1].read_bytes()[:-100])
@@ -892,7 +892,7 @@ def test_files_that_are_not_models_are_refused(
     (tmp_path / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
     refuse(tmp_path, capsys, 1, "Git LFS pointer", "git lfs pull", merge=["pointer"])
     (tmp_path / "index.json").write_text('{"weight_map": {}}')
-    refuse(tmp_path, capsys, 1, "is JSON, not weights", merge=["index.json"])
+    refuse(tmp_path, capsys, 1, "is JSON without a weight_map", merge=["index.json"])
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     refuse(tmp_path, capsys, 1, "is a GGUF file", merge=["model.gguf"])
 
@@ -992,7 +992,7 @@ def test_paths_that_no_system_would_take_are_refused(
     models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refuse(tmp_path, capsys, 1, "cannot be used: File name too long", output="x" * 300 + ".safetensors")
-    refuse(tmp_path, capsys, 1, "there is no file", base="~nosuch/x.safetensors")
+    refuse(tmp_path, capsys, 1, "there is no file or directory", base="~nosuch/x.safetensors")
     config = write_config(tmp_path, "")
     config.write_text(config.read_text().replace("base.safetensors", "a\\u0000b"))
     assert dare.main(["-c", str(config)]) == 1

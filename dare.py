@@ -1224,6 +1224,19 @@ class LowRank:
     scale: float
     whole: TensorInfo | None = None  # the tensor that it changes, where that was saved with it; None: the base's
 
+    def read_left(self, model: Checkpoint, rows: slice, ranks: slice, dtype: Any) -> NDArray[Any]:
+        """rows x rank"""
+        if self.transposed:
+            return np.ascontiguousarray(model.read_matrix(self.left, ranks, rows).T, dtype)
+        return np.ascontiguousarray(model.read_matrix(self.left, rows, ranks), dtype)
+
+    def read_right(self, model: Checkpoint, ranks: slice, dtype: Any) -> NDArray[Any]:
+        """rank x columns"""
+        columns = slice(0, self.columns)
+        if self.transposed:
+            return np.ascontiguousarray(model.read_matrix(self.right, columns, ranks).T, dtype)
+        return np.ascontiguousarray(model.read_matrix(self.right, ranks, columns), dtype)
+
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
     """Read into view from a position, and say how many bytes there were."""
@@ -2450,6 +2463,7 @@ class Workspace:
         trims = any(stage.kind == "count" for tensor in plan.tensors for stage in tensor.stages)
         self.counts = aligned((models, 1 << DIGIT_BITS) if trims else (1, 1), np.uint32)
         self.sums: dict[int, NDArray[np.float64]] = {}  # slerp's three products, by chunk
+        self.right: tuple[Any, NDArray[Any]] = (None, self.base)  # an adapter's matrix: of which tensor, and itself
         buffers = (self.base, self.finetuned, self.output, self.words, self.reals, self.scratch, self.counts)
         self.addresses = tuple(buffer.ctypes.data for buffer in buffers)
 
@@ -2636,16 +2650,13 @@ class Worker:
     def _load(self, tensor: TensorPlan, start: int, count: int, work: Workspace) -> tuple[int, ...]:
         """Read a chunk of every input. Gives the numbers that the kernels want."""
         wanted = FORMATS[tensor.spec.finetuned]
-        base = self._read(self.base, tensor.base, start, count, work.base)
+        base = self._read(self.base, tensor.base, start, count, work.base, work)
         for row, (i, info) in enumerate(tensor.finetuned):
             there = max(0, min(count, info.count - start))  # less, where the model has fewer rows
             values, item = work.finetuned[row], wanted.bits // 8
-            if info.low_rank is not None:
-                values.view(wanted.real)[:there] = self._expand(self.models[i], info, start, there)
-            else:
-                stored = self._read(self.models[i], info, start, there, values)
-                if info.dtype != tensor.spec.finetuned:
-                    values.view(wanted.real)[:there] = widen(stored.copy(), info.dtype)
+            stored = self._read(self.models[i], info, start, there, values, work)
+            if info.dtype != tensor.spec.finetuned:
+                values.view(wanted.real)[:there] = widen(stored.copy(), info.dtype)
             if is_delta(info):
                 values[there * item : count * item] = 0
             elif there < count and tensor.base.dtype == tensor.spec.finetuned:
@@ -2653,32 +2664,6 @@ class Worker:
             elif there < count:
                 values.view(wanted.real)[there:count] = widen(base, tensor.base.dtype)[there:]
         return count, work.finetuned.shape[1] // (wanted.bits // 8), len(tensor.finetuned), start // TILE
-
-    def _expand(self, model: Checkpoint, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
-        """Elements of scale * left @ right, by as many ranks at a time as fit the budget."""
-        low, kernel = info.low_rank, self.kernels[expand_spec(info)]
-        assert low is not None
-        made = np.zeros(count, FORMATS[info.dtype].real)
-        rows = slice(start // low.columns, -(-(start + count) // low.columns))
-        step = max(1, EXPAND_ELEMENTS // max(low.columns, rows.stop - rows.start))
-        for k in range(0, low.rank, step):
-            ranks, columns = slice(k, min(k + step, low.rank)), slice(0, low.columns)
-            left, right = (
-                np.ascontiguousarray(
-                    model.read_matrix(stored, second, first).T
-                    if low.transposed
-                    else model.read_matrix(stored, first, second),
-                    made.dtype,
-                )
-                for stored, first, second in ((low.left, rows, ranks), (low.right, ranks, columns))
-            )
-            addresses = [array.ctypes.data for array in (left, right, made)]
-            kernel(*addresses, 0, 0, 0, 0, count, low.columns, left.shape[1], start % low.columns, k)
-        made *= made.dtype.type(low.scale)
-        if low.whole is not None:
-            raw = np.empty(count * STORED_BITS[low.whole.dtype] // 8, np.uint8)
-            made += widen(self._read(model, low.whole, start, count, raw), low.whole.dtype).astype(made.dtype)
-        return made
 
     def _scales(
         self, tensor: TensorPlan, row: int, i: int, survey: Survey | None, stage: Stage | None
@@ -2717,12 +2702,41 @@ class Worker:
         return outcome
 
     def _read(
-        self, checkpoint: Checkpoint, info: TensorInfo, start: int, count: int, buffer: NDArray[np.uint8]
+        self,
+        model: Checkpoint,
+        info: TensorInfo,
+        start: int,
+        count: int,
+        buffer: NDArray[np.uint8],
+        work: Workspace,
     ) -> NDArray[np.uint8]:
+        """Elements of a tensor, stored or expanded, as raw bytes at the start of buffer."""
         item = FORMATS[info.dtype].bits // 8
         part = buffer[: count * item]
-        checkpoint.read_into(part.data, info, start * item)
+        if info.low_rank is None:
+            model.read_into(part.data, info, start * item)
+        else:
+            self._expand(model, info, info.low_rank, start, part.view(FORMATS[info.dtype].real), work)
         return part
+
+    def _expand(
+        self, model: Checkpoint, info: TensorInfo, low: LowRank, start: int, made: NDArray[Any], work: Workspace
+    ) -> None:
+        """Fill made with elements of scale * left @ right, by as many ranks at a time as fit the budget."""
+        kernel = self.kernels[expand_spec(info)]
+        rows = slice(start // low.columns, -(-(start + len(made)) // low.columns))
+        step = max(1, EXPAND_ELEMENTS // max(low.columns, rows.stop - rows.start))
+        for k in range(0, low.rank, step):
+            ranks = slice(k, min(k + step, low.rank))
+            left = low.read_left(model, rows, ranks, made.dtype)
+            if work.right[0] != (model, info, ranks):  # a tensor's next chunk needs it again
+                work.right = (model, info, ranks), low.read_right(model, ranks, made.dtype)
+            addresses = [array.ctypes.data for array in (left, work.right[1], made)]
+            kernel(*addresses, 0, 0, 0, 0, len(made), low.columns, left.shape[1], start % low.columns, k)
+        made *= made.dtype.type(low.scale)
+        if low.whole is not None:
+            raw = np.empty(made.size * STORED_BITS[low.whole.dtype] // 8, np.uint8)
+            made += widen(self._read(model, low.whole, start, made.size, raw, work), low.whole.dtype)
 
     def _explain_non_finite(self, job: Job, work: Workspace) -> NoReturn:
         """Name the first value that no merge can use. Off the fast path, so it reads again and looks with NumPy."""
@@ -2730,11 +2744,7 @@ class Worker:
         for checkpoint, info in [(self.base, tensor.base), *((self.models[i], info) for i, info in tensor.finetuned)]:
             for start, count in job.chunks(self.plan.chunk):
                 there = max(0, min(count, info.count - start))
-                values = (
-                    self._expand(checkpoint, info, start, there)
-                    if info.low_rank
-                    else widen(self._read(checkpoint, info, start, there, work.base), info.dtype)
-                )
+                values = widen(self._read(checkpoint, info, start, there, work.base, work), info.dtype)
                 bad = np.flatnonzero(~np.isfinite(values))
                 if bad.size:
                     place = [int(k) for k in np.unravel_index(start + int(bad[0]), tensor.base.shape)]

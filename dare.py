@@ -1257,6 +1257,8 @@ class TensorFile:
         try:
             self.status = regular_file(path, name)
             self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        except FileNotFoundError:
+            raise
         except OSError as error:
             raise DareError(f"cannot read {name!r}: {error.strerror}", "check its permissions") from None
         try:
@@ -1415,13 +1417,22 @@ def find_layout(source: Source) -> Layout:
     if stat.S_ISDIR(status.st_mode):
         return _directory_layout(source, path)
     folder = path.parent
-    if path.name in (ADAPTER_FILE, ADAPTER_CONFIG) and (folder / ADAPTER_CONFIG).exists():
-        return Layout((folder / ADAPTER_FILE,), folder, adapter=True)
+    if path.name in (ADAPTER_FILE, ADAPTER_CONFIG):
+        return _adapter_layout(source, folder)
     if path.suffix == ".json":
         return _index_layout(source, path)
     # A file of another name may lie among any others; this one belongs to what is around it.
     is_model = path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
     return Layout((path,), folder if is_model else None)
+
+
+def part_name(source: Source, path: Path) -> str:
+    """What to call a file of a model, in terms of the name that the user gave."""
+    if source.path == path:
+        return source.name
+    folder = source.path if source.path.is_dir() else source.path.parent
+    inside = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
+    return f"{source.name}/{inside}" if source.path.is_dir() else os.path.join(os.path.dirname(source.name), inside)
 
 
 def _where(source: Source) -> str:
@@ -1435,23 +1446,29 @@ def _directory_layout(source: Source, folder: Path) -> Layout:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise DareError(f"cannot read {source.name!r}: {error.strerror}", "check its permissions") from None
-    if adapter.exists():
-        if weights.exists() or index.exists():
-            raise DareError(
-                f"{source.name!r} holds a model and an adapter", f"name the one that you mean, like {weights.name}"
-            )
-        if not (folder / ADAPTER_FILE).exists():
-            pickled = "adapter_model.bin" in names
-            raise DareError(
-                f"the adapter {source.name!r} has no {ADAPTER_FILE}",
-                "load and save it with a current PEFT" if pickled else "download or save it again",
-            )
-        return Layout((folder / ADAPTER_FILE,), folder, adapter=True)
+    has_model = weights.exists() or index.exists()
+    if adapter.exists() and has_model:
+        raise DareError(
+            f"{source.name!r} holds a model and an adapter", f"name the one that you mean, like {weights.name}"
+        )
+    if adapter.exists() or (ADAPTER_FILE in names and not has_model):
+        return _adapter_layout(source, folder)
     if weights.exists():
         return Layout((weights,), folder)
     if index.exists():
         return _index_layout(source, index)
     raise _no_weights(source, names)
+
+
+def _adapter_layout(source: Source, folder: Path) -> Layout:
+    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+        if not (folder / name).exists():
+            pickled = (folder / "adapter_model.bin").exists()
+            raise DareError(
+                f"the adapter {source.name!r} has no {name}",
+                "load and save it with a current PEFT" if pickled else "download or save it again",
+            )
+    return Layout((folder / ADAPTER_FILE,), folder, adapter=True)
 
 
 def _no_weights(source: Source, names: list[str]) -> DareError:
@@ -1470,7 +1487,7 @@ def _no_weights(source: Source, names: list[str]) -> DareError:
 
 
 def _index_layout(source: Source, path: Path) -> Layout:
-    shown = source.name if source.path == path else f"{source.name}/{path.name}"
+    shown = part_name(source, path)
     index = read_json(path, shown)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -1504,16 +1521,15 @@ class Checkpoint:
         try:
             allow_open_files(len(layout.files))
             for path in layout.files:
-                self.files.append(self._open(path, len(layout.files) > 1 or path != source.path))
+                self.files.append(self._open(path))
             self.tensors = self._gathered(layout)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, path: Path, is_part: bool) -> TensorFile:
-        shown = f"{self.name}/{path.name}" if is_part else self.name
+    def _open(self, path: Path) -> TensorFile:
         try:
-            return TensorFile(path, shown)
+            return TensorFile(path, part_name(self.source, path))
         except FileNotFoundError:
             raise DareError(f"{self.name!r} lacks its file {path.name!r}", "download or save it again") from None
 
@@ -1529,7 +1545,7 @@ class Checkpoint:
                     )
                 tensors[name] = dataclasses.replace(info, file=number)
         for name, expected in layout.weight_map.items():
-            if name not in tensors or self.files[tensors[name].file].path != layout.files[0].parent / expected:
+            if name not in tensors or self.files[tensors[name].file].path != Path(layout.folder or "", expected):
                 raise DareError(
                     f"the index of {self.name!r} says that tensor {name!r} is in {expected!r}, and it is not",
                     "download or save the model again",
@@ -1558,7 +1574,7 @@ class Checkpoint:
         if self.folder is None or self.adapter:
             return {}
         try:
-            return read_json(self.folder / CONFIG_FILE, f"{self.name}/{CONFIG_FILE}")
+            return read_json(self.folder / CONFIG_FILE, CONFIG_FILE)
         except DareError:
             return {}
 
@@ -1646,6 +1662,7 @@ LORA_KEY: Final = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|b
 class AdapterConfig:
     """What of an adapter_config.json determines the weights."""
 
+    name: str  # of the adapter
     r: int = 8
     lora_alpha: float = 8
     use_rslora: bool = False
@@ -1682,7 +1699,7 @@ class AdapterConfig:
         for key, value in given.items():
             if not tests[key](value):
                 raise DareError(f"the adapter {name!r} has {key} = {value!r}", f"mend its {ADAPTER_CONFIG}")
-        return cls(**given)
+        return cls(name, **given)
 
     def rank(self, module: str) -> int:
         return int(self._of_module(self.rank_pattern, module, self.r))
@@ -1696,8 +1713,10 @@ class AdapterConfig:
         """As PEFT looks it up: the first pattern that matches the end of the module's name."""
         try:
             return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-        except re.error as error:
-            raise DareError(f"a pattern in {ADAPTER_CONFIG} is no regular expression: {error}", "mend it") from None
+        except (re.error, OverflowError, RecursionError) as error:
+            raise DareError(
+                f"a pattern in the {ADAPTER_CONFIG} of {self.name!r} is no regular expression: {error}", "mend it"
+            ) from None
 
 
 class Adapter(Checkpoint):
@@ -1707,22 +1726,29 @@ class Adapter(Checkpoint):
         super().__init__(source, layout)
         try:
             assert layout.folder is not None
-            config_path, shown = layout.folder / ADAPTER_CONFIG, f"{self.name}/{ADAPTER_CONFIG}"
-            self.settings = AdapterConfig.of(read_json(config_path, shown), self.name)
+            config_path = layout.folder / ADAPTER_CONFIG
+            self.settings = AdapterConfig.of(read_json(config_path, part_name(source, config_path)), self.name)
             self.config_sha256 = hashlib.sha256(config_path.read_bytes()).hexdigest()
-            self.tensors, self.extra = self._changes(base.tensors)
+            self.tensors, self.extra = self._changes(base)
         except BaseException:
             self.close()
             raise
 
-    def _changes(self, base: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+    def _changes(self, model: Checkpoint) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
+        base = model.tensors
         pairs, whole = self._sorted_keys()
+        if not pairs and not whole:
+            raise DareError(f"the adapter {self.name!r} is empty", "download or save it again")
         targets = [f"{module}.weight" for module in pairs]
         in_base = _naming(targets or list(whole), base)
         found = {in_base(name): info for name, info in whole.items()}
         for module, target in zip(pairs, targets, strict=True):
             name = in_base(target)
             if name not in base:
+                if module_of(name) in quantised_modules(base):
+                    raise DareError(
+                        f"{model.name!r} is quantised, and the adapter {self.name!r} changes {target!r}", QUANTISE_HINT
+                    )
                 raise DareError(
                     f"the adapter {self.name!r} changes {target!r}, which the base does not have",
                     f"check the base; it has {listed(list(base))}",
@@ -1871,8 +1897,8 @@ class Destination:
         return self.path.with_name(f"{name}.partial")
 
 
-def check_output(path: Path, inputs: Sequence[Checkpoint], force: bool) -> Destination:
-    """Refuse an output that cannot or must not be written."""
+def check_output(path: Path, inputs: Mapping[str, Sequence[Path]], force: bool) -> Destination:
+    """Refuse an output that cannot or must not be written. inputs: the files and directories of each, by name."""
     shown = repr(str(path))
     if path.suffix in (".gguf", ".json", ".toml", *PICKLE_SUFFIXES):
         raise ConfigError(
@@ -1886,11 +1912,9 @@ def check_output(path: Path, inputs: Sequence[Checkpoint], force: bool) -> Desti
         reason = getattr(error, "strerror", None) or error
         raise DareError(f"the output {shown} cannot be used: {reason}", "give another path") from None
     directory = path.suffix != ".safetensors"
-    for checkpoint in inputs:
-        if relation := entangled(target, status, checkpoint):
-            raise ConfigError(
-                f"the output {shown} {relation} the input {checkpoint.name!r}", "inputs are never overwritten"
-            )
+    for name, paths in inputs.items():
+        if relation := entangled(target, status, paths):
+            raise ConfigError(f"the output {shown} {relation} the input {name!r}", "inputs are never overwritten")
     if not folder:
         raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
     if not os.access(target.parent, os.W_OK):
@@ -1903,18 +1927,17 @@ def check_output(path: Path, inputs: Sequence[Checkpoint], force: bool) -> Desti
     return Destination(target, directory)
 
 
-def entangled(target: Path, status: os.stat_result | None, checkpoint: Checkpoint) -> str:
+def entangled(target: Path, status: os.stat_result | None, inputs: Sequence[Path]) -> str:
     """Whether an output is, holds or lies inside an input, by whatever names and links: in words, or not at all."""
-    folder = checkpoint.folder.resolve() if checkpoint.folder else None
-    paths = [file.path.resolve() for file in checkpoint.files] + ([folder] if folder else [])
-    if status is not None:
-        statuses = [file.status for file in checkpoint.files] + ([folder.stat()] if folder else [])
-        if any(os.path.samestat(status, other) for other in statuses):
-            return "is"
-        if any(os.path.samestat(status, parent.stat()) for path in paths for parent in path.parents):
-            return "holds"
-    if folder and any(parent.exists() and os.path.samestat(folder.stat(), parent.stat()) for parent in target.parents):
-        return "lies inside"
+    for path in [path.resolve() for path in inputs]:
+        if status is not None:
+            if os.path.samestat(status, path.stat()):
+                return "is"
+            if any(os.path.samestat(status, parent.stat()) for parent in path.parents):
+                return "holds"
+        above = (parent for parent in target.parents if path.is_dir() and parent.exists())
+        if any(os.path.samestat(path.stat(), parent.stat()) for parent in above):
+            return "lies inside"
     return ""
 
 
@@ -1962,8 +1985,9 @@ def made_here(folder: Path) -> list[str]:
 def files_in(folder: Path) -> list[str]:
     """All files of a directory and those below it, by their names relative to it."""
     found = []
-    for place, _, names in os.walk(folder):
-        found += [Path(place, name).relative_to(folder).as_posix() for name in names]
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        found += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
     return sorted(found)
 
 
@@ -2189,12 +2213,12 @@ class TensorPlan:
     name: str
     base: TensorInfo
     finetuned: tuple[tuple[int, TensorInfo], ...]  # the models that have it, by number
+    mask_names: tuple[str, ...]  # what their masks are drawn by: its name, or the one whose values they share
     output: TensorInfo  # its file is one of the plan's, its offset counts from the end of that file's header
     merged: bool  # False: copied from the base
     settings: TensorSettings
     method: str
-    mask_name: str  # the name that its mask is drawn by: its own, or the one that it shares its values with
-    quantised: bool = False
+    quantised: bool
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -2641,7 +2665,15 @@ class Worker:
             slot = survey.prefixes[row] if survey and job.stage and job.stage.kind == "count" else i
             limit = keep_threshold(tensor.settings.drop_rates[i]) - 1
             against = ZERO_ROW if is_delta(info) else BASE_ROW
-            work.words[row] = (*mask_key(self.plan.config.seed + i, tensor.mask_name), limit, slot, against, 0, 0, 0)
+            work.words[row] = (
+                *mask_key(self.plan.config.seed + i, tensor.mask_names[row]),
+                limit,
+                slot,
+                against,
+                0,
+                0,
+                0,
+            )
             work.reals[row] = (*self._scales(tensor, row, i, survey, job.stage), 0.0)
         pull = sum(survey.ends) - 1 if survey and tensor.method == "slerp" else 0.0
         work.words[len(tensor.finetuned)] = 0
@@ -2676,10 +2708,13 @@ class Worker:
         return weight / divisor, weight, survey.floors[row] if survey else 0.0
 
     def _tally(self, job: Job, work: Workspace, row: int, peak: float) -> Tally:
-        count, models = job.stop - job.start, len(job.tensor.finetuned)
-        expected = count * keep_rate(job.tensor.settings.drop_rates[job.tensor.finetuned[row][0]])
+        i, info = job.tensor.finetuned[row]
+        count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
+        rate = keep_rate(job.tensor.settings.drop_rates[i])
         above, kept = int(work.words[row, ABOVE]), int(work.words[row, KEPT])
-        return Tally(count, float(work.reals[row, SUM]), peak, above, kept, expected, float(work.reals[models, SUM]))
+        kept -= round((job.stop - job.start - count) * rate)  # what stands in for rows that it lacks is not its own
+        sums = float(work.reals[row, SUM]), float(work.reals[len(job.tensor.finetuned), SUM])
+        return Tally(count, sums[0], peak, above, min(count, max(0, kept)), count * rate, sums[1])
 
     def _copy(self, job: Job, work: Workspace) -> Outcome:
         outcome, tensor = Outcome(job), job.tensor
@@ -2723,6 +2758,8 @@ class Worker:
         self, model: Checkpoint, info: TensorInfo, low: LowRank, start: int, made: NDArray[Any], work: Workspace
     ) -> None:
         """Fill made with elements of scale * left @ right, by as many ranks at a time as fit the budget."""
+        if not len(made):
+            return
         kernel = self.kernels[expand_spec(info)]
         rows = slice(start // low.columns, -(-(start + len(made)) // low.columns))
         step = max(1, EXPAND_ELEMENTS // max(low.columns, rows.stop - rows.start))
@@ -2822,7 +2859,7 @@ class TensorPlanner:
 
     def __init__(self, config: DareConfig, base: Checkpoint, models: list[Checkpoint]) -> None:
         self.config, self.base, self.models = config, base, models
-        self.mismatched: list[list[str]] = [[] for _ in models]
+        self.mismatched: list[dict[str, tuple[int, ...]]] = [{} for _ in models]  # and their shapes
         self.tied: list[dict[str, str]] = [{} for _ in models]  # by head: the embedding that stands in for it
         self.warnings: list[str] = []
         self._quantised = quantised_modules(base.tensors)
@@ -2831,11 +2868,13 @@ class TensorPlanner:
 
     def tensors(self) -> list[TensorPlan]:
         planned = [self._plan_tensor(name, info) for name, info in self.base.tensors.items()]
-        for model, names, tied in zip(self.models, self.mismatched, self.tied, strict=True):
-            if names:
+        merged = {tensor.name for tensor in planned if tensor.merged}
+        for model, mismatched, tied in zip(self.models, self.mismatched, self.tied, strict=True):
+            shapes = [f"{name!r} ({list(shape)})" for name, shape in mismatched.items() if name in merged]
+            if shapes:
                 what = "their common rows are merged" if self.config.mismatch == "overlap" else "the base's are kept"
-                shapes = [f"{n!r} ({list(model.tensors[n].shape)})" for n in names[:LISTED]]
-                more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+                more = f" and {len(shapes) - LISTED:,} more" if len(shapes) > LISTED else ""
+                shapes = shapes[:LISTED]
                 self.warnings.append(f"{model.name} has tensors of other shapes: {', '.join(shapes)}{more}; {what}")
             for head, embedding in tied.items():
                 self.warnings.append(f"{model.name} lacks {head!r}, which is tied to {embedding!r} and merged like it")
@@ -2857,30 +2896,40 @@ class TensorPlanner:
     def _plan_tensor(self, name: str, info: TensorInfo) -> TensorPlan:
         quantised = self._is_quantised(name)
         merged = info.dtype in FORMATS and not quantised
-        found, settings_name = [], name
+        found, mask_names = [], []
         for i, model in enumerate(self.models):
-            theirs = model.tensors.get(name)
+            theirs, mask_name = model.tensors.get(name), name
             if theirs is None and (embedding := self._tied_embedding(name, info, model)):
-                theirs, settings_name = model.tensors[embedding], embedding
+                theirs, mask_name = model.tensors[embedding], embedding
                 self.tied[i][name] = embedding
             if theirs is None:
                 continue
             if theirs.shape != info.shape:
                 self._check_shapes(name, info, theirs, model)
-                self.mismatched[i].append(name)
+                self.mismatched[i][name] = theirs.shape
             if (theirs.dtype in FORMATS) != (info.dtype in FORMATS):
                 raise DareError(
                     f"tensor {name!r} is {info.dtype} in {self.base.name!r} and {theirs.dtype} in {model.name!r}",
                     f"only {', '.join(FORMATS)} tensors can be merged, with one another",
                 )
             found.append((i, theirs))
+            mask_names.append(mask_name)
         if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
             found = []
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
-        settings = self.config.for_tensor(settings_name, len(self.models))
-        output = TensorInfo(dtype, info.shape, 0)
-        method = self.config.method
-        return TensorPlan(name, info, tuple(found), output, merged, settings, method, settings_name, quantised)
+        # Where all models' heads are their embeddings, the merged head is the merged embedding.
+        alike = mask_names[0] if len(set(mask_names)) == 1 else name
+        return TensorPlan(
+            name=name,
+            base=info,
+            finetuned=tuple(found),
+            mask_names=tuple(mask_names),
+            output=TensorInfo(dtype, info.shape, 0),
+            merged=merged,
+            settings=self.config.for_tensor(alike, len(self.models)),
+            method=self.config.method,
+            quantised=quantised,
+        )
 
     def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Checkpoint) -> None:
         """Refuse tensors of different shapes, unless the user has said what to do with them and that can be done."""
@@ -2982,6 +3031,15 @@ def tokenizer_files(source: Source) -> dict[str, Path]:
     if not found:
         raise DareError(f"there is no tokenizer in {source.name!r}", "tokenizer_from wants a model directory")
     return found
+
+
+def _odd_directory(
+    base: Checkpoint, destination: Destination, planner: TensorPlanner, tokenizer: Source | None
+) -> Iterator[str]:
+    if destination.directory and (base.folder is None or not (base.folder / CONFIG_FILE).exists()):
+        yield f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: loaders will want one"
+    if destination.directory and tokenizer is not None:
+        yield from _odd_tokenizer(tokenizer_files(tokenizer), planner.embedding_rows())
 
 
 def _odd_tokenizer(files: dict[str, Path], rows: int) -> Iterator[str]:
@@ -3128,7 +3186,10 @@ class DareMerger:
     def _plan(self, base: Checkpoint, models: list[Checkpoint], output: Path, force: bool) -> Plan:
         inputs = [base, *models]
         self._check_fingerprints(inputs)
-        destination = check_output(output, inputs, force)
+        tokenizer = fetched(self.tokenizer_from) if self.tokenizer_from else None
+        touched = {c.name: [*([c.folder] if c.folder else []), *(file.path for file in c.files)] for c in inputs}
+        touched |= {tokenizer.name: [next(iter(tokenizer_files(tokenizer).values())).parent]} if tokenizer else {}
+        destination = check_output(output, touched, force)
         for model in models:
             if not model.tensors.keys() & base.tensors.keys():
                 raise DareError(
@@ -3149,16 +3210,16 @@ class DareMerger:
             config=self.config,
             tensors=tuple(tensors),
             files=tuple(files),
-            side=self._side_files(inputs, destination, tensors, files),
+            side=self._side_files(inputs, destination, tensors, files, tokenizer),
             threads=max(1, min(self.config.threads or usable_cores(), most)),
             missing=tuple(planner.missing(i) for i in range(len(models))),
             extra=tuple((*(n for n in m.tensors if n not in base.tensors), *m.extra) for m in models),
-            mismatched=tuple(map(tuple, planner.mismatched)),
+            mismatched=tuple(tuple(shapes) for shapes in planner.mismatched),
             warnings=(
                 *_odd_inputs(base, models),
                 *self._odd_settings(base),
                 *planner.warnings,
-                *self._odd_directory(base, destination, planner),
+                *_odd_directory(base, destination, planner, tokenizer),
             ),
         )
         free = shutil.disk_usage(destination.path.parent).free
@@ -3175,36 +3236,29 @@ class DareMerger:
         destination: Destination,
         tensors: Sequence[TensorPlan],
         files: Sequence[PlannedFile],
+        tokenizer: Source | None,
     ) -> dict[str, bytes | Path]:
         """What a model directory has besides its tensors."""
         if not destination.directory:
-            if self.tokenizer_from is not None:
+            if tokenizer is not None:
                 raise ConfigError(
                     "tokenizer_from means nothing to an output of one file", "name a directory, or leave it out"
                 )
             return {}
         base = inputs[0]
         side: dict[str, bytes | Path] = dict(side_files(base.folder))
-        if self.tokenizer_from is not None:
+        if tokenizer is not None:
             side = {name: path for name, path in side.items() if not TOKENIZER_FILES.fullmatch(name)}
-            side |= tokenizer_files(fetched(self.tokenizer_from))
+            side |= tokenizer_files(tokenizer)
         config = side.get(CONFIG_FILE)
         if self.config.dtype and isinstance(config, Path) and any(t.output.dtype != t.base.dtype for t in tensors):
-            side[CONFIG_FILE] = updated_config(config, f"{base.name}/{CONFIG_FILE}", self.config.dtype)
+            side[CONFIG_FILE] = updated_config(config, part_name(base.source, config), self.config.dtype)
         if len(files) > 1:
             side[INDEX_FILE] = index_bytes(tensors, files)
         side[CARD_FILE] = model_card(self.config, inputs, self._recipe(inputs)).encode()
         written = sorted([*side, RECIPE_FILE, *(file.name for file in files)])
-        side[RECIPE_FILE] = self._recipe(inputs, destination.path, written).encode()
+        side[RECIPE_FILE] = self._recipe(inputs, destination.path, written, tokenizer).encode()
         return dict(sorted(side.items()))
-
-    def _odd_directory(self, base: Checkpoint, destination: Destination, planner: TensorPlanner) -> Iterator[str]:
-        if not destination.directory:
-            return
-        if base.folder is None or not (base.folder / CONFIG_FILE).exists():
-            yield f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: loaders will want one"
-        if self.tokenizer_from is not None:
-            yield from _odd_tokenizer(tokenizer_files(fetched(self.tokenizer_from)), planner.embedding_rows())
 
     def _odd_settings(self, base: Checkpoint) -> Iterator[str]:
         used = [
@@ -3232,7 +3286,13 @@ class DareMerger:
                         "find that file, or take the [recipe] table out to merge this one",
                     )
 
-    def _recipe(self, inputs: list[Checkpoint], place: Path | None = None, files: Sequence[str] = ()) -> str:
+    def _recipe(
+        self,
+        inputs: list[Checkpoint],
+        place: Path | None = None,
+        files: Sequence[str] = (),
+        tokenizer: Source | None = None,
+    ) -> str:
         """Every setting that determines the tensors, and nothing else, as a configuration that makes them again.
 
         For a file at a place on disk, with paths that lead from there to the models, and what determines the other
@@ -3250,7 +3310,7 @@ class DareMerger:
         }
         if place is not None:
             dare["max_shard_size"] = self.config.max_shard_size
-            models |= {"tokenizer_from": path_from(self.tokenizer_from, place)} if self.tokenizer_from else {}
+            models |= {"tokenizer_from": path_from(tokenizer, place)} if tokenizer else {}
             recipe["files"] = list(files)
         rules = [rule.as_table() for rule in self.config.checked_rules]
         return tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})

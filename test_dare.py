@@ -2077,6 +2077,1883 @@ def test_slerp_equals_mergekit_within_rounding(tmp_path: Path, offline: None, t:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Models as directories, shards and indexes
+# ---------------------------------------------------------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+COMMITS = {"base": "b" * 40, "math": "c" * 40}
+
+
+def save_directory(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    """A model directory with its weights in one file, and these settings in config.json if there are any."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra: str) -> Path:
+    """A model directory with a shard for each list of names and an index, as Hugging Face's tools write them.
+
+    extra: entries that the index gets besides, or instead of, the true ones; dots are written as double underscores.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        shard = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / shard, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, shard)
+    weight_map |= {name.replace("__", "."): file for name, file in extra.items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+    return folder
+
+
+def each_alone(tensors: Tensors) -> list[list[str]]:
+    return [[name] for name in tensors]
+
+
+def run_merge(base: Path, merge: list[Path], output: Path, **config: Any) -> dare.MergeReport:
+    return DareMerger(base, merge, DareConfig(verbose=False, **config)).merge(output)
+
+
+def tensors_in(folder: Path) -> Tensors:
+    """All tensors of a merged directory."""
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def refuse_models(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    *complaints: str,
+    base: Path | str,
+    merge: Path | str,
+    output: Path | str | None = None,
+    flags: tuple[str, ...] = (),
+) -> str:
+    """Run the command on any models; it must fail with these words and leave the folder that holds all as it was."""
+    before = snapshot(folder)
+    output = folder / "out.safetensors" if output is None else output
+    assert dare.main(["--base", str(base), "--merge", str(merge), "--output", str(output), *flags]) == status
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "this is a bug" not in printed.err, printed.err
+    lines = printed.err.splitlines()
+    assert lines[-2].startswith("error: ")
+    assert lines[-1].startswith("hint: ")
+    for complaint in complaints:
+        assert complaint in printed.err, printed.err
+    assert snapshot(folder) == before
+    return printed.err
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A base and a fine-tune of it in bf16, as directories."""
+    base = random_model(dtype=BF16)
+    return save_directory(tmp_path / "base", base), save_directory(tmp_path / "math", finetune(base, 1))
+
+
+def test_a_model_is_a_file_a_directory_shards_or_an_index(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    model = finetune(base, 1)
+    names = list(base)
+    layouts = {}
+    for kind, tensors in (("base", base), ("model", model)):
+        [file] = save(tmp_path, **{kind: tensors})
+        whole = save_directory(tmp_path / f"{kind}-whole", tensors)
+        sharded = save_sharded(tmp_path / f"{kind}-sharded", tensors, [names[:1], names[1:]])
+        layouts[kind] = [file, whole, whole / "model.safetensors", sharded, sharded / INDEX]
+    run_merge(layouts["base"][0], [layouts["model"][0]], tmp_path / "out.safetensors")
+    expected = load_file(tmp_path / "out.safetensors")
+    for source in layouts["base"]:
+        run_merge(source, [layouts["model"][0]], tmp_path / "out.safetensors")
+        assert_same(load_file(tmp_path / "out.safetensors"), expected)
+    for source in layouts["model"]:
+        run_merge(layouts["base"][0], [source], tmp_path / "out.safetensors")
+        assert_same(load_file(tmp_path / "out.safetensors"), expected)
+
+
+def test_any_sharding_gives_the_same_tensors(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    names = list(base)
+    parts = [each_alone(base), [names[2:], names[:2]], [[names[3], names[0]], [names[1]], [names[2]]]]
+    found = []
+    for turn in range(3):
+        source = [
+            save_sharded(tmp_path / f"{turn}-{k}", tensors, parts[(turn + k) % 3])
+            for k, tensors in enumerate((base, finetune(base, 1), finetune(base, 2)))
+        ]
+        run_merge(source[0], source[1:], tmp_path / f"out{turn}", max_shard_size=5000 * turn + 500)
+        found.append(tensors_in(tmp_path / f"out{turn}"))
+    assert len(found[0]) == len(base)
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
+    assert_same(found[0], merge(tmp_path, base, finetune(base, 1), finetune(base, 2)))
+
+
+def test_shards_may_lie_in_a_folder_below_the_index(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    names = list(base)
+    folder = save_sharded(tmp_path / "base", base, [names[:2], names[2:]])
+    (folder / "shards").mkdir()
+    for shard in folder.glob("*.safetensors"):
+        shard.rename(folder / "shards" / shard.name)
+    index = folder / INDEX
+    index.write_text(index.read_text().replace('"model-', '"shards/model-'))
+    save_directory(tmp_path / "math", finetune(base, 1))
+    run_merge(folder, [tmp_path / "math"], tmp_path / "out.safetensors")
+    assert_same(load_file(tmp_path / "out.safetensors"), merge(tmp_path, base, finetune(base, 1)))
+
+
+def to_hub_cache(cache: Path, repository: str, folder: Path, commit: str) -> Path:
+    """Lay a model directory out as the Hub's cache does: blobs, links to them in a snapshot, and a branch."""
+    home = cache / f"models--{repository.replace('/', '--')}"
+    (home / "blobs").mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        blob = hashlib.sha256(path.read_bytes()).hexdigest()
+        (home / "blobs" / blob).write_bytes(path.read_bytes())
+        link = home / "snapshots" / commit / path.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(home / "blobs" / blob, link.parent))
+    return home / "snapshots" / commit
+
+
+def test_shards_may_be_links_as_in_the_hubs_cache(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    model = finetune(base, 1)
+    source = [
+        to_hub_cache(tmp_path, f"org/{name}", save_sharded(tmp_path / name, tensors, each_alone(tensors)), "1" * 40)
+        for name, tensors in (("base", base), ("model", model))
+    ]
+    run_merge(source[0], [source[1] / INDEX], tmp_path / "out")
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+    assert_same(tensors_in(tmp_path / "out"), merge(tmp_path, base, model))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Indexes that lie
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "/etc/x",
+        "C:\\x",
+        "C:/x",
+        "\\\\server\\share\\x",
+        "//server/share/x",
+        "C:x",
+        "../math/model.safetensors",
+        "sub/../../math/model.safetensors",
+        "..\\math\\model.safetensors",
+        "sub\\..\\..\\x",
+        "..",
+        ".",
+        "",
+        "a\x00b",
+        "a\nb",
+        7,
+        None,
+        ["model.safetensors"],
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("side", ["base", "merge"])
+def test_an_index_that_leads_elsewhere_is_not_followed(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: Any, side: str
+) -> None:
+    (tmp_path / "evil" / "sub").mkdir(parents=True)
+    (tmp_path / "evil" / INDEX).write_text(json.dumps({"weight_map": {"layer.weight": entry}}))
+    source: dict[str, Any] = {"base": pair[0], "merge": pair[1]} | {side: tmp_path / "evil"}
+    complaint = f"says that tensor 'layer.weight' is in {entry!r}, which is no file beside it"
+    refuse_models(tmp_path, capsys, 1, f"evil/{INDEX}'", complaint, "not followed", **source)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{}", "is JSON without a weight_map"),
+        ('{"weight_map": {}}', "is JSON without a weight_map"),
+        ('{"weight_map": null}', "is JSON without a weight_map"),
+        ('{"weight_map": ["model.safetensors"]}', "is JSON without a weight_map"),
+        ("[]", "is not a JSON object"),
+        ("", "is not valid: Expecting value"),
+        ("layer.weight: model.safetensors", "is not valid: Expecting value"),
+        ('{"weight_map": {"a": "x"}', "is not valid"),
+        ("\ufeff{}", "is not valid"),
+        ("\xff", "is not valid"),
+        ('{"weight_map": ' + "[" * 200_000, "is nested too deeply"),
+        ('{"weight_map": {"a": ' + "1" * 5000 + "}}", "is not valid"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "'a' is in it twice"),
+        ('{"weight_map": {"a": "x"}, "weight_map": {"a": "y"}}', "'weight_map' is in it twice"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_an_index_that_cannot_be_read_is_named(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, complaint: str
+) -> None:
+    (tmp_path / "odd").mkdir()
+    index = tmp_path / "odd" / INDEX
+    index.write_bytes(text.encode("latin-1" if text == "\xff" else "utf-8"))
+    refuse_models(tmp_path, capsys, 1, f"odd/{INDEX}'", complaint, base=pair[0], merge=tmp_path / "odd")
+    refuse_models(tmp_path, capsys, 1, f"odd/{INDEX}'", complaint, base=index, merge=pair[1])
+
+
+@pytest.mark.parametrize("source", ["model", f"model/{INDEX}"])
+def test_a_missing_shard_is_named(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str
+) -> None:
+    model = finetune(random_model(dtype=BF16), 1)
+    save_sharded(tmp_path / "model", model, each_alone(model))
+    (tmp_path / "model" / "model-00002-of-00004.safetensors").unlink()
+    error = refuse_models(
+        tmp_path, capsys, 1, "lacks its file 'model-00002-of-00004.safetensors'", base=pair[0], merge=tmp_path / source
+    )
+    assert "download or save it again" in error
+    assert "permissions" not in error
+
+
+def test_a_link_to_a_shard_that_is_gone_is_a_missing_shard(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = finetune(random_model(dtype=BF16), 1)
+    snap = to_hub_cache(
+        tmp_path / "hub", "o/m", save_sharded(tmp_path / "model", model, each_alone(model)), COMMITS["math"]
+    )
+    link = snap / "model-00003-of-00004.safetensors"
+    link.resolve().unlink()
+    refuse_models(tmp_path, capsys, 1, "lacks its file 'model-00003-of-00004.safetensors'", base=pair[0], merge=snap)
+
+
+@pytest.mark.parametrize("source", ["model", f"model/{INDEX}"])
+@pytest.mark.parametrize("broken", ["truncated", "pointer", "directory"])
+def test_a_broken_shard_is_named_by_a_path_that_exists(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str, source: str
+) -> None:
+    model = finetune(random_model(dtype=BF16), 1)
+    folder = save_sharded(tmp_path / "model", model, each_alone(model))
+    shard = folder / "model-00002-of-00004.safetensors"
+    whole = shard.read_bytes()
+    shard.unlink()
+    if broken == "truncated":
+        shard.write_bytes(whole[:-10])
+    elif broken == "pointer":
+        shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\n")
+    else:
+        shard.mkdir()
+    reason = {"truncated": "not a complete", "pointer": "Git LFS pointer", "directory": "not a regular file"}[broken]
+    refuse_models(tmp_path, capsys, 1, repr(str(shard)), reason, base=pair[0], merge=tmp_path / source)
+
+
+def test_an_index_that_does_not_fit_its_shards_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = finetune(random_model(dtype=BF16), 1)
+    names = list(model)
+    parts = [names[:2], names[2:]]
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+    folder = save_sharded(tmp_path / "absent", model, parts, ghost__weight=first)
+    complaint = f"says that tensor 'ghost.weight' is in {first!r}, and it is not"
+    refuse_models(tmp_path, capsys, 1, complaint, "absent", base=pair[0], merge=folder)
+
+    folder = save_sharded(tmp_path / "other", model, parts, layer__weight=second)
+    complaint = f"says that tensor 'layer.weight' is in {second!r}, and it is not"
+    refuse_models(tmp_path, capsys, 1, complaint, "other", base=pair[0], merge=folder)
+
+    folder = save_sharded(tmp_path / "twice", model, [names[:2], names[1:]])
+    complaint = f"tensor {names[1]!r} of"
+    refuse_models(tmp_path, capsys, 1, complaint, f"is in {first!r} and in {second!r}", base=folder, merge=pair[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Directories that hold no model, or too many
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_without_a_model_says_what_it_has_instead(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+
+    def check(*complaints: str) -> None:
+        refuse_models(tmp_path, capsys, 1, "odd'", *complaints, base=folder, merge=pair[1])
+        refuse_models(tmp_path, capsys, 1, "odd'", *complaints, base=pair[0], merge=folder)
+
+    check("holds no model", "model.safetensors or model.safetensors.index.json")
+    (folder / "config.json").write_text("{}")
+    check("holds no model", "model.safetensors or model.safetensors.index.json")
+    torch.save({"w": torch.ones(3)}, folder / "pytorch_model.bin")
+    check("holds PyTorch pickles", "convert", "save_pretrained")
+    (folder / "pytorch_model.bin").rename(folder / "consolidated.00.pth")
+    check("holds PyTorch pickles", "convert")
+    (folder / "consolidated.00.pth").unlink()
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(100))
+    check("holds GGUF files", "merge the original model")
+    save_file({"w": torch.ones(3)}, folder / "consolidated.safetensors")
+    save_file({"w": torch.ones(3)}, folder / "extra.safetensors")
+    check("'consolidated.safetensors', 'extra.safetensors'", "name the file")
+
+
+def test_a_model_and_an_adapter_in_one_directory_must_be_told_apart(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(pair[1], tmp_path / "both")
+    write_adapter(folder, low_rank("layer", (37, 61)))
+    refuse_models(
+        tmp_path, capsys, 1, "both' holds a model and an adapter", "model.safetensors", base=pair[0], merge=folder
+    )
+    run_merge(pair[0], [folder / "model.safetensors"], tmp_path / "model.safetensors")
+    run_merge(pair[0], [pair[1]], tmp_path / "math.safetensors")
+    assert_same(load_file(tmp_path / "model.safetensors"), load_file(tmp_path / "math.safetensors"))
+    report = run_merge(pair[0], [folder / "adapter_model.safetensors"], tmp_path / "adapter.safetensors")
+    assert report.models[0].parameters == 37 * 61
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Adapters that are not plain LoRA, or not of this base
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def low_rank(module: str, shape: tuple[int, int], rank: int = 2, seed: int = 5) -> Tensors:
+    """The two matrices of a LoRA on one module, under the names that PEFT saves them by."""
+    generator = torch.Generator().manual_seed(seed)
+    prefix = f"base_model.model.{module}"
+    return {
+        f"{prefix}.lora_A.weight": torch.randn(rank, shape[1], generator=generator) * 0.01,
+        f"{prefix}.lora_B.weight": torch.randn(shape[0], rank, generator=generator) * 0.01,
+    }
+
+
+def write_adapter(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    """A LoRA adapter of rank 2 with these settings; one that is ... is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["layer"]} | config
+    table = {key: value for key, value in table.items() if value is not ...}
+    (folder / "adapter_config.json").write_text(json.dumps(table))
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_small_adapter_is_merged_as_the_model_that_it_makes(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    base = load_file(pair[0] / "model.safetensors")
+    a, b = low_rank("layer", (37, 61)).values()
+    changed = base | {"layer.weight": base["layer.weight"].float() + 2 * (b @ a)}
+    run_merge(pair[0], [adapter], tmp_path / "out.safetensors", drop_rate=0.0, dtype="float32")
+    merged = load_file(tmp_path / "out.safetensors")
+    assert torch.allclose(merged["layer.weight"], changed["layer.weight"], rtol=1e-6, atol=1e-7)
+    assert torch.equal(merged["layer.bias"], base["layer.bias"].float())
+
+
+@pytest.mark.parametrize("key", dare.OTHER_ADAPTERS)
+def test_an_adapter_that_is_not_two_matrices_is_refused_by_its_name(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)), **{key: {"some": [1, 2]}})
+    words = dare.OTHER_ADAPTERS[key]
+    refuse_models(
+        tmp_path, capsys, 1, f"adapter' uses {words} ({key})", "merge_and_unload", base=pair[0], merge=adapter
+    )
+    write_adapter(adapter, low_rank("layer", (37, 61)), **{key: None})
+    run_merge(pair[0], [adapter], tmp_path / "out.safetensors")
+    write_adapter(adapter, low_rank("layer", (37, 61)), **{key: False})
+    run_merge(pair[0], [adapter], tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "complaints"),
+    [
+        ({"peft_type": "LOHA"}, ["is of type 'LOHA'", "only LoRA"]),
+        ({"peft_type": "lora"}, ["is of type 'lora'", "only LoRA"]),
+        ({"peft_type": ["LORA"]}, ["is of type ['LORA']", "only LoRA"]),
+        ({"peft_type": ...}, ["is of type None", "only LoRA"]),
+        ({"init_lora_weights": "pissa"}, ["was started by 'pissa'", "changed the base", "plain LoRA"]),
+        ({"init_lora_weights": "pissa_niter_4"}, ["was started by 'pissa_niter_4'", "changed the base"]),
+        ({"init_lora_weights": "olora"}, ["was started by 'olora'", "changed the base"]),
+        ({"init_lora_weights": "loftq"}, ["was started by 'loftq'", "changed the base"]),
+        ({"init_lora_weights": "corda"}, ["was started by 'corda'", "changed the base"]),
+        ({"init_lora_weights": {}}, ["was started by {}"]),
+        ({"r": "8"}, ["has r = '8'", "adapter_config.json"]),
+        ({"r": 0}, ["has r = 0", "adapter_config.json"]),
+        ({"r": 2.0}, ["has r = 2.0", "adapter_config.json"]),
+        ({"r": True}, ["has r = True", "adapter_config.json"]),
+        ({"lora_alpha": "16"}, ["has lora_alpha = '16'", "adapter_config.json"]),
+        ({"lora_alpha": math.nan}, ["has lora_alpha = nan", "adapter_config.json"]),
+        ({"lora_alpha": math.inf}, ["has lora_alpha = inf", "adapter_config.json"]),
+        ({"use_rslora": 1}, ["has use_rslora = 1", "adapter_config.json"]),
+        ({"use_rslora": "true"}, ["has use_rslora = 'true'", "adapter_config.json"]),
+        ({"fan_in_fan_out": "no"}, ["has fan_in_fan_out = 'no'", "adapter_config.json"]),
+        ({"rank_pattern": ["layer"]}, ["has rank_pattern = ['layer']", "adapter_config.json"]),
+        ({"rank_pattern": {"layer": "4"}}, ["has rank_pattern = {'layer': '4'}", "adapter_config.json"]),
+        ({"alpha_pattern": {"layer": None}}, ["has alpha_pattern = {'layer': None}", "adapter_config.json"]),
+        ({"alpha_pattern": 3}, ["has alpha_pattern = 3", "adapter_config.json"]),
+        ({"r": 4}, ["[2, 61] and [37, 2] of 'layer'", "not of rank 4", "adapter_config.json"]),
+        ({"r": ...}, ["[2, 61] and [37, 2] of 'layer'", "not of rank 8", "adapter_config.json"]),
+        ({"rank_pattern": {"layer": 3}}, ["of 'layer'", "not of rank 3", "adapter_config.json"]),
+        ({"rank_pattern": {"lay(er": 2}}, ["no regular expression", "adapter_config.json"]),
+        ({"alpha_pattern": {"*layer": 2}}, ["no regular expression", "adapter_config.json"]),
+        ({"rank_pattern": {"a{99999999999}": 2}}, ["no regular expression", "adapter_config.json"]),
+        ({"rank_pattern": {"(" * 5000 + ")" * 5000: 2}}, ["no regular expression", "adapter_config.json"]),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_an_adapter_whose_settings_make_no_sense_is_refused(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+    complaints: list[str],
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)), **config)
+    refuse_models(tmp_path, capsys, 1, "adapter'", *complaints, base=pair[0], merge=adapter)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"r": 2, "r": 4}', "[" * 200_000, "\xff"], ids=lambda text: text[:20])
+@pytest.mark.parametrize("source", ["", "adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapters_settings_that_cannot_be_read_are_named(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, source: str
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    (adapter / "adapter_config.json").write_bytes(text.encode("latin-1"))
+    named = repr(str(adapter / "adapter_config.json"))
+    refuse_models(tmp_path, capsys, 1, f"{named} is not valid", base=pair[0], merge=adapter / source)
+
+
+def test_settings_that_are_null_have_their_defaults(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    tensors = low_rank("layer", (37, 61), rank=8)
+    nothing = dict.fromkeys(("r", "lora_alpha", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern"))
+    write_adapter(tmp_path / "null", tensors, **nothing, init_lora_weights=None)
+    write_adapter(tmp_path / "full", tensors, r=8, lora_alpha=8)
+    run_merge(pair[0], [tmp_path / "null"], tmp_path / "null.safetensors")
+    run_merge(pair[0], [tmp_path / "full"], tmp_path / "full.safetensors")
+    assert_same(load_file(tmp_path / "null.safetensors"), load_file(tmp_path / "full.safetensors"))
+
+
+PREFIX = "base_model.model.layer"
+
+
+@pytest.mark.parametrize(
+    ("change", "complaints"),
+    [
+        ({f"{PREFIX}.lora_magnitude_vector": torch.ones(37)}, [f"'{PREFIX}.lora_magnitude_vector'", "plain LoRA"]),
+        ({f"{PREFIX}.lora_magnitude_vector.weight": torch.ones(37)}, ["lora_magnitude_vector.weight'", "plain LoRA"]),
+        ({f"{PREFIX}.lora_B.bias": torch.ones(37)}, [f"'{PREFIX}.lora_B.bias'", "plain LoRA"]),
+        ({f"{PREFIX}.lora_C.weight": torch.ones(37)}, [f"'{PREFIX}.lora_C.weight'", "plain LoRA"]),
+        ({f"{PREFIX}.token_adapter.trainable_tokens_delta": torch.ones(3)}, ["trainable_tokens", "plain LoRA"]),
+        ({f"{PREFIX}.lora_B.weight": None}, ["no pair of matrices A and B for 'layer'"]),
+        ({f"{PREFIX}.lora_A.weight": None}, ["no pair of matrices A and B for 'layer'"]),
+        ({f"{PREFIX}.lora_embedding_A": torch.ones(2, 61)}, ["no pair of matrices A and B for 'layer'"]),
+        ({f"{PREFIX}.lora_A.other.weight": torch.ones(2, 61)}, ["several adapters", f"'{PREFIX}.lora_A.", "each"]),
+        ({f"{PREFIX}.lora_A.weight": torch.ones(2, 61, dtype=torch.int8)}, [f"'{PREFIX}.lora_A.weight'", "is I8"]),
+        ({f"{PREFIX}.ids": torch.arange(3)}, [f"'{PREFIX}.ids'", "is I64"]),
+        ({f"{PREFIX}.lora_A.weight": torch.ones(2, 0)}, ["[2, 0] and [37, 2] of 'layer'", "not of rank 2"]),
+        ({f"{PREFIX}.lora_A.weight": torch.ones(())}, ["[] and [37, 2] of 'layer'", "not of rank 2"]),
+        ({f"{PREFIX}.lora_B.weight": torch.ones(37, 3)}, ["[2, 61] and [37, 3] of 'layer'", "not of rank 2"]),
+        ({f"{PREFIX}.lora_A.weight": torch.ones(2, 60)}, ["'layer.weight' is [37, 61]", "and [37, 60] in"]),
+        (
+            {f"{PREFIX}.base_layer.weight": torch.ones(37, 60)},
+            ["'layer' is [37, 60] and [37, 61]"],
+        ),
+        (low_rank("other", (37, 61)), ["changes 'other.weight', which the base does not have", "'layer.weight'"]),
+        (low_rank("scalar", (37, 61)), ["changes 'scalar.weight', which the base does not have"]),
+    ],
+    ids=lambda value: ",".join(value)[:70],
+)
+def test_an_adapter_whose_tensors_do_not_fit_is_refused(
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, torch.Tensor | None],
+    complaints: list[str],
+) -> None:
+    tensors = {n: t for n, t in {**low_rank("layer", (37, 61)), **change}.items() if t is not None}
+    adapter = write_adapter(tmp_path / "adapter", tensors)
+    refuse_models(tmp_path, capsys, 1, "adapter'", *complaints, base=pair[0], merge=adapter)
+
+
+def test_an_adapter_without_tensors_is_refused(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", {})
+    error = refuse_models(tmp_path, capsys, 1, "adapter' is empty", base=pair[0], merge=adapter)
+    assert error.splitlines()[-1].rstrip() == error.splitlines()[-1], "the hint is a whole sentence"
+
+
+def test_an_adapter_cannot_be_the_base(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    for source in ("", "adapter_model.safetensors", "adapter_config.json"):
+        complaints = ("the base '", "is a LoRA adapter", "the model that it was trained on")
+        refuse_models(tmp_path, capsys, 1, *complaints, base=adapter / source, merge=pair[1])
+
+
+def test_an_adapter_without_its_weights_says_so(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    (adapter / "adapter_model.safetensors").unlink()
+    for source in ("", "adapter_config.json"):
+        complaints = ("adapter", "adapter_model.safetensors", "download or save it again")
+        refuse_models(tmp_path, capsys, 1, *complaints, base=pair[0], merge=adapter / source)
+    torch.save(low_rank("layer", (37, 61)), adapter / "adapter_model.bin")
+    complaints = ("adapter' has no adapter_model.safetensors", "save it with a current PEFT")
+    refuse_models(tmp_path, capsys, 1, *complaints, base=pair[0], merge=adapter)
+
+
+def test_adapter_weights_without_their_settings_are_not_taken_for_a_model(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    (adapter / "adapter_config.json").unlink()
+    for source in ("", "adapter_model.safetensors"):
+        refuse_models(tmp_path, capsys, 1, "adapter_config.json", base=pair[0], merge=adapter / source)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_an_adapter_on_a_quantised_base_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
+) -> None:
+    base = {"layer.weight": torch.ones(37, 61).to(dtype), "norm.weight": torch.ones(61)}
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    folder = save_directory(tmp_path / "base", base)
+    complaints = ("base' is quantised", "'layer.weight'", "before quantising")
+    refuse_models(tmp_path, capsys, 1, *complaints, base=folder, merge=adapter)
+
+
+def test_an_adapter_on_a_gptq_base_is_refused_for_being_on_a_quantised_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    folder = save_directory(tmp_path / "base", quantised("gptq"))
+    refuse_models(tmp_path, capsys, 1, "base' is quantised", "before quantising", base=folder, merge=adapter)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tensors of other shapes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def with_rows(model: Tensors, rows: int, seed: int = 9) -> Tensors:
+    """The model with its layer.weight cut to so many rows, or grown to them by rows that resemble the others."""
+    weight = model["layer.weight"]
+    new = (torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(seed)) * 0.05).to(weight.dtype)
+    return {**model, "layer.weight": torch.cat([weight, new[len(weight) :]])[:rows].contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"), [(38, "1 row more"), (36, "1 row fewer"), (47, "10 rows more"), (7, "30 rows fewer")]
+)
+def test_other_numbers_of_rows_are_refused_with_the_ways_out(
+    models: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rows: int,
+    words: str,
+) -> None:
+    save(tmp_path, other=with_rows(load_file(models[1]), rows))
+    complaints = ("'layer.weight' is [37, 61] in", f"and [{rows}, 61] in", "other.safetensors'", f", {words}\n")
+    for flags in ((), ("--mismatch", "error")):
+        error = refuse(tmp_path, capsys, 1, *complaints, merge=["math", "other"], flags=flags)
+        assert "--mismatch overlap" in error
+        assert "--mismatch base" in error
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(37, 60), torch.ones(37), torch.ones(37, 61, 1), torch.ones(61, 37), torch.ones(())],
+    ids=lambda tensor: str(list(tensor.shape)),
+)
+def test_overlap_is_refused_where_more_than_rows_differs(
+    models: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    other: torch.Tensor,
+) -> None:
+    save(tmp_path, other={**load_file(models[1]), "layer.weight": other.to(BF16)})
+    shape = f"and {list(other.shape)} in"
+    complaints = ("'layer.weight' is [37, 61] in", shape, "more than the number of rows", "--mismatch base")
+    refuse(tmp_path, capsys, 1, *complaints, merge=["other"], flags=("--mismatch=overlap",))
+    error = refuse(tmp_path, capsys, 1, "'layer.weight' is [37, 61] in", shape, merge=["other"])
+    assert "overlap" not in error.splitlines()[-1], "what would not help is not advised"
+
+
+METHOD_FLAGS: list[dict[str, Any]] = [
+    {},
+    {"drop_rate": 0.0},
+    {"method": "ties", "keep_ratio": 0.5},
+    {"method": "slerp", "drop_rate": 0.5},
+    {"dtype": "float32", "drop_rate": 0.5},
+]
+TYPES = [(BF16, BF16), (F32, F32), (BF16, F32), (F32, BF16)]
+
+
+@pytest.mark.parametrize(
+    ("config", "base_type", "model_type"),
+    [(config, *types) for config in METHOD_FLAGS for types in TYPES] + [({}, F16, BF16), ({}, F64, F32)],
+    ids=str,
+)
+def test_overlap_merges_as_if_the_models_had_the_bases_rows(
+    tmp_path: Path, config: dict[str, Any], base_type: torch.dtype, model_type: torch.dtype
+) -> None:
+    base = random_model(dtype=base_type)
+    first, second = (
+        {n: t.to(model_type) for n, t in finetune({n: t.double() for n, t in base.items()}, seed).items()}
+        for seed in (1, 2)
+    )
+    more, fewer = with_rows(first, 45), with_rows(second, 20)
+    # Rows of the base that would be rounded in the model's type are held in the type that has room for both.
+    common = torch.promote_types(base_type, model_type)
+    rest = base["layer.weight"][20:].to(common)
+    padded = {**second, "layer.weight": torch.cat([fewer["layer.weight"].to(common), rest])}
+    (tmp_path / "other").mkdir()
+    merged = merge(tmp_path, base, more, fewer, mismatch="overlap", **config)
+    assert merged["layer.weight"].shape == (37, 61)
+    assert_same(merged, merge(tmp_path / "other", base, first, padded, **config))
+
+
+@pytest.mark.parametrize("config", [*METHOD_FLAGS[:2], {"method": "ties"}], ids=str)
+@pytest.mark.parametrize(("base_type", "model_type"), TYPES, ids=str)
+@pytest.mark.parametrize("chunk", [1024, 1 << 18])
+def test_rows_that_no_model_has_stay_the_bases_bit_for_bit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any],
+    base_type: torch.dtype,
+    model_type: torch.dtype,
+    chunk: int,
+) -> None:
+    monkeypatch.setattr(dare, "MIN_CHUNK", chunk)
+    monkeypatch.setattr(dare, "MAX_CHUNK", chunk)
+    base = random_model(dtype=base_type)
+    base["layer.weight"][30, :4] = torch.tensor([0.0, -0.0, 1e-7, -1.0]).to(base_type)
+    model = {n: t.to(model_type) for n, t in finetune(base, 1, 0.01).items()}
+    merged = merge(tmp_path, base, with_rows(model, 3), mismatch="overlap", **config)
+    assert same_bits(merged["layer.weight"][3:].clone(), base["layer.weight"][3:].clone())
+    assert not torch.equal(merged["layer.weight"][:3], base["layer.weight"][:3])
+
+
+def test_a_model_without_any_rows_overlaps_in_none(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    model = with_rows(finetune(base, 1), 0)
+    assert same_bits(merge(tmp_path, base, model, mismatch="overlap")["layer.weight"], base["layer.weight"])
+
+
+@pytest.mark.parametrize("config", METHOD_FLAGS[:4], ids=str)
+def test_mismatch_base_keeps_the_bases_tensor_bit_for_bit(tmp_path: Path, config: dict[str, Any]) -> None:
+    base = random_model(dtype=BF16)
+    base["layer.weight"][0, 0] = -0.0
+    odd = {**finetune(base, 2), "layer.weight": torch.ones(3, 3, 3, dtype=BF16)}
+    merged = merge(tmp_path, base, finetune(base, 1), odd, mismatch="base", **config)
+    assert same_bits(merged["layer.weight"], base["layer.weight"])
+    (tmp_path / "other").mkdir()
+    fitting = {**odd, "layer.weight": base["layer.weight"]}
+    expected = merge(tmp_path / "other", base, finetune(base, 1), fitting, **config)
+    assert_same({**merged, "layer.weight": base["layer.weight"]}, {**expected, "layer.weight": base["layer.weight"]})
+
+
+@pytest.mark.parametrize(("mismatch", "what"), [("overlap", "common rows are merged"), ("base", "base's are kept")])
+def test_the_report_names_what_does_not_fit(tmp_path: Path, mismatch: str, what: str) -> None:
+    base = random_model(dtype=BF16)
+    first = with_rows(finetune(base, 1), 45)
+    second = finetune(base, 2) | {"new.weight": torch.ones(3), "rotary.inv_freq": torch.ones(4)}
+    del second["layer.bias"]
+    paths = save(tmp_path, base=base, first=first, second=second)
+    report = run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", mismatch=mismatch)
+    assert report.models[0].mismatched_tensors == ("layer.weight",)
+    assert report.models[0].missing_tensors == report.models[0].extra_tensors == ()
+    assert report.models[1].mismatched_tensors == ()
+    assert report.models[1].missing_tensors == ("layer.bias",)
+    assert sorted(report.models[1].extra_tensors) == ["new.weight", "rotary.inv_freq"]
+    assert json.loads(json.dumps(report.as_dict()))["models"][0]["mismatched_tensors"] == ["layer.weight"]
+    odd, lacking, having = report.warnings[:3]
+    assert "first.safetensors has tensors of other shapes: 'layer.weight' ([45, 61]); the" in odd
+    assert odd.endswith(what)
+    assert "second.safetensors lacks 1 tensors of the base: 'layer.bias'" in lacking
+    assert "2 tensors that the base lacks: 'new.weight', 'rotary.inv_freq'; ignored" in having
+
+
+def test_integers_of_another_shape_are_not_said_to_be_merged(tmp_path: Path) -> None:
+    base = {"w": torch.ones(4, 4), "position_ids": torch.arange(8)}
+    model = {"w": torch.ones(4, 4) * 1.001, "position_ids": torch.arange(12)}
+    paths = save(tmp_path, base=base, model=model)
+    report = run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", mismatch="overlap")
+    assert same_bits(load_file(tmp_path / "out.safetensors")["position_ids"], base["position_ids"])
+    assert report.models[0].mismatched_tensors == ("position_ids",)
+    assert not any("common rows are merged" in warning for warning in report.warnings), report.warnings
+
+
+def test_parameters_that_a_model_does_not_have_are_not_counted_as_its_own(tmp_path: Path) -> None:
+    base = {"w": torch.ones(100, 50)}
+    paths = save(tmp_path, base=base, model={"w": torch.full((40, 50), 1.5)})
+    report = run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", mismatch="overlap")
+    assert report.models[0].parameters == 40 * 50
+    assert report.models[0].mean_delta == 0.5
+
+
+def test_mismatch_comes_from_toml_flags_and_recipes(models: list[Path], tmp_path: Path) -> None:
+    save_file(with_rows(load_file(models[1]), 45), models[1])
+    config = str(write_config(tmp_path, mismatch="overlap", verbose=False))
+    assert dare.main(["-c", config]) == 0
+    assert recipe_of(tmp_path)["dare"]["mismatch"] == "overlap"
+    by_toml = (tmp_path / "out.safetensors").read_bytes()
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(metadata(tmp_path / "out.safetensors")["dare_recipe"])
+    assert dare.main(["-q", "-c", str(recipe), "-o", str(tmp_path / "again.safetensors")]) == 0
+    assert (tmp_path / "again.safetensors").read_bytes() == by_toml
+    assert dare.main(["-c", config, "--mismatch", "base"]) == 0
+    assert recipe_of(tmp_path)["dare"]["mismatch"] == "base"
+    assert same_bits(load_file(tmp_path / "out.safetensors")["layer.weight"], load_file(models[0])["layer.weight"]), (
+        "flags beat TOML"
+    )
+
+
+@pytest.mark.parametrize("value", ["pad", "", "Overlap", True, ["base"]])
+def test_a_wrong_way_to_treat_mismatches_is_refused(
+    models: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    value: Any,
+) -> None:
+    with pytest.raises(ConfigError, match="mismatch must be one of error, overlap, base"):
+        DareConfig(mismatch=value)
+    config = write_config(tmp_path, mismatch=value)
+    assert dare.main(["-c", str(config)]) == 2
+    assert f"{config}: [dare] mismatch must be one of error, overlap, base, not {value!r}" in capsys.readouterr().err
+    if isinstance(value, str):
+        refuse(tmp_path, capsys, 2, "--mismatch must be one of error, overlap, base", flags=(f"--mismatch={value}",))
+
+
+@pytest.mark.parametrize("kind", ["lora", "embedding"])
+@pytest.mark.parametrize("chunk", [1024, 1 << 18])
+def test_an_adapter_of_fewer_or_more_rows_overlaps_like_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, chunk: int
+) -> None:
+    monkeypatch.setattr(dare, "MIN_CHUNK", chunk)
+    monkeypatch.setattr(dare, "MAX_CHUNK", chunk)
+    base = {"layer.weight": random_model()["layer.weight"]}
+    [path] = save(tmp_path, base=base)
+    for rows in (5, 30, 45):
+        a, b = low_rank("layer", (rows, 61)).values()
+        names = ("lora_A.weight", "lora_B.weight") if kind == "lora" else ("lora_embedding_A", "lora_embedding_B")
+        stored = (a, b) if kind == "lora" else (b.T.contiguous(), a.T.contiguous())
+        tensors = {f"{PREFIX}.{name}": tensor for name, tensor in zip(names, stored, strict=True)}
+        adapter = write_adapter(tmp_path / f"{rows}", tensors)
+        run_merge(path, [adapter], tmp_path / "out.safetensors", drop_rate=0.0, mismatch="overlap")
+        merged = load_file(tmp_path / "out.safetensors")["layer.weight"]
+        common = min(rows, 37)
+        expected = base["layer.weight"][:common] + 2 * (b @ a)[:common]
+        assert torch.allclose(merged[:common], expected, rtol=1e-6, atol=1e-7)
+        assert same_bits(merged[common:].clone(), base["layer.weight"][common:].clone())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tied heads, missing and extra tensors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def tied_models(dtype: torch.dtype = BF16) -> tuple[Tensors, Tensors]:
+    """A base whose head is its embedding, and a fine-tune of it that was saved without the head."""
+    base = random_model(dtype=dtype, shapes={"model.embed_tokens.weight": (40, 16), "model.norm.weight": (16,)})
+    return base | {"lm_head.weight": base["model.embed_tokens.weight"].clone()}, finetune(base, 1)
+
+
+@pytest.mark.parametrize("where", ["base", "model"])
+@pytest.mark.parametrize("config", [{"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}])
+@pytest.mark.parametrize("method", METHOD_FLAGS[:3], ids=str)
+def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
+    tmp_path: Path, where: str, config: dict[str, Any], method: dict[str, Any]
+) -> None:
+    base, model = tied_models()
+    base_path = save_directory(tmp_path / "base", base, **(config if where == "base" else {"model_type": "x"}))
+    model_path = save_directory(tmp_path / "model", model, **(config if where == "model" else {}))
+    report = run_merge(base_path, [model_path], tmp_path / "out.safetensors", **method)
+    merged = load_file(tmp_path / "out.safetensors")
+    assert same_bits(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    assert not torch.equal(merged["lm_head.weight"], base["lm_head.weight"])
+    assert report.models[0].missing_tensors == ()
+    words = "lacks 'lm_head.weight', which is tied to 'model.embed_tokens.weight' and merged like it"
+    assert any(words in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": False}, {"text_config": [1]}])
+def test_a_head_that_is_not_tied_stays_the_bases_and_is_listed(tmp_path: Path, config: dict[str, Any]) -> None:
+    base, model = tied_models()
+    base_path = save_directory(tmp_path / "base", base, **config)
+    report = run_merge(base_path, [save_directory(tmp_path / "model", model)], tmp_path / "out.safetensors")
+    merged = load_file(tmp_path / "out.safetensors")
+    assert same_bits(merged["lm_head.weight"], base["lm_head.weight"])
+    assert report.models[0].missing_tensors == ("lm_head.weight",)
+    assert any("lacks 1 tensors of the base: 'lm_head.weight'" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("mismatch", ["overlap", "base"])
+@pytest.mark.parametrize("rows", [43, 30])
+def test_a_tied_head_follows_an_embedding_of_other_rows(tmp_path: Path, mismatch: str, rows: int) -> None:
+    base, model = tied_models()
+    model["model.embed_tokens.weight"] = with_rows({"layer.weight": model["model.embed_tokens.weight"]}, rows)[
+        "layer.weight"
+    ]
+    base_path = save_directory(tmp_path / "base", base, tie_word_embeddings=True)
+    model_path = save_directory(tmp_path / "model", model)
+    run_merge(base_path, [model_path], tmp_path / "out.safetensors", mismatch=mismatch)
+    merged = load_file(tmp_path / "out.safetensors")
+    assert same_bits(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+
+
+def test_a_model_that_has_a_head_keeps_its_mask_beside_one_that_lacks_it(tmp_path: Path) -> None:
+    """A mask is drawn by a tensor's own name, whatever the other models have."""
+    base, lacking = tied_models(F32)
+    own = finetune(base, 2)
+    same = {name: base[name] for name in lacking}
+    base_path = save_directory(tmp_path / "base", base, tie_word_embeddings=True)
+    own_path = save_directory(tmp_path / "own", own)
+    heads = []
+    for other in (base, same):
+        other_path = save_directory(tmp_path / "other", other)
+        run_merge(base_path, [own_path, other_path], tmp_path / "out.safetensors")
+        heads.append(load_file(tmp_path / "out.safetensors")["lm_head.weight"])
+    assert same_bits(*heads)
+
+
+def test_buffers_that_a_model_has_besides_are_listed_and_left_out(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16)
+    model = finetune(base, 1) | {"rotary.inv_freq": torch.ones(4), "attn.masked_bias": torch.tensor(-1e4)}
+    model |= {"attn.bias": torch.ones(4, 4, dtype=torch.bool), "position_ids": torch.arange(9)}
+    paths = save(tmp_path, base=base, model=model)
+    report = run_merge(paths[0], paths[1:], tmp_path / "out.safetensors")
+    assert sorted(report.models[0].extra_tensors) == sorted(model.keys() - base.keys())
+    assert load_file(tmp_path / "out.safetensors").keys() == base.keys()
+    assert any("has 4 tensors that the base lacks: " in w and "and 1 more; ignored" in w for w in report.warnings)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Quantised models
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def quantised(kind: str) -> Tensors:
+    """A small model with one module in this layout, and a bias and a norm that are not quantised."""
+    generator = torch.Generator().manual_seed(3)
+
+    def numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.randint(-100 if dtype.is_signed else 0, 100, shape, generator=generator).to(dtype)
+
+    def reals(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(F16)
+
+    u8, i8, i32 = torch.uint8, torch.int8, torch.int32
+    layouts: dict[str, Tensors] = {
+        "fp8": {"weight": reals(8, 8).to(torch.float8_e4m3fn), "weight_scale_inv": reals(1, 1).float()},
+        "fp8-static": {
+            "weight": reals(8, 8).to(torch.float8_e4m3fn),
+            "weight_scale": reals(1).to(BF16),
+            "input_scale": reals(1).to(BF16),
+        },
+        "gptq": {
+            "qweight": numbers(i32, 4, 8),
+            "qzeros": numbers(i32, 1, 2),
+            "g_idx": numbers(i32, 32),
+            "scales": reals(1, 8),
+        },
+        "awq": {"qweight": numbers(i32, 8, 4), "qzeros": numbers(i32, 1, 2), "scales": reals(1, 8)},
+        "nf4": {
+            "weight": numbers(u8, 32, 1),
+            "weight.absmax": reals(2).float(),
+            "weight.quant_map": reals(16).float(),
+            "weight.quant_state.bitsandbytes__nf4": numbers(u8, 40),
+        },
+        "nf4-nested": {
+            "weight": numbers(u8, 32, 1),
+            "weight.absmax": numbers(u8, 2),
+            "weight.nested_absmax": reals(1).float(),
+            "weight.nested_quant_map": reals(16).float(),
+            "weight.quant_map": reals(16).float(),
+            "weight.quant_state.bitsandbytes__nf4": numbers(u8, 40),
+        },
+        "int8": {"weight": numbers(i8, 8, 8), "SCB": reals(8).float(), "weight_format": numbers(u8, 1)},
+        "mxfp4": {"gate_up_proj_blocks": numbers(u8, 2, 8, 4), "gate_up_proj_scales": numbers(u8, 2, 8)},
+        "compressed": {
+            "weight_packed": numbers(i32, 8, 1),
+            "weight_scale": reals(8, 1),
+            "weight_shape": numbers(torch.int64, 2),
+        },
+    }
+    module = {f"layer.{name}": tensor for name, tensor in layouts[kind].items()}
+    bias = "layer.gate_up_proj_bias" if kind == "mxfp4" else "layer.bias"
+    return module | {bias: reals(8), "norm.weight": reals(8), "embed.weight": reals(16, 8)}
+
+
+PLAIN = ("layer.bias", "layer.gate_up_proj_bias", "norm.weight", "embed.weight")
+LAYOUTS = ["fp8", "fp8-static", "gptq", "awq", "nf4", "nf4-nested", "int8", "mxfp4", "compressed"]
+PARTS = [(kind, name) for kind in LAYOUTS for name in quantised(kind) if name not in PLAIN]
+
+
+def tuned(model: Tensors) -> Tensors:
+    """A fine-tune of what is not quantised."""
+    plain = {name: tensor for name, tensor in model.items() if name in PLAIN}
+    return model | finetune(plain, 1, 0.01)
+
+
+def unquantised(model: Tensors) -> Tensors:
+    plain = {name: tensor for name, tensor in model.items() if name in PLAIN}
+    name = "layer.gate_up_proj" if "layer.gate_up_proj_bias" in model else "layer.weight"
+    return plain | {name: torch.ones(8, 8, dtype=F16)}
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_quantised_module_is_copied_whole_and_the_rest_is_merged(
+    tmp_path: Path, kind: str, dtype: str | None
+) -> None:
+    base = quantised(kind)
+    model = tuned(base)
+    config: dict[str, Any] = {"drop_rate": 0.0, "dtype": dtype}
+    merged = merge(tmp_path, base, model, **config)
+    assert merged.keys() == base.keys()
+    for name in base:
+        if name in PLAIN:
+            assert merged[name].dtype == (F32 if dtype else F16), name
+            assert torch.equal(merged[name], model[name].to(merged[name].dtype)), name
+        else:
+            assert merged[name].dtype == base[name].dtype, name
+            assert torch.equal(bytes_of(merged[name]), bytes_of(base[name])), name
+
+
+@pytest.mark.parametrize(("kind", "name"), PARTS)
+def test_a_quantised_module_that_differs_in_one_bit_anywhere_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str
+) -> None:
+    base = quantised(kind)
+    model = tuned(base)
+    model[name] = model[name].clone()
+    bytes_of(model[name])[0] ^= 1
+    save(tmp_path, base=base, model=model)
+    complaints = (f"tensor {name!r} is part of a quantised module", "model.safetensors'", "before quantising")
+    refuse(tmp_path, capsys, 1, *complaints, merge=["model"], flags=("--dtype=float32", "--mismatch=overlap"))
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_quantised_model_and_a_plain_one_are_not_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    model = quantised(kind)
+    save(tmp_path, quantised=model, plain=unquantised(model), other=quantised("int8" if kind == "awq" else "awq"))
+    for flags in ((), ("--mismatch=base",)):
+        complaints = ("plain.safetensors' is not", "quantised.safetensors' is quantised", "before quantising")
+        refuse(tmp_path, capsys, 1, *complaints, base="plain", merge=["quantised"], flags=flags)
+        complaints = ("quantised.safetensors' is quantised", "plain.safetensors' is not", "before quantising")
+        refuse(tmp_path, capsys, 1, *complaints, base="quantised", merge=["plain"], flags=flags)
+        refuse(tmp_path, capsys, 1, "quantised", "'layer.", base="quantised", merge=["other"], flags=flags)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Output directories
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_output_directory_never_touches_an_input_by_any_spelling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = random_model(dtype=BF16)
+    home = tmp_path / "home"
+    source = {
+        "base": save_directory(home / "models" / "base", base, model_type="x"),
+        "merge": save_sharded(home / "models" / "math", finetune(base, 1), each_alone(base)),
+    }
+    (source["base"] / "sub").mkdir()
+    (home / "link").symlink_to(source["base"])
+    (home / "all").symlink_to(home / "models")
+    (home / "models" / "config.json").write_text("{}")
+    monkeypatch.chdir(source["merge"])
+    is_base = [source["base"], home / "link", "../base", "./../base/", source["base"] / "sub" / "..", home / "all/base"]
+    inside = [source["base"] / "new", home / "link" / "new", "../base/sub", home / "all/base/x.safetensors", "new"]
+    holds = [home / "models", home / "all", "..", "../../models", home / "link" / ".."]
+    for flags in ((), ("--force",)):
+        for output in (*is_base, ".", home / "models" / "math", "../math"):
+            refuse_models(tmp_path, capsys, 2, "is the input", **source, output=output, flags=flags)
+        for output in inside:
+            refuse_models(tmp_path, capsys, 2, "lies inside the input", **source, output=output, flags=flags)
+        for output in holds:
+            refuse_models(tmp_path, capsys, 2, "holds the input", **source, output=output, flags=flags)
+
+
+def test_an_output_directory_that_holds_a_lone_input_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = random_model(dtype=BF16)
+    (tmp_path / "mine").mkdir()
+    paths = save(tmp_path / "mine", base=base, math=finetune(base, 1))
+    for flags in ((), ("--force",)):
+        refuse_models(
+            tmp_path, capsys, 2, "holds the input", base=paths[0], merge=paths[1], output=tmp_path / "mine", flags=flags
+        )
+
+
+def test_an_adapter_and_a_cache_are_inputs_too(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    for output, words in ((adapter, "is the input"), (adapter / "new", "lies inside the input")):
+        refuse_models(tmp_path, capsys, 2, words, base=pair[0], merge=adapter, output=output, flags=("--force",))
+    cached = to_hub_cache(tmp_path / "hub", "org/math", pair[1], COMMITS["math"])
+    for output in (cached, cached.parent.parent / "blobs", tmp_path / "hub"):
+        refuse_models(tmp_path, capsys, 2, "the input", base=pair[0], merge=cached, output=output, flags=("--force",))
+
+
+def test_the_directory_that_the_tokenizer_comes_from_is_never_overwritten(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = save_directory(tmp_path / "chat", random_model(dtype=BF16), model_type="x")
+    (chat / "tokenizer.json").write_text("{}")
+    flags = ("--force", "--tokenizer-from", str(chat))
+    refuse_models(tmp_path, capsys, 2, "is the input", base=pair[0], merge=pair[1], output=chat, flags=flags)
+
+
+def merge_directory(pair: tuple[Path, Path], output: Path, *flags: str) -> int:
+    return dare.main(["-q", "-b", str(pair[0]), "-m", str(pair[1]), "-o", str(output), *flags])
+
+
+def no_litter(folder: Path) -> bool:
+    return not any("partial" in path.name or "replaced" in path.name for path in folder.rglob("*"))
+
+
+def test_a_directory_of_somebody_else_is_replaced_only_if_forced(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = save_sharded(tmp_path / "out", random_model(), each_alone(random_model()))
+    (out / "notes").mkdir()
+    (out / "notes" / "precious.txt").write_text("mine")
+    complaints = ("exists and was not made by this tool", "--force")
+    refuse_models(tmp_path, capsys, 1, *complaints, base=pair[0], merge=pair[1], output=out)
+    assert merge_directory(pair, out, "--force") == 0
+    assert sorted(path.name for path in out.iterdir()) == ["README.md", "dare_recipe.toml", "model.safetensors"]
+    assert no_litter(tmp_path)
+
+
+def test_a_directory_of_this_tool_is_replaced_unless_something_was_put_into_it(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert merge_directory(pair, out) == 0
+    first = tensors_in(out)
+    assert merge_directory(pair, out, "--seed", "7") == 0
+    assert not same_bits(tensors_in(out)["layer.weight"], first["layer.weight"])
+    (out / "eval").mkdir()
+    (out / "eval" / "results.json").write_text("{}")
+    (out / "notes.txt").write_text("mine")
+    capsys.readouterr()
+    complaints = ("also holds 'eval/results.json', 'notes.txt'", "did not write", "--force")
+    refuse_models(tmp_path, capsys, 1, *complaints, base=pair[0], merge=pair[1], output=out)
+    assert merge_directory(pair, out, "--force") == 0
+    assert not (out / "notes.txt").exists()
+    assert no_litter(tmp_path)
+
+
+def test_a_link_to_a_directory_in_the_output_is_not_lost_unasked(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "precious.txt").write_text("mine")
+    out = tmp_path / "out"
+    assert merge_directory(pair, out) == 0
+    (out / "results").symlink_to(tmp_path / "results")
+    capsys.readouterr()
+    refuse_models(tmp_path, capsys, 1, "also holds 'results'", base=pair[0], merge=pair[1], output=out)
+    assert merge_directory(pair, out, "--force") == 0
+    assert (tmp_path / "results" / "precious.txt").read_text() == "mine", "what a link leads to is never removed"
+
+
+@pytest.mark.parametrize("recipe", ["", "[recipe]\nfiles = 3\n", "recipe = 1\n", "not toml", "[recipe]\nfiles = []\n"])
+def test_a_recipe_that_names_no_files_claims_none(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    out = save_directory(tmp_path / "out", random_model())
+    (out / "dare_recipe.toml").write_text(recipe)
+    complaints = ("exists and was not made by this tool", "--force")
+    refuse_models(tmp_path, capsys, 1, *complaints, base=pair[0], merge=pair[1], output=out)
+
+
+def test_a_directory_that_is_no_model_is_refused_even_if_forced(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "thesis"
+    (out / "chapters").mkdir(parents=True)
+    (out / "chapters" / "model.safetensors").write_text("not here")
+    (out / "thesis.tex").write_text("mine")
+    for flags in ((), ("--force",)):
+        refuse_models(
+            tmp_path, capsys, 1, "with other things in it", base=pair[0], merge=pair[1], output=out, flags=flags
+        )
+
+
+def test_an_empty_directory_is_filled(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert merge_directory(pair, tmp_path / "out") == 0
+    assert tensors_in(tmp_path / "out").keys() == random_model().keys()
+    assert no_litter(tmp_path)
+
+
+def test_a_file_in_the_place_of_a_directory_and_the_reverse_are_refused(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "to-file").symlink_to("file")
+    (tmp_path / "to-folder.safetensors").symlink_to("folder.safetensors")
+    for flags in ((), ("--force",)):
+        for output, words in (
+            ("file", "file' is a file"),
+            ("to-file", "to-file' is a file"),
+            ("folder.safetensors", "folder.safetensors' is a directory"),
+            ("to-folder.safetensors", "to-folder.safetensors' is a directory"),
+            ("file/out", "does not exist"),
+            ("nowhere/out", "does not exist"),
+        ):
+            refuse_models(
+                tmp_path, capsys, 1, words, base=pair[0], merge=pair[1], output=tmp_path / output, flags=flags
+            )
+
+
+def test_a_link_to_a_directory_as_output_keeps_leading_there(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    link = tmp_path / "latest"
+    link.symlink_to(tmp_path / "store" / "real")
+    for seed in ("1", "2"):
+        assert merge_directory(pair, link, "--seed", seed) == 0
+        assert link.is_symlink()
+        recipe = tomllib.loads((tmp_path / "store" / "real" / "dare_recipe.toml").read_text())
+        assert recipe["dare"]["seed"] == int(seed)
+    assert [path.name for path in (tmp_path / "store").iterdir()] == ["real"]
+
+
+@pytest.mark.parametrize("where", ["nan", "tokenizer"])
+def test_a_merge_into_a_directory_that_fails_leaves_the_old_one(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], where: str
+) -> None:
+    out = tmp_path / "out"
+    assert merge_directory(pair, out) == 0
+    broken = finetune(random_model(dtype=BF16), 1)
+    broken["scalar"] = torch.tensor(math.nan, dtype=BF16)
+    save_directory(tmp_path / "broken", broken)
+    capsys.readouterr()
+    if where == "nan":
+        refuse_models(tmp_path, capsys, 1, "'scalar' holds nan", base=pair[0], merge=tmp_path / "broken", output=out)
+    else:
+        flags = ("--tokenizer-from", str(pair[1]))
+        complaints = ("there is no tokenizer in", "math'")
+        refuse_models(tmp_path, capsys, 1, *complaints, base=pair[0], merge=pair[1], output=out, flags=flags)
+    assert no_litter(tmp_path)
+    new = tmp_path / "new"
+    refuse_models(tmp_path, capsys, 1, "holds nan", base=pair[0], merge=tmp_path / "broken", output=new)
+
+
+def test_shards_of_an_earlier_merge_do_not_survive(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert merge_directory(pair, out, "--max-shard-size", "100") == 0
+    assert len(list(out.glob("model-*-of-00004.safetensors"))) == 4
+    many = tensors_in(out)
+    assert merge_directory(pair, out, "--max-shard-size", "10kB") == 0
+    assert len(list(out.glob("*.safetensors"))) == 2
+    assert_same(tensors_in(out), many)
+    assert merge_directory(pair, out) == 0
+    assert [path.name for path in out.glob("*.safetensors*")] == ["model.safetensors"]
+    assert_same(tensors_in(out), many)
+    assert no_litter(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models by their name on the Hub
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> dict[str, str]:
+    """A cache of the Hub with org/base and org/math in it, and the environment in which it is all there is."""
+    base = random_model(dtype=BF16)
+    made = tmp_path / "made"
+    save_sharded(made / "base", base, each_alone(base))
+    (made / "base" / "config.json").write_text('{"model_type": "x"}')
+    (made / "base" / "tokenizer.json").write_text("{}")
+    save_directory(made / "math", finetune(base, 1))
+    for name, commit in COMMITS.items():
+        to_hub_cache(tmp_path / "home" / "hub", f"org/{name}", made / name, commit)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}
+    return {**kept, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+
+
+def test_models_are_found_on_the_hub_and_recipes_pin_their_commits(tmp_path: Path, hub: dict[str, str]) -> None:
+    made = tmp_path / "made"
+    run_merge(made / "base", [made / "math"], tmp_path / "expected")
+    only_cache = {key: value for key, value in hub.items() if key != "HF_HOME"}
+    only_cache["HF_HUB_CACHE"] = str(tmp_path / "home" / "hub")
+    spellings = [("", hub), ("@main", only_cache), ("@{}", hub)]
+    for number, (ending, environment) in enumerate(spellings):
+        names = [f"org/{name}{ending.format(commit)}" for name, commit in COMMITS.items()]
+        done = command("-q", "-b", names[0], "-m", names[1], "-o", f"out{number}", env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        out = tmp_path / f"out{number}"
+        assert_same(tensors_in(out), tensors_in(tmp_path / "expected"))
+        assert (out / "tokenizer.json").read_text() == "{}"
+        recipe = tomllib.loads((out / "dare_recipe.toml").read_text())
+        assert recipe["models"]["base_file"] == f"org/base@{COMMITS['base']}"
+        assert recipe["models"]["merge_files"] == [f"org/math@{COMMITS['math']}"]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = command("-q", "-c", "../out0/dare_recipe.toml", "-o", "again", env=hub, cwd=elsewhere)
+    assert done.returncode == 0, done.stderr
+    for path in sorted((tmp_path / "out0").iterdir()):
+        assert (elsewhere / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_path_beats_a_name_on_the_hub(tmp_path: Path, hub: dict[str, str]) -> None:
+    base = random_model(dtype=BF16)
+    local = finetune(base, 8)
+    save_directory(tmp_path / "org" / "math", local)
+    done = command("-q", "-b", "org/base", "-m", "org/math", "-o", "out.safetensors", env=hub, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert recipe_of(tmp_path)["models"]["merge_files"] == ["org/math"]
+    assert_same(load_file(tmp_path / "out.safetensors"), merge(tmp_path, base, local))
+
+
+def test_a_name_that_the_hub_does_not_have_is_one_clear_error(tmp_path: Path, hub: dict[str, str]) -> None:
+    before = snapshot(tmp_path)
+    for name in ("org/absent", "org/math@nightly"):
+        done = command("-b", "org/base", "-m", name, "-o", "out", env=hub, cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        error, hint = done.stderr.splitlines()
+        assert error.startswith(f"error: there is no {name!r} here, and none could be had from the Hugging Face Hub")
+        assert hint.startswith("hint: looked for ")
+        assert "HF_TOKEN" in hint
+    assert snapshot(tmp_path) == before
+
+
+def test_the_recipe_pins_where_the_tokenizer_came_from(tmp_path: Path, hub: dict[str, str]) -> None:
+    arguments = ["-q", "-b", "made/math", "-m", "made/math", "--tokenizer-from", "org/base", "-o", "out"]
+    done = command(*arguments, env=hub, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    recipe = tomllib.loads((tmp_path / "out" / "dare_recipe.toml").read_text())
+    assert recipe["models"]["tokenizer_from"] == f"org/base@{COMMITS['base']}"
+
+
+def test_without_the_hubs_library_the_extra_is_named(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.chdir(tmp_path)
+    complaints = ("there is no file or directory 'org/name@main'", "dare-merge[hub]")
+    error = refuse_models(tmp_path, capsys, 1, *complaints, base=pair[0], merge="org/name@main")
+    assert len(error.splitlines()) == 2
+    for name in ("org/name.safetensors", "org/model.json", "a/b/c", "../org/name", "name", "org/name@"):
+        error = refuse_models(tmp_path, capsys, 1, f"no file or directory {name!r}", base=name, merge=pair[1])
+        assert "[hub]" not in error, "which no name on the Hub looks like"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The size of shards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "size"),
+    [
+        ("5GB", 5 * 10**9),
+        ("5gb", 5 * 10**9),
+        ("1.5GiB", 3 << 29),
+        ("300 MB", 300 * 10**6),
+        (" 2TiB ", 2 << 40),
+        ("10kB", 10_000),
+        ("10KiB", 10_240),
+        ("1000", 1000),
+        ("1000B", 1000),
+        (1000, 1000),
+        (1, 1),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(source: Any, size: int) -> None:
+    assert dare.parse_size(source) == size
+    assert DareConfig(max_shard_size=source).max_shard_size == source
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["", "GB", "5XB", "5 G B", "-5GB", "5,5GB", "1e9", "0", "0GB", "0.5", "nan", "5GBs", "1.5.1GB", "9" * 16, "0x10"],
+)
+def test_wrong_sizes_are_refused(
+    models: list[Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+) -> None:
+    assert dare.parse_size(source) == 0
+    complaint = f"--max-shard-size must be a size like 5GB or 500MiB, or a number of bytes, not {source!r}"
+    refuse(tmp_path, capsys, 2, complaint, output="out", flags=(f"--max-shard-size={source}",))
+    config = write_config(tmp_path, max_shard_size=source)
+    assert dare.main(["-c", str(config)]) == 2
+    assert f"{config}: [dare] max_shard_size must be a size like 5GB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", [0, -1, 1.5, True, None, [5], 1 << 63])
+def test_wrong_sizes_are_refused_in_scripts(source: Any) -> None:
+    with pytest.raises(ConfigError, match="max_shard_size must be a size like 5GB"):
+        DareConfig(max_shard_size=source)
+
+
+@pytest.mark.parametrize("limit", [1, 100, 4514, 4515, 4636, 10_000, 15_000, 19_637, 19_638, "20kB"])
+def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
+    pair: tuple[Path, Path], tmp_path: Path, limit: int | str
+) -> None:
+    out = tmp_path / "out"
+    report = run_merge(pair[0], [pair[1]], out, max_shard_size=limit)
+    bound = dare.parse_size(limit)
+    shards = {path.name: load_file(path) for path in sorted(out.glob("*.safetensors"))}
+    assert list(shards) == list(report.files)
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in shards.values()]
+    for tensors, size in zip(shards.values(), sizes, strict=True):
+        assert size <= bound or len(tensors) == 1
+    firsts = [dare.TensorFile(out / name, name) for name in shards]
+    for size, following in zip(sizes, firsts[1:], strict=False):
+        first = next(iter(following.tensors.values()))
+        assert size + first.nbytes > bound, "no shard ends before it must"
+    for file in firsts:
+        file.close()
+    run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors")
+    assert_same(tensors_in(out), load_file(tmp_path / "out.safetensors"))
+    if len(shards) == 1:
+        assert list(shards) == ["model.safetensors"]
+        assert not (out / INDEX).exists()
+    else:
+        index = json.loads((out / INDEX).read_text())
+        assert index["weight_map"] == {name: file for file, tensors in shards.items() for name in tensors}
+        assert index["metadata"]["total_size"] == sum(sizes)
+        assert list(shards) == [f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)]
+
+
+def test_a_file_is_never_split(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", max_shard_size=1)
+    assert len(load_file(tmp_path / "out.safetensors")) == 4
+
+
+def test_a_refusal_is_an_error_that_scripts_can_catch(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DareError, match="holds no model") as caught:
+        run_merge(pair[0], [tmp_path / "empty"], tmp_path / "out.safetensors")
+    assert caught.value.hint
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# At home in the Hugging Face ecosystem
+# ---------------------------------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
+}
+GPT2: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32, "bos_token_id": 0}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_key_value_heads": 1, "tie_word_embeddings": False}),
+    "qwen": ("Qwen2ForCausalLM", "Qwen2Config", {**SMALL, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "eos_token_id": 0}),
+    "moe": ("MixtralForCausalLM", "MixtralConfig", {**SMALL, "num_key_value_heads": 1, "num_local_experts": 4}),
+    "bert": ("BertForMaskedLM", "BertConfig", SMALL),
+}
+
+
+def family_model(family: str, dtype: torch.dtype = F32, **changes: Any) -> Any:
+    """A model of a family, small and random."""
+    import transformers
+
+    model, config, settings = FAMILIES[family]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**{**settings, **changes})).to(dtype)
+
+
+def save_family(folder: Path, family: str, dtype: torch.dtype = F32, **shards: str) -> list[Path]:
+    """A base and two fine-tunes as transformers saves them, with the given sizes of shards."""
+    model, paths = family_model(family, dtype), []
+    for seed, name in enumerate(("base", "math", "code")):
+        generator = torch.Generator().manual_seed(seed)
+        if seed:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += (torch.randn(parameter.shape, generator=generator) * 0.001).to(dtype)
+        paths.append(folder / name)
+        model.save_pretrained(paths[-1], max_shard_size=shards.get(name, "5GB"))
+    return paths
+
+
+def load_directory(folder: Path) -> Tensors:
+    """All tensors of a model directory, as the safetensors library reads its files."""
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def quiet(**settings: Any) -> DareConfig:
+    return DareConfig(verbose=False, **settings)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_merged_directory_loads_in_transformers_and_runs(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    import transformers
+
+    paths = save_family(tmp_path, family, dtype, math="9KB")
+    merger = DareMerger(paths[0], paths[1:], quiet(max_shard_size="5kB"))
+    report = merger.merge(tmp_path / "merged")
+    merger.merge(tmp_path / "merged.safetensors")
+    assert len(report.files) > 1
+    assert_same(load_directory(tmp_path / "merged"), load_file(tmp_path / "merged.safetensors"))
+    loaded, info = getattr(transformers, FAMILIES[family][0]).from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert loaded.dtype == dtype
+    assert bool(loaded(torch.arange(8)[None]).logits.isfinite().all())
+    # What transformers saves again is what we wrote, under the same names.
+    loaded.save_pretrained(tmp_path / "again")
+    assert_same(load_directory(tmp_path / "again"), load_file(tmp_path / "merged.safetensors"))
+
+
+def test_the_same_models_sharded_in_any_way_give_the_same_tensors(tmp_path: Path) -> None:
+    results = []
+    for name, shards in {
+        "one": {},
+        "few": {"base": "9KB"},
+        "many": {"base": "3KB", "math": "9KB", "code": "2KB"},
+    }.items():
+        paths = save_family(tmp_path / name, "llama", BF16, **shards)
+        DareMerger(paths[0], paths[1:], quiet()).merge(tmp_path / name / "merged")
+        results.append(load_directory(tmp_path / name / "merged"))
+    assert len(list((tmp_path / "many" / "base").glob("*.safetensors"))) > 3
+    assert_same(results[0], results[1])
+    assert_same(results[0], results[2])
+
+
+def test_an_output_directory_is_laid_out_as_transformers_does(tmp_path: Path) -> None:
+    paths = save_family(tmp_path, "llama")
+    base = load_file(paths[0] / "model.safetensors")
+    DareMerger(paths[0], paths[1:], quiet(max_shard_size="5KiB")).merge(tmp_path / "merged")
+    index = json.loads((tmp_path / "merged" / "model.safetensors.index.json").read_text())
+    shards = sorted((tmp_path / "merged").glob("*.safetensors"))
+    assert [path.name for path in shards] == [
+        f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)
+    ]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in base.values())
+    assert index["weight_map"] == {name: path.name for path in shards for name in load_file(path)}
+    order = []
+    for path in shards:
+        with safe_open(path, framework="np") as file:
+            order += file.offset_keys()
+            sizes = [base[name].nbytes for name in file.keys()]  # noqa: SIM118
+            assert sum(sizes) <= 5 * 1024 or len(sizes) == 1
+            assert file.metadata()["format"] == "pt"
+    with safe_open(paths[0] / "model.safetensors", framework="np") as file:
+        assert order == file.offset_keys()
+    DareMerger(paths[0], paths[1:], quiet()).merge(tmp_path / "whole")
+    assert not (tmp_path / "whole" / "model.safetensors.index.json").exists()
+    assert [path.name for path in (tmp_path / "whole").glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_side_files_come_along_and_weights_do_not(tmp_path: Path) -> None:
+    paths = save_family(tmp_path, "qwen")
+    texts = {
+        "tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "{{ messages }}",
+        "LICENSE": "free", "NOTICE.txt": "note", "modeling_own.py": "x = 1", "additional_chat_templates/tool.jinja": "{{ tools }}",
+        "1_Pooling/config.json": "{}",
+    }  # fmt: skip
+    left = {
+        "README.md": "of the base", "pytorch_model.bin": "old", "model.fp16.safetensors": "old", "tf_model.h5": "old",
+        "original/consolidated.00.pth": "old", "original/params.json": "{}", "training_args.bin": "old",
+        ".git/config": "",
+        "checkpoint-10/config.json": "{}", "trainer_state.json": "{}", "model-00001-of-00002.safetensors": "stale",
+        "onnx/model.onnx": "old", "dare_recipe.toml": "old",
+    }  # fmt: skip
+    for name, text in {**texts, **left}.items():
+        (paths[0] / name).parent.mkdir(exist_ok=True)
+        (paths[0] / name).write_text(text)
+    report = DareMerger(paths[0], paths[1:], quiet()).merge(tmp_path / "merged")
+    found = {
+        path.relative_to(tmp_path / "merged").as_posix() for path in (tmp_path / "merged").rglob("*") if path.is_file()
+    }
+    made = {"README.md", "dare_recipe.toml"}
+    assert found == {*texts, *made, "config.json", "generation_config.json", "model.safetensors"}
+    assert set(report.side_files) == found - {"model.safetensors"}
+    for name, text in texts.items():
+        assert (tmp_path / "merged" / name).read_text() == text
+    assert (tmp_path / "merged" / "config.json").read_bytes() == (paths[0] / "config.json").read_bytes()
+    assert "of the base" not in (tmp_path / "merged" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
+def test_config_json_tells_the_new_type(tmp_path: Path, key: str | None) -> None:
+    import transformers
+
+    paths = save_family(tmp_path, "llama")
+    config = json.loads((paths[0] / "config.json").read_text())
+    config.pop("dtype")
+    config |= {key: "float32"} if key else {}
+    config["text_config"] = {"dtype": "float32", "more": 1}
+    config["quantization_config"] = {"dtype": "float32"}
+    (paths[0] / "config.json").write_text(json.dumps(config))
+    DareMerger(paths[0], paths[1:], quiet(dtype="bfloat16")).merge(tmp_path / "merged")
+    written = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert written.pop("text_config") == {"dtype": "bfloat16", "more": 1}
+    assert written.pop("quantization_config") == {"dtype": "float32"}
+    assert {k: v for k, v in written.items() if "dtype" in k} == ({key: "bfloat16"} if key else {})
+    del config["text_config"], config["quantization_config"]
+    (tmp_path / "merged" / "config.json").write_text(json.dumps(written))
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == BF16
+
+
+def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = save_family(tmp_path, "llama")
+    for path, text in zip(paths, ("base", "math", "code"), strict=True):
+        (path / "tokenizer_config.json").write_text(json.dumps({"from": text}))
+        (path / "LICENSE").write_text(text)
+    (paths[0] / "vocab.txt").write_text("of the base only")
+    vocabulary = {"model": {"vocab": {f"t{k}": k for k in range(40)}}, "added_tokens": [{"id": 41}]}
+    (paths[1] / "tokenizer.json").write_text(json.dumps(vocabulary))
+    output = tmp_path / "merged"
+    flags = ["-b", paths[0], "-m", *paths[1:], "-o", output, "--tokenizer-from", paths[1], "--drop-rate", "0.5"]
+    assert dare.main([*map(str, flags)]) == 0
+    assert "knows tokens up to 41, and the merged model has rows for 40" in capsys.readouterr().err
+    assert json.loads((output / "tokenizer_config.json").read_text()) == {"from": "math"}
+    assert (output / "tokenizer.json").exists()
+    assert not (output / "vocab.txt").exists()
+    assert (output / "LICENSE").read_text() == "base"
+    again = tmp_path / "again"
+    assert dare.main(["--config", str(output / "dare_recipe.toml"), "--output", str(again)]) == 0
+    assert json.loads((again / "tokenizer_config.json").read_text()) == {"from": "math"}
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(DareError, match="there is no tokenizer in"):
+        DareMerger(paths[0], paths[1:], quiet(), tokenizer_from=tmp_path / "bare").merge(tmp_path / "other")
+    with pytest.raises(ConfigError, match="tokenizer_from means nothing to an output of one file"):
+        DareMerger(paths[0], paths[1:], quiet(), tokenizer_from=paths[1]).merge(tmp_path / "other.safetensors")
+
+
+def test_the_recipe_in_a_directory_makes_the_same_tensors_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With relative paths, from another working directory, through a link, and with every file but the card alike."""
+    save_family(tmp_path / "models", "llama", BF16, math="9KB")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "results", target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    flags = (
+        "-q -b models/base -m models/math models/code/model.safetensors -o link/merged --max-shard-size 9kB --seed 7"
+    )
+    assert dare.main(flags.split()) == 0
+    monkeypatch.chdir("/")
+    recipe = tmp_path / "results" / "merged" / "dare_recipe.toml"
+    assert "/tmp" not in recipe.read_text().replace(str(tmp_path), "/tmp") or "models/base" in recipe.read_text()
+    assert dare.main(["-q", "--config", str(recipe), "--output", str(tmp_path / "elsewhere")]) == 0
+    first, second = tmp_path / "results" / "merged", tmp_path / "elsewhere"
+    assert_same(load_directory(first), load_directory(second))
+    assert sorted(path.name for path in first.iterdir()) == sorted(path.name for path in second.iterdir())
+    assert (first / "config.json").read_bytes() == (second / "config.json").read_bytes()
+
+
+def test_the_model_card_has_front_matter_and_the_recipe(tmp_path: Path) -> None:
+    import huggingface_hub
+
+    paths = save_family(tmp_path, "llama")
+    settings = quiet(method="ties", weights=[2, 1], keep_ratio=0.5, rules=[{"match": "*norm*", "lambda_coeff": 0.0}])
+    DareMerger(paths[0], paths[1:], settings).merge(tmp_path / "merged")
+    card = huggingface_hub.ModelCard.load(tmp_path / "merged" / "README.md")
+    assert card.data.base_model == ["base", "math", "code"]
+    assert card.data.library_name == "transformers"
+    assert card.data.tags == ["merge", "dare"]
+    assert "agree on a sign" in card.text
+    assert "| `math` | 42 | 0.9 | 0.1 | 2 |" in card.text
+    assert "the largest 0.5" in card.text
+    recipe = card.text.split("```toml\n")[1].split("```")[0]
+    assert tomllib.loads(recipe)["dare"]["method"] == "ties"
+    assert recipe == metadata(tmp_path / "merged" / "model.safetensors")["dare_recipe"]
+    DareMerger(paths[0], paths[1:], quiet(method="slerp", slerp_t=0.25)).merge(tmp_path / "slerp")
+    assert "slerp at 0.25" in (tmp_path / "slerp" / "README.md").read_text()
+
+
+def test_a_bare_file_as_base_gives_a_directory_without_configuration_and_says_so(
+    models: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "private.txt").write_text("of no model")
+    report = DareMerger(models[0], models[1:], quiet()).merge(tmp_path / "merged")
+    assert any("has no config.json beside it" in warning for warning in report.warnings)
+    assert set(report.side_files) == {"README.md", "dare_recipe.toml"}
+
+
+def test_a_directory_of_20000_tensors_plans_in_seconds_and_merges(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {f"model.layers.{k // 10}.part{k % 10}.weight": (4, 8) for k in range(20000)}
+    base = random_model(0, BF16, shapes)
+    paths = []
+    for k in range(2):
+        (tmp_path / f"m{k}").mkdir()
+        save_file(base, tmp_path / f"m{k}" / "model.safetensors")
+        paths.append(tmp_path / f"m{k}")
+    started = time.perf_counter()
+    rules = [{"match": f"*.{k}.*", "drop_rate": 0.5} for k in range(10)]
+    plan = DareMerger(paths[0], [paths[1]], quiet(rules=rules, max_shard_size="20kB")).plan(tmp_path / "merged")
+    assert time.perf_counter() - started < 20  # about two on a quiet machine
+    assert len(plan.tensors) == 20000
+    assert len(plan.files) == 65
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LoRA adapters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(folder: Path, model: Any, seed: int = 1, size: float = 0.05, **settings: Any) -> Any:
+    """Train nothing, but fill the adapter with random numbers, and save it as PEFT does. Gives the model with it."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 6, **settings}))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter += (torch.randn(parameter.shape, generator=generator) * size).to(parameter.dtype)
+    adapted.save_pretrained(folder)
+    return adapted
+
+
+LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {"target_modules": LLAMA_TARGETS}),
+    "rank of one": ("llama", {"target_modules": LLAMA_TARGETS, "r": 1}),
+    "rslora": ("llama", {"target_modules": LLAMA_TARGETS, "use_rslora": True, "r": 7}),
+    "patterns": (
+        "llama",
+        {
+            "target_modules": LLAMA_TARGETS,
+            "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 9, r"^model.layers.0.mlp.down_proj": 3},
+            "alpha_pattern": {"q_proj": 3, "0.self_attn.k_proj": 11},
+        },
+    ),
+    "modules_to_save": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tied embedding": ("qwen", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "biases": ("qwen", {"target_modules": ["q_proj", "v_proj"], "bias": "all"}),
+    "conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "conv1d and embedding": ("gpt2", {"target_modules": ["c_attn", "c_proj", "wte"], "fan_in_fan_out": True}),
+    "bert": ("bert", {"target_modules": ["query", "value", "dense"]}),
+    "layers": ("llama", {"target_modules": LLAMA_TARGETS, "layers_to_transform": [1]}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    family, settings = ADAPTERS[kind]
+    model = family_model(family, dtype)
+    model.save_pretrained(tmp_path / "base")
+    adapted = save_adapter(tmp_path / "adapter", model, **settings)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
+    report = DareMerger(tmp_path / "base", [tmp_path / "adapter"], quiet(drop_rate=0.0)).merge(tmp_path / "merged")
+    merged, expected = load_directory(tmp_path / "merged"), load_directory(tmp_path / "expected")
+    base = load_directory(tmp_path / "base")
+    assert merged.keys() == expected.keys() == base.keys()
+    changed = 0
+    for name, tensor in merged.items():
+        # One rounding of the output type; PEFT rounds the change too, to the type of the weights.
+        near, far = tensor.double(), expected[name].double()
+        step = torch.maximum(near.abs(), far.abs()) * torch.finfo(dtype).eps
+        change = (far - base[name].double()).abs() * torch.finfo(dtype).eps
+        assert bool(((near - far).abs() <= step + change + 1e-7 * (dtype == F32)).all()), name
+        changed += not torch.equal(tensor, base[name])
+    assert changed >= 2
+    assert not report.models[0].missing_tensors
+    assert not report.models[0].extra_tensors
+    assert not any("lacks" in warning for warning in report.warnings)
+
+
+def reference_delta(folder: Path, module: str, scale: float) -> np.ndarray:
+    stored = load_file(folder / "adapter_model.safetensors")
+    a = stored[f"base_model.model.{module}.lora_A.weight"].float().numpy()
+    b = stored[f"base_model.model.{module}.lora_B.weight"].float().numpy()
+    total = np.zeros((b.shape[0], a.shape[1]), np.float32)
+    for k in range(len(a)):
+        total += b[:, k : k + 1] * a[k]
+    return total * np.float32(scale)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapters_changes_are_dropped_and_rescaled_bit_for_bit_like_the_formulas(tmp_path: Path) -> None:
+    model = family_model("llama", BF16)
+    model.save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "adapter", model, target_modules=["q_proj"], r=5)
+    DareMerger(tmp_path / "base", [tmp_path / "adapter"], quiet(drop_rate=0.7)).merge(tmp_path / "merged")
+    base, merged = load_directory(tmp_path / "base"), load_directory(tmp_path / "merged")
+    for name in base:
+        expected = base[name]
+        if "q_proj" in name:
+            delta = reference_delta(tmp_path / "adapter", name.removesuffix(".weight"), 6 / 5)
+            mask = reference_mask(42, name, delta.size, 0.7).reshape(delta.shape)
+            kept = np.where(mask, delta * np.float32(1 / honoured(0.7)), np.float32(0))
+            expected = round_to(base[name].float().numpy() + kept, BF16)
+        assert same_bits(merged[name], expected), name
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        (BF16, {}),
+        (BF16, {"method": "ties"}),
+        (BF16, {"method": "ties", "keep_ratio": 0.3}),
+        (BF16, {"method": "slerp"}),
+        (F32, {}),
+        (F64, {}),
+    ],
+    ids=str,
+)
+def test_adapters_and_full_finetunes_merge_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, config: dict[str, Any]
+) -> None:
+    """As the same merge with the adapter's sums in float32 (float64) stored as a full fine-tune."""
+    model = family_model("llama", dtype)
+    model.save_pretrained(tmp_path / "base")
+    base = load_directory(tmp_path / "base")
+    full = {name: tensor.clone() for name, tensor in finetune(base, 3).items()}
+    (full_path,) = save(tmp_path, full=full)
+    save_adapter(tmp_path / "adapter", model, target_modules=LLAMA_TARGETS)
+    merger = DareMerger(tmp_path / "base", [tmp_path / "adapter", full_path], quiet(drop_rate=0.4, **config))
+    merger.merge(tmp_path / "merged.safetensors")
+    merged = load_file(tmp_path / "merged.safetensors")
+    monkeypatch.setattr(dare, "MAX_CHUNK", 1 << 14)
+    monkeypatch.setattr(dare, "EXPAND_ELEMENTS", 50)
+    merger.merge(tmp_path / "chunks.safetensors")
+    assert_same(merged, load_file(tmp_path / "chunks.safetensors"))
+    exact = F64 if dtype == F64 else F32
+    wide = {name: tensor.to(exact) for name, tensor in base.items()}
+    for module in {name.rsplit(".", 1)[0] for name in base if name.split(".")[-2] in LLAMA_TARGETS}:
+        wide[f"{module}.weight"] += reference_delta(tmp_path / "adapter", module, 6 / 4)
+    (wide_path,) = save(tmp_path, wide=wide)
+    stored = {name for name in base if name.split(".")[-2] in LLAMA_TARGETS}
+    DareMerger(tmp_path / "base", [wide_path, full_path], quiet(drop_rate=0.4, **config)).merge(
+        tmp_path / "expected.safetensors"
+    )
+    expected = load_file(tmp_path / "expected.safetensors")
+    for name in stored:
+        step = 1e-5 if dtype == F64 else 2 * torch.finfo(dtype).eps
+        assert torch.allclose(merged[name], expected[name], rtol=step, atol=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64])
+def test_several_adapters_alike_in_all_but_their_values_are_told_apart(tmp_path: Path, dtype: torch.dtype) -> None:
+    """And merge with a fine-tune of a wider type than theirs."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (300, 1000)  # several chunks
+    base = {"layer.weight": torch.randn(shape, generator=generator).to(BF16)}
+    pairs = [[torch.randn(size, generator=generator) * 0.01 for size in ((3, 1000), (300, 3))] for _ in range(2)]
+    full = {"layer.weight": base["layer.weight"].to(dtype) + 0.001}
+    paths = save(tmp_path, base=base, full=full)
+    adapters = [lora_directory(tmp_path / f"a{k}", {"layer": (a, b)}) for k, (a, b) in enumerate(pairs)]
+    DareMerger(paths[0], [*adapters, paths[1]], quiet(drop_rate=0.0, dtype="float64", weights=[1, 1, 1])).merge(
+        tmp_path / "merged.safetensors"
+    )
+    merged = load_file(tmp_path / "merged.safetensors")["layer.weight"]
+    expected = full["layer.weight"].double() + sum(b.double() @ a.double() for a, b in pairs)
+    assert torch.allclose(merged, expected, atol=1e-6, rtol=0)
+
+
+def test_an_adapter_is_a_small_part_of_what_is_read(tmp_path: Path) -> None:
+    base = {"layer.weight": torch.randn(300, 2000)}
+    save(tmp_path, base=base)
+    lora_directory(tmp_path / "adapter", {"layer": (torch.randn(8, 2000), torch.randn(300, 8) * 0.01)})
+    merger = DareMerger(tmp_path / "base.safetensors", [tmp_path / "adapter"], quiet())
+    report = merger.merge(tmp_path / "merged.safetensors")
+    assert report.bytes_read == 4 * (300 * 2000 + 8 * 2000 + 300 * 8)
+    assert report.models[0].parameters == 300 * 2000
+
+
+def lora_directory(folder: Path, modules: dict[str, tuple[torch.Tensor, torch.Tensor]], **config: Any) -> Path:
+    """An adapter made by hand: A and B for each module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = next(iter(modules.values()))[0].shape[0]
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, **config}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    tensors = {}
+    for module, (a, b) in modules.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = a
+        tensors[f"base_model.model.{module}.lora_B.weight"] = b
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("in_base", "in_adapter"),
+    [("h.0.attn", "transformer.h.0.attn"), ("model.h.0.attn", "h.0.attn"), ("h.0.attn", "h.0.attn")],
+)
+def test_names_with_and_without_the_models_prefix_meet(tmp_path: Path, in_base: str, in_adapter: str) -> None:
+    base = {f"{in_base}.weight": torch.zeros(6, 8), "other.weight": torch.zeros(3)}
+    a, b = torch.randn(2, 8), torch.randn(6, 2)
+    save(tmp_path, base=base)
+    lora_directory(tmp_path / "adapter", {in_adapter: (a, b)})
+    DareMerger(tmp_path / "base.safetensors", [tmp_path / "adapter"], quiet(drop_rate=0.0)).merge(
+        tmp_path / "merged.safetensors"
+    )
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert torch.allclose(merged[f"{in_base}.weight"], b @ a, atol=1e-6)
+
+
+def test_an_adapter_for_a_convolution_merges(tmp_path: Path) -> None:
+    base = {"conv.weight": torch.randn(6, 3, 2, 2)}
+    a, b = torch.randn(2, 3, 2, 2), torch.randn(6, 2, 1, 1)
+    save(tmp_path, base=base)
+    lora_directory(tmp_path / "adapter", {"conv": (a, b)})
+    for name in ("adapter", "adapter/adapter_model.safetensors", "adapter/adapter_config.json"):
+        DareMerger(tmp_path / "base.safetensors", [tmp_path / name], quiet(drop_rate=0.0)).merge(
+            tmp_path / "merged.safetensors"
+        )
+        merged = load_file(tmp_path / "merged.safetensors")
+        expected = base["conv.weight"] + torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
+        assert torch.allclose(merged["conv.weight"], expected, atol=1e-6)
+
+
+def test_values_in_an_adapter_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    base, a, b = {"layer.weight": torch.randn(6, 8)}, torch.randn(2, 8), torch.randn(6, 2)
+    a[1, 5] = math.inf
+    save(tmp_path, base=base)
+    lora_directory(tmp_path / "adapter", {"layer": (a, b)})
+    merger = DareMerger(tmp_path / "base.safetensors", [tmp_path / "adapter"], quiet())
+    with pytest.raises(DareError, match=r"adapter': tensor 'layer.weight' holds -?inf at \[0, 5\]"):
+        merger.merge(tmp_path / "merged.safetensors")
+
+
+def test_another_adapter_configuration_is_another_input(tmp_path: Path) -> None:
+    save(tmp_path, base={"layer.weight": torch.randn(6, 8)})
+    modules = {"layer": (torch.randn(2, 8), torch.randn(6, 2))}
+    lora_directory(tmp_path / "adapter", modules)
+    DareMerger(tmp_path / "base.safetensors", [tmp_path / "adapter"], quiet()).merge(tmp_path / "merged")
+    recipe = str(tmp_path / "merged" / "dare_recipe.toml")
+    assert dare.main(["-q", "-c", recipe, "-o", str(tmp_path / "again")]) == 0
+    lora_directory(tmp_path / "adapter", modules, lora_alpha=4)
+    assert dare.main(["-q", "-c", recipe, "-o", str(tmp_path / "third")]) == 1
+    assert not (tmp_path / "third").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The README, the configuration and the example that ship
 # ---------------------------------------------------------------------------------------------------------------------
 

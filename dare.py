@@ -18,11 +18,19 @@ command line. Each section depends only on those above it.
 
 from __future__ import annotations
 
+import os
+import signal
+
+if __name__ == "__main__":
+    # Until main looks after signals, there is nothing to tidy up; an interrupt in the imports below shows no traceback.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import ctypes
 import dataclasses
 import decimal
 import difflib
+import errno
 import fnmatch
 import hashlib
 import importlib
@@ -30,24 +38,23 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import secrets
 import shutil
-import signal
 import stat
 import struct
 import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache, cached_property, partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import IO, TYPE_CHECKING, Any, Final, NoReturn, cast
+from typing import IO, TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,7 +64,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "ConfigError", "DareConfig", "DareError", "DareMerger", "MergeReport", "ModelReport", "Plan", "Rule",
-    "dare_drop", "dare_merge", "dare_sparsify",
+    "VerifyReport", "dare_drop", "dare_merge", "dare_sparsify",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -74,9 +81,10 @@ MASK_NAME: Final = "philox4x32-7/16"
 
 # A chunk, the elements that are read, merged and written at a time, is small enough for its buffers to stay in the
 # caches, and large enough that calls cost nothing; a job is several chunks, so that what Python does for it does not.
+# Chunks depend on threads and models; jobs do not, so that a merge can be resumed with others.
 MAX_CHUNK: Final = 1 << 18
 MIN_CHUNK: Final = 1 << 14
-JOB_CHUNKS: Final = 16
+JOB_ELEMENTS: Final = 1 << 22
 # Elements of the tensors that are looked at and then merged in one go, where a method must look first.
 BATCH_ELEMENTS: Final = 1 << 28
 # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
@@ -85,8 +93,11 @@ BUFFER_BYTES: Final = 64 << 20
 # Elements of each of an adapter's two matrices that are held at a time.
 EXPAND_ELEMENTS: Final = 1 << 20
 
-# How long to let writes gather before they are sent to the disk.
+# How long to let writes gather before they are sent to the disk, and before it is noted what has arrived there.
 FLUSH_SECONDS: Final = 0.1
+JOURNAL_SECONDS: Final = 1.0
+# How often to look whether somebody wants the merge to stop.
+POLL_SECONDS: Final = 0.05
 
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than either weighs.
 UNRELATED_RATIO: Final = 0.5
@@ -97,6 +108,7 @@ HALF_PI: Final = Decimal("1.5707963267948966192313216916397514420985846996875529
 LISTED: Final = 3
 
 RECIPE_KEY: Final = "dare_recipe"
+LEFT_BEHIND: Final = "dare: compiling"
 LOG: Final = logging.getLogger("dare")
 
 
@@ -114,6 +126,11 @@ class ConfigError(DareError):
     """Wrong usage or configuration, as opposed to files that cannot be merged."""
 
     status = 2
+
+
+def printable(text: str) -> str:
+    """Text with nothing in it that could upset a terminal: names may hold escape sequences, or reverse what follows."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -135,6 +152,51 @@ def human(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Callable[[], None]]:
+    """Let signals wait, so that nothing is torn in two. Gives the function that lets one through, if there is one."""
+    caught: list[tuple[int, Any]] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other gets signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda *received: caught.append(received))
+
+    def let_through() -> None:
+        if caught:
+            received, frame = caught[0]
+            before[received](received, frame)
+
+    try:
+        yield let_through
+    finally:
+        for which, handler in before.items():
+            if signal.getsignal(which) is not signal.SIG_IGN:  # as it is once a signal has been let through
+                signal.signal(which, handler)
+    let_through()
+
+
+def waited_for(work: Callable[[], Any], let_interrupts_through: Callable[[], None]) -> Any:
+    """The result of work done in a thread that is left behind if an interrupt comes: compilers cannot be stopped."""
+    result: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name=LEFT_BEHIND, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_SECONDS)
+        let_interrupts_through()
+    if failure:
+        raise failure[0]
+    return result[0]
 
 
 def load_numpy() -> None:
@@ -439,6 +501,7 @@ class Settings:
     tokenizer_from: Source | None = None
     rules: tuple[Rule, ...] = ()
     inputs: tuple[dict[str, Any], ...] = ()  # fingerprints of base and models, where the file is a recipe
+    version: str = ""  # of the tool that made the recipe
 
 
 # The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
@@ -452,7 +515,23 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
 
 def load_settings(path: Path) -> Settings:
     """Read a TOML configuration, or a recipe taken out of a merged file. Paths in it are relative to it."""
-    tables = _read_toml(path)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {str(path)!r}", "check the path after --config") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file") from None
+    except ValueError as error:
+        hint = "see merge_config.toml for an example"
+        if path.suffix == ".safetensors":
+            hint = f"the recipe of a merged model is in its metadata, as {RECIPE_KEY}; save that to a file first"
+        raise ConfigError(f"{path} is not valid TOML: {error}", hint) from None
+    return parse_settings(text, str(path), path.parent)
+
+
+def parse_settings(text: str, path: str, folder: Path) -> Settings:
+    """A configuration from its text. path: what to call it; folder: what paths in it are relative to."""
+    tables = _parse_toml(text, path)
     dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
     for key, value in dare.items():
         check_setting(key, value, f"{path}: [dare] {key}")
@@ -467,27 +546,21 @@ def load_settings(path: Path) -> Settings:
         )
     return Settings(
         dare=dare,
-        base=Source.of(models["base_file"], path.parent) if "base_file" in models else None,
-        merge=tuple(Source.of(file, path.parent) for file in files),
-        output=Source.of(models["output_file"], path.parent).path if "output_file" in models else None,
-        tokenizer_from=Source.of(models["tokenizer_from"], path.parent) if "tokenizer_from" in models else None,
+        base=Source.of(models["base_file"], folder) if "base_file" in models else None,
+        merge=tuple(Source.of(file, folder) for file in files),
+        output=Source.of(models["output_file"], folder).path if "output_file" in models else None,
+        tokenizer_from=Source.of(models["tokenizer_from"], folder) if "tokenizer_from" in models else None,
         rules=tuple(Rule.of(rule, f"{path}: rule {k}") for k, rule in enumerate(tables.get("rules", ()), 1)),
         inputs=_fingerprints(path, recipe),
+        version=str(recipe.get("version", "")),
     )
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _parse_toml(text: str, path: str) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {str(path)!r}", "check the path after --config") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file") from None
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        hint = "see merge_config.toml for an example"
-        if path.suffix == ".safetensors":
-            hint = f"the recipe of a merged model is in its metadata, as {RECIPE_KEY}; save that to a file first"
-        raise ConfigError(f"{path} is not valid TOML: {error}", hint) from None
+        raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
     for name, table in tables.items():
         if name not in TABLES:
             home = next(
@@ -504,7 +577,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return tables
 
 
-def _fingerprints(path: Path, recipe: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+def _fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """The sizes and header digests that a recipe holds its inputs to."""
     mask = recipe.get("mask", MASK_NAME)
     if mask != MASK_NAME:
@@ -1060,23 +1133,6 @@ def compile_object(spec: KernelSpec, machine: Any) -> bytes:
     return code
 
 
-@contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Let signals wait: an exception that comes at a bad moment is swallowed by the compiler, and lost."""
-    caught: list[tuple[int, Any]] = []
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, lambda *received: caught.append(received)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for received, frame in caught[:1]:
-        handler = before[signal.Signals(received)]
-        if callable(handler):
-            handler(received, frame)
-
-
 def cache_folder() -> Path | None:
     """Where compiled kernels are kept: NUMBA_CACHE_DIR, or beside this file, or in the user's cache."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
@@ -1106,8 +1162,7 @@ def cached_object(spec: KernelSpec, machine: Any) -> bytes:
             if hashlib.sha256(stored[32:]).digest() == stored[:32]:
                 return stored[32:]
     LOG.info("compiling the %s kernel for this machine; later runs start at once", spec.kind)
-    with deferred_interrupts():
-        code = compile_object(spec, machine)
+    code = compile_object(spec, machine)
     if path is not None:
         with suppress(OSError):
             partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
@@ -1255,8 +1310,9 @@ class TensorFile:
     def __init__(self, path: Path, name: str) -> None:
         self.path, self.name = path, name
         try:
-            self.status = regular_file(path, name)
+            regular_file(path, name)  # opening a pipe would wait for somebody to write to it
             self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            self.status = os.fstat(self.descriptor)
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -1350,8 +1406,22 @@ class TensorFile:
         except OSError as error:
             raise DareError(f"cannot read {self.name!r}: {error.strerror}", "check the disk that it is on") from None
 
+    def check_unchanged(self) -> None:
+        """Refuse to go on if the file is not what it was when it was opened."""
+        try:
+            now = [os.fstat(self.descriptor), self.path.stat()]
+        except OSError:
+            raise DareError(f"{self.name!r} vanished while it was merged", "leave inputs alone; merge again") from None
+        for status in now:
+            if identity_of(status) != identity_of(self.status):
+                raise DareError(f"{self.name!r} changed while it was merged", "leave inputs alone; merge again")
+
     def close(self) -> None:
         os.close(self.descriptor)
+
+
+def identity_of(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def parse_json(text: str) -> dict[str, Any]:
@@ -1578,6 +1648,10 @@ class Checkpoint:
         except DareError:
             return {}
 
+    def check_unchanged(self) -> None:
+        for file in self.files:
+            file.check_unchanged()
+
     def read_into(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Bytes of a tensor, from one of them on."""
         self.files[info.file].read_into(view, info.offset + start)
@@ -1719,6 +1793,14 @@ class AdapterConfig:
             ) from None
 
 
+def file_sha256(path: Path) -> str | None:
+    """Of a small file; None if it is not there."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
 class Adapter(Checkpoint):
     """A LoRA adapter, seen as the tensors of the base that it changes."""
 
@@ -1728,11 +1810,16 @@ class Adapter(Checkpoint):
             assert layout.folder is not None
             config_path = layout.folder / ADAPTER_CONFIG
             self.settings = AdapterConfig.of(read_json(config_path, part_name(source, config_path)), self.name)
-            self.config_sha256 = hashlib.sha256(config_path.read_bytes()).hexdigest()
+            self.config_path, self.config_sha256 = config_path, file_sha256(config_path)
             self.tensors, self.extra = self._changes(base)
         except BaseException:
             self.close()
             raise
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        if file_sha256(self.config_path) != self.config_sha256:
+            raise DareError(f"{self.name!r} changed while it was merged", "leave inputs alone; merge again")
 
     def _changes(self, model: Checkpoint) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
         base = model.tensors
@@ -1882,9 +1969,19 @@ TOKENIZER_FILES: Final = re.compile(
 
 
 @dataclass(frozen=True)
+class PlannedFile:
+    """A file of tensors that will be written."""
+
+    name: str
+    header: bytes
+    size: int
+
+
+@dataclass(frozen=True)
 class Destination:
     """Where the merged model goes: a file, or a model directory."""
 
+    name: str  # as the user has it
     path: Path  # with links followed
     directory: bool
 
@@ -1919,12 +2016,9 @@ def check_output(path: Path, inputs: Mapping[str, Sequence[Path]], force: bool) 
         raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
     if not os.access(target.parent, os.W_OK):
         raise DareError(f"the output's directory {str(target.parent)!r} is not writable", "choose another directory")
-    if status is not None:
-        if target.is_dir() != directory:
-            kind, other = ("a directory", "another name") if directory is False else ("a file", "a directory")
-            raise DareError(f"the output {shown} is {kind}", f"give {other}, or a file like merged.safetensors")
-        _check_replaceable(target, shown, force)
-    return Destination(target, directory)
+    destination = Destination(str(path), target, directory)
+    check_replaceable(destination, force)
+    return destination
 
 
 def entangled(target: Path, status: os.stat_result | None, inputs: Sequence[Path]) -> str:
@@ -1941,9 +2035,16 @@ def entangled(target: Path, status: os.stat_result | None, inputs: Sequence[Path
     return ""
 
 
-def _check_replaceable(target: Path, shown: str, force: bool) -> None:
+def check_replaceable(destination: Destination, force: bool) -> None:
     """Refuse to replace what somebody else made; even if forced to, what is no model at all."""
-    if not target.is_dir():
+    target, shown = destination.path, repr(destination.name)
+    if not target.exists():
+        return
+    if target.is_dir() and not destination.directory:
+        raise DareError(f"the output {shown} is a directory", "give another name, like merged.safetensors")
+    if destination.directory and not target.is_dir():
+        raise DareError(f"the output {shown} is a file", "give a directory, or a file like merged.safetensors")
+    if not destination.directory:
         if not force and not made_by_dare(target):
             raise DareError(f"the output {shown} exists and was not made by this tool", "add --force to replace it")
         return
@@ -2053,40 +2154,249 @@ def header_bytes(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> by
     return struct.pack("<Q", len(text)) + text
 
 
+LOCK_FILE: Final = "lock"
+REPLACED: Final = "replaced"
+JOURNAL_FILE: Final = "journal"
+BINARY: Final = getattr(os, "O_BINARY", 0)
+
+
+class Lock:
+    """The right to write a destination: a locked file in the folder in which it is made. It ends with its process."""
+
+    def __init__(self, folder: Path, destination: str) -> None:
+        self.folder, self.path = folder, folder / LOCK_FILE
+        made = False
+        try:
+            while True:
+                with suppress(FileExistsError):
+                    os.mkdir(folder)
+                    made = True
+                self._check_ours()
+                try:
+                    self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
+                except FileNotFoundError:  # whoever had it has just finished
+                    continue
+                if not try_lock(self.descriptor):
+                    holder = os.read(self.descriptor, 20).decode(errors="replace").strip()
+                    os.close(self.descriptor)
+                    raise DareError(
+                        f"another merge (process {holder or 'unknown'}) is writing {destination!r}",
+                        "wait for it, or give another output",
+                    )
+                if self._still_there():
+                    break
+                os.close(self.descriptor)
+            os.ftruncate(self.descriptor, 0)
+            os.write(self.descriptor, f"{os.getpid()}\n".encode())
+        except OSError:
+            if made:
+                remove(folder)
+            raise
+
+    def _check_ours(self) -> None:
+        """Refuse to take somebody's folder, which only happens to have that name, for one of ours."""
+        ours = self.folder.is_dir() and (self.path.exists() or not os.listdir(self.folder))
+        if not ours and os.path.lexists(self.folder):
+            raise DareError(f"{str(self.folder)!r} is in the way", "it is not of this tool; move it elsewhere")
+
+    def _still_there(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def leftovers(self) -> bool:
+        """Whether somebody began here and did not finish."""
+        return any(name != LOCK_FILE for name in os.listdir(self.folder))
+
+    def clear(self) -> None:
+        for name in os.listdir(self.folder):
+            path = self.folder / name
+            if path.is_dir() and not path.is_symlink():
+                remove(path)
+            elif name != LOCK_FILE:
+                path.unlink()
+
+    def release(self, keep: bool) -> None:
+        """Give up the lock, and the folder with it unless it is to be kept."""
+        if not keep:
+            remove(self.folder)  # while nobody else can have begun in it
+        with suppress(OSError):
+            os.close(self.descriptor)
+        if not keep and os.name == "nt":  # where open files cannot be removed
+            remove(self.folder)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file for this process, unless another has it."""
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:  # a filesystem without locks: better to merge than to refuse
+        pass
+    return True
+
+
+class Journal:
+    """What is known to be on the disk of a merge in the making: a line for what it is, then lines for what is done.
+
+    Each line begins with a checksum, so that one cut off by a crash ends the journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.identity: dict[str, Any] | None = None
+        self.done: list[Any] = []
+        with suppress(OSError):
+            for line in path.read_bytes().splitlines():
+                check, _, text = line.partition(b" ")
+                if check != b"%08x" % zlib.crc32(text):
+                    break
+                entry = json.loads(text)
+                if self.identity is None:
+                    self.identity = entry
+                else:
+                    self.done += entry
+
+    def append(self, entry: Any) -> None:
+        text = json.dumps(entry, separators=(",", ":")).encode()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
+        try:
+            write_all(descriptor, b"%08x %s\n" % (zlib.crc32(text), text))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Make a file as long as it will be and, where the system can, take the room for it on the disk at once."""
+    if sys.platform == "linux" and size:
+        libc = ctypes.CDLL(None, use_errno=True)
+        function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
+        if function is not None:
+            long = ctypes.c_int64
+            if function(ctypes.c_int(descriptor), ctypes.c_int(0), long(0), long(size)) == 0:
+                return
+            if ctypes.get_errno() == errno.ENOSPC:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(descriptor, size)
+
+
 class Output:
     """A model in the making: in a folder of its own beside its destination, and renamed to it when it is complete."""
 
-    def __init__(self, destination: Destination, sizes: Mapping[str, int]) -> None:
-        """sizes: of the files that are written by ranges, by name."""
-        self.destination = destination
-        self.folder = destination.partial
+    def __init__(
+        self, destination: Destination, files: Sequence[PlannedFile], identity: dict[str, Any], resume: bool
+    ) -> None:
+        """identity: all that must be equal for a merge begun earlier to be continued."""
+        self.destination, self.resume = destination, resume
+        self.lock = Lock(destination.partial, destination.name)
+        self.folder = self.lock.folder
         self.made = self.folder / destination.path.name
+        self.journal = Journal(self.folder / JOURNAL_FILE)
         self.descriptors: list[int] = []
         self._dirty: set[int] = set()
+        self._finished: list[Any] = []
+        self._mutex = threading.Lock()
         self._stopped = threading.Event()
         self._flush_error: OSError | None = None
         self._flusher = threading.Thread(target=self._flush, daemon=True)
-        os.mkdir(self.folder)
         try:
-            allow_open_files(len(sizes))
-            if destination.directory:
-                os.mkdir(self.made)
-            for name, size in sizes.items():
-                path = self.made / name if destination.directory else self.made
-                flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-                self.descriptors.append(os.open(path, flags, 0o666))
-                os.ftruncate(self.descriptors[-1], size)
+            self._restore_replaced()
+            if not self._continue(files, identity):
+                self._begin(files, identity)
             self._flusher.start()
-        except BaseException:
-            self.discard()
+        except BaseException as error:
+            self.discard(keep=isinstance(error, DareError))  # what was begun with another recipe is not ours to remove
             raise
+
+    @property
+    def done(self) -> list[Any]:
+        """What an earlier run noted as done."""
+        return self.journal.done
+
+    def _restore_replaced(self) -> None:
+        """Undo what a crash between two renames left: the destination's old content without its name."""
+        old = self.folder / REPLACED
+        if old.exists() and not self.destination.path.exists():
+            os.rename(old, self.destination.path)
+
+    def _path(self, file: PlannedFile) -> Path:
+        return self.made / file.name if self.destination.directory else self.made
+
+    def _continue(self, files: Sequence[PlannedFile], identity: dict[str, Any]) -> bool:
+        """Take up what an earlier run left, if that is wanted and can be done."""
+        if not self.lock.leftovers():
+            if self.resume:
+                LOG.info("there is no unfinished merge to resume; starting from the beginning")
+            return False
+        whole = self.journal.identity is not None and all(
+            self._path(file).is_file() and self._path(file).stat().st_size == file.size for file in files
+        )
+        if not self.resume or self.journal.identity is None:
+            what = "is removed (--resume would continue it)" if whole else "is removed"
+            LOG.warning(f"an unfinished merge in {self.folder} {what}")
+            return False
+        if different := difference(self.journal.identity, identity):
+            raise DareError(
+                f"the unfinished merge in {str(self.folder)!r} is another one: {different}",
+                "run without --resume to remove it and start again",
+            )
+        if not whole:
+            LOG.warning(f"the unfinished merge in {self.folder} cannot be continued: its files are not complete")
+            return False
+        for file in files:
+            self.descriptors.append(os.open(self._path(file), os.O_RDWR | BINARY))
+        return True
+
+    def _begin(self, files: Sequence[PlannedFile], identity: dict[str, Any]) -> None:
+        self.lock.clear()
+        self.journal = Journal(self.journal.path)
+        allow_open_files(len(files))
+        if self.destination.directory:
+            os.mkdir(self.made)
+        for file in files:
+            self.descriptors.append(os.open(self._path(file), os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666))
+            reserve(self.descriptors[-1], file.size)
+        for number, file in enumerate(files):
+            self.write_at(number, memoryview(file.header), 0)
+        for descriptor in self.descriptors:
+            os.fsync(descriptor)
+        self.journal.append(identity)
+
+    def note(self, finished: Any) -> None:
+        """Remember that something is written; once it is on the disk, the journal says so."""
+        with self._mutex:
+            self._finished.append(finished)
 
     def _flush(self) -> None:
         """Send to the disk what is written, while more is computed, so that little is left to wait for at the end."""
+        on_disk: list[Any] = []
+        noted = time.monotonic()
         while not self._stopped.wait(FLUSH_SECONDS):
             try:
-                while self._dirty and not self._stopped.is_set():
-                    os.fsync(self._dirty.pop())
+                with self._mutex:
+                    on_disk += self._finished
+                    dirty, self._dirty, self._finished = self._dirty, set(), []
+                for descriptor in dirty:
+                    os.fsync(descriptor)
+                if on_disk and time.monotonic() - noted > JOURNAL_SECONDS:
+                    self.journal.append(on_disk)
+                    on_disk, noted = [], time.monotonic()
             except OSError as error:  # the system tells it only once, so it must not be lost
                 self._flush_error = error
                 return
@@ -2101,20 +2411,26 @@ class Output:
                     os.lseek(descriptor, offset, os.SEEK_SET)
                     done = os.write(descriptor, view)
             view, offset = view[done:], offset + done
-        self._dirty.add(descriptor)
+        with self._mutex:
+            self._dirty.add(descriptor)
 
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
         path = self.made / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "xb") as file:
+        for parent in reversed(path.relative_to(self.made).parents):
+            with suppress(FileExistsError):
+                os.mkdir(self.made / parent)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
+        try:
             if isinstance(content, Path):
                 with open(content, "rb") as original:
-                    shutil.copyfileobj(original, file)
+                    while piece := original.read(1 << 20):
+                        write_all(descriptor, piece)
             else:
-                file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+                write_all(descriptor, content)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def commit(self) -> None:
         """Make the bytes durable, then the name."""
@@ -2123,27 +2439,41 @@ class Output:
             raise self._flush_error
         for descriptor in self.descriptors:
             os.fsync(descriptor)
-        self._close()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
         if self.destination.directory:
             for place, _, _ in os.walk(self.made, topdown=False):
                 sync_directory(Path(place))
+        # From here on what lies in the folder may be the old model, which nobody must continue.
+        self.journal.path.unlink()
+        sync_directory(self.folder)
         replace(self.made, self.destination.path)
         sync_directory(self.destination.path.parent)
 
-    def discard(self) -> None:
-        """Remove what is left: all of it, or, once it was committed, what it replaced."""
-        self._close()
-        remove(self.folder)
+    def discard(self, keep: bool = False) -> None:
+        """Give up what is left, which may be what was replaced; or keep it, to be continued."""
+        self._stop_flusher()
+        while self.descriptors:
+            with suppress(OSError):
+                os.close(self.descriptors.pop())
+        self.lock.release(keep)
 
     def _stop_flusher(self) -> None:
         self._stopped.set()
         if self._flusher.is_alive():
             self._flusher.join()
 
-    def _close(self) -> None:
-        self._stop_flusher()
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+
+def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What tells two merges apart, in words, or nothing."""
+    for key in dict.fromkeys([*new, *old]):
+        if old.get(key) != new.get(key):
+            if isinstance(old.get(key), dict) and isinstance(new.get(key), dict):
+                return difference(
+                    {f"{key}.{k}": v for k, v in old[key].items()}, {f"{key}.{k}": v for k, v in new[key].items()}
+                )
+            return f"its {key} is {old.get(key)!r}, not {new.get(key)!r}"
+    return ""
 
 
 def remove(folder: Path) -> None:
@@ -2173,7 +2503,7 @@ def replace(made: Path, target: Path) -> None:
         os.replace(made, target)
     elif not exchange(made, target):
         # Without a way to exchange names there is an instant in which neither has it.
-        old = made.with_name("replaced")
+        old = made.with_name(REPLACED)
         os.rename(target, old)
         try:
             os.rename(made, target)
@@ -2253,25 +2583,11 @@ class Job:
     stop: int
     stage: Stage | None = None  # None: merge and write; else only look
 
-    def chunks(self, size: int) -> Iterator[tuple[int, int]]:
-        """Where each chunk starts, and how long it is."""
-        for start in range(self.start, self.stop, size):
-            yield start, min(size, self.stop - start)
-
     @property
     def bytes_read(self) -> int:
         inputs = (self.tensor.base, *(info for _, info in self.tensor.finetuned))
         whole = self.tensor.base.count if self.tensor.merged else self.tensor.base.nbytes
         return sum(info.stored_bytes for info in inputs) * (self.stop - self.start) // whole
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A file of tensors that will be written."""
-
-    name: str
-    header: bytes
-    size: int
 
 
 @dataclass(frozen=True)
@@ -2283,6 +2599,7 @@ class Plan:
     models: tuple[str, ...]
     config: DareConfig
     tensors: tuple[TensorPlan, ...]
+    recipe: str
     files: tuple[PlannedFile, ...]
     side: Mapping[str, bytes | Path]  # the other files of a model directory: their content, or what to copy
     threads: int
@@ -2295,6 +2612,20 @@ class Plan:
     def size(self) -> int:
         side = sum(s.stat().st_size if isinstance(s, Path) else len(s) for s in self.side.values())
         return sum(file.size for file in self.files) + side
+
+    def identity(self, inputs: Sequence[Checkpoint]) -> dict[str, Any]:
+        """What must be equal for this merge to be the continuation of another."""
+        recipe = tomllib.loads(self.recipe)
+        files = {file.name: [file.size, hashlib.sha256(file.header).hexdigest()] for file in self.files}
+        statuses = {
+            str(file.path.absolute()): {"size": file.status.st_size, "modification time": file.status.st_mtime_ns}
+            for checkpoint in inputs
+            for file in checkpoint.files
+        }
+        settings = {key: recipe.get(key, {}) for key in ("dare", "rules", "models")}
+        found = {**settings, "inputs": statuses, "recipe": recipe["recipe"], "files": files, "jobs": JOB_ELEMENTS}
+        plain: dict[str, Any] = json.loads(json.dumps(found))
+        return plain
 
     @cached_property
     def itemsize(self) -> int:
@@ -2315,37 +2646,44 @@ class Plan:
             (1 + len(t.stages)) * (t.base.nbytes + sum(i.stored_bytes for _, i in t.finetuned)) for t in self.tensors
         )
 
-    def rounds(self) -> Iterator[Iterator[Job]]:
+    def rounds(self, done: Collection[tuple[str, int]] = ()) -> Iterator[Iterator[Job]]:
         """Sets of jobs, each to be finished before the next: for a batch of tensors, look, look again, merge.
 
+        done: the tensors and starts of the jobs that need not be run again.
         A batch is small enough to be read again from the system's cache, and large enough to keep all threads busy.
         """
         batch: list[TensorPlan] = []
         elements = 0
         for tensor in self.tensors:
-            batch.append(tensor)
-            elements += tensor.base.count
-            if tensor is self.tensors[-1] or (tensor.stages and elements >= BATCH_ELEMENTS):
+            if not all((tensor.name, start) in done for start in self._starts(tensor)):
+                batch.append(tensor)
+                elements += tensor.base.count
+            if batch and (tensor is self.tensors[-1] or (tensor.stages and elements >= BATCH_ELEMENTS)):
                 for k in range(max(len(t.stages) for t in batch)):
-                    yield self._jobs([t for t in batch if k < len(t.stages)], k)
-                yield self._jobs(batch)
+                    yield self._jobs([t for t in batch if k < len(t.stages)], (), k)
+                yield self._jobs(batch, done)
                 batch, elements = [], 0
 
-    def _jobs(self, tensors: list[TensorPlan], stage: int | None = None) -> Iterator[Job]:
+    def _starts(self, tensor: TensorPlan) -> range:
+        return range(0, tensor.base.count if tensor.merged else tensor.base.nbytes, JOB_ELEMENTS)
+
+    def _jobs(
+        self, tensors: list[TensorPlan], done: Collection[tuple[str, int]], stage: int | None = None
+    ) -> Iterator[Job]:
         number = 0
         for tensor in tensors:
-            length = tensor.base.count if tensor.merged else tensor.base.nbytes
-            for start in range(0, length, JOB_CHUNKS * self.chunk):
-                looking = None if stage is None else tensor.stages[stage]
-                yield Job(number, tensor, start, min(start + JOB_CHUNKS * self.chunk, length), looking)
-                number += 1
+            for start in self._starts(tensor):
+                if (tensor.name, start) not in done:
+                    stop = min(start + JOB_ELEMENTS, self._starts(tensor).stop)
+                    yield Job(number, tensor, start, stop, None if stage is None else tensor.stages[stage])
+                    number += 1
 
     def __str__(self) -> str:
         merged = [tensor for tensor in self.tensors if tensor.merged]
         parameters = sum(tensor.base.count for tensor in merged)
         rates = [f"{rate:g}" for rate in self.config.general(len(self.models)).drop_rates]
         lines = [
-            f"would merge {len(self.models)} model{'s' * (len(self.models) != 1)} into {self.output.path}",
+            f"would merge {len(self.models)} model{'s' * (len(self.models) != 1)} into {printable(self.output.name)}",
             f"  {len(merged):,} tensors merged ({parameters:,} parameters), {len(self.tensors) - len(merged):,} copied",
             f"  method {self.config.method}, drop rate {', '.join(dict.fromkeys(rates))}, seeds {self._seeds()}",
             f"  {human(self.bytes_to_read)} to read, {human(self.size)} to write, {self.threads} threads",
@@ -2354,7 +2692,9 @@ class Plan:
             counts = zip(
                 (self.missing, self.extra, self.mismatched), ("missing", "extra", "of another shape"), strict=True
             )
-            lines.append(f"  {name}: {', '.join(f'{len(found[i]):,} tensors {words}' for found, words in counts)}")
+            lines.append(
+                f"  {printable(name)}: {', '.join(f'{len(found[i]):,} tensors {words}' for found, words in counts)}"
+            )
         return "\n".join(lines)
 
     def _seeds(self) -> str:
@@ -2436,7 +2776,7 @@ class MergeReport:
         for model in self.models:
             rows.append(
                 [
-                    model.name,
+                    printable(model.name),
                     str(model.seed),
                     f"{model.parameters:,}",
                     f"{model.dropped_share:.3%}",
@@ -2449,7 +2789,7 @@ class MergeReport:
         count = f"{len(self.models)} model{'s' * (len(self.models) != 1)}"
         return (
             f"{table(rows)}\n(above: share of parameters with |delta| > {self.delta_threshold:g})\n"
-            f"merged {count} into {self.output}: {self.tensors:,} tensors ({self.copied_tensors:,} copied), "
+            f"merged {count} into {printable(self.output)}: {self.tensors:,} tensors ({self.copied_tensors:,} copied), "
             f"{human(self.bytes_read)} read, {human(self.bytes_written)} written in {self.seconds:.2f} s"
         )
 
@@ -2496,9 +2836,26 @@ class Workspace:
 class Outcome:
     """What one job found: a tally per model that has the tensor, or the models that differ from a copied base."""
 
-    job: Job
+    tensor: str
+    start: int
+    bytes_read: int
+    looked: bool = False  # nothing was written
     tallies: dict[int, Tally] = field(default_factory=dict)
     differing: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, job: Job, tallies: dict[int, Tally] | None = None) -> Outcome:
+        return cls(job.tensor.name, job.start, job.bytes_read, job.stage is not None, tallies or {})
+
+    def as_entry(self) -> list[Any]:
+        """For the journal."""
+        tallies = {str(i): list(dataclasses.astuple(tally)) for i, tally in self.tallies.items()}
+        return [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
+
+    @classmethod
+    def of_entry(cls, entry: list[Any]) -> Outcome:
+        tensor, start, bytes_read, tallies, differing = entry
+        return cls(tensor, start, bytes_read, False, {int(i): Tally(*t) for i, t in tallies.items()}, set(differing))
 
 
 class Ledger:
@@ -2509,7 +2866,7 @@ class Ledger:
         self.differing: list[set[str]] = [set() for _ in range(models)]
 
     def add(self, outcome: Outcome) -> None:
-        name = outcome.job.tensor.name
+        name = outcome.tensor
         for i, tally in outcome.tallies.items():
             self.tallies[i].setdefault(name, Tally()).add(tally)
         for i in outcome.differing:
@@ -2525,9 +2882,9 @@ class Ledger:
 class Survey:
     """What is known of one tensor before it is merged: made by its stages in turn, each of them jobs in any order."""
 
-    def __init__(self, tensor: TensorPlan, chunk: int, slerp_t: float) -> None:
+    def __init__(self, tensor: TensorPlan, slerp_t: float) -> None:
         self.tensor, self.slerp_t = tensor, slerp_t
-        self.jobs = -(-tensor.base.count // (JOB_CHUNKS * chunk))
+        self.jobs = -(-tensor.base.count // JOB_ELEMENTS)
         self.floors = [0.0] * len(tensor.finetuned)  # trim keeps what is at least as large
         self.ends = (0.0, 0.0)  # slerp's coefficients of base + kept
         self.prefixes = [0] * len(tensor.finetuned)
@@ -2608,22 +2965,40 @@ def expand_spec(info: TensorInfo) -> KernelSpec:
     return KernelSpec("expand", info.dtype, info.dtype, info.dtype)
 
 
+class Writable(Protocol):
+    """What jobs write to: an output, or something that compares."""
+
+    def write_at(self, file: int, view: memoryview, offset: int) -> None: ...
+
+
+class Abandoned(Exception):
+    """A job that was told to stop."""
+
+
 class Worker:
     """Runs jobs of one plan: any of them, in any order, in any thread that brings its own workspace."""
 
-    def __init__(self, plan: Plan, base: Checkpoint, models: Sequence[Checkpoint], output: Output) -> None:
-        self.plan, self.base, self.models, self.output = plan, base, models, output
+    def __init__(self, plan: Plan, base: Checkpoint, models: Sequence[Checkpoint]) -> None:
+        self.plan, self.base, self.models = plan, base, models
+        self.abandoned = threading.Event()  # set to make all jobs stop at once
         merged = [tensor for tensor in plan.tensors if tensor.merged and tensor.base.count]
         specs = {spec for t in merged for spec in (t.spec, *(t.survey_spec(stage) for stage in t.stages))}
         specs |= {expand_spec(info) for t in merged for _, info in t.finetuned if info.low_rank}
         self.kernels = {spec: load_kernel(spec) for spec in sorted(specs, key=str)}
-        self.surveys = {t.name: Survey(t, plan.chunk, plan.config.position) for t in merged if t.stages}
+        self.surveys = {t.name: Survey(t, plan.config.position) for t in merged if t.stages}
         self.weights = plan.config.shares(len(models))
 
-    def run(self, job: Job, work: Workspace) -> Outcome:
+    def run(self, job: Job, work: Workspace, output: Writable) -> Outcome:
         if job.stage is not None:
             return self._look(job, work)
-        return self._merge(job, work) if job.tensor.merged else self._copy(job, work)
+        return self._merge(job, work, output) if job.tensor.merged else self._copy(job, work, output)
+
+    def _chunks(self, job: Job) -> Iterator[tuple[int, int]]:
+        """Where each chunk starts, and how long it is."""
+        for start in range(job.start, job.stop, self.plan.chunk):
+            if self.abandoned.is_set():
+                raise Abandoned
+            yield start, min(self.plan.chunk, job.stop - start)
 
     def _look(self, job: Job, work: Workspace) -> Outcome:
         assert job.stage is not None
@@ -2631,29 +3006,29 @@ class Worker:
         self._tell(job, work)
         work.counts[:] = 0
         work.sums = {}
-        for start, count in job.chunks(self.plan.chunk):
+        for start, count in self._chunks(job):
             kernel(*work.addresses, *self._load(job.tensor, start, count, work), job.stage.shift)
             if job.stage.kind == "angle":
                 work.sums[start] = work.reals[len(job.tensor.finetuned), :3].copy()
-        return Outcome(job)
+        return Outcome.of(job)
 
-    def _merge(self, job: Job, work: Workspace) -> Outcome:
+    def _merge(self, job: Job, work: Workspace, output: Writable) -> Outcome:
         tensor, spec = job.tensor, job.tensor.spec
         kernel, item = self.kernels[spec], FORMATS[spec.output].bits // 8
         is_whole = len(tensor.finetuned) == 1 and not is_delta(tensor.finetuned[0][1])
         exact = int(is_whole and tensor.settings.gives_back(self.weights))
         offset = self._offset(tensor)
         self._tell(job, work)
-        for start, count in job.chunks(self.plan.chunk):
+        for start, count in self._chunks(job):
             kernel(*work.addresses, *self._load(tensor, start, count, work), exact)
-            self.output.write_at(tensor.output.file, work.output.data[: count * item], offset + start * item)
+            output.write_at(tensor.output.file, work.output.data[: count * item], offset + start * item)
         models = len(tensor.finetuned)
         patterns = work.words[: models + 1, PEAK].astype(FORMATS[spec.real].raw)
         peaks = patterns.view(FORMATS[spec.real].real).astype(np.float64)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
             self._explain_non_finite(job, work)
         tallies = {i: self._tally(job, work, row, float(peaks[row])) for row, (i, _) in enumerate(tensor.finetuned)}
-        return Outcome(job, tallies)
+        return Outcome.of(job, tallies)
 
     def _offset(self, tensor: TensorPlan) -> int:
         return len(self.plan.files[tensor.output.file].header) + tensor.output.offset
@@ -2716,18 +3091,18 @@ class Worker:
         sums = float(work.reals[row, SUM]), float(work.reals[len(job.tensor.finetuned), SUM])
         return Tally(count, sums[0], peak, above, min(count, max(0, kept)), count * rate, sums[1])
 
-    def _copy(self, job: Job, work: Workspace) -> Outcome:
-        outcome, tensor = Outcome(job), job.tensor
-        for start, size in job.chunks(self.plan.chunk):
+    def _copy(self, job: Job, work: Workspace, output: Writable) -> Outcome:
+        outcome, tensor = Outcome.of(job), job.tensor
+        for start, size in self._chunks(job):
             mine, theirs = work.base.data[:size], work.output.data[:size]
             self.base.read_into(mine, tensor.base, start)
             for i, info in tensor.finetuned:
                 alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
                 if alike:
                     self.models[i].read_into(theirs, info, start)
-                if not alike or mine != theirs:
+                if not alike or not np.array_equal(work.base[:size], work.output[:size]):
                     outcome.differing.add(i)
-            self.output.write_at(tensor.output.file, mine, self._offset(tensor) + start)
+            output.write_at(tensor.output.file, mine, self._offset(tensor) + start)
         if outcome.differing and tensor.quantised:
             name = self.models[min(outcome.differing)].name
             raise DareError(
@@ -2779,7 +3154,7 @@ class Worker:
         """Name the first value that no merge can use. Off the fast path, so it reads again and looks with NumPy."""
         tensor = job.tensor
         for checkpoint, info in [(self.base, tensor.base), *((self.models[i], info) for i, info in tensor.finetuned)]:
-            for start, count in job.chunks(self.plan.chunk):
+            for start, count in self._chunks(job):
                 there = max(0, min(count, info.count - start))
                 values = widen(self._read(checkpoint, info, start, there, work.base, work), info.dtype)
                 bad = np.flatnonzero(~np.isfinite(values))
@@ -2795,7 +3170,14 @@ class Worker:
         )
 
 
-def run_jobs(jobs: Iterator[Job], worker: Worker, spaces: list[Workspace], done: Callable[[Outcome], None]) -> None:
+def run_jobs(
+    jobs: Iterator[Job],
+    worker: Worker,
+    spaces: list[Workspace],
+    output: Writable,
+    done: Callable[[Outcome], None],
+    let_interrupts_through: Callable[[], None],
+) -> None:
     """Run the jobs, a thread per workspace. Of several failures, the first in the jobs' order is raised."""
     lock, failures = threading.Lock(), dict[int, BaseException]()
     stop = threading.Event()
@@ -2809,11 +3191,13 @@ def run_jobs(jobs: Iterator[Job], worker: Worker, spaces: list[Workspace], done:
                 if job is None:
                     return
                 number = job.number
-                outcome = worker.run(job, work)
+                outcome = worker.run(job, work, output)
                 with lock:
                     if job.stage is not None:
                         worker.surveys[job.tensor.name].add(job, work)
                     done(outcome)
+        except Abandoned:
+            pass
         except BaseException as error:
             failures[number] = error
             stop.set()
@@ -2824,7 +3208,11 @@ def run_jobs(jobs: Iterator[Job], worker: Worker, spaces: list[Workspace], done:
             thread.start()
         for thread in threads:
             while thread.is_alive():
-                thread.join(0.2)  # with a timeout, so that an interrupt reaches the main thread on every system
+                thread.join(POLL_SECONDS)
+                let_interrupts_through()
+    except BaseException:
+        worker.abandoned.set()
+        raise
     finally:
         stop.set()
         for thread in threads:
@@ -3098,10 +3486,102 @@ def card_name(source: Source) -> str:
     """What to call a model on a card: its name on the Hub, or the last part of its path."""
     if source.pinned:
         return source.pinned.partition("@")[0]
-    path = source.path.absolute()
+    path = Path(os.path.abspath(source.path))
     belongs = path.name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, ADAPTER_CONFIG)
     name = path.parent.name if belongs else path.name.removesuffix(".safetensors")
     return name.encode("utf-8", "backslashreplace").decode()
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """A merged model that is, byte for byte, what its recipe makes."""
+
+    output: str
+    tensors: int
+    bytes_compared: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"verified {printable(self.output)}: {self.tensors:,} tensors, {human(self.bytes_compared)}, "
+            f"are what the recipe makes, in {self.seconds:.2f} s"
+        )
+
+
+class Comparison:
+    """An output that is there already: what jobs write is compared with it."""
+
+    def __init__(self, plan: Plan, name: str) -> None:
+        self.plan, self.name = plan, name
+        self.descriptors: list[int] = []
+        self._buffers = threading.local()
+        try:
+            for file in plan.files:
+                self._open(file)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, file: PlannedFile) -> None:
+        path = self.plan.output.path / file.name if self.plan.output.directory else self.plan.output.path
+        try:
+            self.descriptors.append(os.open(path, os.O_RDONLY | BINARY))
+            size = os.fstat(self.descriptors[-1]).st_size
+        except OSError as error:
+            raise self._differs(f"{file.name!r} cannot be read: {error.strerror}") from None
+        if size != file.size:
+            raise self._differs(f"{file.name!r} is {size:,} bytes long, not {file.size:,}")
+        found = bytearray(len(file.header))
+        self._read(len(self.descriptors) - 1, memoryview(found), 0)
+        if found != file.header:
+            raise self._differs(f"the header of {file.name!r} differs")
+
+    def check_side_files(self, unchecked: Collection[str]) -> None:
+        for name, content in self.plan.side.items():
+            expected = content.read_bytes() if isinstance(content, Path) else content
+            try:
+                found = (self.plan.output.path / name).read_bytes()
+            except OSError as error:
+                raise self._differs(f"{name!r} cannot be read: {error.strerror}") from None
+            if name not in unchecked and found != expected:
+                raise self._differs(f"{name!r} differs")
+
+    def write_at(self, file: int, view: memoryview, offset: int) -> None:
+        if not hasattr(self._buffers, "found"):
+            self._buffers.found = bytearray(self.plan.chunk * self.plan.itemsize)
+        found = memoryview(self._buffers.found)[: len(view)]
+        self._read(file, found, offset)
+        differs = np.frombuffer(found, np.uint8) != np.frombuffer(view, np.uint8)
+        if differs.any():
+            raise self._tensor_differs(file, offset + int(differs.argmax()))
+
+    def _read(self, file: int, view: memoryview, offset: int) -> None:
+        while view:
+            done = read_at(self.descriptors[file], view, offset)
+            if done == 0:
+                raise self._differs(f"{self.plan.files[file].name!r} became shorter while it was read")
+            view, offset = view[done:], offset + done
+
+    def _tensor_differs(self, file: int, place: int) -> DareError:
+        """Name the tensor that a byte of a file belongs to, and the element."""
+        start = place - len(self.plan.files[file].header)
+        for tensor in self.plan.tensors:
+            info = tensor.output
+            if info.file == file and info.offset <= start < info.offset + info.nbytes:
+                element = (start - info.offset) * 8 // STORED_BITS[info.dtype]
+                index = [int(k) for k in np.unravel_index(element, info.shape)]
+                return self._differs(f"tensor {tensor.name!r} differs at {index}")
+        raise AssertionError("no tensor has that byte")
+
+    def _differs(self, how: str) -> DareError:
+        return DareError(
+            f"{self.name!r} is not what its recipe makes: {how}",
+            "it was damaged or changed after it was merged, or the inputs were; merge again",
+        )
+
+    def close(self) -> None:
+        while self.descriptors:
+            os.close(self.descriptors.pop())
 
 
 class DareMerger:
@@ -3133,26 +3613,29 @@ class DareMerger:
         self.config = config or DareConfig()
         self.config.check_models(len(self.models))
         self.fingerprints = tuple(fingerprints)
+        self.version = __version__  # that recipes name
 
     def plan(self, output_file: str | Path, *, force: bool = False) -> Plan:
         """Check everything and say what merge would do; write nothing."""
         with self._opened() as (base, models):
-            return self._plan(base, models, Source.of(output_file).path, force)
+            return self._plan_new(base, models, Source.of(output_file).path, force)
 
-    def merge(self, output_file: str | Path, *, force: bool = False) -> MergeReport:
+    def merge(self, output_file: str | Path, *, force: bool = False, resume: bool = False) -> MergeReport:
         """Merge into a file (if its name ends in .safetensors) or a model directory, and say what was done.
 
-        force replaces an existing output that this tool did not make.
+        force replaces an existing output that this tool did not make. resume continues an unfinished merge, and leaves
+        one behind that can be continued if it is itself interrupted.
         """
         started = time.perf_counter()
         with self._opened() as (base, models):
-            plan = self._plan(base, models, Source.of(output_file).path, force)
+            plan = self._plan_new(base, models, Source.of(output_file).path, force)
             try:
-                ledger = self._run(plan, base, models)
+                ledger = self._run(plan, base, models, force, resume)
             except OSError as error:
                 raise DareError(
                     f"cannot write {str(output_file)!r}: {error.strerror or error}",
-                    "nothing was changed; mend that and retry",
+                    "what was there before is unchanged; mend that and "
+                    + (f"run again: what is done is in {plan.output.partial}" if resume else "retry"),
                 ) from None
         warnings = (*plan.warnings, *findings(plan, ledger))
         for warning in warnings:
@@ -3171,6 +3654,30 @@ class DareMerger:
             warnings=warnings,
         )
 
+    def verify(self, output_file: str | Path, *, moved: bool = False) -> VerifyReport:
+        """Make an output again, without writing, and compare: the first difference is raised as an error.
+
+        moved: the inputs are no longer where they were, so the paths in a directory's recipe are not compared.
+        """
+        started = time.perf_counter()
+        path = Path(os.path.expanduser(output_file)).resolve()
+        with self._opened() as (base, models), held_interrupts() as let_interrupts_through:
+            tokenizer = fetched(self.tokenizer_from) if self.tokenizer_from else None
+            plan = self._plan(base, models, Destination(str(output_file), path, path.is_dir()), tokenizer)
+            worker = waited_for(lambda: Worker(plan, base, models), let_interrupts_through)
+            comparison = Comparison(plan, str(output_file))
+            try:
+                comparison.check_side_files({CARD_FILE, RECIPE_FILE} if moved else set())
+                with progress(plan.bytes_to_read, self.config.verbose) as advance:
+                    spaces = [Workspace(plan) for _ in range(plan.threads)]
+                    for jobs in plan.rounds():
+                        run_jobs(
+                            jobs, worker, spaces, comparison, lambda o: advance(o.bytes_read), let_interrupts_through
+                        )
+            finally:
+                comparison.close()
+        return VerifyReport(str(output_file), len(plan.tensors), plan.size, time.perf_counter() - started)
+
     @contextmanager
     def _opened(self) -> Iterator[tuple[Checkpoint, list[Checkpoint]]]:
         opened: list[Checkpoint] = []
@@ -3183,13 +3690,25 @@ class DareMerger:
             for checkpoint in opened:
                 checkpoint.close()
 
-    def _plan(self, base: Checkpoint, models: list[Checkpoint], output: Path, force: bool) -> Plan:
+    def _plan_new(self, base: Checkpoint, models: list[Checkpoint], output: Path, force: bool) -> Plan:
+        """A plan for an output that may be written, on a disk that has room for it."""
+        tokenizer = fetched(self.tokenizer_from) if self.tokenizer_from else None
+        inputs = {c.name: [*([c.folder] if c.folder else []), *(f.path for f in c.files)] for c in (base, *models)}
+        inputs |= {tokenizer.name: [next(iter(tokenizer_files(tokenizer).values())).parent]} if tokenizer else {}
+        plan = self._plan(base, models, check_output(output, inputs, force), tokenizer)
+        free = shutil.disk_usage(plan.output.path.parent).free
+        if plan.size > free:
+            raise DareError(
+                f"the output needs {human(plan.size)} and {str(plan.output.path.parent)!r} has {human(free)} free",
+                "make room, or write to another disk",
+            )
+        return plan
+
+    def _plan(
+        self, base: Checkpoint, models: list[Checkpoint], destination: Destination, tokenizer: Source | None
+    ) -> Plan:
         inputs = [base, *models]
         self._check_fingerprints(inputs)
-        tokenizer = fetched(self.tokenizer_from) if self.tokenizer_from else None
-        touched = {c.name: [*([c.folder] if c.folder else []), *(file.path for file in c.files)] for c in inputs}
-        touched |= {tokenizer.name: [next(iter(tokenizer_files(tokenizer).values())).parent]} if tokenizer else {}
-        destination = check_output(output, touched, force)
         for model in models:
             if not model.tensors.keys() & base.tensors.keys():
                 raise DareError(
@@ -3198,17 +3717,19 @@ class DareMerger:
                 )
         planner = TensorPlanner(self.config, base, models)
         limit = parse_size(self.config.max_shard_size) if destination.directory else sys.maxsize
-        tensors, files = laid_out(planner.tensors(), limit, {"format": "pt", RECIPE_KEY: self._recipe(inputs)})
+        recipe = self._recipe(inputs)
+        tensors, files = laid_out(planner.tensors(), limit, {"format": "pt", RECIPE_KEY: recipe})
         if not destination.directory:
             files = [dataclasses.replace(files[0], name=destination.path.name)]
         # More threads than jobs would only take memory.
-        most = sum(-(-max(t.base.count, t.base.nbytes * (not t.merged)) // (JOB_CHUNKS * MIN_CHUNK)) for t in tensors)
-        plan = Plan(
+        most = sum(-(-max(t.base.count, t.base.nbytes * (not t.merged)) // JOB_ELEMENTS) for t in tensors)
+        return Plan(
             output=destination,
             base=base.name,
             models=tuple(model.name for model in models),
             config=self.config,
             tensors=tuple(tensors),
+            recipe=recipe,
             files=tuple(files),
             side=self._side_files(inputs, destination, tensors, files, tokenizer),
             threads=max(1, min(self.config.threads or usable_cores(), most)),
@@ -3222,13 +3743,6 @@ class DareMerger:
                 *_odd_directory(base, destination, planner, tokenizer),
             ),
         )
-        free = shutil.disk_usage(destination.path.parent).free
-        if plan.size > free:
-            raise DareError(
-                f"the output needs {human(plan.size)} and {str(destination.path.parent)!r} has {human(free)} free",
-                "make room, or write to another disk",
-            )
-        return plan
 
     def _side_files(
         self,
@@ -3303,7 +3817,7 @@ class DareMerger:
         names = [path_from(checkpoint.source, place) for checkpoint in inputs]
         dare, models = self.config.resolved(), {"base_file": names[0], "merge_files": names[1:]}
         recipe = {
-            "version": __version__,
+            "version": self.version,
             "mask": MASK_NAME,
             "seeds": [self.config.seed + i for i in range(len(self.models))],
             "inputs": [{"file": c.source.pinned or c.name, **c.fingerprint} for c in inputs],
@@ -3315,28 +3829,59 @@ class DareMerger:
         rules = [rule.as_table() for rule in self.config.checked_rules]
         return tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
 
-    def _run(self, plan: Plan, base: Checkpoint, models: list[Checkpoint]) -> Ledger:
+    def _run(self, plan: Plan, base: Checkpoint, models: list[Checkpoint], force: bool, resume: bool) -> Ledger:
         ledger = Ledger(len(models))
-        output = Output(plan.output, {file.name: file.size for file in plan.files})
-        try:
-            for number, file in enumerate(plan.files):
-                output.write_at(number, memoryview(file.header), 0)
-            worker = Worker(plan, base, models, output)
-            with progress(plan.bytes_to_read, self.config.verbose) as advance:
-
-                def done(outcome: Outcome) -> None:
-                    ledger.add(outcome)
-                    advance(outcome.job.bytes_read)
-
-                spaces = [Workspace(plan) for _ in range(plan.threads)]
-                for jobs in plan.rounds():
-                    run_jobs(jobs, worker, spaces, done)
-            for name, content in plan.side.items():
-                output.write_file(name, content)
-            output.commit()
-        finally:
-            output.discard()
+        with held_interrupts() as let_interrupts_through:
+            # Compiled first: so long as nothing is written, there is nothing to tidy up.
+            worker = waited_for(lambda: Worker(plan, base, models), let_interrupts_through)
+            output = Output(plan.output, plan.files, plan.identity([base, *models]), resume)
+            keep = False
+            try:
+                self._work(plan, worker, output, ledger, let_interrupts_through)
+                for name, content in plan.side.items():
+                    let_interrupts_through()
+                    output.write_file(name, content)
+                for checkpoint in (base, *models):
+                    checkpoint.check_unchanged()
+                check_replaceable(plan.output, force)  # somebody may have put something there meanwhile
+                output.commit()
+            except BaseException as error:
+                keep = resume and not isinstance(error, DareError)
+                raise
+            finally:
+                output.discard(keep)
         return ledger
+
+    def _work(
+        self,
+        plan: Plan,
+        worker: Worker,
+        output: Output,
+        ledger: Ledger,
+        let_interrupts_through: Callable[[], None],
+    ) -> None:
+        """Run all jobs that are not done yet."""
+        with progress(plan.bytes_to_read, self.config.verbose) as advance:
+            earlier = [Outcome.of_entry(entry) for entry in output.done]
+            for outcome in earlier:
+                ledger.add(outcome)
+                advance(outcome.bytes_read)
+            if earlier:
+                LOG.info(
+                    "continuing: %s of %s are done",
+                    human(sum(o.bytes_read for o in earlier)),
+                    human(plan.bytes_to_read),
+                )
+
+            def done(outcome: Outcome) -> None:
+                advance(outcome.bytes_read)
+                if not outcome.looked:
+                    ledger.add(outcome)
+                    output.note(outcome.as_entry())
+
+            spaces = [Workspace(plan) for _ in range(plan.threads)]
+            for jobs in plan.rounds({(outcome.tensor, outcome.start) for outcome in earlier}):
+                run_jobs(jobs, worker, spaces, output, done, let_interrupts_through)
 
 
 def findings(plan: Plan, ledger: Ledger) -> Iterator[str]:
@@ -3693,6 +4238,8 @@ def build_parser() -> Parser:
     add("--seed", metavar="N", type=int, help="the first model's seed; model i uses N + i (default 42)")
     add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
     add("--force", action="store_true", help="replace an existing output that this tool did not make")
+    add("--resume", action="store_true", help="continue an unfinished merge; if interrupted, leave one to continue")
+    add("--verify", metavar="PATH", help="make a merged model again from its recipe, and compare; write nothing")
     add("--dry-run", action="store_true", help="check everything but the values, print the plan, write nothing")
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
     add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
@@ -3749,8 +4296,61 @@ def parse_rule(text: str) -> Rule:
     return Rule.of({**table, "match": pattern}, f"--rule {text!r}")
 
 
+# What may be said besides --verify: where the inputs are now, and how to go about it.
+VERIFY_FLAGS: Final = ("verify", "base", "merge", "tokenizer_from", "threads", "verbose")
+
+
+def verify(flags: dict[str, Any]) -> VerifyReport:
+    """Check a merged model by its own recipe. Its inputs are called as they were then, wherever they are now."""
+    for name in flags:
+        if name not in VERIFY_FLAGS:
+            allowed = ", ".join(f"--{known.replace('_', '-')}" for known in VERIFY_FLAGS[1:5])
+            raise ConfigError(
+                f"--verify takes its settings from the recipe, not from --{name.replace('_', '-')}",
+                f"besides it there may be {allowed}",
+            )
+    path = Path(os.path.expanduser(flags["verify"]))
+    settings = stored_recipe(path)
+    config = DareConfig(
+        **settings.dare | {k: flags[k] for k in ("threads", "verbose") if k in flags}, rules=settings.rules
+    )
+    LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
+    given = [flags.get("base") or settings.base, *(flags.get("merge") or settings.merge)]
+    if len(given) != len(settings.inputs) or None in given:
+        raise ConfigError(
+            f"the recipe of {str(path)!r} has {len(settings.inputs) - 1} models", "give as many, in the same order"
+        )
+    called = [str(entry.get("file", "")) for entry in settings.inputs]
+    sources = [dataclasses.replace(Source.of(source), name=name) for source, name in zip(given, called, strict=True)]
+    tokenizer = Source.of(flags["tokenizer_from"]) if "tokenizer_from" in flags else settings.tokenizer_from
+    merger = DareMerger(sources[0], sources[1:], config, tokenizer_from=tokenizer, fingerprints=settings.inputs)
+    merger.version = settings.version
+    return merger.verify(path, moved=any(name in flags for name in ("base", "merge", "tokenizer_from")))
+
+
+def stored_recipe(path: Path) -> Settings:
+    """The recipe that a merged model carries."""
+    if (path / RECIPE_FILE).exists():
+        return load_settings(path / RECIPE_FILE)
+    if path.is_dir():
+        raise DareError(f"{str(path)!r} has no {RECIPE_FILE}", "only what this tool has merged can be verified")
+    try:
+        file = TensorFile(path, str(path))
+    except OSError as error:
+        raise DareError(f"cannot read {str(path)!r}: {error.strerror}", "give a merged model after --verify") from None
+    file.close()
+    if RECIPE_KEY not in file.metadata:
+        raise DareError(f"{str(path)!r} has no recipe", "only what this tool has merged can be verified")
+    return parse_settings(file.metadata[RECIPE_KEY], f"the recipe of {path}", Path())
+
+
 def run(arguments: Sequence[str] | None) -> None:
     flags = parse_flags(arguments)
+    if "verify" in flags:
+        report = verify(flags)
+        if flags.get("verbose", True):
+            print(report)
+        return
     settings = layered(flags)
     config = DareConfig(**settings.dare, rules=settings.rules)
     LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
@@ -3770,16 +4370,16 @@ def run(arguments: Sequence[str] | None) -> None:
             LOG.warning(warning)
         print(plan)
         return
-    report = merger.merge(settings.output, force=force)
+    merged = merger.merge(settings.output, force=force, resume="resume" in flags)
     if config.verbose:
-        print(report)
+        print(merged)
 
 
 class Messages(logging.StreamHandler[IO[str]]):
     """Warnings and notes on stderr, one to a line, as the command's errors are."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
+        text = printable(record.getMessage())
         return f"warning: {text}" if record.levelno >= logging.WARNING else text
 
 
@@ -3787,8 +4387,11 @@ class Terminated(BaseException):
     """Somebody sent SIGTERM: to be handled like an interrupt."""
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise Terminated
+def _stop(number: int, _: object) -> NoReturn:
+    """The first signal stops the merge; more of them must not stop it from tidying up."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -3802,35 +4405,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     messages = Messages(sys.stderr)
     LOG.addHandler(messages)
     LOG.propagate = False
-    before = None
+    before: dict[signal.Signals, Any] = {}
     with suppress(ValueError):  # only a main thread may take signals
-        before = signal.signal(signal.SIGTERM, _terminate)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, _stop)
     try:
         run(arguments)
         sys.stdout.flush()
         return 0
     except DareError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         if error.hint:
-            print(f"hint: {error.hint}", file=sys.stderr)
+            print(f"hint: {printable(error.hint)}", file=sys.stderr)
         return error.status
     except (KeyboardInterrupt, Terminated) as stopped:
         print("interrupted", file=sys.stderr)
-        return 143 if isinstance(stopped, Terminated) else 130
+        status = 143 if isinstance(stopped, Terminated) else 130
+        if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
+            sys.stderr.flush()
+            os._exit(status)  # a compiler at work would crash on the way out
+        return status
     except BrokenPipeError:  # whoever read our output has read enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that the interpreter's last flush finds a home)
         return 0
     except Exception as error:
         if os.environ.get("DARE_TRACEBACK"):
             raise
-        print(f"error: unexpected {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"error: unexpected {type(error).__name__}: {printable(str(error))}", file=sys.stderr)
         print("hint: this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows", file=sys.stderr)
         return 1
     finally:
         LOG.removeHandler(messages)
         LOG.propagate = True
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

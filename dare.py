@@ -52,7 +52,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
@@ -90,8 +90,8 @@ BATCH_ELEMENTS: Final = 1 << 28
 # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
 BUFFER_BYTES: Final = 64 << 20
 
-# Elements of each of an adapter's two matrices that are held at a time.
-EXPAND_ELEMENTS: Final = 1 << 20
+# Elements of all adapters' matrices that all threads together hold at a time: 16 MB.
+EXPAND_ELEMENTS: Final = 1 << 22
 
 # How long to let writes gather before they are sent to the disk, and before it is noted what has arrived there.
 FLUSH_SECONDS: Final = 0.1
@@ -128,6 +128,11 @@ class ConfigError(DareError):
     status = 2
 
 
+def as_text(name: str | Path) -> str:
+    """A name that may hold bytes that are no text, as text."""
+    return str(name).encode("utf-8", "backslashreplace").decode()
+
+
 def printable(text: str) -> str:
     """Text with nothing in it that could upset a terminal: names may hold escape sequences, or reverse what follows."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
@@ -143,6 +148,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint with the known word that is spelled most like this one."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def human(size: float) -> str:
@@ -485,8 +494,9 @@ class Source:
     def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
         if isinstance(given, Source):
             return given
-        # A name may hold bytes that are no text; the recipe, which names it, must be text.
-        name = str(given).encode("utf-8", "backslashreplace").decode()
+        if not str(given):
+            raise ConfigError("the path of a model is empty", "perhaps a variable of the shell is not set")
+        name = as_text(given)  # the recipe, which names it, must be text
         return cls(name, Path(folder or "", os.path.expanduser(given)))
 
 
@@ -1350,7 +1360,7 @@ class TensorFile:
             if header[8:9] != b"{":
                 raise ValueError("its header does not start with {")
             entries = parse_json(header[8:].decode())
-            metadata = entries.pop("__metadata__", {})
+            metadata = entries.pop("__metadata__", None) or {}
             if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
                 raise ValueError("its metadata is not a table of strings")
             found = {name: self._entry(name, entry) for name, entry in entries.items()}
@@ -1544,6 +1554,9 @@ def _adapter_layout(source: Source, folder: Path) -> Layout:
 def _no_weights(source: Source, names: list[str]) -> DareError:
     """What a directory without a model has instead."""
     tensors = [name for name in names if name.endswith(".safetensors")]
+    broken = [name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names]
+    if broken:
+        return DareError(f"{broken[0]!r} in {source.name!r} is a link to nothing", "download the model again")
     if tensors:
         return DareError(
             f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but {listed(tensors)}",
@@ -1568,8 +1581,8 @@ def _index_layout(source: Source, path: Path) -> Layout:
                 f"{shown!r} says that tensor {tensor!r} is in {file!r}, which is no file beside it",
                 "such an index may lead anywhere, so it is not followed; get the model from somewhere you trust",
             )
-    names = sorted(set(weight_map.values()))
-    return Layout(tuple(path.parent / name for name in names), path.parent, weight_map)
+    plain = {tensor: PurePosixPath(file).as_posix() for tensor, file in weight_map.items()}
+    return Layout(tuple(path.parent / name for name in sorted(set(plain.values()))), path.parent, plain)
 
 
 def is_inside(name: str) -> bool:
@@ -1758,7 +1771,7 @@ class AdapterConfig:
         start = table.get("init_lora_weights")
         if start not in PLAIN_STARTS:
             raise DareError(
-                f"the adapter {name!r} was started by {start!r}, which also changed the base",
+                f"the adapter {name!r} was started by {start!r}, which may also have changed the base",
                 "convert it to a plain LoRA, as PEFT's save_pretrained with path_initial_model_for_weight_conversion",
             )
         tests: dict[str, Callable[[Any], bool]] = {
@@ -1785,12 +1798,22 @@ class AdapterConfig:
 
     def _of_module(self, pattern: Mapping[str, float], module: str, default: float) -> float:
         """As PEFT looks it up: the first pattern that matches the end of the module's name."""
+        for key in pattern:
+            if re.search(r"[*+}]\)*[*+{]|\)[*+{]", key):  # which could take forever
+                raise DareError(
+                    f"the pattern {key!r} in the {ADAPTER_CONFIG} of {self.name!r} is too intricate", "mend it"
+                )
         try:
             return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
         except (re.error, OverflowError, RecursionError) as error:
             raise DareError(
                 f"a pattern in the {ADAPTER_CONFIG} of {self.name!r} is no regular expression: {error}", "mend it"
             ) from None
+
+
+# The tensors that share the input embedding's values where a model's configuration ties them, and the embeddings.
+HEADS: Final = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
+EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
 
 
 def file_sha256(path: Path) -> str | None:
@@ -1836,11 +1859,15 @@ class Adapter(Checkpoint):
                     raise DareError(
                         f"{model.name!r} is quantised, and the adapter {self.name!r} changes {target!r}", QUANTISE_HINT
                     )
+                tied = target.endswith(HEADS) and any(other.endswith(EMBEDDINGS) for other in base)
                 raise DareError(
                     f"the adapter {self.name!r} changes {target!r}, which the base does not have",
-                    f"check the base; it has {listed(list(base))}",
+                    "the base uses its embedding as the output head, and changing only one of them unties them; merge "
+                    "the adapter with PEFT's merge_and_unload, and use the result as a model"
+                    if tied
+                    else f"check the base; it has {listed(list(base))}",
                 )
-            found[name] = self._low_rank(module, pairs[module], base[name], found.get(name))
+            found[name] = self._low_rank(module, pairs[module], name, base, found.get(name))
         extra = tuple(name for name in found if name not in base)
         return {name: info for name, info in found.items() if name in base}, extra
 
@@ -1850,9 +1877,11 @@ class Adapter(Checkpoint):
         whole: dict[str, TensorInfo] = {}
         for stored, info in self.tensors.items():
             key = stored.removeprefix("base_model.model.")
-            if info.dtype not in FORMATS:
-                raise DareError(f"tensor {stored!r} of the adapter {self.name!r} is {info.dtype}", QUANTISE_HINT)
+            if ".original_module." in key:  # the base's, which PEFT may save beside the one that replaces it
+                continue
             if matched := LORA_KEY.fullmatch(key):
+                if info.dtype not in FORMATS:
+                    raise DareError(f"tensor {stored!r} of the adapter {self.name!r} is {info.dtype}", QUANTISE_HINT)
                 module, part = matched.groups()
                 if part in pairs.setdefault(module, {}):
                     raise DareError(
@@ -1868,9 +1897,28 @@ class Adapter(Checkpoint):
                 whole[re.sub(r"\.base_layer(?=\.)|\.modules_to_save(\.default)?(?=\.)", "", key)] = info
         return pairs, whole
 
+    def _is_transposed(self, name: str, base: Mapping[str, TensorInfo]) -> bool:
+        """Whether a square matrix is stored as inputs x outputs, by its neighbours that are not square.
+
+        The configuration says so too, but PEFT writes there what is true of the last module that it looked at.
+        """
+        around = name.removesuffix(".weight").rpartition(".")[0]
+        found = set()
+        for other, info in base.items():
+            bias = base.get(f"{other.removesuffix('weight')}bias")
+            if other.startswith(f"{around}.") and bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
+                found.add(bias.shape == info.shape[1:])
+        return found.pop() if len(found) == 1 else self.settings.fan_in_fan_out
+
     def _low_rank(
-        self, module: str, parts: dict[str, TensorInfo], base: TensorInfo, whole: TensorInfo | None
+        self,
+        module: str,
+        parts: dict[str, TensorInfo],
+        name: str,
+        base_tensors: Mapping[str, TensorInfo],
+        whole: TensorInfo | None,
     ) -> TensorInfo:
+        base = base_tensors[name]
         embedding = "lora_embedding_A" in parts
         prefix = "lora_embedding_" if embedding else "lora_"
         a, b = parts.get(f"{prefix}A"), parts.get(f"{prefix}B")
@@ -1887,10 +1935,10 @@ class Adapter(Checkpoint):
         inputs, outputs = a.count // rank, b.count // rank
         rows = base.shape[0] if base.shape else 1
         there = (rows, base.count // max(rows, 1))
-        # Embeddings, and the layers of GPT-2, are stored as inputs x outputs. Where both sides are equal, only the
-        # configuration can tell.
-        square = inputs == outputs
-        transposed = embedding or (self.settings.fan_in_fan_out if square else there == (inputs, outputs))
+        # Embeddings, and the layers of GPT-2, are stored as inputs x outputs.
+        transposed = embedding or (
+            self._is_transposed(name, base_tensors) if inputs == outputs else there == (inputs, outputs)
+        )
         shape = (inputs, outputs) if transposed else (outputs, inputs)
         if whole is not None and whole.shape != shape:
             raise DareError(f"{module!r} is {list(whole.shape)} and {list(shape)} in {self.name!r}", "save it again")
@@ -1905,19 +1953,37 @@ def _naming(targets: Sequence[str], base: Mapping[str, TensorInfo]) -> Callable[
 
     Checkpoints of a bare model lack the name under which a model with a head holds it, and adapters may be of either.
     """
-    ways: list[Callable[[str], str]] = [lambda name: name, lambda name: name.partition(".")[2]]
-    ends = [name.removesuffix(targets[0]) for name in base if targets and name.endswith(f".{targets[0]}")]
-    ways += [partial(str.__add__, end) for end in ends]
-    fitting = [way for way in ways if all(way(target) in base for target in targets)]
-    return fitting[0] if fitting else ways[0]
+    first = f"{targets[0].partition('.')[0]}."
+    ends = [name.removesuffix(targets[0]) for name in base if name.endswith(f".{targets[0]}")]
+    ways = [("", ""), (first, ""), *(("", end) for end in ends)]  # what to take away, and what to put in its place
+    fitting = [
+        (old, new)
+        for old, new in ways
+        if all(target.startswith(old) and new + target.removeprefix(old) in base for target in targets)
+    ]
+    if len(fitting) > 1 and fitting[0] != ("", ""):
+        raise DareError(
+            f"an adapter for {targets[0]!r} may mean several tensors: {listed([end + targets[0] for end in ends])}",
+            "save it with the names of the base",
+        )
+    old, new = fitting[0] if fitting else ("", "")
+
+    def in_base(name: str) -> str:
+        renamed = new + name.removeprefix(old)
+        return renamed if name.startswith(old) and renamed in base else name
+
+    return in_base
 
 
 # org/name, or org/name@revision
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
-def fetched(source: Source) -> Source:
-    """The model on this machine: itself or, where there is no such path, what the Hugging Face Hub has by that name."""
+def fetched(source: Source, wanted: Sequence[str] | None = None) -> Source:
+    """The model on this machine: itself or, where there is no such path, what the Hugging Face Hub has by that name.
+
+    wanted: patterns for the files that are needed; None: all of a model that is not weights of another framework.
+    """
     matched = HUB_NAME.fullmatch(source.name)
     if not matched or os.path.lexists(source.path) or source.name.endswith((".safetensors", ".json", *PICKLE_SUFFIXES)):
         return source
@@ -1929,16 +1995,23 @@ def fetched(source: Source) -> Source:
             f"there is no file or directory {source.name!r}",
             f"{_where(source)}; to take models from the Hugging Face Hub, install dare-merge[hub] (uv run --extra hub)",
         ) from None
-    unwanted = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in (".safetensors", ".index.json")]
+    others = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in (".safetensors", ".index.json")]
     try:
         folder = huggingface_hub.snapshot_download(
-            repository, revision=revision or None, ignore_patterns=[*unwanted, "original/*", "consolidated*"]
+            repository,
+            revision=revision or None,
+            allow_patterns=list(wanted) if wanted else None,
+            ignore_patterns=[*others, "original/*", "consolidated*"],
         )
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    except Exception as error:  # of the network, of its libraries, of the Hub: there are dozens of kinds
+        reason = re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__
+        here = os.listdir(source.path.parent) if source.path.parent.is_dir() else []
         raise DareError(
-            f"there is no {source.name!r} here, and none could be had from the Hugging Face Hub: {reason}",
-            f"{_where(source)}; for the Hub, check the name, the network and HF_TOKEN",
+            f"there is no file or directory {source.name!r}, and the Hugging Face Hub does not give a model of that "
+            f"name: {reason}",
+            nearest(source.path.name, here)
+            if here
+            else f"{_where(source)}; for the Hub, check the name, the network, HF_TOKEN and HF_HUB_OFFLINE",
         ) from None
     # The snapshot's directory has the name of its commit: what a recipe must say, since branches move.
     return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
@@ -1960,12 +2033,15 @@ RECIPE_FILE: Final = "dare_recipe.toml"
 CARD_FILE: Final = "README.md"
 NOT_COPIED: Final = re.compile(
     r"\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json|checkpoint-\d+|global_step\d+|runs"
-    r"|wandb|__pycache__|.*(" + "|".join(map(re.escape, WEIGHT_SUFFIXES)) + ")"
+    r"|wandb|__pycache__|.*(" + "|".join(map(re.escape, WEIGHT_SUFFIXES)) + ")",
+    re.IGNORECASE,
 )
-TOKENIZER_FILES: Final = re.compile(
-    r"tokenizer.*|tokenization_.*\.py|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|tekken\.json"
-    r"|.*\.model(\.v\d+)?|.*\.tiktoken|.*\.spm|bpe\.codes|normalizer\.json|chat_template.*|additional_chat_templates/.*"
-)
+TOKENIZER_PATTERNS: Final = (
+    "tokenizer*", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "tekken.json", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "bpe.codes", "normalizer.json", "chat_template*",
+    "additional_chat_templates/*",
+)  # fmt: skip
+TOKENIZER_FILES: Final = re.compile("|".join(map(fnmatch.translate, TOKENIZER_PATTERNS)))
 
 
 @dataclass(frozen=True)
@@ -1994,8 +2070,8 @@ class Destination:
         return self.path.with_name(f"{name}.partial")
 
 
-def check_output(path: Path, inputs: Mapping[str, Sequence[Path]], force: bool) -> Destination:
-    """Refuse an output that cannot or must not be written. inputs: the files and directories of each, by name."""
+def find_output(path: Path) -> Destination:
+    """Where an output goes, if something can be written there at all."""
     shown = repr(str(path))
     if path.suffix in (".gguf", ".json", ".toml", *PICKLE_SUFFIXES):
         raise ConfigError(
@@ -2003,36 +2079,38 @@ def check_output(path: Path, inputs: Mapping[str, Sequence[Path]], force: bool) 
         )
     try:
         target = path.resolve()
-        status = target.stat() if target.exists() else None
+        target.exists()  # which fails where the name is too long
         folder = target.parent.is_dir()
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DareError(f"the output {shown} cannot be used: {reason}", "give another path") from None
-    directory = path.suffix != ".safetensors"
-    for name, paths in inputs.items():
-        if relation := entangled(target, status, paths):
-            raise ConfigError(f"the output {shown} {relation} the input {name!r}", "inputs are never overwritten")
     if not folder:
         raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
     if not os.access(target.parent, os.W_OK):
         raise DareError(f"the output's directory {str(target.parent)!r} is not writable", "choose another directory")
-    destination = Destination(str(path), target, directory)
+    return Destination(str(path), target, path.suffix != ".safetensors")
+
+
+def check_output(destination: Destination, inputs: Sequence[tuple[str, Path]], force: bool) -> None:
+    """Refuse an output that must not be written. inputs: their names, and their files and directories."""
+    for name, used in inputs:
+        if relation := entangled(destination.path, used.resolve()):
+            raise ConfigError(
+                f"the output {destination.name!r} {relation} the input {name!r}", "inputs are never overwritten"
+            )
     check_replaceable(destination, force)
-    return destination
 
 
-def entangled(target: Path, status: os.stat_result | None, inputs: Sequence[Path]) -> str:
+def entangled(target: Path, used: Path) -> str:
     """Whether an output is, holds or lies inside an input, by whatever names and links: in words, or not at all."""
-    for path in [path.resolve() for path in inputs]:
-        if status is not None:
-            if os.path.samestat(status, path.stat()):
-                return "is"
-            if any(os.path.samestat(status, parent.stat()) for parent in path.parents):
-                return "holds"
-        above = (parent for parent in target.parents if path.is_dir() and parent.exists())
-        if any(os.path.samestat(path.stat(), parent.stat()) for parent in above):
-            return "lies inside"
-    return ""
+    if target.exists():
+        status = target.stat()
+        if os.path.samestat(status, used.stat()):
+            return "is"
+        if any(os.path.samestat(status, parent.stat()) for parent in used.parents):
+            return "holds"
+    above = (parent for parent in target.parents if used.is_dir() and parent.exists())
+    return "lies inside" if any(os.path.samestat(used.stat(), parent.stat()) for parent in above) else ""
 
 
 def check_replaceable(destination: Destination, force: bool) -> None:
@@ -2049,17 +2127,21 @@ def check_replaceable(destination: Destination, force: bool) -> None:
             raise DareError(f"the output {shown} exists and was not made by this tool", "add --force to replace it")
         return
     names = os.listdir(target)
-    if names and not any(name == CONFIG_FILE or name.endswith(WEIGHT_SUFFIXES) for name in names):
+    if os.path.samestat(target.stat(), os.stat(os.curdir)):
+        raise DareError(f"the output {shown} is the working directory", "name a directory in it")
+    is_model = any(name in names for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE))
+    is_model |= CONFIG_FILE in names and any(map(is_weights, names))
+    if names and (not is_model or ".git" in names):
         raise DareError(f"the output {shown} is a directory with other things in it", "give a new name")
     if not names or force:
         return
     ours = made_here(target)
     if not ours:
         raise DareError(f"the output {shown} exists and was not made by this tool", "add --force to replace it all")
-    others = sorted(set(files_in(target)) - set(ours))
+    others = [name for name in files_in(target) if name != RECIPE_FILE and ours.get(name) != digest_of(target / name)]
     if others:
         raise DareError(
-            f"the output {shown} also holds {listed(others)}, which this tool did not write",
+            f"the output {shown} also holds {listed(others)}, which this tool did not write, or not like that",
             "move that elsewhere, or add --force to replace it all",
         )
 
@@ -2074,13 +2156,25 @@ def made_by_dare(path: Path) -> bool:
     return RECIPE_KEY in file.metadata
 
 
-def made_here(folder: Path) -> list[str]:
-    """The files of a directory that this tool wrote, by what its recipe says."""
+def made_here(folder: Path) -> dict[str, str]:
+    """The files of a directory that this tool wrote, with their digests, by what its recipe says."""
     try:
         files = tomllib.loads((folder / RECIPE_FILE).read_text(encoding="utf-8"))["recipe"]["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-    return [str(name) for name in files] if isinstance(files, list) else []
+        return {str(name): str(digest) for name, digest in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def digest_of(content: Path | bytes) -> str:
+    """What to know a file by: the digest of its content or, of tensors, of their header."""
+    try:
+        if isinstance(content, Path) and content.suffix == ".safetensors":
+            file = TensorFile(content, content.name)
+            file.close()
+            return file.header_sha256
+        return hashlib.sha256(content.read_bytes() if isinstance(content, Path) else content).hexdigest()
+    except (DareError, OSError):
+        return ""
 
 
 def files_in(folder: Path) -> list[str]:
@@ -2101,6 +2195,8 @@ def side_files(folder: Path | None) -> dict[str, Path]:
         if NOT_COPIED.fullmatch(path.name):
             continue
         if path.is_file():
+            if not os.access(path, os.R_OK):  # to be known before the merge, not after it
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             found[path.name] = path
         elif path.is_dir() and not path.is_symlink() and not any(map(is_weights, files_in(path))):
             found |= {f"{path.name}/{name}": below for name, below in side_files(path).items()}
@@ -2111,9 +2207,8 @@ def is_weights(name: str) -> bool:
     return name.endswith(WEIGHT_SUFFIXES)
 
 
-def updated_config(path: Path, name: str, dtype: str) -> bytes:
+def updated_config(config: dict[str, Any], dtype: str) -> bytes:
     """A model's config.json with another type of tensors in it, wherever it names one."""
-    config = read_json(path, name)
 
     def update(table: dict[str, Any]) -> bool:
         keys = [key for key in ("dtype", "torch_dtype") if key in table]
@@ -2154,6 +2249,7 @@ def header_bytes(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> by
     return struct.pack("<Q", len(text)) + text
 
 
+MADE: Final = "output"
 LOCK_FILE: Final = "lock"
 REPLACED: Final = "replaced"
 JOURNAL_FILE: Final = "journal"
@@ -2306,7 +2402,7 @@ class Output:
         self.destination, self.resume = destination, resume
         self.lock = Lock(destination.partial, destination.name)
         self.folder = self.lock.folder
-        self.made = self.folder / destination.path.name
+        self.made = self.folder / MADE
         self.journal = Journal(self.folder / JOURNAL_FILE)
         self.descriptors: list[int] = []
         self._dirty: set[int] = set()
@@ -2456,6 +2552,10 @@ class Output:
         while self.descriptors:
             with suppress(OSError):
                 os.close(self.descriptors.pop())
+        try:
+            self._restore_replaced()
+        except OSError:
+            keep = True  # the old model is still in the folder
         self.lock.release(keep)
 
     def _stop_flusher(self) -> None:
@@ -2502,14 +2602,10 @@ def replace(made: Path, target: Path) -> None:
     if not made.is_dir() or not target.exists():
         os.replace(made, target)
     elif not exchange(made, target):
-        # Without a way to exchange names there is an instant in which neither has it.
-        old = made.with_name(REPLACED)
-        os.rename(target, old)
-        try:
-            os.rename(made, target)
-        except BaseException:
-            os.rename(old, target)
-            raise
+        # Without a way to exchange names there is an instant in which neither has it; what was replaced is put back
+        # if the second step fails, now or, after a crash, by the next run.
+        os.rename(target, made.with_name(REPLACED))
+        os.rename(made, target)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -2683,7 +2779,7 @@ class Plan:
         parameters = sum(tensor.base.count for tensor in merged)
         rates = [f"{rate:g}" for rate in self.config.general(len(self.models)).drop_rates]
         lines = [
-            f"would merge {len(self.models)} model{'s' * (len(self.models) != 1)} into {printable(self.output.name)}",
+            f"would merge {counted(len(self.models), 'model')} into {printable(self.output.name)}",
             f"  {len(merged):,} tensors merged ({parameters:,} parameters), {len(self.tensors) - len(merged):,} copied",
             f"  method {self.config.method}, drop rate {', '.join(dict.fromkeys(rates))}, seeds {self._seeds()}",
             f"  {human(self.bytes_to_read)} to read, {human(self.size)} to write, {self.threads} threads",
@@ -2786,7 +2882,7 @@ class MergeReport:
                     f"{len(model.missing_tensors):,}",
                 ]
             )
-        count = f"{len(self.models)} model{'s' * (len(self.models) != 1)}"
+        count = f"{counted(len(self.models), 'model')}"
         return (
             f"{table(rows)}\n(above: share of parameters with |delta| > {self.delta_threshold:g})\n"
             f"merged {count} into {printable(self.output)}: {self.tensors:,} tensors ({self.copied_tensors:,} copied), "
@@ -2827,7 +2923,7 @@ class Workspace:
         trims = any(stage.kind == "count" for tensor in plan.tensors for stage in tensor.stages)
         self.counts = aligned((models, 1 << DIGIT_BITS) if trims else (1, 1), np.uint32)
         self.sums: dict[int, NDArray[np.float64]] = {}  # slerp's three products, by chunk
-        self.right: tuple[Any, NDArray[Any]] = (None, self.base)  # an adapter's matrix: of which tensor, and itself
+        self.right: dict[Checkpoint, tuple[Any, NDArray[Any]]] = {}  # adapters' matrices: of which tensor, and itself
         buffers = (self.base, self.finetuned, self.output, self.words, self.reals, self.scratch, self.counts)
         self.addresses = tuple(buffer.ctypes.data for buffer in buffers)
 
@@ -3137,13 +3233,16 @@ class Worker:
             return
         kernel = self.kernels[expand_spec(info)]
         rows = slice(start // low.columns, -(-(start + len(made)) // low.columns))
-        step = max(1, EXPAND_ELEMENTS // max(low.columns, rows.stop - rows.start))
+        room = EXPAND_ELEMENTS // (self.plan.threads * (1 + len(self.plan.models)))
+        step = max(1, room // max(low.columns, rows.stop - rows.start))
         for k in range(0, low.rank, step):
             ranks = slice(k, min(k + step, low.rank))
             left = low.read_left(model, rows, ranks, made.dtype)
-            if work.right[0] != (model, info, ranks):  # a tensor's next chunk needs it again
-                work.right = (model, info, ranks), low.read_right(model, ranks, made.dtype)
-            addresses = [array.ctypes.data for array in (left, work.right[1], made)]
+            known, right = work.right.get(model, (None, left))
+            if known != (info, ranks):
+                right = low.read_right(model, ranks, made.dtype)
+                work.right[model] = (info, ranks), right  # the tensor's next chunk needs it again
+            addresses = [array.ctypes.data for array in (left, right, made)]
             kernel(*addresses, 0, 0, 0, 0, len(made), low.columns, left.shape[1], start % low.columns, k)
         made *= made.dtype.type(low.scale)
         if low.whole is not None:
@@ -3237,9 +3336,12 @@ def progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
         yield lambda amount: bar.advance(task, amount)
 
 
-# The tensors that share the input embedding's values where a model's configuration ties them, and the embeddings.
-HEADS: Final = ("lm_head.weight", "embed_out.weight")
-EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
+    """Whether a model's configuration says that its output head is its input embedding; None: it does not say."""
+    for table in (config, config.get("text_config")):
+        if isinstance(table, dict) and isinstance(table.get("tie_word_embeddings"), bool):
+            return bool(table["tie_word_embeddings"])
+    return None
 
 
 class TensorPlanner:
@@ -3264,6 +3366,12 @@ class TensorPlanner:
                 more = f" and {len(shapes) - LISTED:,} more" if len(shapes) > LISTED else ""
                 shapes = shapes[:LISTED]
                 self.warnings.append(f"{model.name} has tensors of other shapes: {', '.join(shapes)}{more}; {what}")
+            whole = [n for n, info in model.tensors.items() if n.endswith(EMBEDDINGS) and not info.low_rank]
+            if model.adapter and whole and not any(n.endswith(HEADS) for n in self.base.tensors):
+                self.warnings.append(
+                    f"{model.name} has its own {whole[0]!r}, and the base uses that as its output head too: both "
+                    "change, where PEFT would leave the head as it was"
+                )
             for head, embedding in tied.items():
                 self.warnings.append(f"{model.name} lacks {head!r}, which is tied to {embedding!r} and merged like it")
         return planned
@@ -3285,8 +3393,10 @@ class TensorPlanner:
         quantised = self._is_quantised(name)
         merged = info.dtype in FORMATS and not quantised
         found, mask_names = [], []
+        # A head that the base's configuration ties to the embedding must stay equal to it, so it is merged as that is.
+        own = (ties_embeddings(self.base.config) and self._embedding_like(name, info)) or name
         for i, model in enumerate(self.models):
-            theirs, mask_name = model.tensors.get(name), name
+            theirs, mask_name = model.tensors.get(name), own
             if theirs is None and (embedding := self._tied_embedding(name, info, model)):
                 theirs, mask_name = model.tensors[embedding], embedding
                 self.tied[i][name] = embedding
@@ -3306,7 +3416,7 @@ class TensorPlanner:
             found = []
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
-        alike = mask_names[0] if len(set(mask_names)) == 1 else name
+        alike = mask_names[0] if len(set(mask_names)) == 1 else own
         return TensorPlan(
             name=name,
             base=info,
@@ -3335,18 +3445,22 @@ class TensorPlanner:
             raise DareError(message, "only models fine-tuned from this very base can be merged")
         more = theirs.shape[0] - info.shape[0]
         raise DareError(
-            f"{message}, {abs(more):,} row{'s' * (abs(more) != 1)} {'more' if more > 0 else 'fewer'}",
+            f"{message}, {counted(abs(more), 'row')} {'more' if more > 0 else 'fewer'}",
             "for added tokens, --mismatch overlap merges the rows that both have, --mismatch base keeps the base's "
             "tensor; otherwise check that this is the right base",
         )
 
     def _tied_embedding(self, name: str, info: TensorInfo, model: Checkpoint) -> str | None:
         """The embedding that a model, by its or the base's configuration, uses as the output head that it lacks."""
-        configs = [part for config in (self.base.config, model.config) for part in (config, config.get("text_config"))]
-        if not name.endswith(HEADS) or not any(isinstance(c, dict) and c.get("tie_word_embeddings") for c in configs):
-            return None
-        shared = (n for n in self.base.tensors if n.endswith(EMBEDDINGS) and n in model.tensors)
-        return next((n for n in shared if self.base.tensors[n].shape == info.shape), None)
+        said = [setting for setting in map(ties_embeddings, (self.base.config, model.config)) if setting is not None]
+        known = said or self.base.config or model.config  # where nothing is said, a head that is not there is tied
+        embedding = self._embedding_like(name, info)
+        return embedding if known and False not in said and embedding in model.tensors else None
+
+    def _embedding_like(self, name: str, info: TensorInfo) -> str | None:
+        """For an output head, the base's input embedding of the same shape."""
+        names = (other for other in self.base.tensors if name.endswith(HEADS) and other.endswith(EMBEDDINGS))
+        return next((other for other in names if self.base.tensors[other].shape == info.shape), None)
 
     def _is_quantised(self, name: str) -> bool:
         return module_of(name) in self._quantised and not name.endswith("bias")
@@ -3409,13 +3523,12 @@ def path_from(source: Source, place: Path | None) -> str:
         path = Path(os.path.relpath(physical, place)).as_posix()
     except ValueError:  # on another drive
         path = str(physical)
-    return path.encode("utf-8", "backslashreplace").decode()
+    return as_text(path)
 
 
 def tokenizer_files(source: Source) -> dict[str, Path]:
     """The files of a model that make up its tokenizer."""
-    folder = source.path if source.path.is_dir() else source.path.parent
-    found = {n: p for n, p in side_files(folder if folder.is_dir() else None).items() if TOKENIZER_FILES.fullmatch(n)}
+    found = {name: path for name, path in side_files(source.path).items() if TOKENIZER_FILES.fullmatch(name)}
     if not found:
         raise DareError(f"there is no tokenizer in {source.name!r}", "tokenizer_from wants a model directory")
     return found
@@ -3434,45 +3547,13 @@ def _odd_tokenizer(files: dict[str, Path], rows: int) -> Iterator[str]:
     """A tokenizer may know tokens that the model has no rows for."""
     if rows == 0 or "tokenizer.json" not in files:
         return
-    with suppress(DareError, AttributeError, TypeError, ValueError):
+    with suppress(DareError, AttributeError, KeyError, TypeError, ValueError):
         table = read_json(files["tokenizer.json"], "tokenizer.json")
         vocabulary = table["model"]["vocab"] if "vocab" in table.get("model", {}) else {}
         numbers = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         highest = max([*numbers, *(token["id"] for token in table.get("added_tokens", []))], default=-1)
         if highest >= rows:
             yield f"the tokenizer knows tokens up to {highest:,}, and the merged model has rows for {rows:,} tokens"
-
-
-def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) -> str:
-    """A README.md as the Hugging Face Hub wants it, with the recipe in words and as it is."""
-    names = [card_name(checkpoint.source) for checkpoint in inputs]
-    models = names[1:]
-    settings = config.general(len(models))
-    lines = ["---", "base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
-    lines += ["base_model_relation: merge", "library_name: transformers", "tags:", "- merge", "- dare", "---", ""]
-    lines += [f"# A DARE merge of {len(models)} model{'s' * (len(models) != 1)}", ""]
-    lines += [
-        f"Merged from `{names[0]}` and models fine-tuned from it by [DARE](https://arxiv.org/abs/2311.03099) (drop and "
-        "rescale): most of what each fine-tune changed is dropped at random, the rest is rescaled, and what is left is "
-        f"{COMBINED[config.method]}.",
-        "",
-        "| model | seed | dropped | kept deltas are divided by | weight |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    weights = ("",) * len(models) if config.method == "slerp" else config.shares(len(models))
-    for i, name in enumerate(models):
-        weight = f"{weights[i]:.4g}" if weights[i] != "" else f"slerp at {config.position:g}"
-        divisor, rate = divisor_of(settings, i), settings.drop_rates[i]
-        lines.append(f"| `{name}` | {config.seed + i} | {rate:.4g} | {divisor:.4g} | {weight} |")
-    lines += ["", f"The merged delta is multiplied by {config.lambda_coeff:g} and added to the base."]
-    if settings.keep_ratio < 1:
-        lines.append(f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor is kept.")
-    if config.rules:
-        lines.append("Some tensors have settings of their own; they are in the recipe.")
-    lines += ["", "This recipe makes the same tensors again, byte for byte, from the same inputs", ""]
-    lines[-2] += f" (`{RECIPE_FILE}` has it with paths):"
-    lines += ["```toml", recipe.rstrip("\n"), "```", ""]
-    return "\n".join(lines)
 
 
 COMBINED: Final = {
@@ -3482,6 +3563,38 @@ COMBINED: Final = {
 }
 
 
+def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) -> str:
+    """A README.md as the Hugging Face Hub wants it, with the recipe in words and as it is."""
+    names = [card_name(checkpoint.source) for checkpoint in inputs]
+    models = names[1:]
+    settings = config.general(len(models))
+    lines = ["---", "base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
+    lines += ["base_model_relation: merge", "library_name: transformers", "tags:", "- merge", "- dare", "---", ""]
+    lines += [f"# A DARE merge of {counted(len(models), 'model')}", ""]
+    lines += [
+        f"Merged from `{names[0]}` and models fine-tuned from it by [DARE](https://arxiv.org/abs/2311.03099) (drop and "
+        "rescale): most of what each fine-tune changed is dropped at random, the rest is rescaled, and what is left is "
+        f"{COMBINED[config.method]}.",
+        "",
+        "| model | seed | dropped | kept deltas are divided by | weight |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    shares = [f"{share:.4g}" for share in config.shares(len(models))]
+    weights = [f"slerp at {config.position:g}"] * 2 if config.method == "slerp" else shares
+    for i, name in enumerate(models):
+        divisor, rate = divisor_of(settings, i), settings.drop_rates[i]
+        lines.append(f"| `{name}` | {config.seed + i} | {rate:.4g} | {divisor:.4g} | {weights[i]} |")
+    lines += ["", f"The merged delta is multiplied by {config.lambda_coeff:g} and added to the base."]
+    if settings.keep_ratio < 1:
+        lines.append(f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor is kept.")
+    if config.rules:
+        lines.append("Some tensors have settings of their own; they are in the recipe.")
+    again = "This recipe makes the same tensors again, byte for byte, from the same inputs"
+    lines += ["", f"{again} (`{RECIPE_FILE}` has it with paths):", ""]
+    lines += ["```toml", recipe.rstrip("\n"), "```", ""]
+    return "\n".join(lines)
+
+
 def card_name(source: Source) -> str:
     """What to call a model on a card: its name on the Hub, or the last part of its path."""
     if source.pinned:
@@ -3489,7 +3602,7 @@ def card_name(source: Source) -> str:
     path = Path(os.path.abspath(source.path))
     belongs = path.name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, ADAPTER_CONFIG)
     name = path.parent.name if belongs else path.name.removesuffix(".safetensors")
-    return name.encode("utf-8", "backslashreplace").decode()
+    return as_text(name)
 
 
 @dataclass(frozen=True)
@@ -3617,8 +3730,9 @@ class DareMerger:
 
     def plan(self, output_file: str | Path, *, force: bool = False) -> Plan:
         """Check everything and say what merge would do; write nothing."""
+        destination = find_output(Source.of(output_file).path)
         with self._opened() as (base, models):
-            return self._plan_new(base, models, Source.of(output_file).path, force)
+            return self._plan_new(base, models, destination, force)
 
     def merge(self, output_file: str | Path, *, force: bool = False, resume: bool = False) -> MergeReport:
         """Merge into a file (if its name ends in .safetensors) or a model directory, and say what was done.
@@ -3627,8 +3741,9 @@ class DareMerger:
         one behind that can be continued if it is itself interrupted.
         """
         started = time.perf_counter()
+        destination = find_output(Source.of(output_file).path)
         with self._opened() as (base, models):
-            plan = self._plan_new(base, models, Source.of(output_file).path, force)
+            plan = self._plan_new(base, models, destination, force)
             try:
                 ledger = self._run(plan, base, models, force, resume)
             except OSError as error:
@@ -3662,7 +3777,7 @@ class DareMerger:
         started = time.perf_counter()
         path = Path(os.path.expanduser(output_file)).resolve()
         with self._opened() as (base, models), held_interrupts() as let_interrupts_through:
-            tokenizer = fetched(self.tokenizer_from) if self.tokenizer_from else None
+            tokenizer = self._tokenizer()
             plan = self._plan(base, models, Destination(str(output_file), path, path.is_dir()), tokenizer)
             worker = waited_for(lambda: Worker(plan, base, models), let_interrupts_through)
             comparison = Comparison(plan, str(output_file))
@@ -3686,16 +3801,20 @@ class DareMerger:
             for source in (self.base, *self.models):
                 opened.append(open_model(fetched(source), opened[0] if opened else None))
             yield opened[0], opened[1:]
+        except OSError as error:  # of what lies around the weights; the weights' own errors are told where they arise
+            where = f" {as_text(error.filename)!r}" if isinstance(error.filename, str) else ""
+            raise DareError(f"cannot read{where}: {error.strerror or error}", "check its permissions") from None
         finally:
             for checkpoint in opened:
                 checkpoint.close()
 
-    def _plan_new(self, base: Checkpoint, models: list[Checkpoint], output: Path, force: bool) -> Plan:
+    def _plan_new(self, base: Checkpoint, models: list[Checkpoint], destination: Destination, force: bool) -> Plan:
         """A plan for an output that may be written, on a disk that has room for it."""
-        tokenizer = fetched(self.tokenizer_from) if self.tokenizer_from else None
-        inputs = {c.name: [*([c.folder] if c.folder else []), *(f.path for f in c.files)] for c in (base, *models)}
-        inputs |= {tokenizer.name: [next(iter(tokenizer_files(tokenizer).values())).parent]} if tokenizer else {}
-        plan = self._plan(base, models, check_output(output, inputs, force), tokenizer)
+        tokenizer = self._tokenizer()
+        inputs = [(c.name, path) for c in (base, *models) for path in (c.folder, *(f.path for f in c.files)) if path]
+        inputs += [(tokenizer.name, tokenizer.path)] if tokenizer else []
+        check_output(destination, inputs, force)
+        plan = self._plan(base, models, destination, tokenizer)
         free = shutil.disk_usage(plan.output.path.parent).free
         if plan.size > free:
             raise DareError(
@@ -3703,6 +3822,17 @@ class DareMerger:
                 "make room, or write to another disk",
             )
         return plan
+
+    def _tokenizer(self) -> Source | None:
+        """The directory that the tokenizer is to come from."""
+        if self.tokenizer_from is None:
+            return None
+        source = fetched(self.tokenizer_from, TOKENIZER_PATTERNS)
+        if source.path.is_file():
+            source = dataclasses.replace(source, path=source.path.parent)
+        if not source.path.is_dir():
+            raise DareError(f"there is no file or directory {source.name!r}", _where(source))
+        return source
 
     def _plan(
         self, base: Checkpoint, models: list[Checkpoint], destination: Destination, tokenizer: Source | None
@@ -3721,6 +3851,8 @@ class DareMerger:
         tensors, files = laid_out(planner.tensors(), limit, {"format": "pt", RECIPE_KEY: recipe})
         if not destination.directory:
             files = [dataclasses.replace(files[0], name=destination.path.name)]
+        missing = tuple(planner.missing(i) for i in range(len(models)))
+        extra = tuple((*(n for n in m.tensors if n not in base.tensors), *m.extra) for m in models)
         # More threads than jobs would only take memory.
         most = sum(-(-max(t.base.count, t.base.nbytes * (not t.merged)) // JOB_ELEMENTS) for t in tensors)
         return Plan(
@@ -3733,11 +3865,12 @@ class DareMerger:
             files=tuple(files),
             side=self._side_files(inputs, destination, tensors, files, tokenizer),
             threads=max(1, min(self.config.threads or usable_cores(), most)),
-            missing=tuple(planner.missing(i) for i in range(len(models))),
-            extra=tuple((*(n for n in m.tensors if n not in base.tensors), *m.extra) for m in models),
+            missing=missing,
+            extra=extra,
             mismatched=tuple(tuple(shapes) for shapes in planner.mismatched),
             warnings=(
                 *_odd_inputs(base, models),
+                *_odd_names(models, missing, extra),
                 *self._odd_settings(base),
                 *planner.warnings,
                 *_odd_directory(base, destination, planner, tokenizer),
@@ -3765,13 +3898,16 @@ class DareMerger:
             side = {name: path for name, path in side.items() if not TOKENIZER_FILES.fullmatch(name)}
             side |= tokenizer_files(tokenizer)
         config = side.get(CONFIG_FILE)
-        if self.config.dtype and isinstance(config, Path) and any(t.output.dtype != t.base.dtype for t in tensors):
-            side[CONFIG_FILE] = updated_config(config, part_name(base.source, config), self.config.dtype)
+        if isinstance(config, Path):
+            table = read_json(config, part_name(base.source, config))
+            if self.config.dtype and any(tensor.output.dtype != tensor.base.dtype for tensor in tensors):
+                side[CONFIG_FILE] = updated_config(table, self.config.dtype)
         if len(files) > 1:
             side[INDEX_FILE] = index_bytes(tensors, files)
         side[CARD_FILE] = model_card(self.config, inputs, self._recipe(inputs)).encode()
-        written = sorted([*side, RECIPE_FILE, *(file.name for file in files)])
-        side[RECIPE_FILE] = self._recipe(inputs, destination.path, written, tokenizer).encode()
+        written = {as_text(name): digest_of(content) for name, content in side.items()}
+        written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
+        side[RECIPE_FILE] = self._recipe(inputs, destination.path, dict(sorted(written.items())), tokenizer).encode()
         return dict(sorted(side.items()))
 
     def _odd_settings(self, base: Checkpoint) -> Iterator[str]:
@@ -3804,7 +3940,7 @@ class DareMerger:
         self,
         inputs: list[Checkpoint],
         place: Path | None = None,
-        files: Sequence[str] = (),
+        files: Mapping[str, str] | None = None,
         tokenizer: Source | None = None,
     ) -> str:
         """Every setting that determines the tensors, and nothing else, as a configuration that makes them again.
@@ -3816,7 +3952,7 @@ class DareMerger:
 
         names = [path_from(checkpoint.source, place) for checkpoint in inputs]
         dare, models = self.config.resolved(), {"base_file": names[0], "merge_files": names[1:]}
-        recipe = {
+        recipe: dict[str, Any] = {
             "version": self.version,
             "mask": MASK_NAME,
             "seeds": [self.config.seed + i for i in range(len(self.models))],
@@ -3825,7 +3961,7 @@ class DareMerger:
         if place is not None:
             dare["max_shard_size"] = self.config.max_shard_size
             models |= {"tokenizer_from": path_from(tokenizer, place)} if tokenizer else {}
-            recipe["files"] = list(files)
+            recipe["files"] = dict(files or {})
         rules = [rule.as_table() for rule in self.config.checked_rules]
         return tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
 
@@ -3887,10 +4023,6 @@ class DareMerger:
 def findings(plan: Plan, ledger: Ledger) -> Iterator[str]:
     """What a person should know about each model, in a sentence or two at most."""
     for i, name in enumerate(plan.models):
-        if plan.missing[i]:
-            yield f"{name} lacks {len(plan.missing[i]):,} tensors of the base: {listed(plan.missing[i])}; unchanged"
-        if plan.extra[i]:
-            yield f"{name} has {len(plan.extra[i]):,} tensors that the base lacks: {listed(plan.extra[i])}; ignored"
         if ledger.differing[i]:
             names = sorted(ledger.differing[i])
             yield f"{name} differs from the base in tensors that are copied, not merged: {listed(names)}"
@@ -3940,6 +4072,26 @@ def _odd_inputs(base: Checkpoint, models: list[Checkpoint]) -> Iterator[str]:
             yield f"{model.name} is the base itself, given as a model to merge"
         if any(same_files(model, earlier) for earlier in models[:i]):
             yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
+        for key in ("model_type", "num_hidden_layers", "hidden_size"):
+            mine, theirs = base.config.get(key), model.config.get(key)
+            if mine is not None and theirs is not None and mine != theirs:
+                yield (
+                    f"{model.name} is another kind of model than {base.name}: its {key} is {theirs!r}, not {mine!r}; "
+                    "check that it was fine-tuned from it"
+                )
+                break
+
+
+def _odd_names(
+    models: list[Checkpoint], missing: Sequence[tuple[str, ...]], extra: Sequence[tuple[str, ...]]
+) -> Iterator[str]:
+    for i, model in enumerate(models):
+        if missing[i]:
+            count = counted(len(missing[i]), "tensor")
+            yield f"{model.name} lacks {count} of the base: {listed(missing[i])}; unchanged"
+        if extra[i]:
+            count = counted(len(extra[i]), "tensor")
+            yield f"{model.name} has {count} that the base lacks: {listed(extra[i])}; ignored"
 
 
 def same_files(one: Checkpoint, other: Checkpoint) -> bool:

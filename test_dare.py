@@ -625,7 +625,7 @@ def test_missing_and_extra_tensors_are_named(tmp_path: Path) -> None:
     del model["scalar"]
     model["new\x1b[31m"] = torch.ones(1)
     warnings = warnings_of(tmp_path, base, model)
-    assert "lacks 1 tensors of the base: 'scalar'" in warnings[0]
+    assert "lacks 1 tensor of the base: 'scalar'" in warnings[0]
     assert "that the base lacks: 'new\\x1b[31m'" in warnings[1], "and an escape sequence is shown, not sent"
 
 
@@ -939,7 +939,16 @@ def test_what_the_system_refuses_is_passed_on(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", denied)
         assert dare.main(["-b", "b", "-m", "m", "-o", "o.safetensors"]) == 1
-    assert "cannot read 'b'" in capsys.readouterr().err
+    assert "'o.safetensors' cannot be used: Permission denied" in capsys.readouterr().err
+    real_stat = Path.stat
+
+    def denied_to_models(path: Path, **options: Any) -> Any:
+        return denied() if path == models[0] else real_stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", denied_to_models)
+        assert dare.main(["-b", str(models[0]), "-m", str(models[1]), "-o", str(tmp_path / "o.safetensors")]) == 1
+    assert f"cannot read {str(models[0])!r}: Permission denied" in capsys.readouterr().err
 
 
 def test_a_disk_that_fails_in_the_background_fails_the_merge(
@@ -2560,7 +2569,6 @@ PREFIX = "base_model.model.layer"
         ({f"{PREFIX}.lora_embedding_A": torch.ones(2, 61)}, ["no pair of matrices A and B for 'layer'"]),
         ({f"{PREFIX}.lora_A.other.weight": torch.ones(2, 61)}, ["several adapters", f"'{PREFIX}.lora_A.", "each"]),
         ({f"{PREFIX}.lora_A.weight": torch.ones(2, 61, dtype=torch.int8)}, [f"'{PREFIX}.lora_A.weight'", "is I8"]),
-        ({f"{PREFIX}.ids": torch.arange(3)}, [f"'{PREFIX}.ids'", "is I64"]),
         ({f"{PREFIX}.lora_A.weight": torch.ones(2, 0)}, ["[2, 0] and [37, 2] of 'layer'", "not of rank 2"]),
         ({f"{PREFIX}.lora_A.weight": torch.ones(())}, ["[] and [37, 2] of 'layer'", "not of rank 2"]),
         ({f"{PREFIX}.lora_B.weight": torch.ones(37, 3)}, ["[2, 61] and [37, 3] of 'layer'", "not of rank 2"]),
@@ -2781,10 +2789,10 @@ def test_the_report_names_what_does_not_fit(tmp_path: Path, mismatch: str, what:
     assert report.models[1].missing_tensors == ("layer.bias",)
     assert sorted(report.models[1].extra_tensors) == ["new.weight", "rotary.inv_freq"]
     assert json.loads(json.dumps(report.as_dict()))["models"][0]["mismatched_tensors"] == ["layer.weight"]
-    odd, lacking, having = report.warnings[:3]
+    lacking, having, odd = report.warnings[:3]
     assert "first.safetensors has tensors of other shapes: 'layer.weight' ([45, 61]); the" in odd
     assert odd.endswith(what)
-    assert "second.safetensors lacks 1 tensors of the base: 'layer.bias'" in lacking
+    assert "second.safetensors lacks 1 tensor of the base: 'layer.bias'" in lacking
     assert "2 tensors that the base lacks: 'new.weight', 'rotary.inv_freq'; ignored" in having
 
 
@@ -2873,8 +2881,16 @@ def tied_models(dtype: torch.dtype = BF16) -> tuple[Tensors, Tensors]:
     return base | {"lm_head.weight": base["model.embed_tokens.weight"].clone()}, finetune(base, 1)
 
 
+# Said in so many words, or not said: a head that is not there must be the embedding.
+TIED: list[dict[str, Any]] = [
+    {"tie_word_embeddings": True},
+    {"text_config": {"tie_word_embeddings": True}},
+    {"model_type": "gpt2", "text_config": [1]},
+]
+
+
 @pytest.mark.parametrize("where", ["base", "model"])
-@pytest.mark.parametrize("config", [{"tie_word_embeddings": True}, {"text_config": {"tie_word_embeddings": True}}])
+@pytest.mark.parametrize("config", TIED)
 @pytest.mark.parametrize("method", METHOD_FLAGS[:3], ids=str)
 def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
     tmp_path: Path, where: str, config: dict[str, Any], method: dict[str, Any]
@@ -2891,7 +2907,21 @@ def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
     assert any(words in warning for warning in report.warnings)
 
 
-@pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": False}, {"text_config": [1]}])
+def test_a_tied_head_that_all_models_have_stays_the_embedding(tmp_path: Path) -> None:
+    """Loaders untie a model whose head and embedding are both stored and differ."""
+    base, _ = tied_models()
+    paths = [save_directory(tmp_path / "base", base, tie_word_embeddings=True)]
+    for seed in range(2):
+        model = finetune(base, seed)
+        model["lm_head.weight"] = model["model.embed_tokens.weight"].clone()
+        paths.append(save_directory(tmp_path / f"m{seed}", model))
+    rules = [{"match": "lm_head*", "drop_rate": 0.1}]
+    run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", rules=rules)
+    merged = load_file(tmp_path / "out.safetensors")
+    assert same_bits(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": False}])
 def test_a_head_that_is_not_tied_stays_the_bases_and_is_listed(tmp_path: Path, config: dict[str, Any]) -> None:
     base, model = tied_models()
     base_path = save_directory(tmp_path / "base", base, **config)
@@ -2899,7 +2929,7 @@ def test_a_head_that_is_not_tied_stays_the_bases_and_is_listed(tmp_path: Path, c
     merged = load_file(tmp_path / "out.safetensors")
     assert same_bits(merged["lm_head.weight"], base["lm_head.weight"])
     assert report.models[0].missing_tensors == ("lm_head.weight",)
-    assert any("lacks 1 tensors of the base: 'lm_head.weight'" in warning for warning in report.warnings)
+    assert any("lacks 1 tensor of the base: 'lm_head.weight'" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("mismatch", ["overlap", "base"])
@@ -3150,6 +3180,98 @@ def test_a_directory_of_somebody_else_is_replaced_only_if_forced(
     assert no_litter(tmp_path)
 
 
+@pytest.mark.parametrize("change", ["model.safetensors", "README.md"])
+def test_what_was_changed_in_a_directory_of_this_tool_is_not_lost_unasked(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    out = tmp_path / "out"
+    assert merge_directory(pair, out) == 0
+    if change == "README.md":
+        (out / change).write_text("what I found out about it")
+    else:
+        save_file(random_model(9, BF16), out / change, {"format": "pt"})  # as after some more training
+    refuse_models(tmp_path, capsys, 1, f"also holds '{change}'", base=pair[0], merge=pair[1], output=out)
+    assert merge_directory(pair, out, "--force") == 0
+
+
+@pytest.mark.parametrize("others", [["config.json", "thesis.tex"], ["data.npy"], [".git/HEAD", "model.safetensors"]])
+def test_what_only_looks_like_a_model_is_never_replaced(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], others: list[str]
+) -> None:
+    for name in others:
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("mine")
+    words = "is a directory with other things in it"
+    refuse_models(tmp_path, capsys, 1, words, base=pair[0], merge=pair[1], output=tmp_path / "out", flags=("--force",))
+
+
+def test_the_working_directory_is_not_replaced(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    refuse_models(tmp_path, capsys, 1, "is the working directory", base=pair[0], merge=pair[1], output=".")
+
+
+def test_inputs_of_the_same_name_in_different_places_are_both_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path in TOML and a path in a flag may be spelled alike and be two files."""
+    (tmp_path / "x").mkdir()
+    base = random_model()
+    save(tmp_path / "x", m=base)
+    save(tmp_path, m=finetune(base, 1))
+    (tmp_path / "x" / "c.toml").write_text('[models]\nbase_file = "m.safetensors"\n')
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    flags = "-c x/c.toml -m m.safetensors -o x/m.safetensors --force"
+    assert dare.main(flags.split()) == 2
+    assert "is the input 'm.safetensors'" in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+def test_empty_paths_are_refused(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refuse_models(tmp_path, capsys, 2, "is empty", base="", merge=pair[1])
+    refuse_models(tmp_path, capsys, 2, "is empty", base=pair[0], merge=pair[1], output="")
+
+
+def test_a_broken_configuration_of_the_base_is_not_copied(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pair[0] / "config.json").write_text('{"a":')
+    refuse_models(
+        tmp_path, capsys, 1, "base/config.json' is not valid", base=pair[0], merge=pair[1], output=tmp_path / "o"
+    )
+
+
+def test_another_kind_of_model_is_warned_about(tmp_path: Path) -> None:
+    base = random_model()
+    base_path = save_directory(tmp_path / "base", base, model_type="llama", num_hidden_layers=2)
+    other = save_directory(tmp_path / "other", finetune(base, 1), model_type="llama", num_hidden_layers=3)
+    report = run_merge(base_path, [other], tmp_path / "out.safetensors")
+    assert "is another kind of model" in report.warnings[0]
+    assert "its num_hidden_layers is 3, not 2" in report.warnings[0]
+
+
+def test_side_files_with_any_name_come_along(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9.txt") if sys.platform == "linux" else "caf\u00e9.txt"
+    (pair[0] / odd).write_text("menu")
+    (pair[0] / "readme.md").write_text("of the base")
+    assert merge_directory(pair, tmp_path / "out") == 0
+    assert (tmp_path / "out" / odd).read_text() == "menu"
+    assert "readme.md" not in os.listdir(tmp_path / "out")
+
+
+def test_side_files_that_cannot_be_read_are_named_before_the_merge(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pair[0] / "vocab.txt").write_text("secret")
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "vocab" not in str(path) and real(path, mode))
+    words = ("cannot read", "vocab.txt'", "Permission denied")
+    refuse_models(tmp_path, capsys, 1, *words, base=pair[0], merge=pair[1], output=tmp_path / "out")
+
+
 def test_a_directory_of_this_tool_is_replaced_unless_something_was_put_into_it(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -3342,10 +3464,20 @@ def test_a_name_that_the_hub_does_not_have_is_one_clear_error(tmp_path: Path, hu
         assert done.returncode == 1
         assert done.stdout == ""
         error, hint = done.stderr.splitlines()
-        assert error.startswith(f"error: there is no {name!r} here, and none could be had from the Hugging Face Hub")
+        assert error.startswith(
+            f"error: there is no file or directory {name!r}, and the Hugging Face Hub does not give"
+        )
         assert hint.startswith("hint: looked for ")
         assert "HF_TOKEN" in hint
     assert snapshot(tmp_path) == before
+
+
+def test_a_mistyped_path_that_could_be_a_name_on_the_hub_gets_a_hint_from_its_folder(
+    tmp_path: Path, hub: dict[str, str]
+) -> None:
+    done = command("-b", "org/base", "-m", "made/mth", "-o", "out", env=hub, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "hint: did you mean math?"
 
 
 def test_the_recipe_pins_where_the_tokenizer_came_from(tmp_path: Path, hub: dict[str, str]) -> None:
@@ -3919,6 +4051,65 @@ def test_names_with_and_without_the_models_prefix_meet(tmp_path: Path, in_base: 
     )
     merged = load_file(tmp_path / "merged.safetensors")
     assert torch.allclose(merged[f"{in_base}.weight"], b @ a, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_square_layers_of_gpt2_are_transposed_whatever_the_configuration_says(tmp_path: Path) -> None:
+    """PEFT writes there what is true of the last module that it looked at: here, of the head."""
+    model = family_model("gpt2", tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "base")
+    adapted = save_adapter(tmp_path / "adapter", model, target_modules=["c_attn", "c_proj", "lm_head"])
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["fan_in_fan_out"] is False
+    adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
+    DareMerger(tmp_path / "base", [tmp_path / "adapter"], quiet(drop_rate=0.0)).merge(tmp_path / "merged")
+    merged, expected = load_directory(tmp_path / "merged"), load_directory(tmp_path / "expected")
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        assert torch.allclose(tensor, expected[name], atol=1e-6), name
+
+
+def test_an_adapters_names_are_not_guessed_where_several_fit(tmp_path: Path) -> None:
+    base = {f"{part}.layer.weight": torch.randn(6, 8) for part in ("text", "vision")}
+    save(tmp_path, base=base)
+    lora_directory(tmp_path / "adapter", {"layer": (torch.randn(2, 8), torch.randn(6, 2))})
+    merger = DareMerger(tmp_path / "base.safetensors", [tmp_path / "adapter"], quiet())
+    with pytest.raises(DareError, match=r"may mean several tensors: 'text.layer.weight', 'vision.layer.weight'"):
+        merger.merge(tmp_path / "out.safetensors")
+
+
+def test_modules_that_an_adapter_saved_are_not_mistaken_for_others(tmp_path: Path) -> None:
+    base = {"layer.weight": torch.randn(6, 8), "dense.weight": torch.randn(3, 3)}
+    save(tmp_path, base=base)
+    folder = lora_directory(tmp_path / "adapter", {"model.layer": (torch.randn(2, 8), torch.randn(6, 2))})
+    stored = load_file(folder / "adapter_model.safetensors")
+    stored |= {"base_model.model.classifier.dense.weight": torch.ones(3, 3)}
+    stored |= {"base_model.model.bn.num_batches_tracked": torch.tensor(7)}
+    save_file(stored, folder / "adapter_model.safetensors")
+    report = DareMerger(tmp_path / "base.safetensors", [folder], quiet()).merge(tmp_path / "out.safetensors")
+    assert same_bits(load_file(tmp_path / "out.safetensors")["dense.weight"], base["dense.weight"])
+    assert set(report.models[0].extra_tensors) == {"classifier.dense.weight", "bn.num_batches_tracked"}
+
+
+def test_patterns_that_could_take_forever_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, base={"layer.weight": torch.randn(6, 8)})
+    modules = {"layer": (torch.randn(2, 8), torch.randn(6, 2))}
+    for pattern in ("([a-z._0-9]+)+!", "(a*)*b", "(x{1,9}){1,9}y"):
+        folder = lora_directory(tmp_path / "adapter", modules, rank_pattern={pattern: 2})
+        with pytest.raises(DareError, match="is too intricate"):
+            DareMerger(tmp_path / "base.safetensors", [folder], quiet()).plan(tmp_path / "out.safetensors")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_that_would_untie_the_head_is_warned_about_or_refused(tmp_path: Path) -> None:
+    model = family_model("qwen")
+    model.save_pretrained(tmp_path / "base")
+    save_adapter(tmp_path / "adapter", model, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    report = DareMerger(tmp_path / "base", [tmp_path / "adapter"], quiet()).merge(tmp_path / "merged")
+    assert any("the base uses that as its output head too" in warning for warning in report.warnings)
+    save_adapter(tmp_path / "head", family_model("qwen"), target_modules=["q_proj", "lm_head"])
+    with pytest.raises(DareError, match=r"changes 'lm_head.weight', which the base does not have") as caught:
+        DareMerger(tmp_path / "base", [tmp_path / "head"], quiet()).merge(tmp_path / "other")
+    assert "unties them" in caught.value.hint
 
 
 def test_an_adapter_for_a_convolution_merges(tmp_path: Path) -> None:

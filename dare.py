@@ -4345,7 +4345,7 @@ def build_parser() -> Parser:
         description="Merge models fine-tuned from the same base by DARE: drop most of each delta at random, "
         "rescale the rest, average, add to the base.",
         epilog="Flags beat TOML, TOML beats defaults. Paths in TOML are relative to the TOML file. "
-        "Exit status: 0 done, 1 the merge failed, 2 wrong usage or configuration, 130 interrupted.",
+        "Exit status: 0 done, 1 the merge failed, 2 wrong usage or configuration, 130 interrupted (143 by SIGTERM).",
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -4383,7 +4383,7 @@ def build_parser() -> Parser:
         metavar="HOW",
         help="tensors of other shapes: error (default), overlap (merge common rows) or base",
     )
-    add("--max-shard-size", metavar="SIZE", help="most tensors to a file of an output directory (default 5GB)")
+    add("--max-shard-size", metavar="SIZE", help="largest size of one file of an output directory (default 5GB)")
     add("--tokenizer-from", metavar="MODEL", help="take the output directory's tokenizer from here, not from the base")
     add("--rule", dest="rules", metavar="RULE", action="append", help="PATTERN:SETTING=VALUE,... for matching tensors")
     add("--delta-threshold", metavar="X", type=float, help="warn where deltas are larger than this (default 0.002)")

@@ -464,6 +464,7 @@ class Setting:
     threads: int
     # The tool and mergekit are told how many threads to use only if the user said so.
     told: bool
+    against: Path | None = None  # another version of the tool
 
 
 def floor_case(setting: Setting, threads: int, sync: str) -> Case:
@@ -474,10 +475,22 @@ def floor_case(setting: Setting, threads: int, sync: str) -> Case:
     return Case(name, command, output, setting.inputs.shape.size)
 
 
-def tool_case(setting: Setting, inputs: Inputs, name: str, method: str | None = None) -> Case:
+def tool_case(
+    setting: Setting, inputs: Inputs, name: str, method: str | None = None, program: Path | None = None
+) -> Case:
     output = setting.scratch / "tool.safetensors"
     base, *others = map(str, inputs.files)
-    command = [sys.executable, str(TOOL), "--base", base, "--merge", *others, "--output", str(output), "--quiet"]
+    command = [
+        sys.executable,
+        str(program or TOOL),
+        "--base",
+        base,
+        "--merge",
+        *others,
+        "--output",
+        str(output),
+        "--quiet",
+    ]
     command += METHODS[method or setting.method].flags
     if setting.told:
         command += ["--threads", str(setting.threads)]
@@ -512,6 +525,7 @@ class Suite:
     floors: list[Case]
     tool: Case
     linear: Case | None  # the tool by its default method, for comparison
+    against: Case | None  # another version of the tool
     tool_small: Case
     mergekit: Case | None
     mergekit_small: Case | None
@@ -521,7 +535,7 @@ class Suite:
 
     @property
     def repeated(self) -> list[Case]:
-        optional = [self.linear, self.mergekit, self.mergekit_small]
+        optional = [self.linear, self.against, self.mergekit, self.mergekit_small]
         return [*self.floors, self.tool, *filter(None, optional), self.tool_small, self.empty]
 
     @property
@@ -530,6 +544,7 @@ class Suite:
             *self.floors,
             self.linear,
             self.tool,
+            self.against,
             self.mergekit,
             self.empty,
             self.tool_small,
@@ -551,6 +566,9 @@ def make_suite(setting: Setting) -> Suite:
         floors=[floor_case(setting, count, sync) for count in threads for sync in ("none", "fsync")],
         tool=tool_case(setting, setting.inputs, tool),
         linear=tool_case(setting, setting.inputs, "dare.py linear", "linear") if setting.method != "linear" else None,
+        against=tool_case(setting, setting.inputs, "the other dare.py", None, setting.against)
+        if setting.against
+        else None,
         tool_small=tool_case(setting, setting.small, "dare.py, small model"),
         mergekit=mergekit_case(setting, setting.inputs, name) if with_mergekit else None,
         mergekit_small=mergekit_case(setting, setting.small, f"{name}, small model") if with_mergekit else None,
@@ -576,7 +594,7 @@ def warm_up(suite: Suite) -> None:
     The floor takes part because a virtual machine gets its memory only once it uses it, and the first to write a file
     of that size would pay for that.
     """
-    for case in filter(None, [suite.tool_small, suite.mergekit_small, suite.floors[0]]):
+    for case in filter(None, [suite.tool_small, suite.against, suite.mergekit_small, suite.floors[0]]):
         say(f"warm-up: {case.name}")
         with suppress(MeasureError):
             attempt(case)
@@ -635,6 +653,8 @@ def ratios(suite: Suite) -> list[Ratio]:
     found = [ratio(suite.tool, case) for case in suite.floors if case.runs and "with fsync" in case.name]
     if suite.linear and suite.linear.runs:
         found.append(ratio(suite.tool, suite.linear))
+    if suite.against and suite.against.runs:
+        found.append(ratio(suite.tool, suite.against))
     if suite.mergekit and suite.mergekit.runs:
         found += [ratio(suite.mergekit, suite.tool), *beyond_start(suite)]
     return found
@@ -740,6 +760,7 @@ def parse() -> argparse.Namespace:
     add("--method", choices=list(METHODS), default="linear", help="how the models are combined (default linear)")
     add("--repeat", type=count, default=3, metavar="N", help="runs of each program (default 3)")
     add("--threads", type=count, metavar="N", help="threads of all programs (default: as each chooses)")
+    add("--against", type=Path, metavar="FILE", help="another version of dare.py to compare with")
     add("--directory", type=Path, help="where to work; inputs are kept there and used again (default: temporary)")
     add("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return parser.parse_args()
@@ -764,7 +785,7 @@ def prepare(arguments: argparse.Namespace, scratch: Path) -> Setting:
     inputs = make_inputs(scratch, shape, arguments.models)
     small = make_inputs(scratch / "small", one_tensor(2 * MIB) if single else llama(1e6), arguments.models)
     threads = arguments.threads or cores()
-    return Setting(scratch, inputs, small, arguments.method, threads, arguments.threads is not None)
+    return Setting(scratch, inputs, small, arguments.method, threads, arguments.threads is not None, arguments.against)
 
 
 def run(arguments: argparse.Namespace, scratch: Path) -> int:

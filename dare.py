@@ -47,6 +47,7 @@ import sys
 import threading
 import time
 import tomllib
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -106,6 +107,8 @@ SLERP_LINEAR: Final = 0.9995
 HALF_PI: Final = Decimal("1.57079632679489661923132169163975144209858469968755291")
 # How many names a message lists before it says "and 12 more".
 LISTED: Final = 3
+# How many characters of a message are shown: names may be as long as a header.
+SHOWN: Final = 4000
 
 RECIPE_KEY: Final = "dare_recipe"
 LEFT_BEHIND: Final = "dare: compiling"
@@ -135,6 +138,7 @@ def as_text(name: str | Path) -> str:
 
 def printable(text: str) -> str:
     """Text with nothing in it that could upset a terminal: names may hold escape sequences, or reverse what follows."""
+    text = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
@@ -497,7 +501,10 @@ class Source:
         if not str(given):
             raise ConfigError("the path of a model is empty", "perhaps a variable of the shell is not set")
         name = as_text(given)  # the recipe, which names it, must be text
-        return cls(name, Path(folder or "", os.path.expanduser(given)))
+        path = Path(given)
+        with suppress(ValueError):  # of what cannot be a path, as will be found when it is used
+            path = Path(os.path.expanduser(given))
+        return cls(name, Path(folder or "", path))
 
 
 @dataclass(frozen=True)
@@ -1357,13 +1364,7 @@ class TensorFile:
         The safetensors library would map the whole file into memory for this, and lets names be given twice.
         """
         try:
-            if header[8:9] != b"{":
-                raise ValueError("its header does not start with {")
-            entries = parse_json(header[8:].decode())
-            metadata = entries.pop("__metadata__", None) or {}
-            if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-                raise ValueError("its metadata is not a table of strings")
-            found = {name: self._entry(name, entry) for name, entry in entries.items()}
+            found, metadata = parse_header(header[8:].decode())
         except (ValueError, RecursionError) as error:
             reason = "its header is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise self._not_safetensors(reason) from None
@@ -1379,30 +1380,18 @@ class TensorFile:
             raise self._not_safetensors(f"its tensors take {place:,} bytes, and {there:,} are there")
         return tensors, metadata
 
-    def _entry(self, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
-        fields = entry if isinstance(entry, dict) else {}
-        dtype, shape, ends = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-        numbers = [*shape, *ends] if isinstance(shape, list) and isinstance(ends, list) else [None]
-        if not isinstance(dtype, str) or not all(_is_count(number, 0) for number in numbers) or len(ends or ()) != 2:
-            raise ValueError(f"the entry of tensor {name!r} is not a type, a shape and two offsets")
-        if dtype not in STORED_BITS:
-            raise ValueError(f"tensor {name!r} has the unknown type {dtype!r}")
-        if math.prod(shape or ()) * STORED_BITS[dtype] % 8:
-            raise ValueError(f"tensor {name!r} does not end at a byte")
-        name.encode()  # half a surrogate pair is no name
-        return dtype, tuple(shape or ()), *(ends or (0, 0))
-
     def _not_safetensors(self, reason: str) -> DareError:
         """What a file that is not safetensors is instead, and what to do about it."""
-        start = bytearray(4)
+        start = bytearray(9)
         found = bytes(start[: read_at(self.descriptor, memoryview(start), 0)])
         if not found:
             return DareError(f"{self.name!r} is empty", "download or save it again")
-        if found == b"PK\x03\x04" or found[:1] == b"\x80" or self.path.suffix in PICKLE_SUFFIXES:
+        pickled = found[:4] == b"PK\x03\x04" or (found[:1] == b"\x80" and found[8:] != b"{")
+        if pickled or self.path.suffix in PICKLE_SUFFIXES:
             return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", CONVERT_HINT)
-        if found == b"vers":
+        if found[:4] == b"vers":
             return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
-        if found == b"GGUF":
+        if found[:4] == b"GGUF":
             return DareError(f"{self.name!r} is a GGUF file", "merge the original model, then convert the result")
         return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", "download or save it again")
 
@@ -1434,17 +1423,95 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
+# An entry of a header has no braces within, and is short. What does not look like that is not even parsed: Python
+# needs twenty times the memory of the text, and a header may be large.
+HEADER_ENTRY: Final = re.compile(r"\{[^{}]{0,5000}\}")
+HeaderEntry = tuple[str, tuple[int, ...], int, int]  # type, shape, and where it begins and ends
+
+
+def parse_header(text: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """The entries of a header, in its order, and the metadata; anything against the format is a ValueError."""
+    if not text.startswith("{"):
+        raise ValueError("its header does not start with {")
+    decoder = json.JSONDecoder(object_pairs_hook=distinct, parse_int=_whole, parse_constant=_whole)
+    entries: dict[str, HeaderEntry] = {}
+    metadata: list[Any] = []
+    place, comma = 1, "{"
+    while comma != "}":
+        quote = _skip(text, place, '"}' if comma == "{" else '"')
+        if text[quote] == "}":
+            place = quote + 1
+            break
+        name, place = decoder.raw_decode(text, quote)
+        place = _skip(text, _skip(text, place, ":") + 1, None)
+        if name in entries or (name == "__metadata__" and metadata):
+            raise ValueError(f"{name!r} is in it twice")
+        if name == "__metadata__":
+            value, place = decoder.raw_decode(text, place)
+            metadata.append(value)
+        else:
+            matched = HEADER_ENTRY.match(text, place)
+            try:
+                entries[name] = _header_entry(decoder.decode(matched[0]) if matched else None)
+            except ValueError as error:
+                raise ValueError(f"the entry of tensor {name!r} is wrong: {error}") from None
+            place = matched.end() if matched else place
+        place = _skip(text, place, ",}")
+        comma, place = text[place], place + 1
+    if text[place:].strip(" \t\r\n"):
+        raise ValueError("there is something behind the end of its header")
+    told = {} if metadata in ([], [None]) else metadata[0]
+    if not isinstance(told, dict) or not all(isinstance(value, str) for value in told.values()):
+        raise ValueError("its metadata is not a table of strings")
+    "".join([*told, *told.values(), *entries]).encode()  # half a surrogate pair is no text
+    return entries, told
+
+
+def _skip(text: str, place: int, wanted: str | None) -> int:
+    """Where white space ends, which must be at one of the wanted characters."""
+    while text[place : place + 1] in (" ", "\t", "\r", "\n"):
+        place += 1
+    if wanted is not None and text[place : place + 1] not in tuple(wanted):
+        raise ValueError(f"its header is not JSON: at {place:,} there should be one of {' '.join(wanted)}")
+    return place
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit():  # as -0 is not, nor NaN
+        raise ValueError(f"{text} is no number that a header may have")
+    return int(text)
+
+
+def _header_entry(entry: Any) -> HeaderEntry:
+    fields = entry if isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"} else {}
+    dtype, shape, ends = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    numbers = [*shape, *ends] if isinstance(shape, list) and isinstance(ends, list) else [None]
+    if not isinstance(dtype, str) or not all(_is_count(number, 0) for number in numbers) or len(ends or ()) != 2:
+        raise ValueError("it is not a type, a shape and two offsets")
+    if dtype not in STORED_BITS:
+        raise ValueError(f"{dtype!r} is an unknown type")
+    bits = STORED_BITS[dtype]
+    for side in shape or ():
+        bits *= side
+        if bits >> 64:
+            raise ValueError("its shape is beyond all bounds")
+    if bits % 8:
+        raise ValueError("it does not end at a byte")
+    return dtype, tuple(shape or ()), *(ends or (0, 0))
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The table of these pairs, if no key is given twice."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} is in it twice")
+    return table
+
+
 def parse_json(text: str) -> dict[str, Any]:
     """A JSON object in which no key is given twice; anything else is a ValueError."""
-
-    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"{twice!r} is in it twice")
-        return table
-
     found = json.loads(text, object_pairs_hook=distinct)
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")
@@ -1589,7 +1656,7 @@ def is_inside(name: str) -> bool:
     """Whether a name can only lead into the directory that it is relative to, on any system."""
     flavours = (PurePosixPath(name), PureWindowsPath(name))
     leaves = any(path.anchor or ".." in path.parts for path in flavours)
-    return not leaves and bool(PurePosixPath(name).parts) and not any(ord(letter) < 32 for letter in name)
+    return not leaves and bool(PurePosixPath(name).parts) and as_text(name).isprintable() and as_text(name) == name
 
 
 class Checkpoint:
@@ -1742,7 +1809,7 @@ OTHER_ADAPTERS: Final = {
 # Ways to start training that leave the base alone. The others (PiSSA, OLoRA, LoftQ, ...) change it, so that the
 # adapter is not a change to the base that the user has.
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
-LORA_KEY: Final = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?")
+LORA_KEY: Final = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -1804,7 +1871,8 @@ class AdapterConfig:
                     f"the pattern {key!r} in the {ADAPTER_CONFIG} of {self.name!r} is too intricate", "mend it"
                 )
         try:
-            return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
+            with warnings.catch_warnings(action="ignore"):  # Python's, about brackets that may mean more some day
+                return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
         except (re.error, OverflowError, RecursionError) as error:
             raise DareError(
                 f"a pattern in the {ADAPTER_CONFIG} of {self.name!r} is no regular expression: {error}", "mend it"
@@ -2138,7 +2206,9 @@ def check_replaceable(destination: Destination, force: bool) -> None:
     ours = made_here(target)
     if not ours:
         raise DareError(f"the output {shown} exists and was not made by this tool", "add --force to replace it all")
-    others = [name for name in files_in(target) if name != RECIPE_FILE and ours.get(name) != digest_of(target / name)]
+    others = [
+        name for name in files_in(target) if name != RECIPE_FILE and ours.get(as_text(name)) != digest_of(target / name)
+    ]
     if others:
         raise DareError(
             f"the output {shown} also holds {listed(others)}, which this tool did not write, or not like that",
@@ -2161,7 +2231,7 @@ def made_here(folder: Path) -> dict[str, str]:
     try:
         files = tomllib.loads((folder / RECIPE_FILE).read_text(encoding="utf-8"))["recipe"]["files"]
         return {str(name): str(digest) for name, digest in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 
@@ -2218,7 +2288,7 @@ def updated_config(config: dict[str, Any], dtype: str) -> bytes:
 
     if not update(config):
         config["torch_dtype"] = dtype  # the name that all versions of transformers read
-    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def shard_sizes(sizes: Sequence[int], limit: int) -> list[int]:
@@ -2357,9 +2427,9 @@ class Journal:
                 if check != b"%08x" % zlib.crc32(text):
                     break
                 entry = json.loads(text)
-                if self.identity is None:
+                if self.identity is None and isinstance(entry, dict):
                     self.identity = entry
-                else:
+                elif isinstance(entry, list):
                     self.done += entry
 
     def append(self, entry: Any) -> None:
@@ -2797,6 +2867,15 @@ class Plan:
         return ", ".join(str(self.config.seed + i) for i in range(len(self.models)))
 
 
+def place_of(element: int, shape: tuple[int, ...]) -> list[int]:
+    """Where an element is in its tensor."""
+    places = []
+    for side in reversed(shape):
+        element, place = divmod(element, side)
+        places.append(place)
+    return places[::-1]
+
+
 def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -2882,10 +2961,10 @@ class MergeReport:
                     f"{len(model.missing_tensors):,}",
                 ]
             )
-        count = f"{counted(len(self.models), 'model')}"
+        models, tensors = counted(len(self.models), "model"), counted(self.tensors, "tensor")
         return (
             f"{table(rows)}\n(above: share of parameters with |delta| > {self.delta_threshold:g})\n"
-            f"merged {count} into {printable(self.output)}: {self.tensors:,} tensors ({self.copied_tensors:,} copied), "
+            f"merged {models} into {printable(self.output)}: {tensors} ({self.copied_tensors:,} copied), "
             f"{human(self.bytes_read)} read, {human(self.bytes_written)} written in {self.seconds:.2f} s"
         )
 
@@ -3258,7 +3337,7 @@ class Worker:
                 values = widen(self._read(checkpoint, info, start, there, work.base, work), info.dtype)
                 bad = np.flatnonzero(~np.isfinite(values))
                 if bad.size:
-                    place = [int(k) for k in np.unravel_index(start + int(bad[0]), tensor.base.shape)]
+                    place = place_of(start + int(bad[0]), tensor.base.shape)
                     raise DareError(
                         f"{checkpoint.name!r}: tensor {tensor.name!r} holds {values[bad[0]]} at {place}",
                         "such a model is broken; use a checkpoint from before that happened",
@@ -3682,8 +3761,7 @@ class Comparison:
             info = tensor.output
             if info.file == file and info.offset <= start < info.offset + info.nbytes:
                 element = (start - info.offset) * 8 // STORED_BITS[info.dtype]
-                index = [int(k) for k in np.unravel_index(element, info.shape)]
-                return self._differs(f"tensor {tensor.name!r} differs at {index}")
+                return self._differs(f"tensor {tensor.name!r} differs at {place_of(element, info.shape)}")
         raise AssertionError("no tensor has that byte")
 
     def _differs(self, how: str) -> DareError:
@@ -3828,9 +3906,9 @@ class DareMerger:
         if self.tokenizer_from is None:
             return None
         source = fetched(self.tokenizer_from, TOKENIZER_PATTERNS)
-        if source.path.is_file():
+        if os.path.isfile(source.path):
             source = dataclasses.replace(source, path=source.path.parent)
-        if not source.path.is_dir():
+        if not os.path.isdir(source.path):
             raise DareError(f"there is no file or directory {source.name!r}", _where(source))
         return source
 
@@ -3843,7 +3921,8 @@ class DareMerger:
             if not model.tensors.keys() & base.tensors.keys():
                 raise DareError(
                     f"{model.name!r} has no tensor in common with {base.name!r}",
-                    f"the base has {listed(list(base.tensors))}; it has {listed(list(model.tensors))}",
+                    f"the base has {listed(list(base.tensors)) or 'none'}, and it "
+                    f"{listed(list(model.tensors)) or 'none'}",
                 )
         planner = TensorPlanner(self.config, base, models)
         limit = parse_size(self.config.max_shard_size) if destination.directory else sys.maxsize
@@ -3901,7 +3980,10 @@ class DareMerger:
         if isinstance(config, Path):
             table = read_json(config, part_name(base.source, config))
             if self.config.dtype and any(tensor.output.dtype != tensor.base.dtype for tensor in tensors):
-                side[CONFIG_FILE] = updated_config(table, self.config.dtype)
+                try:
+                    side[CONFIG_FILE] = updated_config(table, self.config.dtype)
+                except RecursionError:
+                    raise DareError(f"{part_name(base.source, config)!r} is nested too deeply", "mend it") from None
         if len(files) > 1:
             side[INDEX_FILE] = index_bytes(tensors, files)
         side[CARD_FILE] = model_card(self.config, inputs, self._recipe(inputs)).encode()
@@ -4443,7 +4525,7 @@ def parse_rule(text: str) -> Rule:
         raise ConfigError(f"--rule {text!r} has no colon after its pattern", example)
     try:
         table = tomllib.loads(f"rule = {{ {assignments} }}")["rule"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"--rule {text!r} must be PATTERN:SETTING=VALUE", example) from None
     return Rule.of({**table, "match": pattern}, f"--rule {text!r}")
 
@@ -4467,6 +4549,10 @@ def verify(flags: dict[str, Any]) -> VerifyReport:
         **settings.dare | {k: flags[k] for k in ("threads", "verbose") if k in flags}, rules=settings.rules
     )
     LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
+    if not settings.inputs:
+        raise DareError(
+            f"the recipe of {str(path)!r} names no inputs", "only what this tool has merged can be verified"
+        )
     given = [flags.get("base") or settings.base, *(flags.get("merge") or settings.merge)]
     if len(given) != len(settings.inputs) or None in given:
         raise ConfigError(
@@ -4482,14 +4568,15 @@ def verify(flags: dict[str, Any]) -> VerifyReport:
 
 def stored_recipe(path: Path) -> Settings:
     """The recipe that a merged model carries."""
-    if (path / RECIPE_FILE).exists():
+    if os.path.exists(path / RECIPE_FILE):
         return load_settings(path / RECIPE_FILE)
-    if path.is_dir():
+    if os.path.isdir(path):
         raise DareError(f"{str(path)!r} has no {RECIPE_FILE}", "only what this tool has merged can be verified")
     try:
         file = TensorFile(path, str(path))
-    except OSError as error:
-        raise DareError(f"cannot read {str(path)!r}: {error.strerror}", "give a merged model after --verify") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DareError(f"cannot read {str(path)!r}: {reason}", "give a merged model after --verify") from None
     file.close()
     if RECIPE_KEY not in file.metadata:
         raise DareError(f"{str(path)!r} has no recipe", "only what this tool has merged can be verified")

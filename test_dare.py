@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -4146,6 +4147,1220 @@ def test_another_adapter_configuration_is_another_input(tmp_path: Path) -> None:
     lora_directory(tmp_path / "adapter", modules, lora_alpha=4)
     assert dare.main(["-q", "-c", recipe, "-o", str(tmp_path / "third")]) == 1
     assert not (tmp_path / "third").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Hostile files: every rule of the safetensors format, broken
+# ---------------------------------------------------------------------------------------------------------------------
+
+SOUND = {"v": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}
+SOUND |= {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [16, 40]}}
+SOUND_DATA = np.arange(10, dtype="<f4").tobytes()
+
+
+def with_header(header: bytes | str, data: bytes = SOUND_DATA, length: int | None = None) -> bytes:
+    """The bytes of a file that has this header, and says that it is of that length."""
+    raw = header.encode() if isinstance(header, str) else header
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def sound(**entries: Any) -> str:
+    """A sound header with some entries changed, added or, by None, left out."""
+    kept = {name: entry for name, entry in (SOUND | entries).items() if entry is not None}
+    return json.dumps(kept, separators=(",", ":"))
+
+
+def of_w(**fields: Any) -> str:
+    """A sound header in which the entry of w has some other fields."""
+    return sound(w={key: value for key, value in ({**SOUND["w"], **fields}).items() if value is not None})
+
+
+def w_spelled(**fields: str) -> str:
+    """As of_w, with the fields spelled in JSON."""
+    spelled = {key: json.dumps(value) for key, value in SOUND["w"].items()} | fields
+    entry = ", ".join(f'"{key}": {value}' for key, value in spelled.items())
+    return f'{{"v": {json.dumps(SOUND["v"])}, "w": {{{entry}}}}}'
+
+
+def twice(name: str) -> str:
+    return sound()[:-1] + f', "{name}": {json.dumps(SOUND[name])}}}'
+
+
+# What is wrong with a file: its bytes, and a word of what is to be said about it.
+BROKEN_FILES: dict[str, tuple[bytes, str]] = {
+    "header past the end of the file": (with_header(sound(), length=100_000), "100,000"),
+    "header one byte past the end of the file": (with_header(sound(), b"", len(sound()) + 1), "long"),
+    "header of 2**63 bytes": (with_header(sound(), length=2**63), "long"),
+    "header of 2**64 - 1 bytes": (with_header(sound(), length=2**64 - 1), "long"),
+    "header of 0 bytes": (with_header(b""), "{"),
+    "one byte": (b"\x10", "too short"),
+    "seven bytes": (struct.pack("<Q", 2)[:7], "too short"),
+    "eight bytes": (struct.pack("<Q", 2), "long"),
+    "not UTF-8": (with_header(sound().encode().replace(b'"w"', b'"\xff"')), "utf-8"),
+    "a character cut off": (with_header(sound().encode()[:-1] + b"\xc3"), "utf-8"),
+    "a surrogate in UTF-8": (with_header(sound().encode().replace(b'"w"', b'"\xed\xa0\x80"')), "utf-8"),
+    "a byte order mark": (with_header("\ufeff" + sound()), "{"),
+    "not JSON": (with_header("{not JSON at all}"), ""),
+    "nothing after the brace": (with_header("{"), ""),
+    "two objects": (with_header(sound() + "{}"), ""),
+    "a zero byte after the header": (with_header(sound() + "\0"), ""),
+    "single quotes": (with_header(sound().replace('"', "'")), ""),
+    "a comma too many": (with_header(sound()[:-1] + ",}"), ""),
+    "a comment": (with_header(sound()[:-1] + "/* */}"), ""),
+    "a control character in a name": (with_header(sound().replace('"w"', '"w\n"')), ""),
+    "a list": (with_header(f"[{sound()}]"), "{"),
+    "a string": (with_header('"{}"'), "{"),
+    "null": (with_header("null"), "{"),
+    "a space before the header": (with_header(" " + sound()), "{"),
+    "a line end before the header": (with_header("\n" + sound()), "{"),
+    "a tensor twice": (with_header(twice("w")), "'w'"),
+    "another tensor twice": (with_header(twice("v")), "'v'"),
+    "a tensor twice by another spelling": (with_header(twice("w").replace('"w"', '"\\u0077"', 1)), "'w'"),
+    "metadata twice": (with_header('{"__metadata__": {}, "__metadata__": {}, ' + sound()[1:]), "'__metadata__'"),
+    "a field twice": (with_header(w_spelled(dtype='"F32", "dtype": "F32"')), "'dtype'"),
+    "a metadata key twice": (with_header('{"__metadata__": {"a": "1", "a": "1"}, ' + sound()[1:]), "'a'"),
+    "overlap": (with_header(of_w(data_offsets=[12, 36]), SOUND_DATA[:36]), "'w'"),
+    "two tensors in one place": (with_header(sound(x=SOUND["w"])), "overlap"),
+    "a hole": (with_header(of_w(data_offsets=[20, 44]), SOUND_DATA + bytes(4)), "'w'"),
+    "a hole at the start": (with_header(sound(v=None)), "'w'"),
+    "bytes after the last tensor": (with_header(sound(), SOUND_DATA + b"\0"), "41"),
+    "bytes and no tensors": (with_header("{}"), "40"),
+    "a byte missing": (with_header(sound(), SOUND_DATA[:-1]), "39"),
+    "all bytes missing": (with_header(sound(), b""), "40"),
+    "offsets reversed": (with_header(of_w(data_offsets=[40, 16])), "'w'"),
+    "one offset": (with_header(of_w(data_offsets=[16])), "'w'"),
+    "three offsets": (with_header(of_w(data_offsets=[16, 40, 40])), "'w'"),
+    "no offsets": (with_header(of_w(data_offsets=[])), "'w'"),
+    "offsets past 2**64": (with_header(of_w(data_offsets=[2**64 + 16, 2**64 + 40])), "'w'"),
+    "negative offsets": (with_header(sound(v=SOUND["v"] | {"data_offsets": [-16, 0]})), "'v'"),
+    "offsets as text": (with_header(of_w(data_offsets=["16", "40"])), "'w'"),
+    "offsets as a table": (with_header(of_w(data_offsets={"begin": 16, "end": 40})), "'w'"),
+    "larger than its shape": (with_header(of_w(shape=[2, 2])), "'w'"),
+    "smaller than its shape": (with_header(of_w(shape=[3, 3])), "'w'"),
+    "not its type's size": (with_header(of_w(dtype="F16")), "'w'"),
+    "no whole number of bytes": (with_header(of_w(dtype="F4", shape=[47])), "'w'"),
+    "more elements than 2**64": (with_header(of_w(shape=[2**40, 2**40])), "'w'"),
+    "elements that wrap around to the right number": (with_header(of_w(shape=[2**32, 2**32 + 6])), "'w'"),
+    "elements of thousands of digits": (with_header(of_w(shape=[2**62] * 300)), "'w'"),
+    "a shape of 10,000 sides": (with_header(of_w(shape=[2] * 10_000)), "'w'"),
+    "more elements than 2**64, times zero": (
+        with_header(sound(x={"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [40, 40]})),
+        "'x'",
+    ),
+    "a negative side": (with_header(of_w(shape=[-2, -3])), "'w'"),
+    "a side of 2**63": (with_header(of_w(shape=[2**63, 0])), "'w'"),
+    "a side of 2**64 + 6": (with_header(of_w(shape=[2**64 + 6])), "'w'"),
+    "a side with a point": (with_header(of_w(shape=[2.0, 3.0])), "'w'"),
+    "a side with an exponent": (with_header(w_spelled(shape="[6e0]")), "'w'"),
+    "a side of minus zero": (
+        with_header(sound()[:-1] + ', "x": {"dtype": "F32", "shape": [-0], "data_offsets": [40, 40]}}'),
+        "'x'",
+    ),
+    "a side that is true": (with_header(of_w(shape=[6, True])), "'w'"),
+    "a side that is null": (with_header(of_w(shape=[6, None])), "'w'"),
+    "a side that is text": (with_header(of_w(shape=["6"])), "'w'"),
+    "a side that is a list": (with_header(of_w(shape=[[6]])), "'w'"),
+    "a side of 4,000 digits": (with_header(w_spelled(shape=f"[{'9' * 4000}]")), "'w'"),
+    "a side of 4,999 digits": (with_header(w_spelled(shape=f"[{'9' * 4999}]")), "two offsets"),
+    "an offset of 4,999 digits": (with_header(w_spelled(data_offsets=f"[16, {'9' * 4999}]")), "two offsets"),
+    "a side of a million digits": (with_header(w_spelled(shape=f"[{'9' * 1_000_000}]")), "two offsets"),
+    "a side with leading zeros": (with_header(w_spelled(shape="[06]")), ""),
+    "a side with a plus": (with_header(w_spelled(shape="[+6]")), ""),
+    "a side in hexadecimal": (with_header(w_spelled(shape="[0x6]")), ""),
+    "a side in other digits": (with_header(w_spelled(shape="[\u0666]")), ""),
+    "a side of NaN": (with_header(w_spelled(shape="[NaN]")), ""),
+    "a side of Infinity": (with_header(w_spelled(shape="[Infinity]")), ""),
+    "an offset of -Infinity": (with_header(w_spelled(data_offsets="[16, -Infinity]")), ""),
+    "a field of NaN that nobody reads": (with_header(w_spelled(more="NaN")), ""),
+    "a field of 1e999 that nobody reads": (with_header(w_spelled(more="1e999")), ""),
+    "a shape that is a number": (with_header(of_w(shape=6)), "'w'"),
+    "a shape that is text": (with_header(of_w(shape="6")), "'w'"),
+    "a shape that is a table": (with_header(of_w(shape={"6": 6})), "'w'"),
+    "an unknown type": (with_header(of_w(dtype="F31")), "'F31'"),
+    "a type in small letters": (with_header(of_w(dtype="f32")), "'f32'"),
+    "a type that is a number": (with_header(of_w(dtype=32)), "'w'"),
+    "a type that is a list": (with_header(of_w(dtype=["F32"])), "'w'"),
+    "no type": (with_header(of_w(dtype=None)), "'w'"),
+    "no shape": (with_header(of_w(shape=None)), "'w'"),
+    "no place": (with_header(of_w(data_offsets=None)), "'w'"),
+    "a tensor that is null": (with_header(w_spelled()[: w_spelled().index('"w"')] + '"w": null}'), "'w'"),
+    "a tensor that is a list": (with_header(sound(w=["F32", [2, 3], [16, 40]])), "'w'"),
+    "a tensor that is text": (with_header(sound(w="F32")), "'w'"),
+    "100,000 lists in each other": (with_header('{"w": ' + "[" * 100_000), "two offsets"),
+    "100,000 tables in each other": (with_header('{"a":' * 100_000), "two offsets"),
+    "100,000 closed lists in each other": (with_header(w_spelled(shape="[" * 100_000 + "]" * 100_000)), "two offsets"),
+    "500 lists in a field that nobody reads": (with_header(w_spelled(more="[" * 500 + "]" * 500)), ""),
+    "metadata of numbers": (with_header(sound(__metadata__={"a": 1})), "metadata"),
+    "metadata of nulls": (with_header(sound(__metadata__={"a": None})), "metadata"),
+    "metadata of tables": (with_header(sound(__metadata__={"a": {}})), "metadata"),
+    "metadata that is a list": (with_header(sound(__metadata__=[])), "metadata"),
+    "metadata that is text": (with_header(sound(__metadata__="pt")), "metadata"),
+    "a tensor of the name of the metadata": (
+        with_header(sound(w=None, __metadata__=SOUND["w"])),
+        "metadata",
+    ),
+    "half a surrogate pair in a name": (with_header(sound().replace('"w"', '"\\ud800"')), ""),
+    "the other half of a surrogate pair in a name": (with_header(sound().replace('"w"', '"w\\udfff"')), ""),
+    "half a surrogate pair in a type": (with_header(w_spelled(dtype='"\\ud800"')), ""),
+    "half a surrogate pair in the metadata": (with_header(sound(__metadata__={"a": "\ud800"})), ""),
+    "half a surrogate pair in a key of the metadata": (with_header(sound(__metadata__={"\ud800": "a"})), ""),
+    "half a surrogate pair in a field that nobody reads": (with_header(w_spelled(more='"\\ud800"')), ""),
+    "an unknown escape": (with_header(sound().replace('"w"', '"\\x77"')), ""),
+}
+
+
+def refused_in_two_lines(capsys: pytest.CaptureFixture[str], arguments: list[str], status: int = 1) -> str:
+    """Run the command; it must fail with an error and a hint, each of one line that no name can break."""
+    capsys.readouterr()
+    assert dare.main(arguments) == status
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert calm(printed.err)
+    error, hint = printed.err.splitlines()
+    assert error.startswith("error: ")
+    assert hint.startswith("hint: ")
+    assert not error.startswith("error: unexpected"), error[:300]
+    return error
+
+
+def calm(text: str) -> bool:
+    """Whether nothing in a text but the ends of its lines could move a terminal's cursor, or do worse to it."""
+    return all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def sound_models(folder: Path, base: str = "base", model: str = "model") -> list[str]:
+    """Two small sound files with the same names and shapes, and the arguments that merge them."""
+    paths = [folder / f"{name}.safetensors" for name in (base, model)]
+    for path in paths:
+        path.write_bytes(with_header(sound()))
+    return ["-b", str(paths[0]), "-m", str(paths[1]), "-o", str(folder / "out.safetensors")]
+
+
+@pytest.mark.parametrize("side", ["base", "model"])
+@pytest.mark.parametrize("fault", BROKEN_FILES)
+def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, side: str
+) -> None:
+    arguments = sound_models(tmp_path)
+    content, complaint = BROKEN_FILES[fault]
+    (tmp_path / f"{side}.safetensors").write_bytes(content)
+    before = snapshot(tmp_path)
+    error = refused_in_two_lines(capsys, arguments)
+    assert repr(str(tmp_path / f"{side}.safetensors")) in error
+    assert "not a complete safetensors file" in error
+    assert complaint in error
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("fault", BROKEN_FILES)
+def test_what_breaks_a_rule_is_broken_for_the_library_too(tmp_path: Path, fault: str) -> None:
+    """So that the table above holds no rules of our own, but for those that the library forgot."""
+    forgotten = {"a tensor twice", "another tensor twice", "a tensor twice by another spelling", "a metadata key twice"}
+    forgotten |= {"a space before the header", "a line end before the header", "a tensor that is a list"}
+    (tmp_path / "file.safetensors").write_bytes(BROKEN_FILES[fault][0])
+    assert (as_the_library_reads(tmp_path / "file.safetensors") is None) == (fault not in forgotten)
+
+
+def as_the_library_reads(path: Path) -> dict[str, tuple[str, list[int]]] | None:
+    """Types and shapes by name, or None where the library refuses the file."""
+    try:
+        with safe_open(path, framework="np") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+            return {name: (part.get_dtype(), part.get_shape()) for name, part in parts.items()}
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("side", ["base", "model"])
+@pytest.mark.parametrize("length", [100_000_001, 2**32, 2**40])
+def test_a_header_of_more_than_100_mb_is_refused_unread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], side: str, length: int
+) -> None:
+    arguments = sound_models(tmp_path)
+    with open(tmp_path / f"{side}.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", length) + b"{")
+        file.truncate(8 + length)  # all holes: no disk holds that much
+    error = refused_in_two_lines(capsys, arguments)
+    assert f"{length:,}" in error
+    assert sorted(os.listdir(tmp_path)) == ["base.safetensors", "model.safetensors"]
+
+
+@pytest.mark.parametrize("length", [0x80, 0x180, 0x280, 0x480, 0x5880])
+def test_a_file_cut_off_is_not_taken_for_a_pickle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], length: int
+) -> None:
+    """Pickles start with the byte 0x80, as the length of one header in 32 does."""
+    arguments = sound_models(tmp_path)
+    header = sound(v=None, w={"dtype": "F32", "shape": [10], "data_offsets": [0, 40]})
+    header += " " * (length - len(header))
+    (tmp_path / "model.safetensors").write_bytes(with_header(header, SOUND_DATA[:-1]))
+    error = refused_in_two_lines(capsys, arguments)
+    assert "pickle" not in error
+    assert "not a complete safetensors file" in error
+
+
+@pytest.mark.parametrize("fault", ["a tensor twice", "a hole", "not JSON"])
+def test_a_broken_shard_or_adapter_is_refused_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    base = {"w": torch.ones(2, 3), "v": torch.ones(4)}
+    [path] = save(tmp_path, base=base)
+    folder = save_sharded(tmp_path / "sharded", base, [["w"], ["v"]])
+    adapter = write_adapter(tmp_path / "adapter", low_rank("w", (2, 3)))
+    content, _ = BROKEN_FILES[fault]
+    for file in (folder / "model-00002-of-00002.safetensors", adapter / "adapter_model.safetensors"):
+        file.write_bytes(content)
+        refuse_models(tmp_path, capsys, 1, repr(str(file)), "complete", base=path, merge=file.parent)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Odd, and sound all the same
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def written(path: Path, tensors: dict[str, tuple[list[int], list[float]]], names: list[str], padding: str = "") -> None:
+    """A file of F32 tensors: their values in the order of tensors, their entries in the order of names."""
+    entries, place = {}, 0
+    for name, (shape, values) in tensors.items():
+        ends = [place, place + 4 * len(values)]
+        entries[name], place = {"dtype": "F32", "shape": shape, "data_offsets": ends}, ends[1]
+    data = b"".join(np.array(values, "<f4").tobytes() for _, values in tensors.values())
+    text = "{" + padding + ",".join(f"{padding}{json.dumps(name)}:{json.dumps(entries[name])}" for name in names)
+    path.write_bytes(with_header(text + padding + "}" + padding, data))
+
+
+ODD_NAMES = [
+    "\u00fcber.\u6a21\u578b.\U0001f600",
+    "two\nlines",
+    "\r\x1b[2J\x07",
+    "a\x00b",
+    "x" * 10_000,
+    "",
+    " ",
+    '"quoted"\\',
+    "\u202ereversed",
+    "e\u0301",  # and the same letter, composed:
+    "\u00e9",
+    "__metadata",
+    "../../etc/passwd",
+    "%s %d {} {0}",
+]
+
+
+@pytest.mark.parametrize("padding", ["", "  ", "\t\r\n "], ids=["tight", "spaces", "lines"])
+def test_odd_but_sound_files_are_merged_right(tmp_path: Path, padding: str) -> None:
+    rng = np.random.default_rng(4)
+    shapes: dict[str, list[int]] = {"empty at the start": [0]}
+    for number, name in enumerate(ODD_NAMES):
+        shapes |= {name: [3, 7], f"empty {number}": [5, 0, 2**31]}
+    shapes |= {"scalar": [], "of 100 sides": [1] * 50 + [3] + [1] * 49, "of 60 sides": [1] * 60, "empty at the end": []}
+    shapes["empty at the end"] = [2, 0]
+    base = {name: (shape, list(rng.normal(size=math.prod(shape)))) for name, shape in shapes.items()}
+    model = {name: (shape, [value + 1e-3 for value in values]) for name, (shape, values) in reversed(base.items())}
+    order = rng.permutation(list(base)).tolist()
+    written(tmp_path / "base.safetensors", base, order, padding)
+    written(tmp_path / "model.safetensors", model, order[::-1], padding)
+    arguments = ["-q", "-b", str(tmp_path / "base.safetensors"), "-m", str(tmp_path / "model.safetensors")]
+    output = tmp_path / "out.safetensors"
+    assert dare.main([*arguments, "-o", str(output), "--drop-rate", "0", "--lambda", "2"]) == 0
+    found = dare.TensorFile(output, "out")
+    file = output.read_bytes()
+    assert found.tensors.keys() == base.keys()
+    assert as_the_library_reads(output) == {name: ("F32", shape) for name, shape in shapes.items()}
+    for name, (_, values) in base.items():
+        info = found.tensors[name]
+        merged = np.frombuffer(file[info.offset : info.offset + info.nbytes], "<f4")
+        old, new = np.array(values, "<f4"), np.array(model[name][1], "<f4")
+        assert np.allclose(merged, old + 2 * (new.astype("f8") - old), rtol=1e-6, atol=1e-9)
+    found.close()
+    assert dare.main(["-q", "--verify", str(output)]) == 0
+
+
+def test_files_without_tensors_have_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = sound_models(tmp_path)
+    for side in ("base", "model"):
+        (tmp_path / f"{side}.safetensors").write_bytes(with_header('{"__metadata__": {"format": "pt"}}', b""))
+    before = snapshot(tmp_path)
+    assert "has no tensor in common" in refused_in_two_lines(capsys, arguments)
+    assert snapshot(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(with_header(sound()))
+    assert "has no tensor in common" in refused_in_two_lines(capsys, arguments)
+
+
+def test_files_of_empty_tensors_alone_merge(tmp_path: Path) -> None:
+    arguments = sound_models(tmp_path)
+    for side in ("base", "model"):
+        (tmp_path / f"{side}.safetensors").write_bytes(
+            with_header('{"w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}', b"")
+        )
+    for method in ("linear", "ties"):
+        assert dare.main([*arguments, "-q", "--method", method]) == 0
+        assert load_file(tmp_path / "out.safetensors")["w"].shape == (0,)
+
+
+@pytest.mark.parametrize("sides", [0, 64, 65, 100])
+def test_a_broken_value_is_found_in_a_tensor_of_any_number_of_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sides: int
+) -> None:
+    arguments = sound_models(tmp_path)
+    shape = [1] * sides
+    written(tmp_path / "base.safetensors", {"w": (shape, [1.0])}, ["w"])
+    written(tmp_path / "model.safetensors", {"w": (shape, [math.nan])}, ["w"])
+    assert f"tensor 'w' holds nan at {[0] * sides}" in refused_in_two_lines(capsys, arguments)
+
+
+def test_a_changed_byte_is_found_in_a_tensor_of_100_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = sound_models(tmp_path)
+    for side, value in (("base", 1.0), ("model", 1.5)):
+        written(tmp_path / f"{side}.safetensors", {"w": ([1] * 100, [value])}, ["w"])
+    assert dare.main([*arguments, "-q"]) == 0
+    output = tmp_path / "out.safetensors"
+    output.write_bytes(output.read_bytes()[:-1] + b"\x01")
+    assert "tensor 'w' differs at [0, 0" in refused_in_two_lines(capsys, ["--verify", str(output)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Agreement with the library, on headers that nobody thought of
+# ---------------------------------------------------------------------------------------------------------------------
+
+FUZZED: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+
+# JSON as text: what stands where a number, a name or a value should be.
+ODD_JSON = st.one_of(
+    st.integers(-2, 50).map(str),
+    st.sampled_from([2**31, 2**32 + 4, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63)]).map(str),
+    st.sampled_from(
+        ["-0", "0.0", "4.0", "4e0", "1e999", "NaN", "Infinity", "-Infinity", "true", "null", "{}", "[]", "[[]]", '""']
+    ),
+    st.sampled_from(['"F32"', '"BF16"', '"BOOL"', '"F4"', '"F8_E4M3"', '"C64"', '"I64"', '"\\ud800"', '"\\u0000"']),
+    st.sampled_from(["[0]", "[2, 2]", "[4611686018427387904, 4, 0]", "[0, 4611686018427387904, 4]", "[-0]", "[1, 1]"]),
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=4),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=5,
+    ).map(json.dumps),
+)
+NAMES_IN_JSON = st.sampled_from(['"v"', '"w"', '"e"', '"\\u0077"', '"__metadata__"', '""', '"\\ud800"', '"dtype"'])
+
+
+@st.composite
+def mangled_headers(draw: Callable[[st.SearchStrategy[Any]], Any]) -> tuple[bytes, bytes]:
+    """A header with some of its parts changed, dropped, doubled or moved, and the data behind it."""
+    parts: list[list[Any]] = [
+        ['"__metadata__"', [['"format"', '"pt"'], ['"a"', '"b"']]],
+        ['"v"', [['"dtype"', '"F32"'], ['"shape"', "[4]"], ['"data_offsets"', "[0, 16]"]]],
+        ['"e"', [['"dtype"', '"I64"'], ['"shape"', "[3, 0]"], ['"data_offsets"', "[16, 16]"]]],
+        ['"w"', [['"dtype"', '"BF16"'], ['"shape"', "[3, 4]"], ['"data_offsets"', "[16, 40]"]]],
+    ]
+    for _ in range(draw(st.integers(1, 3))):
+        entry = draw(st.sampled_from(parts)) if parts else ['""', []]
+        fields = entry[1] if isinstance(entry[1], list) and draw(st.booleans()) else parts
+        change = draw(st.sampled_from(["drop", "double", "move", "value", "key", "add"]))
+        if change == "add" or not fields:
+            fields.append([draw(NAMES_IN_JSON), draw(ODD_JSON)])
+            continue
+        k = draw(st.integers(0, len(fields) - 1))
+        if change == "drop":
+            del fields[k]
+        elif change == "double":
+            fields.insert(draw(st.integers(0, len(fields))), list(fields[k]))
+        elif change == "move":
+            fields.insert(draw(st.integers(0, len(fields) - 1)), fields.pop(k))
+        elif change == "key":
+            fields[k] = [draw(NAMES_IN_JSON), fields[k][1]]
+        elif isinstance(fields[k][1], str) and draw(st.booleans()) and re.search(r"\d+(?=[],])", fields[k][1]):
+            fields[k] = [fields[k][0], re.sub(r"\d+(?=[],])", lambda _: draw(ODD_JSON), fields[k][1], count=1)]
+        else:
+            fields[k] = [fields[k][0], draw(ODD_JSON)]
+    space = draw(st.sampled_from(["", "", " ", "\n\t"]))
+
+    def spelled(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        return "{" + f",{space}".join(f"{key}:{space}{spelled(inner)}" for key, inner in value) + "}"
+
+    return (spelled(parts) + space).encode(), bytes(draw(st.sampled_from([40, 40, 40, 40, 39, 41, 16, 24, 0])))
+
+
+@st.composite
+def damaged(draw: Callable[[st.SearchStrategy[Any]], Any], whole: bytes) -> bytes:
+    """Bytes of which a few are changed, taken out or put in."""
+    raw = bytearray(whole)
+    for _ in range(draw(st.integers(1, 4))):
+        place, length = draw(st.integers(0, max(len(raw) - 1, 0))), draw(st.integers(0, 3))
+        raw[place : place + length] = draw(
+            st.binary(max_size=3) | st.sampled_from(list(b'{}[]",:0-9e \\')).map(lambda b: bytes([b]))
+        )
+    return bytes(raw)
+
+
+def assert_agreement(folder: Path, content: bytes) -> None:
+    """What we accept the library accepts too, and finds the same in it; what we refuse we refuse in words."""
+    path = folder / "file.safetensors"
+    path.write_bytes(content)
+    try:
+        file = dare.TensorFile(path, str(path))
+    except DareError:
+        return
+    file.close()
+    ours = {name: (info.dtype, list(info.shape)) for name, info in file.tensors.items()}
+    assert ours == as_the_library_reads(path)
+
+
+@settings(max_examples=250, **FUZZED)
+@given(made=mangled_headers())
+def test_a_header_with_parts_moved_is_read_as_the_library_reads_it(tmp_path: Path, made: tuple[bytes, bytes]) -> None:
+    assert_agreement(tmp_path, with_header(*made))
+
+
+@settings(max_examples=250, **FUZZED)
+@given(content=damaged(with_header(sound(__metadata__={"format": "pt"}))))
+def test_a_file_with_bytes_changed_is_read_as_the_library_reads_it(tmp_path: Path, content: bytes) -> None:
+    assert_agreement(tmp_path, content)
+
+
+@settings(max_examples=200, **FUZZED)
+@given(header=damaged(sound(__metadata__={"format": "pt"}).encode()), extra=st.binary(max_size=2))
+def test_a_header_with_bytes_changed_is_read_as_the_library_reads_it(
+    tmp_path: Path, header: bytes, extra: bytes
+) -> None:
+    assert_agreement(tmp_path, with_header(header, SOUND_DATA + extra * (len(extra) == 2)))
+
+
+@pytest.mark.parametrize("dtype", [*dare.STORED_BITS, "F8_E4M3FN", "I4", "U4", "C128", "F128"])
+def test_types_are_those_of_the_library_with_the_same_sizes(tmp_path: Path, dtype: str) -> None:
+    for size in (0, 1, 2, 3, 4, 6, 8, 16):
+        header = json.dumps({"w": {"dtype": dtype, "shape": [8], "data_offsets": [0, size * 8 // 8]}})
+        assert_agreement(tmp_path, with_header(header, bytes(size)))
+    theirs = [
+        size
+        for size in range(65)
+        if size_is_taken(tmp_path, json.dumps({"w": {"dtype": dtype, "shape": [8], "data_offsets": [0, size]}}), size)
+    ]
+    assert theirs == ([dare.STORED_BITS[dtype]] if dtype in dare.STORED_BITS else [])
+
+
+def size_is_taken(folder: Path, header: str, size: int) -> bool:
+    (folder / "sized.safetensors").write_bytes(with_header(header, bytes(size)))
+    return as_the_library_reads(folder / "sized.safetensors") is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Any index, adapter, configuration or recipe: an answer, never a crash
+# ---------------------------------------------------------------------------------------------------------------------
+
+ODD_TEXTS = st.one_of(
+    st.text(st.characters(exclude_categories=[]), max_size=6),
+    st.sampled_from(
+        ["", ".", "..", "~", "~\0", "~nobody-of-that-name", "a\0b", "\ud800", "\udcff", "a\nb", "\x1b[2J", "\u202e"]
+    ),
+    st.sampled_from(["x" * 5000, "x" * 300, "CON", "a/b/c", "./x", "C:x", "out.safetensors", "base.safetensors"]),
+)
+ODD_VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers(-(2**70), 2**70) | st.integers(0, 4) | ODD_TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ODD_TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def answered(capsys: pytest.CaptureFixture[str], arguments: list[str], output: Path | None = None) -> int:
+    """Run the command on anything: it must do what it was asked to, or say in one line why it cannot."""
+    capsys.readouterr()
+    status = dare.main(arguments)
+    printed = capsys.readouterr()
+    errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
+    assert status in (0, 1, 2)
+    assert len(errors) == (status != 0), printed.err
+    assert not any(error.startswith("error: unexpected") for error in errors), printed.err
+    assert "Traceback" not in printed.err
+    assert calm(printed.out + printed.err)
+    if output is not None:
+        if status == 0:
+            assert tensors_in(output) if output.is_dir() else load_file(output)
+        else:
+            assert not output.exists()
+            assert not list(output.parent.glob("*.partial"))
+        remove_made(output)
+    return status
+
+
+def remove_made(output: Path) -> None:
+    for path in [*output.glob("*"), output] if output.is_dir() else [output]:
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def without_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where dare-merge[hub] is not installed, so that no name makes a test ask the network."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+
+
+@pytest.fixture
+def small(tmp_path: Path, without_the_hub: None) -> tuple[Path, Path]:
+    """A base file and a sharded fine-tune of it, as small as can be."""
+    base = {"layer.weight": torch.ones(4, 3), "layer.bias": torch.ones(4)}
+    [path] = save(tmp_path, base=base)
+    return path, save_sharded(tmp_path / "model", finetune(base, 1), [["layer.weight"], ["layer.bias"]])
+
+
+SHARD = "model-00001-of-00002.safetensors"
+
+
+@settings(max_examples=60, **FUZZED)
+@given(index=ODD_VALUES | st.fixed_dictionaries({"weight_map": ODD_VALUES}))
+def test_any_json_as_an_index_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], index: Any
+) -> None:
+    (small[1] / INDEX).write_text(json.dumps(index))
+    output = small[0].with_name("out.safetensors")
+    answered(capsys, ["-b", str(small[0]), "-m", str(small[1]), "-o", str(output)], output)
+    answered(capsys, ["-b", str(small[1] / INDEX), "-m", str(small[0]), "-o", str(output)], output)
+
+
+@settings(max_examples=80, **FUZZED)
+@given(
+    tensor=st.sampled_from(["layer.weight", "layer.bias", "other"]) | ODD_TEXTS,
+    file=st.sampled_from([SHARD, f"./{SHARD}", f"x/../{SHARD}", f"{SHARD}/", INDEX, f"{SHARD}/x"]) | ODD_VALUES,
+    drop=st.booleans(),
+)
+def test_any_entry_of_an_index_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tensor: str, file: Any, drop: bool
+) -> None:
+    index = json.loads((small[1] / INDEX).read_text())
+    shards = {"layer.weight": SHARD, "layer.bias": SHARD.replace("00001", "00002", 1)}
+    index["weight_map"] = ({} if drop else shards) | {tensor: file}
+    (small[1] / INDEX).write_text(json.dumps(index))
+    output = small[0].with_name("out.safetensors")
+    answered(capsys, ["-b", str(small[0]), "-m", str(small[1]), "-o", str(output)], output)
+
+
+def test_an_index_that_names_what_no_file_can_be_called_is_refused(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("\ud800", "\udfff.safetensors", "x" * 5000, "y/" * 3000 + "z"):
+        (small[1] / INDEX).write_text(json.dumps({"weight_map": {"layer.weight": name}}))
+        arguments = ["-b", str(small[0]), "-m", str(small[1]), "-o", str(small[0].with_name("out.safetensors"))]
+        refused_in_two_lines(capsys, arguments)
+
+
+ADAPTER_KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "peft_type": st.sampled_from(["LORA", "LOHA"]),
+    "r": st.integers(0, 4),
+    "lora_alpha": st.floats() | st.integers(-(10**400), 10**400),
+    "use_rslora": st.booleans(),
+    "fan_in_fan_out": st.booleans(),
+    "rank_pattern": st.dictionaries(
+        st.sampled_from(
+            ["layer", "l.*r", "(", "[", "[[l]ayer", "a{99999999999}", "(?i)layer", "a**", "\\", "(?P<n>l", ")|("]
+        )
+        | st.text("()[]{}*+?|\\^$.layer12,-<=!:P", max_size=8),
+        st.integers(0, 3) | ODD_VALUES,
+        max_size=3,
+    ),
+    "alpha_pattern": st.dictionaries(st.text("()[]*+?|\\^$.layer", max_size=6), st.floats() | ODD_VALUES, max_size=2),
+    "init_lora_weights": st.sampled_from([True, False, "gaussian", "pissa", "loftq"]),
+    "target_modules": st.just(["layer"]),
+    "bias": st.sampled_from(["none", "all"]),
+    "base_model_name_or_path": ODD_TEXTS,
+    **dict.fromkeys(dare.OTHER_ADAPTERS, st.sampled_from([None, False, [], {}, 0])),
+}
+GOOD_ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+
+
+@pytest.mark.filterwarnings("ignore:Possible nested set:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Possible set:FutureWarning")
+@settings(max_examples=80, **FUZZED)
+@given(
+    table=st.one_of(
+        *(
+            st.tuples(st.just(key), values | ODD_VALUES).map(lambda pair: {pair[0]: pair[1]})
+            for key, values in ADAPTER_KEYS.items()
+        ),
+        st.fixed_dictionaries({}, optional=ADAPTER_KEYS),
+    )
+)
+def test_any_adapter_configuration_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], table: dict[str, Any]
+) -> None:
+    adapter = write_adapter(small[0].with_name("adapter"), low_rank("layer", (4, 3)))
+    (adapter / "adapter_config.json").write_text(json.dumps(GOOD_ADAPTER | table))
+    output = small[0].with_name("out.safetensors")
+    answered(capsys, ["-b", str(small[0]), "-m", str(adapter), "-o", str(output)], output)
+
+
+@settings(max_examples=40, **FUZZED)
+@given(text=ODD_VALUES.map(json.dumps).map(str.encode) | damaged(json.dumps(GOOD_ADAPTER).encode()))
+def test_any_json_as_an_adapter_configuration_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], text: bytes
+) -> None:
+    adapter = write_adapter(small[0].with_name("adapter"), low_rank("layer", (4, 3)))
+    (adapter / "adapter_config.json").write_bytes(text)
+    output = small[0].with_name("out.safetensors")
+    answered(capsys, ["-b", str(small[0]), "-m", str(adapter), "-o", str(output)], output)
+
+
+@settings(max_examples=60, **FUZZED)
+@given(
+    names=st.lists(
+        st.tuples(
+            st.sampled_from(["", "base_model.model.", "base_model.model.base_model.model.", "."]),
+            st.sampled_from(["layer", "layer.weight", "", ".", "a\nb", "lora_A", "layer.lora_A", "x.layer"]),
+            st.sampled_from(["", ".lora_A.weight", ".lora_B.weight", ".lora_A", ".lora_embedding_A",
+                             ".lora_B.default.weight", ".modules_to_save.weight", ".base_layer.weight",
+                             ".lora_A.weight.weight", ".bias"]),
+            st.sampled_from([(2, 3), (4, 2), (2,), (), (0, 0), (2, 0), (4, 3), (2, 3, 1, 1)]),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)  # fmt: skip
+def test_any_names_in_an_adapter_are_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], names: list[tuple[str, str, str, tuple[int, ...]]]
+) -> None:
+    tensors = {"".join(parts) or "x": torch.ones(shape) for *parts, shape in names}
+    adapter = write_adapter(small[0].with_name("adapter"), tensors)
+    output = small[0].with_name("out.safetensors")
+    answered(capsys, ["-b", str(small[0]), "-m", str(adapter), "-o", str(output)], output)
+
+
+CONFIG_TEXT = """\
+[models]
+base_file = "base.safetensors"
+merge_files = ["model/model.safetensors.index.json", 'model']
+output_file = "out.safetensors"
+# tokenizer_from = "model"
+
+[dare]
+method = "linear"
+drop_rate = [0.5, 0.25]
+weights = [0.5, 0.5]
+lambda_coeff = 1.0
+mismatch = "error"
+max_shard_size = "5GB"
+seed = 42
+verbose = true
+
+[[rules]]
+match = ["*bias*", "lay*"]
+drop_rate = 0.5
+"""
+
+
+@settings(max_examples=80, **FUZZED)
+@given(text=damaged(CONFIG_TEXT.encode()) | st.text(max_size=30).map(str.encode) | st.binary(max_size=20))
+def test_any_text_as_a_configuration_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], text: bytes
+) -> None:
+    config, output = small[0].with_name("config.toml"), small[0].with_name("fixed.safetensors")
+    config.write_bytes(text)
+    answered(capsys, ["-c", str(config), "-o", str(output)], output)
+
+
+TOML_VALUES = st.recursive(
+    st.booleans() | st.floats() | st.integers(-(2**70), 2**70) | st.integers(0, 3) | st.datetimes()
+    | ODD_TEXTS.filter(lambda text: text.isprintable() or not any(0xD800 <= ord(letter) < 0xE000 for letter in text)),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)  # fmt: skip
+LIKELY_VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "method": st.sampled_from(["linear", "ties", "slerp", "LINEAR"]),
+    "drop_rate": st.floats(0, 1) | st.lists(st.floats(0, 1), min_size=2, max_size=2),
+    "weights": st.lists(st.floats(-1e308, 1e308) | st.integers(-1, 3), max_size=3),
+    "lambda_coeff": st.floats() | st.integers(-(10**400), 10**400),
+    "rescale": st.booleans(),
+    "rescale_q": st.floats(0, 1) | st.lists(st.floats(0, 1), min_size=2, max_size=2),
+    "keep_ratio": st.floats(0, 1),
+    "slerp_t": st.floats(0, 1),
+    "dtype": st.sampled_from(["float32", "bfloat16", "float8"]),
+    "mismatch": st.sampled_from(["error", "overlap", "base"]),
+    "max_shard_size": st.sampled_from(["1", "1B", "5 kb", "9" * 15 + "TiB", "0.0001KB", "-1", "\u0661GB"])
+    | st.integers(),
+    "delta_threshold": st.floats() | st.integers(0, 10**400),
+    "seed": st.integers(0, 2**63) | st.just(2**63 - 1),
+    "threads": st.integers(-1, 3) | st.just(2**63 - 1),
+    "verbose": st.booleans(),
+}
+
+
+@settings(max_examples=100, **FUZZED)
+@given(
+    wanted=st.one_of(
+        *(
+            st.tuples(st.just(key), values | TOML_VALUES).map(lambda pair: {pair[0]: pair[1]})
+            for key, values in LIKELY_VALUES.items()
+        ),
+        st.fixed_dictionaries({}, optional=LIKELY_VALUES),
+    ),
+    rules=st.just([])
+    | st.lists(
+        st.fixed_dictionaries(
+            {"match": st.text("*?[]!-layer.", max_size=6) | TOML_VALUES},
+            optional={key: LIKELY_VALUES[key] | TOML_VALUES for key in dare.RULE_SETTINGS},
+        ),
+        max_size=2,
+    ),
+    folder=st.booleans(),
+)
+def test_any_setting_in_a_configuration_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], wanted: dict[str, Any], rules: list[Any], folder: bool
+) -> None:
+    import tomli_w
+
+    output = small[0].with_name("out" if folder else "out.safetensors")
+    named = {"base_file": "base.safetensors", "merge_files": ["model", "model"], "output_file": output.name}
+    config = small[0].with_name("config.toml")
+    config.write_text(tomli_w.dumps({"models": named, "dare": wanted} | ({"rules": rules} if rules else {})))
+    answered(capsys, ["-c", str(config)], output)
+
+
+@settings(max_examples=80, **FUZZED)
+@given(
+    key=st.sampled_from(["base_file", "merge_files", "tokenizer_from", "recipe", "version", "inputs", "mask", "files"]),
+    value=TOML_VALUES | st.lists(TOML_VALUES, min_size=1, max_size=2),
+)
+def test_any_model_or_recipe_in_a_configuration_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], key: str, value: Any
+) -> None:
+    import tomli_w
+
+    tables: dict[str, Any] = {"models": {"base_file": "base.safetensors", "merge_files": ["model"]}}
+    if key in ("base_file", "merge_files", "tokenizer_from"):
+        tables["models"][key] = value
+    else:
+        tables["recipe"] = value if key == "recipe" else {key: value}
+    config, output = small[0].with_name("config.toml"), small[0].with_name("out")
+    config.write_text(tomli_w.dumps(tables))
+    answered(capsys, ["-c", str(config), "-o", str(output)], output)
+
+
+def test_paths_that_cannot_be_are_refused_wherever_they_are_given(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = ["~\\u0000", "a\\u0000b", "x" * 5000, "~" + "x" * 5000, "base.safetensors/x", "y/" * 3000 + "z"]
+    for key in ("base_file", "merge_files", "output_file", "tokenizer_from"):
+        for path in paths:
+            named = {"base_file": '"base.safetensors"', "merge_files": '["model"]', "output_file": '"out"'}
+            named[key] = f'["{path}"]' if key == "merge_files" else f'"{path}"'
+            config = small[0].with_name("config.toml")
+            config.write_text("[models]\n" + "\n".join(f"{key} = {value}" for key, value in named.items()))
+            assert answered(capsys, ["-c", str(config)], small[0].with_name("out")) == 1, (key, path[:20])
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "y/" * 3000 + "z", "base.safetensors/x", "", "."])
+def test_a_path_that_cannot_be_is_not_verified(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.chdir(small[0].parent)
+    assert answered(capsys, ["--verify", path]) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["a:drop_rate=" + "1" * 5000, "a:drop_rate=" + "[" * 5000, "a:" + "b." * 5000 + "c=1", "a:drop_rate=0.5}\nx={y=1"],
+    ids=["digits", "lists", "keys", "lines"],
+)
+def test_a_rule_given_by_a_flag_cannot_break_the_command(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], rule: str
+) -> None:
+    output = small[0].with_name("out.safetensors")
+    arguments = ["-b", str(small[0]), "-m", str(small[1]), "-o", str(output), "--rule", rule]
+    assert answered(capsys, arguments, output) in (0, 2)
+
+
+def with_recipe(path: Path, recipe: str) -> None:
+    """The same file with another recipe in its metadata."""
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    header["__metadata__"]["dare_recipe"] = recipe
+    path.write_bytes(with_header(json.dumps(header), raw[8 + length :]))
+
+
+@settings(max_examples=80, **FUZZED)
+@given(data=st.data())
+def test_any_recipe_in_a_merged_file_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], data: st.DataObject
+) -> None:
+    output = small[0].with_name("out.safetensors")
+    if not output.exists():
+        run_merge(small[0], [small[1]], output)
+        output.with_suffix(".recipe").write_text(metadata(output)["dare_recipe"])
+    recipe = output.with_suffix(".recipe").read_bytes()
+    text = data.draw(damaged(recipe) | st.text(max_size=20).map(str.encode)).decode(errors="replace")
+    with_recipe(output, text)
+    answered(capsys, ["--verify", str(output)])
+    config = small[0].with_name("recipe.toml")
+    config.write_text(text)
+    again = small[0].with_name("again.safetensors")
+    answered(capsys, ["-c", str(config), "-o", str(again)], again)
+
+
+@settings(max_examples=60, **FUZZED)
+@given(
+    key=st.sampled_from(["inputs", "version", "seeds", "mask", "file", "size", "base_file", "merge_files"]),
+    value=TOML_VALUES,
+)
+def test_any_value_in_a_stored_recipe_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], key: str, value: Any
+) -> None:
+    import tomli_w
+
+    output = small[0].with_name("out.safetensors")
+    if not output.exists():
+        run_merge(small[0], [small[1]], output)
+        output.with_suffix(".recipe").write_text(metadata(output)["dare_recipe"])
+    tables = tomllib.loads(output.with_suffix(".recipe").read_text())
+    home: Any = tables["recipe"]["inputs"][1] if key in ("file", "size") else tables["recipe"]
+    (tables["models"] if key.endswith(("_file", "_files")) else home)[key] = value
+    with_recipe(output, tomli_w.dumps(tables))
+    answered(capsys, ["--verify", str(output)])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "recipe = 3",
+        "[recipe]\nfiles = 3",
+        "[recipe]\nfiles = [[1], {}]",
+        "a = " + "[" * 50_000,
+        "\x00",
+        "a." * 3000 + "b=1",
+    ],
+    ids=["number", "files", "lists", "nested", "zero", "keys"],
+)
+def test_a_hostile_recipe_in_a_directory_does_not_let_it_be_replaced(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    output = small[0].with_name("out")
+    save_directory(output, {"w": torch.ones(3)})
+    (output / "dare_recipe.toml").write_text(recipe)
+    before = snapshot(output)
+    error = refused_in_two_lines(capsys, ["-b", str(small[0]), "-m", str(small[1]), "-o", str(output)])
+    assert "out" in error
+    assert snapshot(output) == before
+    assert answered(capsys, ["--verify", str(output)]) in (1, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['{"a": "\\ud800"}', '{"a_config": ' * 400 + "{}" + "}" * 400, '{"a_config": ' * 900 + "{}" + "}" * 900,
+     "[" * 100_000, '{"dtype": 3, "text_config": [], "x": NaN}', "\ufeff{}", "",
+     '{"torch_dtype": {}, "tie_word_embeddings": "yes"}'],
+    ids=["surrogate", "nested 400", "nested 900", "nested 100,000", "types", "mark", "nothing", "table"],
+)  # fmt: skip
+def test_any_config_json_of_the_base_is_answered(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    folder = save_directory(small[0].with_name("folder"), load_file(small[0]))
+    (folder / "config.json").write_text(text)
+    output = small[0].with_name("out")
+    arguments = ["-b", str(folder), "-m", str(small[1]), "-o", str(output)]
+    answered(capsys, [*arguments, "--dtype", "bfloat16"], output)
+    answered(capsys, arguments, output)
+
+
+@settings(max_examples=40, **FUZZED)
+@given(
+    table=ODD_VALUES
+    | st.fixed_dictionaries(
+        {}, optional={"model": ODD_VALUES | st.fixed_dictionaries({"vocab": ODD_VALUES}), "added_tokens": ODD_VALUES}
+    )
+)
+def test_any_tokenizer_is_answered(small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], table: Any) -> None:
+    [base] = save(small[0].parent, embedded={"embed_tokens.weight": torch.ones(4, 3)})
+    [model] = save(small[0].parent, tuned={"embed_tokens.weight": torch.ones(4, 3) + 1e-3})
+    folder = small[0].with_name("tokenizer")
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    output = small[0].with_name("out")
+    answered(capsys, ["-b", str(base), "-m", str(model), "--tokenizer-from", str(folder), "-o", str(output)], output)
+
+
+def test_a_token_without_a_number_is_no_crash(small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    [base] = save(small[0].parent, embedded={"embed_tokens.weight": torch.ones(4, 3)})
+    (small[1] / "tokenizer.json").write_text('{"added_tokens": [{"content": "x"}]}')
+    output = small[0].with_name("out")
+    arguments = ["-b", str(base), "-m", str(base), "--tokenizer-from", str(small[1]), "-o", str(output)]
+    assert answered(capsys, arguments, output) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only here may names be any bytes")
+def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_directory(small[0].with_name("folder"), load_file(small[0]), model_type="x")
+    (folder / os.fsdecode(b"n\xff.txt")).write_text("a licence")
+    output = small[0].with_name("out")
+    assert answered(capsys, ["-b", str(folder), "-m", str(small[1]), "-o", str(output)]) == 0
+    assert (output / os.fsdecode(b"n\xff.txt")).read_text() == "a licence"
+    assert answered(capsys, ["--verify", str(output)]) == 0
+    assert answered(capsys, ["-b", str(folder), "-m", str(small[1]), "-o", str(output), "--seed", "1"]) == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names that talk to terminals
+# ---------------------------------------------------------------------------------------------------------------------
+
+TERMINAL_TRICKS = {
+    "title": "\x1b]0;owned\x07",
+    "clear": "\x1b[2J\x1b[H",
+    "return": "a\rerror: b",
+    "lines": "a\nerror: b\nhint: c",
+    "bell": "\x07\x08\x7f",
+    "C1": "\x9b31m\x85\x9d0;x\x9c",
+    "bidi": "\u202e\u2066evil\u200f",
+    "separators": "a\u2028b\u2029c\x0b\x0c\x1cd",
+    "tags": "\U000e0041\ufeff\u00ad",
+}
+PLAIN_TRICK = "plain"
+
+
+def spoken(capsys: pytest.CaptureFixture[str], arguments: list[str], status: int) -> tuple[int, int]:
+    """How many lines the command prints and how many it complains in; nothing else may reach the terminal."""
+    capsys.readouterr()
+    assert dare.main(arguments) == status
+    printed = capsys.readouterr()
+    assert calm(printed.out + printed.err)
+    assert "unexpected" not in printed.err
+    assert len(printed.out.splitlines()) == printed.out.count("\n")
+    assert len(printed.err.splitlines()) == printed.err.count("\n")
+    return printed.out.count("\n"), printed.err.count("\n")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="such names cannot be")
+@pytest.mark.parametrize("trick", TERMINAL_TRICKS)
+def test_no_name_of_a_file_reaches_the_terminal_as_more_than_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trick: str
+) -> None:
+    base = random_model(shapes={"w": (30, 5), "b": (5,)})
+    lines = []
+    for word in (PLAIN_TRICK, TERMINAL_TRICKS[trick]):
+        folder = tmp_path / f"in {word}"
+        folder.mkdir()
+        named = {f"base{word}": base, f"model{word}": finetune(base, 1, 1.0), f"nan{word}": {"w": base["w"] * math.nan}}
+        named |= {f"other{word}": {"x": base["w"]}, f"shape{word}": {"w": base["w"][:7], "extra": base["b"]}}
+        paths = dict(zip(("base", "model", "nan", "other", "shape"), save(folder, **named), strict=True))
+        (folder / f"broken{word}.safetensors").write_bytes(b"nothing")
+        (folder / f"config{word}.toml").write_text("[dare]\nx = 1")
+        (folder / f"no{word}.toml").write_bytes(b"\xff")
+        (folder / f"empty{word}").mkdir()
+        (folder / f"several{word}").mkdir()
+        save_file(base, folder / f"several{word}" / f"one{word}.safetensors")
+        sharded = save_sharded(folder / f"sharded{word}", base, [["w"], ["b"]])
+        (sharded / "model-00002-of-00002.safetensors").unlink()
+        source = ["-b", str(paths["base"]), "-m"]
+        output = ["-o", str(folder / f"out{word}.safetensors")]
+        runs: list[tuple[list[str], int]] = [
+            ([*source, str(paths["model"]), *output, "--dry-run"], 0),
+            ([*source, str(paths["model"]), *output], 0),
+            (["--verify", output[1]], 0),
+            ([*source, str(paths["base"]), str(paths["model"]), str(paths["model"]), *output], 0),
+            (["--verify", output[1], "-b", str(paths["model"])], 1),
+            ([*source, str(paths["shape"]), *output, "--mismatch", "overlap"], 0),
+            ([*source, str(paths["model"]), "-o", str(folder / f"dir{word}")], 0),
+            (["--verify", str(folder / f"dir{word}")], 0),
+            ([*source, str(paths["model"]), "-o", str(paths["model"])], 2),
+            ([*source, str(paths["model"]), "-o", str(folder / f"no{word}" / "x.safetensors")], 1),
+            ([*source, str(paths["model"]), "-o", str(folder / f"x{word}.bin")], 2),
+            ([*source, str(paths["model"]), "-o", str(paths["nan"])], 1),
+            ([*source, str(paths["nan"]), *output], 1),
+            ([*source, str(paths["other"]), *output], 1),
+            ([*source, str(paths["shape"]), *output], 1),
+            ([*source, str(folder / f"broken{word}.safetensors"), *output], 1),
+            ([*source, str(folder / f"absent{word}.safetensors"), *output], 1),
+            ([*source, str(folder / f"empty{word}"), *output], 1),
+            ([*source, str(folder / f"several{word}"), *output], 1),
+            ([*source, str(sharded), *output], 1),
+            (["-c", str(folder / f"config{word}.toml")], 2),
+            (["-c", str(folder / f"no{word}.toml")], 2),
+            (["-c", str(folder / f"absent{word}.toml")], 2),
+            (["--verify", str(folder / f"empty{word}")], 1),
+            (["--verify", str(paths["base"])], 1),
+        ]
+        lines.append([spoken(capsys, *each) for each in runs])
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("trick", TERMINAL_TRICKS)
+def test_no_name_in_a_file_reaches_the_terminal_as_more_than_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trick: str
+) -> None:
+    lines = []
+    for word in (PLAIN_TRICK, TERMINAL_TRICKS[trick]):
+        base = random_model(shapes={f"w{word}": (30, 5), f"layer{word}.weight": (6, 4)})
+        more = {f"i{word}": torch.arange(3), f"q{word}.weight": torch.ones(3, dtype=torch.int8)}
+        large = finetune(base, 1, 0.02)
+        models: dict[str, Tensors] = {"base": base, "large": large | {f"extra{word}": torch.ones(2)}}
+        models |= {"lacks": {f"w{word}": large[f"w{word}"]}, "nan": {f"w{word}": base[f"w{word}"] * math.inf}}
+        models |= {"rows": {f"w{word}": base[f"w{word}"][:7]}, "kinds": {f"w{word}": base[f"w{word}"].to(torch.int64)}}
+        models |= {"more": base | more, "copied": base | more | {f"i{word}": torch.arange(3) + 1}}
+        models |= {"none": {f"z{word}": torch.ones(2)}}
+        save(tmp_path, **models)
+        name = json.dumps(f"w{word}")
+        header = f'{{{name}: {{"dtype": {json.dumps(word)}, "shape": [1], "data_offsets": [0, 4]}}}}'
+        (tmp_path / "type.safetensors").write_bytes(with_header(header, bytes(4)))
+        (tmp_path / "twice.safetensors").write_bytes(with_header(f"{{{name}: {{}}, {name}: {{}}}}", bytes(4)))
+        (tmp_path / "entry.safetensors").write_bytes(with_header(f"{{{name}: {{}}}}", bytes(4)))
+        header = header.replace(json.dumps(word), '"F32"', 1).replace("[0, 4]", "[1, 5]")
+        (tmp_path / "hole.safetensors").write_bytes(with_header(header, bytes(5)))
+        index = tmp_path / "index.json"
+        index.write_text(json.dumps({"weight_map": {f"w{word}": f"{word}.safetensors"}}))
+        modules = {f"layer{word}": (torch.ones(2, 4) * 1e-3, torch.ones(6, 2))}
+        adapter = lora_directory(tmp_path / "adapter", modules)
+        odd = lora_directory(tmp_path / "odd", {f"gone{word}": modules[f"layer{word}"]})
+        kind = lora_directory(tmp_path / "kind", modules, peft_type=word)
+        rank = lora_directory(tmp_path / "rank", modules, rank_pattern={f".*{word}": 3}, lora_alpha=1)
+        pattern = lora_directory(tmp_path / "pattern", modules, rank_pattern={f"({word}": 3})
+
+        def run(model: str | Path, status: int, *flags: str, base: str = "base") -> tuple[int, int]:
+            path = model if isinstance(model, Path) else tmp_path / f"{model}.safetensors"
+            arguments = ["-b", str(tmp_path / f"{base}.safetensors"), "-m", str(path), *flags]
+            return spoken(capsys, [*arguments, "-o", str(tmp_path / "out.safetensors")], status)
+
+        runs = [run(model, 0) for model in ("large", "lacks")]
+        runs += [run(model, 0, "--dry-run") for model in ("large", "lacks")]
+        runs += [run("copied", 0, base="more"), run("rows", 0, "--mismatch", "overlap")]
+        runs += [run("large", 0, "--rule", f"{word}*:lambda_coeff=0.5")]
+        runs += [run(model, 1) for model in ("nan", "rows", "kinds", "none", "type", "twice", "entry", "hole", "more")]
+        runs += [run(index, 1), run(adapter, 0), run(odd, 1), run(kind, 1), run(rank, 1), run(pattern, 1)]
+        lines.append(runs)
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("trick", TERMINAL_TRICKS)
+def test_no_word_of_a_configuration_reaches_the_terminal_as_more_than_text(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str], trick: str
+) -> None:
+    import tomli_w
+
+    config, output = small[0].with_name("config.toml"), small[0].with_name("out.safetensors")
+    lines = []
+    for word in (PLAIN_TRICK, TERMINAL_TRICKS[trick]):
+        named = {"base_file": "base.safetensors", "merge_files": ["model"]}
+        tables: list[tuple[int, dict[str, Any]]] = [
+            (2, {word: {}}),
+            (2, {"dare": {word: 1}}),
+            (2, {"dare": {"method": word}}),
+            (2, {"dare": {"drop_rate": [word]}}),
+            (2, {"dare": {"drop_rate": {word: word}}}),
+            (2, {"models": {word: 1}}),
+            (2, {"models": {"merge_files": [{word: 1}]}}),
+            (1, {"models": named | {"base_file": word}}),
+            (1, {"models": named | {"merge_files": [word]}}),
+            (1, {"models": named | {"tokenizer_from": word}}),
+            (2, {"rules": [word]}),
+            (2, {"rules": [{word: 1}]}),
+            (0, {"models": named, "rules": [{"match": word, "drop_rate": 0.5}]}),
+            (2, {"recipe": {"mask": word}}),
+            (1, {"models": named, "recipe": {"inputs": [{"size": word}]}}),
+        ]
+        said = []
+        for status, table in tables:
+            config.write_text(tomli_w.dumps(table))
+            said.append(spoken(capsys, ["-c", str(config), "-o", str(output)], status))
+        config.write_text(f"[dare]\nx = {word}")
+        said.append(spoken(capsys, ["-c", str(config)], 2))
+        for flags in (
+            [f"--{word}"], [word], ["--method", word], ["--seed", word], ["--drop-rate", word], ["--rule", word],
+            ["--rule", f"{word}:{word}"], ["--rule", f"a:{json.dumps(word)}=1"], [f"--force={word}"], ["--dtype", word],
+        ):  # fmt: skip
+            said.append(spoken(capsys, flags, 2))
+        lines.append(said)
+    assert lines[0] == lines[1]
+
+
+def test_what_python_thinks_of_a_pattern_does_not_reach_the_terminal(small: tuple[Path, Path]) -> None:
+    """It warns of patterns like [[a], in lines of its own with a piece of our source."""
+    adapter = lora_directory(
+        small[0].with_name("adapter"),
+        {"layer": (torch.ones(2, 3) * 1e-4, torch.ones(4, 2))},
+        rank_pattern={"[[a]": 3, "a--b": 3, "[a||b]": 3},
+    )
+    output = small[0].with_name("out.safetensors")
+    done = command("-q", "-b", small[0], "-m", adapter, "-o", output)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Headers that are all there is room for
+# ---------------------------------------------------------------------------------------------------------------------
+
+MEASURED_RUN = """
+import sys, time, dare
+started = time.perf_counter()
+status = dare.main(sys.argv[1:])
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(status, peak, time.perf_counter() - started)
+"""
+HEADER_ROOM = 50_000_000
+OF_W = '{"w":{"dtype":"F32","shape":['
+LARGE_HEADERS: dict[str, Callable[[], str]] = {
+    "a million tiny entries": lambda: (
+        "{" + ",".join(f'"{k}":{{"dtype":"F32","shape":[1],"d":[]}}' for k in range(1_150_000)) + "}"
+    ),
+    "sound entries and one that is not": lambda: (
+        "{" + ",".join(f'"{k}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for k in range(950_000)) + ',"x":0}'
+    ),
+    "a shape of zeros": lambda: OF_W + "0," * 24_999_000 + '0],"data_offsets":[0,1]}}',
+    "a shape of lists": lambda: OF_W + "[]," * 16_600_000 + '0],"data_offsets":[0,0]}}',
+    "a shape of tables": lambda: OF_W + "{}," * 16_600_000 + '0],"data_offsets":[0,0]}}',
+    "a name": lambda: '{"' + "x" * (HEADER_ROOM - 100) + '":0}',
+    "a name of escapes": lambda: '{"' + "\\u0007" * (HEADER_ROOM // 6 - 100) + '":0}',
+    "metadata of many keys": lambda: '{"__metadata__":{' + ",".join(f'"{k}":""' for k in range(4_000_000)) + ',"x":0}}',
+}
+
+
+def measured(folder: Path, content: str, timeout: float) -> tuple[int, int, float, str]:
+    """Merge with a fine-tune that has this header, in a process of its own: status, peak KiB, seconds and stderr."""
+    arguments = sound_models(folder)
+    (folder / "model.safetensors").write_bytes(with_header(content, b""))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED_RUN, *arguments], cwd=HERE, capture_output=True, text=True, timeout=timeout
+    )
+    status, peak, seconds = done.stdout.split()
+    return int(status), int(peak), float(seconds), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("kind", LARGE_HEADERS)
+def test_a_header_of_50_mb_of_nonsense_is_refused_in_bounded_memory(
+    tmp_path: Path, kind: str, record_property: Callable[[str, object], None]
+) -> None:
+    header = LARGE_HEADERS[kind]()
+    assert 0.75 * HEADER_ROOM < len(header) < 1.1 * HEADER_ROOM
+    status, peak, seconds, error = measured(tmp_path, header, 120)
+    record_property("peak", f"{kind}: {peak / 1024:.0f} MiB in {seconds:.1f} s, {len(error):,} characters of error")
+    print(f"\n{kind}: {peak / 1024:.0f} MiB in {seconds:.1f} s, {len(error):,} characters of error")
+    assert status == 1
+    assert error.count("\n") == 2
+    assert not error.startswith("error: unexpected")
+    assert peak < 2 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_shape_of_100_000_huge_sides_takes_no_time_to_refuse(tmp_path: Path) -> None:
+    """Multiplied out, they make a number of 6 million bits; a header of 100 MB has room for 50 times as many."""
+    sides = ",".join(["4611686018427387903"] * 100_000)
+    header = f'{{"w":{{"dtype":"F32","shape":[{sides}],"data_offsets":[0,0]}}}}'
+    status, _, seconds, error = measured(tmp_path, header, 15)
+    assert status == 1
+    assert "'w'" in error
+    assert seconds < 5
+
+
+def test_no_message_is_longer_than_a_person_would_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name may be as long as a header; a screen is not."""
+    arguments = sound_models(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(with_header(sound().replace('"w":{', f'"{"x" * 1_000_000}":{{"a":0,')))
+    assert len(refused_in_two_lines(capsys, arguments)) < 10_000
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -125,6 +125,10 @@ class DareError(Exception):
         self.hint = hint
 
 
+class InputChanged(DareError):
+    """What was read of an input, and all that was made of it, is worth nothing."""
+
+
 class ConfigError(DareError):
     """Wrong usage or configuration, as opposed to files that cannot be merged."""
 
@@ -1410,13 +1414,16 @@ class TensorFile:
         try:
             now = [os.fstat(self.descriptor), self.path.stat()]
         except OSError:
-            raise DareError(f"{self.name!r} vanished while it was merged", "leave inputs alone; merge again") from None
+            raise InputChanged(
+                f"{self.name!r} vanished while it was merged", "leave inputs alone; merge again"
+            ) from None
         for status in now:
             if identity_of(status) != identity_of(self.status):
-                raise DareError(f"{self.name!r} changed while it was merged", "leave inputs alone; merge again")
+                raise InputChanged(f"{self.name!r} changed while it was merged", "leave inputs alone; merge again")
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        with suppress(OSError):  # nothing was written
+            os.close(self.descriptor)
 
 
 def identity_of(status: os.stat_result) -> tuple[int, ...]:
@@ -1910,7 +1917,7 @@ class Adapter(Checkpoint):
     def check_unchanged(self) -> None:
         super().check_unchanged()
         if file_sha256(self.config_path) != self.config_sha256:
-            raise DareError(f"{self.name!r} changed while it was merged", "leave inputs alone; merge again")
+            raise InputChanged(f"{self.name!r} changed while it was merged", "leave inputs alone; merge again")
 
     def _changes(self, model: Checkpoint) -> tuple[dict[str, TensorInfo], tuple[str, ...]]:
         base = model.tensors
@@ -2098,6 +2105,7 @@ def open_model(source: Source, base: Checkpoint | None = None) -> Checkpoint:
 # ---------------------------------------------------------------------------------------------------------------------
 
 RECIPE_FILE: Final = "dare_recipe.toml"
+RECIPE_SEAL: Final = "# SHA-256 of what is above: "
 CARD_FILE: Final = "README.md"
 NOT_COPIED: Final = re.compile(
     r"\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json|checkpoint-\d+|global_step\d+|runs"
@@ -2321,6 +2329,7 @@ def header_bytes(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> by
 
 MADE: Final = "output"
 LOCK_FILE: Final = "lock"
+LOCK_WORDS: Final = "dare is merging here: process"
 REPLACED: Final = "replaced"
 JOURNAL_FILE: Final = "journal"
 BINARY: Final = getattr(os, "O_BINARY", 0)
@@ -2331,6 +2340,7 @@ class Lock:
 
     def __init__(self, folder: Path, destination: str) -> None:
         self.folder, self.path = folder, folder / LOCK_FILE
+        self.descriptor = -1
         made = False
         try:
             while True:
@@ -2343,26 +2353,36 @@ class Lock:
                 except FileNotFoundError:  # whoever had it has just finished
                     continue
                 if not try_lock(self.descriptor):
-                    holder = os.read(self.descriptor, 20).decode(errors="replace").strip()
-                    os.close(self.descriptor)
                     raise DareError(
-                        f"another merge (process {holder or 'unknown'}) is writing {destination!r}",
+                        f"another merge ({self._holder()}) is writing {destination!r}",
                         "wait for it, or give another output",
                     )
                 if self._still_there():
                     break
-                os.close(self.descriptor)
-            os.ftruncate(self.descriptor, 0)
-            os.write(self.descriptor, f"{os.getpid()}\n".encode())
-        except OSError:
-            if made:
-                remove(folder)
+                self.close()
+            length = os.write(self.descriptor, f"{LOCK_WORDS} {os.getpid()}\n".encode())
+            os.ftruncate(self.descriptor, length)
+        except BaseException as error:
+            if made and isinstance(error, OSError):
+                self.release(keep=False)
+            self.close()
             raise
+
+    def _holder(self) -> str:
+        words = os.read(self.descriptor, 100).decode(errors="replace").split()
+        return f"process {words[-1]}" if words else "of a process unknown"
 
     def _check_ours(self) -> None:
         """Refuse to take somebody's folder, which only happens to have that name, for one of ours."""
-        ours = self.folder.is_dir() and (self.path.exists() or not os.listdir(self.folder))
-        if not ours and os.path.lexists(self.folder):
+        try:
+            names = os.listdir(self.folder)
+            content = self.path.read_bytes() if LOCK_FILE in names else b""
+            ours = content.startswith(LOCK_WORDS.encode()) or (not content and set(names) <= {LOCK_FILE})
+        except FileNotFoundError:  # it has just been removed, unless it is a link to nothing
+            ours = not os.path.islink(self.folder)
+        except OSError:
+            ours = False
+        if not ours:
             raise DareError(f"{str(self.folder)!r} is in the way", "it is not of this tool; move it elsewhere")
 
     def _still_there(self) -> bool:
@@ -2376,21 +2396,33 @@ class Lock:
         return any(name != LOCK_FILE for name in os.listdir(self.folder))
 
     def clear(self) -> None:
-        for name in os.listdir(self.folder):
-            path = self.folder / name
-            if path.is_dir() and not path.is_symlink():
-                remove(path)
-            elif name != LOCK_FILE:
-                path.unlink()
+        """Remove all but the lock, as far as the system lets us."""
+        with suppress(OSError):
+            for name in os.listdir(self.folder):
+                path = self.folder / name
+                if path.is_dir() and not path.is_symlink():
+                    remove(path)
+                elif name != LOCK_FILE:
+                    with suppress(OSError):
+                        os.unlink(path)
 
     def release(self, keep: bool) -> None:
-        """Give up the lock, and the folder with it unless it is to be kept."""
-        if not keep:
-            remove(self.folder)  # while nobody else can have begun in it
-        with suppress(OSError):
-            os.close(self.descriptor)
-        if not keep and os.name == "nt":  # where open files cannot be removed
-            remove(self.folder)
+        """Give up the lock, and the folder with it unless there is something in it to be kept."""
+        if not keep or not self.leftovers():
+            self.clear()  # while nobody else can have begun in it
+            if os.name == "nt":  # where open files cannot be removed
+                self.close()
+            with suppress(OSError):
+                if not self.leftovers():  # what could not be removed stays recognisable by its lock
+                    self.path.unlink(missing_ok=True)
+                os.rmdir(self.folder)
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):
+                os.close(descriptor)
 
 
 def try_lock(descriptor: int) -> bool:
@@ -2421,16 +2453,20 @@ class Journal:
         self.path = path
         self.identity: dict[str, Any] | None = None
         self.done: list[Any] = []
-        with suppress(OSError):
-            for line in path.read_bytes().splitlines():
+        self.length = 0  # of what is sound
+        with suppress(OSError, ValueError):
+            for line in path.read_bytes().splitlines(keepends=True):
                 check, _, text = line.partition(b" ")
-                if check != b"%08x" % zlib.crc32(text):
-                    break
                 entry = json.loads(text)
+                if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")):
+                    break
                 if self.identity is None and isinstance(entry, dict):
                     self.identity = entry
-                elif isinstance(entry, list):
+                elif self.identity is not None and isinstance(entry, list):
                     self.done += entry
+                else:
+                    break
+                self.length += len(line)
 
     def append(self, entry: Any) -> None:
         text = json.dumps(entry, separators=(",", ":")).encode()
@@ -2476,7 +2512,9 @@ class Output:
         self.journal = Journal(self.folder / JOURNAL_FILE)
         self.descriptors: list[int] = []
         self._dirty: set[int] = set()
-        self._finished: list[Any] = []
+        self._finished: list[Any] = []  # what is written
+        self._on_disk: list[Any] = []  # what is synced, and not yet in the journal
+        self._begun = False
         self._mutex = threading.Lock()
         self._stopped = threading.Event()
         self._flush_error: OSError | None = None
@@ -2484,10 +2522,11 @@ class Output:
         try:
             self._restore_replaced()
             if not self._continue(files, identity):
+                self._begun = True
                 self._begin(files, identity)
             self._flusher.start()
-        except BaseException as error:
-            self.discard(keep=isinstance(error, DareError))  # what was begun with another recipe is not ours to remove
+        except BaseException:
+            self.discard(keep=not self._begun)  # what an earlier run left is not ours to remove
             raise
 
     @property
@@ -2525,6 +2564,7 @@ class Output:
         if not whole:
             LOG.warning(f"the unfinished merge in {self.folder} cannot be continued: its files are not complete")
             return False
+        os.truncate(self.journal.path, self.journal.length)
         for file in files:
             self.descriptors.append(os.open(self._path(file), os.O_RDWR | BINARY))
         return True
@@ -2551,21 +2591,29 @@ class Output:
 
     def _flush(self) -> None:
         """Send to the disk what is written, while more is computed, so that little is left to wait for at the end."""
-        on_disk: list[Any] = []
         noted = time.monotonic()
         while not self._stopped.wait(FLUSH_SECONDS):
             try:
-                with self._mutex:
-                    on_disk += self._finished
-                    dirty, self._dirty, self._finished = self._dirty, set(), []
-                for descriptor in dirty:
-                    os.fsync(descriptor)
-                if on_disk and time.monotonic() - noted > JOURNAL_SECONDS:
-                    self.journal.append(on_disk)
-                    on_disk, noted = [], time.monotonic()
+                self._sync()
+                if time.monotonic() - noted > JOURNAL_SECONDS:
+                    self._note_on_disk()
+                    noted = time.monotonic()
             except OSError as error:  # the system tells it only once, so it must not be lost
                 self._flush_error = error
                 return
+
+    def _sync(self) -> None:
+        with self._mutex:
+            finished, self._finished = self._finished, []
+            dirty, self._dirty = self._dirty, set()
+        for descriptor in dirty:
+            os.fsync(descriptor)
+        self._on_disk += finished
+
+    def _note_on_disk(self) -> None:
+        if self._on_disk:
+            self.journal.append(self._on_disk)
+            self._on_disk = []
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
         descriptor = self.descriptors[file]
@@ -2619,6 +2667,10 @@ class Output:
     def discard(self, keep: bool = False) -> None:
         """Give up what is left, which may be what was replaced; or keep it, to be continued."""
         self._stop_flusher()
+        if keep and self.descriptors and self._flush_error is None:
+            with suppress(OSError):
+                self._sync()
+                self._note_on_disk()
         while self.descriptors:
             with suppress(OSError):
                 os.close(self.descriptors.pop())
@@ -2768,6 +2820,7 @@ class Plan:
     recipe: str
     files: tuple[PlannedFile, ...]
     side: Mapping[str, bytes | Path]  # the other files of a model directory: their content, or what to copy
+    digests: Mapping[str, str]  # of the files that are copied
     threads: int
     missing: tuple[tuple[str, ...], ...]  # per model: tensors of the base that it lacks
     extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
@@ -2789,7 +2842,14 @@ class Plan:
             for file in checkpoint.files
         }
         settings = {key: recipe.get(key, {}) for key in ("dare", "rules", "models")}
-        found = {**settings, "inputs": statuses, "recipe": recipe["recipe"], "files": files, "jobs": JOB_ELEMENTS}
+        # What the models' configurations and settings, all rules considered, come to for each tensor.
+        decided = hashlib.sha256(
+            repr([(t.name, t.finetuned, t.mask_names, t.merged, t.settings) for t in self.tensors]).encode(
+                "utf-8", "replace"
+            )
+        ).hexdigest()
+        found = {**settings, "inputs": statuses, "recipe": recipe["recipe"], "files": files}
+        found |= {"way to merge the tensors": decided, "jobs": JOB_ELEMENTS}
         plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain
 
@@ -3581,6 +3641,11 @@ def laid_out(
     return placed, files
 
 
+def recipe_metadata(recipe: str) -> dict[str, str]:
+    """The metadata of a merged file. The digest is there so that damage to the recipe itself can be told."""
+    return {"format": "pt", RECIPE_KEY: recipe, f"{RECIPE_KEY}_sha256": digest_of(recipe.encode())}
+
+
 def index_bytes(tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> bytes:
     """The index of a model in several files, as transformers writes it."""
     index = {
@@ -3729,7 +3794,8 @@ class Comparison:
             raise self._differs(f"the header of {file.name!r} differs")
 
     def check_side_files(self, unchecked: Collection[str]) -> None:
-        for name, content in self.plan.side.items():
+        # The recipe has the digests of the others, so it comes last.
+        for name, content in sorted(self.plan.side.items(), key=lambda item: item[0] == RECIPE_FILE):
             expected = content.read_bytes() if isinstance(content, Path) else content
             try:
                 found = (self.plan.output.path / name).read_bytes()
@@ -3927,9 +3993,10 @@ class DareMerger:
         planner = TensorPlanner(self.config, base, models)
         limit = parse_size(self.config.max_shard_size) if destination.directory else sys.maxsize
         recipe = self._recipe(inputs)
-        tensors, files = laid_out(planner.tensors(), limit, {"format": "pt", RECIPE_KEY: recipe})
+        tensors, files = laid_out(planner.tensors(), limit, recipe_metadata(recipe))
         if not destination.directory:
             files = [dataclasses.replace(files[0], name=destination.path.name)]
+        side = self._side_files(inputs, destination, tensors, files, tokenizer)
         missing = tuple(planner.missing(i) for i in range(len(models)))
         extra = tuple((*(n for n in m.tensors if n not in base.tensors), *m.extra) for m in models)
         # More threads than jobs would only take memory.
@@ -3942,7 +4009,8 @@ class DareMerger:
             tensors=tuple(tensors),
             recipe=recipe,
             files=tuple(files),
-            side=self._side_files(inputs, destination, tensors, files, tokenizer),
+            side=side,
+            digests={name: digest_of(content) for name, content in side.items() if isinstance(content, Path)},
             threads=max(1, min(self.config.threads or usable_cores(), most)),
             missing=missing,
             extra=extra,
@@ -3989,7 +4057,8 @@ class DareMerger:
         side[CARD_FILE] = model_card(self.config, inputs, self._recipe(inputs)).encode()
         written = {as_text(name): digest_of(content) for name, content in side.items()}
         written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
-        side[RECIPE_FILE] = self._recipe(inputs, destination.path, dict(sorted(written.items())), tokenizer).encode()
+        recipe = self._recipe(inputs, destination.path, dict(sorted(written.items())), tokenizer).encode()
+        side[RECIPE_FILE] = recipe + f"{RECIPE_SEAL}{digest_of(recipe)}\n".encode()
         return dict(sorted(side.items()))
 
     def _odd_settings(self, base: Checkpoint) -> Iterator[str]:
@@ -4061,10 +4130,13 @@ class DareMerger:
                     output.write_file(name, content)
                 for checkpoint in (base, *models):
                     checkpoint.check_unchanged()
+                for name, digest in plan.digests.items():
+                    if digest_of(output.made / name) != digest:
+                        raise DareError(f"{name!r} changed while it was merged", "leave inputs alone; merge again")
                 check_replaceable(plan.output, force)  # somebody may have put something there meanwhile
                 output.commit()
             except BaseException as error:
-                keep = resume and not isinstance(error, DareError)
+                keep = resume and not isinstance(error, InputChanged)
                 raise
             finally:
                 output.discard(keep)
@@ -4568,19 +4640,33 @@ def verify(flags: dict[str, Any]) -> VerifyReport:
 
 def stored_recipe(path: Path) -> Settings:
     """The recipe that a merged model carries."""
-    if os.path.exists(path / RECIPE_FILE):
-        return load_settings(path / RECIPE_FILE)
     if os.path.isdir(path):
-        raise DareError(f"{str(path)!r} has no {RECIPE_FILE}", "only what this tool has merged can be verified")
+        return _directory_recipe(path)
     try:
         file = TensorFile(path, str(path))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DareError(f"cannot read {str(path)!r}: {reason}", "give a merged model after --verify") from None
     file.close()
-    if RECIPE_KEY not in file.metadata:
+    recipe = file.metadata.get(RECIPE_KEY)
+    if recipe is None:
         raise DareError(f"{str(path)!r} has no recipe", "only what this tool has merged can be verified")
-    return parse_settings(file.metadata[RECIPE_KEY], f"the recipe of {path}", Path())
+    if file.metadata != recipe_metadata(recipe):
+        raise DareError(f"{str(path)!r} is not what its recipe makes: the recipe itself is damaged", "merge again")
+    return parse_settings(recipe, f"the recipe of {path}", Path())
+
+
+def _directory_recipe(path: Path) -> Settings:
+    if not os.path.exists(path / RECIPE_FILE):
+        raise DareError(f"{str(path)!r} has no {RECIPE_FILE}", "only what this tool has merged can be verified")
+    try:
+        content = (path / RECIPE_FILE).read_bytes()
+    except OSError as error:
+        raise DareError(f"cannot read {str(path / RECIPE_FILE)!r}: {error.strerror}", "merge again") from None
+    text, seal, digest = content.rpartition(RECIPE_SEAL.encode())
+    if not seal or digest.decode(errors="replace") != f"{digest_of(text)}\n":
+        raise DareError(f"{str(path)!r} is not what its recipe makes: the recipe itself is damaged", "merge again")
+    return load_settings(path / RECIPE_FILE)
 
 
 def run(arguments: Sequence[str] | None) -> None:

@@ -5,11 +5,15 @@ Run with `uv run pytest` (or `uv run python test_dare.py`); add `-m ''` for the 
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import errno
 import hashlib
+import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -19,7 +23,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -5361,6 +5365,1547 @@ def test_no_message_is_longer_than_a_person_would_read(tmp_path: Path, capsys: p
     arguments = sound_models(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(with_header(sound().replace('"w":{', f'"{"x" * 1_000_000}":{{"a":0,')))
     assert len(refused_in_two_lines(capsys, arguments)) < 10_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: whatever happens, inputs are unchanged and the destination is the old model or the new one
+# ---------------------------------------------------------------------------------------------------------------------
+
+Contents = dict[str, bytes]
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
+BOTH = ["file", pytest.param("directory", marks=pytest.mark.slow)]
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and processes")
+
+
+def contents(path: Path) -> Contents:
+    """All bytes of a file or of a directory's files, by name; nothing if there is nothing."""
+    if path.is_dir():
+        return {name: (path / name).read_bytes() for name in dare.files_in(path)}
+    return {"": path.read_bytes()} if path.exists() else {}
+
+
+def put(path: Path, files: Contents) -> None:
+    """Make a path hold these contents and nothing else."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name if name else path).write_bytes(data)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+@dataclasses.dataclass
+class Scene:
+    """Inputs, a place that holds nothing but an old output or nothing at all, and what a merge makes there."""
+
+    inputs: Path
+    output: Path
+    arguments: list[str]
+    old: Contents = dataclasses.field(default_factory=dict)
+    new: Contents = dataclasses.field(default_factory=dict)
+    before: Any = None
+
+    @classmethod
+    def of(cls, folder: Path, kind: str, old: bool = True, **config: Any) -> Scene:
+        """kind: file or directory. An old output is made with another seed."""
+        base = random_model(dtype=BF16)
+        inputs, place = folder / "inputs", folder / "place"
+        place.mkdir(parents=True)
+        save_directory(inputs / "base", base, torch_dtype="bfloat16", tie_word_embeddings=False)
+        (inputs / "base" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+        (inputs / "base" / "templates").mkdir()
+        (inputs / "base" / "templates" / "chat.txt").write_text("hello")
+        for k, name in enumerate(("math", "code"), 1):
+            save_directory(inputs / name, finetune(base, k))
+        nan = torch.tensor(math.nan, dtype=BF16)
+        save_directory(inputs / "broken", base | {"scalar": nan})
+        output = place / ("out.safetensors" if kind == "file" else "out")
+        models = [str(inputs / name) for name in ("base", "math", "code")]
+        scene = cls(inputs, output, ["-q", "-b", models[0], "-m", *models[1:], "-o", str(output), "--threads", "1"])
+        scene.arguments += ["--max-shard-size", "10kB"] if kind == "directory" else []
+        for name, value in config.items():
+            scene.arguments += [f"--{name.replace('_', '-')}", str(value)]
+        assert scene.run() == 0
+        scene.new = contents(output)
+        if old:
+            assert scene.run("--seed", "7") == 0
+            scene.old = contents(output)
+        scene.before = snapshot(inputs)
+        scene.reset()
+        return scene
+
+    @property
+    def partial(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.partial")
+
+    def run(self, *flags: str) -> int:
+        return dare.main([*self.arguments, *flags])
+
+    def fail(self) -> int:
+        """Merge a model that holds a value that no merge can use, which is found out late."""
+        return self.run("--merge", str(self.inputs / "broken"))
+
+    def reset(self) -> None:
+        """Make the place hold the old output again, and nothing else."""
+        for path in self.output.parent.iterdir():
+            if path != self.output:
+                put(path, {})
+        if contents(self.output) != self.old:
+            put(self.output, self.old)
+
+    def besides(self) -> list[str]:
+        """What lies beside the output."""
+        return sorted(path.name for path in self.output.parent.iterdir() if path != self.output)
+
+    def broken(self, status: int, printed: str, allowed: tuple[str, ...] = ()) -> list[str]:
+        """The promises that a run with this exit status and these messages broke."""
+        found = contents(self.output)
+        which = "new" if found == self.new else "old" if found == self.old else f"torn {sorted(found)}"
+        broken = [f"status {status}"] if status not in (0, 1) else []
+        broken += [] if which == ("new" if status == 0 else "old") else [f"{which} with status {status}"]
+        broken += [f"left {name}" for name in self.besides() if name not in allowed]
+        broken += ["an unexpected error: " + printed.strip()] if "this is a bug" in printed else []
+        return broken + ([] if snapshot(self.inputs) == self.before else ["inputs changed"])
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small jobs, and a journal that is written at once: what large models do in minutes."""
+    monkeypatch.setattr(dare, "JOB_ELEMENTS", 1024)
+    monkeypatch.setattr(dare, "FLUSH_SECONDS", 0.0005)
+    monkeypatch.setattr(dare, "JOURNAL_SECONDS", 0.0)
+
+
+class Failing:
+    """Stands in for a function of the system, and makes one call of it fail, or all from that one on."""
+
+    def __init__(self, real: Callable[..., Any], number: int, lasting: bool = False, really: bool = False) -> None:
+        self.real, self.number, self.lasting, self.really = real, number, lasting, really
+        self.calls = 0
+        self.mutex = threading.Lock()
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        with self.mutex:
+            self.calls += 1
+            mine = self.calls
+        if mine == self.number or (self.lasting and mine > self.number):
+            if self.really:
+                self.real(*arguments, **options)
+            error = ERRORS[self.number % len(ERRORS)]
+            raise OSError(error, os.strerror(error))
+        return self.real(*arguments, **options)
+
+
+CALLS = ["open", "pwrite", "write", "ftruncate", "reserve", "fsync", "rename", "replace", "close", "mkdir"]
+
+
+def fail_each(
+    scene: Scene, call: str, capsys: pytest.CaptureFixture[str], lasting: bool = False, flags: tuple[str, ...] = ()
+) -> Iterator[tuple[int, int, str]]:
+    """Merge with the first call failing, then the second, and so on until all succeed: number, status, messages."""
+    owner = dare if call == "reserve" else os
+    for number in itertools.count(1):
+        failing = Failing(getattr(owner, call), number, lasting, really=call == "close")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, call, failing)
+            if call == "rename":  # which is used only where names cannot be exchanged
+                patch.setattr(dare, "exchange", lambda *_: False)
+            status = scene.run(*flags)
+        printed = capsys.readouterr().err
+        if failing.calls < number:
+            assert status == 0
+            return
+        yield number, status, printed
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("call", CALLS)
+def test_any_one_call_to_the_system_may_fail_and_nothing_is_lost(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], call: str, kind: str
+) -> None:
+    problems = []
+    for old in (False, True):
+        scene = Scene.of(tmp_path / str(old), kind, old)
+        files = open_files()
+        for number, status, printed in fail_each(scene, call, capsys):
+            problems += [f"{call} {number}, old {old}: {what}" for what in scene.broken(status, printed)]
+            problems += [f"{call} {number}: a file stays open"] if open_files() > files else []
+            files = open_files()
+            scene.reset()
+        assert contents(scene.output) == scene.new
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        *(("pwrite", "file"), ("fsync", "file"), ("rename", "directory")),
+        *(pytest.param(call, "directory", marks=pytest.mark.slow) for call in ("open", "write", "fsync", "mkdir")),
+    ],
+)
+def test_a_call_that_keeps_failing_loses_nothing(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], call: str, kind: str
+) -> None:
+    """A disk that is full or broken stays so for the rest of the run."""
+    scene, problems = Scene.of(tmp_path, kind), []
+    for number, status, printed in fail_each(scene, call, capsys, lasting=True):
+        if call == "rename" and contents(scene.output) == {}:
+            # Not even the old one could be given its name back: it must be kept for the next run to do so.
+            problems += [] if scene.fail() == 1 and contents(scene.output) == scene.old else ["the old model is lost"]
+        problems += [f"{call} from {number} on: {what}" for what in scene.broken(status, printed)]
+        scene.reset()
+    assert problems == []
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("call", ["unlink", "rmdir"])
+def test_what_cannot_be_removed_is_removed_by_the_next_run(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], call: str, kind: str
+) -> None:
+    scene, problems = Scene.of(tmp_path, kind), []
+    for number, status, printed in fail_each(scene, call, capsys):
+        broken = scene.broken(status, printed, allowed=(scene.partial.name,))
+        again = scene.run()
+        broken += [f"then {what}" for what in scene.broken(again, capsys.readouterr().err)]
+        problems += [f"{call} {number}: {what}" for what in broken + (["not merged again"] if again else [])]
+        scene.reset()
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("pwrite", "rename", "mkdir"),
+        *(pytest.param(call, marks=pytest.mark.slow) for call in ("open", "write", "reserve", "fsync", "close")),
+    ],
+)
+def test_a_merge_that_failed_with_resume_is_continued_to_the_same_bytes(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], call: str
+) -> None:
+    scene, problems = Scene.of(tmp_path, "directory"), []
+    for number, status, printed in fail_each(scene, call, capsys, flags=("--resume",)):
+        broken = scene.broken(status, printed, allowed=(scene.partial.name,))
+        broken += [f"then {what}" for what in scene.broken(scene.run("--resume"), capsys.readouterr().err)]
+        broken += [] if contents(scene.output) == scene.new else ["not continued"]
+        problems += [f"{call} {number}: {what}" for what in broken]
+        scene.reset()
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["open", "ftruncate", *(pytest.param(call, marks=pytest.mark.slow) for call in ("write", "fsync", "pwrite"))],
+)
+def test_a_failure_while_resuming_keeps_what_was_done_before(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    scene = Scene.of(tmp_path, "directory")
+    interrupt(scene, monkeypatch, 6)
+    begun = contents(scene.partial)
+    done = len(dare.Journal(scene.partial / "journal").done)
+    assert done >= 6
+    problems = []
+    for number, status, printed in fail_each(scene, call, capsys, flags=("--resume",)):
+        if status == 0:  # a call whose failure is harmless
+            assert contents(scene.output) == scene.new
+        else:
+            problems += [f"{call} {number}: {what}" for what in scene.broken(status, printed, (scene.partial.name,))]
+            if len(dare.Journal(scene.partial / "journal").done) < done:
+                problems.append(f"{call} {number}: what was done is gone")
+        scene.reset()
+        put(scene.partial, begun)
+    assert problems == []
+
+
+def test_after_a_failure_the_same_process_can_merge_again(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts retry; a lock that a failed merge keeps would stop them."""
+    scene = Scene.of(tmp_path, "file")
+    for call in ("ftruncate", "write"):
+        interrupt(scene, monkeypatch, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, Failing(getattr(os, call), 1))
+            assert scene.run() == 1
+        capsys.readouterr()
+        assert scene.run() == 0, capsys.readouterr().err
+        scene.reset()
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("most", [1, 100, 4096])
+def test_short_writes_of_any_kind_are_continued(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, kind: str, most: int
+) -> None:
+    scene = Scene.of(tmp_path, kind)
+    pwrite, write = os.pwrite, os.write
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, view, offset: pwrite(descriptor, view[:most], offset))
+    monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:most]))
+    assert scene.run() == 0
+    assert contents(scene.output) == scene.new
+    assert scene.besides() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: processes that are killed or stopped
+# ---------------------------------------------------------------------------------------------------------------------
+
+DEADLY = ["open", "pwrite", "write", "ftruncate", "fsync", "rename", "replace", "close", "mkdir", "unlink", "rmdir"]
+
+
+def dies_at(number: int, scene: Scene, flags: tuple[str, ...], exchange: bool, background: bool) -> bool:
+    """Merge in a process that kills itself at one of its calls to the system, in the middle of it if it writes."""
+    child = os.fork()
+    if child == 0:
+        count = itertools.count(1)
+
+        def deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                if next(count) == number:
+                    if real in (WRITE, PWRITE):
+                        real(arguments[0], arguments[1][: len(arguments[1]) // 2], *arguments[2:])
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*arguments, **options)
+
+            return call
+
+        try:
+            for name in DEADLY:
+                setattr(os, name, deadly(getattr(os, name)))
+            if not exchange:
+                dare.exchange = lambda *_: False
+            if not background:  # then the calls have an order
+                dare.FLUSH_SECONDS = 60  # type: ignore[misc]
+            scene.run(*flags)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+WRITE, PWRITE = os.write, getattr(os, "pwrite", None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "exchange", "background"),
+    [
+        ("file", True, False),
+        pytest.param("file", True, True, marks=pytest.mark.slow),
+        *(pytest.param("directory", exchange, False, marks=pytest.mark.slow) for exchange in (True, False)),
+    ],
+)
+def test_a_merge_killed_at_any_call_to_the_system_is_made_good_by_the_next(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], kind: str, exchange: bool, background: bool
+) -> None:
+    scene, problems = Scene.of(tmp_path, kind), []
+    for number in itertools.count(1, 1 if background or kind == "directory" else 3):
+        capsys.readouterr()
+        resume = ("--resume",) if number % 2 else ()
+        if not dies_at(number, scene, resume, exchange, background):
+            break
+        found, besides = contents(scene.output), scene.besides()
+        between = not found and (scene.partial / "replaced").exists() and not exchange
+        broken = [] if between or found in (scene.old, scene.new) else [f"torn {sorted(found)}"]
+        broken += [f"left {name}" for name in besides if name != scene.partial.name]
+        begun = sorted(os.listdir(scene.partial)) if besides else []
+        if between:  # a run that fails still restores what was there
+            assert scene.fail() == 1
+            broken += [] if contents(scene.output) == scene.old else ["the old model is not restored"]
+            capsys.readouterr()
+        status = scene.run(*resume)
+        printed = capsys.readouterr().err
+        broken += [f"then {what}" for what in scene.broken(status, printed)] + ([printed] if status else [])
+        if set(begun) - {"lock"} and not resume and not between and "unfinished merge" not in printed:
+            broken.append(f"not told of {begun}")
+        problems += [f"killed at {number}: {what}" for what in broken]
+        scene.reset()
+    assert number > 20
+    assert problems == []
+
+
+def launch(folder: Path, prelude: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    """The command in a process of its own, which says when it has begun to listen to signals, and when it has ended."""
+    code = f"""
+import os, sys, time
+import dare
+run = dare.run
+def started(arguments):
+    print("started", flush=True)
+    run(arguments)
+dare.run = started
+{prelude}
+status = dare.main()
+print("ended", flush=True)
+sys.exit(status)
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+SLOW_JOBS = """
+work = dare.Worker.run
+def slowly(*arguments):
+    time.sleep(0.05)
+    return work(*arguments)
+dare.Worker.run = slowly
+dare.JOB_ELEMENTS, dare.JOURNAL_SECONDS = 1024, 0.01
+"""
+
+
+def wait_for(happens: Callable[[], Any], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+@POSIX
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_signal_stops_a_merge_and_keeps_what_is_done_only_with_resume(
+    tmp_path: Path, eager: None, sent: signal.Signals, status: int, kind: str
+) -> None:
+    scene = Scene.of(tmp_path, kind)
+    for flags in ((), ("--resume",)):
+        process = launch(tmp_path, SLOW_JOBS, *scene.arguments, *flags)
+        wait_for(lambda: dare.Journal(scene.partial / "journal").done)
+        begun = time.monotonic()
+        process.send_signal(sent)
+        _, printed = process.communicate(timeout=30)
+        assert time.monotonic() - begun < 2
+        assert (process.returncode, printed) == (status, "interrupted\n")
+        assert contents(scene.output) == scene.old
+        assert scene.besides() == ([scene.partial.name] if flags else [])
+    assert dare.Journal(scene.partial / "journal").done
+    assert scene.run("--resume") == 0
+    assert contents(scene.output) == scene.new
+    assert scene.besides() == []
+    assert snapshot(scene.inputs) == scene.before
+
+
+@POSIX
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "signals"),
+    [
+        ("file", [signal.SIGKILL]),
+        ("directory", [signal.SIGKILL]),
+        ("file", [signal.SIGINT, signal.SIGTERM]),
+        ("directory", [signal.SIGINT, signal.SIGTERM]),
+    ],
+    ids=["kill a file", "kill a directory", "stop a file", "stop a directory"],
+)
+def test_a_merge_stopped_at_any_moment_and_resumed_ends_with_the_same_bytes(
+    tmp_path: Path, kind: str, signals: list[signal.Signals]
+) -> None:
+    base = {f"t{k:02}": torch.full((1 << 20,), k / 8, dtype=BF16) for k in range(16)}
+    base |= {"t00": random_model(1, BF16, {"t": (1 << 20,)})["t"]}
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "place").mkdir()
+    save_directory(tmp_path / "inputs" / "base", base, architectures=["X"])
+    save_directory(tmp_path / "inputs" / "math", finetune(base, 1))
+    before = snapshot(tmp_path / "inputs")
+    output = tmp_path / "place" / ("out.safetensors" if kind == "file" else "out")
+    models = ["-b", "inputs/base", "-m", *["inputs/math"] * 8]
+    arguments = ["-q", *models, "-o", str(output), "--threads", "1", "--max-shard-size", "10MB", "--resume"]
+    prelude = "dare.FLUSH_SECONDS, dare.JOURNAL_SECONDS = 0.01, 0.03"
+    made = {}
+    for seed in ("7", "42"):
+        begun = time.monotonic()
+        process = launch(tmp_path, prelude, *arguments, "--seed", seed)
+        _, printed = process.communicate(timeout=120)
+        assert process.returncode == 0, printed
+        made[seed], lasts = contents(output), time.monotonic() - begun
+    old, new = made["7"], made["42"]
+    moments, stopped, finished, resumed = random.Random(2024), 0, 0, 0
+    put(output, old)
+    while stopped < 16:
+        process = launch(tmp_path, prelude, *arguments)
+        sent = moments.choice(signals)
+        try:
+            process.wait(moments.uniform(0.1, lasts))
+        except subprocess.TimeoutExpired:
+            process.send_signal(sent)
+            stopped += 1
+        begun = time.monotonic()
+        said, printed = process.communicate(timeout=30)
+        assert time.monotonic() - begun < 2
+        listening = "started" in said and "ended" not in said
+        if listening:
+            stops = {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}
+            assert process.returncode == stops[sent]
+            assert sent == signal.SIGKILL or printed.splitlines()[-1] == "interrupted"
+            assert "Traceback" not in printed
+        found, besides = contents(output), {path.name for path in output.parent.iterdir()}
+        assert found in (old, new)
+        assert besides <= {output.name, f"{output.name}.partial"}
+        assert snapshot(tmp_path / "inputs") == before
+        resumed += bool(dare.Journal(output.parent / f"{output.name}.partial" / "journal").done)
+        if found == new:
+            finished += 1
+            put(output, old)
+            assert process.returncode != 0 or besides == {output.name}
+    assert resumed > 3
+    process = launch(tmp_path, prelude, *arguments)
+    _, printed = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert contents(output) == new
+    assert [path.name for path in output.parent.iterdir()] == [output.name]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: a disk that is full
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 200 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if sys.platform != "linux" or shutil.which("mount") is None:
+        pytest.skip("needs to mount a disk")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", place], capture_output=True).returncode:
+        pytest.skip("may not mount a disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("reserves", [True, False], ids=["reserved", "found out late"])
+def test_a_full_disk_is_an_error_that_changes_nothing(
+    tmp_path: Path,
+    small_disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    reserves: bool,
+) -> None:
+    base = random_model(0, BF16, {"a": (100, 200), "b": (30, 500), "c": (50, 500)})
+    save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
+    save_directory(tmp_path / "math", finetune(base, 1))
+    output = small_disk / ("out.safetensors" if kind == "file" else "out")
+    arguments = ["-q", "-b", str(tmp_path / "base"), "-m", str(tmp_path / "math"), "-o", str(output), "--threads", "1"]
+    assert dare.main(arguments) == 0
+    before = snapshot(small_disk)
+    assert dare.main([*arguments, "--seed", "1"]) == 1
+    assert "the output needs 121 kB and" in capsys.readouterr().err or kind == "directory"
+    assert snapshot(small_disk) == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9))
+    if not reserves:
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    for _ in range(2):
+        assert dare.main([*arguments, "--seed", "1"]) == 1
+        printed = capsys.readouterr().err
+        assert f"cannot write '{output}': No space left on device" in printed
+        assert "what was there before is unchanged" in printed
+        assert snapshot(small_disk) == before
+
+
+def test_a_disk_that_the_last_file_does_not_fit_keeps_the_old_directory(
+    tmp_path: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene.of(tmp_path / "scene", "directory")
+    put(small_disk / "out", scene.old)
+    (scene.inputs / "base" / "tokenizer.model").write_bytes(bytes(200_000))
+    scene.arguments[scene.arguments.index("-o") + 1] = str(small_disk / "out")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9))
+    before = snapshot(small_disk)
+    assert scene.run() == 1
+    assert "No space left on device" in capsys.readouterr().err
+    assert snapshot(small_disk) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX limits")
+@pytest.mark.parametrize("kind", BOTH)
+def test_files_that_may_not_grow_are_an_error_that_changes_nothing(tmp_path: Path, kind: str) -> None:
+    import resource
+
+    scene = Scene.of(tmp_path, kind)
+    for limit in (3, 15_000) if kind == "directory" else (15_000,):
+        done = command(
+            *scene.arguments, preexec_fn=lambda size=limit: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        )
+        assert done.returncode == 1
+        assert f"cannot write '{scene.output}': File too large" in done.stderr
+        assert scene.broken(1, done.stderr) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: an unfinished merge is continued to the same bytes, or left alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def stop_after(patch: pytest.MonkeyPatch, ranges: int) -> None:
+    """Make merges stop as if by Ctrl-C as soon as that many ranges are written, and the journal says so."""
+    write, written = dare.Output.write_at, itertools.count(1)
+
+    def stopping(self: dare.Output, file: int, view: memoryview, offset: int) -> None:
+        before = len(self.done)
+        if offset and (done := next(written)) > ranges:
+            wait_for(lambda: len(dare.Journal(self.journal.path).done) - before >= done - 1, 5)
+            raise KeyboardInterrupt
+        write(self, file, view, offset)
+
+    patch.setattr(dare.Output, "write_at", stopping)
+
+
+def interrupt(scene: Scene, monkeypatch: pytest.MonkeyPatch, ranges: int, *flags: str) -> None:
+    with monkeypatch.context() as patch:
+        stop_after(patch, ranges)
+        assert scene.run("--resume", *flags) == 130
+    assert scene.besides() == [scene.partial.name]
+    assert contents(scene.output) == scene.old
+
+
+def figures(report: dare.MergeReport) -> dict[str, Any]:
+    return {key: value for key, value in report.as_dict().items() if key != "seconds"}
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("config", METHODS, ids=str)
+def test_a_resumed_merge_has_the_bytes_and_the_figures_of_one_that_was_not_interrupted(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], kind: str
+) -> None:
+    scene = Scene.of(tmp_path, kind)
+    inputs = [scene.inputs / name for name in ("base", "math", "code")]
+
+    def merger(threads: int) -> DareMerger:
+        return DareMerger(
+            inputs[0], inputs[1:], quiet(threads=threads, max_shard_size="10kB", delta_threshold=1e-9, **config)
+        )
+
+    usual = figures(merger(1).merge(scene.output))
+    new = contents(scene.output)
+    assert usual["warnings"] != ()
+    for stops in ([0], [1, 3], [5, 2, 3], [12]):
+        put(scene.output, {})
+        for ranges in stops:
+            with monkeypatch.context() as patch:
+                stop_after(patch, ranges)
+                with pytest.raises(KeyboardInterrupt):
+                    merger(1).merge(scene.output, resume=True)
+        if stops == [1, 3]:  # other threads add up in another order
+            report = merger(3).merge(scene.output, resume=True)
+            mine, theirs = report.models[0], usual["models"][0]
+            assert mine.mean_delta == pytest.approx(theirs["mean_delta"])
+            assert mine.parameters == theirs["parameters"]
+        else:
+            with monkeypatch.context() as patch:
+                write = dare.Output.write_at
+                written: list[Any] = []
+
+                def counting(*arguments: Any, write: Any = write, written: list[Any] = written) -> None:
+                    written.append(arguments)
+                    write(*arguments)
+
+                patch.setattr(dare.Output, "write_at", counting)
+                assert figures(merger(1).merge(scene.output, resume=True)) == usual
+                assert len(written) == 13 - sum(stops), "what is done is not done again"
+        assert contents(scene.output) == new
+        assert scene.besides() == []
+
+
+def test_a_merge_that_reads_an_adapter_is_resumed_too(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene.of(tmp_path, "directory", old=False)
+    write_adapter(scene.inputs / "adapter", low_rank("layer", (37, 61)))
+    scene.arguments[scene.arguments.index("-m") + 1] = str(scene.inputs / "adapter")
+    assert scene.run() == 0
+    scene.new = contents(scene.output)
+    scene.reset()
+    for ranges in (2, 3):
+        interrupt(scene, monkeypatch, ranges)
+    assert scene.run("--resume") == 0
+    assert contents(scene.output) == scene.new
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--seed", "3"], "its dare.seed is 42, not 3"),
+        (["--merge", "EXTRA"], "its models.merge_files is ["),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (["--drop-rate", "0.5"], "its dare.drop_rate is 0.9, not 0.5"),
+                (["--weights", "1", "2"], "its dare.weights is None, not [1.0, 2.0]"),
+                (["--method", "slerp"], "its dare.method is 'linear', not 'slerp'"),
+                (["--dtype", "float32"], "its dare.dtype is None, not 'float32'"),
+                (["--max-shard-size", "1kB"], "its "),
+                (["--rule", "*:drop_rate=0.5"], "its rules is {}, not [{"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_an_unfinished_merge_of_another_recipe_is_refused_and_left_alone(
+    tmp_path: Path,
+    eager: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    named: str,
+) -> None:
+    scene = Scene.of(tmp_path, "directory")
+    interrupt(scene, monkeypatch, 4)
+    capsys.readouterr()
+    flags = [flag.replace("EXTRA", str(scene.inputs / "math")) for flag in flags]
+    begun = {name: data for name, data in contents(scene.partial).items() if name != "lock"}
+    assert scene.run("--resume", *flags) == 1
+    printed = capsys.readouterr().err
+    assert "is another one: " + named in printed
+    assert "run without --resume" in printed
+    assert {name: data for name, data in contents(scene.partial).items() if name != "lock"} == begun
+    assert contents(scene.output) == scene.old
+    assert scene.run("--resume") == 0, "the right recipe still continues it"
+    assert contents(scene.output) == scene.new
+    scene.reset()
+    interrupt(scene, monkeypatch, 4)
+    capsys.readouterr()
+    assert scene.run(*flags) == 0
+    assert "an unfinished merge in" in capsys.readouterr().err
+    assert scene.besides() == []
+
+
+@pytest.mark.parametrize("change", ["touched", "rewritten", "other tensors"])
+def test_an_unfinished_merge_of_other_inputs_is_refused_and_left_alone(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    scene = Scene.of(tmp_path, "directory")
+    interrupt(scene, monkeypatch, 4)
+    capsys.readouterr()
+    weights = scene.inputs / "math" / "model.safetensors"
+    status = weights.stat()
+    tensors = load_file(weights)
+    if change == "rewritten":
+        save_file(finetune(tensors, 9), weights, {"format": "pt"})
+    elif change == "other tensors":
+        save_file(tensors | {"more": torch.zeros(3)}, weights, {"format": "pt"})
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    begun = {name: data for name, data in contents(scene.partial).items() if name != "lock"}
+    assert scene.run("--resume") == 1
+    printed = capsys.readouterr().err
+    assert "is another one: its inputs." in printed
+    assert str(weights) in printed
+    assert {name: data for name, data in contents(scene.partial).items() if name != "lock"} == begun
+
+
+def test_a_change_of_the_tied_embeddings_between_two_runs_does_not_mix_them(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """config.json says whether a model without a head merges the embedding's changes into it."""
+    shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (40, 100), "model.embed_tokens.weight": (40, 100)}
+    base = random_model(0, BF16, shapes)
+    base["lm_head.weight"] = base["model.embed_tokens.weight"].clone()
+    model = finetune(base, 1, 0.02)
+    del model["lm_head.weight"]
+    scene = Scene.of(tmp_path, "file", old=False)
+    save_directory(scene.inputs / "base", base, tie_word_embeddings=True)
+    save_directory(scene.inputs / "math", model, tie_word_embeddings=True)
+    save_directory(scene.inputs / "code", model, tie_word_embeddings=True)
+    interrupt(scene, monkeypatch, 2)
+    for name in ("base", "math", "code"):
+        (scene.inputs / name / "config.json").write_text('{"tie_word_embeddings": false}')
+    resumed = scene.run("--resume")
+    found = contents(scene.output)
+    assert scene.run() == 0
+    assert resumed == 1 or found == contents(scene.output), "half of it is merged by the old config.json"
+
+
+def test_an_unfinished_merge_is_told_about_and_removed_without_resume(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = Scene.of(tmp_path, "file")
+    interrupt(scene, monkeypatch, 4)
+    capsys.readouterr()
+    assert scene.run() == 0
+    printed = capsys.readouterr().err
+    assert printed == f"warning: an unfinished merge in {scene.partial} is removed (--resume would continue it)\n"
+    assert contents(scene.output) == scene.new
+    assert scene.besides() == []
+
+
+def damaged_journals(journal: bytes) -> Iterator[bytes]:
+    """Journals as crashes, disks and editors leave them."""
+    lines = journal.splitlines(keepends=True)
+    yield from (b"", b"\n", b"00000000\n", b"00000000 \n" + journal, journal + b"00000000\n", journal + bytes(4096))
+    yield from (bytes(len(journal)), journal[1:], journal[:-1], journal + lines[-1][:20], b"".join(lines[1:]))
+    yield from (b"".join([lines[0], *lines[2:]]), b"".join([*lines, *lines[1:][:1]]), journal.replace(b"\n", b"\r\n"))
+    random_places = random.Random(5)
+    for _ in range(10):
+        place = random_places.randrange(len(journal))
+        yield journal[:place]
+        yield journal[:place] + bytes([journal[place] ^ 1 << random_places.randrange(8)]) + journal[place + 1 :]
+
+
+def test_a_journal_damaged_anywhere_still_gives_the_right_bytes(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene, problems = Scene.of(tmp_path, "file"), []
+    interrupt(scene, monkeypatch, 7)
+    begun = contents(scene.partial)
+    for k, journal in enumerate(damaged_journals(begun["journal"])):
+        put(scene.partial, begun | {"journal": journal})
+        capsys.readouterr()
+        status = scene.run("--resume")
+        printed = capsys.readouterr().err
+        problems += [f"{k}: {what}" for what in scene.broken(status, printed)] + ([printed] if status else [])
+        scene.reset()
+    assert problems == []
+
+
+def test_what_is_done_after_a_torn_line_of_the_journal_is_noted_too(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene.of(tmp_path, "file")
+    interrupt(scene, monkeypatch, 4)
+    journal = scene.partial / "journal"
+    journal.write_bytes(journal.read_bytes()[:-5])
+    torn = len(dare.Journal(journal).done)
+    with monkeypatch.context() as patch:
+        write, written = dare.Output.write_at, itertools.count(1)
+
+        def stopping(self: dare.Output, file: int, view: memoryview, offset: int) -> None:
+            if next(written) > 5:
+                time.sleep(0.2)
+                raise KeyboardInterrupt
+            write(self, file, view, offset)
+
+        patch.setattr(dare.Output, "write_at", stopping)
+        assert scene.run("--resume") == 130
+    assert len(dare.Journal(journal).done) == torn + 5
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "a directory", "no made folder"])
+def test_files_of_an_unfinished_merge_that_are_not_as_they_were_are_made_again(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    scene = Scene.of(tmp_path, "directory")
+    interrupt(scene, monkeypatch, 9)
+    [shard, *_] = sorted((scene.partial / dare.MADE).glob("*.safetensors"))
+    if damage in ("missing", "a directory"):
+        shard.unlink()
+    if damage == "a directory":
+        shard.mkdir()
+    if damage in ("shorter", "longer"):
+        os.truncate(shard, shard.stat().st_size + (1 if damage == "longer" else -1))
+    if damage == "no made folder":
+        shutil.rmtree(scene.partial / dare.MADE)
+    capsys.readouterr()
+    assert scene.run("--resume") == 0
+    assert "cannot be continued" in capsys.readouterr().err
+    assert contents(scene.output) == scene.new
+    assert scene.besides() == []
+
+
+def test_resume_without_an_unfinished_merge_begins_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scene = Scene.of(tmp_path, "file")
+    assert scene.run("--resume", "--verbose") == 0
+    assert "there is no unfinished merge to resume" in capsys.readouterr().err
+    assert contents(scene.output) == scene.new
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: others at work in the same place
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@POSIX
+@pytest.mark.parametrize("flags", [(), pytest.param(("--resume", "--force"), marks=pytest.mark.slow)], ids=str)
+def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    scene = Scene.of(tmp_path, "file")
+    first = launch(tmp_path, SLOW_JOBS, *scene.arguments)
+    try:
+        wait_for(lambda: (scene.partial / "lock").exists() and (scene.partial / "lock").read_text())
+        with pytest.raises(DareError, match=rf"another merge \(process {first.pid}\) is writing"):
+            DareMerger(scene.inputs / "base", [scene.inputs / "math"], quiet()).merge(
+                scene.output, resume="--resume" in flags, force="--force" in flags
+            )
+        assert scene.run(*flags) == 1
+        assert contents(scene.output) == scene.old
+        assert scene.besides() == [scene.partial.name]
+    finally:
+        _, printed = first.communicate(timeout=60)
+    assert first.returncode == 0, printed
+    assert scene.broken(0, printed) == []
+
+
+@POSIX
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_many_merges_to_one_place_at_once_leave_one_complete_model(tmp_path: Path, kind: str) -> None:
+    scene = Scene.of(tmp_path, kind)
+    for _ in range(2):
+        processes = [launch(tmp_path, "", *scene.arguments) for _ in range(6)]
+        for process in processes:
+            _, printed = process.communicate(timeout=60)
+            told = process.returncode == 1 and "another merge (process" in printed
+            assert process.returncode == 0 or told, printed
+        assert scene.broken(0, "") == []
+        scene.reset()
+
+
+@pytest.mark.parametrize("foreign", ["file", "folder", "folder with a lock", "link to a folder", "link to nothing"])
+@pytest.mark.parametrize("kind", BOTH)
+def test_what_only_happens_to_be_called_partial_is_never_touched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, foreign: str
+) -> None:
+    scene = Scene.of(tmp_path, kind)
+    place = tmp_path / "elsewhere" if "link" in foreign else scene.partial
+    if foreign == "file":
+        place.write_text("mine")
+    elif foreign != "link to nothing":
+        (place / "deep").mkdir(parents=True)
+        (place / "deep" / "thesis.tex").write_text("mine")
+    if foreign == "folder with a lock":
+        (place / "lock").write_text("a list of the doors in my house that have one\n")
+    if "link" in foreign:
+        scene.partial.symlink_to(place)
+    before = snapshot(tmp_path)
+    for flags in ((), ("--resume",), ("--force",)):
+        assert scene.run(*flags) == 1
+        printed = capsys.readouterr().err
+        assert "is in the way" in printed
+        assert "this is a bug" not in printed
+        assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["replaced", "lock", "journal"])
+def test_an_output_may_have_any_name_that_this_tool_uses_itself(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    scene = Scene.of(tmp_path, "directory", old=False)
+    scene.output = scene.output.with_name(name)
+    scene.arguments[scene.arguments.index("-o") + 1] = str(scene.output)
+    interrupt(scene, monkeypatch, 4)
+    assert scene.fail() == 1
+    assert contents(scene.output) == {}, "half a model got its name"
+    for flags in ((), ("--seed", "7"), ()):
+        assert scene.run(*flags) == 0, capsys.readouterr().err
+        monkeypatch.setattr(dare, "exchange", lambda *_: False)
+    assert contents(scene.output) == scene.new
+    assert scene.besides() == []
+
+
+def made_a_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "touched": lambda path: os.utime(path, ns=(1, path.stat().st_mtime_ns + 1)),
+    "written to": lambda path: path.write_bytes(path.read_bytes()),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "gone": Path.unlink,
+    "replaced by a copy": lambda path: os.replace(shutil.copy2(path, path.with_name("copy")), path),
+    "moved away": lambda path: path.rename(path.with_name("moved")),
+    "a directory": made_a_directory,
+}
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("change", CHANGES)
+def test_inputs_that_change_during_a_merge_are_noticed_and_nothing_is_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, change: str, kind: str
+) -> None:
+    scene = Scene.of(tmp_path, kind)
+    write_adapter(scene.inputs / "adapter", low_rank("layer", (37, 61)))
+    base = load_file(scene.inputs / "base" / "model.safetensors")
+    save_sharded(scene.inputs / "shards", finetune(base, 3), each_alone(base))
+    names = ["math", "shards", "adapter"]
+    start = scene.arguments.index("-m") + 1
+    scene.arguments[start : scene.arguments.index("-o")] = [str(scene.inputs / name) for name in names]
+    run_jobs = dare.run_jobs
+    shutil.copytree(scene.inputs, tmp_path / "kept")
+    for name in (
+        "base/model.safetensors",
+        "math/model.safetensors",
+        "shards/model-00002-of-00004.safetensors",
+        "adapter/adapter_model.safetensors",
+        "adapter/adapter_config.json",
+    ):
+        if name.endswith("json") and change in ("touched", "written to", "replaced by a copy"):
+            continue  # of a small file the content counts
+
+        def changing(*arguments: Any, path: Path = scene.inputs / name) -> None:
+            run_jobs(*arguments)
+            CHANGES[change](path)
+
+        for flags in ((),) if kind == "file" else ((), ("--resume",)):
+            shutil.rmtree(scene.inputs)
+            shutil.copytree(tmp_path / "kept", scene.inputs)
+            capsys.readouterr()
+            with monkeypatch.context() as patch:
+                patch.setattr(dare, "run_jobs", changing)
+                assert scene.run(*flags) == 1, name
+            printed = capsys.readouterr().err
+            assert name.split("/")[0] in printed
+            assert "changed while it was merged" in printed or "vanished while it was merged" in printed
+            assert contents(scene.output) == scene.old
+            assert scene.besides() == []
+
+
+def test_an_input_touched_from_outside_in_the_middle_of_its_jobs_is_noticed(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene.of(tmp_path, "directory")
+    write, written = dare.Output.write_at, itertools.count()
+
+    def touching(self: dare.Output, *arguments: Any) -> None:
+        if next(written) == 5:
+            touch = threading.Thread(target=os.utime, args=(scene.inputs / "code" / "model.safetensors",))
+            touch.start()
+            touch.join()
+        write(self, *arguments)
+
+    monkeypatch.setattr(dare.Output, "write_at", touching)
+    assert scene.run() == 1
+    assert "code/model.safetensors' changed while it was merged" in capsys.readouterr().err
+    assert contents(scene.output) == scene.old
+    assert scene.besides() == []
+
+
+def test_a_file_that_vanishes_before_it_is_copied_fails_the_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene.of(tmp_path, "directory")
+    write_file = dare.Output.write_file
+
+    def vanishing(self: dare.Output, name: str, content: bytes | Path) -> None:
+        (scene.inputs / "base" / "tokenizer.json").unlink(missing_ok=True)
+        write_file(self, name, content)
+
+    monkeypatch.setattr(dare.Output, "write_file", vanishing)
+    assert scene.run() == 1
+    assert "this is a bug" not in capsys.readouterr().err
+    assert contents(scene.output) == scene.old
+    assert scene.besides() == []
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_what_somebody_puts_in_the_outputs_place_during_a_merge_is_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    scene = Scene.of(tmp_path, kind, old=False)
+    run_jobs = dare.run_jobs
+    precious = random_model(5)
+
+    def meanwhile(*arguments: Any) -> None:
+        run_jobs(*arguments)
+        save_file(precious, scene.output) if kind == "file" else save_directory(scene.output, precious)
+
+    monkeypatch.setattr(dare, "run_jobs", meanwhile)
+    assert scene.run() == 1
+    assert "exists and was not made by this tool" in capsys.readouterr().err
+    assert load_file(scene.output if kind == "file" else scene.output / "model.safetensors").keys() == precious.keys()
+    assert scene.besides() == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: --verify finds every one
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def small_models(folder: Path) -> list[Path]:
+    base = random_model(0, BF16, {"a": (3, 7), "b": (5,), "c": ()})
+    return save(folder, base=base, math=finetune(base, 1, 0.05), code=finetune(base, 2, 0.05))
+
+
+def unfound(path: Path, verified: Path, places: Iterator[int] | range, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Flip a bit of a file at each of these places, counted in bits, and verify: what is not found, or is a bug."""
+    data, missed = path.read_bytes(), []
+    capsys.readouterr()
+    for place in places:
+        byte, bit = divmod(place, 8)
+        flipped = bytearray(data)
+        flipped[byte] ^= 1 << bit
+        path.write_bytes(flipped)
+        status = dare.main(["-q", "--verify", str(verified)])
+        printed = capsys.readouterr().err
+        around = bytes(flipped[max(0, byte - 12) : byte + 4])
+        if status == 0:
+            missed.append(f"{path.name}: bit {bit} of byte {byte}, {around!r}")
+        elif "this is a bug" in printed or not printed.startswith("error: "):
+            missed.append(f"{path.name}: bit {bit} of byte {byte}, {around!r}: {printed}")
+    path.write_bytes(data)
+    return missed
+
+
+def spread(size: int, step: int) -> Iterator[int]:
+    """A bit of every step-th byte: each time another one."""
+    return (8 * byte + (byte // step) % 8 for byte in range(0, size, step))
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_verify_finds_a_flipped_bit_anywhere_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small_models(tmp_path)
+    arguments = ["-q", "-b", "base.safetensors", "-m", "math.safetensors", "code.safetensors"]
+    assert dare.main([*arguments, "-o", "out.safetensors", "--drop-rate", "0.5"]) == 0
+    out = tmp_path / "out.safetensors"
+    size = out.stat().st_size
+    assert unfound(out, out, spread(size, step), capsys) == []
+    assert unfound(out, out, range(8 * (size - 54), 8 * size, 5), capsys) == [], "the data"
+    assert dare.main(["-q", "--verify", "out.safetensors"]) == 0
+
+
+@pytest.mark.parametrize("step", [29, pytest.param(3, marks=pytest.mark.slow)])
+def test_verify_finds_a_flipped_bit_in_any_file_of_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = random_model(0, BF16, {"a": (3, 7), "b": (5,), "c": ()})
+    save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
+    (tmp_path / "base" / "tokenizer.json").write_text('{"model": 1}')
+    save_directory(tmp_path / "math", finetune(base, 1, 0.05))
+    assert dare.main(["-q", "-b", "base", "-m", "math", "-o", "out", "--max-shard-size", "40"]) == 0
+    names = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
+    names |= {"README.md", "config.json", "dare_recipe.toml", "tokenizer.json"}
+    assert set(dare.files_in(tmp_path / "out")) == names
+    missed = []
+    for name in sorted(names):
+        path = tmp_path / "out" / name
+        missed += unfound(path, tmp_path / "out", spread(path.stat().st_size, step), capsys)
+    assert dare.main(["-q", "--verify", "out"]) == 0
+    assert missed == []
+
+
+def test_verify_finds_a_changed_shard_size_in_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing but the recipe itself tells it, where a model fits into one file by any of them."""
+    scene = Scene.of(tmp_path, "directory")
+    assert dare.main([*scene.arguments, "--max-shard-size", "5GB"]) == 0
+    recipe = scene.output / "dare_recipe.toml"
+    text = recipe.read_text()
+    assert 'max_shard_size = "5GB"' in text
+    recipe.write_text(text.replace('"5GB"', '"4GB"'))
+    assert dare.main(["-q", "--verify", str(scene.output)]) == 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "cut to nothing", "longer", "gone", "a directory"])
+def test_verify_finds_files_that_are_cut_longer_or_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    scene = Scene.of(tmp_path, "directory")
+    put(scene.output, scene.new)
+    for name, data in scene.new.items():
+        path = scene.output / name
+        path.unlink()
+        if damage == "a directory":
+            path.mkdir()
+        elif damage != "gone":
+            path.write_bytes({"cut": data[:-1], "cut to nothing": b"", "longer": data + b"\n"}[damage])
+        assert dare.main(["-q", "--verify", str(scene.output)]) in (1, 2), name
+        printed = capsys.readouterr().err
+        assert printed.startswith("error: "), name
+        assert "this is a bug" not in printed, name
+        put(path, {"": data})
+    assert dare.main(["-q", "--verify", str(scene.output)]) == 0
+    single = tmp_path / "single.safetensors"
+    assert dare.main([*scene.arguments, "-o", str(single)]) == 0
+    data = single.read_bytes()
+    for changed in (data[:-1], data + b"\0", data[:100], b""):
+        single.write_bytes(changed)
+        assert dare.main(["-q", "--verify", str(single)]) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [*METHODS[::3], *(pytest.param(config, marks=pytest.mark.slow) for config in METHODS[1:3])], ids=str
+)
+def test_verify_names_the_first_tensor_that_differs_by_any_method(
+    tmp_path: Path, eager: None, capsys: pytest.CaptureFixture[str], config: dict[str, Any]
+) -> None:
+    for kind in ("file", "directory"):
+        scene = Scene.of(tmp_path / kind, kind, old=False, **config)
+        put(scene.output, scene.new)
+        before = snapshot(scene.output.parent)
+        assert dare.main(["-q", "--verify", str(scene.output), "--threads", "3"]) == 0
+        assert snapshot(scene.output.parent) == before, "verify writes nothing"
+        files = [scene.output] if kind == "file" else sorted(scene.output.glob("*.safetensors"))
+        tensors = [(path, name, info) for path in files for name, info in dare.TensorFile(path, "").tensors.items()]
+        for first, second in itertools.combinations(tensors, 2):
+            for path, _, info in (first, second):
+                with open(path, "r+b") as file:
+                    file.seek(info.offset + info.nbytes - 1)
+                    last = file.read(1)[0]
+                    file.seek(info.offset + info.nbytes - 1)
+                    file.write(bytes([last ^ 0x40]))
+            assert dare.main(["-q", "--verify", str(scene.output), "--threads", "3"]) == 1
+            place = [size - 1 for size in first[2].shape]
+            assert f"is not what its recipe makes: tensor '{first[1]}' differs at {place}" in capsys.readouterr().err
+            put(scene.output, scene.new)
+        assert snapshot(scene.inputs) == scene.before
+
+
+def test_verify_says_what_it_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scene = Scene.of(tmp_path, "file")
+    assert dare.main(["--verify", str(scene.output)]) == 0
+    assert f"verified {scene.output}: 4 tensors, " in capsys.readouterr().out
+
+
+def test_verify_finds_moved_inputs_and_outputs_where_they_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in ("file", "directory"):
+        scene = Scene.of(tmp_path / kind, kind, old=False)
+        moved = tmp_path / kind / f"elsewhere{scene.output.suffix}"
+        put(moved, scene.new)
+        assert dare.main(["-q", "--verify", str(moved)]) == 0, "absolute paths still lead there"
+        scene.inputs.rename(scene.inputs.with_name("archive"))
+        assert dare.main(["-q", "--verify", str(moved)]) == 1
+        assert "there is no file or directory" in capsys.readouterr().err
+        archive = [str(tmp_path / kind / "archive" / name) for name in ("base", "math", "code")]
+        given = ["-q", "--verify", str(moved), "--base", archive[0], "--merge", *archive[1:]]
+        assert dare.main(given) == 0, capsys.readouterr().err
+        assert dare.main(given[:-1]) == 2
+        assert "has 2 models" in capsys.readouterr().err
+        assert dare.main([*given[:-2], archive[2], archive[1]]) == 1, "the order counts"
+        data = bytearray(next(iter(contents(moved).values())) if kind == "file" else b"")
+        if kind == "file":
+            data[-1] ^= 1
+            moved.write_bytes(data)
+        else:
+            (moved / "config.json").write_text("{}")
+        assert dare.main(given) == 1
+        assert "is not what its recipe makes" in capsys.readouterr().err
+
+
+def test_verify_with_an_adapter_shards_and_another_tokenizer_finds_them_unchanged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = Scene.of(tmp_path, "directory", old=False)
+    base = load_file(scene.inputs / "base" / "model.safetensors")
+    save_sharded(scene.inputs / "shards", finetune(base, 3), each_alone(base))
+    adapter = write_adapter(scene.inputs / "adapter", low_rank("layer", (37, 61)))
+    (scene.inputs / "math" / "tokenizer.json").write_text('{"model": {"vocab": {"b": 0}}}')
+    merged = ["--merge", str(scene.inputs / "shards"), str(adapter), "--tokenizer-from", str(scene.inputs / "math")]
+    assert scene.run(*merged, "--max-shard-size", "5kB", "--rule", "*bias:drop_rate=0.5", "--dtype", "float32") == 0
+    verify = ["-q", "--verify", str(scene.output)]
+    assert dare.main(verify) == 0, capsys.readouterr().err
+    (scene.inputs / "math" / "tokenizer.json").write_text("{}")
+    assert dare.main(verify) == 1
+    assert "'tokenizer.json' differs" in capsys.readouterr().err
+    (scene.inputs / "math" / "tokenizer.json").write_text('{"model": {"vocab": {"b": 0}}}')
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 8}))
+    assert dare.main(verify) == 1
+    assert "is not the file that the recipe was made with: its config_sha256" in capsys.readouterr().err
+
+
+def test_verify_with_other_inputs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scene = Scene.of(tmp_path, "file")
+    weights = scene.inputs / "math" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file(tensors | {"more": torch.zeros(3)}, weights, {"format": "pt"})
+    assert dare.main(["-q", "--verify", str(scene.output)]) == 1
+    assert "is not the file that the recipe was made with: its size" in capsys.readouterr().err
+    save_file(finetune(tensors, 5, 0.05), weights, {"format": "pt"})
+    assert dare.main(["-q", "--verify", str(scene.output)]) == 1
+    assert "or the inputs were" in capsys.readouterr().err, "values of the same header are told by the result"
+    weights.unlink()
+    assert dare.main(["-q", "--verify", str(scene.output)]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--output", "x"], ["--seed", "1"], ["--drop-rate", "0.5"], ["--force"], ["--resume"], ["--dry-run"]),
+        *(["--config", "x.toml"], ["--rule", "*:drop_rate=0"], ["--lambda", "1"], ["--max-shard-size", "1GB"]),
+    ],
+    ids=str,
+)
+def test_verify_takes_no_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+    assert dare.main(["--verify", str(tmp_path / "x.safetensors"), *flags]) == 2
+    printed = capsys.readouterr().err
+    assert "--verify takes its settings from the recipe, not from --" in printed
+    assert flags[0] in printed, "the flag as it was given"
+
+
+def test_verify_without_a_recipe_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, plain=random_model())
+    (tmp_path / "text.safetensors").write_text("hello")
+    (tmp_path / "empty").mkdir()
+    save_directory(tmp_path / "model", random_model())
+    for name, words in (
+        ("plain.safetensors", "has no recipe"),
+        ("text.safetensors", "is not a complete safetensors file"),
+        ("empty", "has no dare_recipe.toml"),
+        ("model", "has no dare_recipe.toml"),
+        ("nowhere", "No such file or directory"),
+    ):
+        assert dare.main(["--verify", str(tmp_path / name)]) == 1
+        printed = capsys.readouterr().err
+        assert words in printed
+        assert "hint: " in printed
+    save_file(random_model(), tmp_path / "odd.safetensors", {"dare_recipe": "not [ toml"})
+    assert dare.main(["--verify", str(tmp_path / "odd.safetensors")]) in (1, 2)
+    for recipe in (
+        "",
+        "[dare]\nseed = 1\n",
+        "[recipe]\nversion = 3\n",
+        '[models]\nbase_file = "x"\nmerge_files = []\n',
+    ):
+        save_file(random_model(), tmp_path / "odd.safetensors", {"dare_recipe": recipe})
+        capsys.readouterr()
+        assert dare.main(["--verify", str(tmp_path / "odd.safetensors")]) in (1, 2)
+        assert "this is a bug" not in capsys.readouterr().err
+
+
+def test_scripts_verify_too(tmp_path: Path) -> None:
+    scene = Scene.of(tmp_path, "file", old=False)
+    put(scene.output, scene.new)
+    merger = DareMerger(scene.inputs / "base", [scene.inputs / "math", scene.inputs / "code"], quiet())
+    report = merger.verify(scene.output)
+    assert (report.tensors, report.bytes_compared) == (4, len(scene.new[""]))
+    with pytest.raises(DareError, match=r"the header of 'out.safetensors' differs|bytes long"):
+        DareMerger(scene.inputs / "base", [scene.inputs / "math"], quiet()).verify(scene.output)
+    with pytest.raises(DareError, match="cannot be read"):
+        merger.verify(tmp_path / "nowhere.safetensors")
+    data = bytearray(scene.new[""])
+    data[-1] ^= 1
+    scene.output.write_bytes(data)
+    with pytest.raises(DareError, match="differs at"):
+        merger.verify(scene.output)
+
+
+@POSIX
+def test_verify_stops_when_it_is_told_to(tmp_path: Path) -> None:
+    scene = Scene.of(tmp_path, "file", old=False)
+    put(scene.output, scene.new)
+    before = snapshot(tmp_path)
+    process = launch(tmp_path, SLOW_JOBS.replace("0.05", "0.3"), "-q", "--verify", scene.output)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.3)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, printed = process.communicate(timeout=30)
+    assert time.monotonic() - begun < 2
+    assert (process.returncode, printed) == (130, "interrupted\n")
+    assert snapshot(tmp_path) == before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Faults: systems that lack something
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Refusing:
+    """A system library whose every function says that this filesystem cannot do it."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        def refuse_call(*_: Any) -> int:
+            ctypes.set_errno(errno.EOPNOTSUPP)
+            return -1
+
+        return refuse_call
+
+
+@pytest.mark.parametrize("kind", ["directory", pytest.param("file", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lacking", ["functions", "support", "directory sync", "locks", "links"])
+def test_a_filesystem_may_lack_what_others_have(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, kind: str, lacking: str
+) -> None:
+    """Room reserved at once, names exchanged, directories synced, locks: all are used only where they are there."""
+    scene = Scene.of(tmp_path, kind)
+    fsync = os.fsync
+
+    def no_directories(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(descriptor)
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if lacking == "functions":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    elif lacking == "support":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing())
+    elif lacking == "directory sync":
+        monkeypatch.setattr(os, "fsync", no_directories)
+    elif lacking == "locks":
+        monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", no_locks)
+    else:
+        monkeypatch.setattr(dare, "exchange", lambda *_: False)
+    assert scene.run() == 0
+    assert scene.broken(0, "") == []
+    scene.reset()
+    interrupt(scene, monkeypatch, 5)
+    assert scene.run("--resume") == 0
+    assert scene.broken(0, "") == []
+
+
+@pytest.mark.parametrize("then", ["merge", "fail", "resume", "unfit"])
+def test_an_old_model_that_a_crash_left_without_its_name_gets_it_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], then: str
+) -> None:
+    """Where names cannot be exchanged there is an instant in which neither has it."""
+    scene = Scene.of(tmp_path, "directory")
+    scene.partial.mkdir()
+    (scene.partial / "lock").write_text(f"{dare.LOCK_WORDS} 1\n")
+    scene.output.rename(scene.partial / "replaced")
+    put(scene.partial / "out", scene.new)
+    flags = {"resume": ["--resume"], "unfit": ["--method", "slerp", "--weights", "1", "1"]}.get(then, [])
+    status = scene.fail() if then == "fail" else scene.run(*flags)
+    if then in ("merge", "resume"):
+        assert status == 0
+        assert scene.broken(0, "") == []
+    else:
+        assert status in (1, 2)
+        assert contents(scene.output) == scene.old or then == "unfit"  # nothing is touched before settings are right
+        assert scene.run() == 0
+        assert scene.broken(0, "") == []
+
+
+def test_an_old_model_of_somebody_else_that_lost_its_name_is_given_back_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = Scene.of(tmp_path, "directory", old=False)
+    scene.partial.mkdir()
+    (scene.partial / "lock").write_text(f"{dare.LOCK_WORDS} 1\n")
+    save_directory(scene.partial / "replaced", random_model(5), mine=True)
+    theirs = contents(scene.partial / "replaced")
+    assert scene.run() == 1
+    assert "was not made by this tool" in capsys.readouterr().err
+    assert contents(scene.output) == theirs
+    assert scene.besides() == []
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX permissions")
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o077, 0o600, 0o700), (0o022, 0o644, 0o755)])
+def test_new_files_have_the_permissions_that_the_user_gives_new_files(
+    tmp_path: Path, umask: int, file: int, folder: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        for kind in ("file", "directory"):
+            scene = Scene.of(tmp_path / kind, kind)
+            assert scene.run() == 0
+            for path in [scene.output, *scene.output.rglob("*")]:
+                assert path.stat().st_mode & 0o777 == (folder if path.is_dir() else file), path
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    scene = Scene.of(tmp_path, kind)
+    link = tmp_path / f"latest{scene.output.suffix}"
+    link.symlink_to(scene.output)
+    scene.arguments[scene.arguments.index("-o") + 1] = str(link)
+    interrupt(scene, monkeypatch, 5)
+    assert scene.fail() == 1
+    assert scene.broken(1, "") == []
+    interrupt(scene, monkeypatch, 5)
+    assert scene.run("--resume") == 0
+    assert contents(scene.output) == scene.new
+    assert link.is_symlink()
+    assert dare.main(["-q", "--verify", str(link)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", link.name, "place"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("modèle fusionné", "🙂" * 60),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("合并" * 30, "ж" * 121, "x" * 243, "a\nb", ".hidden")
+        ),
+    ],
+    ids=ascii,
+)
+@pytest.mark.parametrize("suffix", ["", ".safetensors"])
+def test_outputs_may_have_names_as_long_and_odd_as_the_filesystem_allows(
+    tmp_path: Path, eager: None, monkeypatch: pytest.MonkeyPatch, name: str, suffix: str
+) -> None:
+    longest = 255 - len(os.fsencode(name + suffix))
+    name = name + "y" * longest * (longest < 15) + suffix
+    scene = Scene.of(tmp_path, "file" if suffix else "directory", old=False)
+    scene.output = scene.output.with_name(name)
+    scene.arguments[scene.arguments.index("-o") + 1] = str(scene.output)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        assert scene.run("--resume") == 130
+    assert len(scene.besides()) == 1
+    assert scene.besides()[0].endswith(".partial")
+    assert scene.run("--resume") == 0
+    assert contents(scene.output) == scene.new
+    assert scene.besides() == []
+    assert dare.main(["-q", "--verify", str(scene.output)]) == 0
+
+
+@pytest.mark.slow
+def test_neither_a_terminal_nor_a_writable_place_for_anything_but_the_output_is_needed(tmp_path: Path) -> None:
+    """Root may write anywhere, so a file in the place of a folder stands in for folders that cannot be written."""
+    scene = Scene.of(tmp_path, "file")
+    (tmp_path / "blocked").write_text("")
+    folder = tmp_path / "read only"
+    folder.mkdir(mode=0o555)
+    before = snapshot(folder)
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "blocked" / "below"), "HOME": "/nonexistent"}
+    for name in ("TERM", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    done = command(*scene.arguments[1:], cwd=folder, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    assert done.returncode == 0, done.stderr
+    assert "compiling" in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout
+    assert scene.broken(0, "") == []
+    assert snapshot(folder) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of addresses that binds")
+@pytest.mark.parametrize("flags", [[], ["--method", "ties", "--keep-ratio", "0.5"], ["--verify"]], ids=str)
+def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str]) -> None:
+    import resource
+
+    count = 350 << 20
+    entries = {
+        f"t{k}": {"dtype": "BF16", "shape": [count // 2], "data_offsets": [k * count, (k + 1) * count]} for k in (0, 1)
+    }
+    header = json.dumps(entries).encode()
+    for name in ("base", "math"):
+        with open(tmp_path / f"{name}.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + 2 * count)
+    limit = 512 << 20
+    arguments: list[str | Path] = ["-q", "-b", "base.safetensors", "-m", "math.safetensors", "-o", "out.safetensors"]
+    arguments += [] if flags == ["--verify"] else flags
+    limited: dict[str, Any] = {
+        "cwd": tmp_path,
+        "preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    }
+    done = command(*arguments, **limited)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.safetensors").stat().st_size > 2 * count
+    if flags == ["--verify"]:
+        done = command("-q", "--verify", "out.safetensors", **limited)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "out.safetensors").unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2377,7 +2377,8 @@ class Lock:
         try:
             names = os.listdir(self.folder)
             content = self.path.read_bytes() if LOCK_FILE in names else b""
-            ours = content.startswith(LOCK_WORDS.encode()) or (not content and set(names) <= {LOCK_FILE})
+            words, alone = LOCK_WORDS.encode(), set(names) <= {LOCK_FILE}
+            ours = content.startswith(words) or (words.startswith(content) and alone)  # it may have been cut short
         except FileNotFoundError:  # it has just been removed, unless it is a link to nothing
             ours = not os.path.islink(self.folder)
         except OSError:

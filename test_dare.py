@@ -969,12 +969,12 @@ def test_a_disk_that_fails_in_the_background_fails_the_merge(
 
     run = dare.Worker.run
 
-    def slowly(self: Any, job: Any, work: Any) -> Any:
+    def slowly(self: Any, *arguments: Any) -> Any:
+        monkeypatch.setattr(os, "fsync", failing_once)  # only now: the header has been synced
         time.sleep(0.05)
-        return run(self, job, work)
+        return run(self, *arguments)
 
     monkeypatch.setattr(dare, "FLUSH_SECONDS", 0.001)
-    monkeypatch.setattr(os, "fsync", failing_once)
     monkeypatch.setattr(dare.Worker, "run", slowly)
     refuse(tmp_path, capsys, 1, "cannot write", "Input/output error")
     assert len(calls) == 1
@@ -1068,8 +1068,15 @@ def test_a_link_as_output_keeps_leading_where_it_led(models: list[Path], tmp_pat
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["base", "math", "code"])
-@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64])
-@pytest.mark.parametrize("flags", [[], ["--method=ties", "--keep-ratio=0.5"], ["--method=slerp"]], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "flags"),
+    [
+        *((dtype, []) for dtype in (BF16, F16, F32, F64)),
+        (BF16, ["--method=ties", "--keep-ratio=0.5"]),
+        (BF16, ["--method=slerp"]),
+    ],
+    ids=str,
+)
 def test_a_value_that_is_not_finite_is_named_with_its_place(
     models: list[Path],
     tmp_path: Path,
@@ -1203,10 +1210,10 @@ def test_a_bug_is_reported_as_one_without_a_traceback(
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_merge_leaves_nothing_behind(tmp_path: Path, sent: signal.Signals, status: int) -> None:
-    big = {f"t{i}": torch.zeros(1 << 24, dtype=BF16) for i in range(8)}
+    big = {f"t{i}": torch.zeros(1 << 22, dtype=BF16) for i in range(8)}
     save(tmp_path, base=big, model=big)
     before = snapshot(tmp_path)
-    arguments = ["-b", "base.safetensors", "-m", *["model.safetensors"] * 8, "-o", "out.safetensors", "--threads", "1"]
+    arguments = ["-b", "base.safetensors", "-m", *["model.safetensors"] * 24, "-o", "out.safetensors", "--threads", "1"]
     process = subprocess.Popen(
         [sys.executable, str(HERE / "dare.py"), *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True
     )
@@ -2718,7 +2725,8 @@ TYPES = [(BF16, BF16), (F32, F32), (BF16, F32), (F32, BF16)]
 
 @pytest.mark.parametrize(
     ("config", "base_type", "model_type"),
-    [(config, *types) for config in METHOD_FLAGS for types in TYPES] + [({}, F16, BF16), ({}, F64, F32)],
+    [(config, BF16, BF16) for config in METHOD_FLAGS]
+    + [({}, *types) for types in (*TYPES[1:], (F16, BF16), (F64, F32))],
     ids=str,
 )
 def test_overlap_merges_as_if_the_models_had_the_bases_rows(

@@ -6939,6 +6939,12 @@ def test_the_readme_has_the_options_that_help_has() -> None:
     assert sorted(table) == sorted(rows)
 
 
+def test_the_tests_that_the_readme_names_are_there() -> None:
+    named = re.findall(r"`(test_\w+)`", README)
+    assert len(named) >= 12
+    assert [name for name in named if name not in globals()] == []
+
+
 def test_the_readmes_python_runs(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

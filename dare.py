@@ -183,7 +183,7 @@ def held_interrupts() -> Iterator[Callable[[], None]]:
 
     def let_through() -> None:
         if caught:
-            received, frame = caught[0]
+            received, frame = caught.pop(0)
             before[received](received, frame)
 
     try:
@@ -1257,6 +1257,7 @@ CONVERT_DIRECTORY_HINT: Final = (
 )
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 
+BINARY: Final = getattr(os, "O_BINARY", 0)  # so that Windows leaves line ends alone
 # Where the system has no positioned reads and writes, seeking and reading must not be parted by another thread.
 SEEK_LOCK: Final = threading.Lock()
 
@@ -1332,7 +1333,7 @@ class TensorFile:
         self.path, self.name = path, name
         try:
             regular_file(path, name)  # opening a pipe would wait for somebody to write to it
-            self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+            self.descriptor = os.open(path, os.O_RDONLY | BINARY)
             self.status = os.fstat(self.descriptor)
         except FileNotFoundError:
             raise
@@ -1404,7 +1405,9 @@ class TensorFile:
             while view:
                 done = read_at(self.descriptor, view, offset)
                 if done == 0:
-                    raise DareError(f"{self.name!r} became shorter while it was read", "leave it alone during a merge")
+                    raise InputChanged(
+                        f"{self.name!r} became shorter while it was read", "leave it alone during a merge"
+                    )
                 view, offset = view[done:], offset + done
         except OSError as error:
             raise DareError(f"cannot read {self.name!r}: {error.strerror}", "check the disk that it is on") from None
@@ -1433,6 +1436,7 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
 # An entry of a header has no braces within, and is short. What does not look like that is not even parsed: Python
 # needs twenty times the memory of the text, and a header may be large.
 HEADER_ENTRY: Final = re.compile(r"\{[^{}]{0,5000}\}")
+WHITE_SPACE: Final = re.compile(r"[ \t\r\n]*")
 HeaderEntry = tuple[str, tuple[int, ...], int, int]  # type, shape, and where it begins and ends
 
 
@@ -1476,8 +1480,7 @@ def parse_header(text: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
 
 def _skip(text: str, place: int, wanted: str | None) -> int:
     """Where white space ends, which must be at one of the wanted characters."""
-    while text[place : place + 1] in (" ", "\t", "\r", "\n"):
-        place += 1
+    place = cast(re.Match[str], WHITE_SPACE.match(text, place)).end()
     if wanted is not None and text[place : place + 1] not in tuple(wanted):
         raise ValueError(f"its header is not JSON: at {place:,} there should be one of {' '.join(wanted)}")
     return place
@@ -2164,7 +2167,7 @@ def find_output(path: Path) -> Destination:
         raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
     if not os.access(target.parent, os.W_OK):
         raise DareError(f"the output's directory {str(target.parent)!r} is not writable", "choose another directory")
-    return Destination(str(path), target, path.suffix != ".safetensors")
+    return Destination(str(path), target, path.suffix.lower() != ".safetensors")
 
 
 def check_output(destination: Destination, inputs: Sequence[tuple[str, Path]], force: bool) -> None:
@@ -2261,6 +2264,8 @@ def files_in(folder: Path) -> list[str]:
     for place, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         found += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
+        if not folders and not names and place != str(folder):
+            found.append(f"{Path(place).relative_to(folder).as_posix()}/")  # an empty directory
     return sorted(found)
 
 
@@ -2332,7 +2337,6 @@ LOCK_FILE: Final = "lock"
 LOCK_WORDS: Final = "dare is merging here: process"
 REPLACED: Final = "replaced"
 JOURNAL_FILE: Final = "journal"
-BINARY: Final = getattr(os, "O_BINARY", 0)
 
 
 class Lock:
@@ -2363,8 +2367,11 @@ class Lock:
             length = os.write(self.descriptor, f"{LOCK_WORDS} {os.getpid()}\n".encode())
             os.ftruncate(self.descriptor, length)
         except BaseException as error:
-            if made and isinstance(error, OSError):
+            if made and isinstance(error, OSError) and self.descriptor >= 0:
                 self.release(keep=False)
+            elif made:
+                with suppress(OSError):
+                    os.rmdir(folder)
             self.close()
             raise
 
@@ -2409,7 +2416,9 @@ class Lock:
 
     def release(self, keep: bool) -> None:
         """Give up the lock, and the folder with it unless there is something in it to be kept."""
-        if not keep or not self.leftovers():
+        with suppress(OSError):
+            keep = keep and self.leftovers()
+        if not keep:
             self.clear()  # while nobody else can have begun in it
             if os.name == "nt":  # where open files cannot be removed
                 self.close()
@@ -2432,7 +2441,11 @@ def try_lock(descriptor: int) -> bool:
         if os.name == "nt":
             import msvcrt
 
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+            os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # far behind the words, which others must be able to read
+            try:
+                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+            finally:
+                os.lseek(descriptor, 0, os.SEEK_SET)
         else:
             import fcntl
 
@@ -2459,7 +2472,7 @@ class Journal:
             for line in path.read_bytes().splitlines(keepends=True):
                 check, _, text = line.partition(b" ")
                 entry = json.loads(text)
-                if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")):
+                if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")) or not line.endswith(b"\n"):
                     break
                 if self.identity is None and isinstance(entry, dict):
                     self.identity = entry
@@ -2506,7 +2519,7 @@ class Output:
         self, destination: Destination, files: Sequence[PlannedFile], identity: dict[str, Any], resume: bool
     ) -> None:
         """identity: all that must be equal for a merge begun earlier to be continued."""
-        self.destination, self.resume = destination, resume
+        self.destination, self.files, self.resume = destination, files, resume
         self.lock = Lock(destination.partial, destination.name)
         self.folder = self.lock.folder
         self.made = self.folder / MADE
@@ -2537,9 +2550,15 @@ class Output:
 
     def _restore_replaced(self) -> None:
         """Undo what a crash between two renames left: the destination's old content without its name."""
-        old = self.folder / REPLACED
-        if old.exists() and not self.destination.path.exists():
-            os.rename(old, self.destination.path)
+        old, target = self.folder / REPLACED, self.destination.path
+        if not old.exists():
+            return
+        if target.is_dir() and not os.listdir(target):
+            os.rmdir(target)
+        if not target.exists():
+            os.rename(old, target)
+        elif self.made.exists():  # so the new one was not put there, but something else was
+            raise DareError(f"the model that was at {str(target)!r} is in {str(old)!r}", "move one of them elsewhere")
 
     def _path(self, file: PlannedFile) -> Path:
         return self.made / file.name if self.destination.directory else self.made
@@ -2565,6 +2584,7 @@ class Output:
         if not whole:
             LOG.warning(f"the unfinished merge in {self.folder} cannot be continued: its files are not complete")
             return False
+        allow_open_files(len(files))
         os.truncate(self.journal.path, self.journal.length)
         for file in files:
             self.descriptors.append(os.open(self._path(file), os.O_RDWR | BINARY))
@@ -2587,6 +2607,8 @@ class Output:
 
     def note(self, finished: Any) -> None:
         """Remember that something is written; once it is on the disk, the journal says so."""
+        if self._flush_error is not None:
+            raise self._flush_error
         with self._mutex:
             self._finished.append(finished)
 
@@ -2613,8 +2635,20 @@ class Output:
 
     def _note_on_disk(self) -> None:
         if self._on_disk:
+            self._check_still_ours()
             self.journal.append(self._on_disk)
             self._on_disk = []
+
+    def _check_still_ours(self) -> None:
+        """Somebody may have removed the folder by hand, and another merge may have begun in one of the same name."""
+        try:
+            paths = [self._path(file) for file in self.files]
+            pairs = [(os.fstat(self.lock.descriptor), self.lock.path.stat())]
+            pairs += [(os.fstat(fd), path.stat()) for fd, path in zip(self.descriptors, paths, strict=True)]
+        except FileNotFoundError:
+            pairs = []
+        if not pairs or not all(os.path.samestat(*pair) for pair in pairs):
+            raise OSError(errno.ENOENT, f"somebody removed {self.folder} in the meantime")
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
         descriptor = self.descriptors[file]
@@ -2637,28 +2671,26 @@ class Output:
                 os.mkdir(self.made / parent)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
         try:
-            if isinstance(content, Path):
-                with open(content, "rb") as original:
-                    while piece := original.read(1 << 20):
-                        write_all(descriptor, piece)
-            else:
-                write_all(descriptor, content)
+            for piece in pieces_of(content):
+                write_all(descriptor, piece)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
-    def commit(self) -> None:
+    def commit(self, force: bool) -> None:
         """Make the bytes durable, then the name."""
         self._stop_flusher()
         if self._flush_error is not None:
             raise self._flush_error
         for descriptor in self.descriptors:
             os.fsync(descriptor)
+        self._check_still_ours()
         while self.descriptors:
             os.close(self.descriptors.pop())
         if self.destination.directory:
             for place, _, _ in os.walk(self.made, topdown=False):
                 sync_directory(Path(place))
+        check_replaceable(self.destination, force)  # somebody may have put something there meanwhile
         # From here on what lies in the folder may be the old model, which nobody must continue.
         self.journal.path.unlink()
         sync_directory(self.folder)
@@ -2677,7 +2709,7 @@ class Output:
                 os.close(self.descriptors.pop())
         try:
             self._restore_replaced()
-        except OSError:
+        except (OSError, DareError):
             keep = True  # the old model is still in the folder
         self.lock.release(keep)
 
@@ -2685,6 +2717,19 @@ class Output:
         self._stopped.set()
         if self._flusher.is_alive():
             self._flusher.join()
+
+
+def pieces_of(content: bytes | Path) -> Iterator[bytes]:
+    """What is to be written: it as it is, or what a file holds, a piece at a time."""
+    if isinstance(content, bytes):
+        yield content
+        return
+    try:
+        with open(content, "rb") as file:
+            while piece := file.read(1 << 20):
+                yield piece
+    except OSError as error:
+        raise InputChanged(f"cannot read {str(content)!r} any more: {error.strerror}", "merge again") from None
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -3774,6 +3819,7 @@ class Comparison:
         self.descriptors: list[int] = []
         self._buffers = threading.local()
         try:
+            allow_open_files(len(plan.files))
             for file in plan.files:
                 self._open(file)
         except BaseException:
@@ -3785,8 +3831,10 @@ class Comparison:
         try:
             self.descriptors.append(os.open(path, os.O_RDONLY | BINARY))
             size = os.fstat(self.descriptors[-1]).st_size
+        except FileNotFoundError:
+            raise self._differs(f"{file.name!r} is not there") from None
         except OSError as error:
-            raise self._differs(f"{file.name!r} cannot be read: {error.strerror}") from None
+            raise DareError(f"cannot read {str(path)!r}: {error.strerror}", "nothing is known of it") from None
         if size != file.size:
             raise self._differs(f"{file.name!r} is {size:,} bytes long, not {file.size:,}")
         found = bytearray(len(file.header))
@@ -3794,15 +3842,20 @@ class Comparison:
         if found != file.header:
             raise self._differs(f"the header of {file.name!r} differs")
 
-    def check_side_files(self, unchecked: Collection[str]) -> None:
+    def check_side_files(self, moved: bool) -> None:
+        """Where inputs have moved, the card and the recipe, which name them, are held to what the recipe notes."""
+        folder = self.plan.output.path
         # The recipe has the digests of the others, so it comes last.
         for name, content in sorted(self.plan.side.items(), key=lambda item: item[0] == RECIPE_FILE):
-            expected = content.read_bytes() if isinstance(content, Path) else content
             try:
-                found = (self.plan.output.path / name).read_bytes()
+                found = (folder / name).read_bytes()
             except OSError as error:
                 raise self._differs(f"{name!r} cannot be read: {error.strerror}") from None
-            if name not in unchecked and found != expected:
+            if moved and name in (CARD_FILE, RECIPE_FILE):  # the recipe itself has a seal, which is unbroken
+                same = name == RECIPE_FILE or made_here(folder).get(name) == digest_of(found)
+            else:
+                same = found == (content.read_bytes() if isinstance(content, Path) else content)
+            if not same:
                 raise self._differs(f"{name!r} differs")
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
@@ -3927,7 +3980,7 @@ class DareMerger:
             worker = waited_for(lambda: Worker(plan, base, models), let_interrupts_through)
             comparison = Comparison(plan, str(output_file))
             try:
-                comparison.check_side_files({CARD_FILE, RECIPE_FILE} if moved else set())
+                comparison.check_side_files(moved)
                 with progress(plan.bytes_to_read, self.config.verbose) as advance:
                     spaces = [Workspace(plan) for _ in range(plan.threads)]
                     for jobs in plan.rounds():
@@ -3960,7 +4013,9 @@ class DareMerger:
         inputs += [(tokenizer.name, tokenizer.path)] if tokenizer else []
         check_output(destination, inputs, force)
         plan = self._plan(base, models, destination, tokenizer)
-        free = shutil.disk_usage(plan.output.path.parent).free
+        begun = [destination.partial / name for name in files_in(destination.partial)]
+        held = sum(getattr(path.lstat(), "st_blocks", 0) * 512 for path in begun)  # which is used again, or removed
+        free = shutil.disk_usage(plan.output.path.parent).free + held
         if plan.size > free:
             raise DareError(
                 f"the output needs {human(plan.size)} and {str(plan.output.path.parent)!r} has {human(free)} free",
@@ -4134,8 +4189,7 @@ class DareMerger:
                 for name, digest in plan.digests.items():
                     if digest_of(output.made / name) != digest:
                         raise DareError(f"{name!r} changed while it was merged", "leave inputs alone; merge again")
-                check_replaceable(plan.output, force)  # somebody may have put something there meanwhile
-                output.commit()
+                output.commit(force)
             except BaseException as error:
                 keep = resume and not isinstance(error, InputChanged)
                 raise
@@ -4670,12 +4724,23 @@ def _directory_recipe(path: Path) -> Settings:
     return load_settings(path / RECIPE_FILE)
 
 
+def tell(result: object) -> None:
+    """Print what came out. That nobody can read it does not undo it."""
+    try:
+        print(result, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        LOG.warning(f"cannot print what was done: {error.strerror}")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that the interpreter's last flush finds a home)
+
+
 def run(arguments: Sequence[str] | None) -> None:
     flags = parse_flags(arguments)
     if "verify" in flags:
         report = verify(flags)
         if flags.get("verbose", True):
-            print(report)
+            tell(report)
         return
     settings = layered(flags)
     config = DareConfig(**settings.dare, rules=settings.rules)
@@ -4694,11 +4759,11 @@ def run(arguments: Sequence[str] | None) -> None:
         plan = merger.plan(settings.output, force=force)
         for warning in plan.warnings:
             LOG.warning(warning)
-        print(plan)
+        tell(plan)
         return
     merged = merger.merge(settings.output, force=force, resume="resume" in flags)
     if config.verbose:
-        print(merged)
+        tell(merged)
 
 
 class Messages(logging.StreamHandler[IO[str]]):

@@ -6236,6 +6236,56 @@ def test_resume_without_an_unfinished_merge_begins_one(tmp_path: Path, capsys: p
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_merge_whose_folder_was_taken_by_another_publishes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Somebody removes the folder by hand, and another merge begins in one of the same name."""
+    scene = Scene.of(tmp_path, kind)
+    work = DareMerger._work
+
+    def then_taken(self: Any, plan: Any, *arguments: Any) -> None:
+        work(self, plan, *arguments)
+        shutil.rmtree(scene.partial)
+        again = dare.Output(plan.output, plan.files, {}, False)
+        again.discard(keep=True)
+
+    monkeypatch.setattr(DareMerger, "_work", then_taken)
+    before = contents(scene.output) if scene.output.exists() else None
+    assert scene.run() == 1
+    error = capsys.readouterr().err
+    assert "somebody removed" in error or "No such file" in error
+    assert (contents(scene.output) if scene.output.exists() else None) == before
+
+
+def test_room_that_an_unfinished_merge_takes_is_room_for_the_next(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out.safetensors"
+    plan = DareMerger(models[0], models[1:], quiet()).plan(output)
+    begun = dare.Output(plan.output, plan.files, {}, False)
+    begun.discard(keep=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))  # type: ignore[attr-defined]
+    DareMerger(models[0], models[1:], quiet()).plan(output)
+    with pytest.raises(DareError, match="has 0 B free"):
+        DareMerger(models[0], models[1:], quiet()).plan(tmp_path / "other.safetensors")
+
+
+def test_a_report_that_cannot_be_printed_does_not_undo_the_merge(models: list[Path], tmp_path: Path) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+    output = tmp_path / "out.safetensors"
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} {HERE / 'dare.py'} -b {models[0]} -m {models[1]} -o {output} > /dev/full"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0
+    assert "cannot print what was done" in done.stderr
+    assert output.exists()
+
+
 @POSIX
 @pytest.mark.parametrize("flags", [(), pytest.param(("--resume", "--force"), marks=pytest.mark.slow)], ids=str)
 def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(tmp_path: Path, flags: tuple[str, ...]) -> None:
@@ -6687,7 +6737,7 @@ def test_scripts_verify_too(tmp_path: Path) -> None:
     assert (report.tensors, report.bytes_compared) == (4, len(scene.new[""]))
     with pytest.raises(DareError, match=r"the header of 'out.safetensors' differs|bytes long"):
         DareMerger(scene.inputs / "base", [scene.inputs / "math"], quiet()).verify(scene.output)
-    with pytest.raises(DareError, match="cannot be read"):
+    with pytest.raises(DareError, match="is not there"):
         merger.verify(tmp_path / "nowhere.safetensors")
     data = bytearray(scene.new[""])
     data[-1] ^= 1

@@ -274,6 +274,7 @@ def test_each_model_draws_with_its_own_seed(tmp_path: Path) -> None:
     assert not np.array_equal(masks[0], masks[1])
 
 
+@pytest.mark.slow
 def test_the_mean_over_seeds_is_the_plain_average_with_the_right_variance(tmp_path: Path) -> None:
     """Every seed gives an unbiased estimate with variance p / (1 - p) * delta^2 per model."""
     rng = np.random.default_rng(3)
@@ -433,6 +434,7 @@ OTHER_MIXTURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base_type", "types"), [*MIXTURES, *(pytest.param(*m, marks=pytest.mark.slow) for m in OTHER_MIXTURES)]
 )
@@ -446,6 +448,7 @@ def test_base_and_models_may_be_of_different_types(
     assert same_bits(merged, reference_merge(base, models, "w", 0.3, 42))
 
 
+@pytest.mark.slow
 def test_the_one_rounding_is_to_nearest_even_even_from_float64(tmp_path: Path) -> None:
     """Halfway cases and their neighbours, which a detour over float32 would round twice."""
     steps = np.array(
@@ -3850,6 +3853,7 @@ def test_a_bare_file_as_base_gives_a_directory_without_configuration_and_says_so
     assert set(report.side_files) == {"README.md", "dare_recipe.toml"}
 
 
+@pytest.mark.slow
 def test_a_directory_of_20000_tensors_plans_in_seconds_and_merges(tmp_path: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {f"model.layers.{k // 10}.part{k % 10}.weight": (4, 8) for k in range(20000)}
     base = random_model(0, BF16, shapes)

@@ -26,6 +26,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
+import codecs
 import ctypes
 import dataclasses
 import decimal
@@ -39,7 +40,6 @@ import json
 import logging
 import math
 import re
-import secrets
 import shutil
 import stat
 import struct
@@ -525,6 +525,7 @@ class Settings:
     version: str = ""  # of the tool that made the recipe
 
 
+MAX_TOML: Final = 1 << 20  # bytes; so that a hostile one takes little memory
 # The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
@@ -537,7 +538,8 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
 def load_settings(path: Path) -> Settings:
     """Read a TOML configuration, or a recipe taken out of a merged file. Paths in it are relative to it."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            text = file.read(MAX_TOML + 1).decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {str(path)!r}", "check the path after --config") from None
     except OSError as error:
@@ -552,6 +554,8 @@ def load_settings(path: Path) -> Settings:
 
 def parse_settings(text: str, path: str, folder: Path) -> Settings:
     """A configuration from its text. path: what to call it; folder: what paths in it are relative to."""
+    if len(text) > MAX_TOML:
+        raise ConfigError(f"{path} is longer than {MAX_TOML:,} characters", "see merge_config.toml for an example")
     tables = _parse_toml(text, path)
     dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
     for key, value in dare.items():
@@ -1186,7 +1190,7 @@ def cached_object(spec: KernelSpec, machine: Any) -> bytes:
     code = compile_object(spec, machine)
     if path is not None:
         with suppress(OSError):
-            partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+            partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
             partial.write_bytes(hashlib.sha256(code).digest() + code)
             partial.replace(path)
     return code
@@ -1235,6 +1239,13 @@ STORED_BITS: Final = {
 }  # fmt: skip
 # The safetensors library refuses larger headers; nothing honest comes near.
 MAX_HEADER: Final = 100_000_000
+# So that memory stays small whatever a file claims. The largest models there are have half as many tensors.
+MAX_TENSORS: Final = 250_000
+MAX_NAME: Final = 65_536  # characters
+MAX_METADATA: Final = 1 << 23  # characters in all
+MAX_JSON: Final = 1 << 24  # bytes of a configuration
+MAX_JSON_VALUES: Final = 500_000
+JSON_PIECE: Final = 1 << 20
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -1340,15 +1351,13 @@ class TensorFile:
         except OSError as error:
             raise DareError(f"cannot read {name!r}: {error.strerror}", "check its permissions") from None
         try:
-            header = self._header()
-            self.header_sha256 = hashlib.sha256(header).hexdigest()
-            self.tensors, self.metadata = self._parse(header)
+            self.tensors, self.metadata, self.header_sha256 = self._parse(self._header_length())
         except BaseException:
             self.close()
             raise
 
-    def _header(self) -> bytes:
-        """The header as it is stored, with the eight bytes that say how long it is."""
+    def _header_length(self) -> int:
+        """What the first eight bytes of the file say."""
         size = self.status.st_size
         start = bytearray(min(8, size))
         self.read_into(memoryview(start), 0)
@@ -1359,31 +1368,41 @@ class TensorFile:
             raise self._not_safetensors(f"its header would be {length:,} bytes long")
         if 8 + length > size:
             raise self._not_safetensors(f"its header should be {length:,} bytes long and it has {size - 8:,}")
-        header = bytearray(8 + length)
-        self.read_into(memoryview(header), 0)
-        return bytes(header)
+        return length
 
-    def _parse(self, header: bytes) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-        """The tensors, in the order in which they are stored, and the metadata; every rule of the format is checked.
+    def _parse(self, length: int) -> tuple[dict[str, TensorInfo], dict[str, str], str]:
+        """The tensors, in the order in which they are stored, the metadata, and the digest of the header.
 
-        The safetensors library would map the whole file into memory for this, and lets names be given twice.
+        Every rule of the format is checked. The safetensors library would map the whole file into memory for this, and
+        lets names be given twice.
         """
+        digest = hashlib.sha256(length.to_bytes(8, "little"))
         try:
-            found, metadata = parse_header(header[8:].decode())
+            found, metadata = parse_header(JsonReader(self._header_text(length, digest)))
         except (ValueError, RecursionError) as error:
             reason = "its header is nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise self._not_safetensors(reason) from None
         tensors, place = {}, 0
-        for name, (dtype, shape, begin, end) in sorted(found.items(), key=lambda item: item[1][2:]):
-            info = TensorInfo(dtype, shape, len(header) + begin)
+        for name in sorted(found, key=lambda name: found[name][2:]):
+            dtype, shape, begin, end = found.pop(name)
+            info = TensorInfo(dtype, shape, 8 + length + begin)
             if begin != place or end - begin != info.nbytes:
                 wrong = "leaves a hole or overlaps" if begin != place else f"is not {info.nbytes:,} bytes long"
                 raise self._not_safetensors(f"tensor {name!r} at [{begin}, {end}] {wrong}")
             tensors[name], place = info, end
-        if len(header) + place != self.status.st_size:
-            there = self.status.st_size - len(header)
+        there = self.status.st_size - 8 - length
+        if place != there:
             raise self._not_safetensors(f"its tensors take {place:,} bytes, and {there:,} are there")
-        return tensors, metadata
+        return tensors, metadata, digest.hexdigest()
+
+    def _header_text(self, length: int, digest: hashlib._Hash) -> Iterator[str]:
+        """The header, piece by piece; the digest sees it too."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for start in range(0, length, JSON_PIECE):
+            piece = bytearray(min(JSON_PIECE, length - start))
+            self.read_into(memoryview(piece), 8 + start)
+            digest.update(piece)
+            yield decoder.decode(bytes(piece), start + len(piece) == length)
 
     def _not_safetensors(self, reason: str) -> DareError:
         """What a file that is not safetensors is instead, and what to do about it."""
@@ -1433,57 +1452,175 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-# An entry of a header has no braces within, and is short. What does not look like that is not even parsed: Python
-# needs twenty times the memory of the text, and a header may be large.
-HEADER_ENTRY: Final = re.compile(r"\{[^{}]{0,5000}\}")
+class JsonReader:
+    """A JSON text that is read piece by piece, so that memory does not grow with it, whatever it holds.
+
+    What is not JSON, or is larger than it may be, is a ValueError.
+    """
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self._pieces, self._ended = pieces, False
+        self._text, self._place = "", 0  # what was read last, and how much of it was taken
+        self._before = 0  # characters before that
+
+    @property
+    def position(self) -> int:
+        return self._before + self._place
+
+    def _look(self, ahead: int) -> None:
+        """Have so many characters ahead, as far as there are any."""
+        if len(self._text) - self._place >= ahead or self._ended:
+            return
+        self._before += self._place
+        parts = [self._text[self._place :]]
+        there = len(parts[0])
+        while there < ahead and not self._ended:
+            part = next(self._pieces, None)
+            self._ended = part is None
+            parts.append(part or "")
+            there += len(parts[-1])
+        self._text, self._place = "".join(parts), 0
+
+    def peek(self) -> str:
+        """The next character that is not white space; nothing at the end."""
+        while True:
+            found = self._text[self._place : self._place + 1]
+            if found > " ":
+                return found
+            self._place = cast(re.Match[str], WHITE_SPACE.match(self._text, self._place)).end()
+            if self._place < len(self._text) or self._ended:
+                return self._text[self._place : self._place + 1]
+            self._look(1)
+
+    def take(self, wanted: str) -> str:
+        """The next character, which must be one of these."""
+        found = self.peek()
+        if found not in tuple(wanted):
+            raise ValueError(f"it is not JSON: at {self.position:,} there should be one of {' '.join(wanted)}")
+        self._place += 1
+        return found
+
+    def members(self) -> Iterator[str]:
+        """The keys of a table; the value of each is to be taken before the next is asked for."""
+        comma = self.take("{")
+        while comma != "}":
+            if comma == "{" and self.peek() == "}":
+                self.take("}")
+                return
+            name = self.string(MAX_NAME)
+            self.take(":")
+            yield name
+            comma = self.take(",}")
+
+    def elements(self) -> Iterator[None]:
+        """As often as a list has elements; each is to be taken before the next is asked for."""
+        comma = self.take("[")
+        while comma != "]":
+            if comma == "[" and self.peek() == "]":
+                self.take("]")
+                return
+            yield
+            comma = self.take(",]")
+
+    def string(self, limit: int) -> str:
+        if self.peek() != '"':
+            raise ValueError(f"it is not JSON: at {self.position:,} there should be a string")
+        text: str = self.value(limit)
+        text.encode()  # half a surrogate pair is no text
+        return text
+
+    def value(self, limit: int) -> Any:
+        """The next value, if it takes no more characters than that."""
+        self.peek()
+        ahead = min(limit, 1000)
+        while True:
+            self._look(ahead + 1)
+            # What reaches to the end of what was read may go on behind it.
+            whole = self._ended or len(self._text) - self._place > limit
+            try:
+                value, end = JSON_DECODER.raw_decode(self._text, self._place)
+                if end < len(self._text) or self._ended:
+                    break
+            except json.JSONDecodeError:
+                if self._ended:
+                    raise
+            if whole:
+                end = self._place + limit + 1
+                break
+            ahead = min(limit, max(2 * ahead, len(self._text) - self._place))
+        if end - self._place > limit:
+            raise ValueError(f"what is at {self.position:,} is longer than {limit:,} characters")
+        self._place = end
+        return value
+
+    def skip(self) -> None:
+        """Leave out the next value, of any size."""
+        opened = self.peek()
+        for _ in self.members() if opened == "{" else self.elements() if opened == "[" else ():
+            self.skip()
+        if opened not in ("{", "["):
+            self.value(MAX_METADATA)
+
+    def match(self, pattern: re.Pattern[str], limit: int) -> str | None:
+        """Take what matches, which is to be no longer than that."""
+        self.peek()
+        self._look(limit)
+        if matched := pattern.match(self._text, self._place):
+            self._place = matched.end()
+        return matched and matched[0]
+
+    def end(self) -> None:
+        if self.peek():
+            raise ValueError(f"there is something behind its end, at {self.position:,}")
+
+
+# An entry of a header has no braces within, and is short. What does not look like that is not even parsed.
+ENTRY_LENGTH: Final = 5000
+HEADER_ENTRY: Final = re.compile(rf"\{{[^{{}}]{{0,{ENTRY_LENGTH}}}\}}")
 WHITE_SPACE: Final = re.compile(r"[ \t\r\n]*")
 HeaderEntry = tuple[str, tuple[int, ...], int, int]  # type, shape, and where it begins and ends
 
 
-def parse_header(text: str) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+def parse_header(header: JsonReader) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """The entries of a header, in its order, and the metadata; anything against the format is a ValueError."""
-    if not text.startswith("{"):
+    if header.peek() != "{" or header.position:
         raise ValueError("its header does not start with {")
-    decoder = json.JSONDecoder(object_pairs_hook=distinct, parse_int=_whole, parse_constant=_whole)
     entries: dict[str, HeaderEntry] = {}
-    metadata: list[Any] = []
-    place, comma = 1, "{"
-    while comma != "}":
-        quote = _skip(text, place, '"}' if comma == "{" else '"')
-        if text[quote] == "}":
-            place = quote + 1
-            break
-        name, place = decoder.raw_decode(text, quote)
-        place = _skip(text, _skip(text, place, ":") + 1, None)
-        if name in entries or (name == "__metadata__" and metadata):
+    metadata: dict[str, str] | None = None
+    for name in header.members():
+        if name in entries or (name == "__metadata__" and metadata is not None):
             raise ValueError(f"{name!r} is in it twice")
         if name == "__metadata__":
-            value, place = decoder.raw_decode(text, place)
-            metadata.append(value)
-        else:
-            matched = HEADER_ENTRY.match(text, place)
-            try:
-                entries[name] = _header_entry(decoder.decode(matched[0]) if matched else None)
-            except ValueError as error:
-                raise ValueError(f"the entry of tensor {name!r} is wrong: {error}") from None
-            place = matched.end() if matched else place
-        place = _skip(text, place, ",}")
-        comma, place = text[place], place + 1
-    if text[place:].strip(" \t\r\n"):
-        raise ValueError("there is something behind the end of its header")
-    told = {} if metadata in ([], [None]) else metadata[0]
-    if not isinstance(told, dict) or not all(isinstance(value, str) for value in told.values()):
+            metadata = _header_metadata(header)
+            continue
+        found = header.match(HEADER_ENTRY, ENTRY_LENGTH + 2)
+        try:
+            entries[name] = _header_entry(ENTRY_DECODER.decode(found) if found else None)
+        except ValueError as error:
+            raise ValueError(f"the entry of tensor {name!r} is wrong: {error}") from None
+        if len(entries) > MAX_TENSORS:
+            raise ValueError(f"it has more than {MAX_TENSORS:,} tensors")
+    header.end()
+    return entries, metadata or {}
+
+
+def _header_metadata(header: JsonReader) -> dict[str, str]:
+    if header.peek() == "n" and header.value(4) is None:
+        return {}
+    if header.peek() != "{":
         raise ValueError("its metadata is not a table of strings")
-    "".join([*told, *told.values(), *entries]).encode()  # half a surrogate pair is no text
-    return entries, told
-
-
-def _skip(text: str, place: int, wanted: str | None) -> int:
-    """Where white space ends, which must be at one of the wanted characters."""
-    place = cast(re.Match[str], WHITE_SPACE.match(text, place)).end()
-    if wanted is not None and text[place : place + 1] not in tuple(wanted):
-        raise ValueError(f"its header is not JSON: at {place:,} there should be one of {' '.join(wanted)}")
-    return place
+    told: dict[str, str] = {}
+    room = MAX_METADATA
+    for name in header.members():
+        if header.peek() != '"':
+            raise ValueError("its metadata is not a table of strings")
+        if name in told:
+            raise ValueError(f"{name!r} is in it twice")
+        told[name] = header.string(room)
+        room -= len(name) + len(told[name])
+        if room < 0 or len(told) > MAX_TENSORS:
+            raise ValueError("its metadata is larger than any that it should have")
+    return told
 
 
 def _whole(text: str) -> int:
@@ -1493,10 +1630,11 @@ def _whole(text: str) -> int:
 
 
 def _header_entry(entry: Any) -> HeaderEntry:
-    fields = entry if isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"} else {}
-    dtype, shape, ends = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    numbers = [*shape, *ends] if isinstance(shape, list) and isinstance(ends, list) else [None]
-    if not isinstance(dtype, str) or not all(_is_count(number, 0) for number in numbers) or len(ends or ()) != 2:
+    fields = entry if isinstance(entry, dict) and len(entry) == 3 else {}
+    dtype, shape, ends = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    numbers: list[Any] = [*shape, *ends] if isinstance(shape, list) and isinstance(ends, list) else [None]
+    sound = set(map(type, numbers)) == {int} and max(numbers) < 1 << 63  # and none is negative, see _whole
+    if not isinstance(dtype, str) or not sound or len(ends or ()) != 2:
         raise ValueError("it is not a type, a shape and two offsets")
     if dtype not in STORED_BITS:
         raise ValueError(f"{dtype!r} is an unknown type")
@@ -1520,9 +1658,16 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def parse_json(text: str) -> dict[str, Any]:
-    """A JSON object in which no key is given twice; anything else is a ValueError."""
-    found = json.loads(text, object_pairs_hook=distinct)
+JSON_DECODER: Final = json.JSONDecoder(object_pairs_hook=distinct)
+ENTRY_DECODER: Final = json.JSONDecoder(object_pairs_hook=distinct, parse_int=_whole, parse_constant=_whole)
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """A JSON object in which no key is given twice; anything else, or too much of it, is a ValueError."""
+    values = sum(map(data.count, (b",", b"{", b"[")))  # at most: some may be in strings
+    if len(data) > MAX_JSON or values > MAX_JSON_VALUES:
+        raise ValueError("it is larger than any configuration")
+    found = JSON_DECODER.decode(data.decode())
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")
     return found
@@ -1530,11 +1675,48 @@ def parse_json(text: str) -> dict[str, Any]:
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
     """A JSON file beside a model's weights. name is what to call it."""
+    with refused_json(name):
+        regular_file(path, name)
+        with path.open("rb") as file:
+            return parse_json(file.read(MAX_JSON + 1))
+
+
+def read_weight_map(path: Path, name: str) -> dict[str, Any]:
+    """Which tensor is in which file, by the index of a model; nothing where it does not say."""
+    found: dict[str, Any] = {}
+    seen: set[str] = set()
+    same: dict[str, str] = {}  # so that each file's name is in memory once
+    with refused_json(name):
+        regular_file(path, name)
+        with path.open(encoding="utf-8", newline="") as file:
+            index = JsonReader(iter(lambda: file.read(JSON_PIECE), ""))
+            if index.peek() != "{":
+                raise ValueError("it is not a JSON object")
+            for key in index.members():
+                if key in seen:
+                    raise ValueError(f"{key!r} is in it twice")
+                seen.add(key)
+                if len(seen) > 1000:
+                    raise ValueError("it has more keys than any index")
+                if key != "weight_map" or index.peek() != "{":
+                    index.value(JSON_PIECE)
+                    continue
+                for tensor in index.members():
+                    if tensor in found:
+                        raise ValueError(f"{tensor!r} is in it twice")
+                    place = index.value(MAX_NAME)
+                    found[tensor] = same.setdefault(place, place) if isinstance(place, str) else place
+                    if len(found) > MAX_TENSORS:
+                        raise ValueError(f"it has more than {MAX_TENSORS:,} tensors")
+            index.end()
+    return found
+
+
+@contextmanager
+def refused_json(name: str) -> Iterator[None]:
+    """Say what is wrong with a JSON file, and what to do about it."""
     try:
-        status = regular_file(path, name)
-        if status.st_size > MAX_HEADER:
-            raise ValueError(f"it is {human(status.st_size)} long")
-        return parse_json(path.read_text(encoding="utf-8"))
+        yield
     except OSError as error:
         raise DareError(f"cannot read {name!r}: {error.strerror}", "check its permissions") from None
     except (ValueError, RecursionError) as error:
@@ -1648,18 +1830,19 @@ def _no_weights(source: Source, names: list[str]) -> DareError:
 
 def _index_layout(source: Source, path: Path) -> Layout:
     shown = part_name(source, path)
-    index = read_json(path, shown)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    weight_map = read_weight_map(path, shown)
+    if not weight_map:
         raise DareError(f"{shown!r} is JSON without a weight_map", "give a model directory or its index file")
+    plain: dict[str, str] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not is_inside(file):
+        if not isinstance(file, str) or not (file in plain or is_inside(file)):
             raise DareError(
                 f"{shown!r} says that tensor {tensor!r} is in {file!r}, which is no file beside it",
                 "such an index may lead anywhere, so it is not followed; get the model from somewhere you trust",
             )
-    plain = {tensor: PurePosixPath(file).as_posix() for tensor, file in weight_map.items()}
-    return Layout(tuple(path.parent / name for name in sorted(set(plain.values()))), path.parent, plain)
+        plain[file] = plain.get(file) or PurePosixPath(file).as_posix()
+    places = {tensor: plain[file] for tensor, file in weight_map.items()}
+    return Layout(tuple(path.parent / name for name in sorted(set(plain.values()))), path.parent, places)
 
 
 def is_inside(name: str) -> bool:
@@ -1682,6 +1865,8 @@ class Checkpoint:
             allow_open_files(len(layout.files))
             for path in layout.files:
                 self.files.append(self._open(path))
+                if sum(len(file.tensors) for file in self.files) > MAX_TENSORS:
+                    raise DareError(f"{self.name!r} has more than {MAX_TENSORS:,} tensors", "no model has so many")
             self.tensors = self._gathered(layout)
         except BaseException:
             self.close()
@@ -1895,9 +2080,10 @@ EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weigh
 
 
 def file_sha256(path: Path) -> str | None:
-    """Of a small file; None if it is not there."""
+    """Of what a file holds; None if it cannot be read."""
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
 
@@ -2240,7 +2426,8 @@ def made_by_dare(path: Path) -> bool:
 def made_here(folder: Path) -> dict[str, str]:
     """The files of a directory that this tool wrote, with their digests, by what its recipe says."""
     try:
-        files = tomllib.loads((folder / RECIPE_FILE).read_text(encoding="utf-8"))["recipe"]["files"]
+        with (folder / RECIPE_FILE).open("rb") as file:
+            files = tomllib.loads(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
@@ -2248,14 +2435,16 @@ def made_here(folder: Path) -> dict[str, str]:
 
 def digest_of(content: Path | bytes) -> str:
     """What to know a file by: the digest of its content or, of tensors, of their header."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    if content.suffix != ".safetensors":
+        return file_sha256(content) or ""
     try:
-        if isinstance(content, Path) and content.suffix == ".safetensors":
-            file = TensorFile(content, content.name)
-            file.close()
-            return file.header_sha256
-        return hashlib.sha256(content.read_bytes() if isinstance(content, Path) else content).hexdigest()
+        file = TensorFile(content, content.name)
     except (DareError, OSError):
         return ""
+    file.close()
+    return file.header_sha256
 
 
 def files_in(folder: Path) -> list[str]:
@@ -3738,12 +3927,33 @@ def _odd_tokenizer(files: dict[str, Path], rows: int) -> Iterator[str]:
     if rows == 0 or "tokenizer.json" not in files:
         return
     with suppress(DareError, AttributeError, KeyError, TypeError, ValueError):
-        table = read_json(files["tokenizer.json"], "tokenizer.json")
-        vocabulary = table["model"]["vocab"] if "vocab" in table.get("model", {}) else {}
-        numbers = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-        highest = max([*numbers, *(token["id"] for token in table.get("added_tokens", []))], default=-1)
+        highest = highest_token(files["tokenizer.json"])
         if highest >= rows:
             yield f"the tokenizer knows tokens up to {highest:,}, and the merged model has rows for {rows:,} tokens"
+
+
+def highest_token(path: Path) -> int:
+    """The largest number of a token in a tokenizer.json, which may have 50 MB and is read piece by piece."""
+    numbers: dict[str, int] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        tokenizer = JsonReader(iter(lambda: file.read(JSON_PIECE), ""))
+        for key in tokenizer.members():
+            if key == "added_tokens":
+                numbers[key] = max((tokenizer.value(MAX_NAME)["id"] for _ in tokenizer.elements()), default=-1)
+            elif key == "model":
+                for part in tokenizer.members():
+                    if part != "vocab":
+                        tokenizer.skip()
+                    elif tokenizer.peek() == "{":
+                        numbers[part] = max((tokenizer.value(MAX_NAME) for _ in tokenizer.members()), default=-1)
+                    else:
+                        for numbers[part], _ in enumerate(tokenizer.elements()):  # the number is the place
+                            tokenizer.skip()
+                    if len(numbers) == 2:  # as a rule before the merges, which are most of it
+                        return max(numbers.values())
+            else:
+                tokenizer.skip()
+    return max(numbers.values(), default=-1)
 
 
 COMBINED: Final = {
@@ -3847,14 +4057,13 @@ class Comparison:
         folder = self.plan.output.path
         # The recipe has the digests of the others, so it comes last.
         for name, content in sorted(self.plan.side.items(), key=lambda item: item[0] == RECIPE_FILE):
-            try:
-                found = (folder / name).read_bytes()
-            except OSError as error:
-                raise self._differs(f"{name!r} cannot be read: {error.strerror}") from None
+            found = file_sha256(folder / name)
+            if found is None:
+                raise self._differs(f"{name!r} cannot be read")
             if moved and name in (CARD_FILE, RECIPE_FILE):  # the recipe itself has a seal, which is unbroken
-                same = name == RECIPE_FILE or made_here(folder).get(name) == digest_of(found)
+                same = name == RECIPE_FILE or made_here(folder).get(name) == found
             else:
-                same = found == (content.read_bytes() if isinstance(content, Path) else content)
+                same = found == digest_of(content)
             if not same:
                 raise self._differs(f"{name!r} differs")
 
@@ -4715,7 +4924,8 @@ def _directory_recipe(path: Path) -> Settings:
     if not os.path.exists(path / RECIPE_FILE):
         raise DareError(f"{str(path)!r} has no {RECIPE_FILE}", "only what this tool has merged can be verified")
     try:
-        content = (path / RECIPE_FILE).read_bytes()
+        with (path / RECIPE_FILE).open("rb") as file:
+            content = file.read(MAX_TOML + 1)
     except OSError as error:
         raise DareError(f"cannot read {str(path / RECIPE_FILE)!r}: {error.strerror}", "merge again") from None
     text, seal, digest = content.rpartition(RECIPE_SEAL.encode())

@@ -3013,6 +3013,11 @@ class TensorPlan:
         common = types.pop() if len(types) == 1 else "F64" if wide else "F32"
         return KernelSpec("ties" if self.method == "ties" else "linear", self.base.dtype, common, self.output.dtype)
 
+    @property
+    def bytes_read(self) -> int:
+        """What must be read of it, once."""
+        return self.base.nbytes + sum(info.stored_bytes for _, info in self.finetuned)
+
     def survey_spec(self, stage: Stage) -> KernelSpec:
         return dataclasses.replace(self.spec, kind=stage.kind, output=self.spec.real)
 
@@ -3038,25 +3043,74 @@ class Job:
 
     @property
     def bytes_read(self) -> int:
-        inputs = (self.tensor.base, *(info for _, info in self.tensor.finetuned))
         whole = self.tensor.base.count if self.tensor.merged else self.tensor.base.nbytes
-        return sum(info.stored_bytes for info in inputs) * (self.stop - self.start) // whole
+        return self.tensor.bytes_read * (self.stop - self.start) // whole
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that a merge will do, known before a byte is written."""
+class Task:
+    """What is to be read and computed, in what pieces: what a merge and an analysis have in common."""
 
-    output: Destination
     base: str
     models: tuple[str, ...]
     config: DareConfig
     tensors: tuple[TensorPlan, ...]
+    threads: int
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of the widest element that a buffer has to hold."""
+        specs = {tensor.spec for tensor in self.tensors if tensor.merged}
+        return max([FORMATS[name].bits // 8 for s in specs for name in (s.base, s.finetuned, s.output)], default=1)
+
+    @cached_property
+    def chunk(self) -> int:
+        """Elements at a time: what fits the buffers' budget, as a power of two. The output does not depend on it."""
+        buffers = self.threads * (len(self.models) + 2)
+        fitting = BUFFER_BYTES // (buffers * self.itemsize)
+        return max(MIN_CHUNK, min(MAX_CHUNK, 1 << max(fitting.bit_length() - 1, 0)))
+
+    @property
+    def bytes_to_read(self) -> int:
+        return sum((1 + len(t.stages)) * t.bytes_read for t in self.tensors)
+
+    @cached_property
+    def computed(self) -> tuple[TensorPlan, ...]:
+        """The tensors that kernels work on."""
+        return tuple(tensor for tensor in self.tensors if tensor.merged and tensor.base.count)
+
+    def specs(self) -> set[KernelSpec]:
+        """The kernels that it takes."""
+        specs = {spec for t in self.computed for spec in (t.spec, *(t.survey_spec(stage) for stage in t.stages))}
+        return specs | {expand_spec(info) for t in self.computed for _, info in t.finetuned if info.low_rank}
+
+    def surveys(self) -> dict[str, Survey]:
+        return {t.name: Survey(t, self.config.position) for t in self.computed if t.stages}
+
+    def _starts(self, tensor: TensorPlan) -> range:
+        return range(0, tensor.base.count if tensor.merged else tensor.base.nbytes, JOB_ELEMENTS)
+
+    def _jobs(
+        self, tensors: Sequence[TensorPlan], done: Collection[tuple[str, int]], stage: int | None = None
+    ) -> Iterator[Job]:
+        number = 0
+        for tensor in tensors:
+            for start in self._starts(tensor):
+                if (tensor.name, start) not in done:
+                    stop = min(start + JOB_ELEMENTS, self._starts(tensor).stop)
+                    yield Job(number, tensor, start, stop, None if stage is None else tensor.stages[stage])
+                    number += 1
+
+
+@dataclass(frozen=True)
+class Plan(Task):
+    """Everything that a merge will do, known before a byte is written."""
+
+    output: Destination
     recipe: str
     files: tuple[PlannedFile, ...]
     side: Mapping[str, bytes | Path]  # the other files of a model directory: their content, or what to copy
     digests: Mapping[str, str]  # of the files that are copied
-    threads: int
     missing: tuple[tuple[str, ...], ...]  # per model: tensors of the base that it lacks
     extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
     mismatched: tuple[tuple[str, ...], ...]  # per model: tensors that have another shape in the base
@@ -3088,25 +3142,6 @@ class Plan:
         plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain
 
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes of the widest element that a buffer has to hold."""
-        specs = {tensor.spec for tensor in self.tensors if tensor.merged}
-        return max([FORMATS[name].bits // 8 for s in specs for name in (s.base, s.finetuned, s.output)], default=1)
-
-    @cached_property
-    def chunk(self) -> int:
-        """Elements at a time: what fits the buffers' budget, as a power of two. The output does not depend on it."""
-        buffers = self.threads * (len(self.models) + 2)
-        fitting = BUFFER_BYTES // (buffers * self.itemsize)
-        return max(MIN_CHUNK, min(MAX_CHUNK, 1 << max(fitting.bit_length() - 1, 0)))
-
-    @property
-    def bytes_to_read(self) -> int:
-        return sum(
-            (1 + len(t.stages)) * (t.base.nbytes + sum(i.stored_bytes for _, i in t.finetuned)) for t in self.tensors
-        )
-
     def rounds(self, done: Collection[tuple[str, int]] = ()) -> Iterator[Iterator[Job]]:
         """Sets of jobs, each to be finished before the next: for a batch of tensors, look, look again, merge.
 
@@ -3124,20 +3159,6 @@ class Plan:
                     yield self._jobs([t for t in batch if k < len(t.stages)], (), k)
                 yield self._jobs(batch, done)
                 batch, elements = [], 0
-
-    def _starts(self, tensor: TensorPlan) -> range:
-        return range(0, tensor.base.count if tensor.merged else tensor.base.nbytes, JOB_ELEMENTS)
-
-    def _jobs(
-        self, tensors: list[TensorPlan], done: Collection[tuple[str, int]], stage: int | None = None
-    ) -> Iterator[Job]:
-        number = 0
-        for tensor in tensors:
-            for start in self._starts(tensor):
-                if (tensor.name, start) not in done:
-                    stop = min(start + JOB_ELEMENTS, self._starts(tensor).stop)
-                    yield Job(number, tensor, start, stop, None if stage is None else tensor.stages[stage])
-                    number += 1
 
     def __str__(self) -> str:
         merged = [tensor for tensor in self.tensors if tensor.merged]
@@ -3451,11 +3472,8 @@ class Worker:
     def __init__(self, plan: Plan, base: Checkpoint, models: Sequence[Checkpoint]) -> None:
         self.plan, self.base, self.models = plan, base, models
         self.abandoned = threading.Event()  # set to make all jobs stop at once
-        merged = [tensor for tensor in plan.tensors if tensor.merged and tensor.base.count]
-        specs = {spec for t in merged for spec in (t.spec, *(t.survey_spec(stage) for stage in t.stages))}
-        specs |= {expand_spec(info) for t in merged for _, info in t.finetuned if info.low_rank}
-        self.kernels = {spec: load_kernel(spec) for spec in sorted(specs, key=str)}
-        self.surveys = {t.name: Survey(t, plan.config.position) for t in merged if t.stages}
+        self.kernels = {spec: load_kernel(spec) for spec in sorted(plan.specs(), key=str)}
+        self.surveys = plan.surveys()
         self.weights = plan.config.shares(len(models))
 
     def run(self, job: Job, work: Workspace, output: Writable) -> Outcome:

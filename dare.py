@@ -838,13 +838,24 @@ SCRATCH_ROWS: Final = 7
 SCRATCH_WIDTH: Final = TILE + 80
 # Trim finds its threshold 16 bits of the magnitude at a time, by counting how many entries have each value of them.
 DIGIT_BITS: Final = 16
+# An analysis counts |delta| by size: 16 bins to each doubling, the first for all below 2^-40. Neighbours are counted in
+# different lanes, since adding to what was just added to would wait for it.
+BINS: Final = 1024
+BINS_PER_OCTAVE: Final = 16
+FIRST_BIN: Final = (127 - 40) * BINS_PER_OCTAVE - 1  # as the float32 pattern without its low bits
+LANES: Final = 4
+# Its figures: a row for each model, one for the base, one for all models together, and one for each pair of them.
+ZEROS, OVER, SIZE, SQUARES = range(4)  # of a model or the base
+PRODUCT, OPPOSED, BOTH, OPPOSED_SIZE, BOTH_SIZE, FIGURES = range(6)  # of a pair
 
 
 @dataclass(frozen=True)
 class KernelSpec:
     """Which kernel: what it does, and the stored types that it reads and writes."""
 
-    kind: str  # linear or ties: merge a chunk; angle: what slerp must know of it; count: what trim must; expand: LoRA
+    # linear or ties: merge a chunk; angle: what slerp must know of it; count: what trim must; measure: what an analysis
+    # wants to know; expand: LoRA.
+    kind: str
     base: str
     finetuned: str
     output: str
@@ -1084,6 +1095,130 @@ def build_count(spec: KernelSpec) -> Any:
     return parts.compile(count_chunk)
 
 
+def compare_signs(one: Any, other: Any, opposed: Any, both: Any, figures: Any) -> None:  # compiled
+    """How many positions two models pull in opposite directions, how many they both change, and by how much."""
+    against = np.uint32(0)
+    shared = np.uint32(0)
+    for j in range(TILE):
+        a, b = one[j], other[j]
+        is_opposed = (a > 0 and b < 0) or (a < 0 and b > 0)
+        is_both = a != 0 and b != 0
+        against = np.uint32(against + np.uint32(is_opposed))
+        shared = np.uint32(shared + np.uint32(is_both))
+        size = abs(a) + abs(b)
+        opposed[j] = size if is_opposed else 0
+        both[j] = size if is_both else 0
+    figures[OPPOSED] += np.float64(against)
+    figures[BOTH] += np.float64(shared)
+
+
+def build_measure(spec: KernelSpec) -> Any:
+    """Compile the loop that gathers an analysis' figures. Zeros that pad a last tile are counted with the others."""
+    parts = Parts(spec)
+    carray, real, unsigned, decode = parts.numba.carray, parts.real, parts.unsigned, parts.decode
+    base_raw, finetuned_raw, _ = parts.raw
+    decode_finetuned, fold_tile, pad_rows = parts.decode_finetuned, inline(fold), inline(pad)
+    signs = inline(compare_signs)
+
+    def measure_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, figures_at: Any, words_at: Any, reals_at: Any, scratch_at: Any,
+        counts_at: Any, count: int, stride: int, models: int, _first_tile: int, _flag: int,
+    ) -> None:  # fmt: skip
+        tiles = (count + TILE - 1) // TILE
+        pairs = models * (models - 1) // 2
+        base_all = carray(base_at, (1, tiles * TILE), base_raw)
+        finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
+        figures = carray(figures_at, (models + 2 + pairs, FIGURES), np.float64)
+        words = carray(words_at, (models + 1, WORDS), np.uint64)
+        reals = carray(reals_at, (models + 1, REALS), np.float64)
+        counts = carray(counts_at, (models, LANES, BINS), np.uint32)
+        scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
+        bins = carray(scratch_at, (1, TILE), np.uint16)[0]
+        base, left, right, size, deltas = scratch[BASE_ROW], scratch[2], scratch[3], scratch[4], scratch[SCRATCH_ROWS:]
+        products = scratch[5]
+        threshold = real(reals[models, THRESHOLD])
+        pad_rows(base_all, count, tiles * TILE)
+        pad_rows(finetuned_all, count, tiles * TILE)
+        pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[0, start : start + TILE]
+            for j in range(TILE):
+                value = decode(raw[j])
+                base[j] = value
+                size[j] = abs(value)
+                products[j] = value * value
+            figures[models, SIZE] += fold_tile(size)
+            figures[models, SQUARES] += fold_tile(products)
+            for i in range(models):
+                raw_finetuned = finetuned_all[i, start : start + TILE]
+                against = scratch[np.int64(words[i, AGAINST])]
+                delta_row = deltas[i]
+                peak = unsigned(words[i, PEAK])
+                zeros = np.uint32(0)
+                over = np.uint32(0)
+                for j in range(TILE):
+                    delta = decode_finetuned(raw_finetuned[j]) - against[j]
+                    magnitude = abs(delta)
+                    delta_row[j] = delta
+                    size[j] = magnitude
+                    products[j] = delta * delta
+                    pattern = real(magnitude).view(unsigned)
+                    peak = pattern if pattern > peak else peak
+                    zeros = np.uint32(zeros + np.uint32(magnitude == 0))
+                    over = np.uint32(over + np.uint32(magnitude > threshold))
+                    place = np.float32(magnitude).view(np.uint32) >> np.uint32(19)
+                    place = place if place > np.uint32(FIRST_BIN) else np.uint32(FIRST_BIN)
+                    place = np.uint32(place - np.uint32(FIRST_BIN))
+                    bins[j] = np.uint16(place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1))
+                words[i, PEAK] = peak
+                figures[i, ZEROS] += np.float64(zeros)
+                figures[i, OVER] += np.float64(over)
+                figures[i, SIZE] += fold_tile(size)
+                figures[i, SQUARES] += fold_tile(products)
+                for j in range(0, TILE, LANES):
+                    for lane in range(LANES):
+                        counts[i, lane, bins[j + lane]] += np.uint32(1)
+            row = models + 2
+            for i in range(models):
+                for k in range(i + 1, models):
+                    signs(deltas[i], deltas[k], left, right, figures[row])
+                    figures[row, OPPOSED_SIZE] += fold_tile(left)
+                    figures[row, BOTH_SIZE] += fold_tile(right)
+                    one, other = deltas[i], deltas[k]
+                    for j in range(TILE):
+                        products[j] = one[j] * other[j]
+                    figures[row, PRODUCT] += fold_tile(products)
+                    row += 1
+            # Where any two of all models pull in opposite directions; with two models, their pair says it.
+            if models > 2:
+                for j in range(TILE):
+                    left[j] = 0
+                    right[j] = 0
+                    size[j] = 0
+                for i in range(models):
+                    delta_row = deltas[i]
+                    for j in range(TILE):
+                        left[j] += real(delta_row[j] > 0)
+                        right[j] += real(delta_row[j] < 0)
+                        size[j] += abs(delta_row[j])
+                mixed = np.uint32(0)
+                several = np.uint32(0)
+                for j in range(TILE):
+                    is_mixed = left[j] > 0 and right[j] > 0
+                    is_several = left[j] + right[j] > 1
+                    mixed = np.uint32(mixed + np.uint32(is_mixed))
+                    several = np.uint32(several + np.uint32(is_several))
+                    left[j] = size[j] if is_mixed else 0
+                    right[j] = size[j] if is_several else 0
+                figures[models + 1, OPPOSED] += np.float64(mixed)
+                figures[models + 1, BOTH] += np.float64(several)
+                figures[models + 1, OPPOSED_SIZE] += fold_tile(left)
+                figures[models + 1, BOTH_SIZE] += fold_tile(right)
+
+    return parts.compile(measure_chunk)
+
+
 def build_expand(spec: KernelSpec) -> Any:
     """Compile the loop that multiplies an adapter's two matrices, for a range of the product's elements.
 
@@ -1129,7 +1264,8 @@ def build_expand(spec: KernelSpec) -> Any:
 
 
 BUILDERS: Final = {
-    "linear": build_merge, "ties": build_merge, "angle": build_angle, "count": build_count, "expand": build_expand,
+    "linear": build_merge, "ties": build_merge, "angle": build_angle, "count": build_count, "measure": build_measure,
+    "expand": build_expand,
 }  # fmt: skip
 
 
@@ -2687,17 +2823,27 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+# What is reserved first, and the rate, in bytes a second, above which it is not done by writing.
+RESERVED_BYTES: Final = 1 << 26
+ZEROS_PER_SECOND: Final = 8e9
+
+
 def reserve(descriptor: int, size: int) -> None:
-    """Make a file as long as it will be and, where the system can, take the room for it on the disk at once."""
-    if sys.platform == "linux" and size:
-        libc = ctypes.CDLL(None, use_errno=True)
-        function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
-        if function is not None:
-            long = ctypes.c_int64
-            if function(ctypes.c_int(descriptor), ctypes.c_int(0), long(0), long(size)) == 0:
-                return
-            if ctypes.get_errno() == errno.ENOSPC:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Make a file as long as it will be and, where the system can, take the room for it on the disk at once.
+
+    A disk notes that in no time. Where it takes as long as writing zeros (on tmpfs it is just that), it is soon left.
+    """
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
+    place, step = 0, RESERVED_BYTES
+    while function is not None and place < size:
+        piece, started = min(step, size - place), time.perf_counter()
+        failed = function(ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(place), ctypes.c_int64(piece))
+        if failed and ctypes.get_errno() == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if failed or time.perf_counter() - started > piece / ZEROS_PER_SECOND:
+            break
+        place, step = place + piece, 2 * step
     os.ftruncate(descriptor, size)
 
 
@@ -2977,16 +3123,19 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The plan and the merger
+# The plan and the jobs
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A look at a whole tensor that a method needs before it merges: slerp's angle, or a digit of trim's threshold."""
+    """A look at a whole tensor: slerp's angle, or a digit of trim's threshold, before it is merged; or an analysis."""
 
     kind: str
     shift: int = 0
+
+
+LOOKS: Final = {"slerp": Stage("angle"), "analyze": Stage("measure")}
 
 
 @dataclass(frozen=True)
@@ -3025,8 +3174,8 @@ class TensorPlan:
     def stages(self) -> tuple[Stage, ...]:
         if not self.merged or not self.finetuned or not self.base.count:
             return ()
-        if self.method == "slerp":
-            return (Stage("angle"),)
+        if self.method in LOOKS:
+            return (LOOKS[self.method],)
         digits = range(FORMATS[self.spec.real].bits - DIGIT_BITS, -1, -DIGIT_BITS)
         return tuple(Stage("count", shift) for shift in digits) if self.settings.keep_ratio < 1 else ()
 
@@ -3055,6 +3204,7 @@ class Task:
     models: tuple[str, ...]
     config: DareConfig
     tensors: tuple[TensorPlan, ...]
+    files: tuple[PlannedFile, ...]  # that will be written
     threads: int
 
     @cached_property
@@ -3084,7 +3234,7 @@ class Task:
         specs = {spec for t in self.computed for spec in (t.spec, *(t.survey_spec(stage) for stage in t.stages))}
         return specs | {expand_spec(info) for t in self.computed for _, info in t.finetuned if info.low_rank}
 
-    def surveys(self) -> dict[str, Survey]:
+    def surveys(self) -> Mapping[str, Surveyed]:
         return {t.name: Survey(t, self.config.position) for t in self.computed if t.stages}
 
     def _starts(self, tensor: TensorPlan) -> range:
@@ -3108,7 +3258,6 @@ class Plan(Task):
 
     output: Destination
     recipe: str
-    files: tuple[PlannedFile, ...]
     side: Mapping[str, bytes | Path]  # the other files of a model directory: their content, or what to copy
     digests: Mapping[str, str]  # of the files that are copied
     missing: tuple[tuple[str, ...], ...]  # per model: tensors of the base that it lacks
@@ -3307,16 +3456,20 @@ def aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 class Workspace:
     """One thread's buffers, made once and used for every job."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Task) -> None:
         models, row = len(plan.models), plan.chunk * plan.itemsize
+        kinds = {stage.kind for tensor in plan.tensors for stage in tensor.stages}
         self.base = aligned((row,), np.uint8)
         self.finetuned = aligned((models, row), np.uint8)
-        self.output = aligned((row,), np.uint8)
+        self.figures = np.zeros(0)
+        if "measure" in kinds:
+            self.figures = aligned((models + 2 + models * (models - 1) // 2, FIGURES), np.float64)
+        self.output = self.figures.view(np.uint8) if len(self.figures) else aligned((row,), np.uint8)
         self.words = aligned((models + 1, WORDS), np.uint64)
         self.reals = aligned((models + 1, REALS), np.float64)
         self.scratch = aligned((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
-        trims = any(stage.kind == "count" for tensor in plan.tensors for stage in tensor.stages)
-        self.counts = aligned((models, 1 << DIGIT_BITS) if trims else (1, 1), np.uint32)
+        width = 1 << DIGIT_BITS if "count" in kinds else LANES * BINS if "measure" in kinds else 0
+        self.counts = aligned((models, width), np.uint32)
         self.sums: dict[int, NDArray[np.float64]] = {}  # slerp's three products, by chunk
         self.right: dict[Checkpoint, tuple[Any, NDArray[Any]]] = {}  # adapters' matrices: of which tensor, and itself
         buffers = (self.base, self.finetuned, self.output, self.words, self.reals, self.scratch, self.counts)
@@ -3456,10 +3609,23 @@ def expand_spec(info: TensorInfo) -> KernelSpec:
     return KernelSpec("expand", info.dtype, info.dtype, info.dtype)
 
 
+class Surveyed(Protocol):
+    """What is told of what jobs found, one job at a time."""
+
+    def add(self, job: Job, work: Workspace) -> None: ...
+
+
 class Writable(Protocol):
     """What jobs write to: an output, or something that compares."""
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None: ...
+
+
+class Nowhere:
+    """For jobs that write nothing that is wanted."""
+
+    def write_at(self, file: int, view: memoryview, offset: int) -> None:
+        pass
 
 
 class Abandoned(Exception):
@@ -3467,13 +3633,13 @@ class Abandoned(Exception):
 
 
 class Worker:
-    """Runs jobs of one plan: any of them, in any order, in any thread that brings its own workspace."""
+    """Runs jobs of one task: any of them, in any order, in any thread that brings its own workspace."""
 
-    def __init__(self, plan: Plan, base: Checkpoint, models: Sequence[Checkpoint]) -> None:
+    def __init__(self, plan: Task, base: Checkpoint, models: Sequence[Checkpoint]) -> None:
         self.plan, self.base, self.models = plan, base, models
         self.abandoned = threading.Event()  # set to make all jobs stop at once
         self.kernels = {spec: load_kernel(spec) for spec in sorted(plan.specs(), key=str)}
-        self.surveys = plan.surveys()
+        self.surveyed = plan.surveys()
         self.weights = plan.config.shares(len(models))
 
     def run(self, job: Job, work: Workspace, output: Writable) -> Outcome:
@@ -3493,12 +3659,21 @@ class Worker:
         kernel = self.kernels[job.tensor.survey_spec(job.stage)]
         self._tell(job, work)
         work.counts[:] = 0
+        work.figures[:] = 0
         work.sums = {}
         for start, count in self._chunks(job):
             kernel(*work.addresses, *self._load(job.tensor, start, count, work), job.stage.shift)
             if job.stage.kind == "angle":
                 work.sums[start] = work.reals[len(job.tensor.finetuned), :3].copy()
+        if job.stage.kind == "measure" and not np.isfinite(self._peaks(job, work)).all():
+            self._explain_non_finite(job, work)
         return Outcome.of(job)
+
+    def _peaks(self, job: Job, work: Workspace) -> NDArray[np.float64]:
+        """The largest |delta| of each model and, where it is merged, the largest of the result."""
+        real = FORMATS[job.tensor.spec.real]
+        patterns = work.words[: len(job.tensor.finetuned) + 1, PEAK].astype(real.raw)
+        return patterns.view(real.real).astype(np.float64)
 
     def _merge(self, job: Job, work: Workspace, output: Writable) -> Outcome:
         tensor, spec = job.tensor, job.tensor.spec
@@ -3511,8 +3686,7 @@ class Worker:
             kernel(*work.addresses, *self._load(tensor, start, count, work), exact)
             output.write_at(tensor.output.file, work.output.data[: count * item], offset + start * item)
         models = len(tensor.finetuned)
-        patterns = work.words[: models + 1, PEAK].astype(FORMATS[spec.real].raw)
-        peaks = patterns.view(FORMATS[spec.real].real).astype(np.float64)
+        peaks = self._peaks(job, work)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
             self._explain_non_finite(job, work)
         tallies = {i: self._tally(job, work, row, float(peaks[row])) for row, (i, _) in enumerate(tensor.finetuned)}
@@ -3521,9 +3695,14 @@ class Worker:
     def _offset(self, tensor: TensorPlan) -> int:
         return len(self.plan.files[tensor.output.file].header) + tensor.output.offset
 
+    def _survey(self, tensor: TensorPlan) -> Survey | None:
+        """What is known of a tensor that is to be merged."""
+        found = self.surveyed.get(tensor.name)
+        return found if isinstance(found, Survey) else None
+
     def _tell(self, job: Job, work: Workspace) -> None:
         """Set what the kernels must know, and clear what they count."""
-        tensor, survey = job.tensor, self.surveys.get(job.tensor.name)
+        tensor, survey = job.tensor, self._survey(job.tensor)
         for row, (i, info) in enumerate(tensor.finetuned):
             slot = survey.prefixes[row] if survey and job.stage and job.stage.kind == "count" else i
             limit = keep_threshold(tensor.settings.drop_rates[i]) - 1
@@ -3685,7 +3864,7 @@ def run_jobs(
                 outcome = worker.run(job, work, output)
                 with lock:
                     if job.stage is not None:
-                        worker.surveys[job.tensor.name].add(job, work)
+                        worker.surveyed[job.tensor.name].add(job, work)
                     done(outcome)
         except Abandoned:
             pass
@@ -3714,7 +3893,7 @@ def run_jobs(
 
 
 @contextmanager
-def progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar of bytes, rate and time left on stderr, if that is a terminal. Gives the function that advances it."""
     if not (shown and sys.stderr.isatty()):
         yield lambda _: None
@@ -3722,9 +3901,9 @@ def progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = ("merging", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("merging", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)
 
 
@@ -4122,6 +4301,801 @@ class Comparison:
             os.close(self.descriptors.pop())
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Analysis: what the models are like, and what that says about how to merge them
+# ---------------------------------------------------------------------------------------------------------------------
+
+# What tensors do, by their names: the first pattern that is found in one.
+KINDS: Final = {
+    "norm": re.compile(r"norm|(^|[._])ln(_?\w+)?\.|(^|\.)bn\d*\.", re.IGNORECASE),
+    "head": re.compile(r"(^|\.)(lm_head|head|classifier|score|embed_out|output_projection|predictions|cls)\."),
+    "embedding": re.compile(r"embed|(^|\.)(wte|wpe|shared)\."),
+    "attention": re.compile(r"att(entio)?n|(^|\.)(q|k|v|o|qkv|query|key|value)(_proj)?\.", re.IGNORECASE),
+    "MLP": re.compile(
+        r"mlp|ffn|feed_?forward|expert|(^|\.)(fc\w*|gate|router|dense|intermediate|w[io123])(_\w+)?\.|dense"
+    ),
+}
+OTHER_KIND: Final = "other"
+# A bin's middle, by ratio, is at most this far from any value in it.
+BIN_ERROR: Final = math.sqrt(1 + 1 / BINS_PER_OCTAVE) - 1
+# How much a fine-tune may differ from its base, |delta| / |weights| by Euclidean norm. Instruction tuning stays well
+# below the first; two models of one shape that have nothing in common are at sqrt(2).
+RELATED_NORM: Final = 0.15
+UNRELATED_NORM: Final = 0.5
+# Drop rates by the size of the deltas against delta_threshold, for fine-tunes and for adapters, which are already the
+# least that their training needed: all small; small but for a tail; large on average; beyond what dropping can do.
+DROP_RATES: Final = {"small": (0.9, 0.85), "tailed": (0.8, 0.75), "large": (0.5, 0.5), "huge": (0.0, 0.0)}
+TAIL_SHARE: Final = 0.05
+HUGE_RATIO: Final = 5.0
+EMBEDDING_RATE: Final = 0.2  # less than that of other tensors
+HOT_LAYERS: Final = 8  # of which a rule is suggested; more of them are the model
+# Unrelated deltas conflict in half of all positions.
+CONFLICTING: Final = 0.35
+OPPOSED_COSINE: Final = -0.1
+SMALL_MODEL: Final = 100_000_000
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """What to call models in tables: the last parts of their paths, as many as tell them apart."""
+    for parts in range(1, 4):
+        plain = [name.replace(os.sep, "/").removesuffix("/").removesuffix(".safetensors") for name in names]
+        short = ["/".join(name.split("/")[-parts:]) for name in plain]
+        if len(set(short)) == len(set(names)):
+            return short
+    return list(names)
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER_KIND)
+
+
+def layer_of(name: str) -> str:
+    """Where in the model a tensor is: its name up to the first number, or its module where there is none."""
+    found = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
+    return found[0] if found else module_of(name)
+
+
+def natural(name: str) -> tuple[bool, list[tuple[str, int]]]:
+    """A key to sort layers by: numbers as numbers, and what has none behind them."""
+    parts = re.findall(r"(\D*)(\d*)", name)
+    return not name[-1:].isdigit(), [(text, int(number or 0)) for text, number in parts]
+
+
+def bin_range(place: int) -> tuple[float, float]:
+    """Where a bin of |delta| begins and ends. The first holds all that is smaller, too, the last all that is larger."""
+    low, high = (np.uint32((FIRST_BIN + k) << 19).view(np.float32) for k in (place, place + 1))
+    return float(low), float(high)
+
+
+def bin_of(size: float) -> int:
+    pattern = int(np.float32(size).view(np.uint32)) >> 19
+    return min(max(pattern - FIRST_BIN, 0), BINS - 1)
+
+
+@dataclass
+class Deltas:
+    """The sums over some tensors' deltas of one model."""
+
+    tensors: int = 0
+    parameters: int = 0
+    zeros: int = 0
+    above: int = 0
+    size: float = 0.0  # sum of |delta|
+    squares: float = 0.0
+    peak: float = 0.0
+    base_squares: float = 0.0
+    noise_squares: float = 0.0  # what dropping is expected to add
+
+    @classmethod
+    def of(cls, parts: Iterable[Deltas]) -> Deltas:
+        """All of them together."""
+        total = cls()
+        for part in parts:
+            for name in ("tensors", "parameters", "zeros", "above", "size", "squares", "base_squares", "noise_squares"):
+                setattr(total, name, getattr(total, name) + getattr(part, name))
+            total.peak = max(total.peak, part.peak)
+        return total
+
+    @property
+    def mean(self) -> float:
+        return self.size / max(self.parameters, 1)
+
+    def stats(self, name: str, counts: NDArray[np.int64]) -> DeltaStats:
+        """counts: how many are in each bin of |delta|."""
+        count, mean = max(self.parameters, 1), self.mean
+        p50, p95, p99 = (self._percentile(share, counts) for share in (0.5, 0.95, 0.99))
+        weights = math.sqrt(self.base_squares)
+        return DeltaStats(
+            name=name,
+            tensors=self.tensors,
+            parameters=self.parameters,
+            share_zero=self.zeros / count,
+            mean=mean,
+            standard_deviation=math.sqrt(max(0.0, self.squares / count - mean * mean)),
+            largest=self.peak,
+            p50=p50,
+            p95=p95,
+            p99=p99,
+            share_above_threshold=self.above / count,
+            share_below_1_percent=self._share_below(self.peak / 100, counts),
+            relative_norm=math.sqrt(self.squares) / weights if weights else 0.0,
+            relative_noise=math.sqrt(self.noise_squares) / weights if weights else 0.0,
+        )
+
+    def _percentile(self, share: float, counts: NDArray[np.int64]) -> float:
+        """The |delta| that this share of the parameters does not exceed: the middle, by ratio, of its bin."""
+        rank = math.ceil(share * self.parameters)
+        if rank <= self.zeros:
+            return 0.0
+        place = int(np.searchsorted(np.cumsum(counts), rank))
+        low, high = bin_range(place)
+        return min(math.sqrt(low * high), self.peak)
+
+    def _share_below(self, limit: float, counts: NDArray[np.int64]) -> float:
+        """The share of the parameters whose |delta| is below a limit; within the limit's bin, in proportion."""
+        place = bin_of(limit)
+        low, high = bin_range(place)
+        inside = int(counts[place]) - (self.zeros if place == 0 else 0)
+        below = self.zeros if place == 0 else int(counts[:place].sum())
+        part = min(max((limit - low) / (high - low), 0.0), 1.0) if self.peak else 0.0
+        return (below + part * inside) / max(self.parameters, 1)
+
+
+@dataclass(frozen=True)
+class DeltaStats:
+    """What one model changed in some tensors. Percentiles come from counts by size and are within 3.1%."""
+
+    name: str
+    tensors: int
+    parameters: int
+    share_zero: float
+    mean: float  # of |delta|, as all up to the percentiles
+    standard_deviation: float
+    largest: float
+    p50: float
+    p95: float
+    p99: float
+    share_above_threshold: float
+    share_below_1_percent: float  # of the largest
+    relative_norm: float  # |delta| / |weights|
+    relative_noise: float  # what dropping is expected to add, / |weights|
+
+
+@dataclass(frozen=True)
+class ModelAnalysis:
+    """What one model changed: in all, by layer, by kind of tensor, and tensor by tensor."""
+
+    name: str
+    label: str  # a shorter name
+    adapter: bool
+    drop_rate: float  # as it is set now, rules apart
+    expected_noise: float  # of dropping at that rate, / |delta|: sqrt(p / (1 - p)) where it is rescaled
+    total: DeltaStats
+    kinds: tuple[DeltaStats, ...]
+    layers: tuple[DeltaStats, ...]
+    cells: Mapping[str, Mapping[str, float]]  # mean |delta| by layer and kind
+    histogram: tuple[tuple[float, int], ...]  # where a bin of |delta| begins, and how many are in it; zeros apart
+    tensors: tuple[DeltaStats, ...]
+
+
+@dataclass(frozen=True)
+class PairAnalysis:
+    """How two models' changes lie to one another."""
+
+    models: tuple[str, str]
+    cosine: float  # of their task vectors
+    share_both: float  # of the parameters, that both change
+    sign_conflict: float  # of those, the share that they change in opposite directions
+    weighted_sign_conflict: float  # the same, each counted by how much they change it
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One piece of advice, with its reason."""
+
+    about: str  # base, drop_rate, rules, method or balance
+    verdict: str
+    model: str | None  # None: all of them
+    text: str
+
+
+@dataclass(frozen=True)
+class AnalysisReport:
+    """What the models are like, and what that says about how to merge them. Prints as tables; as_dict is plain data."""
+
+    base: str
+    parameters: int
+    copied_tensors: int  # integers and quantised modules, which are not looked at
+    delta_threshold: float
+    models: tuple[ModelAnalysis, ...]
+    pairs: tuple[PairAnalysis, ...]
+    sign_conflict: float  # between any two of the models, of the parameters that at least two of them change
+    weighted_sign_conflict: float
+    advice: tuple[Advice, ...]
+    confidence: str
+    suggestion: str  # a [dare] table and its rules, as TOML
+    bytes_read: int
+    seconds: float
+    warnings: tuple[str, ...]
+
+    def as_dict(self, per_tensor: bool = False) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        if not per_tensor:
+            for model in data["models"]:
+                del model["tensors"]
+        return data
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, per_tensor: bool = False) -> str:
+        parts = [self._models()]
+        for model in self.models:
+            groups = [("kind", model.kinds), ("layer", model.layers)]
+            for what, stats in groups + ([("tensor", model.tensors)] if per_tensor else []):
+                title = f"{printable(model.label)}, by {what}"
+                parts.append(f"{title}\n{self._stats([what, *STATS_HEADINGS], stats)}")
+        if self.pairs:
+            parts.append(self._pairs())
+        advice = "\n".join(f"- {printable(advice.text)}" for advice in self.advice)
+        parts.append(f"Advice\n{advice}\n{printable(self.confidence)}")
+        parts.append(f"Suggested settings\n\n{self.suggestion.rstrip()}")
+        rate = human(self.bytes_read / max(self.seconds, 1e-9))
+        parts.append(f"{human(self.bytes_read)} read in {self.seconds:.2f} s, {rate}/s")
+        return "\n\n".join(parts)
+
+    def _models(self) -> str:
+        lines = [
+            self._stats(["model", *STATS_HEADINGS], [model.total for model in self.models]),
+            f"(of |delta|; percentiles within {BIN_ERROR:.1%}; above {self.delta_threshold:g}; < 1%: below 1% of the "
+            "largest; norm: |delta| / |weights|; noise: what dropping adds, / |weights|)",
+        ]
+        for model in self.models:
+            lines.append(
+                f"{printable(model.label)}: dropping {model.drop_rate:g} is expected to add noise of "
+                f"{model.expected_noise:.3g} times its delta, which is {model.total.relative_noise:.3g} of the weights"
+            )
+        return "\n".join(lines)
+
+    def _stats(self, headings: list[str], rows: Iterable[DeltaStats]) -> str:
+        return table([headings, *([printable(stats.name), *stats_cells(stats)] for stats in rows)])
+
+    def _pairs(self) -> str:
+        rows = [["models", "cosine", "both change", "signs conflict", "by magnitude"]]
+        for pair in self.pairs:
+            shares = (pair.share_both, pair.sign_conflict, pair.weighted_sign_conflict)
+            names = " and ".join(printable(name) for name in pair.models)
+            rows.append([names, f"{pair.cosine:.3f}", *(f"{share:.1%}" for share in shares)])
+        if len(self.models) > 2:
+            rows.append(["any two", "", "", f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"])
+        return f"{table(rows)}\n(signs conflict: of the parameters that both change; 50% is what chance gives)"
+
+
+STATS_HEADINGS: Final = (
+    "parameters", "zero", "mean", "std", "largest", "p50", "p95", "p99", "above", "< 1%", "norm", "noise",
+)  # fmt: skip
+
+
+def stats_cells(stats: DeltaStats) -> list[str]:
+    sizes = (stats.mean, stats.standard_deviation, stats.largest, stats.p50, stats.p95, stats.p99)
+    return [
+        f"{stats.parameters:,}",
+        f"{stats.share_zero:.1%}",
+        *(f"{size:.2g}" for size in sizes),
+        f"{stats.share_above_threshold:.1%}",
+        f"{stats.share_below_1_percent:.1%}",
+        f"{stats.relative_norm:.2g}",
+        f"{stats.relative_noise:.2g}",
+    ]
+
+
+class Measurement:
+    """What jobs find in one tensor. Sums are added in the order of the jobs' places, so that they never differ."""
+
+    def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
+        self.tensor, self.findings = tensor, findings
+        self.jobs = -(-tensor.base.count // JOB_ELEMENTS)
+        self.arrived: dict[int, NDArray[np.float64]] = {}
+        self.counts = np.zeros((len(tensor.finetuned), BINS), np.int64)
+        self.peaks = np.zeros(len(tensor.finetuned))
+
+    def add(self, job: Job, work: Workspace) -> None:
+        models = len(self.tensor.finetuned)
+        found = work.figures[: models + 2 + models * (models - 1) // 2].copy()
+        counts = work.counts[:models].reshape(models, LANES, BINS).sum(1, dtype=np.int64)
+        # Zeros pad the last tile, and stand in for the rows that a model lacks.
+        for row, (_, info) in enumerate(self.tensor.finetuned):
+            surplus = -(job.stop - job.start) % TILE + max(0, job.stop - max(info.count, job.start))
+            found[row, ZEROS] -= surplus
+            counts[row, 0] -= surplus
+        self.arrived[job.start] = found
+        self.counts += counts
+        real = FORMATS[self.tensor.spec.real]
+        self.peaks = np.maximum(self.peaks, work.words[:models, PEAK].astype(real.raw).view(real.real))
+        if len(self.arrived) == self.jobs:
+            self._conclude(np.sum([self.arrived[start] for start in sorted(self.arrived)], axis=0))
+
+    def _conclude(self, figures: NDArray[np.float64]) -> None:
+        tensor, models = self.tensor, len(self.tensor.finetuned)
+        for row, (i, info) in enumerate(tensor.finetuned):
+            zeros, above, size, squares = figures[row, : SQUARES + 1].tolist()
+            deltas = Deltas(
+                tensors=1,
+                parameters=min(info.count, tensor.base.count),
+                zeros=int(zeros),
+                above=int(above),
+                size=size,
+                squares=squares,
+                peak=float(self.peaks[row]),
+                base_squares=float(figures[models, SQUARES]),
+                noise_squares=squares * noise_of(tensor.settings, i) ** 2,
+            )
+            self.findings.take(i, tensor.name, deltas, self.counts[row])
+        numbers = [i for i, _ in tensor.finetuned]
+        pairs = [(i, k) for place, i in enumerate(numbers) for k in numbers[place + 1 :]]
+        for row, pair in enumerate(pairs, models + 2):
+            self.findings.pairs.setdefault(pair, {})[tensor.name] = figures[row]
+        if pairs:  # with two models, their pair says it all
+            self.findings.any_two[tensor.name] = figures[models + 1 if models > 2 else models + 2]
+
+
+class Findings:
+    """What an analysis has found so far."""
+
+    def __init__(self, models: int) -> None:
+        self.deltas: list[dict[str, Deltas]] = [{} for _ in range(models)]  # per model, by tensor
+        self.stats: list[dict[str, DeltaStats]] = [{} for _ in range(models)]
+        self.pairs: dict[tuple[int, int], dict[str, NDArray[np.float64]]] = {}
+        self.any_two: dict[str, NDArray[np.float64]] = {}
+        self._counts: list[dict[tuple[str, str], NDArray[np.int64]]] = [{} for _ in range(models)]
+
+    def take(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
+        """Counts by size are kept for groups of tensors only: there may be very many tensors."""
+        self.deltas[model][name] = deltas
+        self.stats[model][name] = deltas.stats(name, counts)
+        for group in (("", ""), ("kind", kind_of(name)), ("layer", layer_of(name))):
+            self._counts[model].setdefault(group, np.zeros(BINS, np.int64))
+            self._counts[model][group] += counts
+
+    def analysis(
+        self, model: int, label: str, task: Inspection, adapter: bool, settings: TensorSettings
+    ) -> ModelAnalysis:
+        """What was found in one model. Sums are made in the order of the tensors."""
+        deltas = {t.name: self.deltas[model][t.name] for t in task.looked_at if t.name in self.deltas[model]}
+        counts = self._counts[model]
+        groups: dict[tuple[str, str], list[Deltas]] = {}
+        cells: dict[str, dict[str, list[Deltas]]] = {}
+        for tensor, found in deltas.items():
+            kind, layer = kind_of(tensor), layer_of(tensor)
+            groups.setdefault(("kind", kind), []).append(found)
+            groups.setdefault(("layer", layer), []).append(found)
+            cells.setdefault(layer, {}).setdefault(kind, []).append(found)
+        stats = {group: Deltas.of(parts).stats(group[1], counts[group]) for group, parts in groups.items()}
+        layers = sorted(cells, key=lambda layer: ("embedding" not in cells[layer], *natural(layer)))
+        total = Deltas.of(deltas.values())
+        sizes = counts.get(("", ""), np.zeros(BINS, np.int64)).copy()
+        sizes[0] -= total.zeros
+        return ModelAnalysis(
+            name=task.models[model],
+            label=label,
+            adapter=adapter,
+            drop_rate=settings.drop_rates[model],
+            expected_noise=noise_of(settings, model),
+            total=total.stats(label, counts.get(("", ""), sizes)),
+            kinds=tuple(stats["kind", kind] for kind in (*KINDS, OTHER_KIND) if ("kind", kind) in stats),
+            layers=tuple(stats["layer", layer] for layer in layers),
+            cells={layer: {kind: Deltas.of(parts).mean for kind, parts in cells[layer].items()} for layer in layers},
+            histogram=tuple((bin_range(k)[0] if k else 0.0, int(n)) for k, n in enumerate(sizes) if n),
+            tensors=tuple(self.stats[model][tensor] for tensor in deltas),
+        )
+
+    def pair(self, one: int, other: int, names: tuple[str, str], order: list[str]) -> PairAnalysis:
+        found = self.pairs.get((one, other), {})
+        figures = summed(found, order)
+        squares = [sum(self.deltas[i][name].squares for name in order if name in found) for i in (one, other)]
+        parameters = sum(self.deltas[one][name].parameters for name in order if name in found)
+        plain, weighted = conflicts(figures)
+        # A norm of 0 has no direction.
+        cosine = figures[PRODUCT] / math.sqrt(squares[0]) / math.sqrt(squares[1]) if all(squares) else 0.0
+        return PairAnalysis(names, float(cosine), float(figures[BOTH]) / max(parameters, 1), plain, weighted)
+
+
+def summed(found: Mapping[str, NDArray[np.float64]], order: list[str]) -> NDArray[np.float64]:
+    total = np.zeros(FIGURES)
+    for name in order:
+        if name in found:
+            total += found[name]
+    return total
+
+
+def conflicts(figures: NDArray[np.float64]) -> tuple[float, float]:
+    """The share of the positions that are pulled in both directions, plain and by magnitude."""
+    plain = figures[OPPOSED] / figures[BOTH] if figures[BOTH] else 0.0
+    weighted = figures[OPPOSED_SIZE] / figures[BOTH_SIZE] if figures[BOTH_SIZE] else 0.0
+    return float(plain), float(weighted)
+
+
+def noise_of(settings: TensorSettings, model: int) -> float:
+    """The expected distance of a thinned delta from the delta, relative to it: sqrt(p / (1 - p)) if rescaled."""
+    kept, divisor = keep_rate(settings.drop_rates[model]), divisor_of(settings, model)
+    return math.sqrt(kept * (1 / divisor - 1) ** 2 + 1 - kept)
+
+
+@dataclass(frozen=True)
+class Inspection(Task):
+    """An analysis: one look at every tensor that a merge would change."""
+
+    findings: Findings
+
+    @property
+    def bytes_to_read(self) -> int:
+        return sum(tensor.bytes_read for tensor in self.looked_at)
+
+    @cached_property
+    def looked_at(self) -> list[TensorPlan]:
+        return [tensor for tensor in self.computed if tensor.stages]
+
+    def specs(self) -> set[KernelSpec]:
+        merging = {tensor.spec for tensor in self.computed}
+        return super().specs() - merging
+
+    def surveys(self) -> Mapping[str, Surveyed]:
+        return {tensor.name: Measurement(tensor, self.findings) for tensor in self.looked_at}
+
+    def jobs(self) -> Iterator[Job]:
+        return self._jobs(self.looked_at, (), 0)
+
+
+class Adviser:
+    """Draws conclusions from what an analysis found: each in a sentence, with the figure behind it."""
+
+    def __init__(
+        self, base: str, config: DareConfig, models: Sequence[ModelAnalysis], pairs: Sequence[PairAnalysis],
+        conflict: float, vectors: Sequence[str], embeddings: Sequence[str],
+    ) -> None:  # fmt: skip
+        """conflict: by magnitude, between any two. vectors: the tensors of one dimension."""
+        self.base, self.config, self.models, self.pairs, self.conflict = base, config, models, pairs, conflict
+        self.vectors, self.embeddings = vectors, embeddings
+        self.doubts: list[str] = []
+        self.threshold = max(config.delta_threshold, sys.float_info.min)
+        self.rates = [self._rate(model) for model in models]
+        self.method, self._why_method = self._choose_method()
+        self.hot = self._hot_layers()
+
+    def advice(self) -> Iterator[Advice]:
+        for model in self.models:
+            yield self._about_base(model)
+        for model, (level, rate) in zip(self.models, self.rates, strict=True):
+            yield self._about_rate(model, level, rate)
+        yield from self._about_rules()
+        yield Advice("method", self.method, None, self._why_method)
+        yield from self._about_balance()
+
+    def _about_base(self, model: ModelAnalysis) -> Advice:
+        norm, figure = model.total.relative_norm, f"its delta is {model.total.relative_norm:.2%} of the weights by norm"
+        if model.total.largest == 0:
+            text = f"{model.label} is identical to the base: it only dilutes the others; leave it out"
+            return Advice("base", "identical", model.label, text)
+        if norm > UNRELATED_NORM:
+            text = (
+                f"{self.base} does not look like the base of {model.label}: {figure}, where unrelated models have 141% "
+                "and fine-tunes a few; find the model that it was trained from"
+            )
+            return Advice("base", "wrong", model.label, text)
+        if norm > RELATED_NORM:
+            text = (
+                f"{self.base} may not be the base of {model.label}: {figure}, more than fine-tuning changes as a rule; "
+                "it was trained for very long, or from another version"
+            )
+            return Advice("base", "doubtful", model.label, text)
+        return Advice("base", "right", model.label, f"the base of {model.label} is right, by all signs: {figure}")
+
+    def _rate(self, model: ModelAnalysis) -> tuple[str, float]:
+        """How large a model's deltas are, and the drop rate that goes with it."""
+        threshold, total = self.threshold, model.total
+        if 2 / 3 < total.mean / threshold < 3 / 2 or 2 / 3 < total.share_above_threshold / TAIL_SHARE < 3 / 2:
+            self.doubts.append(f"the deltas of {model.label} are close to where the advice changes")
+        if total.mean > HUGE_RATIO * threshold:
+            level = "huge"
+        elif total.mean > threshold:
+            level = "large"
+        else:
+            level = "tailed" if total.share_above_threshold > TAIL_SHARE else "small"
+        return level, DROP_RATES[level][model.adapter]
+
+    def _about_rate(self, model: ModelAnalysis, level: str, rate: float) -> Advice:
+        threshold, total = self.threshold, model.total
+        mean, above = (
+            f"the mean |delta| is {total.mean:.2g}",
+            f"{total.share_above_threshold:.1%} are above {threshold:g}",
+        )
+        reason = {
+            "small": f"{mean} and {above}: dropping bears it well",
+            "tailed": f"{mean}, which dropping bears, but {above}",
+            "large": f"{mean}, and {above}: what was learned is in many entries, and dropping loses it",
+            "huge": f"{mean}, {total.mean / threshold:.3g} times what dropping bears ({threshold:g}): average instead",
+        }[level]
+        what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
+        return Advice("drop_rate", level, model.label, f"drop {rate:g} of {model.label}: {what}{reason}")
+
+    def _about_rules(self) -> Iterator[Advice]:
+        dropping = any(rate for _, rate in self.rates)
+        if self.vectors and dropping:
+            text = (
+                f"leave norms and biases alone: they are {counted(len(self.vectors), 'tensor')} of one dimension, with "
+                "too few values for what is dropped to average out"
+            )
+            yield Advice("rules", "vectors", None, text)
+        if self.embeddings and dropping:
+            zero = max(self._embedding_zeros(model) for model in self.models)
+            text = (
+                f"drop less of the embeddings: a token's row is all that the model knows of it ({zero:.1%} of them are "
+                "unchanged, the rest carries it all)"
+            )
+            yield Advice("rules", "embeddings", None, text)
+        if self.hot and dropping:
+            worst = max(self.hot, key=lambda layer: self.hot[layer])
+            text = (
+                f"drop less of {listed(list(self.hot))}: the mean |delta| there is up to {self.hot[worst]:.2g}, above "
+                f"{self.threshold:g}, unlike elsewhere"
+            )
+            yield Advice("rules", "layers", None, text)
+
+    def _embedding_zeros(self, model: ModelAnalysis) -> float:
+        return next((stats.share_zero for stats in model.kinds if stats.name == "embedding"), 0.0)
+
+    def _hot_layers(self) -> dict[str, float]:
+        """The layers in which some model's deltas are large, though they are not on the whole."""
+        found: dict[str, float] = {}
+        for model, (level, _) in zip(self.models, self.rates, strict=True):
+            for stats in model.layers if level in ("small", "tailed") else ():
+                matrices = stats.parameters > stats.tensors * 100_000 or stats.parameters * 20 > model.total.parameters
+                if stats.mean > self.threshold and matrices:
+                    found[stats.name] = max(found.get(stats.name, 0.0), stats.mean)
+        return found if len(found) <= HOT_LAYERS else {}
+
+    def _choose_method(self) -> tuple[str, str]:
+        count, cosine = len(self.models), min((pair.cosine for pair in self.pairs), default=1.0)
+        figure = f"signs conflict in {self.conflict:.1%} of the changes by magnitude, cosine {cosine:.2f}"
+        if count == 1:
+            return "linear", "method linear: there is one model, so there is nothing to reconcile"
+        if self.conflict > CONFLICTING * 0.8 and self.conflict < CONFLICTING * 1.25:
+            self.doubts.append("the share of conflicting signs is close to where the advice changes")
+        if cosine < OPPOSED_COSINE:
+            return "ties", f"method ties: the models pull against one another ({figure}), and their average cancels"
+        if count == 2:
+            return "linear", f"method linear: of two models that do not oppose one another ({figure}), both can be kept"
+        if self.conflict >= CONFLICTING:
+            return "ties", f"method ties: {count} models, {figure}; electing a sign keeps them from cancelling"
+        return "linear", f"method linear: {count} models that mostly agree ({figure})"
+
+    def _about_balance(self) -> Iterator[Advice]:
+        norms = {model.label: model.total.relative_norm for model in self.models if model.total.largest}
+        if len(norms) > 1 and max(norms.values()) > 3 * min(norms.values()):
+            large, small = max(norms, key=lambda name: norms[name]), min(norms, key=lambda name: norms[name])
+            ratio = norms[large] / norms[small]
+            text = (
+                f"mind the balance: the delta of {large} is {ratio:.1f} times that of {small}; weights can even it out"
+            )
+            yield Advice("balance", "uneven", None, text)
+
+    def confidence(self, parameters: int) -> str:
+        doubts = list(self.doubts)
+        if any(model.total.relative_norm > RELATED_NORM for model in self.models):
+            doubts.insert(0, "a base is in doubt, and with it all the rest")
+        if parameters < SMALL_MODEL:
+            doubts.append(
+                f"these rules come from models of billions of parameters, and smaller ones ({parameters:,}) bear less "
+                "dropping"
+            )
+        if not doubts:
+            return "How sure: fairly, no figure is near a limit; but only an evaluation can tell (examples/sweep.py)."
+        return f"How sure: not very. {'; '.join(doubts)}. Let an evaluation decide (examples/sweep.py)."
+
+    def suggestion(self) -> str:
+        """A [dare] table and its rules, as TOML: what is advised, and what the user has set besides."""
+        import tomli_w
+
+        rates = [rate for _, rate in self.rates]
+        kept = {key: value for key, value in self.config.resolved().items() if key in KEPT_SETTINGS}
+        plain = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
+        if self.method == "ties" and min(plain.get("weights") or (1,)) <= 0:
+            del plain["weights"]
+        rules = [("as set before", self._kept_rule(rule)) for rule in self.config.checked_rules]
+        rules = [(what, rule) for what, rule in rules if len(rule) > 1]
+        if any(rates):
+            lower = [round(max(0.0, rate - EMBEDDING_RATE), 2) for rate in rates]
+            advised = (
+                ("norms and biases", patterns_of(self.vectors), [0.0]),
+                ("embeddings", patterns_of(self.embeddings), lower),
+                (
+                    "layers with large deltas",
+                    [f"{escaped(layer)}.*" for layer in self.hot],
+                    [min(0.5, r) for r in rates],
+                ),
+            )
+            rules += [(what, {"match": match, "drop_rate": one_or_all(each)}) for what, match, each in advised if match]
+        text = tomli_w.dumps({"dare": {"method": self.method, "drop_rate": one_or_all(rates), **plain}})
+        for what, table in rules:
+            text += f"\n[[rules]]  # {what}\n{tomli_w.dumps(table)}"
+        return text
+
+    def _kept_rule(self, rule: Rule) -> dict[str, Any]:
+        """What of a user's rule still means something: a q belongs to the drop rate that it was found for."""
+        wanted = ("match", "drop_rate", "lambda_coeff", *(("keep_ratio",) if self.method == "ties" else ()))
+        return {key: value for key, value in rule.as_table().items() if key in wanted}
+
+
+KEPT_SETTINGS: Final = ("seed", "lambda_coeff", "rescale", "weights", "dtype", "mismatch")
+
+
+def one_or_all(values: list[float]) -> float | list[float]:
+    return values[0] if len(set(values)) == 1 else values
+
+
+def patterns_of(names: Sequence[str]) -> list[str]:
+    """Patterns for some tensors: their names, with a star for each number."""
+    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", escaped(name)) for name in names))
+
+
+def escaped(name: str) -> str:
+    """A name as a pattern that matches it alone."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def analysis_report(
+    task: Inspection, adapters: Sequence[bool], warnings: tuple[str, ...], seconds: float
+) -> AnalysisReport:
+    found, config, count = task.findings, task.config, len(task.models)
+    order = [tensor.name for tensor in task.looked_at]
+    general = config.general(count)
+    base, *labels = short_names([task.base, *task.models])
+    models = tuple(found.analysis(i, label, task, adapters[i], general) for i, label in enumerate(labels))
+    pairs = tuple(found.pair(i, k, (labels[i], labels[k]), order) for i in range(count) for k in range(i + 1, count))
+    plain, weighted = conflicts(summed(found.any_two, order))
+    changed = {name for deltas in found.deltas for name, these in deltas.items() if these.peak}
+    vectors = [t.name for t in task.looked_at if len(t.base.shape) < 2 and t.name in changed]
+    embeddings = [n for n in order if n in changed and n not in vectors and kind_of(n) == "embedding"]
+    adviser = Adviser(base, config, models, pairs, weighted, vectors, embeddings)
+    parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
+    return AnalysisReport(
+        base=task.base,
+        parameters=parameters,
+        copied_tensors=sum(not tensor.merged for tensor in task.tensors),
+        delta_threshold=config.delta_threshold,
+        models=models,
+        pairs=pairs,
+        sign_conflict=plain,
+        weighted_sign_conflict=weighted,
+        advice=tuple(adviser.advice()),
+        confidence=adviser.confidence(parameters),
+        suggestion=adviser.suggestion(),
+        bytes_read=task.bytes_to_read,
+        seconds=seconds,
+        warnings=warnings,
+    )
+
+
+# Colours that colour-blind people can tell apart (Okabe and Ito, 2008); lines differ in style, too, for print.
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES: Final = ("-", "--", "-.", ":")
+PLOTTED: Final = 6  # models; more would not be readable
+PLOT_SUFFIXES: Final = (".png", ".svg", ".pdf")
+
+
+def load_pyplot(path: Path) -> Any:
+    """matplotlib, for a picture at this path; to be called before any work is done for it."""
+    if path.suffix.lower() not in PLOT_SUFFIXES:
+        raise ConfigError(
+            f"a plot cannot be written to {str(path)!r}", f"its name should end in {', '.join(PLOT_SUFFIXES)}"
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"there is no directory for {str(path)!r}", "make it first")
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError:
+        raise ConfigError(
+            "plots need matplotlib", "install it: uv sync --extra plot, or pip install matplotlib"
+        ) from None
+    matplotlib.use("Agg")  # which needs no display
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
+    """A picture of an analysis: |delta| by size, where in the models it is, and how the models' signs conflict."""
+    pyplot = load_pyplot(Path(path))
+    models = report.models[:PLOTTED]
+    heights = [3.2, *(0.7 + 0.27 * len(model.kinds) for model in models)]
+    figure = pyplot.figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    with_pairs = len(models) > 1
+    _plot_sizes(figure.add_subplot(grid[0, : 2 if with_pairs else 3]), report, models)
+    if with_pairs:
+        _plot_conflicts(figure, figure.add_subplot(grid[0, 2]), report, models)
+    means = [mean for model in models for kinds in model.cells.values() for mean in kinds.values() if mean]
+    high = max(means, default=1.0)
+    # No wider than a factor of 1000, nor so narrow that small differences look large.
+    limits = (min(high / 10, max(high / 1000, min(means, default=1.0))), high)
+    axes = [figure.add_subplot(grid[1 + k, :]) for k in range(len(models))]
+    for axis, model in zip(axes, models, strict=True):
+        image = _plot_cells(axis, model, limits)
+    figure.colorbar(image, ax=axes, label="mean |delta|", pad=0.01)
+    more = f" (the first {PLOTTED} of {len(report.models)} models)" if len(report.models) > PLOTTED else ""
+    figure.suptitle(f"What was fine-tuned: {report.parameters:,} parameters{more}")
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for the plot") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
+    """Shares of the parameters by |delta|, on a log scale, by doublings: finer steps show how floats are stored."""
+    for k, model in enumerate(models):
+        shares: dict[int, float] = {}
+        for low, count in model.histogram:
+            # The first bin is one of its own; then every 16 begin at a power of two.
+            place = -(-bin_of(low) // BINS_PER_OCTAVE)
+            shares[place] = shares.get(place, 0.0) + 100 * count / max(model.total.parameters, 1)
+        seen = [place for place, share in shares.items() if share > 0.02] or [1]
+        places = range(min(seen) - 1, max(seen) + 2)
+        edges = [bin_range(max(place - 1, 0) * BINS_PER_OCTAVE + 1)[0] for place in places]
+        label = f"{model.label} ({model.total.share_zero:.0%} unchanged)"
+        style = {"color": COLOURS[k % len(COLOURS)], "linestyle": LINES[k % len(LINES)], "linewidth": 1.8}
+        axis.step(edges, [shares.get(place, 0.0) for place in places], where="post", label=label, **style)
+    axis.axvline(report.delta_threshold, color="black", linestyle=":", label=f"threshold {report.delta_threshold:g}")
+    axis.set(xscale="log", xlabel="|delta|", ylabel="% of the parameters", title="How large the changes are")
+    axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+    axis.legend(loc="upper left", fontsize=9)
+
+
+def _plot_conflicts(figure: Any, axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
+    labels = [model.label for model in models]
+    shares = np.full((len(models), len(models)), np.nan)
+    for pair in report.pairs:
+        if set(pair.models) <= set(labels):
+            i, k = (labels.index(name) for name in pair.models)
+            shares[i, k] = shares[k, i] = 100 * pair.weighted_sign_conflict
+    image = axis.imshow(shares, cmap="cividis", vmin=0, vmax=100)
+    for i, k in zip(*np.nonzero(~np.isnan(shares)), strict=True):
+        axis.text(
+            k, i, f"{shares[i, k]:.0f}%", ha="center", va="center", color="white" if shares[i, k] < 60 else "black"
+        )
+    places = range(len(models))
+    axis.set_xticks(places, labels, rotation=30, ha="right", fontsize=9)
+    axis.set_yticks(places, labels, fontsize=9)
+    axis.set_title("Where both change,\nsigns conflict (by magnitude)")
+    figure.colorbar(image, ax=axis, label="% (chance: 50)", shrink=0.8)
+
+
+def _plot_cells(axis: Any, model: ModelAnalysis, limits: tuple[float, float]) -> Any:
+    """Mean |delta| by layer and kind; what the model does not have, or did not change, is left white."""
+    layers = list(model.cells)
+    kinds = [stats.name for stats in model.kinds]
+    means = np.array([[model.cells[layer].get(kind) or np.nan for layer in layers] for kind in kinds])
+    scale = importlib.import_module("matplotlib.colors").LogNorm(*limits)
+    image = axis.imshow(means, cmap="cividis", norm=scale, aspect="auto", interpolation="nearest")
+    names = [layer.rpartition(".")[2] for layer in layers]
+    every = -(-len(layers) // 32)
+    leaning = {} if max(map(len, names)) < 4 else {"rotation": 30, "ha": "right"}
+    axis.set_xticks(range(0, len(layers), every), names[::every], fontsize=8, **leaning)
+    if len(layers) <= 12:
+        for (row, column), mean in np.ndenumerate(means):
+            dark = scale(mean) < 0.6
+            if mean > 0:
+                axis.text(column, row, f"{mean:.1e}", ha="center", va="center", color="white" if dark else "black")
+    axis.set_yticks(range(len(kinds)), kinds, fontsize=9)
+    axis.set_title(f"Where {model.label} changed", fontsize=10)
+    return image
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The merger
+# ---------------------------------------------------------------------------------------------------------------------
+
+
 class DareMerger:
     """Merges models fine-tuned from one base: DareMerger(base, [first, second], config).merge(output)."""
 
@@ -4152,6 +5126,36 @@ class DareMerger:
         self.config.check_models(len(self.models))
         self.fingerprints = tuple(fingerprints)
         self.version = __version__  # that recipes name
+
+    def analyze(self) -> AnalysisReport:
+        """Look at every delta once, and say what the models are like and how they might be merged; write nothing."""
+        started = time.perf_counter()
+        with self._opened() as (base, models), held_interrupts() as let_interrupts_through:
+            task, warnings = self._inspection(base, models)
+            worker = waited_for(lambda: Worker(task, base, models), let_interrupts_through)
+            with progress("analyzing", task.bytes_to_read, self.config.verbose) as advance:
+                spaces = [Workspace(task) for _ in range(task.threads)]
+                run_jobs(
+                    task.jobs(), worker, spaces, Nowhere(), lambda o: advance(o.bytes_read), let_interrupts_through
+                )
+            for checkpoint in (base, *models):
+                checkpoint.check_unchanged()
+        for warning in warnings:
+            LOG.warning(warning)
+        return analysis_report(task, [model.adapter for model in models], warnings, time.perf_counter() - started)
+
+    def _inspection(self, base: Checkpoint, models: list[Checkpoint]) -> tuple[Inspection, tuple[str, ...]]:
+        """What an analysis has to do, and what it warns of before it begins."""
+        self._check_inputs(base, models)
+        planner = TensorPlanner(self.config, base, models)
+        tensors = tuple(dataclasses.replace(tensor, method="analyze") for tensor in planner.tensors())
+        most = sum(-(-tensor.base.count // JOB_ELEMENTS) for tensor in tensors)
+        threads = max(1, min(self.config.threads or usable_cores(), most))
+        names = tuple(model.name for model in models)
+        task = Inspection(base.name, names, self.config, tensors, (), threads, Findings(len(models)))
+        missing = tuple(planner.missing(i) for i in range(len(models)))
+        extra = tuple((*(n for n in m.tensors if n not in base.tensors), *m.extra) for m in models)
+        return task, (*_odd_inputs(base, models), *_odd_names(models, missing, extra), *planner.warnings)
 
     def plan(self, output_file: str | Path, *, force: bool = False) -> Plan:
         """Check everything and say what merge would do; write nothing."""
@@ -4208,7 +5212,7 @@ class DareMerger:
             comparison = Comparison(plan, str(output_file))
             try:
                 comparison.check_side_files(moved)
-                with progress(plan.bytes_to_read, self.config.verbose) as advance:
+                with progress("verifying", plan.bytes_to_read, self.config.verbose) as advance:
                     spaces = [Workspace(plan) for _ in range(plan.threads)]
                     for jobs in plan.rounds():
                         run_jobs(
@@ -4265,14 +5269,7 @@ class DareMerger:
         self, base: Checkpoint, models: list[Checkpoint], destination: Destination, tokenizer: Source | None
     ) -> Plan:
         inputs = [base, *models]
-        self._check_fingerprints(inputs)
-        for model in models:
-            if not model.tensors.keys() & base.tensors.keys():
-                raise DareError(
-                    f"{model.name!r} has no tensor in common with {base.name!r}",
-                    f"the base has {listed(list(base.tensors)) or 'none'}, and it "
-                    f"{listed(list(model.tensors)) or 'none'}",
-                )
+        self._check_inputs(base, models)
         planner = TensorPlanner(self.config, base, models)
         limit = parse_size(self.config.max_shard_size) if destination.directory else sys.maxsize
         recipe = self._recipe(inputs)
@@ -4360,6 +5357,16 @@ class DareMerger:
                 f"{1 / keep_rate(highest):.3g} times too weak"
             )
 
+    def _check_inputs(self, base: Checkpoint, models: list[Checkpoint]) -> None:
+        self._check_fingerprints([base, *models])
+        for model in models:
+            if not model.tensors.keys() & base.tensors.keys():
+                raise DareError(
+                    f"{model.name!r} has no tensor in common with {base.name!r}",
+                    f"the base has {listed(list(base.tensors)) or 'none'}, and it "
+                    f"{listed(list(model.tensors)) or 'none'}",
+                )
+
     def _check_fingerprints(self, inputs: list[Checkpoint]) -> None:
         for checkpoint, entry in zip(inputs, self.fingerprints, strict=False):
             for key, value in checkpoint.fingerprint.items():
@@ -4433,7 +5440,7 @@ class DareMerger:
         let_interrupts_through: Callable[[], None],
     ) -> None:
         """Run all jobs that are not done yet."""
-        with progress(plan.bytes_to_read, self.config.verbose) as advance:
+        with progress("merging", plan.bytes_to_read, self.config.verbose) as advance:
             earlier = [Outcome.of_entry(entry) for entry in output.done]
             for outcome in earlier:
                 ledger.add(outcome)
@@ -4778,8 +5785,10 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     parser = Parser(
         prog="dare.py" if sys.argv[0].endswith(".py") else "dare",
+        usage="%(prog)s [merge | analyze] [options]",
         description="Merge models fine-tuned from the same base by DARE: drop most of each delta at random, "
-        "rescale the rest, average, add to the base.",
+        "rescale the rest, average, add to the base. Or analyze them: see what they are like, and how they might be "
+        "merged.",
         epilog="Flags beat TOML, TOML beats defaults. Paths in TOML are relative to the TOML file. "
         "Exit status: 0 done, 1 the merge failed, 2 wrong usage or configuration, 130 interrupted (143 by SIGTERM).",
         argument_default=argparse.SUPPRESS,
@@ -4828,6 +5837,9 @@ def build_parser() -> Parser:
     add("--force", action="store_true", help="replace an existing output that this tool did not make")
     add("--resume", action="store_true", help="continue an unfinished merge; if interrupted, leave one to continue")
     add("--verify", metavar="PATH", help="make a merged model again from its recipe, and compare; write nothing")
+    add("--per-tensor", action="store_true", help="analyze: also list every tensor")
+    add("--plot", metavar="FILE", type=Path, help="analyze: draw what was found, to a .png, .svg or .pdf file")
+    add("--write-config", metavar="FILE", type=Path, help="analyze: write the suggested settings as a configuration")
     add("--dry-run", action="store_true", help="check everything but the values, print the plan, write nothing")
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
     add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
@@ -4835,16 +5847,34 @@ def build_parser() -> Parser:
     return parser
 
 
-def parse_flags(arguments: Sequence[str] | None) -> dict[str, Any]:
+# The first word of the command, and the options that only mean something after one of them.
+COMMANDS: Final = ("merge", "analyze")
+OPTIONS_OF: Final = {
+    "merge": ("force", "resume", "verify", "dry_run"),
+    "analyze": ("per_tensor", "plot", "write_config"),
+}
+
+
+def parse_flags(arguments: Sequence[str] | None) -> tuple[str, dict[str, Any]]:
+    """The command, merge where none is given, and the options."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words.pop(0) if words and words[0] in COMMANDS else "merge"
     parser = build_parser()
-    flags, unknown = parser.parse_known_args(arguments)
+    flags, unknown = parser.parse_known_args(words)
+    for other, options in OPTIONS_OF.items():
+        for option in options:
+            if option in flags and other != command and not (option == "force" and "write_config" in flags):
+                name = f"--{option.replace('_', '-')}"
+                raise ConfigError(f"{name} means nothing to {command}", f"it belongs to {parser.prog} {other}")
     if unknown and not unknown[0].startswith("-"):
         hint = "files go after --config, --base, --merge or --output"
+        if close := difflib.get_close_matches(unknown[0], COMMANDS, cutoff=0.5):
+            hint = f"did you mean {parser.prog} {close[0]}?"
         raise ConfigError(f"{unknown[0]!r} is not expected here", hint)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         raise ConfigError(f"there is no option {unknown[0]!r}", nearest(unknown[0].split("=")[0], known))
-    return vars(flags)
+    return command, vars(flags)
 
 
 def layered(flags: dict[str, Any]) -> Settings:
@@ -4963,8 +5993,49 @@ def tell(result: object) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that the interpreter's last flush finds a home)
 
 
+def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> None:
+    """Look at the models, and tell, draw and write what that says."""
+    plot, written, force = flags.get("plot"), flags.get("write_config"), "force" in flags
+    if plot is not None:
+        load_pyplot(plot)
+    if written is not None and not force and os.path.lexists(written):
+        raise ConfigError(f"{str(written)!r} is there already", "choose another name, or add --force to replace it")
+    report = merger.analyze()
+    if plot is not None:
+        plot_analysis(report, plot)
+    if written is not None:
+        write_suggestion(report, merger, settings.output, written)
+    if "json" in flags:
+        tell(json.dumps(report.as_dict("per_tensor" in flags), indent=2))
+    else:
+        tell(report.text("per_tensor" in flags))
+
+
+def write_suggestion(report: AnalysisReport, merger: DareMerger, output: Path | None, path: Path) -> None:
+    """The suggested settings as a complete configuration, with the reasons in comments."""
+    import tomli_w
+
+    place = Path(os.path.abspath(path)).parent
+    base, *models = (path_from(source, place) for source in (merger.base, *merger.models))
+    target = output or place / ("merged" if os.path.isdir(merger.base.path) else "merged.safetensors")
+    names = {"base_file": base, "merge_files": models, "output_file": path_from(Source(str(target), target), place)}
+    reasons = "".join(f"# - {printable(advice.text)}\n" for advice in report.advice)
+    text = (
+        f"# Suggested by an analysis of the models:\n{reasons}# {printable(report.confidence)}\n\n"
+        f"{report.suggestion}\n{tomli_w.dumps({'models': names})}"
+    )
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it") from None
+    LOG.info(f"wrote {path}")
+
+
 def run(arguments: Sequence[str] | None) -> None:
-    flags = parse_flags(arguments)
+    command, flags = parse_flags(arguments)
     if "verify" in flags:
         report = verify(flags)
         if flags.get("verbose", True):
@@ -4977,11 +6048,15 @@ def run(arguments: Sequence[str] | None) -> None:
         raise ConfigError("there is no base model", "give --base MODEL, or base_file in [models] of a --config file")
     if not settings.merge:
         raise ConfigError("there are no models to merge", "give --merge MODEL..., or merge_files in [models]")
-    if settings.output is None:
+    if settings.output is None and command == "merge":
         raise ConfigError("there is no output", "give --output PATH, or output_file in [models]")
     merger = DareMerger(
         settings.base, settings.merge, config, tokenizer_from=settings.tokenizer_from, fingerprints=settings.inputs
     )
+    if command == "analyze":
+        analyze(merger, settings, flags)
+        return
+    assert settings.output is not None
     force = "force" in flags
     if "dry_run" in flags:
         plan = merger.plan(settings.output, force=force)

@@ -4433,11 +4433,13 @@ class Deltas:
 
     def _share_below(self, limit: float, counts: NDArray[np.int64]) -> float:
         """The share of the parameters whose |delta| is below a limit; within the limit's bin, in proportion."""
+        if not limit:
+            return 0.0
         place = bin_of(limit)
         low, high = bin_range(place)
         inside = int(counts[place]) - (self.zeros if place == 0 else 0)
         below = self.zeros if place == 0 else int(counts[:place].sum())
-        part = min(max((limit - low) / (high - low), 0.0), 1.0) if self.peak else 0.0
+        part = min(max((limit - low) / (high - low), 0.0), 1.0)
         return (below + part * inside) / max(self.parameters, 1)
 
 

@@ -7070,6 +7070,456 @@ def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Analysis
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def doubles(tensors: Tensors, name: str) -> np.ndarray:
+    return tensors[name].double().numpy().ravel()
+
+
+def float_deltas(base: Tensors, model: Tensors, names: list[str]) -> np.ndarray:
+    """The deltas as they are computed, in float32, or float64 where a tensor has that."""
+    parts = []
+    for name in names:
+        wide = F64 in (base[name].dtype, model[name].dtype)
+        kind = np.float64 if wide else np.float32
+        parts.append((doubles(model, name).astype(kind) - doubles(base, name).astype(kind)).astype(np.float64))
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def check_stats(stats: dare.DeltaStats, deltas: np.ndarray, weights: np.ndarray, threshold: float = 0.002) -> None:
+    """Hold every figure to plain NumPy."""
+    sizes = np.abs(deltas)
+    limit = float(np.float32(threshold))
+    assert stats.parameters == len(deltas)
+    assert stats.share_zero == np.mean(deltas == 0)
+    assert stats.share_above_threshold == np.mean(sizes > limit)
+    assert stats.largest == sizes.max()
+    assert stats.mean == pytest.approx(sizes.mean(), rel=1e-5)
+    assert stats.standard_deviation == pytest.approx(sizes.std(), rel=1e-3, abs=1e-3 * sizes.mean())
+    assert stats.relative_norm == pytest.approx(np.linalg.norm(deltas) / np.linalg.norm(weights), rel=1e-5)
+    for found, share in ((stats.p50, 50), (stats.p95, 95), (stats.p99, 99)):
+        exact = np.percentile(sizes, share, method="inverted_cdf")
+        assert found == pytest.approx(exact, rel=0.0311, abs=1e-12)
+    hundredth = sizes.max() / 100
+    near = np.mean((sizes > hundredth * 0.93) & (sizes < hundredth * 1.07))
+    assert abs(stats.share_below_1_percent - np.mean(sizes < hundredth)) <= near + 1e-9
+
+
+def check_analysis(report: dare.AnalysisReport, base: Tensors, *models: Tensors) -> None:
+    names = list(base)
+    weights = {name: doubles(base, name) for name in names}
+    deltas = [{name: float_deltas(base, model, [name]) for name in names} for model in models]
+
+    def joined(parts: dict[str, np.ndarray], chosen: list[str]) -> np.ndarray:
+        return np.concatenate([parts[name] for name in chosen])
+
+    for found, parts in zip(report.models, deltas, strict=True):
+        check_stats(found.total, joined(parts, names), joined(weights, names))
+        assert {stats.name for stats in found.tensors} == set(names)
+        for stats in found.tensors:
+            check_stats(stats, parts[stats.name], weights[stats.name])
+        for group, of in ((found.kinds, dare.kind_of), (found.layers, dare.layer_of)):
+            assert sum(stats.parameters for stats in group) == found.total.parameters
+            for stats in group:
+                chosen = [name for name in names if of(name) == stats.name]
+                assert stats.tensors == len(chosen)
+                check_stats(stats, joined(parts, chosen), joined(weights, chosen))
+        assert sum(count for _, count in found.histogram) == np.count_nonzero(joined(parts, names))
+    for pair, (i, k) in zip(report.pairs, itertools.combinations(range(len(models)), 2), strict=True):
+        one, other = joined(deltas[i], names), joined(deltas[k], names)
+        both, opposed = (one != 0) & (other != 0), np.sign(one) * np.sign(other) < 0
+        size = np.abs(one) + np.abs(other)
+        norms = np.linalg.norm(one) * np.linalg.norm(other)
+        assert pair.share_both == np.mean(both)
+        assert pair.sign_conflict == (opposed.sum() / both.sum() if both.any() else 0)
+        assert pair.weighted_sign_conflict == pytest.approx(size[opposed].sum() / size[both].sum() if both.any() else 0)
+        assert pair.cosine == pytest.approx(one @ other / norms if norms else 0, abs=1e-5)
+    if len(models) > 1:
+        every = np.stack([joined(parts, names) for parts in deltas])
+        mixed, several = (every > 0).any(0) & (every < 0).any(0), (every != 0).sum(0) > 1
+        size = np.abs(every).sum(0)
+        assert report.sign_conflict == (mixed.sum() / several.sum() if several.any() else 0)
+        expected = size[mixed].sum() / size[several].sum() if several.any() else 0
+        assert report.weighted_sign_conflict == pytest.approx(expected, rel=1e-5)
+
+
+ANALYSED = {
+    "model.embed_tokens.weight": (30, 8),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.mlp.up_proj.weight": (37, 61),
+    "model.layers.10.mlp.up_proj.weight": (61, 37),
+    "model.layers.10.input_layernorm.weight": (8,),
+    "lm_head.weight": (30, 8),
+}
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10**6),
+    models=st.integers(1, 4),
+    dtypes=st.sampled_from([(BF16, BF16), (F32, F32), (F16, BF16), (F64, F32)]),
+    size=st.sampled_from([1e-6, 1e-3, 0.01, 3.0]),
+    unchanged=st.sampled_from([0.0, 0.3, 0.99]),
+)
+def test_an_analysis_of_any_models_is_what_numpy_finds(
+    tmp_path: Path, seed: int, models: int, dtypes: tuple[torch.dtype, torch.dtype], size: float, unchanged: float
+) -> None:
+    base = random_model(seed, dtypes[0], ANALYSED)
+    tuned = []
+    for i in range(models):
+        generator = torch.Generator().manual_seed(seed + i)
+        changed = finetune(base, seed + i, size)
+        for name, tensor in base.items():
+            stays = torch.rand(tensor.shape, generator=generator) < unchanged
+            changed[name] = torch.where(stays, tensor, changed[name]).to(dtypes[1])
+        tuned.append(changed)
+    paths = save(tmp_path, base=base, **{f"m{i}": model for i, model in enumerate(tuned)})
+    report = DareMerger(paths[0], paths[1:], quiet()).analyze()
+    check_analysis(report, base, *tuned)
+
+
+def test_an_analysis_depends_neither_on_threads_nor_on_chunks(tmp_path: Path) -> None:
+    shapes = {"layers.0.weight": (5_000_011,), "layers.1.weight": (1025, 3)}
+    base = random_model(3, BF16, shapes)
+    tuned = [finetune(base, seed) for seed in (1, 2, 3)]
+    paths = save(tmp_path, base=base, a=tuned[0], b=tuned[1], c=tuned[2])
+    found = []
+    for threads in (1, 2, 5):
+        report = DareMerger(paths[0], paths[1:], quiet(threads=threads)).analyze()
+        found.append(report.as_dict(per_tensor=True) | {"seconds": 0})
+    assert found[0] == found[1] == found[2]
+    check_analysis(report, base, *tuned)
+
+
+def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
+    base = random_model(1, F32, {"layers.0.mlp.weight": (40, 30), "layers.1.mlp.weight": (40, 30)})
+    a, b = torch.randn(4, 30) * 0.01, torch.randn(40, 4) * 0.01
+    adapter = lora_directory(tmp_path / "adapter", {"layers.0.mlp": (a, b)})
+    save(tmp_path, base=base)
+    report = DareMerger(tmp_path / "base.safetensors", [adapter], quiet()).analyze()
+    (model,) = report.models
+    assert model.adapter
+    assert [stats.name for stats in model.tensors] == ["layers.0.mlp.weight"]
+    deltas = (b.double() @ a.double()).numpy().ravel()
+    assert model.total.mean == pytest.approx(np.abs(deltas).mean(), rel=1e-5)
+    assert model.total.largest == pytest.approx(np.abs(deltas).max(), rel=1e-5)
+    full = {**base, "layers.0.mlp.weight": base["layers.0.mlp.weight"] + b @ a}
+    save(tmp_path, full=full)
+    whole = DareMerger(tmp_path / "base.safetensors", [tmp_path / "full.safetensors"], quiet()).analyze()
+    assert tomllib.loads(report.suggestion)["dare"]["drop_rate"] == 0.85
+    assert tomllib.loads(whole.suggestion)["dare"]["drop_rate"] == 0.9
+
+
+def test_rows_that_a_model_lacks_are_not_in_its_analysis(tmp_path: Path) -> None:
+    base = random_model(1, F32, {"embed_tokens.weight": (1000, 7), "mlp.weight": (9, 9)})
+    tuned = finetune(base, 1)
+    short = {**tuned, "embed_tokens.weight": tuned["embed_tokens.weight"][:333].clone()}
+    paths = save(tmp_path, base=base, short=short)
+    report = DareMerger(paths[0], paths[1:], quiet(mismatch="overlap")).analyze()
+    stats = next(stats for stats in report.models[0].tensors if stats.name == "embed_tokens.weight")
+    deltas = float_deltas({**base, "embed_tokens.weight": base["embed_tokens.weight"][:333]}, short, [stats.name])
+    assert stats.parameters == 333 * 7
+    assert stats.share_zero == np.mean(deltas == 0)
+    assert stats.p50 == pytest.approx(np.percentile(np.abs(deltas), 50, method="inverted_cdf"), rel=0.0311)
+
+
+def test_an_analysis_leaves_out_what_is_not_merged(tmp_path: Path) -> None:
+    base = {"mlp.weight": torch.randn(5, 5), "steps": torch.arange(4), "empty": torch.zeros(0, 3)}
+    paths = save(tmp_path, base=base, model={**finetune({"mlp.weight": base["mlp.weight"]}, 1), "steps": base["steps"]})
+    report = DareMerger(paths[0], paths[1:], quiet()).analyze()
+    assert report.copied_tensors == 1
+    assert [stats.name for stats in report.models[0].tensors] == ["mlp.weight"]
+
+
+def test_an_analysis_names_values_that_are_not_finite(tmp_path: Path) -> None:
+    base = random_model(1)
+    broken = finetune(base, 1)
+    broken["layer.weight"][3, 4] = math.nan
+    paths = save(tmp_path, base=base, broken=broken)
+    with pytest.raises(DareError, match=r"tensor 'layer.weight' holds nan at \[3, 4\]"):
+        DareMerger(paths[0], paths[1:], quiet()).analyze()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layer"),
+    [
+        ("model.embed_tokens.weight", "embedding", "model.embed_tokens"),
+        ("model.layers.12.self_attn.q_proj.weight", "attention", "model.layers.12"),
+        ("model.layers.3.self_attn.q_norm.weight", "norm", "model.layers.3"),
+        ("model.layers.3.mlp.experts.17.down_proj.weight", "MLP", "model.layers.3"),
+        ("model.layers.3.block_sparse_moe.gate.weight", "MLP", "model.layers.3"),
+        ("model.layers.3.post_attention_layernorm.weight", "norm", "model.layers.3"),
+        ("model.norm.weight", "norm", "model.norm"),
+        ("lm_head.weight", "head", "lm_head"),
+        ("transformer.wte.weight", "embedding", "transformer.wte"),
+        ("transformer.wpe.weight", "embedding", "transformer.wpe"),
+        ("h.0.attn.c_attn.bias", "attention", "h.0"),
+        ("h.0.mlp.c_fc.weight", "MLP", "h.0"),
+        ("h.0.ln_1.weight", "norm", "h.0"),
+        ("ln_f.bias", "norm", "ln_f"),
+        ("bert.embeddings.word_embeddings.weight", "embedding", "bert.embeddings.word_embeddings"),
+        ("bert.embeddings.LayerNorm.weight", "norm", "bert.embeddings.LayerNorm"),
+        ("bert.encoder.layer.11.attention.output.dense.weight", "attention", "bert.encoder.layer.11"),
+        ("bert.encoder.layer.11.intermediate.dense.weight", "MLP", "bert.encoder.layer.11"),
+        ("bert.encoder.layer.11.output.LayerNorm.bias", "norm", "bert.encoder.layer.11"),
+        ("cls.predictions.decoder.weight", "head", "cls.predictions.decoder"),
+        ("encoder.block.0.layer.0.SelfAttention.q.weight", "attention", "encoder.block.0"),
+        ("encoder.block.0.layer.1.DenseReluDense.wi.weight", "MLP", "encoder.block.0"),
+        ("score.weight", "head", "score"),
+        ("fc1.weight", "MLP", "fc1"),
+        ("something.else", "other", "something"),
+    ],
+)
+def test_tensors_are_told_apart_by_their_names(name: str, kind: str, layer: str) -> None:
+    assert dare.kind_of(name) == kind
+    assert dare.layer_of(name) == layer
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"drop_rate": 0.9}, 3.0),
+        ({"drop_rate": 0.5}, 1.0),
+        ({"drop_rate": 0.0}, 0.0),
+        ({"drop_rate": 0.9, "rescale": False}, math.sqrt(0.9)),
+        ({"drop_rate": 0.9, "rescale_q": 0.4}, math.sqrt(0.1 * 1.5**2 + 0.9)),
+    ],
+    ids=str,
+)
+def test_the_noise_that_an_analysis_expects_is_what_a_merge_adds(
+    tmp_path: Path, settings: dict[str, Any], expected: float
+) -> None:
+    base = random_model(1, F32, {"mlp.weight": (500, 500)})
+    tuned = finetune(base, 1)
+    paths = save(tmp_path, base=base, tuned=tuned)
+    merger = DareMerger(paths[0], paths[1:], quiet(**settings))
+    (model,) = merger.analyze().models
+    assert model.expected_noise == pytest.approx(expected, rel=1e-3, abs=1e-9)
+    merger.merge(tmp_path / "merged.safetensors")
+    merged = load_file(tmp_path / "merged.safetensors")["mlp.weight"].double()
+    delta = tuned["mlp.weight"].double() - base["mlp.weight"].double()
+    noise = (merged - tuned["mlp.weight"].double()).norm()
+    assert float(noise / delta.norm()) == pytest.approx(expected, rel=0.02, abs=1e-4)
+    assert model.total.relative_noise == pytest.approx(
+        float(noise / base["mlp.weight"].double().norm()), rel=0.02, abs=1e-5
+    )
+
+
+def scaled(base: Tensors, sizes: dict[str, float], seed: int = 1) -> Tensors:
+    """A fine-tune whose deltas are normal with these deviations; of a fraction of the entries, where that is given."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: tensor + torch.from_numpy(rng.normal(size=tensor.shape) * sizes.get(name, sizes[""])).to(tensor.dtype)
+        for name, tensor in base.items()
+    }
+
+
+def advised(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> dict[str, list[str]]:
+    """The verdicts of an analysis, by what they are about."""
+    paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
+    report = DareMerger(paths[0], paths[1:], quiet(**config)).analyze()
+    found: dict[str, list[str]] = {"sure": [report.confidence], "toml": [report.suggestion]}
+    for advice in report.advice:
+        found.setdefault(advice.about, []).append(advice.verdict)
+        assert re.search(r"\d", advice.text) or "identical" in advice.text or "one model" in advice.text
+    # Whatever is suggested is a valid configuration of these models.
+    tables = tomllib.loads(report.suggestion)
+    DareConfig(**tables["dare"], rules=tables.get("rules", ())).check_models(len(models))
+    return found
+
+
+LAYERED = {"model.embed_tokens.weight": (50, 40)} | {f"model.layers.{k}.mlp.weight": (60, 40) for k in range(10)}
+LAYERED |= {"model.norm.weight": (40,)}
+
+
+@pytest.mark.parametrize(
+    ("size", "verdict"),
+    [(0.0, "identical"), (0.0005, "right"), (0.005, "right"), (0.012, "doubtful"), (0.04, "wrong"), (0.07, "wrong")],
+)
+def test_advice_on_the_base(tmp_path: Path, size: float, verdict: str) -> None:
+    assert advised(tmp_path, random_model(1, F32, LAYERED), scaled(random_model(1, F32, LAYERED), {"": size}))[
+        "base"
+    ] == [verdict]
+
+
+def test_an_unrelated_model_is_known_by_its_delta(tmp_path: Path) -> None:
+    found = advised(tmp_path, random_model(1, F32, LAYERED), random_model(2, F32, LAYERED))
+    assert found["base"] == ["wrong"]
+    assert "a base is in doubt" in found["sure"][0]
+
+
+@pytest.mark.parametrize(
+    ("size", "level", "rate"),
+    [
+        (0.0003, "small", 0.9),
+        (0.0009, "small", 0.9),
+        (0.0015, "tailed", 0.8),
+        (0.004, "large", 0.5),
+        (0.02, "huge", 0.0),
+    ],
+)
+def test_advice_on_the_drop_rate(tmp_path: Path, size: float, level: str, rate: float) -> None:
+    base = random_model(1, F32, LAYERED)
+    found = advised(tmp_path, base, scaled(base, {"": size}))
+    assert found["drop_rate"] == [level]
+    suggested = tomllib.loads(found["toml"][0])
+    assert suggested["dare"]["drop_rate"] == rate
+    assert ("rules" in suggested) == (rate > 0)
+
+
+def test_models_of_different_sizes_get_different_drop_rates(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    found = advised(tmp_path, base, scaled(base, {"": 0.0003}), scaled(base, {"": 0.004}, 2))
+    assert tomllib.loads(found["toml"][0])["dare"]["drop_rate"] == [0.9, 0.5]
+    assert found["balance"] == ["uneven"]
+    alike = advised(tmp_path, base, scaled(base, {"": 0.0003}), scaled(base, {"": 0.0004}, 2))
+    assert "balance" not in alike
+
+
+def test_advice_on_rules(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    found = advised(tmp_path, base, scaled(base, {"": 0.0003, "model.layers.3.mlp.weight": 0.006}))
+    assert found["rules"] == ["vectors", "embeddings", "layers"]
+    rules = tomllib.loads(found["toml"][0])["rules"]
+    assert [(rule["match"], rule["drop_rate"]) for rule in rules] == [
+        (["model.norm.weight"], 0.0),
+        (["model.embed_tokens.weight"], 0.6),
+        (["model.layers.3.*"], 0.5),
+    ]
+    plain = random_model(1, F32, {name: shape for name, shape in LAYERED.items() if "mlp" in name})
+    assert "rules" not in advised(tmp_path, plain, scaled(plain, {"": 0.0003}))
+    unchanged = scaled(base, {"": 0.0003, "model.embed_tokens.weight": 0.0, "model.norm.weight": 0.0})
+    assert "rules" not in advised(tmp_path, base, unchanged)
+
+
+def test_advice_on_the_method(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    first, second, third = (scaled(base, {"": 0.0005}, seed) for seed in (1, 2, 3))
+    against = {name: 2 * base[name] - first[name] for name in base}
+    close = [{name: (4 * first[name] + other[name]) / 5 for name in base} for other in (second, third)]
+    assert advised(tmp_path, base, first)["method"] == ["linear"]
+    assert advised(tmp_path, base, first, second)["method"] == ["linear"]
+    assert advised(tmp_path, base, first, against)["method"] == ["ties"]
+    assert advised(tmp_path, base, first, second, third)["method"] == ["ties"]
+    assert advised(tmp_path, base, first, *close)["method"] == ["linear"]
+
+
+def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = random_model(1, F32, LAYERED)
+    assert "billions of parameters" in advised(tmp_path, base, scaled(base, {"": 0.0003}))["sure"][0]
+    monkeypatch.setattr(dare, "SMALL_MODEL", 0)
+    assert "fairly" in advised(tmp_path, base, scaled(base, {"": 0.0003}))["sure"][0]
+    assert "close to where the advice changes" in advised(tmp_path, base, scaled(base, {"": 0.0025}))["sure"][0]
+
+
+def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    models = [scaled(base, {"": 0.0003}, seed) for seed in (1, 2)]
+    rule = {"match": ["*layers.0*"], "drop_rate": 0.3, "rescale_q": 0.8}
+    found = advised(tmp_path, base, *models, seed=7, weights=[1.0, 0.5], dtype="bfloat16", rescale_q=0.5, rules=[rule])
+    tables = tomllib.loads(found["toml"][0])
+    expected = {"method": "linear", "drop_rate": 0.9, "seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
+    assert tables["dare"] == expected
+    assert tables["rules"][0] == {"match": ["*layers.0*"], "drop_rate": 0.3}
+
+
+def test_the_command_analyses(tmp_path: Path) -> None:
+    shutil.copytree(HERE / "examples" / "models", tmp_path / "models", ignore=shutil.ignore_patterns("merged*"))
+    (tmp_path / "sub").mkdir()
+    before = snapshot(tmp_path)
+    base, *models = (tmp_path / "models" / f"{name}.safetensors" for name in ("base", "rotated", "covered"))
+    flags = ["analyze", "-b", base, "-m", *models]
+    done = command(*flags)
+    assert done.returncode == 0, done.stderr
+    assert snapshot(tmp_path) == before
+    for words in ("rotated and covered", "Advice", "How sure", "[dare]", "[[rules]]", "by layer", "fc2", "read in"):
+        assert words in done.stdout
+    assert "fc2.weight" not in done.stdout
+    assert "fc2.weight" in command(*flags, "--per-tensor").stdout
+    data = json.loads(command(*flags, "--json").stdout)
+    assert "tensors" not in data["models"][0]
+    assert data["models"][0]["name"] == str(models[0])
+    assert len(json.loads(command(*flags, "--json", "--per-tensor").stdout)["models"][0]["tensors"]) == 6
+    # What is suggested is a configuration that merges, wherever it lies.
+    suggested = tmp_path / "sub" / "suggested.toml"
+    assert command(*flags, "--write-config", suggested).returncode == 0
+    assert suggested.read_text().startswith("# ")
+    done = command("merge", "-c", suggested)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "sub" / "merged.safetensors").exists()
+    again = command(*flags, "--write-config", suggested)
+    assert again.returncode == 2
+    assert "is there already" in again.stderr
+    assert command(*flags, "--write-config", suggested, "--force", "-o", tmp_path / "x.safetensors").returncode == 0
+    assert tomllib.loads(suggested.read_text())["models"]["output_file"] == "../x.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint", "hint"),
+    [
+        (["--plot", "a.png"], "--plot means nothing to merge", "analyze"),
+        (["merge", "--per-tensor"], "--per-tensor means nothing to merge", "analyze"),
+        (["analyze", "--dry-run"], "--dry-run means nothing to analyze", "merge"),
+        (["analyze", "--verify", "x"], "--verify means nothing to analyze", "merge"),
+        (["analyse"], "'analyse' is not expected here", "analyze"),
+        (["analyze", "--plot", "a.gif"], "a plot cannot be written to 'a.gif'", ".png"),
+        (["analyze", "--plot", "nowhere/a.png"], "there is no directory for 'nowhere/a.png'", "make it"),
+        (["analyze"], "there is no base model", "--base"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_wrong_words_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str, hint: str
+) -> None:
+    models = [] if arguments == ["analyze"] else sound_models(tmp_path)[:-2]
+    word = arguments[:1] if arguments[0] in dare.COMMANDS else []
+    assert dare.main([*word, *arguments[len(word) :], *models]) == 2
+    error = capsys.readouterr().err
+    assert complaint in error
+    assert hint in error.splitlines()[1]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_an_analysis_is_drawn(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    base = random_model(1, F32, LAYERED)
+    sizes = ({"": 0.0003}, {"": 0.002, "model.layers.2.mlp.weight": 0.0}, {"": 0.0})
+    models = [scaled(base, each, seed) for seed, each in enumerate(sizes)]
+    paths = save(tmp_path, base=base, **{f"m{i}": model for i, model in enumerate(models)})
+    for count in (1, 3):
+        picture = tmp_path / f"picture{count}.{suffix}"
+        flags = ["analyze", "-q", "-b", paths[0], "-m", *paths[1 : count + 1], "--plot", picture]
+        assert dare.main([*map(str, flags)]) == 0
+        content = picture.read_bytes()
+        assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+        if suffix == "svg":
+            assert b"mean |delta|" in content
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_plot_is_a_hint(tmp_path: Path) -> None:
+    arguments = sound_models(tmp_path)[:-2]
+    script = "import sys; sys.modules['matplotlib'] = None; import dare; sys.exit(dare.main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "analyze", *arguments, "--plot", str(tmp_path / "a.png")],
+        cwd=HERE, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: plots need matplotlib\nhint: install it: uv sync --extra plot, or pip install matplotlib\n"
+    )
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_models_are_called_by_what_tells_them_apart() -> None:
+    assert dare.short_names(["a/base.safetensors", "b/math"]) == ["base", "math"]
+    assert dare.short_names(["a/x/model.safetensors", "a/y/model.safetensors"]) == ["x/model", "y/model"]
+    assert dare.short_names(["org/model", "org/model"]) == ["model", "model"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The README, the configuration and the example that ship
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
     uv run python examples/benchmark.py --parameters 0.48e9
     uv run --with mergekit python examples/benchmark.py --parameters 0.48e9 --json figures.json
     uv run python examples/benchmark.py --one-tensor 4e9
+    uv run python examples/benchmark.py --parameters 0.48e9 --method analyze
 
 A Llama-shaped bf16 base and its fine-tunes are made up in a scratch directory, which should lie on the disk that is
 of interest: give --directory to choose it, and to keep the inputs for the next time. All programs then work on the
@@ -10,7 +11,8 @@ same files, each in a fresh process, in turn, several times over, with the input
 
 - the floor: plain Python that reads every input once and writes one copy of the base, and does nothing else;
 - dare.py from the shell, its kernels already compiled, and once with an empty cache, so that it has to compile them;
-- mergekit's method of the same name.
+- mergekit's method of the same name;
+- for an analysis, the same figures in plain torch, tensor by tensor, and a floor that only reads.
 
 Wall and CPU times are in seconds. Peak memory is the operating system's figure for the process, which counts the
 pages of memory-mapped files while they are mapped. Both times and memory include the start of Python and its imports:
@@ -64,6 +66,7 @@ class Method(NamedTuple):
 
     flags: list[str]
     mergekit: str | None = None
+    writes: bool = True
 
 
 METHODS: Final = {
@@ -71,6 +74,7 @@ METHODS: Final = {
     "ties": Method(["--method", "ties"], "dare_ties"),
     "trim": Method(["--method", "ties", "--keep-ratio", "0.5"]),
     "slerp": Method(["--method", "slerp"]),
+    "analyze": Method([], writes=False),
 }
 
 
@@ -297,16 +301,17 @@ def copy(inputs: list[str], output: str, first: int, step: int, size: int, chunk
                 file.seek(offset)
                 count = file.readinto(buffer) or 0
             target.seek(offset)
-            if target.write(buffer[:count]) != count:
+            if os.path.basename(output) != "null" and target.write(buffer[:count]) != count:
                 raise OSError("short write")
 
 
 def floor() -> None:
-    """Read all inputs, the base last, and write one copy of the base."""
+    """Read all inputs, the base last, and write one copy of the base (or, to a device of the name null, nothing)."""
     threads, sync, output, inputs = int(sys.argv[1]), sys.argv[2] == "fsync", sys.argv[3], sys.argv[4:]
     size = os.path.getsize(inputs[-1])
     with open(output, "wb") as file:
-        file.truncate(size)
+        if os.path.basename(output) != "null":
+            file.truncate(size)
         share = (inputs, output)
         others = [threading.Thread(target=copy, args=(*share, n, threads, size, 2 << 20)) for n in range(1, threads)]
         for thread in others:
@@ -318,11 +323,46 @@ def floor() -> None:
             os.fsync(file.fileno())
 
 
+def torch_figures() -> None:
+    """What an analysis finds, as one would write it with torch: tensor by tensor, with a histogram for percentiles."""
+    import torch
+    from safetensors import safe_open
+
+    base, *models = (safe_open(name, framework="pt") for name in sys.argv[1:])
+    found = {}
+    for name in base.keys():  # noqa: SIM118 (not a dictionary)
+        weights = base.get_tensor(name).float()
+        deltas = [model.get_tensor(name).float() - weights for model in models]
+        norm = weights.norm()
+        for i, delta in enumerate(deltas):
+            size = delta.abs()
+            largest = size.max()
+            counts = torch.histc(size.clamp(min=2.0**-40).log2(), 1024, -40, 24).cumsum(0) / size.numel()
+            found[name, i] = (
+                size.numel(), (size == 0).float().mean(), size.mean(), size.std(), largest,
+                [int((counts < share).sum()) for share in (0.5, 0.95, 0.99)],
+                (size > 0.002).float().mean(), (size < largest / 100).float().mean(), delta.norm() / norm,
+            )  # fmt: skip
+        for i, one in enumerate(deltas):
+            for k in range(i + 1, len(deltas)):
+                both, opposed = (one != 0) & (deltas[k] != 0), one.sign() * deltas[k].sign() < 0
+                size = one.abs() + deltas[k].abs()
+                found[name, i, k] = (
+                    (one * deltas[k]).sum(),
+                    both.sum(),
+                    opposed.sum(),
+                    size[both].sum(),
+                    size[opposed].sum(),
+                )
+    print(len(found))
+
+
 def child_source(*functions: Any) -> list[str]:
     """Give the command that runs the last of the functions in a bare Python."""
     body = "\n".join(inspect.getsource(function) for function in functions)
     source = f"import os, sys, threading, time\nfrom contextlib import ExitStack\n{body}\n{functions[-1].__name__}()"
-    return [sys.executable, "-I", "-S", "-c", source]
+    bare = [] if functions[-1] is torch_figures else ["-I", "-S"]
+    return [sys.executable, *bare, "-c", source]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -468,33 +508,34 @@ class Setting:
 
 
 def floor_case(setting: Setting, threads: int, sync: str) -> Case:
-    output = setting.scratch / "floor.safetensors"
+    writes = METHODS[setting.method].writes
+    output = setting.scratch / "floor.safetensors" if writes else Path(os.devnull)
     base, *others = map(str, setting.inputs.files)
     command = [*child_source(copy, floor), str(threads), sync, str(output), *others, base]
-    name = f"floor, {several(threads, 'thread')}, {'with' if sync == 'fsync' else 'no'} fsync"
-    return Case(name, command, output, setting.inputs.shape.size)
+    what = f"{'with' if sync == 'fsync' else 'no'} fsync" if writes else "reading only"
+    name = f"floor, {several(threads, 'thread')}, {what}"
+    return Case(name, command, output, setting.inputs.shape.size) if writes else Case(name, command)
 
 
 def tool_case(
     setting: Setting, inputs: Inputs, name: str, method: str | None = None, program: Path | None = None
 ) -> Case:
+    writes = METHODS[method or setting.method].writes
     output = setting.scratch / "tool.safetensors"
     base, *others = map(str, inputs.files)
-    command = [
-        sys.executable,
-        str(program or TOOL),
-        "--base",
-        base,
-        "--merge",
-        *others,
-        "--output",
-        str(output),
-        "--quiet",
-    ]
-    command += METHODS[method or setting.method].flags
+    command = [sys.executable, str(program or TOOL), *([] if writes else ["analyze"]), "--base", base, "--merge"]
+    command += [*others, "--quiet", *METHODS[method or setting.method].flags]
     if setting.told:
         command += ["--threads", str(setting.threads)]
-    return Case(name, command, output, inputs.shape.size)
+    if not writes:
+        return Case(name, command)
+    return Case(name, [*command, "--output", str(output)], output, inputs.shape.size)
+
+
+def torch_case(setting: Setting) -> Case:
+    environment = {"OMP_NUM_THREADS": str(setting.threads)} if setting.told else {}
+    return Case("the same figures in plain torch", [*child_source(torch_figures), *map(str, setting.inputs.files)],
+                environment=environment)  # fmt: skip
 
 
 def mergekit_case(setting: Setting, inputs: Inputs, name: str) -> Case:
@@ -529,13 +570,14 @@ class Suite:
     tool_small: Case
     mergekit: Case | None
     mergekit_small: Case | None
+    torch: Case | None  # an analysis in plain torch
     empty: Case
     first: Case
     failures: list[str] = field(default_factory=list)
 
     @property
     def repeated(self) -> list[Case]:
-        optional = [self.linear, self.against, self.mergekit, self.mergekit_small]
+        optional = [self.linear, self.against, self.mergekit, self.mergekit_small, self.torch]
         return [*self.floors, self.tool, *filter(None, optional), self.tool_small, self.empty]
 
     @property
@@ -546,6 +588,7 @@ class Suite:
             self.tool,
             self.against,
             self.mergekit,
+            self.torch,
             self.empty,
             self.tool_small,
             self.first,
@@ -556,22 +599,26 @@ class Suite:
 
 def make_suite(setting: Setting) -> Suite:
     threads = sorted({1, setting.threads})
-    counterpart = METHODS[setting.method].mergekit
+    counterpart, writes = METHODS[setting.method].mergekit, METHODS[setting.method].writes
     installed = importlib.util.find_spec("mergekit") is not None
     with_mergekit = bool(installed and counterpart and setting.inputs.shape.config)
     name, tool = f"mergekit {counterpart}", "dare.py" if setting.method == "linear" else f"dare.py {setting.method}"
+    syncs = ("none", "fsync") if writes else ("none",)
     first = tool_case(setting, setting.small, "dare.py, small model, nothing compiled yet")
     first.environment["NUMBA_CACHE_DIR"] = str(setting.scratch / "kernels")
     return Suite(
-        floors=[floor_case(setting, count, sync) for count in threads for sync in ("none", "fsync")],
+        floors=[floor_case(setting, count, sync) for count in threads for sync in syncs],
         tool=tool_case(setting, setting.inputs, tool),
-        linear=tool_case(setting, setting.inputs, "dare.py linear", "linear") if setting.method != "linear" else None,
+        linear=tool_case(setting, setting.inputs, "dare.py linear", "linear")
+        if writes and setting.method != "linear"
+        else None,
         against=tool_case(setting, setting.inputs, "the other dare.py", None, setting.against)
         if setting.against
         else None,
         tool_small=tool_case(setting, setting.small, "dare.py, small model"),
         mergekit=mergekit_case(setting, setting.inputs, name) if with_mergekit else None,
         mergekit_small=mergekit_case(setting, setting.small, f"{name}, small model") if with_mergekit else None,
+        torch=None if writes else torch_case(setting),
         empty=Case("Python that does nothing", [sys.executable, "-I", "-S", "-c", "pass"]),
         first=first,
     )
@@ -650,7 +697,9 @@ def ratios(suite: Suite) -> list[Ratio]:
     """The tool syncs its output, so it is held against the floors that do; mergekit does not sync."""
     if not suite.tool.runs:
         return []
-    found = [ratio(suite.tool, case) for case in suite.floors if case.runs and "with fsync" in case.name]
+    found = [ratio(suite.tool, case) for case in suite.floors if case.runs and "no fsync" not in case.name]
+    if suite.torch and suite.torch.runs:
+        found.append(ratio(suite.torch, suite.tool))
     if suite.linear and suite.linear.runs:
         found.append(ratio(suite.tool, suite.linear))
     if suite.against and suite.against.runs:

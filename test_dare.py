@@ -9,6 +9,7 @@ import ctypes
 import dataclasses
 import errno
 import hashlib
+import importlib.util
 import itertools
 import json
 import math
@@ -7517,6 +7518,519 @@ def test_models_are_called_by_what_tells_them_apart() -> None:
     assert dare.short_names(["a/base.safetensors", "b/math"]) == ["base", "math"]
     assert dare.short_names(["a/x/model.safetensors", "a/y/model.safetensors"]) == ["x/model", "y/model"]
     assert dare.short_names(["org/model", "org/model"]) == ["model", "model"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The sweep over settings
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_example(name: str) -> Any:
+    """A script of examples/, as a module."""
+    spec = importlib.util.spec_from_file_location(name, HERE / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SWEEP = load_example("sweep")
+Score = Callable[[Path], float]
+
+# An evaluation that knows what was done to a model: the recipe is in the file's header. It notes every call.
+JUDGE = """
+import hashlib, json, os, struct, subprocess, sys, time, tomllib
+from pathlib import Path
+
+model = Path(sys.argv[-1])
+data = (model / "model.safetensors" if model.is_dir() else model).read_bytes()
+header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+settings = tomllib.loads(header.get("__metadata__", {}).get("dare_recipe", "dare = {}"))["dare"]
+rate, seed = settings.get("drop_rate", 0), settings.get("seed", 0)
+with open("calls.jsonl", "a") as calls:
+    print(json.dumps([str(model), hashlib.sha256(data).hexdigest(), settings]), file=calls)
+score = 1 - (rate - 0.8) ** 2 + seed % 5 * 1e-5 if settings else 0.1
+"""
+
+
+def judge(folder: Path, rest: str = "print('accuracy:', score)") -> str:
+    """The evaluation as a command, with a space in its path; rest: how it ends."""
+    (folder / "my judge.py").write_text(JUDGE + rest)
+    return f'"{sys.executable}" "{folder / "my judge.py"}" {{model}}'
+
+
+def calls(folder: Path) -> list[Any]:
+    path = folder / "calls.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def run_sweep(folder: Path, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own, in a folder that has a configuration."""
+    words = [sys.executable, str(HERE / "examples" / "sweep.py"), "--config", "config.toml", *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=folder, **options)
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """How a model was merged; nothing if it was not."""
+    recipe = (metadata(path) or {}).get("dare_recipe", "")
+    return tomllib.loads(recipe).get("dare", {})
+
+
+def hill(path: Path, noise: float = 1e-4) -> float:
+    """Best at drop rate 0.8 and lambda 1, with some noise by the seed."""
+    made = settings_of(path)
+    if not made:
+        return -1.0
+    wobble = noise * math.sin(made["seed"]) * (made["drop_rate"] > 0)
+    return -((made["drop_rate"] - 0.8) ** 2) - (made["lambda_coeff"] - 1) ** 2 + wobble
+
+
+def counted_calls(evaluate: Score) -> tuple[Score, list[Path]]:
+    seen: list[Path] = []
+
+    def call(path: Path) -> float:
+        seen.append(path)
+        return evaluate(path)
+
+    return call, seen
+
+
+def test_a_sweep_finds_a_known_optimum_and_ranks_everything(models: list[Path], tmp_path: Path) -> None:
+    before = snapshot(tmp_path)
+    evaluate, seen = counted_calls(hill)
+    grid = SWEEP.Grid(drop_rate=(0.0, 0.5, 0.8, 0.95), method=("linear", "ties"), lambda_coeff=(0.5, 1), seeds=3)
+    result = SWEEP.sweep(models[0], models[1:], grid, evaluate, directory=tmp_path)
+    assert result.best.candidate.settings.drop_rate == 0.8
+    assert result.best.candidate.settings.lambda_coeff == 1
+    means = [row.mean for row in result.rows]
+    assert means == sorted(means, reverse=True)
+    assert [row.mean for row in result.rows if row.candidate.kind == "alone"] == [-1.0] * 3
+    assert result.baseline.mean == pytest.approx(-0.64)
+    assert result.distinguishable
+    # 16 combinations: the four without dropping have no seeds, and one of those is the baseline.
+    assert len(result.rows) == 3 + 16
+    assert len(seen) == 3 + 4 + 12 * 3
+    assert result.best.spread > 0
+    assert snapshot(tmp_path) == before, "nothing is left behind"
+
+
+def test_where_lower_is_better_the_ranks_are_reversed(models: list[Path]) -> None:
+    grid = SWEEP.Grid(drop_rate=(0.5, 0.8), seeds=2)
+    result = SWEEP.sweep(models[0], models[1:], grid, lambda path: -hill(path), minimize=True)
+    assert result.best.candidate.settings.drop_rate == 0.8
+    assert [row.mean for row in result.rows] == sorted(row.mean for row in result.rows)
+    assert result.distinguishable
+    assert "lower is better" in str(result)
+
+
+def test_seeds_of_a_sweep_share_no_mask(models: list[Path]) -> None:
+    drawn: list[int] = []
+
+    def note(path: Path) -> float:
+        if settings_of(path).get("drop_rate"):
+            drawn.extend(tomllib.loads(metadata(path)["dare_recipe"])["recipe"]["seeds"])
+        return 0.0
+
+    SWEEP.sweep(models[0], models[1:], SWEEP.Grid(seeds=4), note, config=DareConfig(seed=7))
+    assert sorted(drawn) == list(range(7, 15))
+
+
+def test_a_combination_is_tried_once_and_only_if_it_makes_sense(
+    models: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluate, seen = counted_calls(lambda path: 0.0)
+    grid = SWEEP.Grid(drop_rate=(0.9, 0.5, 0.9, 0), rescale_q=(0.1, 0.5, 1), keep_ratio=(0.5,), seeds=1)
+    result = SWEEP.sweep(models[0], models[1:], grid, evaluate)
+    tried = sorted((row.candidate.settings.drop_rate, row.candidate.settings.rescale_q or 0) for row in result.merges)
+    assert tried == [(0, 0), (0.5, 0.5), (0.5, 1), (0.9, 0.1), (0.9, 0.5), (0.9, 1)]
+    assert len(seen) == 3 + 6
+    assert "left out 3 combinations" in caplog.text  # q 0.1 at 0.5, and 0.1 and 0.5 at 0
+    assert "rescale_q 0.1 is below 1 - drop_rate = 0.5" in caplog.text
+
+
+def test_a_grid_of_q_is_the_search_of_darex_q(models: list[Path], tmp_path: Path) -> None:
+    def nearness(path: Path) -> float:
+        return -abs(settings_of(path).get("rescale_q", 9) - 0.4)
+
+    grid = SWEEP.Grid(drop_rate=(0.9,), rescale_q=(0.1, 0.2, 0.4, 0.8), seeds=2)
+    result = SWEEP.sweep(models[0], models[1:], grid, nearness)
+    assert result.best.candidate.settings.rescale_q == 0.4
+    toml = tomllib.loads(SWEEP.winning_configuration(result, tmp_path / "best.toml"))
+    assert toml["dare"]["rescale_q"] == 0.4
+
+
+def test_the_baseline_drops_nothing_whatever_the_rules_say(models: list[Path], tmp_path: Path) -> None:
+    rules = [{"match": "layer.*", "drop_rate": 0.5, "keep_ratio": 0.5}, {"match": "head.*", "lambda_coeff": 0.0}]
+    config = DareConfig(method="ties", weights=(3.0, 1.0), rules=rules)
+    merged: dict[str, dict[str, Any]] = {}
+
+    def keep(path: Path) -> float:
+        made = settings_of(path)
+        merged[f"{made['method']} {made['drop_rate']}" if made else path.stem] = load_file(path)
+        return 0.0
+
+    SWEEP.sweep(models[0], models[1:], SWEEP.Grid(method=("linear", "ties"), seeds=1), keep, config=config)
+    assert merged.keys() == {"base", "math", "code", "linear 0.0", "linear 0.9", "ties 0.9"}
+    base, first, second = (load_file(path) for path in models)
+    name = "layer.weight"
+    deltas = [model[name].float() - base[name].float() for model in (first, second)]
+    average = (base[name].float() + (0.75 * deltas[0] + 0.25 * deltas[1])).to(base[name].dtype)
+    assert (merged["linear 0.0"][name] == average).float().mean() > 0.999
+    assert (merged["linear 0.0"]["head.weight"] == base["head.weight"]).all()
+    assert (merged["linear 0.9"]["head.weight"] == base["head.weight"]).all()
+
+
+SCORES = [
+    ("0.5", 0.5),
+    ("step 12: loss 3\naccuracy: 93.5%\n", 93.5),
+    ("acc=1e-3", 0.001),
+    ("-7 of them.", -7.0),
+    ("perplexity 1,234.5", 1234.5),
+    ("\x1b[32m0.25\x1b[0m", 0.25),
+    ("loaded model2 in 3s: .75", 0.75),
+    ('{"score": 0.5, "n": 100}', 0.5),
+    ('{\n "a": {"score": 3},\n "score": 4\n}\n', 4.0),
+    ('{"score": 1}\nlog 7\n{"score": 2, "tasks": [1, 2]}\ndone in 5 s', 2.0),
+    ('{"accuracy": 0.75}', 0.75),
+    ("{not json} 8", 8.0),
+]
+
+
+@pytest.mark.parametrize(("output", "score"), SCORES)
+def test_the_score_is_that_of_the_json_or_the_last_number(output: str, score: float) -> None:
+    assert SWEEP.score_in(output) == score
+
+
+@pytest.mark.parametrize(
+    "output", ["", "no numbers, model2 only", '{"score": "high"} 3', '{"score": true}', '{"score": null, "n": 5}']
+)
+def test_output_without_a_score_is_a_failure(output: str) -> None:
+    with pytest.raises(DareError):
+        SWEEP.score_in(output)
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_a_failure(models: list[Path], score: float) -> None:
+    grid = SWEEP.Grid(drop_rate=(0.5, 0.8), seeds=1)
+    odd = SWEEP.sweep(models[0], models[1:], grid, lambda p: score if settings_of(p).get("drop_rate") == 0.8 else 1.0)
+    assert [row.scores for row in odd.rows if row.candidate.kind == "grid"] == [(1.0,), ()]
+    assert math.isnan(SWEEP.score_in("score 3, then nan"))
+
+
+def test_the_sweep_command_writes_a_winner_that_makes_the_same_bytes(tmp_path: Path) -> None:
+    """On the shipped example, in a folder with a space in its name."""
+    folder = tmp_path / "a b"
+    shutil.copytree(HERE / "examples" / "models", folder / "examples" / "models")
+    shutil.copy(HERE / "merge_config.toml", folder / "config.toml")
+    before = {path.name for path in folder.iterdir()}
+    flags = ["--drop-rate", "0.5", "0.8", "--method", "linear", "ties", "--seeds", "2", "--evaluate", judge(folder)]
+    done = run_sweep(folder, *flags)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(
+        "9 merges to make and 12 evaluations to run; scores are kept in sweep_results.jsonl\n"
+    )
+    ranks = [line.split("  ")[1].strip() for line in done.stdout.splitlines()[1:9]]
+    assert ranks[:2] == ["linear, drop 0.8, lambda 1", "ties, drop 0.8, lambda 1"]
+    assert sorted(ranks[5:]) == [f"examples/models/{n}.safetensors alone" for n in ("base", "covered", "rotated")]
+    assert "confirm it on data that was not used here" in done.stdout
+    made = {"my judge.py", "calls.jsonl", "sweep_results.jsonl", "sweep_best.toml"}
+    assert {path.name for path in folder.iterdir()} == before | made
+    best = dare.load_settings(folder / "sweep_best.toml")
+    assert (best.dare["drop_rate"], best.dare["method"]) == (0.8, "linear")
+    assert command("-q", "--config", "sweep_best.toml", cwd=folder).returncode == 0
+    merged = (folder / "examples" / "models" / "merged.safetensors").read_bytes()
+    [digest] = [
+        d for _, d, s in calls(folder) if (s.get("drop_rate"), s.get("method"), s.get("seed")) == (0.8, "linear", 42)
+    ]
+    assert hashlib.sha256(merged).hexdigest() == digest
+    text = (folder / "sweep_best.toml").read_text()
+    assert "# plain average: " in text
+    again = run_sweep(folder, *flags, "-q")
+    assert (again.returncode, again.stdout, again.stderr) == (0, done.stdout, "")
+    assert len(calls(folder)) == 12, "nothing was evaluated twice"
+    assert (folder / "sweep_best.toml").read_text() == text
+
+
+def test_failing_and_hanging_evaluations_do_not_lose_the_rest(models: list[Path], tmp_path: Path) -> None:
+    write_config(tmp_path)
+    ending = """
+if rate == 0.5 and not os.path.exists("mended"):
+    print("0.99")
+    sys.exit("out of memory\\nsorry")
+if rate == 0.7 and not os.path.exists("mended"):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    Path("child").write_text(str(child.pid))
+    time.sleep(60)
+print("no score" if rate == 0.6 else json.dumps({"score": score}))
+"""
+    flags = [
+        "--drop-rate",
+        "0.5",
+        "0.6",
+        "0.7",
+        "0.8",
+        "--seeds",
+        "1",
+        "--timeout",
+        "2",
+        "--evaluate",
+        judge(tmp_path, ending),
+    ]
+    done = run_sweep(tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    warned = [line for line in done.stderr.splitlines() if "failed" in line]
+    assert [line.split("failed: ")[1] for line in warned] == [
+        "it ended with status 1: sorry",
+        "it printed no number",
+        "it took longer than 2 s",
+    ]
+    assert "The best merge is linear, drop 0.8" in done.stdout
+    assert done.stdout.count(" failed ") == 3
+    pid = int((tmp_path / "child").read_text())
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}") or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2], 5)
+    (tmp_path / "mended").touch()
+    before = len(calls(tmp_path))
+    done = run_sweep(tmp_path, *flags)
+    assert len(calls(tmp_path)) == before + 3, "what failed is tried again, and nothing else"
+    assert done.stdout.count(" failed ") == 1
+
+
+def test_an_interrupted_sweep_cleans_up_and_continues(models: list[Path], tmp_path: Path) -> None:
+    write_config(tmp_path)
+    ending = """
+if len(open("calls.jsonl").readlines()) == 6:
+    time.sleep(60)
+print(score)
+"""
+    flags = ["--config", "config.toml", "--drop-rate", "0.5", "0.8", "--seeds", "2", "-e", judge(tmp_path, ending)]
+    words = [sys.executable, str(HERE / "examples" / "sweep.py"), *flags]
+    process = subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len(calls(tmp_path)) == 6)
+    assert list(tmp_path.glob("sweep-*")) != [], "the model that is being scored"
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert stderr.splitlines()[-1] == "interrupted; what is scored is kept, and the same command continues"
+    assert list(tmp_path.glob("sweep-*")) == []
+    assert not (tmp_path / "sweep_best.toml").exists()
+    done = run_sweep(tmp_path, *flags[2:])
+    assert done.returncode == 0, done.stderr
+    assert (
+        "3 merges to make and 3 evaluations to run; scores are kept in sweep_results.jsonl, where 5 of 8 are already"
+        in done.stderr
+    )
+    assert len(calls(tmp_path)) == 8 + 1
+
+
+def test_a_sweep_that_raises_keeps_its_scores_and_a_line_cut_short_is_made_again(
+    models: list[Path], tmp_path: Path
+) -> None:
+    def stop_at_fifth(path: Path) -> float:
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        return hill(path)
+
+    evaluate, seen = counted_calls(stop_at_fifth)
+    results, grid = tmp_path / "r.jsonl", SWEEP.Grid(drop_rate=(0.5, 0.8), seeds=2)
+    options: dict[str, Any] = {"results": results, "label": "hill"}
+    with pytest.raises(KeyboardInterrupt):
+        SWEEP.sweep(models[0], models[1:], grid, evaluate, **options)
+    assert len(results.read_text().splitlines()) == 4
+    results.write_bytes(results.read_bytes()[:-20])
+    evaluate, seen = counted_calls(hill)
+    result = SWEEP.sweep(models[0], models[1:], grid, evaluate, **options)
+    assert len(seen) == 8 - 3
+    whole = SWEEP.sweep(models[0], models[1:], grid, hill)
+    assert str(result) == str(whole)
+    evaluate, seen = counted_calls(hill)
+    assert str(SWEEP.sweep(models[0], models[1:], grid, evaluate, **options)) == str(whole)
+    assert seen == []
+
+
+def test_scores_of_other_evaluations_models_and_settings_are_not_mixed_up(models: list[Path], tmp_path: Path) -> None:
+    def evaluations(label: str, **config: Any) -> int:
+        evaluate, seen = counted_calls(hill)
+        grid = SWEEP.Grid(drop_rate=(0.5,), seeds=1)
+        options: dict[str, Any] = {"results": tmp_path / "r.jsonl", "label": label, "config": DareConfig(**config)}
+        SWEEP.sweep(models[0], models[1:], grid, evaluate, **options)
+        return len(seen)
+
+    assert evaluations("one") == 5
+    assert evaluations("one") == 0
+    assert evaluations("two") == 5
+    assert evaluations("one", seed=1) == 1
+    assert evaluations("one", weights=(0.3, 0.7)) == 2
+    os.utime(models[2], ns=(0, 0))
+    assert evaluations("one") == 3, "the model that changed, and the merges with it"
+
+
+def test_a_script_that_was_edited_is_another_evaluation(tmp_path: Path) -> None:
+    first = SWEEP.Command.of(judge(tmp_path)).label
+    assert SWEEP.Command.of(judge(tmp_path)).label == first
+    assert SWEEP.Command.of(judge(tmp_path, "print(-score)")).label != first
+
+
+def test_inputs_that_change_during_a_sweep_end_it(models: list[Path], tmp_path: Path) -> None:
+    def touch(path: Path) -> float:
+        if settings_of(path):
+            os.utime(models[1])
+        return 0.0
+
+    with pytest.raises(DareError, match=r"math\.safetensors' has changed during"):
+        SWEEP.sweep(models[0], models[1:], SWEEP.Grid(), touch, results=tmp_path / "r.jsonl")
+
+
+# Noise by seed, seeds, whether the best is distinguishable from the baseline, and what is said.
+VERDICTS = [
+    (1e-4, 3, True, "more than its seeds' spread explains"),
+    (0.5, 3, False, "not distinguishable from the plain average"),
+    (1e-4, 1, None, "there is only one seed; give --seeds 3 or more"),
+    (-9.0, 1, False, "No combination scores better than the plain average"),
+]
+
+
+@pytest.mark.parametrize(("noise", "seeds", "told", "words"), VERDICTS)
+def test_the_best_is_only_said_to_be_better_if_its_seeds_agree(
+    models: list[Path], noise: float, seeds: int, told: bool | None, words: str
+) -> None:
+    def evaluate(path: Path) -> float:
+        made = settings_of(path)
+        if not made or not made["drop_rate"]:
+            return 0.0
+        return 0.1 + noise * ((made["seed"] // 2 % 3) if noise > 0 else 1)
+
+    result = SWEEP.sweep(models[0], models[1:], SWEEP.Grid(drop_rate=(0.5, 0.8), seeds=seeds), evaluate)
+    assert result.distinguishable is told
+    assert words in result.verdict
+    assert "evaluation's own noise is unknown" in str(result)
+    assert ("put 0 among the drop rates" in str(result)) == (result.best is not result.baseline)
+
+
+def test_a_choice_among_many_must_be_clearer_than_one_of_a_few(models: list[Path]) -> None:
+    def evaluate(path: Path) -> float:
+        made = settings_of(path)
+        return 0.0 if not made or not made["drop_rate"] else 0.04 + 0.01 * (made["seed"] // 2 % 3)
+
+    few, many = (
+        SWEEP.sweep(models[0], models[1:], SWEEP.Grid(drop_rate=[0.5 + 0.01 * k for k in range(n)]), evaluate)
+        for n in (1, 8)
+    )
+    assert (few.distinguishable, many.distinguishable) == (True, False)
+    assert many.probability == pytest.approx(8 * few.probability)
+
+
+TAILS = [(1, 12.7062, 0.025), (2, 4.30265, 0.025), (3, 5.84091, 0.005), (4, 2.13185, 0.05), (9, 3.24984, 0.005)]
+
+
+@pytest.mark.parametrize(("freedom", "t", "beyond"), TAILS)
+def test_the_t_test_is_that_of_the_tables(freedom: int, t: float, beyond: float) -> None:
+    assert SWEEP.chance(t, freedom) == pytest.approx(beyond, rel=1e-4)
+    assert SWEEP.chance(0, freedom) == pytest.approx(0.5)
+
+
+def test_directories_stay_directories_and_adapters_alone_are_merged_first(tmp_path: Path) -> None:
+    base = random_model()
+    save_directory(tmp_path / "base", base, model_type="x")
+    save_directory(tmp_path / "full", finetune(base, 1))
+    write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    alone: dict[str, Any] = {}
+
+    def evaluate(path: Path) -> float:
+        assert path.is_absolute()
+        assert path.name in ("base", "full") or (path / "config.json").exists()
+        if (
+            path.name == "merged"
+            and len(tomllib.loads((path / "dare_recipe.toml").read_text())["recipe"]["seeds"]) == 1
+        ):
+            alone.update(load_file(path / "model.safetensors"))
+        return 0.0
+
+    sources = [tmp_path / "full", tmp_path / "adapter"]
+    result = SWEEP.sweep(tmp_path / "base", sources, SWEEP.Grid(seeds=1), evaluate, directory=tmp_path)
+    assert [row.complete for row in result.rows] == [True] * 5
+    run_merge(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out", drop_rate=0)
+    expected = load_file(tmp_path / "out" / "model.safetensors")
+    assert alone.keys() == expected.keys()
+    assert all((alone[name] == expected[name]).all() for name in expected)
+    toml = SWEEP.winning_configuration(result, tmp_path / "best.toml")
+    (tmp_path / "best.toml").write_text(toml)
+    assert dare.main(["-q", "-c", str(tmp_path / "best.toml")]) == 0
+    assert (tmp_path / "merged" / "config.json").exists()
+
+
+BAD_USAGE = [
+    (["--evaluate", "{python} judge.py"], "has no {model}", "write {model} where"),
+    (["--evaluate", "pyhton judge.py {model}"], "there is no command 'pyhton'", "first word"),
+    (["--evaluate", "'python {model}"], "cannot be split into words", "quotes"),
+    (["--drop-rate", "0.5", "1.5"], "--drop-rate must be a number from 0", "--help"),
+    (["--method", "tie"], "--method must be one of linear, ties, slerp", "--help"),
+    (["--drop-rate", "0.5", "--rescale-q", "0.2"], "no combination makes sense: rescale_q 0.2 is below", "--help"),
+    (["--seeds", "0"], "--seeds must be at least 1", "3 or more"),
+    (["--timeout", "0"], "--timeout must be above 0", "seconds"),
+    (["--plot", "sweep.gif"], "neither .png nor .svg", "sweep.png"),
+    (["--write-config", "config.toml"], "exists and was not written by a sweep", "--force"),
+    (["--write-config", "no/such.toml"], "does not exist", "create"),
+    (["--results", "config.toml"], "is not a results file of a sweep", "--results"),
+    (["--merge", "nothing.safetensors"], "there is no file or directory 'nothing.safetensors'", "looked for"),
+    (["--directory", "nowhere"], "cannot use 'nowhere'", "--directory"),
+    (["--config", "missing.toml"], "there is no configuration file", "--config"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message", "hint"), BAD_USAGE, ids=[" ".join(row[0])[:40] for row in BAD_USAGE])
+def test_wrong_usage_of_a_sweep_is_told_before_anything_is_merged(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    flags: list[str], message: str, hint: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path)
+    usual = ["--config", "config.toml", "--evaluate", judge(tmp_path)]
+    before = snapshot(tmp_path)
+    given = [flag.replace("{python}", f'"{sys.executable}"') for flag in flags]
+    assert SWEEP.main([*usual, *given]) in (1, 2)
+    error, hinted = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert message in error
+    assert hinted.startswith("hint: ")
+    assert hint in hinted
+    assert snapshot(tmp_path) == before
+
+
+def test_a_plot_is_drawn_and_only_its_own_is_replaced(models: list[Path], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    grid = SWEEP.Grid(drop_rate=(0, 0.5), lambda_coeff=(0.2, 0.4, 0.6, 0.8, 1, 1.2, 1.4, 1.6), seeds=2)
+    result = SWEEP.sweep(models[0], models[1:], grid, hill)
+    for name, start in (("sweep.png", b"\x89PNG"), ("sweep.svg", b"<?xml")):
+        path = tmp_path / name
+        SWEEP.draw(result, path)
+        assert path.read_bytes().startswith(start)
+        SWEEP.check_ours(path, "--plot", False)
+    text = (tmp_path / "sweep.svg").read_text()
+    for words in ("the best 7 of 8 lines", "bands: lowest to highest", "plain average -0.64", "base alone -1.0"):
+        assert f"<!-- {words}" in text or words in text
+    (tmp_path / "other.png").write_bytes(b"\x89PNG of a dog")
+    with pytest.raises(DareError, match="was not written by a sweep"):
+        SWEEP.check_ours(tmp_path / "other.png", "--plot", False)
+
+
+def test_without_matplotlib_a_plot_is_a_hint_before_the_sweep(models: list[Path], tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "blocked").mkdir()
+    (tmp_path / "blocked" / "sitecustomize.py").write_text("import sys\nsys.modules['matplotlib'] = None\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked")}
+    done = run_sweep(tmp_path, "--plot", "sweep.png", "--evaluate", judge(tmp_path), env=environment)
+    assert done.returncode == 1
+    assert done.stderr == "error: a plot needs matplotlib, which is not installed\nhint: uv sync --extra plot\n"
+    assert calls(tmp_path) == []
+
+
+def test_labels_of_a_plot_never_overlap() -> None:
+    for places in ([0.5, 0.5, 0.5], [0, 0, 0, 0.01], [0.2, 0.9, 1, 1, 1]):
+        moved = SWEEP.apart(places, 0.05)
+        assert min(b - a for a, b in itertools.pairwise(moved)) > 0.049
+        assert min(moved) >= 0
+        assert max(moved) <= 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

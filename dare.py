@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "MergeReport", "ModelReport", "Plan", "Rule",
-    "VerifyReport", "dare_drop", "dare_merge", "dare_sparsify", "plot_analysis",
+    "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "MergeReport", "ModelReport", "Plan",
+    "Rule", "VerifyReport", "dare_drop", "dare_merge", "dare_sparsify", "plot_analysis",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -235,6 +235,15 @@ SIZE_UNITS: Final = {"": 1, "B": 1} | {
     for ending, base in (("B", 1000), ("IB", 1024))
 }
 DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+SHORT_DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+# The words that a setting may be, where it is one.
+CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "method": METHODS,
+    "dtype": (*DTYPES, *SHORT_DTYPES),
+    "mismatch": MISMATCHES,
+}
+# A size below this that names no unit was meant in another one: nobody wants files of five bytes.
+LEAST_BARE_SIZE: Final = 1000
 
 
 def _is_number(value: object) -> bool:
@@ -275,7 +284,10 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     ),
     "keep_ratio": ("a number above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1),
     "slerp_t": ("a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1),
-    "dtype": (f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES),
+    "dtype": (
+        f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})",
+        lambda v: isinstance(v, str) and v in CHOICES["dtype"],
+    ),
     "mismatch": (f"one of {', '.join(MISMATCHES)}", lambda v: isinstance(v, str) and v in MISMATCHES),
     "max_shard_size": ("a size like 5GB or 500MiB, or a number of bytes", lambda v: parse_size(v) > 0),
     "delta_threshold": ("a number above 0", lambda v: _is_number(v) and v > 0),
@@ -290,7 +302,14 @@ RULE_SETTINGS: Final = ("drop_rate", "rescale_q", "lambda_coeff", "keep_ratio")
 def check_setting(name: str, value: object, where: str) -> None:
     wanted, accepts = CHECKS[name]
     if not accepts(value):
-        raise ConfigError(f"{where} must be {wanted}, not {value!r}", "--help says what it does")
+        is_word = isinstance(value, str) and name in CHOICES
+        hint = nearest(str(value).lower(), CHOICES[name]) if is_word else "--help says what it does"
+        raise ConfigError(f"{where} must be {wanted}, not {value!r}", hint)
+    size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
+    if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
+        raise ConfigError(
+            f"{where} would be {counted(size, 'byte')}", f"say {str(value).strip()}GB, or {size}B if you mean it"
+        )
 
 
 @dataclass(frozen=True)
@@ -379,7 +398,7 @@ class DareConfig:
     rescale_q: float | Sequence[float] | None = None  # DAREx-q: divide by this instead of by the keep rate
     keep_ratio: float | None = None  # ties: share of the surviving entries that trim keeps; None: all
     slerp_t: float | None = None  # slerp: position between the two models; None: 0.5
-    dtype: str | None = None  # output type of float tensors; None: the base's
+    dtype: str | None = None  # output type of float tensors, kept by its long name; None: the base's
     mismatch: str = "error"  # tensors of another shape: error; overlap: merge the common rows; base: keep the base's
     max_shard_size: str | int = "5GB"  # of each file's tensors, where the output is a directory
     delta_threshold: float = 0.002  # warn where deltas are larger; the paper's limit for safe dropping
@@ -394,6 +413,8 @@ class DareConfig:
             if setting.name in CHECKS and (value is not None or setting.default is not None):
                 check_setting(setting.name, value, setting.name)
             object.__setattr__(self, setting.name, _frozen(value))
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
         if not isinstance(self.rules, list | tuple):
             raise ConfigError(
                 f"rules must be a list, not {self.rules!r}", 'like [{"match": "*norm*", "drop_rate": 0.5}]'
@@ -1261,7 +1282,7 @@ WEIGHT_SUFFIXES: Final = (
 )  # fmt: skip
 CONVERT_HINT: Final = (
     'pickles can run any code, so convert it first: python -c "import torch, safetensors.torch as s; '
-    "s.save_file(torch.load('in.bin', weights_only=True), 'out.safetensors')\""
+    "s.save_file(torch.load(open('{}', 'rb'), weights_only=True), '{}')\""
 )
 CONVERT_DIRECTORY_HINT: Final = (
     "pickles can run any code, so convert it first: load it with transformers and save it again with save_pretrained"
@@ -1412,12 +1433,20 @@ class TensorFile:
             return DareError(f"{self.name!r} is empty", "download or save it again")
         pickled = found[:4] == b"PK\x03\x04" or (found[:1] == b"\x80" and found[8:] != b"{")
         if pickled or self.path.suffix in PICKLE_SUFFIXES:
-            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", CONVERT_HINT)
+            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", self._convert_hint())
         if found[:4] == b"vers":
             return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
         if found[:4] == b"GGUF":
             return DareError(f"{self.name!r} is a GGUF file", "merge the original model, then convert the result")
         return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", "download or save it again")
+
+    def _convert_hint(self) -> str:
+        """A command for any shell, with the file's name in it unless a shell could take that for something else."""
+        name = self.path.as_posix()
+        if not re.fullmatch(r"[\w ./:@+,=-]+", name):
+            return CONVERT_HINT.format("in.bin", "out.safetensors")
+        made = name.removesuffix(self.path.suffix) if self.path.suffix in PICKLE_SUFFIXES else f"{name}.converted"
+        return CONVERT_HINT.format(name, f"{made}.safetensors")
 
     def read_into(self, view: memoryview, offset: int) -> None:
         try:

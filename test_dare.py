@@ -15,6 +15,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -2217,7 +2218,7 @@ def test_any_sharding_gives_the_same_tensors(tmp_path: Path) -> None:
             save_sharded(tmp_path / f"{turn}-{k}", tensors, parts[(turn + k) % 3])
             for k, tensors in enumerate((base, finetune(base, 1), finetune(base, 2)))
         ]
-        run_merge(source[0], source[1:], tmp_path / f"out{turn}", max_shard_size=5000 * turn + 500)
+        run_merge(source[0], source[1:], tmp_path / f"out{turn}", max_shard_size=5000 * turn + 1000)
         found.append(tensors_in(tmp_path / f"out{turn}"))
     assert len(found[0]) == len(base)
     assert_same(found[0], found[1])
@@ -3407,7 +3408,7 @@ def test_a_merge_into_a_directory_that_fails_leaves_the_old_one(
 
 def test_shards_of_an_earlier_merge_do_not_survive(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert merge_directory(pair, out, "--max-shard-size", "100") == 0
+    assert merge_directory(pair, out, "--max-shard-size", "100B") == 0
     assert len(list(out.glob("model-*-of-00004.safetensors"))) == 4
     many = tensors_in(out)
     assert merge_directory(pair, out, "--max-shard-size", "10kB") == 0
@@ -3535,7 +3536,7 @@ def test_without_the_hubs_library_the_extra_is_named(
         ("1000", 1000),
         ("1000B", 1000),
         (1000, 1000),
-        (1, 1),
+        ("1B", 1),
     ],
 )
 def test_sizes_are_read_as_people_write_them(source: Any, size: int) -> None:
@@ -3567,7 +3568,7 @@ def test_wrong_sizes_are_refused_in_scripts(source: Any) -> None:
         DareConfig(max_shard_size=source)
 
 
-@pytest.mark.parametrize("limit", [1, 100, 4514, 4515, 4636, 10_000, 15_000, 19_637, 19_638, "20kB"])
+@pytest.mark.parametrize("limit", ["1B", "100B", 4514, 4515, 4636, 10_000, 15_000, 19_637, 19_638, "20kB"])
 def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
     pair: tuple[Path, Path], tmp_path: Path, limit: int | str
 ) -> None:
@@ -3598,7 +3599,7 @@ def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
 
 
 def test_a_file_is_never_split(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", max_shard_size=1)
+    run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", max_shard_size="1B")
     assert len(load_file(tmp_path / "out.safetensors")) == 4
 
 
@@ -6639,7 +6640,7 @@ def test_verify_finds_a_flipped_bit_in_any_file_of_a_directory(
     save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
     (tmp_path / "base" / "tokenizer.json").write_text('{"model": 1}')
     save_directory(tmp_path / "math", finetune(base, 1, 0.05))
-    assert dare.main(["-q", "-b", "base", "-m", "math", "-o", "out", "--max-shard-size", "40"]) == 0
+    assert dare.main(["-q", "-b", "base", "-m", "math", "-o", "out", "--max-shard-size", "40B"]) == 0
     names = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
     names |= {"README.md", "config.json", "dare_recipe.toml", "tokenizer.json"}
     assert set(dare.files_in(tmp_path / "out")) == names
@@ -7067,6 +7068,86 @@ def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str])
         done = command("-q", "--verify", "out.safetensors", **limited)
         assert done.returncode == 0, done.stderr
     (tmp_path / "out.safetensors").unlink()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a person sees: plans, estimates, JSON, colours and hints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "hint"),
+    [
+        ("method", "tie", "did you mean ties?"),
+        ("method", "Linear", "did you mean linear?"),
+        ("method", "dare", "known here: linear, slerp, ties"),
+        ("dtype", "bfloat", "did you mean bfloat16?"),
+        ("dtype", "BF16", "did you mean bf16?"),
+        ("mismatch", "overlaps", "did you mean overlap?"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_nearest_right_one(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, value: str, hint: str
+) -> None:
+    assert f"hint: {hint}\n" in refuse(tmp_path, capsys, 2, flags=(f"--{setting}", value))
+    assert dare.main(["-c", str(write_config(tmp_path, **{setting: value}))]) == 2
+    assert f"hint: {hint}\n" in capsys.readouterr().err
+    with pytest.raises(ConfigError) as caught:
+        DareConfig(**{setting: value})
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")]
+)
+def test_short_names_of_types_make_the_same_bytes(models: list[Path], tmp_path: Path, short: str, name: str) -> None:
+    output, base = tmp_path / "out.safetensors", ["-q", "-b", str(models[0]), "-m", str(models[1]), "-o"]
+    assert dare.main([*base, str(output), "--dtype", name]) == 0
+    expected = output.read_bytes()
+    assert dare.main([*base, str(output), "--dtype", short]) == 0
+    assert output.read_bytes() == expected
+    assert recipe_of(tmp_path)["dare"]["dtype"] == name == DareConfig(dtype=short).dtype
+    config = write_config(tmp_path, dtype=short)
+    assert dare.main(["-q", "-c", str(config), "-m", str(models[1])]) == 0
+    assert load_file(output)["layer.weight"].dtype == getattr(torch, name)
+
+
+@pytest.mark.parametrize(("size", "least"), [("5", "5B"), (" 999 ", "999B"), ("5.5", "5B"), (5, "5B"), (1, "1B")])
+def test_a_size_without_a_unit_that_nobody_means_is_asked_about(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], size: Any, least: str
+) -> None:
+    hint = f"hint: say {str(size).strip()}GB, or {least} if you mean it\n"
+    assert hint in refuse(tmp_path, capsys, 2, output="out", flags=(f"--max-shard-size={size}",))
+    assert dare.main(["-c", str(write_config(tmp_path, max_shard_size=size))]) == 2
+    assert hint in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"max_shard_size would be {least[:-1]} byte"):
+        DareConfig(max_shard_size=size)
+    assert dare.parse_size(DareConfig(max_shard_size=least).max_shard_size) == int(least[:-1])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize("name", ["my model.pt", "pickled.safetensors"])
+def test_the_command_that_converts_a_pickle_can_be_pasted(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    torch.save(load_file(models[1]), tmp_path / name)
+    error = refuse(tmp_path, capsys, 1, "is a PyTorch pickle", merge=[name])
+    [line] = re.findall(r"convert it first: (python .*)\n", error)
+    before = set(tmp_path.iterdir())
+    shell = f"{shlex.quote(sys.executable)}{line.removeprefix('python')}"
+    subprocess.run(["sh", "-c", shell], check=True, timeout=60)
+    [made] = set(tmp_path.iterdir()) - before
+    assert made.suffix == ".safetensors"
+    assert_same(load_file(made), load_file(models[1]))
+
+
+def test_a_name_that_a_shell_could_misread_is_not_in_a_command(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("$(reboot).bin", "a'b.bin", "`x`.bin"):
+        torch.save({}, tmp_path / name)
+        error = refuse(tmp_path, capsys, 1, "is a PyTorch pickle", "open('in.bin'", merge=[name])
+        assert error.count(name) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

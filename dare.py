@@ -146,6 +146,27 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+def is_terminal(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal that obeys control characters."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def in_colour(stream: IO[str]) -> bool:
+    """Whether a stream shows colours, and nobody minds them (https://no-color.org)."""
+    known = os.name != "nt" or "WT_SESSION" in os.environ or "ANSICON" in os.environ
+    return known and is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+# As terminals number them.
+COLOURS: Final = {"error": 31, "warning": 33, "hint": 36}
+
+
+def labelled(kind: str, text: str, stream: IO[str]) -> str:
+    """An error, a warning or a hint as one harmless line, with its first word in colour where that can be seen."""
+    label = f"\x1b[{COLOURS[kind]}m{kind}:\x1b[0m" if in_colour(stream) else f"{kind}:"
+    return f"{label} {printable(text)}"
+
+
 def listed(names: Sequence[str]) -> str:
     """The first few names, quoted so that nothing in them can upset a terminal, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:LISTED])
@@ -3745,14 +3766,15 @@ def run_jobs(
 @contextmanager
 def progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar of bytes, rate and time left on stderr, if that is a terminal. Gives the function that advances it."""
-    if not (shown and sys.stderr.isatty()):
+    if not (shown and is_terminal(sys.stderr)):
         yield lambda _: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = ("merging", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")))
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("merging", total=total)
         yield lambda amount: bar.advance(task, amount)
 
@@ -5027,8 +5049,8 @@ class Messages(logging.StreamHandler[IO[str]]):
     """Warnings and notes on stderr, one to a line, as the command's errors are."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = printable(record.getMessage())
-        return f"warning: {text}" if record.levelno >= logging.WARNING else text
+        text = record.getMessage()
+        return labelled("warning", text, self.stream) if record.levelno >= logging.WARNING else printable(text)
 
 
 class Terminated(BaseException):
@@ -5062,9 +5084,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return 0
     except DareError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(labelled("error", str(error), sys.stderr), file=sys.stderr)
         if error.hint:
-            print(f"hint: {printable(error.hint)}", file=sys.stderr)
+            print(labelled("hint", error.hint, sys.stderr), file=sys.stderr)
         return error.status
     except (KeyboardInterrupt, Terminated) as stopped:
         print("interrupted", file=sys.stderr)
@@ -5079,8 +5101,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("DARE_TRACEBACK"):
             raise
-        print(f"error: unexpected {type(error).__name__}: {printable(str(error))}", file=sys.stderr)
-        print("hint: this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows", file=sys.stderr)
+        print(labelled("error", f"unexpected {type(error).__name__}: {error}", sys.stderr), file=sys.stderr)
+        report = "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows"
+        print(labelled("hint", report, sys.stderr), file=sys.stderr)
         return 1
     finally:
         LOG.removeHandler(messages)

@@ -1286,6 +1286,7 @@ def test_progress_goes_to_terminals_only(
     merger.merge(tmp_path / "out.safetensors")
     assert "merging" not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     merger.merge(tmp_path / "out.safetensors")
     assert "merging" in capsys.readouterr().err
 
@@ -7073,6 +7074,73 @@ def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str])
 # ---------------------------------------------------------------------------------------------------------------------
 # What a person sees: plans, estimates, JSON, colours and hints
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def on_terminal(*arguments: str | Path, **environment: str) -> tuple[int, str, str]:
+    """The real command with a terminal as its stderr: its status, and what it said to a pipe and to the terminal."""
+    import pty
+
+    controller, terminal = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "dare.py"), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env={**kept, "TERM": "xterm", **environment},
+        text=True,
+    )
+    os.close(terminal)
+    said = b""
+    while True:
+        try:
+            said += (piece := os.read(controller, 1 << 16))
+        except OSError:  # as Linux says that nobody has the terminal any more
+            break
+        if not piece:
+            break
+    os.close(controller)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out, said.decode()
+
+
+COLOURED = re.compile(r"\x1b\[[0-9;]*3[0-8][0-9;]*m")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(
+    ("environment", "moves", "colours"),
+    [
+        ({}, True, True),
+        ({"NO_COLOR": ""}, True, True),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, False, False),
+    ],
+    ids=str,
+)
+def test_colours_and_progress_are_for_terminals_that_show_them(
+    models: list[Path], tmp_path: Path, environment: dict[str, str], moves: bool, colours: bool
+) -> None:
+    arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors", "--delta-threshold", "1e-9"]
+    assert dare.main(["-q", *map(str, arguments)]) == 0  # so that nothing is left to compile
+    status, out, said = on_terminal(*arguments, **environment)
+    assert status == 0
+    assert "\x1b" not in out
+    assert ("merging" in said) is moves
+    assert ("\x1b" in said) is moves
+    assert bool(COLOURED.search(said)) is colours
+    assert ("\x1b[33mwarning:\x1b[0m " in said) is colours
+    assert colours or "warning: " in said
+    status, out, said = on_terminal(*arguments, "--drop-rate", "2", **environment)
+    assert (status, out) == (2, "")
+    assert ("\x1b[31merror:\x1b[0m " in said) is colours
+    assert ("\x1b[36mhint:\x1b[0m " in said) is colours
+    assert colours or ("\x1b" not in said and said.startswith("error: "))
+
+
+def test_a_pipe_gets_no_colours(models: list[Path], tmp_path: Path) -> None:
+    done = command("-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors", "--delta-threshold", "1e-9")
+    assert "warning: " in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,13 @@ import shutil
 import stat
 import struct
 import sys
+import textwrap
 import threading
 import time
 import tomllib
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "ConfigError", "DareConfig", "DareError", "DareMerger", "MergeReport", "ModelReport", "Plan", "Rule",
+    "ConfigError", "DareConfig", "DareError", "DareMerger", "Estimate", "MergeReport", "ModelReport", "Plan", "Rule",
     "VerifyReport", "dare_drop", "dare_merge", "dare_sparsify",
 ]  # fmt: skip
 
@@ -90,6 +92,10 @@ JOB_ELEMENTS: Final = 1 << 22
 BATCH_ELEMENTS: Final = 1 << 28
 # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
 BUFFER_BYTES: Final = 64 << 20
+# What a merge holds besides, as measured: the process with all that it has loaded, and what is known of each tensor of
+# each model.
+PROCESS_BYTES: Final = 92_000_000
+TENSOR_BYTES: Final = 1500
 
 # Elements of all adapters' matrices that all threads together hold at a time: 16 MB.
 EXPAND_ELEMENTS: Final = 1 << 22
@@ -99,6 +105,10 @@ FLUSH_SECONDS: Final = 0.1
 JOURNAL_SECONDS: Final = 1.0
 # How often to look whether somebody wants the merge to stop.
 POLL_SECONDS: Final = 0.05
+# Bytes from which a rate says something of the merge, and not of what comes before it.
+LEAST_FOR_RATE: Final = 100_000_000
+# How long to try jobs out, to say how long all of them will take.
+SAMPLE_SECONDS: Final = 0.5
 
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than either weighs.
 UNRELATED_RATIO: Final = 0.5
@@ -109,6 +119,11 @@ HALF_PI: Final = Decimal("1.5707963267948966192313216916397514420985846996875529
 LISTED: Final = 3
 # How many characters of a message are shown: names may be as long as a header.
 SHOWN: Final = 4000
+# How many characters of a name the plan's tables show, how many files it names before it says "and 12 more", and how
+# many characters a line of names has.
+SHOWN_IN_TABLES: Final = 56
+SHOWN_FILES: Final = 6
+SHOWN_ACROSS: Final = 100
 
 RECIPE_KEY: Final = "dare_recipe"
 LEFT_BEHIND: Final = "dare: compiling"
@@ -190,6 +205,15 @@ def human(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """A time that is only known roughly."""
+    if seconds < 1:
+        return "under a second"
+    if seconds < 120:
+        return f"about {seconds:.2g} s" if seconds < 10 else f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -477,7 +501,7 @@ class DareConfig:
                 "ties weights must not be negative nor all 0", "they are shares; lambda_coeff sets the size"
             )
         for rule in (None, *self.checked_rules):
-            self._settings(rule, count)
+            self.for_rule(rule, count)
 
     @property
     def position(self) -> float:
@@ -486,13 +510,19 @@ class DareConfig:
 
     def general(self, count: int) -> TensorSettings:
         """The settings of the tensors that no rule matches."""
-        return self._settings(None, count)
+        return self.for_rule(None, count)
+
+    def rule_for(self, name: str) -> Rule | None:
+        """The first rule that matches a tensor's name."""
+        return next((rule for rule in self.checked_rules if rule.matches(name)), None)
 
     def for_tensor(self, name: str, count: int) -> TensorSettings:
         """The settings of one tensor, by the first rule that matches its name."""
-        return self._settings(next((rule for rule in self.checked_rules if rule.matches(name)), None), count)
+        return self.for_rule(self.rule_for(name), count)
 
-    def _settings(self, rule: Rule | None, count: int) -> TensorSettings:
+    def for_rule(self, rule: Rule | None, count: int) -> TensorSettings:
+        """The settings of the tensors that a rule is for."""
+
         def chosen(name: str) -> Any:
             own = getattr(rule, name, None)
             return getattr(self, name) if own is None else own
@@ -3052,6 +3082,7 @@ class TensorPlan:
     settings: TensorSettings
     method: str
     quantised: bool
+    rule: Rule | None = None  # that the settings come from; None: from no rule
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -3153,8 +3184,99 @@ class Task:
 
 
 @dataclass(frozen=True)
+class PlannedInput:
+    """A model as it was found: the base, a fine-tune, or an adapter."""
+
+    name: str
+    size: int  # of its files
+    files: int
+    types: Mapping[str, int]  # how many tensors there are of each
+    tensors: int
+    parameters: int
+    ranks: tuple[int, ...] = ()  # of an adapter
+    changes: int = 0  # how many tensors of the base an adapter changes
+
+    @classmethod
+    def of(cls, model: Checkpoint) -> PlannedInput:
+        stored = [info for file in model.files for info in file.tensors.values()]
+        found = cls(
+            name=model.name,
+            size=model.size,
+            files=len(model.files),
+            types=dict(Counter(info.dtype for info in stored).most_common()),
+            tensors=len(stored),
+            parameters=sum(info.count for info in stored),
+        )
+        if not model.adapter:
+            return found
+        ranks = {info.low_rank.rank for info in model.tensors.values() if info.low_rank}
+        return dataclasses.replace(found, ranks=tuple(sorted(ranks)), changes=len(model.tensors))
+
+    @property
+    def kind(self) -> str:
+        """Its types and, where it is an adapter, what sort of one."""
+        if not self.changes:
+            return types_of(self.types)
+        rank = f" of rank {' to '.join(map(str, dict.fromkeys((self.ranks[0], self.ranks[-1]))))}" if self.ranks else ""
+        return f"{types_of(self.types)}, LoRA{rank}, changes {counted(self.changes, 'tensor')}"
+
+
+def types_of(types: Mapping[str, int]) -> str:
+    return next(iter(types)) if len(types) == 1 else ", ".join(f"{dtype} {count:,}" for dtype, count in types.items())
+
+
+def clipped(name: str) -> str:
+    """A name for a table: harmless, and with its end, where names differ, if it is long."""
+    text = printable(name)
+    return text if len(text) <= SHOWN_IN_TABLES else f"{text[:8]}...{text[11 - SHOWN_IN_TABLES :]}"
+
+
+@dataclass(frozen=True)
+class PlannedRule:
+    """The tensors that a rule is for, or that none is for, and how they are merged."""
+
+    match: tuple[str, ...]  # its patterns; none where there is no rule
+    tensors: int
+    parameters: int
+    settings: TensorSettings
+    rescale: bool
+
+    def __str__(self) -> str:
+        """The settings that count."""
+        if self.settings.lambda_coeff == 0:
+            return "lambda 0: as in the base"
+        rates = [f"{rate:g}" for rate in self.settings.drop_rates]
+        words = [f"drop rate {', '.join(rates if len(set(rates)) > 1 else rates[:1])}"]
+        divisors = [f"{q:g}" for q in self.settings.divisors if q is not None]
+        if not self.rescale:
+            words.append("not rescaled")
+        elif divisors:
+            words.append(f"rescale_q {', '.join(divisors if len(set(divisors)) > 1 else divisors[:1])}")
+        words += [f"lambda {self.settings.lambda_coeff:g}"] if self.settings.lambda_coeff != 1 else []
+        words += [f"keep_ratio {self.settings.keep_ratio:g}"] if self.settings.keep_ratio < 1 else []
+        return "; ".join(words)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What is where the output will be."""
+
+    size: int
+    made_by_dare: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a merge's reading and computing will take, by some of its jobs."""
+
+    seconds: float
+    sampled_bytes: int
+    sampled_seconds: float
+
+
+@dataclass(frozen=True)
 class Plan(Task):
-    """Everything that a merge will do, known before a byte is written."""
+    """Everything that a merge will do, known before a byte is written. Prints as such; as_dict gives plain data."""
 
     output: Destination
     recipe: str
@@ -3165,6 +3287,11 @@ class Plan(Task):
     extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
     mismatched: tuple[tuple[str, ...], ...]  # per model: tensors that have another shape in the base
     warnings: tuple[str, ...]
+    inputs: tuple[PlannedInput, ...]  # the base first
+    free: int = 0  # bytes on the output's disk
+    replaces: Replaced | None = None
+    unfinished: bool = False  # whether an earlier merge to the same place left something
+    estimate: Estimate | None = None  # where it was asked for
 
     @cached_property
     def size(self) -> int:
@@ -3210,27 +3337,164 @@ class Plan(Task):
                 yield self._jobs(batch, done)
                 batch, elements = [], 0
 
+    def sample(self) -> Iterator[Job]:
+        """All jobs, in an order whose every beginning is spread evenly over the whole."""
+        jobs = [job for jobs in self.rounds() for job in jobs]
+        near = int(len(jobs) * (math.sqrt(5) - 1) / 2)  # steps of the golden ratio leave no large gaps
+        step = next((k for k in range(max(near, 1), len(jobs) + 1) if math.gcd(k, len(jobs)) == 1), 1)
+        return (jobs[k * step % len(jobs)] for k in range(len(jobs)))
+
+    @property
+    def memory(self) -> int:
+        """About what the process will take: what it always does, what is known of the tensors, and the buffers."""
+        known = TENSOR_BYTES * len(self.tensors) * len(self.inputs)
+        return PROCESS_BYTES + known + self.threads * (self._workspace_bytes + self._expanded_bytes)
+
+    @property
+    def _workspace_bytes(self) -> int:
+        models = len(self.models)
+        trims = any(stage.kind == "count" for tensor in self.tensors for stage in tensor.stages)
+        rows = (models + 2) * self.chunk * self.itemsize + (models * 4 << DIGIT_BITS if trims else 4)
+        return rows + 8 * ((models + 1) * (WORDS + REALS) + (SCRATCH_ROWS + models + 1) * SCRATCH_WIDTH)
+
+    @property
+    def _expanded_bytes(self) -> int:
+        """Of adapters' matrices: at most the budget, and no more than the largest of each adapter."""
+        largest = [0] * len(self.models)
+        for i, info in (found for tensor in self.tensors for found in tensor.finetuned):
+            if info.low_rank:
+                largest[i] = max(largest[i], info.low_rank.rank * info.low_rank.columns * FORMATS[info.dtype].bits // 8)
+        return min(sum(largest), EXPAND_ELEMENTS * 4 // self.threads)
+
+    @cached_property
+    def rules(self) -> tuple[PlannedRule, ...]:
+        """How many tensors each rule is for; last, those that no rule is for."""
+        counts = {rule: [0, 0] for rule in (*self.config.checked_rules, None)}
+        for tensor in self.tensors:
+            if tensor.merged:
+                counts[tensor.rule][0] += 1
+                counts[tensor.rule][1] += tensor.base.count
+        models, rescale = len(self.models), self.config.rescale
+        return tuple(
+            PlannedRule(rule.match if rule else (), tensors, parameters, self.config.for_rule(rule, models), rescale)
+            for rule, (tensors, parameters) in counts.items()
+            if rule or tensors
+        )
+
+    @property
+    def copied(self) -> tuple[TensorPlan, ...]:
+        return tuple(tensor for tensor in self.tensors if not tensor.merged)
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {
+            "output": self.output.name,
+            "directory": self.output.directory,
+            "config": self.config.resolved(),
+            "seeds": [self.config.seed + i for i in range(len(self.models))],
+            "models": [dataclasses.asdict(model) for model in self.inputs],
+            "missing_tensors": self.missing,
+            "extra_tensors": self.extra,
+            "mismatched_tensors": self.mismatched,
+            "rules": [dataclasses.asdict(rule) for rule in self.rules],
+            "copied_tensors": [tensor.name for tensor in self.copied],
+            "files": [{"name": file.name, "size": file.size} for file in self.files],
+            "side_files": list(self.side),
+            "replaces": dataclasses.asdict(self.replaces) if self.replaces else None,
+            "unfinished": self.unfinished,
+            "bytes_to_read": self.bytes_to_read,
+            "bytes_to_write": self.size,
+            "bytes_free": self.free,
+            "memory": self.memory,
+            "threads": self.threads,
+            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
+            "warnings": self.warnings,
+        }
+        data: dict[str, Any] = json.loads(json.dumps(found))
+        return data
+
     def __str__(self) -> str:
-        merged = [tensor for tensor in self.tensors if tensor.merged]
-        parameters = sum(tensor.base.count for tensor in merged)
-        rates = [f"{rate:g}" for rate in self.config.general(len(self.models)).drop_rates]
-        lines = [
-            f"would merge {counted(len(self.models), 'model')} into {printable(self.output.name)}",
-            f"  {len(merged):,} tensors merged ({parameters:,} parameters), {len(self.tensors) - len(merged):,} copied",
-            f"  method {self.config.method}, drop rate {', '.join(dict.fromkeys(rates))}, seeds {self._seeds()}",
-            f"  {human(self.bytes_to_read)} to read, {human(self.size)} to write, {self.threads} threads",
-        ]
+        models = counted(len(self.models), "model")
+        first = f"would merge {models} into {printable(self.output.name)}"
+        needs = "\n".join(f"{label:8}{words}" for label, words in self._needs())
+        return "\n\n".join([first, self._models_table(), self._how(), self._rules_table(), needs])
+
+    def _models_table(self) -> str:
+        rows = [["model", "size", "tensors", "parameters", "type"]]
+        for model in self.inputs:
+            rows.append(
+                [clipped(model.name), human(model.size), f"{model.tensors:,}", f"{model.parameters:,}", model.kind]
+            )
+        rows[1][-1] += ", the base"
+        notes = []
         for i, name in enumerate(self.models):
-            counts = zip(
-                (self.missing, self.extra, self.mismatched), ("missing", "extra", "of another shape"), strict=True
-            )
-            lines.append(
-                f"  {printable(name)}: {', '.join(f'{len(found[i]):,} tensors {words}' for found, words in counts)}"
-            )
-        return "\n".join(lines)
+            found = {"lacks": self.missing[i], "has more than the base:": self.extra[i]}
+            found |= {f"has in other shapes ({self.config.mismatch}):": self.mismatched[i]}
+            notes += [f"{clipped(name)} {words} {counted(len(of), 'tensor')}" for words, of in found.items() if of]
+        return "\n".join([table(rows, {0, 4}), *notes])
+
+    def _how(self) -> str:
+        """What is the same for all tensors."""
+        words = [f"method {self.config.method}", f"seeds {self._seeds()}"]
+        if self.config.method == "slerp":
+            words.append(f"t {self.config.position:g}")
+        else:
+            words.append(f"weights {', '.join(f'{share:.4g}' for share in self.config.shares(len(self.models)))}")
+        return "; ".join([*words, *([f"output type {self.config.dtype}"] if self.config.dtype else [])])
+
+    def _rules_table(self) -> str:
+        rows = [["tensors", "number", "parameters", "settings"]]
+        others = "all others" if self.config.rules else "all"
+        for rule in self.rules:
+            name = clipped(", ".join(rule.match)) if rule.match else others
+            rows.append([name, f"{rule.tensors:,}", f"{rule.parameters:,}", str(rule)])
+        if self.copied:
+            types = types_of(dict(Counter(tensor.base.dtype for tensor in self.copied).most_common()))
+            parameters = sum(tensor.base.count for tensor in self.copied)
+            rows.append(["not merged", f"{len(self.copied):,}", f"{parameters:,}", f"{types}: as in the base"])
+        return table(rows, {0, 3})
+
+    def _needs(self) -> Iterator[tuple[str, str]]:
+        """What will be written, and what that takes."""
+        more = f" and {len(self.files) - SHOWN_FILES + 1:,} more" if len(self.files) > SHOWN_FILES else ""
+        for k, file in enumerate(self.files[: SHOWN_FILES - 1 if more else SHOWN_FILES]):
+            yield "" if k else "write", f"{printable(file.name)}, {human(file.size)}"
+        if more:
+            yield "", f"...{more}: {human(sum(file.size for file in self.files[SHOWN_FILES - 1 :]))}"
+        names = ", ".join(printable(name) for name in self.side)
+        yield from (("", line) for line in textwrap.wrap(names, SHOWN_ACROSS, break_on_hyphens=False))
+        if self.replaces:
+            whose = "made by this tool" if self.replaces.made_by_dare else "NOT made by this tool"
+            yield "replace", f"{human(self.replaces.size)} that are there, {whose}"
+        if self.unfinished:
+            begun = printable(self.output.partial.name)
+            yield "remove", f"{begun}, an unfinished merge (or continue it, with --resume)"
+        yield "disk", f"{human(self.size)} needed, {human(self.free)} free"
+        yield "memory", f"about {human(round(self.memory, -6))}"
+        work = f"to read {human(self.bytes_to_read)} and compute on {counted(self.threads, 'thread')}"
+        if self.estimate:
+            sampled, seconds = human(self.estimate.sampled_bytes), self.estimate.sampled_seconds
+            yield "time", f"{duration(self.estimate.seconds)} {work}, by a sample of {sampled} in {seconds:.2g} s;"
+        else:
+            yield "time", f"{work};"
+        yield "", f"writing {human(self.size)} comes on top, as fast as the disk is"
 
     def _seeds(self) -> str:
         return ", ".join(str(self.config.seed + i) for i in range(len(self.models)))
+
+
+def replaced(destination: Destination, force: bool) -> Replaced | None:
+    """What a merge to a destination that it may write to would replace."""
+    path = destination.path
+    names = files_in(path) if destination.directory else [""] if path.exists() else []
+    if not names:
+        return None
+    ours = True
+    if force:
+        try:
+            check_replaceable(destination, False)
+        except DareError:
+            ours = False
+    return Replaced(sum((path / name).lstat().st_size for name in names), ours)
 
 
 def place_of(element: int, shape: tuple[int, ...]) -> list[int]:
@@ -3291,12 +3555,20 @@ class ModelReport:
     extra_tensors: tuple[str, ...]
     mismatched_tensors: tuple[str, ...]
 
+    @property
+    def drop_rates(self) -> str:
+        """The rate that was asked for and, where rules have it otherwise, what it comes to."""
+        by_rules = abs(self.honoured_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
+        return f"{self.drop_rate:g}" + (f" ({self.honoured_drop_rate:.3g} by rules)" if by_rules else "")
+
 
 @dataclass(frozen=True)
 class MergeReport:
     """What a merge did. Prints as a table; as_dict gives plain data."""
 
     output: str
+    method: str
+    lambda_coeff: float  # as asked for, rules apart
     files: tuple[str, ...]  # of tensors
     side_files: tuple[str, ...]  # of a model directory: all the others
     tensors: int
@@ -3313,34 +3585,38 @@ class MergeReport:
         return data
 
     def __str__(self) -> str:
-        rows = [["model", "seed", "parameters", "dropped", "mean |delta|", "largest", "above", "missing"]]
+        rows = [["model", "seed", "parameters", "drop rate", "dropped", "mean |delta|", "largest", "above"]]
         for model in self.models:
             rows.append(
                 [
                     printable(model.name),
                     str(model.seed),
                     f"{model.parameters:,}",
+                    model.drop_rates,
                     f"{model.dropped_share:.3%}",
                     f"{model.mean_delta:.3g}",
                     f"{model.largest_delta:.3g}",
                     f"{model.share_above_threshold:.2%}",
-                    f"{len(model.missing_tensors):,}",
                 ]
             )
         models, tensors = counted(len(self.models), "model"), counted(self.tensors, "tensor")
+        copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
+        moved = self.bytes_read + self.bytes_written
+        rate = f" ({human(moved / self.seconds)}/s)" if moved > LEAST_FOR_RATE else ""
         return (
-            f"{table(rows)}\n(above: share of parameters with |delta| > {self.delta_threshold:g})\n"
-            f"merged {models} into {printable(self.output)}: {tensors} ({self.copied_tensors:,} copied), "
-            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written in {self.seconds:.2f} s"
+            f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
+            f"above: share of parameters with |delta| > {self.delta_threshold:g})\n"
+            f"merged {models} into {printable(self.output)}: {tensors}{copied}, "
+            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
         )
 
 
-def table(rows: list[list[str]]) -> str:
-    """Aligned columns: the first to the left, numbers to the right."""
+def table(rows: list[list[str]], texts: Collection[int] = (0,)) -> str:
+    """Aligned columns: those of texts to the left, numbers to the right."""
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [cell.ljust(widths[c]) if c in texts else cell.rjust(widths[c]) for c, cell in enumerate(row)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -3470,6 +3746,21 @@ class Survey:
             self.floors[row] = struct.unpack(
                 "<d" if wide else "<f", struct.pack("<Q" if wide else "<I", self.prefixes[row])
             )[0]
+
+
+class Unsurveyed(Survey):
+    """Stands in for a survey where a few jobs are tried: nothing can be concluded from them.
+
+    What is merged then is nothing that the merge would not bear: the base where it trims, a straight line for slerp.
+    """
+
+    def __init__(self, tensor: TensorPlan, slerp_t: float) -> None:
+        super().__init__(tensor, slerp_t)
+        self.floors = [math.inf] * len(tensor.finetuned)
+        self.ends = (1 - slerp_t, slerp_t)
+
+    def add(self, job: Job, work: Workspace) -> None:
+        pass
 
 
 def slerp_ends(first: float, second: float, product: float, t: float) -> tuple[float, float]:
@@ -3763,6 +4054,31 @@ def run_jobs(
         raise failures[min(failures)]
 
 
+class Nowhere:
+    """Takes what jobs write, and forgets it."""
+
+    def write_at(self, file: int, view: memoryview, offset: int) -> None:
+        pass
+
+
+def estimated(plan: Plan, worker: Worker, let_interrupts_through: Callable[[], None]) -> Estimate:
+    """How long the plan's jobs take, by running some of them. Where one fails, so would the merge."""
+    worker.surveys = {name: Unsurveyed(survey.tensor, survey.slerp_t) for name, survey in worker.surveys.items()}
+    spaces = [Workspace(plan) for _ in range(plan.threads)]
+    outcomes: list[Outcome] = []
+    started = time.perf_counter()
+
+    def until_time_is_up() -> Iterator[Job]:
+        for job in plan.sample():
+            yield job
+            if time.perf_counter() - started > SAMPLE_SECONDS:
+                return
+
+    run_jobs(until_time_is_up(), worker, spaces, Nowhere(), outcomes.append, let_interrupts_through)
+    seconds, sampled = time.perf_counter() - started, sum(outcome.bytes_read for outcome in outcomes)
+    return Estimate(seconds * plan.bytes_to_read / max(sampled, 1), sampled, seconds)
+
+
 @contextmanager
 def progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar of bytes, rate and time left on stderr, if that is a terminal. Gives the function that advances it."""
@@ -3870,6 +4186,7 @@ class TensorPlanner:
             settings=self.config.for_tensor(alike, len(self.models)),
             method=self.config.method,
             quantised=quantised,
+            rule=self.config.rule_for(alike),
         )
 
     def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Checkpoint) -> None:
@@ -4076,12 +4393,15 @@ def card_name(source: Source) -> str:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A merged model that is, byte for byte, what its recipe makes."""
+    """A merged model that is, byte for byte, what its recipe makes. Prints as a line; as_dict gives plain data."""
 
     output: str
     tensors: int
     bytes_compared: int
     seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         return (
@@ -4204,11 +4524,20 @@ class DareMerger:
         self.fingerprints = tuple(fingerprints)
         self.version = __version__  # that recipes name
 
-    def plan(self, output_file: str | Path, *, force: bool = False) -> Plan:
-        """Check everything and say what merge would do; write nothing."""
+    def plan(self, output_file: str | Path, *, force: bool = False, estimate: bool = False) -> Plan:
+        """Check everything and say what merge would do; write nothing.
+
+        estimate: also try some of the jobs, for half a second, to say how long all of them will take.
+        """
         destination = find_output(Source.of(output_file).path)
         with self._opened() as (base, models):
-            return self._plan_new(base, models, destination, force)
+            plan = self._plan_new(base, models, destination, force)
+            plan = dataclasses.replace(plan, replaces=replaced(destination, force))
+            if not estimate:
+                return plan
+            with held_interrupts() as let_interrupts_through:
+                worker = waited_for(lambda: Worker(plan, base, models), let_interrupts_through)
+                return dataclasses.replace(plan, estimate=estimated(plan, worker, let_interrupts_through))
 
     def merge(self, output_file: str | Path, *, force: bool = False, resume: bool = False) -> MergeReport:
         """Merge into a file (if its name ends in .safetensors) or a model directory, and say what was done.
@@ -4233,6 +4562,8 @@ class DareMerger:
             LOG.warning(warning)
         return MergeReport(
             output=str(output_file),
+            method=self.config.method,
+            lambda_coeff=float(self.config.lambda_coeff),
             files=tuple(file.name for file in plan.files),
             side_files=tuple(plan.side),
             tensors=len(plan.tensors),
@@ -4299,7 +4630,7 @@ class DareMerger:
                 f"the output needs {human(plan.size)} and {str(plan.output.path.parent)!r} has {human(free)} free",
                 "make room, or write to another disk",
             )
-        return plan
+        return dataclasses.replace(plan, free=free, unfinished=bool(begun))
 
     def _tokenizer(self) -> Source | None:
         """The directory that the tokenizer is to come from."""
@@ -4356,6 +4687,7 @@ class DareMerger:
                 *planner.warnings,
                 *_odd_directory(base, destination, planner, tokenizer),
             ),
+            inputs=tuple(map(PlannedInput.of, inputs)),
         )
 
     def _side_files(
@@ -4864,7 +5196,11 @@ def build_parser() -> Parser:
         "--keep-ratio", metavar="R", type=float, help="ties: share of the surviving entries that trim keeps (default 1)"
     )
     add("--slerp-t", metavar="T", type=float, help="slerp: position between the two models (default 0.5)")
-    add("--dtype", metavar="NAME", help="output type: float32, float16, bfloat16 or float64 (default: the base's)")
+    add(
+        "--dtype",
+        metavar="NAME",
+        help="output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 (default: the base's)",
+    )
     add(
         "--mismatch",
         metavar="HOW",
@@ -4879,7 +5215,8 @@ def build_parser() -> Parser:
     add("--force", action="store_true", help="replace an existing output that this tool did not make")
     add("--resume", action="store_true", help="continue an unfinished merge; if interrupted, leave one to continue")
     add("--verify", metavar="PATH", help="make a merged model again from its recipe, and compare; write nothing")
-    add("--dry-run", action="store_true", help="check everything but the values, print the plan, write nothing")
+    add("--dry-run", action="store_true", help="print the plan, with an estimate of the time, and write nothing")
+    add("--json", action="store_true", help="print what was done, planned or verified as JSON")
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
     add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
     add("--version", action="version", version=f"dare {__version__}")
@@ -4936,7 +5273,7 @@ def parse_rule(text: str) -> Rule:
 
 
 # What may be said besides --verify: where the inputs are now, and how to go about it.
-VERIFY_FLAGS: Final = ("verify", "base", "merge", "tokenizer_from", "threads", "verbose")
+VERIFY_FLAGS: Final = ("verify", "base", "merge", "tokenizer_from", "threads", "verbose", "json")
 
 
 def verify(flags: dict[str, Any]) -> VerifyReport:
@@ -5003,10 +5340,11 @@ def _directory_recipe(path: Path) -> Settings:
     return load_settings(path / RECIPE_FILE)
 
 
-def tell(result: object) -> None:
+def tell(result: Plan | MergeReport | VerifyReport, as_json: bool) -> None:
     """Print what came out. That nobody can read it does not undo it."""
+    text = json.dumps(result.as_dict(), indent=2) if as_json else str(result)
     try:
-        print(result, flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -5016,10 +5354,11 @@ def tell(result: object) -> None:
 
 def run(arguments: Sequence[str] | None) -> None:
     flags = parse_flags(arguments)
+    as_json = flags.get("json", False)
     if "verify" in flags:
         report = verify(flags)
-        if flags.get("verbose", True):
-            tell(report)
+        if as_json or flags.get("verbose", True):
+            tell(report, as_json)
         return
     settings = layered(flags)
     config = DareConfig(**settings.dare, rules=settings.rules)
@@ -5035,14 +5374,14 @@ def run(arguments: Sequence[str] | None) -> None:
     )
     force = "force" in flags
     if "dry_run" in flags:
-        plan = merger.plan(settings.output, force=force)
+        plan = merger.plan(settings.output, force=force, estimate=True)
         for warning in plan.warnings:
             LOG.warning(warning)
-        tell(plan)
+        tell(plan, as_json)
         return
     merged = merger.merge(settings.output, force=force, resume="resume" in flags)
-    if config.verbose:
-        tell(merged)
+    if as_json or config.verbose:
+        tell(merged, as_json)
 
 
 class Messages(logging.StreamHandler[IO[str]]):

@@ -44,11 +44,13 @@ import shutil
 import stat
 import struct
 import sys
+import textwrap
 import threading
 import time
 import tomllib
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -64,8 +66,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "MergeReport", "ModelReport", "Plan",
-    "Rule", "VerifyReport", "dare_drop", "dare_merge", "dare_sparsify", "plot_analysis",
+    "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "Estimate", "MergeReport", "ModelReport",
+    "Plan", "Rule", "VerifyReport", "dare_drop", "dare_merge", "dare_sparsify", "plot_analysis",
 ]  # fmt: skip
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -90,6 +92,10 @@ JOB_ELEMENTS: Final = 1 << 22
 BATCH_ELEMENTS: Final = 1 << 28
 # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
 BUFFER_BYTES: Final = 64 << 20
+# What a merge holds besides, as measured: the process with all that it has loaded, and what is known of each tensor of
+# each model.
+PROCESS_BYTES: Final = 92_000_000
+TENSOR_BYTES: Final = 1500
 
 # Elements of all adapters' matrices that all threads together hold at a time: 16 MB.
 EXPAND_ELEMENTS: Final = 1 << 22
@@ -99,6 +105,10 @@ FLUSH_SECONDS: Final = 0.1
 JOURNAL_SECONDS: Final = 1.0
 # How often to look whether somebody wants the merge to stop.
 POLL_SECONDS: Final = 0.05
+# Bytes from which a rate says something of the merge, and not of what comes before it.
+LEAST_FOR_RATE: Final = 100_000_000
+# How long to try jobs out, to say how long all of them will take.
+SAMPLE_SECONDS: Final = 0.5
 
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than either weighs.
 UNRELATED_RATIO: Final = 0.5
@@ -109,6 +119,11 @@ HALF_PI: Final = Decimal("1.5707963267948966192313216916397514420985846996875529
 LISTED: Final = 3
 # How many characters of a message are shown: names may be as long as a header.
 SHOWN: Final = 4000
+# How many characters of a name the plan's tables show, how many files it names before it says "and 12 more", and how
+# many characters a line of names has.
+SHOWN_IN_TABLES: Final = 56
+SHOWN_FILES: Final = 6
+SHOWN_ACROSS: Final = 100
 
 RECIPE_KEY: Final = "dare_recipe"
 LEFT_BEHIND: Final = "dare: compiling"
@@ -146,6 +161,27 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+def is_terminal(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal that obeys control characters."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def in_colour(stream: IO[str]) -> bool:
+    """Whether a stream shows colours, and nobody minds them (https://no-color.org)."""
+    known = os.name != "nt" or "WT_SESSION" in os.environ or "ANSICON" in os.environ
+    return known and is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+# As terminals number them.
+COLOURS: Final = {"error": 31, "warning": 33, "hint": 36}
+
+
+def labelled(kind: str, text: str, stream: IO[str]) -> str:
+    """An error, a warning or a hint as one harmless line, with its first word in colour where that can be seen."""
+    label = f"\x1b[{COLOURS[kind]}m{kind}:\x1b[0m" if in_colour(stream) else f"{kind}:"
+    return f"{label} {printable(text)}"
+
+
 def listed(names: Sequence[str]) -> str:
     """The first few names, quoted so that nothing in them can upset a terminal, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:LISTED])
@@ -169,6 +205,15 @@ def human(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """A time that is only known roughly."""
+    if seconds < 1:
+        return "under a second"
+    if seconds < 120:
+        return f"about {seconds:.2g} s" if seconds < 10 else f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
 
 
 @contextmanager
@@ -235,6 +280,15 @@ SIZE_UNITS: Final = {"": 1, "B": 1} | {
     for ending, base in (("B", 1000), ("IB", 1024))
 }
 DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
+SHORT_DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+# The words that a setting may be, where it is one.
+CHOICES: Final[dict[str, tuple[str, ...]]] = {
+    "method": METHODS,
+    "dtype": (*DTYPES, *SHORT_DTYPES),
+    "mismatch": MISMATCHES,
+}
+# A size below this that names no unit was meant in another one: nobody wants files of five bytes.
+LEAST_BARE_SIZE: Final = 1000
 
 
 def _is_number(value: object) -> bool:
@@ -275,7 +329,10 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     ),
     "keep_ratio": ("a number above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1),
     "slerp_t": ("a number from 0 to 1", lambda v: _is_number(v) and 0 <= v <= 1),
-    "dtype": (f"one of {', '.join(DTYPES)}", lambda v: isinstance(v, str) and v in DTYPES),
+    "dtype": (
+        f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})",
+        lambda v: isinstance(v, str) and v in CHOICES["dtype"],
+    ),
     "mismatch": (f"one of {', '.join(MISMATCHES)}", lambda v: isinstance(v, str) and v in MISMATCHES),
     "max_shard_size": ("a size like 5GB or 500MiB, or a number of bytes", lambda v: parse_size(v) > 0),
     "delta_threshold": ("a number above 0", lambda v: _is_number(v) and v > 0),
@@ -290,7 +347,14 @@ RULE_SETTINGS: Final = ("drop_rate", "rescale_q", "lambda_coeff", "keep_ratio")
 def check_setting(name: str, value: object, where: str) -> None:
     wanted, accepts = CHECKS[name]
     if not accepts(value):
-        raise ConfigError(f"{where} must be {wanted}, not {value!r}", "--help says what it does")
+        is_word = isinstance(value, str) and name in CHOICES
+        hint = nearest(str(value).lower(), CHOICES[name]) if is_word else "--help says what it does"
+        raise ConfigError(f"{where} must be {wanted}, not {value!r}", hint)
+    size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
+    if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
+        raise ConfigError(
+            f"{where} would be {counted(size, 'byte')}", f"say {str(value).strip()}GB, or {size}B if you mean it"
+        )
 
 
 @dataclass(frozen=True)
@@ -379,7 +443,7 @@ class DareConfig:
     rescale_q: float | Sequence[float] | None = None  # DAREx-q: divide by this instead of by the keep rate
     keep_ratio: float | None = None  # ties: share of the surviving entries that trim keeps; None: all
     slerp_t: float | None = None  # slerp: position between the two models; None: 0.5
-    dtype: str | None = None  # output type of float tensors; None: the base's
+    dtype: str | None = None  # output type of float tensors, kept by its long name; None: the base's
     mismatch: str = "error"  # tensors of another shape: error; overlap: merge the common rows; base: keep the base's
     max_shard_size: str | int = "5GB"  # of each file's tensors, where the output is a directory
     delta_threshold: float = 0.002  # warn where deltas are larger; the paper's limit for safe dropping
@@ -394,6 +458,8 @@ class DareConfig:
             if setting.name in CHECKS and (value is not None or setting.default is not None):
                 check_setting(setting.name, value, setting.name)
             object.__setattr__(self, setting.name, _frozen(value))
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
         if not isinstance(self.rules, list | tuple):
             raise ConfigError(
                 f"rules must be a list, not {self.rules!r}", 'like [{"match": "*norm*", "drop_rate": 0.5}]'
@@ -435,7 +501,7 @@ class DareConfig:
                 "ties weights must not be negative nor all 0", "they are shares; lambda_coeff sets the size"
             )
         for rule in (None, *self.checked_rules):
-            self._settings(rule, count)
+            self.for_rule(rule, count)
 
     @property
     def position(self) -> float:
@@ -444,13 +510,19 @@ class DareConfig:
 
     def general(self, count: int) -> TensorSettings:
         """The settings of the tensors that no rule matches."""
-        return self._settings(None, count)
+        return self.for_rule(None, count)
+
+    def rule_for(self, name: str) -> Rule | None:
+        """The first rule that matches a tensor's name."""
+        return next((rule for rule in self.checked_rules if rule.matches(name)), None)
 
     def for_tensor(self, name: str, count: int) -> TensorSettings:
         """The settings of one tensor, by the first rule that matches its name."""
-        return self._settings(next((rule for rule in self.checked_rules if rule.matches(name)), None), count)
+        return self.for_rule(self.rule_for(name), count)
 
-    def _settings(self, rule: Rule | None, count: int) -> TensorSettings:
+    def for_rule(self, rule: Rule | None, count: int) -> TensorSettings:
+        """The settings of the tensors that a rule is for."""
+
         def chosen(name: str) -> Any:
             own = getattr(rule, name, None)
             return getattr(self, name) if own is None else own
@@ -1397,7 +1469,7 @@ WEIGHT_SUFFIXES: Final = (
 )  # fmt: skip
 CONVERT_HINT: Final = (
     'pickles can run any code, so convert it first: python -c "import torch, safetensors.torch as s; '
-    "s.save_file(torch.load('in.bin', weights_only=True), 'out.safetensors')\""
+    "s.save_file(torch.load(open('{}', 'rb'), weights_only=True), '{}')\""
 )
 CONVERT_DIRECTORY_HINT: Final = (
     "pickles can run any code, so convert it first: load it with transformers and save it again with save_pretrained"
@@ -1548,12 +1620,20 @@ class TensorFile:
             return DareError(f"{self.name!r} is empty", "download or save it again")
         pickled = found[:4] == b"PK\x03\x04" or (found[:1] == b"\x80" and found[8:] != b"{")
         if pickled or self.path.suffix in PICKLE_SUFFIXES:
-            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", CONVERT_HINT)
+            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", self._convert_hint())
         if found[:4] == b"vers":
             return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
         if found[:4] == b"GGUF":
             return DareError(f"{self.name!r} is a GGUF file", "merge the original model, then convert the result")
         return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", "download or save it again")
+
+    def _convert_hint(self) -> str:
+        """A command for any shell, with the file's name in it unless a shell could take that for something else."""
+        name = self.path.as_posix()
+        if not re.fullmatch(r"[\w ./:@+,=-]+", name):
+            return CONVERT_HINT.format("in.bin", "out.safetensors")
+        made = name.removesuffix(self.path.suffix) if self.path.suffix in PICKLE_SUFFIXES else f"{name}.converted"
+        return CONVERT_HINT.format(name, f"{made}.safetensors")
 
     def read_into(self, view: memoryview, offset: int) -> None:
         try:
@@ -3151,6 +3231,7 @@ class TensorPlan:
     settings: TensorSettings
     method: str
     quantised: bool
+    rule: Rule | None = None  # that the settings come from; None: from no rule
 
     @cached_property
     def spec(self) -> KernelSpec:
@@ -3253,8 +3334,99 @@ class Task:
 
 
 @dataclass(frozen=True)
+class PlannedInput:
+    """A model as it was found: the base, a fine-tune, or an adapter."""
+
+    name: str
+    size: int  # of its files
+    files: int
+    types: Mapping[str, int]  # how many tensors there are of each
+    tensors: int
+    parameters: int
+    ranks: tuple[int, ...] = ()  # of an adapter
+    changes: int = 0  # how many tensors of the base an adapter changes
+
+    @classmethod
+    def of(cls, model: Checkpoint) -> PlannedInput:
+        stored = [info for file in model.files for info in file.tensors.values()]
+        found = cls(
+            name=model.name,
+            size=model.size,
+            files=len(model.files),
+            types=dict(Counter(info.dtype for info in stored).most_common()),
+            tensors=len(stored),
+            parameters=sum(info.count for info in stored),
+        )
+        if not model.adapter:
+            return found
+        ranks = {info.low_rank.rank for info in model.tensors.values() if info.low_rank}
+        return dataclasses.replace(found, ranks=tuple(sorted(ranks)), changes=len(model.tensors))
+
+    @property
+    def kind(self) -> str:
+        """Its types and, where it is an adapter, what sort of one."""
+        if not self.changes:
+            return types_of(self.types)
+        rank = f" of rank {' to '.join(map(str, dict.fromkeys((self.ranks[0], self.ranks[-1]))))}" if self.ranks else ""
+        return f"{types_of(self.types)}, LoRA{rank}, changes {counted(self.changes, 'tensor')}"
+
+
+def types_of(types: Mapping[str, int]) -> str:
+    return next(iter(types)) if len(types) == 1 else ", ".join(f"{dtype} {count:,}" for dtype, count in types.items())
+
+
+def clipped(name: str) -> str:
+    """A name for a table: harmless, and with its end, where names differ, if it is long."""
+    text = printable(name)
+    return text if len(text) <= SHOWN_IN_TABLES else f"{text[:8]}...{text[11 - SHOWN_IN_TABLES :]}"
+
+
+@dataclass(frozen=True)
+class PlannedRule:
+    """The tensors that a rule is for, or that none is for, and how they are merged."""
+
+    match: tuple[str, ...]  # its patterns; none where there is no rule
+    tensors: int
+    parameters: int
+    settings: TensorSettings
+    rescale: bool
+
+    def __str__(self) -> str:
+        """The settings that count."""
+        if self.settings.lambda_coeff == 0:
+            return "lambda 0: as in the base"
+        rates = [f"{rate:g}" for rate in self.settings.drop_rates]
+        words = [f"drop rate {', '.join(rates if len(set(rates)) > 1 else rates[:1])}"]
+        divisors = [f"{q:g}" for q in self.settings.divisors if q is not None]
+        if not self.rescale:
+            words.append("not rescaled")
+        elif divisors:
+            words.append(f"rescale_q {', '.join(divisors if len(set(divisors)) > 1 else divisors[:1])}")
+        words += [f"lambda {self.settings.lambda_coeff:g}"] if self.settings.lambda_coeff != 1 else []
+        words += [f"keep_ratio {self.settings.keep_ratio:g}"] if self.settings.keep_ratio < 1 else []
+        return "; ".join(words)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What is where the output will be."""
+
+    size: int
+    made_by_dare: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a merge's reading and computing will take, by some of its jobs."""
+
+    seconds: float
+    sampled_bytes: int
+    sampled_seconds: float
+
+
+@dataclass(frozen=True)
 class Plan(Task):
-    """Everything that a merge will do, known before a byte is written."""
+    """Everything that a merge will do, known before a byte is written. Prints as such; as_dict gives plain data."""
 
     output: Destination
     recipe: str
@@ -3264,6 +3436,11 @@ class Plan(Task):
     extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
     mismatched: tuple[tuple[str, ...], ...]  # per model: tensors that have another shape in the base
     warnings: tuple[str, ...]
+    inputs: tuple[PlannedInput, ...]  # the base first
+    free: int = 0  # bytes on the output's disk
+    replaces: Replaced | None = None
+    unfinished: bool = False  # whether an earlier merge to the same place left something
+    estimate: Estimate | None = None  # where it was asked for
 
     @cached_property
     def size(self) -> int:
@@ -3309,27 +3486,164 @@ class Plan(Task):
                 yield self._jobs(batch, done)
                 batch, elements = [], 0
 
+    def sample(self) -> Iterator[Job]:
+        """All jobs, in an order whose every beginning is spread evenly over the whole."""
+        jobs = [job for jobs in self.rounds() for job in jobs]
+        near = int(len(jobs) * (math.sqrt(5) - 1) / 2)  # steps of the golden ratio leave no large gaps
+        step = next((k for k in range(max(near, 1), len(jobs) + 1) if math.gcd(k, len(jobs)) == 1), 1)
+        return (jobs[k * step % len(jobs)] for k in range(len(jobs)))
+
+    @property
+    def memory(self) -> int:
+        """About what the process will take: what it always does, what is known of the tensors, and the buffers."""
+        known = TENSOR_BYTES * len(self.tensors) * len(self.inputs)
+        return PROCESS_BYTES + known + self.threads * (self._workspace_bytes + self._expanded_bytes)
+
+    @property
+    def _workspace_bytes(self) -> int:
+        models = len(self.models)
+        trims = any(stage.kind == "count" for tensor in self.tensors for stage in tensor.stages)
+        rows = (models + 2) * self.chunk * self.itemsize + (models * 4 << DIGIT_BITS if trims else 0)
+        return rows + 8 * ((models + 1) * (WORDS + REALS) + (SCRATCH_ROWS + models + 1) * SCRATCH_WIDTH)
+
+    @property
+    def _expanded_bytes(self) -> int:
+        """Of adapters' matrices: at most the budget, and no more than the largest of each adapter."""
+        largest = [0] * len(self.models)
+        for i, info in (found for tensor in self.tensors for found in tensor.finetuned):
+            if info.low_rank:
+                largest[i] = max(largest[i], info.low_rank.rank * info.low_rank.columns * FORMATS[info.dtype].bits // 8)
+        return min(sum(largest), EXPAND_ELEMENTS * 4 // self.threads)
+
+    @cached_property
+    def rules(self) -> tuple[PlannedRule, ...]:
+        """How many tensors each rule is for; last, those that no rule is for."""
+        counts = {rule: [0, 0] for rule in (*self.config.checked_rules, None)}
+        for tensor in self.tensors:
+            if tensor.merged:
+                counts[tensor.rule][0] += 1
+                counts[tensor.rule][1] += tensor.base.count
+        models, rescale = len(self.models), self.config.rescale
+        return tuple(
+            PlannedRule(rule.match if rule else (), tensors, parameters, self.config.for_rule(rule, models), rescale)
+            for rule, (tensors, parameters) in counts.items()
+            if rule or tensors
+        )
+
+    @property
+    def copied(self) -> tuple[TensorPlan, ...]:
+        return tuple(tensor for tensor in self.tensors if not tensor.merged)
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {
+            "output": self.output.name,
+            "directory": self.output.directory,
+            "config": self.config.resolved(),
+            "seeds": [self.config.seed + i for i in range(len(self.models))],
+            "models": [dataclasses.asdict(model) for model in self.inputs],
+            "missing_tensors": self.missing,
+            "extra_tensors": self.extra,
+            "mismatched_tensors": self.mismatched,
+            "rules": [dataclasses.asdict(rule) for rule in self.rules],
+            "copied_tensors": [tensor.name for tensor in self.copied],
+            "files": [{"name": file.name, "size": file.size} for file in self.files],
+            "side_files": list(self.side),
+            "replaces": dataclasses.asdict(self.replaces) if self.replaces else None,
+            "unfinished": self.unfinished,
+            "bytes_to_read": self.bytes_to_read,
+            "bytes_to_write": self.size,
+            "bytes_free": self.free,
+            "memory": self.memory,
+            "threads": self.threads,
+            "estimate": dataclasses.asdict(self.estimate) if self.estimate else None,
+            "warnings": self.warnings,
+        }
+        data: dict[str, Any] = json.loads(json.dumps(found))
+        return data
+
     def __str__(self) -> str:
-        merged = [tensor for tensor in self.tensors if tensor.merged]
-        parameters = sum(tensor.base.count for tensor in merged)
-        rates = [f"{rate:g}" for rate in self.config.general(len(self.models)).drop_rates]
-        lines = [
-            f"would merge {counted(len(self.models), 'model')} into {printable(self.output.name)}",
-            f"  {len(merged):,} tensors merged ({parameters:,} parameters), {len(self.tensors) - len(merged):,} copied",
-            f"  method {self.config.method}, drop rate {', '.join(dict.fromkeys(rates))}, seeds {self._seeds()}",
-            f"  {human(self.bytes_to_read)} to read, {human(self.size)} to write, {self.threads} threads",
-        ]
+        models = counted(len(self.models), "model")
+        first = f"would merge {models} into {printable(self.output.name)}"
+        needs = "\n".join(f"{label:8}{words}" for label, words in self._needs())
+        return "\n\n".join([first, self._models_table(), self._how(), self._rules_table(), needs])
+
+    def _models_table(self) -> str:
+        rows = [["model", "size", "tensors", "parameters", "type"]]
+        for model in self.inputs:
+            rows.append(
+                [clipped(model.name), human(model.size), f"{model.tensors:,}", f"{model.parameters:,}", model.kind]
+            )
+        rows[1][-1] += ", the base"
+        notes = []
         for i, name in enumerate(self.models):
-            counts = zip(
-                (self.missing, self.extra, self.mismatched), ("missing", "extra", "of another shape"), strict=True
-            )
-            lines.append(
-                f"  {printable(name)}: {', '.join(f'{len(found[i]):,} tensors {words}' for found, words in counts)}"
-            )
-        return "\n".join(lines)
+            found = {"lacks": self.missing[i], "has more than the base:": self.extra[i]}
+            found |= {f"has in other shapes ({self.config.mismatch}):": self.mismatched[i]}
+            notes += [f"{clipped(name)} {words} {counted(len(of), 'tensor')}" for words, of in found.items() if of]
+        return "\n".join([table(rows, {0, 4}), *notes])
+
+    def _how(self) -> str:
+        """What is the same for all tensors."""
+        words = [f"method {self.config.method}", f"seeds {self._seeds()}"]
+        if self.config.method == "slerp":
+            words.append(f"t {self.config.position:g}")
+        else:
+            words.append(f"weights {', '.join(f'{share:.4g}' for share in self.config.shares(len(self.models)))}")
+        return "; ".join([*words, *([f"output type {self.config.dtype}"] if self.config.dtype else [])])
+
+    def _rules_table(self) -> str:
+        rows = [["tensors", "number", "parameters", "settings"]]
+        others = "all others" if self.config.rules else "all"
+        for rule in self.rules:
+            name = clipped(", ".join(rule.match)) if rule.match else others
+            rows.append([name, f"{rule.tensors:,}", f"{rule.parameters:,}", str(rule)])
+        if self.copied:
+            types = types_of(dict(Counter(tensor.base.dtype for tensor in self.copied).most_common()))
+            parameters = sum(tensor.base.count for tensor in self.copied)
+            rows.append(["not merged", f"{len(self.copied):,}", f"{parameters:,}", f"{types}: as in the base"])
+        return table(rows, {0, 3})
+
+    def _needs(self) -> Iterator[tuple[str, str]]:
+        """What will be written, and what that takes."""
+        more = f" and {len(self.files) - SHOWN_FILES + 1:,} more" if len(self.files) > SHOWN_FILES else ""
+        for k, file in enumerate(self.files[: SHOWN_FILES - 1 if more else SHOWN_FILES]):
+            yield "" if k else "write", f"{printable(file.name)}, {human(file.size)}"
+        if more:
+            yield "", f"...{more}: {human(sum(file.size for file in self.files[SHOWN_FILES - 1 :]))}"
+        names = ", ".join(printable(name) for name in self.side)
+        yield from (("", line) for line in textwrap.wrap(names, SHOWN_ACROSS, break_on_hyphens=False))
+        if self.replaces:
+            whose = "made by this tool" if self.replaces.made_by_dare else "NOT made by this tool"
+            yield "replace", f"{human(self.replaces.size)} that are there, {whose}"
+        if self.unfinished:
+            begun = printable(self.output.partial.name)
+            yield "remove", f"{begun}, an unfinished merge (or continue it, with --resume)"
+        yield "disk", f"{human(self.size)} needed, {human(self.free)} free"
+        yield "memory", f"about {human(round(self.memory, -6))}"
+        work = f"to read {human(self.bytes_to_read)} and compute on {counted(self.threads, 'thread')}"
+        if self.estimate:
+            sampled, seconds = human(self.estimate.sampled_bytes), self.estimate.sampled_seconds
+            yield "time", f"{duration(self.estimate.seconds)} {work}, by a sample of {sampled} in {seconds:.2g} s;"
+        else:
+            yield "time", f"{work};"
+        yield "", f"writing {human(self.size)} comes on top, as fast as the disk is"
 
     def _seeds(self) -> str:
         return ", ".join(str(self.config.seed + i) for i in range(len(self.models)))
+
+
+def replaced(destination: Destination, force: bool) -> Replaced | None:
+    """What a merge to a destination that it may write to would replace."""
+    path = destination.path
+    names = files_in(path) if destination.directory else [""] if path.exists() else []
+    if not names:
+        return None
+    ours = True
+    if force:
+        try:
+            check_replaceable(destination, False)
+        except DareError:
+            ours = False
+    return Replaced(sum((path / name).lstat().st_size for name in names), ours)
 
 
 def place_of(element: int, shape: tuple[int, ...]) -> list[int]:
@@ -3390,12 +3704,20 @@ class ModelReport:
     extra_tensors: tuple[str, ...]
     mismatched_tensors: tuple[str, ...]
 
+    @property
+    def drop_rates(self) -> str:
+        """The rate that was asked for and, where rules have it otherwise, what it comes to."""
+        by_rules = abs(self.honoured_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
+        return f"{self.drop_rate:g}" + (f" ({self.honoured_drop_rate:.3g} by rules)" if by_rules else "")
+
 
 @dataclass(frozen=True)
 class MergeReport:
     """What a merge did. Prints as a table; as_dict gives plain data."""
 
     output: str
+    method: str
+    lambda_coeff: float  # as asked for, rules apart
     files: tuple[str, ...]  # of tensors
     side_files: tuple[str, ...]  # of a model directory: all the others
     tensors: int
@@ -3412,34 +3734,38 @@ class MergeReport:
         return data
 
     def __str__(self) -> str:
-        rows = [["model", "seed", "parameters", "dropped", "mean |delta|", "largest", "above", "missing"]]
+        rows = [["model", "seed", "parameters", "drop rate", "dropped", "mean |delta|", "largest", "above"]]
         for model in self.models:
             rows.append(
                 [
                     printable(model.name),
                     str(model.seed),
                     f"{model.parameters:,}",
+                    model.drop_rates,
                     f"{model.dropped_share:.3%}",
                     f"{model.mean_delta:.3g}",
                     f"{model.largest_delta:.3g}",
                     f"{model.share_above_threshold:.2%}",
-                    f"{len(model.missing_tensors):,}",
                 ]
             )
         models, tensors = counted(len(self.models), "model"), counted(self.tensors, "tensor")
+        copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
+        moved = self.bytes_read + self.bytes_written
+        rate = f" ({human(moved / self.seconds)}/s)" if moved > LEAST_FOR_RATE else ""
         return (
-            f"{table(rows)}\n(above: share of parameters with |delta| > {self.delta_threshold:g})\n"
-            f"merged {models} into {printable(self.output)}: {tensors} ({self.copied_tensors:,} copied), "
-            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written in {self.seconds:.2f} s"
+            f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
+            f"above: share of parameters with |delta| > {self.delta_threshold:g})\n"
+            f"merged {models} into {printable(self.output)}: {tensors}{copied}, "
+            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
         )
 
 
-def table(rows: list[list[str]]) -> str:
-    """Aligned columns: the first to the left, numbers to the right."""
+def table(rows: list[list[str]], texts: Collection[int] = (0,)) -> str:
+    """Aligned columns: those of texts to the left, numbers to the right."""
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        cells = [cell.ljust(widths[c]) if c in texts else cell.rjust(widths[c]) for c, cell in enumerate(row)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -3573,6 +3899,21 @@ class Survey:
             self.floors[row] = struct.unpack(
                 "<d" if wide else "<f", struct.pack("<Q" if wide else "<I", self.prefixes[row])
             )[0]
+
+
+class Unsurveyed(Survey):
+    """Stands in for a survey where a few jobs are tried: nothing can be concluded from them.
+
+    What is merged then is nothing that the merge would not bear: the base where it trims, a straight line for slerp.
+    """
+
+    def __init__(self, tensor: TensorPlan, slerp_t: float) -> None:
+        super().__init__(tensor, slerp_t)
+        self.floors = [math.inf] * len(tensor.finetuned)
+        self.ends = (1 - slerp_t, slerp_t)
+
+    def add(self, job: Job, work: Workspace) -> None:
+        pass
 
 
 def slerp_ends(first: float, second: float, product: float, t: float) -> tuple[float, float]:
@@ -3892,17 +4233,36 @@ def run_jobs(
         raise failures[min(failures)]
 
 
+def estimated(plan: Plan, worker: Worker, let_interrupts_through: Callable[[], None]) -> Estimate:
+    """How long the plan's jobs take, by running some of them. Where one fails, so would the merge."""
+    worker.surveyed = {t.name: Unsurveyed(t, plan.config.position) for t in plan.computed if t.stages}
+    spaces = [Workspace(plan) for _ in range(plan.threads)]
+    outcomes: list[Outcome] = []
+    started = time.perf_counter()
+
+    def until_time_is_up() -> Iterator[Job]:
+        for job in plan.sample():
+            yield job
+            if time.perf_counter() - started > SAMPLE_SECONDS:
+                return
+
+    run_jobs(until_time_is_up(), worker, spaces, Nowhere(), outcomes.append, let_interrupts_through)
+    seconds, sampled = time.perf_counter() - started, sum(outcome.bytes_read for outcome in outcomes)
+    return Estimate(seconds * plan.bytes_to_read / max(sampled, 1), sampled, seconds)
+
+
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar of bytes, rate and time left on stderr, if that is a terminal. Gives the function that advances it."""
-    if not (shown and sys.stderr.isatty()):
+    if not (shown and is_terminal(sys.stderr)):
         yield lambda _: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")))
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)
 
@@ -3998,6 +4358,7 @@ class TensorPlanner:
             settings=self.config.for_tensor(alike, len(self.models)),
             method=self.config.method,
             quantised=quantised,
+            rule=self.config.rule_for(alike),
         )
 
     def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Checkpoint) -> None:
@@ -4204,12 +4565,15 @@ def card_name(source: Source) -> str:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """A merged model that is, byte for byte, what its recipe makes."""
+    """A merged model that is, byte for byte, what its recipe makes. Prints as a line; as_dict gives plain data."""
 
     output: str
     tensors: int
     bytes_compared: int
     seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         return (
@@ -4332,6 +4696,7 @@ HOT_LAYERS: Final = 8  # of which a rule is suggested; more of them are the mode
 # Unrelated deltas conflict in half of all positions.
 CONFLICTING: Final = 0.35
 OPPOSED_COSINE: Final = -0.1
+TIES_ADDS: Final = "; after dropping it adds up more than it averages, so try a lambda_coeff below 1"
 SMALL_MODEL: Final = 100_000_000
 
 
@@ -4864,11 +5229,11 @@ class Adviser:
         if self.conflict > CONFLICTING * 0.8 and self.conflict < CONFLICTING * 1.25:
             self.doubts.append("the share of conflicting signs is close to where the advice changes")
         if cosine < OPPOSED_COSINE:
-            return "ties", f"method ties: the models pull against one another ({figure}), and their average cancels"
+            return "ties", f"method ties: the models pull against one another ({figure}), and cancel{TIES_ADDS}"
         if count == 2:
             return "linear", f"method linear: of two models that do not oppose one another ({figure}), both can be kept"
         if self.conflict >= CONFLICTING:
-            return "ties", f"method ties: {count} models, {figure}; electing a sign keeps them from cancelling"
+            return "ties", f"method ties: {count} models whose average would cancel ({figure}){TIES_ADDS}"
         return "linear", f"method linear: {count} models that mostly agree ({figure})"
 
     def _about_balance(self) -> Iterator[Advice]:
@@ -4892,7 +5257,7 @@ class Adviser:
             )
         if not doubts:
             return "How sure: fairly, no figure is near a limit; but only an evaluation can tell (examples/sweep.py)."
-        return f"How sure: not very. {'; '.join(doubts)}. Let an evaluation decide (examples/sweep.py)."
+        return f"How sure: not very, because {', and '.join(doubts)}. Let an evaluation decide (examples/sweep.py)."
 
     def suggestion(self) -> str:
         """A [dare] table and its rules, as TOML: what is advised, and what the user has set besides."""
@@ -4979,8 +5344,8 @@ def analysis_report(
 
 
 # Colours that colour-blind people can tell apart (Okabe and Ito, 2008); lines differ in style, too, for print.
-COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES: Final = ("-", "--", "-.", ":")
+PLOT_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+PLOT_LINES: Final = ("-", "--", "-.", ":")
 PLOTTED: Final = 6  # models; more would not be readable
 PLOT_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
@@ -5044,7 +5409,7 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
         places = range(min(seen) - 1, max(seen) + 2)
         edges = [bin_range(max(place - 1, 0) * BINS_PER_OCTAVE + 1)[0] for place in places]
         label = f"{model.label} ({model.total.share_zero:.0%} unchanged)"
-        style = {"color": COLOURS[k % len(COLOURS)], "linestyle": LINES[k % len(LINES)], "linewidth": 1.8}
+        style = {"color": PLOT_COLOURS[k], "linestyle": PLOT_LINES[k % len(PLOT_LINES)], "linewidth": 1.8}
         axis.step(edges, [shares.get(place, 0.0) for place in places], where="post", label=label, **style)
     axis.axvline(report.delta_threshold, color="black", linestyle=":", label=f"threshold {report.delta_threshold:g}")
     axis.set(xscale="log", xlabel="|delta|", ylabel="% of the parameters", title="How large the changes are")
@@ -5087,7 +5452,7 @@ def _plot_cells(axis: Any, model: ModelAnalysis, limits: tuple[float, float]) ->
         for (row, column), mean in np.ndenumerate(means):
             dark = scale(mean) < 0.6
             if mean > 0:
-                axis.text(column, row, f"{mean:.1e}", ha="center", va="center", color="white" if dark else "black")
+                axis.text(column, row, f"{mean:.2g}", ha="center", va="center", color="white" if dark else "black")
     axis.set_yticks(range(len(kinds)), kinds, fontsize=9)
     axis.set_title(f"Where {model.label} changed", fontsize=10)
     return image
@@ -5159,11 +5524,20 @@ class DareMerger:
         extra = tuple((*(n for n in m.tensors if n not in base.tensors), *m.extra) for m in models)
         return task, (*_odd_inputs(base, models), *_odd_names(models, missing, extra), *planner.warnings)
 
-    def plan(self, output_file: str | Path, *, force: bool = False) -> Plan:
-        """Check everything and say what merge would do; write nothing."""
+    def plan(self, output_file: str | Path, *, force: bool = False, estimate: bool = False) -> Plan:
+        """Check everything and say what merge would do; write nothing.
+
+        estimate: also try some of the jobs, for half a second, to say how long all of them will take.
+        """
         destination = find_output(Source.of(output_file).path)
         with self._opened() as (base, models):
-            return self._plan_new(base, models, destination, force)
+            plan = self._plan_new(base, models, destination, force)
+            plan = dataclasses.replace(plan, replaces=replaced(destination, force))
+            if not estimate:
+                return plan
+            with held_interrupts() as let_interrupts_through:
+                worker = waited_for(lambda: Worker(plan, base, models), let_interrupts_through)
+                return dataclasses.replace(plan, estimate=estimated(plan, worker, let_interrupts_through))
 
     def merge(self, output_file: str | Path, *, force: bool = False, resume: bool = False) -> MergeReport:
         """Merge into a file (if its name ends in .safetensors) or a model directory, and say what was done.
@@ -5188,6 +5562,8 @@ class DareMerger:
             LOG.warning(warning)
         return MergeReport(
             output=str(output_file),
+            method=self.config.method,
+            lambda_coeff=float(self.config.lambda_coeff),
             files=tuple(file.name for file in plan.files),
             side_files=tuple(plan.side),
             tensors=len(plan.tensors),
@@ -5254,7 +5630,7 @@ class DareMerger:
                 f"the output needs {human(plan.size)} and {str(plan.output.path.parent)!r} has {human(free)} free",
                 "make room, or write to another disk",
             )
-        return plan
+        return dataclasses.replace(plan, free=free, unfinished=bool(begun))
 
     def _tokenizer(self) -> Source | None:
         """The directory that the tokenizer is to come from."""
@@ -5304,6 +5680,7 @@ class DareMerger:
                 *planner.warnings,
                 *_odd_directory(base, destination, planner, tokenizer),
             ),
+            inputs=tuple(map(PlannedInput.of, inputs)),
         )
 
     def _side_files(
@@ -5824,7 +6201,11 @@ def build_parser() -> Parser:
         "--keep-ratio", metavar="R", type=float, help="ties: share of the surviving entries that trim keeps (default 1)"
     )
     add("--slerp-t", metavar="T", type=float, help="slerp: position between the two models (default 0.5)")
-    add("--dtype", metavar="NAME", help="output type: float32, float16, bfloat16 or float64 (default: the base's)")
+    add(
+        "--dtype",
+        metavar="NAME",
+        help="output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 (default: the base's)",
+    )
     add(
         "--mismatch",
         metavar="HOW",
@@ -5842,7 +6223,8 @@ def build_parser() -> Parser:
     add("--per-tensor", action="store_true", help="analyze: also list every tensor")
     add("--plot", metavar="FILE", type=Path, help="analyze: draw what was found, to a .png, .svg or .pdf file")
     add("--write-config", metavar="FILE", type=Path, help="analyze: write the suggested settings as a configuration")
-    add("--dry-run", action="store_true", help="check everything but the values, print the plan, write nothing")
+    add("--dry-run", action="store_true", help="print the plan, with an estimate of the time, and write nothing")
+    add("--json", action="store_true", help="print what was done, planned, verified or found as JSON")
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
     add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
     add("--version", action="version", version=f"dare {__version__}")
@@ -5917,7 +6299,7 @@ def parse_rule(text: str) -> Rule:
 
 
 # What may be said besides --verify: where the inputs are now, and how to go about it.
-VERIFY_FLAGS: Final = ("verify", "base", "merge", "tokenizer_from", "threads", "verbose")
+VERIFY_FLAGS: Final = ("verify", "base", "merge", "tokenizer_from", "threads", "verbose", "json")
 
 
 def verify(flags: dict[str, Any]) -> VerifyReport:
@@ -5984,10 +6366,10 @@ def _directory_recipe(path: Path) -> Settings:
     return load_settings(path / RECIPE_FILE)
 
 
-def tell(result: object) -> None:
-    """Print what came out. That nobody can read it does not undo it."""
+def tell(result: str | dict[str, Any]) -> None:
+    """Print what came out, as text or as JSON. That nobody can read it does not undo it."""
     try:
-        print(result, flush=True)
+        print(result if isinstance(result, str) else json.dumps(result, indent=2), flush=True)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -6007,10 +6389,9 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
         plot_analysis(report, plot)
     if written is not None:
         write_suggestion(report, merger, settings.output, written)
-    if "json" in flags:
-        tell(json.dumps(report.as_dict("per_tensor" in flags), indent=2))
-    else:
-        tell(report.text("per_tensor" in flags))
+    per_tensor = "per_tensor" in flags
+    if "json" in flags or merger.config.verbose:
+        tell(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
 
 
 def write_suggestion(report: AnalysisReport, merger: DareMerger, output: Path | None, path: Path) -> None:
@@ -6038,10 +6419,11 @@ def write_suggestion(report: AnalysisReport, merger: DareMerger, output: Path | 
 
 def run(arguments: Sequence[str] | None) -> None:
     command, flags = parse_flags(arguments)
+    as_json = flags.get("json", False)
     if "verify" in flags:
         report = verify(flags)
-        if flags.get("verbose", True):
-            tell(report)
+        if as_json or flags.get("verbose", True):
+            tell(report.as_dict() if as_json else str(report))
         return
     settings = layered(flags)
     config = DareConfig(**settings.dare, rules=settings.rules)
@@ -6061,22 +6443,22 @@ def run(arguments: Sequence[str] | None) -> None:
     assert settings.output is not None
     force = "force" in flags
     if "dry_run" in flags:
-        plan = merger.plan(settings.output, force=force)
+        plan = merger.plan(settings.output, force=force, estimate=True)
         for warning in plan.warnings:
             LOG.warning(warning)
-        tell(plan)
+        tell(plan.as_dict() if as_json else str(plan))
         return
     merged = merger.merge(settings.output, force=force, resume="resume" in flags)
-    if config.verbose:
-        tell(merged)
+    if as_json or config.verbose:
+        tell(merged.as_dict() if as_json else str(merged))
 
 
 class Messages(logging.StreamHandler[IO[str]]):
     """Warnings and notes on stderr, one to a line, as the command's errors are."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = printable(record.getMessage())
-        return f"warning: {text}" if record.levelno >= logging.WARNING else text
+        text = record.getMessage()
+        return labelled("warning", text, self.stream) if record.levelno >= logging.WARNING else printable(text)
 
 
 class Terminated(BaseException):
@@ -6091,7 +6473,12 @@ def _stop(number: int, _: object) -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Gives the exit status; no traceback reaches a user."""
+    """The command. Gives the exit status."""
+    return guarded(lambda: run(arguments))
+
+
+def guarded(run: Callable[[], None], interrupted: str = "interrupted") -> int:
+    """Run a command: errors become a sentence and a status, signals stop it, and no traceback reaches a user."""
     # Closed by the caller, as after >&- or 2>&-, they are None; they stay open here as long as the process lives.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
@@ -6106,16 +6493,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, _stop)
     try:
-        run(arguments)
+        run()
         sys.stdout.flush()
         return 0
     except DareError as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
+        print(labelled("error", str(error), sys.stderr), file=sys.stderr)
         if error.hint:
-            print(f"hint: {printable(error.hint)}", file=sys.stderr)
+            print(labelled("hint", error.hint, sys.stderr), file=sys.stderr)
         return error.status
     except (KeyboardInterrupt, Terminated) as stopped:
-        print("interrupted", file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         status = 143 if isinstance(stopped, Terminated) else 130
         if any(thread.name == LEFT_BEHIND for thread in threading.enumerate()):
             sys.stderr.flush()
@@ -6127,8 +6514,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("DARE_TRACEBACK"):
             raise
-        print(f"error: unexpected {type(error).__name__}: {printable(str(error))}", file=sys.stderr)
-        print("hint: this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows", file=sys.stderr)
+        print(labelled("error", f"unexpected {type(error).__name__}: {error}", sys.stderr), file=sys.stderr)
+        report = "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows"
+        print(labelled("hint", report, sys.stderr), file=sys.stderr)
         return 1
     finally:
         LOG.removeHandler(messages)

@@ -16,6 +16,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -1286,6 +1287,7 @@ def test_progress_goes_to_terminals_only(
     merger.merge(tmp_path / "out.safetensors")
     assert "merging" not in capsys.readouterr().err
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
     merger.merge(tmp_path / "out.safetensors")
     assert "merging" in capsys.readouterr().err
 
@@ -2218,7 +2220,7 @@ def test_any_sharding_gives_the_same_tensors(tmp_path: Path) -> None:
             save_sharded(tmp_path / f"{turn}-{k}", tensors, parts[(turn + k) % 3])
             for k, tensors in enumerate((base, finetune(base, 1), finetune(base, 2)))
         ]
-        run_merge(source[0], source[1:], tmp_path / f"out{turn}", max_shard_size=5000 * turn + 500)
+        run_merge(source[0], source[1:], tmp_path / f"out{turn}", max_shard_size=5000 * turn + 1000)
         found.append(tensors_in(tmp_path / f"out{turn}"))
     assert len(found[0]) == len(base)
     assert_same(found[0], found[1])
@@ -3408,7 +3410,7 @@ def test_a_merge_into_a_directory_that_fails_leaves_the_old_one(
 
 def test_shards_of_an_earlier_merge_do_not_survive(pair: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert merge_directory(pair, out, "--max-shard-size", "100") == 0
+    assert merge_directory(pair, out, "--max-shard-size", "100B") == 0
     assert len(list(out.glob("model-*-of-00004.safetensors"))) == 4
     many = tensors_in(out)
     assert merge_directory(pair, out, "--max-shard-size", "10kB") == 0
@@ -3536,7 +3538,7 @@ def test_without_the_hubs_library_the_extra_is_named(
         ("1000", 1000),
         ("1000B", 1000),
         (1000, 1000),
-        (1, 1),
+        ("1B", 1),
     ],
 )
 def test_sizes_are_read_as_people_write_them(source: Any, size: int) -> None:
@@ -3568,7 +3570,7 @@ def test_wrong_sizes_are_refused_in_scripts(source: Any) -> None:
         DareConfig(max_shard_size=source)
 
 
-@pytest.mark.parametrize("limit", [1, 100, 4514, 4515, 4636, 10_000, 15_000, 19_637, 19_638, "20kB"])
+@pytest.mark.parametrize("limit", ["1B", "100B", 4514, 4515, 4636, 10_000, 15_000, 19_637, 19_638, "20kB"])
 def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
     pair: tuple[Path, Path], tmp_path: Path, limit: int | str
 ) -> None:
@@ -3599,7 +3601,7 @@ def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
 
 
 def test_a_file_is_never_split(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", max_shard_size=1)
+    run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", max_shard_size="1B")
     assert len(load_file(tmp_path / "out.safetensors")) == 4
 
 
@@ -6640,7 +6642,7 @@ def test_verify_finds_a_flipped_bit_in_any_file_of_a_directory(
     save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
     (tmp_path / "base" / "tokenizer.json").write_text('{"model": 1}')
     save_directory(tmp_path / "math", finetune(base, 1, 0.05))
-    assert dare.main(["-q", "-b", "base", "-m", "math", "-o", "out", "--max-shard-size", "40"]) == 0
+    assert dare.main(["-q", "-b", "base", "-m", "math", "-o", "out", "--max-shard-size", "40B"]) == 0
     names = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
     names |= {"README.md", "config.json", "dare_recipe.toml", "tokenizer.json"}
     assert set(dare.files_in(tmp_path / "out")) == names
@@ -7454,7 +7456,7 @@ def test_the_command_analyses(tmp_path: Path) -> None:
     assert again.returncode == 2
     assert "is there already" in again.stderr
     assert command(*flags, "--write-config", suggested, "--force", "-o", tmp_path / "x.safetensors").returncode == 0
-    assert tomllib.loads(suggested.read_text())["models"]["output_file"] == "../x.safetensors"
+    assert tomllib.loads(suggested.read_text())["models"]["output_file"] == str(tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -7964,7 +7966,7 @@ BAD_USAGE = [
     (["--evaluate", "pyhton judge.py {model}"], "there is no command 'pyhton'", "first word"),
     (["--evaluate", "'python {model}"], "cannot be split into words", "quotes"),
     (["--drop-rate", "0.5", "1.5"], "--drop-rate must be a number from 0", "--help"),
-    (["--method", "tie"], "--method must be one of linear, ties, slerp", "--help"),
+    (["--method", "tie"], "--method must be one of linear, ties, slerp", "did you mean ties?"),
     (["--drop-rate", "0.5", "--rescale-q", "0.2"], "no combination makes sense: rescale_q 0.2 is below", "--help"),
     (["--seeds", "0"], "--seeds must be at least 1", "3 or more"),
     (["--timeout", "0"], "--timeout must be above 0", "seconds"),
@@ -8034,6 +8036,423 @@ def test_labels_of_a_plot_never_overlap() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What a person sees: plans, estimates, JSON, colours and hints
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> list[Path]:
+    """A base of two types with integers in it, as a directory; a fine-tune in shards; an adapter."""
+    base = random_model(0, BF16, {"embed.weight": (40, 8), "layer.weight": (6, 8), "norm.weight": (8,)})
+    base |= {"table": torch.arange(12), "scale": torch.ones(3)}
+    paths = [save_directory(tmp_path / "base", base, torch_dtype="bfloat16")]
+    (paths[0] / "tokenizer.json").write_text("{}")
+    tuned = finetune({name: tensor for name, tensor in base.items() if name != "table"}, 1) | {"table": base["table"]}
+    paths.append(
+        save_sharded(tmp_path / "math", tuned, [["embed.weight", "table"], ["layer.weight", "norm.weight", "scale"]])
+    )
+    return [*paths, lora_directory(tmp_path / "code", {"layer": (torch.ones(2, 8) * 1e-3, torch.ones(6, 2))})]
+
+
+def words_of(line: str) -> list[str]:
+    """The cells of a table's row."""
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_the_plan_shows_models_rules_files_and_needs(
+    mixture: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = ["-b", "base", "-m", "math", "code", "-o", "out", "--drop-rate", "0.9", "0.8"]
+    arguments += ["--rule", "embed*:drop_rate=0.5,rescale_q=0.6", "--rule", "*norm*:lambda_coeff=0"]
+    arguments += ["--max-shard-size", "750B"]
+    before = snapshot(tmp_path)
+    assert dare.main([*arguments, "--dry-run"]) == 0
+    assert snapshot(tmp_path) == before
+    lines = capsys.readouterr().out.splitlines()
+    sizes = {
+        name: sum(p.stat().st_size for p in (tmp_path / name).glob("*.safetensors"))
+        for name in ("base", "math", "code")
+    }
+    rows = [words_of(line) for line in lines]
+    assert lines[0] == "would merge 2 models into out"
+    assert ["base", dare.human(sizes["base"]), "5", "391", "BF16 3, I64 1, F32 1, the base"] in rows
+    assert ["math", dare.human(sizes["math"]), "5", "391", "BF16 3, I64 1, F32 1"] in rows
+    assert ["code", dare.human(sizes["code"]), "2", "28", "F32, LoRA of rank 2, changes 1 tensor"] in rows
+    assert "method linear; seeds 42, 43; weights 0.5, 0.5" in lines
+    assert ["embed*", "1", "320", "drop rate 0.5; rescale_q 0.6"] in rows
+    assert ["*norm*", "1", "8", "lambda 0: as in the base"] in rows
+    assert ["all others", "2", "51", "drop rate 0.9, 0.8"] in rows
+    assert ["not merged", "1", "12", "I64: as in the base"] in rows
+    assert not any("lacks" in line or "more than the base" in line or "shapes" in line for line in lines)
+    assert dare.main(["-q", *arguments]) == 0
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    for label, path in zip(("write", ""), shards, strict=True):
+        assert f"{label:8}{path.name}, {dare.human(path.stat().st_size)}" in lines
+    others = "README.md, config.json, dare_recipe.toml, model.safetensors.index.json, tokenizer.json"
+    assert f"        {others}" in lines
+    written = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+    assert any(line.startswith(f"disk    {dare.human(written)} needed, ") for line in lines)
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = random_model()
+    odd = finetune(base, 1) | {"new": torch.ones(2), "head.weight": torch.zeros(7, 1500)}
+    del odd["scalar"]
+    save(tmp_path, base=base, odd=odd, own=base)
+    arguments = ["-b", "base.safetensors", "-m", "odd.safetensors", "--mismatch", "overlap", "--dry-run"]
+
+    def planned(*more: str) -> str:
+        assert dare.main([*arguments, *more]) == 0
+        return capsys.readouterr().out
+
+    plan = planned("-o", "out.safetensors")
+    assert "odd.safetensors lacks 1 tensor\n" in plan
+    assert "odd.safetensors has more than the base: 1 tensor\n" in plan
+    assert "odd.safetensors has in other shapes (overlap): 1 tensor\n" in plan
+    assert "replace" not in plan
+    size = dare.human((tmp_path / "own.safetensors").stat().st_size)
+    assert f"replace {size} that are there, NOT made by this tool\n" in planned("-o", "own.safetensors", "--force")
+    assert dare.main(["-q", *arguments[:-1], "-o", "out.safetensors"]) == 0
+    capsys.readouterr()
+    size = dare.human((tmp_path / "out.safetensors").stat().st_size)
+    assert f"replace {size} that are there, made by this tool\n" in planned("-o", "out.safetensors")
+    assert "unfinished" not in planned("-o", "out.safetensors")
+    (tmp_path / "out.safetensors.partial").mkdir()
+    (tmp_path / "out.safetensors.partial" / "journal").write_text("")
+    assert "remove  out.safetensors.partial, an unfinished merge" in planned("-o", "out.safetensors")
+
+
+def test_a_plan_of_many_files_names_the_first_of_them(models: list[Path], tmp_path: Path) -> None:
+    base = {f"t{k}": torch.ones(300) for k in range(9)}
+    paths = save(tmp_path, base=base, math=finetune(base, 1))
+    text = str(DareMerger(paths[0], [paths[1]], quiet(max_shard_size=1200)).plan(tmp_path / "out"))
+    assert text.count("-of-00009.safetensors") == 5
+    assert re.search(r"\n +\.\.\. and 4 more: \d", text)
+
+
+def test_the_plan_is_plain_data_too(mixture: list[Path], tmp_path: Path) -> None:
+    merger = DareMerger(mixture[0], mixture[1:], quiet(rules=[{"match": "embed*", "drop_rate": 0.5}]))
+    plan = merger.plan(tmp_path / "out")
+    assert plan.estimate is None, "asking costs half a second, so it must be asked for"
+    data = json.loads(json.dumps(plan.as_dict()))
+    assert [model["ranks"] for model in data["models"]] == [[], [], [2]]
+    assert [(rule["match"], rule["tensors"], rule["settings"]["drop_rates"]) for rule in data["rules"]] == [
+        (["embed*"], 1, [0.5, 0.5]),
+        ([], 3, [0.9, 0.9]),
+    ]
+    assert data["copied_tensors"] == ["table"]
+    report = merger.merge(tmp_path / "out")
+    written = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert data["bytes_to_write"] == sum(written.values()) == report.bytes_written
+    assert {file["name"]: file["size"] for file in data["files"]} == {n: written[n] for n in report.files}
+    assert data["side_files"] == list(report.side_files)
+    assert data["bytes_to_read"] == report.bytes_read
+
+
+STAGED: list[dict[str, Any]] = [{}, {"method": "slerp"}, {"method": "ties", "keep_ratio": 0.5}]
+
+
+@pytest.mark.parametrize("config", STAGED, ids=str)
+def test_the_estimate_is_what_the_sampled_jobs_say_of_all(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    base = {f"t{k}": torch.ones(20_000, dtype=BF16) for k in range(8)}
+    paths = save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
+    merger = DareMerger(paths[0], paths[1:], quiet(threads=1, **config))
+    found = merger.plan(tmp_path / "out.safetensors", estimate=True).estimate
+    assert found is not None
+    assert found.sampled_bytes <= merger.plan(tmp_path / "out.safetensors").bytes_to_read
+    monkeypatch.setattr(dare, "SAMPLE_SECONDS", 0.0)
+    plan = merger.plan(tmp_path / "out.safetensors", estimate=True)
+    assert plan.estimate is not None
+    stages = len(plan.tensors[0].stages)
+    assert plan.bytes_to_read == 8 * (1 + stages) * plan.estimate.sampled_bytes, "one job, and it was that large"
+    assert plan.estimate.seconds == pytest.approx(8 * (1 + stages) * plan.estimate.sampled_seconds)
+    assert not (tmp_path / "out.safetensors").exists()
+    merger.merge(tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 8, 100, 101])
+def test_every_beginning_of_the_sample_is_spread_over_the_plan(tmp_path: Path, count: int) -> None:
+    base = {f"t{k:03d}": torch.ones(5) for k in range(count)} | {"none": torch.ones(0)}
+    paths = save(tmp_path, base=base, math=base)
+    plan = DareMerger(paths[0], [paths[1]], quiet()).plan(tmp_path / "out.safetensors", estimate=True)
+    order = [job.number for job in plan.sample()]
+    assert sorted(order) == list(range(count))
+    for k in range(1, count + 1):
+        places = [-1, *sorted(order[:k]), count]
+        widest = max(after - before for before, after in itertools.pairwise(places))
+        assert widest <= 3 * count / k + 1, "no part of the plan is forgotten"
+
+
+def test_a_value_that_would_fail_the_merge_fails_the_dry_run_if_it_is_met(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = load_file(models[1])
+    broken["layer.weight"][3, 4] = math.nan
+    save(tmp_path, math=broken)
+    refuse(tmp_path, capsys, 1, "tensor 'layer.weight' holds nan at [3, 4]", flags=("--dry-run",))
+
+
+def test_what_only_the_sample_would_compute_fails_no_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sample does not know what trim drops: here what would overflow, had it been kept."""
+    base = {"w": torch.tensor([65000.0, 0.0] * 1000, dtype=F16)}
+    math_ = {"w": base["w"] + torch.tensor([400.0, 3000.0] * 1000, dtype=F16)}
+    paths = save(tmp_path, base=base, math=math_)
+    arguments = ["-q", "-b", str(paths[0]), "-m", str(paths[1]), "-o", str(tmp_path / "out.safetensors")]
+    arguments += ["--method", "ties", "--drop-rate", "0", "--lambda", "2"]
+    assert dare.main(arguments) == 1
+    assert "beyond the range" in capsys.readouterr().err
+    assert dare.main([*arguments, "--keep-ratio", "0.5", "--dry-run"]) == 0
+    assert dare.main([*arguments, "--keep-ratio", "0.5"]) == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs signals")
+def test_a_signal_stops_the_sample(models: list[Path], tmp_path: Path) -> None:
+    arguments = ["-b", str(models[0]), "-m", str(models[1]), "-o", str(tmp_path / "out.safetensors"), "--dry-run"]
+    assert dare.main(arguments) == 0  # so that nothing is left to compile
+    code = (
+        "import itertools, sys, dare\n"
+        "dare.SAMPLE_SECONDS, sample = 60, dare.Plan.sample\n"
+        "def endless(plan):\n    print('started', flush=True)\n    yield from itertools.cycle(list(sample(plan)))\n"
+        f"dare.Plan.sample = endless\nsys.exit(dare.main({arguments!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=HERE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGINT)
+    started = time.perf_counter()
+    assert process.wait(timeout=30) == 130
+    assert time.perf_counter() - started < 2
+
+
+@pytest.mark.parametrize("config", [*STAGED, {"threads": 3, "dtype": "float64"}], ids=str)
+def test_the_plan_counts_every_byte_of_the_buffers(models: list[Path], tmp_path: Path, config: dict[str, Any]) -> None:
+    plan = DareMerger(models[0], models[1:], quiet(**config)).plan(tmp_path / "out.safetensors")
+    arrays = [array for array in vars(dare.Workspace(plan)).values() if isinstance(array, np.ndarray)]
+    known = dare.PROCESS_BYTES + dare.TENSOR_BYTES * 4 * 3
+    assert plan.memory == known + plan.threads * sum(array.nbytes for array in arrays)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("tensors", "threads"), [(8, 1), (8, 8), (5000, 1)])
+def test_a_merge_takes_about_the_memory_of_its_plan(tmp_path: Path, tensors: int, threads: int) -> None:
+    elements = dare.JOB_ELEMENTS if tensors == 8 else 10
+    base = {f"model.layers.{k}.weight": torch.ones(elements, dtype=BF16) for k in range(tensors)}
+    paths = save(tmp_path, base=base, math=base, code=base)
+    arguments = ["-q", "-b", str(paths[0]), "-m", *map(str, paths[1:]), "-o", str(tmp_path / "out.safetensors")]
+    merger = DareMerger(paths[0], paths[1:], quiet(threads=threads))
+    planned = merger.plan(tmp_path / "out.safetensors", estimate=True).memory  # and now it is compiled
+    code = (
+        f"import dare; dare.main({[*arguments, '--threads', str(threads)]!r}); print(open('/proc/self/status').read())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE, check=True)
+    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", done.stdout)
+    assert 0.75 < planned / (int(peak) * 1024) < 1.33
+
+
+def test_json_is_all_that_is_printed(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = str(tmp_path / "out.safetensors")
+    arguments = ["-b", str(models[0]), "-m", str(models[1]), "-o", output, "--delta-threshold", "1e-9"]
+    printed = {}
+    for flags in (["--dry-run"], [], ["--quiet"], ["--verify", output], ["--quiet", "--verify", output]):
+        capsys.readouterr()
+        assert dare.main([*([] if "--verify" in flags else arguments), *flags, "--json"]) == 0
+        said = capsys.readouterr()
+        printed[" ".join(flags).replace(output, "it")] = json.loads(said.out)
+        assert said.err.startswith("warning: ") or flags[-2:] == ["--verify", output] or flags == ["--dry-run"]
+    assert printed["--dry-run"]["estimate"]["seconds"] > 0
+    assert printed[""]["models"][0]["name"] == printed["--quiet"]["models"][0]["name"] == str(models[1])
+    assert printed[""]["method"] == "linear"
+    assert printed["--verify it"]["tensors"] == printed["--quiet --verify it"]["tensors"] == 4
+    refuse(tmp_path, capsys, 2, "must be one of", flags=("--json", "--method", "x"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="such names cannot be")
+@pytest.mark.parametrize("trick", TERMINAL_TRICKS)
+def test_no_name_in_json_upsets_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], trick: str) -> None:
+    base = random_model(shapes={f"w{TERMINAL_TRICKS[trick]}": (30, 5)})
+    paths = save(tmp_path, **{f"b{TERMINAL_TRICKS[trick]}": base}, extra=base | {TERMINAL_TRICKS[trick]: torch.ones(2)})
+    arguments = ["-b", str(paths[0]), "-m", str(paths[1]), "-o", str(tmp_path / "out.safetensors"), "--json"]
+    for flags in (["--dry-run"], []):
+        assert dare.main([*arguments, *flags]) == 0
+        printed = capsys.readouterr()
+        assert calm(printed.out + printed.err)
+        data = json.loads(printed.out)
+        assert TERMINAL_TRICKS[trick] in (data["extra_tensors"][0] if flags else data["models"][0]["extra_tensors"])
+
+
+def on_terminal(*arguments: str | Path, **environment: str) -> tuple[int, str, str]:
+    """The real command with a terminal as its stderr: its status, and what it said to a pipe and to the terminal."""
+    import pty
+
+    controller, terminal = pty.openpty()
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "dare.py"), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env={**kept, "TERM": "xterm", **environment},
+        text=True,
+    )
+    os.close(terminal)
+    said = b""
+    while True:
+        try:
+            said += (piece := os.read(controller, 1 << 16))
+        except OSError:  # as Linux says that nobody has the terminal any more
+            break
+        if not piece:
+            break
+    os.close(controller)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out, said.decode()
+
+
+COLOURED = re.compile(r"\x1b\[[0-9;]*3[0-8][0-9;]*m")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(
+    ("environment", "moves", "colours"),
+    [
+        ({}, True, True),
+        ({"NO_COLOR": ""}, True, True),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, False, False),
+    ],
+    ids=str,
+)
+def test_colours_and_progress_are_for_terminals_that_show_them(
+    models: list[Path], tmp_path: Path, environment: dict[str, str], moves: bool, colours: bool
+) -> None:
+    arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors", "--delta-threshold", "1e-9"]
+    assert dare.main(["-q", *map(str, arguments)]) == 0  # so that nothing is left to compile
+    status, out, said = on_terminal(*arguments, **environment)
+    assert status == 0
+    assert "\x1b" not in out
+    assert ("merging" in said) is moves
+    assert ("\x1b" in said) is moves
+    assert bool(COLOURED.search(said)) is colours
+    assert ("\x1b[33mwarning:\x1b[0m " in said) is colours
+    assert colours or "warning: " in said
+    status, out, said = on_terminal(*arguments, "--drop-rate", "2", **environment)
+    assert (status, out) == (2, "")
+    assert ("\x1b[31merror:\x1b[0m " in said) is colours
+    assert ("\x1b[36mhint:\x1b[0m " in said) is colours
+    assert colours or ("\x1b" not in said and said.startswith("error: "))
+
+
+def test_a_pipe_gets_no_colours(models: list[Path], tmp_path: Path) -> None:
+    done = command("-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors", "--delta-threshold", "1e-9")
+    assert "warning: " in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_the_summary_has_the_method_the_rates_and_the_speed(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dare, "LEAST_FOR_RATE", 1000)
+    rules = [{"match": "head*", "drop_rate": 0.5}]
+    config = quiet(method="ties", drop_rate=[0.9, 0.8], lambda_coeff=0.5, rules=rules)
+    report = DareMerger(models[0], models[1:], config).merge(tmp_path / "out.safetensors")
+    lines = str(report).splitlines()
+    count = {name: tensor.numel() for name, tensor in load_file(models[0]).items()}
+    total, head = sum(count.values()), count["head.weight"]
+    for line, rate in zip(lines[1:], (0.9, 0.8), strict=False):
+        honoured_rate = (rate * (total - head) + 0.5 * head) / total
+        assert f"  {rate:g} ({honoured_rate:.3g} by rules)  " in line
+    assert lines[3].startswith("(method ties, lambda 0.5; above: ")
+    speed = dare.human((report.bytes_read + report.bytes_written) / report.seconds)
+    assert lines[4].endswith(f" written in {report.seconds:.2f} s ({speed}/s)")
+    plain = DareMerger(models[0], models[1:], quiet()).merge(tmp_path / "out.safetensors")
+    assert "by rules" not in str(plain)
+    assert "copied" not in str(plain)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "hint"),
+    [
+        ("method", "tie", "did you mean ties?"),
+        ("method", "Linear", "did you mean linear?"),
+        ("method", "dare", "known here: linear, slerp, ties"),
+        ("dtype", "bfloat", "did you mean bfloat16?"),
+        ("dtype", "BF16", "did you mean bf16?"),
+        ("mismatch", "overlaps", "did you mean overlap?"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_nearest_right_one(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, value: str, hint: str
+) -> None:
+    assert f"hint: {hint}\n" in refuse(tmp_path, capsys, 2, flags=(f"--{setting}", value))
+    assert dare.main(["-c", str(write_config(tmp_path, **{setting: value}))]) == 2
+    assert f"hint: {hint}\n" in capsys.readouterr().err
+    with pytest.raises(ConfigError) as caught:
+        DareConfig(**{setting: value})
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")]
+)
+def test_short_names_of_types_make_the_same_bytes(models: list[Path], tmp_path: Path, short: str, name: str) -> None:
+    output, base = tmp_path / "out.safetensors", ["-q", "-b", str(models[0]), "-m", str(models[1]), "-o"]
+    assert dare.main([*base, str(output), "--dtype", name]) == 0
+    expected = output.read_bytes()
+    assert dare.main([*base, str(output), "--dtype", short]) == 0
+    assert output.read_bytes() == expected
+    assert recipe_of(tmp_path)["dare"]["dtype"] == name == DareConfig(dtype=short).dtype
+    config = write_config(tmp_path, dtype=short)
+    assert dare.main(["-q", "-c", str(config), "-m", str(models[1])]) == 0
+    assert load_file(output)["layer.weight"].dtype == getattr(torch, name)
+
+
+@pytest.mark.parametrize(("size", "least"), [("5", "5B"), (" 999 ", "999B"), ("5.5", "5B"), (5, "5B"), (1, "1B")])
+def test_a_size_without_a_unit_that_nobody_means_is_asked_about(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], size: Any, least: str
+) -> None:
+    hint = f"hint: say {str(size).strip()}GB, or {least} if you mean it\n"
+    assert hint in refuse(tmp_path, capsys, 2, output="out", flags=(f"--max-shard-size={size}",))
+    assert dare.main(["-c", str(write_config(tmp_path, max_shard_size=size))]) == 2
+    assert hint in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"max_shard_size would be {least[:-1]} byte"):
+        DareConfig(max_shard_size=size)
+    assert dare.parse_size(DareConfig(max_shard_size=least).max_shard_size) == int(least[:-1])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize("name", ["my model.pt", "pickled.safetensors"])
+def test_the_command_that_converts_a_pickle_can_be_pasted(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    torch.save(load_file(models[1]), tmp_path / name)
+    error = refuse(tmp_path, capsys, 1, "is a PyTorch pickle", merge=[name])
+    [line] = re.findall(r"convert it first: (python .*)\n", error)
+    before = set(tmp_path.iterdir())
+    shell = f"{shlex.quote(sys.executable)}{line.removeprefix('python')}"
+    subprocess.run(["sh", "-c", shell], check=True, timeout=60)
+    [made] = set(tmp_path.iterdir()) - before
+    assert made.suffix == ".safetensors"
+    assert_same(load_file(made), load_file(models[1]))
+
+
+def test_a_name_that_a_shell_could_misread_is_not_in_a_command(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("$(reboot).bin", "a'b.bin", "`x`.bin"):
+        torch.save({}, tmp_path / name)
+        error = refuse(tmp_path, capsys, 1, "is a PyTorch pickle", "open('in.bin'", merge=[name])
+        assert error.count(name) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The README, the configuration and the example that ship
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -8054,6 +8473,17 @@ def test_the_readme_has_the_options_that_help_has() -> None:
         rows.append(f"| {names} | {action.help} |")
     table = README.split("| option | meaning |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
     assert sorted(table) == sorted(rows)
+
+
+def test_the_readmes_dry_run_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [shown] = (block for block in blocks("console") if "--dry-run" in block)
+    monkeypatch.chdir(HERE)
+    assert dare.main(["--config", "merge_config.toml", "--dry-run"]) == 0
+    lines = shown.splitlines()[1:]
+    assert lines[:13] == capsys.readouterr().out.splitlines()[:13]
+    assert [line.split()[0] for line in lines[13:]] == ["disk", "memory", "time", "writing"]
 
 
 def test_the_tests_that_the_readme_names_are_there() -> None:

@@ -31,10 +31,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -988,50 +987,10 @@ def run(arguments: Sequence[str] | None) -> None:
     print("\n" + "\n".join(written))
 
 
-@contextmanager
-def signals() -> Iterator[None]:
-    """The first signal stops the sweep; more of them must not stop it from tidying up."""
-
-    def stop(number: int, _: object) -> None:
-        for other in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(other, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else dare.Terminated
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Gives the exit status; no traceback reaches a user."""
-    messages = dare.Messages(sys.stderr)
-    dare.LOG.addHandler(messages)
-    try:
-        with signals():
-            run(arguments)
-        return 0
-    except DareError as error:
-        print(f"error: {dare.printable(str(error))}", file=sys.stderr)
-        print(f"hint: {dare.printable(error.hint)}", file=sys.stderr)
-        return error.status
-    except (KeyboardInterrupt, dare.Terminated) as stopped:
-        print("interrupted; what is scored is kept, and the same command continues", file=sys.stderr)
-        status = 143 if isinstance(stopped, dare.Terminated) else 130
-        if any(thread.name == dare.LEFT_BEHIND for thread in threading.enumerate()):
-            sys.stderr.flush()
-            os._exit(status)  # a compiler at work would crash on the way out
-        return status
-    except Exception as error:
-        if os.environ.get("DARE_TRACEBACK"):
-            raise
-        print(f"error: unexpected {type(error).__name__}: {dare.printable(str(error))}", file=sys.stderr)
-        print("hint: this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows", file=sys.stderr)
-        return 1
-    finally:
-        dare.LOG.removeHandler(messages)
+    kept = "interrupted; what is scored is kept, and the same command continues"
+    return dare.guarded(lambda: run(arguments), kept)
 
 
 if __name__ == "__main__":

@@ -49,11 +49,13 @@ import time
 import tomllib
 import warnings
 import zlib
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
@@ -1863,9 +1865,11 @@ class Checkpoint:
         self.extra: tuple[str, ...] = ()  # of an adapter: what it holds that the base has no place for
         try:
             allow_open_files(len(layout.files))
+            count = 0
             for path in layout.files:
                 self.files.append(self._open(path))
-                if sum(len(file.tensors) for file in self.files) > MAX_TENSORS:
+                count += len(self.files[-1].tensors)
+                if count > MAX_TENSORS:
                     raise DareError(f"{self.name!r} has more than {MAX_TENSORS:,} tensors", "no model has so many")
             self.tensors = self._gathered(layout)
         except BaseException:
@@ -2091,6 +2095,9 @@ def file_sha256(path: Path) -> str | None:
 class Adapter(Checkpoint):
     """A LoRA adapter, seen as the tensors of the base that it changes."""
 
+    # The base's matrices that are not square and have a bias, and how many before each are stored as inputs x outputs.
+    _oblong: tuple[list[str], list[int]] | None = None
+
     def __init__(self, source: Source, layout: Layout, base: Checkpoint) -> None:
         super().__init__(source, layout)
         try:
@@ -2166,13 +2173,19 @@ class Adapter(Checkpoint):
 
         The configuration says so too, but PEFT writes there what is true of the last module that it looked at.
         """
+        if self._oblong is None:
+            found = []
+            for other, info in base.items():
+                bias = base.get(f"{other.removesuffix('weight')}bias")
+                if bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
+                    found.append((other, bias.shape == info.shape[1:]))
+            found.sort()
+            self._oblong = [other for other, _ in found], [0, *accumulate(turned for _, turned in found)]
+        names, turned = self._oblong
         around = name.removesuffix(".weight").rpartition(".")[0]
-        found = set()
-        for other, info in base.items():
-            bias = base.get(f"{other.removesuffix('weight')}bias")
-            if other.startswith(f"{around}.") and bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
-                found.add(bias.shape == info.shape[1:])
-        return found.pop() if len(found) == 1 else self.settings.fan_in_fan_out
+        first, last = bisect_left(names, f"{around}."), bisect_left(names, f"{around}/")  # which comes after the dot
+        count = turned[last] - turned[first]
+        return count > 0 if first < last and count in (0, last - first) else self.settings.fan_in_fan_out
 
     def _low_rank(
         self,
@@ -3745,6 +3758,7 @@ class TensorPlanner:
         self.tied: list[dict[str, str]] = [{} for _ in models]  # by head: the embedding that stands in for it
         self.warnings: list[str] = []
         self._quantised = quantised_modules(base.tensors)
+        self._embeddings = [name for name in base.tensors if name.endswith(EMBEDDINGS)]
         for model in models:
             self._check_quantised(model)
 
@@ -3851,7 +3865,7 @@ class TensorPlanner:
 
     def _embedding_like(self, name: str, info: TensorInfo) -> str | None:
         """For an output head, the base's input embedding of the same shape."""
-        names = (other for other in self.base.tensors if name.endswith(HEADS) and other.endswith(EMBEDDINGS))
+        names = self._embeddings if name.endswith(HEADS) else ()
         return next((other for other in names if self.base.tensors[other].shape == info.shape), None)
 
     def _is_quantised(self, name: str) -> bool:

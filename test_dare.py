@@ -4108,6 +4108,47 @@ def test_modules_that_an_adapter_saved_are_not_mistaken_for_others(tmp_path: Pat
     assert set(report.models[0].extra_tensors) == {"classifier.dense.weight", "bn.num_batches_tracked"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["an adapter", "a model of one tensor", "a tied head"])
+def test_the_time_to_plan_grows_with_the_number_of_tensors_and_not_faster(tmp_path: Path, kind: str) -> None:
+    """Models of experts have tens of thousands, and an adapter few of them."""
+    base = {f"model.layers.{k}.up_proj.weight": torch.zeros(2, 2) for k in range(20_000)}
+    base |= {"model.embed_tokens.weight": torch.zeros(3, 2), "lm_head.weight": torch.zeros(3, 2)}
+    folder = save_directory(tmp_path / "base", base, tie_word_embeddings=kind == "a tied head")
+    model = folder
+    if kind == "an adapter":
+        pairs = {f"model.layers.{k}.up_proj": (torch.zeros(1, 2), torch.zeros(2, 1)) for k in range(2000)}
+        model = lora_directory(tmp_path / "model", pairs)
+    elif kind == "a model of one tensor":
+        model = save_directory(tmp_path / "model", {"model.layers.0.up_proj.weight": torch.zeros(2, 2)})
+    started = time.perf_counter()
+    DareMerger(folder, [model], quiet()).plan(tmp_path / "out.safetensors")
+    assert time.perf_counter() - started < 30  # it was a hundred and more
+
+
+def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path: Path) -> None:
+    def layer(name: str, *shape: int, bias: int) -> Tensors:
+        return {f"{name}.weight": torch.zeros(shape), f"{name}.bias": torch.zeros(bias)}
+
+    base = layer("a.b.square", 4, 4, bias=4) | layer("a.b.c.long", 4, 8, bias=8) | layer("a.b-c.long", 4, 8, bias=4)
+    base |= layer("a.d.square", 4, 4, bias=4) | layer("a.d.long", 8, 4, bias=8) | layer("a.bc.long", 8, 4, bias=8)
+    base |= layer("a.e.square", 4, 4, bias=4) | layer("a.e.1", 4, 8, bias=8) | layer("a.e.2", 8, 4, bias=8)
+    base |= layer("a.f.square", 4, 4, bias=4) | layer("square", 4, 4, bias=4)
+    save(tmp_path, base=base)
+    modules = [name.removesuffix(".weight") for name in base if name.endswith("square.weight")]
+    for said in (False, True):
+        folder = lora_directory(
+            tmp_path / "adapter", {m: (torch.zeros(2, 4), torch.zeros(4, 2)) for m in modules}, fan_in_fan_out=said
+        )
+        opened = dare.open_model(dare.Source.of(tmp_path / "base.safetensors"))
+        adapter = dare.open_model(dare.Source.of(folder), opened)
+        pairs = {m: adapter.tensors[f"{m}.weight"].low_rank for m in modules}
+        opened.close()
+        adapter.close()
+        expected = dict.fromkeys(modules, said) | {"a.b.square": True, "a.d.square": False}
+        assert {m: pair.transposed for m, pair in pairs.items() if pair} == expected
+
+
 def test_patterns_that_could_take_forever_are_refused(tmp_path: Path) -> None:
     save(tmp_path, base={"layer.weight": torch.randn(6, 8)})
     modules = {"layer": (torch.randn(2, 8), torch.randn(6, 2))}

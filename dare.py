@@ -2083,10 +2083,17 @@ HEADS: Final = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.w
 EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
 
 
+def open_regular(path: Path) -> io.BufferedReader:
+    """A file to be read. Anything else is an OSError: a pipe would wait for somebody to write, a device never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path.open("rb")
+
+
 def file_sha256(path: Path) -> str | None:
     """Of what a file holds; None if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
@@ -2439,7 +2446,7 @@ def made_by_dare(path: Path) -> bool:
 def made_here(folder: Path) -> dict[str, str]:
     """The files of a directory that this tool wrote, with their digests, by what its recipe says."""
     try:
-        with (folder / RECIPE_FILE).open("rb") as file:
+        with open_regular(folder / RECIPE_FILE) as file:
             files = tomllib.loads(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -2585,7 +2592,10 @@ class Lock:
         """Refuse to take somebody's folder, which only happens to have that name, for one of ours."""
         try:
             names = os.listdir(self.folder)
-            content = self.path.read_bytes() if LOCK_FILE in names else b""
+            content = b""
+            if LOCK_FILE in names:
+                with open_regular(self.path) as file:
+                    content = file.read(len(LOCK_WORDS))
             words, alone = LOCK_WORDS.encode(), set(names) <= {LOCK_FILE}
             ours = content.startswith(words) or (words.startswith(content) and alone)  # it may have been cut short
         except FileNotFoundError:  # it has just been removed, unless it is a link to nothing
@@ -2670,12 +2680,12 @@ class Journal:
         self.identity: dict[str, Any] | None = None
         self.done: list[Any] = []
         self.length = 0  # of what is sound
-        with suppress(OSError, ValueError):
-            for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
+            for line in file:
                 check, _, text = line.partition(b" ")
-                entry = json.loads(text)
                 if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")) or not line.endswith(b"\n"):
                     break
+                entry = json.loads(text)
                 if self.identity is None and isinstance(entry, dict):
                     self.identity = entry
                 elif self.identity is not None and isinstance(entry, list):
@@ -3958,7 +3968,7 @@ def _odd_tokenizer(files: dict[str, Path], rows: int) -> Iterator[str]:
     """A tokenizer may know tokens that the model has no rows for."""
     if rows == 0 or "tokenizer.json" not in files:
         return
-    with suppress(DareError, AttributeError, KeyError, TypeError, ValueError):
+    with suppress(DareError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         highest = highest_token(files["tokenizer.json"])
         if highest >= rows:
             yield f"the tokenizer knows tokens up to {highest:,}, and the merged model has rows for {rows:,} tokens"
@@ -4071,6 +4081,8 @@ class Comparison:
     def _open(self, file: PlannedFile) -> None:
         path = self.plan.output.path / file.name if self.plan.output.directory else self.plan.output.path
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise self._differs(f"{file.name!r} is not a regular file")
             self.descriptors.append(os.open(path, os.O_RDONLY | BINARY))
             size = os.fstat(self.descriptors[-1]).st_size
         except FileNotFoundError:
@@ -4243,6 +4255,8 @@ class DareMerger:
         except OSError as error:  # of what lies around the weights; the weights' own errors are told where they arise
             where = f" {as_text(error.filename)!r}" if isinstance(error.filename, str) else ""
             raise DareError(f"cannot read{where}: {error.strerror or error}", "check its permissions") from None
+        except RecursionError:
+            raise DareError("something in the models' directories is nested too deeply", "remove it") from None
         finally:
             for checkpoint in opened:
                 checkpoint.close()
@@ -4956,7 +4970,7 @@ def _directory_recipe(path: Path) -> Settings:
     if not os.path.exists(path / RECIPE_FILE):
         raise DareError(f"{str(path)!r} has no {RECIPE_FILE}", "only what this tool has merged can be verified")
     try:
-        with (path / RECIPE_FILE).open("rb") as file:
+        with open_regular(path / RECIPE_FILE) as file:
             content = file.read(MAX_TOML + 1)
     except OSError as error:
         raise DareError(f"cannot read {str(path / RECIPE_FILE)!r}: {error.strerror}", "merge again") from None

@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import tomllib
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -903,6 +904,82 @@ def test_files_that_are_not_models_are_refused(
     refuse(tmp_path, capsys, 1, "is JSON without a weight_map", merge=["index.json"])
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     refuse(tmp_path, capsys, 1, "is a GGUF file", merge=["model.gguf"])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(small: tuple[Path, Path], kind: str) -> None:
+    folder = small[0].parent
+    base = save_directory(folder / "base", load_file(small[0]), model_type="x")
+    merged, partial = folder / "merged", folder / "merged.partial"
+    arguments = ("-q", "-b", base, "-m", small[1], "-o", merged)
+
+    def put(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+
+    def refused(words: str, *given: str | Path) -> None:
+        done = command(*given)
+        assert done.returncode == 1, done.stderr
+        assert words in done.stderr
+
+    for file in ("lock", "journal"):
+        partial.mkdir(exist_ok=True)
+        (partial / "lock").write_text("dare is merging here: process 1\n")
+        put(partial / file)
+        if file == "lock":
+            refused("is in the way", *arguments)
+            shutil.rmtree(partial)
+        else:
+            assert command(*arguments, "--resume").returncode == 0
+    put(merged / "mine")
+    refused("also holds 'mine'", *arguments)
+    (merged / "mine").unlink()
+    assert command("-q", "--verify", merged).returncode == 0
+    put(merged / "config.json")
+    refused("'config.json' cannot be read", "--verify", merged)
+    put(merged / "model.safetensors")
+    refused("'model.safetensors' is not a regular file", "--verify", merged)
+    put(merged / "dare_recipe.toml")
+    refused("is not a regular file", "--verify", merged)
+    refused("was not made by this tool", *arguments)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="paths are too short there")
+def test_what_is_nested_too_deeply_beside_a_model_is_no_accident(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small[0].parent
+    base = save_directory(folder / "base", {"wte.weight": torch.zeros(4, 3)}, model_type="x")
+    arguments = ["-q", "-b", str(base), "-m", str(base), "-o", str(folder / "merged")]
+    for text in ('{"x":' + "[" * 100_000, '{"added_tokens":[' + "[" * 30_000):
+        (base / "tokenizer.json").write_text(text)
+        assert dare.main([*arguments, "--tokenizer-from", str(base)]) == 0
+    partial = folder / "merged.partial"
+    partial.mkdir()
+    (partial / "lock").write_text("dare is merging here: process 1\n")
+    text = b"[" * 100_000
+    (partial / "journal").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    assert dare.main([*arguments, "--resume"]) == 0
+    capsys.readouterr()
+    here = os.getcwd()
+    try:
+        os.chdir(base)
+        for _ in range(1200):
+            os.mkdir("d")
+            os.chdir("d")
+        Path("f").touch()
+        assert dare.main(arguments) == 1
+        Path("f").unlink()
+        for _ in range(1200):  # which pytest could not remove either
+            os.chdir("..")
+            os.rmdir("d")
+    finally:
+        os.chdir(here)
+    assert "nested too deeply" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

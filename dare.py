@@ -527,7 +527,17 @@ class Settings:
     version: str = ""  # of the tool that made the recipe
 
 
-MAX_TOML: Final = 1 << 20  # bytes; so that a hostile one takes little memory
+# So that a hostile one takes little memory and time. Python's reader needs a kilobyte for each part of a dotted key,
+# and the square of their number for a key.
+MAX_TOML: Final = 1 << 20  # bytes
+TOO_LONG: Final = f"it is longer than {MAX_TOML:,} bytes"
+MAX_TOML_DOTS: Final = 50_000  # outside of strings
+TOML_STRINGS: Final = re.compile(
+    r""""{3}(?:[^"\\]++|\\.|"(?!""))*+"{0,5}|'{3}(?:[^']++|'(?!''))*+'{0,5}|"(?:[^"\\\n]++|\\.)*+"?|'[^'\n]*+'?"""
+    r"|#[^\n]*+",
+    re.DOTALL,
+)
+TOML_LONG_KEY: Final = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){16}")
 # The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
@@ -541,7 +551,10 @@ def load_settings(path: Path) -> Settings:
     """Read a TOML configuration, or a recipe taken out of a merged file. Paths in it are relative to it."""
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_TOML + 1).decode("utf-8-sig").replace("\r\n", "\n")
+            data = file.read(MAX_TOML + 1)
+        if len(data) > MAX_TOML:
+            raise ValueError(TOO_LONG)
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {str(path)!r}", "check the path after --config") from None
     except OSError as error:
@@ -554,10 +567,18 @@ def load_settings(path: Path) -> Settings:
     return parse_settings(text, str(path), path.parent)
 
 
+def read_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says; what is not TOML, or would take too much memory or time, is a ValueError."""
+    if len(text.encode(errors="replace")) > MAX_TOML:
+        raise ValueError(TOO_LONG)
+    bare = TOML_STRINGS.sub("s", text)
+    if bare.count(".") > MAX_TOML_DOTS or TOML_LONG_KEY.search(bare):
+        raise ValueError("its keys have too many parts")
+    return tomllib.loads(text)
+
+
 def parse_settings(text: str, path: str, folder: Path) -> Settings:
     """A configuration from its text. path: what to call it; folder: what paths in it are relative to."""
-    if len(text) > MAX_TOML:
-        raise ConfigError(f"{path} is longer than {MAX_TOML:,} characters", "see merge_config.toml for an example")
     tables = _parse_toml(text, path)
     dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
     for key, value in dare.items():
@@ -585,7 +606,7 @@ def parse_settings(text: str, path: str, folder: Path) -> Settings:
 
 def _parse_toml(text: str, path: str) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(text)
+        tables = read_toml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
     for name, table in tables.items():
@@ -2447,7 +2468,7 @@ def made_here(folder: Path) -> dict[str, str]:
     """The files of a directory that this tool wrote, with their digests, by what its recipe says."""
     try:
         with open_regular(folder / RECIPE_FILE) as file:
-            files = tomllib.loads(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
+            files = read_toml(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
@@ -4425,7 +4446,13 @@ class DareMerger:
             models |= {"tokenizer_from": path_from(tokenizer, place)} if tokenizer else {}
             recipe["files"] = dict(files or {})
         rules = [rule.as_table() for rule in self.config.checked_rules]
-        return tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
+        text = tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
+        if len(text.encode()) > MAX_TOML - 200:  # with its seal
+            raise ConfigError(
+                f"the recipe would be longer than {MAX_TOML:,} bytes, and could not be read again",
+                "give fewer rules, or larger shards",
+            )
+        return text
 
     def _run(self, plan: Plan, base: Checkpoint, models: list[Checkpoint], force: bool, resume: bool) -> Ledger:
         ledger = Ledger(len(models))
@@ -4974,6 +5001,8 @@ def _directory_recipe(path: Path) -> Settings:
             content = file.read(MAX_TOML + 1)
     except OSError as error:
         raise DareError(f"cannot read {str(path / RECIPE_FILE)!r}: {error.strerror}", "merge again") from None
+    if len(content) > MAX_TOML:
+        raise DareError(f"{str(path / RECIPE_FILE)!r} cannot be used: {TOO_LONG}", "merge again")
     text, seal, digest = content.rpartition(RECIPE_SEAL.encode())
     if not seal or digest.decode(errors="replace") != f"{digest_of(text)}\n":
         raise DareError(f"{str(path)!r} is not what its recipe makes: the recipe itself is damaged", "merge again")

@@ -726,6 +726,57 @@ def test_flags_beat_toml_and_toml_beats_defaults(models: list[Path], tmp_path: P
     assert recipe_of(tmp_path)["models"]["merge_files"] == [str(models[1])]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[dare] \r\n" + "\r\n" * 600_000 + "seed = 7\r\n",
+        "[dare]\n" + "# \u20ac\u20ac\n" * 200_000 + "seed = 7\n",
+        "\ufeff[dare]\n" + "#\n" * 524_284 + "\n\n\nseed = 7\n",
+    ],
+)
+def test_a_configuration_that_is_too_long_is_refused_rather_than_cut_short(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(text.encode())
+    with pytest.raises(ConfigError, match="it is longer than 1,048,576 bytes"):
+        dare.load_settings(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a." * 500_000 + "a = 1",
+        "[" + "a . " * 250_000 + "a]",
+        '"".' * 300_000 + "a = 1",
+        "x = [{" + "'a'." * 20_000 + "a = 1}]",
+        "".join(f"k{k}." + "a." * 14 + "a = 1\n" for k in range(20_000)),
+    ],
+)
+def test_keys_of_more_parts_than_any_are_refused_at_once(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match="its keys have too many parts"):
+        dare.load_settings(path)
+    path.rename(tmp_path / "dare_recipe.toml")
+    assert dare.made_here(tmp_path) == {}
+    assert time.perf_counter() - started < 10
+
+
+def test_dots_in_strings_and_comments_are_no_parts_of_a_key(tmp_path: Path) -> None:
+    dots = "a." * 30_000
+    written = [f'"{dots}"', f"'{dots}'", f'"""{dots}\n""{dots}\\""""""', f"'''{dots}\n''{dots}'''", f'"\\"{dots}"']
+    text = "".join(f"[[rules]] # {dots}\nmatch = {string}\ndrop_rate = 0.5\n" for string in written)
+    (tmp_path / "config.toml").write_text(text)
+    rules = dare.load_settings(tmp_path / "config.toml").rules
+    assert [rule.match[0] for rule in rules] == [rule["match"] for rule in tomllib.loads(text)["rules"]]
+
+
+def test_a_recipe_that_could_not_be_read_again_is_not_written(small: tuple[Path, Path]) -> None:
+    rules = [{"match": f"{k:0500d}", "drop_rate": 0.5} for k in range(2100)]
+    with pytest.raises(ConfigError, match="the recipe would be longer"):
+        DareMerger(small[0], [small[1]], quiet(rules=rules)).plan(small[0].with_name("out.safetensors"))
+
+
 def test_paths_in_toml_are_relative_to_it_and_paths_in_flags_to_the_working_directory(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

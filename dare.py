@@ -1265,6 +1265,7 @@ MAX_HEADER: Final = 100_000_000
 # So that memory stays small whatever a file claims. The largest models there are have half as many tensors.
 MAX_TENSORS: Final = 250_000
 MAX_NAME: Final = 65_536  # characters
+MAX_NAMES: Final = 1 << 25  # bytes in memory, of all names of a model: a wide letter makes all letters of a name wide
 MAX_METADATA: Final = 1 << 23  # characters in all
 MAX_JSON: Final = 1 << 24  # bytes of a configuration
 MAX_JSON_VALUES: Final = 500_000
@@ -1610,6 +1611,7 @@ def parse_header(header: JsonReader) -> tuple[dict[str, HeaderEntry], dict[str, 
         raise ValueError("its header does not start with {")
     entries: dict[str, HeaderEntry] = {}
     metadata: dict[str, str] | None = None
+    room = MAX_NAMES
     for name in header.members():
         if name in entries or (name == "__metadata__" and metadata is not None):
             raise ValueError(f"{name!r} is in it twice")
@@ -1621,8 +1623,9 @@ def parse_header(header: JsonReader) -> tuple[dict[str, HeaderEntry], dict[str, 
             entries[name] = _header_entry(ENTRY_DECODER.decode(found) if found else None)
         except ValueError as error:
             raise ValueError(f"the entry of tensor {name!r} is wrong: {error}") from None
-        if len(entries) > MAX_TENSORS:
-            raise ValueError(f"it has more than {MAX_TENSORS:,} tensors")
+        room -= sys.getsizeof(name)
+        if len(entries) > MAX_TENSORS or room < 0:
+            raise ValueError(f"it has more than {MAX_TENSORS:,} tensors, or longer names than any model")
     header.end()
     return entries, metadata or {}
 
@@ -1709,6 +1712,7 @@ def read_weight_map(path: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[str] = set()
     same: dict[str, str] = {}  # so that each file's name is in memory once
+    room = 2 * MAX_NAMES
     with refused_json(name):
         regular_file(path, name)
         with path.open(encoding="utf-8", newline="") as file:
@@ -1719,7 +1723,7 @@ def read_weight_map(path: Path, name: str) -> dict[str, Any]:
                 if key in seen:
                     raise ValueError(f"{key!r} is in it twice")
                 seen.add(key)
-                if len(seen) > 1000:
+                if len(seen) > 100:
                     raise ValueError("it has more keys than any index")
                 if key != "weight_map" or index.peek() != "{":
                     index.value(JSON_PIECE)
@@ -1728,9 +1732,12 @@ def read_weight_map(path: Path, name: str) -> dict[str, Any]:
                     if tensor in found:
                         raise ValueError(f"{tensor!r} is in it twice")
                     place = index.value(MAX_NAME)
-                    found[tensor] = same.setdefault(place, place) if isinstance(place, str) else place
-                    if len(found) > MAX_TENSORS:
-                        raise ValueError(f"it has more than {MAX_TENSORS:,} tensors")
+                    if not isinstance(place, str):
+                        return {tensor: place}  # for which it will be refused
+                    room -= sys.getsizeof(tensor) + (0 if place in same else sys.getsizeof(place))
+                    found[tensor] = same.setdefault(place, place)
+                    if len(found) > MAX_TENSORS or room < 0:
+                        raise ValueError(f"it has more than {MAX_TENSORS:,} tensors, or longer names than any model")
             index.end()
     return found
 
@@ -1875,6 +1882,14 @@ def is_inside(name: str) -> bool:
     return not leaves and bool(PurePosixPath(name).parts) and as_text(name).isprintable() and as_text(name) == name
 
 
+# What is asked for of a model's configuration.
+CONFIG_KEYS: Final = ("model_type", "num_hidden_layers", "hidden_size", "tie_word_embeddings")
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str | int | float) and sys.getsizeof(value) < 1000
+
+
 class Checkpoint:
     """A model, open for reading: the tensors of all its files, by name."""
 
@@ -1886,12 +1901,17 @@ class Checkpoint:
         self.extra: tuple[str, ...] = ()  # of an adapter: what it holds that the base has no place for
         try:
             allow_open_files(len(layout.files))
-            count = 0
+            count, room = 0, MAX_NAMES
             for path in layout.files:
                 self.files.append(self._open(path))
+                self.files[-1].metadata.clear()  # which may be large, and means nothing to a merge
                 count += len(self.files[-1].tensors)
-                if count > MAX_TENSORS:
-                    raise DareError(f"{self.name!r} has more than {MAX_TENSORS:,} tensors", "no model has so many")
+                room -= sum(map(sys.getsizeof, self.files[-1].tensors))
+                if count > MAX_TENSORS or room < 0:
+                    raise DareError(
+                        f"{self.name!r} has more than {MAX_TENSORS:,} tensors, or longer names than any model",
+                        "get the model from somewhere you trust",
+                    )
             self.tensors = self._gathered(layout)
         except BaseException:
             self.close()
@@ -1944,9 +1964,14 @@ class Checkpoint:
         if self.folder is None or self.adapter:
             return {}
         try:
-            return read_json(self.folder / CONFIG_FILE, CONFIG_FILE)
+            table = read_json(self.folder / CONFIG_FILE, CONFIG_FILE)
         except DareError:
             return {}
+        # Only what is asked for is kept: of each of many models there may be a lot.
+        kept = {key: table[key] for key in CONFIG_KEYS if _is_short(table.get(key))}
+        text = table.get("text_config")
+        inner = {key: text[key] for key in CONFIG_KEYS if _is_short(text.get(key))} if isinstance(text, dict) else {}
+        return {"text_config": inner, **kept} if table else {}
 
     def check_unchanged(self) -> None:
         for file in self.files:
@@ -2531,7 +2556,12 @@ def updated_config(config: dict[str, Any], dtype: str) -> bytes:
 
     if not update(config):
         config["torch_dtype"] = dtype  # the name that all versions of transformers read
-    return json.dumps(config, indent=2).encode() + b"\n"
+    written = io.StringIO()
+    for piece in json.JSONEncoder(indent=2).iterencode(config):
+        if written.tell() > MAX_JSON:
+            raise RecursionError  # with what is deep inside, the white space before it takes most of it
+        written.write(piece)
+    return written.getvalue().encode() + b"\n"
 
 
 def shard_sizes(sizes: Sequence[int], limit: int) -> list[int]:
@@ -4563,7 +4593,7 @@ def _odd_inputs(base: Checkpoint, models: list[Checkpoint]) -> Iterator[str]:
             yield f"{model.name} is the base itself, given as a model to merge"
         if any(same_files(model, earlier) for earlier in models[:i]):
             yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
-        for key in ("model_type", "num_hidden_layers", "hidden_size"):
+        for key in CONFIG_KEYS[:3]:
             mine, theirs = base.config.get(key), model.config.get(key)
             if mine is not None and theirs is not None and mine != theirs:
                 yield (

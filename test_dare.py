@@ -5540,6 +5540,8 @@ print(status, peak, time.perf_counter() - started)
 HEADER_ROOM = 50_000_000
 USUAL_BOUND = 200 * 1024  # KiB: no more than the first merge, which compiles, takes anyway
 OF_W = '{"w":{"dtype":"F32","shape":['
+OF_NOTHING = '"dtype":"F32","shape":[0],"data_offsets":[0,0]'
+LONG = "x" * 65_500
 LARGE_HEADERS: dict[str, Callable[[], str]] = {
     "a million tiny entries": lambda: (
         "{" + ",".join(f'"{k}":{{"dtype":"F32","shape":[1],"d":[]}}' for k in range(1_150_000)) + "}"
@@ -5552,6 +5554,9 @@ LARGE_HEADERS: dict[str, Callable[[], str]] = {
     "a shape of tables": lambda: OF_W + "{}," * 16_600_000 + '0],"data_offsets":[0,0]}}',
     "a name": lambda: '{"' + "x" * (HEADER_ROOM - 100) + '":0}',
     "a name of escapes": lambda: '{"' + "\\u0007" * (HEADER_ROOM // 6 - 100) + '":0}',
+    "long names with a wide letter": lambda: (
+        "{" + ",".join(f'"\U0001f600{k}{LONG}":{{{OF_NOTHING}}}' for k in range(HEADER_ROOM // 65_600)) + "}"
+    ),
     "metadata of many keys": lambda: '{"__metadata__":{' + ",".join(f'"{k}":""' for k in range(4_000_000)) + ',"x":0}}',
     "metadata of one value": lambda: '{"__metadata__":{"a":"' + "x" * HEADER_ROOM + '"}}',
     "metadata of one value with a wide letter": lambda: '{"__metadata__":{"a":"\U0001f600' + "x" * HEADER_ROOM + '"}}',
@@ -5574,6 +5579,20 @@ LARGE_FILES: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "an index of lists": (INDEX, lambda: '{"metadata":[' + "[]," * 16_600_000 + "[]]}"),
     "an index of keys": (INDEX, lambda: "{" + ",".join(f'"{k}":0' for k in range(4_500_000)) + "}"),
+    "an index of long keys with a wide letter": (
+        INDEX,
+        lambda: "{" + ",".join(f'"\U0001f600{k}{LONG}":0' for k in range(HEADER_ROOM // 65_600)) + "}",
+    ),
+    "an index of long names with a wide letter": (
+        INDEX,
+        lambda: (
+            '{"weight_map":{' + ",".join(f'"{k}":"\U0001f600{k}{LONG}"' for k in range(HEADER_ROOM // 65_600)) + "}}"
+        ),
+    ),
+    "an index of tables for names": (
+        INDEX,
+        lambda: '{"weight_map":{' + ",".join(f'"{k}":[' + "[]," * 20_000 + "[]]" for k in range(800)) + "}}",
+    ),
     "an index without end": (INDEX, lambda: '{"' + "x" * HEADER_ROOM),
     "a configuration of lists": ("adapter_config.json", lambda: '{"peft_type":[' + "[]," * 16_600_000 + "[]]}"),
     "a configuration of short lists": ("adapter_config.json", lambda: '{"a":[' + "[]," * 5_000_000 + "[]]}"),
@@ -5612,6 +5631,40 @@ def test_50_mb_of_nonsense_are_refused_in_the_usual_memory(tmp_path: Path, kind:
     assert error.count("\n") == 2
     assert not error.startswith("error: unexpected")
     assert peak < USUAL_BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_what_many_files_hold_that_is_not_needed_is_not_kept(tmp_path: Path) -> None:
+    """The metadata of 20 shards, the configurations of five models, and one that would grow when it is written."""
+
+    def peak_of(*arguments: str) -> int:
+        run = [sys.executable, "-c", MEASURED_RUN, "-q", *arguments, "-o", str(tmp_path / "out")]
+        done = subprocess.run(run, cwd=HERE, capture_output=True, text=True)
+        status, peak, _ = done.stdout.split()
+        assert int(status) in (0, 1), done.stderr
+        assert "unexpected" not in done.stderr
+        return int(peak)
+
+    wide = "\U0001f600" + "x" * 8_000_000
+    folders = []
+    for k in range(5):
+        folders.append(tmp_path / f"model {k}")
+        folders[-1].mkdir()
+        (folders[-1] / "model.safetensors").write_bytes(with_header(sound()))
+        (folders[-1] / "config.json").write_text(f'{{"a":"{wide}{wide[1:]}"}}', encoding="utf-8")
+    command("-q", "-b", folders[0] / "model.safetensors", "-m", folders[0], "-o", tmp_path / "first.safetensors")
+    assert peak_of("-b", str(folders[0]), "-m", *map(str, folders[1:]), "--force") < USUAL_BOUND
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    for k in range(20):
+        header = f'{{"__metadata__":{{"a":"{wide}"}},"{k}":{{{OF_NOTHING}}}}}'
+        (sharded / f"{k}.safetensors").write_bytes(with_header(header, b""))
+    index = {"weight_map": {str(k): f"{k}.safetensors" for k in range(20)}}
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert peak_of("-b", str(folders[0]), "-m", str(sharded), "--force") < USUAL_BOUND
+    (folders[0] / "config.json").write_text('{"a":' * 700 + "[" + "0," * 240_000 + "0]" + "}" * 700)
+    assert peak_of("-b", str(folders[0]), "-m", str(folders[0]), "--force", "--dtype", "float16") < USUAL_BOUND
 
 
 @pytest.mark.slow

@@ -2068,6 +2068,8 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    compiled: dict[str, tuple[re.Pattern[str], Intricacy]] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, table: dict[str, Any], name: str) -> AdapterConfig:
@@ -2110,18 +2112,78 @@ class AdapterConfig:
 
     def _of_module(self, pattern: Mapping[str, float], module: str, default: float) -> float:
         """As PEFT looks it up: the first pattern that matches the end of the module's name."""
-        for key in pattern:
-            if re.search(r"[*+}]\)*[*+{]|\)[*+{]", key):  # which could take forever
+        for key, value in pattern.items():
+            compiled, intricacy = self._compiled(key)
+            if intricacy.choices(module) > MAX_CHOICES or time.monotonic() > self.started + PATTERN_SECONDS:
+                raise self._too_intricate(key)
+            if compiled.match(module):
+                return value
+        return default
+
+    def _compiled(self, key: str) -> tuple[re.Pattern[str], Intricacy]:
+        if key not in self.compiled:
+            intricacy = Intricacy.of(key)
+            if intricacy is None or len(key) > MAX_PATTERN or len(self.compiled) >= MAX_PATTERNS:
+                raise self._too_intricate(key)
+            try:
+                with warnings.catch_warnings(action="ignore"):  # Python's, about brackets that may mean more some day
+                    self.compiled[key] = re.compile(rf"(.*\.)?({key})$"), intricacy
+            except (re.error, OverflowError, RecursionError) as error:
                 raise DareError(
-                    f"the pattern {key!r} in the {ADAPTER_CONFIG} of {self.name!r} is too intricate", "mend it"
-                )
-        try:
-            with warnings.catch_warnings(action="ignore"):  # Python's, about brackets that may mean more some day
-                return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise DareError(
-                f"a pattern in the {ADAPTER_CONFIG} of {self.name!r} is no regular expression: {error}", "mend it"
-            ) from None
+                    f"a pattern in the {ADAPTER_CONFIG} of {self.name!r} is no regular expression: {error}", "mend it"
+                ) from None
+        return self.compiled[key]
+
+    def _too_intricate(self, key: str) -> DareError:
+        return DareError(f"the pattern {key!r} in the {ADAPTER_CONFIG} of {self.name!r} is too intricate", "mend it")
+
+
+MAX_PATTERN: Final = 10_000  # characters
+MAX_PATTERNS: Final = 20_000
+MAX_CHOICES: Final = 100_000_000  # a second or two of a processor, if a pattern makes the most of them
+PATTERN_SECONDS: Final = 60  # for all patterns and modules of an adapter
+# The parts of a regular expression that matter to how long it may take.
+PATTERN_PART: Final = re.compile(
+    r"(?P<digits>(?:\\d|\[0-9\])(?:[*+]|\{[^}]*\}))|\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]|(?P<group>\((?:\?(?P<kind>.))?)"
+    r"|(?P<many>[*+{])|(?P<one>\?)|(?P<or>\|)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Intricacy:
+    """How many ways there may be to try a regular expression that repeats no groups: the product of its choices."""
+
+    fixed: int  # of alternatives, and of what may be left out
+    many: int  # repetitions of a character
+    digits: int  # repetitions of a digit
+
+    @classmethod
+    def of(cls, key: str) -> Intricacy | None:
+        """None: it could take forever."""
+        if re.search(r"[*+}]\)*[*+{]|\)[*+{]", key):  # repetitions of repetitions
+            return None
+        fixed, many, digits, alternatives = 1, 0, 0, 1
+        for part in PATTERN_PART.finditer(key):
+            if part["kind"] and part["kind"] not in ":=!<P":  # flags, and comments, which hide what they stand between
+                return None
+            digits += part["digits"] is not None
+            many += part["many"] is not None
+            fixed *= 2 if part["one"] else 1
+            alternatives += part["or"] is not None
+            if part["group"]:  # a group's alternatives are as many as there are bars, at most, before the next group
+                fixed, alternatives = fixed * alternatives, 1
+            if fixed > MAX_CHOICES:
+                return None
+        return cls(fixed * alternatives, many, digits)
+
+    def choices(self, name: str) -> int:
+        """For a name of that length, with so many dots behind which it may begin, and so many digits in a row."""
+        if self.many > 20 or self.digits > 20:
+            return MAX_CHOICES + 1
+        longest = max(map(len, re.findall(r"\d+", name)), default=0) if self.digits else 0
+        most: int = self.fixed * (len(name) + 1) ** self.many * (longest + 1) ** self.digits
+        return most * (name.count(".") + 2)
 
 
 # The tensors that share the input embedding's values where a model's configuration ties them, and the embeddings.

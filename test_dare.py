@@ -4280,10 +4280,42 @@ def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path
 def test_patterns_that_could_take_forever_are_refused(tmp_path: Path) -> None:
     save(tmp_path, base={"layer.weight": torch.randn(6, 8)})
     modules = {"layer": (torch.randn(2, 8), torch.randn(6, 2))}
-    for pattern in ("([a-z._0-9]+)+!", "(a*)*b", "(x{1,9}){1,9}y"):
+    for pattern in (
+        "([a-z._0-9]+)+!", "(a*)*b", "(x{1,9}){1,9}y", "a?" * 30 + "a" * 30, ".*" * 12 + "!", "(a|aa)" * 38,
+        "(a+)(?#)+b", "(?x:(a+) +b)", "(a+)?" * 20 + "b", "a*?" * 12 + "b", "(?=" + "a*" * 12 + "b)", "a{1,40}" * 12,
+        "a" * 10_001,
+    ):  # fmt: skip
         folder = lora_directory(tmp_path / "adapter", modules, rank_pattern={pattern: 2})
         with pytest.raises(DareError, match="is too intricate"):
             DareMerger(tmp_path / "base.safetensors", [folder], quiet()).plan(tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*layers\.\d+\..*experts\.[0-9]+\..*",
+        r"model\.layers\.([0-9]|1[0-9]|2[0-3])\.(self_attn|mlp)\.(q|k|up)_proj",
+        r"^model\.layers\.(?:0|7|12)\.mlp\.experts\.\d{1,3}\.up_proj", r"(?<=a)b|[?|(]*up_proj", "up_proj",
+        "|".join(f"layers.{k}.mlp.experts.{k}.up_proj" for k in range(200)),
+    ],
+)  # fmt: skip
+def test_patterns_as_people_write_them_match_as_peft_matches_them(pattern: str) -> None:
+    settings = dare.AdapterConfig("x", r=4, rank_pattern={pattern: 2})
+    for module in (
+        "model.layers.12.mlp.experts.112.up_proj",
+        "layers.12.mlp.experts.12.up_proj",
+        "up_proj",
+        "gup_proj",
+    ):
+        assert settings.rank(module) == (2 if re.match(rf"(.*\.)?({pattern})$", module) else 4)
+
+
+def test_as_many_patterns_as_modules_are_compiled_once(tmp_path: Path) -> None:
+    """Python remembers 512."""
+    settings = dare.AdapterConfig("x", r=4, rank_pattern={f"layers.{k}.q_proj": k + 1 for k in range(1000)})
+    started = time.perf_counter()
+    assert [settings.rank(f"model.layers.{k}.q_proj") for k in range(1000)] == list(range(1, 1001))
+    assert time.perf_counter() - started < 20
 
 
 @pytest.mark.filterwarnings("ignore")

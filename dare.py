@@ -1563,11 +1563,14 @@ class JsonReader:
             whole = self._ended or len(self._text) - self._place > limit
             try:
                 value, end = JSON_DECODER.raw_decode(self._text, self._place)
-                if end < len(self._text) or self._ended:
+                # A number may seem to end before its point, or its exponent with a sign.
+                if end + 2 < len(self._text) or self._ended or (whole and end - self._place <= limit):
                     break
-            except json.JSONDecodeError:
-                if self._ended:
-                    raise
+            except json.JSONDecodeError as error:
+                # What is cut off is wrong at its very end, or a string.
+                cut = error.pos + 20 > len(self._text) or error.msg.startswith("Unterminated")
+                if self._ended or not cut:
+                    raise ValueError(f"it is not JSON: {error.msg} (character {self._before + error.pos:,})") from None
             if whole:
                 end = self._place + limit + 1
                 break

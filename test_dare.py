@@ -4880,6 +4880,26 @@ def test_json_in_any_pieces_is_what_it_is_in_one(
             dare.JsonReader(iter([*pieces, " " * 3000])).value(room)
 
 
+def test_json_says_where_it_is_wrong_wherever_it_is_cut() -> None:
+    text = '{"a":' + " " * 3000 + '[1, 2, x], "b": [' + "0," * 3000 + "0]}"
+    for size in (1, 7, 1000, 100_000):
+        reader = dare.JsonReader(text[k : k + size] for k in range(0, len(text), size))
+        members = reader.members()
+        assert next(members) == "a"
+        with pytest.raises(ValueError, match=rf"Expecting value \(character {text.index('x'):,}\)"):
+            reader.value(5000)
+
+
+@pytest.mark.parametrize(
+    "number", ["1" * 1200 + ".25", "0." + "1" * 1200 + "e-7", "1" * 1200, "-0." + "3" * 2000 + "E+10"]
+)
+def test_a_long_number_is_read_whole_wherever_it_is_cut(number: str) -> None:
+    for cut in range(990, len(number) + 1):
+        reader = dare.JsonReader(iter([number[:cut], number[cut:] + "," + " " * 9]))
+        assert reader.value(len(number)) == json.loads(number)
+        assert reader.take(",") == ","
+
+
 @settings(max_examples=250, **FUZZED)
 @given(made=mangled_headers())
 def test_a_header_with_parts_moved_is_read_as_the_library_reads_it(tmp_path: Path, made: tuple[bytes, bytes]) -> None:

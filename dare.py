@@ -50,12 +50,14 @@ import time
 import tomllib
 import warnings
 import zlib
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cache, cached_property
+from itertools import accumulate
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
 
@@ -597,7 +599,17 @@ class Settings:
     version: str = ""  # of the tool that made the recipe
 
 
-MAX_TOML: Final = 1 << 20  # bytes; so that a hostile one takes little memory
+# So that a hostile one takes little memory and time. Python's reader needs a kilobyte for each part of a dotted key,
+# and the square of their number for a key.
+MAX_TOML: Final = 1 << 20  # bytes
+TOO_LONG: Final = f"it is longer than {MAX_TOML:,} bytes"
+MAX_TOML_DOTS: Final = 50_000  # outside of strings
+TOML_STRINGS: Final = re.compile(
+    r""""{3}(?:[^"\\]++|\\.|"(?!""))*+"{0,5}|'{3}(?:[^']++|'(?!''))*+'{0,5}|"(?:[^"\\\n]++|\\.)*+"?|'[^'\n]*+'?"""
+    r"|#[^\n]*+",
+    re.DOTALL,
+)
+TOML_LONG_KEY: Final = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){16}")
 # The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
@@ -611,7 +623,10 @@ def load_settings(path: Path) -> Settings:
     """Read a TOML configuration, or a recipe taken out of a merged file. Paths in it are relative to it."""
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_TOML + 1).decode("utf-8-sig").replace("\r\n", "\n")
+            data = file.read(MAX_TOML + 1)
+        if len(data) > MAX_TOML:
+            raise ValueError(TOO_LONG)
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {str(path)!r}", "check the path after --config") from None
     except OSError as error:
@@ -624,10 +639,18 @@ def load_settings(path: Path) -> Settings:
     return parse_settings(text, str(path), path.parent)
 
 
+def read_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says; what is not TOML, or would take too much memory or time, is a ValueError."""
+    if len(text.encode(errors="replace")) > MAX_TOML:
+        raise ValueError(TOO_LONG)
+    bare = TOML_STRINGS.sub("s", text)
+    if bare.count(".") > MAX_TOML_DOTS or TOML_LONG_KEY.search(bare):
+        raise ValueError("its keys have too many parts")
+    return tomllib.loads(text)
+
+
 def parse_settings(text: str, path: str, folder: Path) -> Settings:
     """A configuration from its text. path: what to call it; folder: what paths in it are relative to."""
-    if len(text) > MAX_TOML:
-        raise ConfigError(f"{path} is longer than {MAX_TOML:,} characters", "see merge_config.toml for an example")
     tables = _parse_toml(text, path)
     dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
     for key, value in dare.items():
@@ -655,7 +678,7 @@ def parse_settings(text: str, path: str, folder: Path) -> Settings:
 
 def _parse_toml(text: str, path: str) -> dict[str, Any]:
     try:
-        tables = tomllib.loads(text)
+        tables = read_toml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
     for name, table in tables.items():
@@ -1450,6 +1473,7 @@ MAX_HEADER: Final = 100_000_000
 # So that memory stays small whatever a file claims. The largest models there are have half as many tensors.
 MAX_TENSORS: Final = 250_000
 MAX_NAME: Final = 65_536  # characters
+MAX_NAMES: Final = 1 << 25  # bytes in memory, of all names of a model: a wide letter makes all letters of a name wide
 MAX_METADATA: Final = 1 << 23  # characters in all
 MAX_JSON: Final = 1 << 24  # bytes of a configuration
 MAX_JSON_VALUES: Final = 500_000
@@ -1755,11 +1779,14 @@ class JsonReader:
             whole = self._ended or len(self._text) - self._place > limit
             try:
                 value, end = JSON_DECODER.raw_decode(self._text, self._place)
-                if end < len(self._text) or self._ended:
+                # A number may seem to end before its point, or its exponent with a sign.
+                if end + 2 < len(self._text) or self._ended or (whole and end - self._place <= limit):
                     break
-            except json.JSONDecodeError:
-                if self._ended:
-                    raise
+            except json.JSONDecodeError as error:
+                # What is cut off is wrong at its very end, or a string.
+                cut = error.pos + 20 > len(self._text) or error.msg.startswith("Unterminated")
+                if self._ended or not cut:
+                    raise ValueError(f"it is not JSON: {error.msg} (character {self._before + error.pos:,})") from None
             if whole:
                 end = self._place + limit + 1
                 break
@@ -1803,6 +1830,7 @@ def parse_header(header: JsonReader) -> tuple[dict[str, HeaderEntry], dict[str, 
         raise ValueError("its header does not start with {")
     entries: dict[str, HeaderEntry] = {}
     metadata: dict[str, str] | None = None
+    room = MAX_NAMES
     for name in header.members():
         if name in entries or (name == "__metadata__" and metadata is not None):
             raise ValueError(f"{name!r} is in it twice")
@@ -1814,8 +1842,9 @@ def parse_header(header: JsonReader) -> tuple[dict[str, HeaderEntry], dict[str, 
             entries[name] = _header_entry(ENTRY_DECODER.decode(found) if found else None)
         except ValueError as error:
             raise ValueError(f"the entry of tensor {name!r} is wrong: {error}") from None
-        if len(entries) > MAX_TENSORS:
-            raise ValueError(f"it has more than {MAX_TENSORS:,} tensors")
+        room -= sys.getsizeof(name)
+        if len(entries) > MAX_TENSORS or room < 0:
+            raise ValueError(f"it has more than {MAX_TENSORS:,} tensors, or longer names than any model")
     header.end()
     return entries, metadata or {}
 
@@ -1902,6 +1931,7 @@ def read_weight_map(path: Path, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen: set[str] = set()
     same: dict[str, str] = {}  # so that each file's name is in memory once
+    room = 2 * MAX_NAMES
     with refused_json(name):
         regular_file(path, name)
         with path.open(encoding="utf-8", newline="") as file:
@@ -1912,7 +1942,7 @@ def read_weight_map(path: Path, name: str) -> dict[str, Any]:
                 if key in seen:
                     raise ValueError(f"{key!r} is in it twice")
                 seen.add(key)
-                if len(seen) > 1000:
+                if len(seen) > 100:
                     raise ValueError("it has more keys than any index")
                 if key != "weight_map" or index.peek() != "{":
                     index.value(JSON_PIECE)
@@ -1921,9 +1951,12 @@ def read_weight_map(path: Path, name: str) -> dict[str, Any]:
                     if tensor in found:
                         raise ValueError(f"{tensor!r} is in it twice")
                     place = index.value(MAX_NAME)
-                    found[tensor] = same.setdefault(place, place) if isinstance(place, str) else place
-                    if len(found) > MAX_TENSORS:
-                        raise ValueError(f"it has more than {MAX_TENSORS:,} tensors")
+                    if not isinstance(place, str):
+                        return {tensor: place}  # for which it will be refused
+                    room -= sys.getsizeof(tensor) + (0 if place in same else sys.getsizeof(place))
+                    found[tensor] = same.setdefault(place, place)
+                    if len(found) > MAX_TENSORS or room < 0:
+                        raise ValueError(f"it has more than {MAX_TENSORS:,} tensors, or longer names than any model")
             index.end()
     return found
 
@@ -2068,6 +2101,14 @@ def is_inside(name: str) -> bool:
     return not leaves and bool(PurePosixPath(name).parts) and as_text(name).isprintable() and as_text(name) == name
 
 
+# What is asked for of a model's configuration.
+CONFIG_KEYS: Final = ("model_type", "num_hidden_layers", "hidden_size", "tie_word_embeddings")
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str | int | float) and sys.getsizeof(value) < 1000
+
+
 class Checkpoint:
     """A model, open for reading: the tensors of all its files, by name."""
 
@@ -2079,10 +2120,17 @@ class Checkpoint:
         self.extra: tuple[str, ...] = ()  # of an adapter: what it holds that the base has no place for
         try:
             allow_open_files(len(layout.files))
+            count, room = 0, MAX_NAMES
             for path in layout.files:
                 self.files.append(self._open(path))
-                if sum(len(file.tensors) for file in self.files) > MAX_TENSORS:
-                    raise DareError(f"{self.name!r} has more than {MAX_TENSORS:,} tensors", "no model has so many")
+                self.files[-1].metadata.clear()  # which may be large, and means nothing to a merge
+                count += len(self.files[-1].tensors)
+                room -= sum(map(sys.getsizeof, self.files[-1].tensors))
+                if count > MAX_TENSORS or room < 0:
+                    raise DareError(
+                        f"{self.name!r} has more than {MAX_TENSORS:,} tensors, or longer names than any model",
+                        "get the model from somewhere you trust",
+                    )
             self.tensors = self._gathered(layout)
         except BaseException:
             self.close()
@@ -2135,9 +2183,14 @@ class Checkpoint:
         if self.folder is None or self.adapter:
             return {}
         try:
-            return read_json(self.folder / CONFIG_FILE, CONFIG_FILE)
+            table = read_json(self.folder / CONFIG_FILE, CONFIG_FILE)
         except DareError:
             return {}
+        # Only what is asked for is kept: of each of many models there may be a lot.
+        kept = {key: table[key] for key in CONFIG_KEYS if _is_short(table.get(key))}
+        text = table.get("text_config")
+        inner = {key: text[key] for key in CONFIG_KEYS if _is_short(text.get(key))} if isinstance(text, dict) else {}
+        return {"text_config": inner, **kept} if table else {}
 
     def check_unchanged(self) -> None:
         for file in self.files:
@@ -2234,6 +2287,8 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    compiled: dict[str, tuple[re.Pattern[str], Intricacy]] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, table: dict[str, Any], name: str) -> AdapterConfig:
@@ -2276,18 +2331,78 @@ class AdapterConfig:
 
     def _of_module(self, pattern: Mapping[str, float], module: str, default: float) -> float:
         """As PEFT looks it up: the first pattern that matches the end of the module's name."""
-        for key in pattern:
-            if re.search(r"[*+}]\)*[*+{]|\)[*+{]", key):  # which could take forever
+        for key, value in pattern.items():
+            compiled, intricacy = self._compiled(key)
+            if intricacy.choices(module) > MAX_CHOICES or time.monotonic() > self.started + PATTERN_SECONDS:
+                raise self._too_intricate(key)
+            if compiled.match(module):
+                return value
+        return default
+
+    def _compiled(self, key: str) -> tuple[re.Pattern[str], Intricacy]:
+        if key not in self.compiled:
+            intricacy = Intricacy.of(key)
+            if intricacy is None or len(key) > MAX_PATTERN or len(self.compiled) >= MAX_PATTERNS:
+                raise self._too_intricate(key)
+            try:
+                with warnings.catch_warnings(action="ignore"):  # Python's, about brackets that may mean more some day
+                    self.compiled[key] = re.compile(rf"(.*\.)?({key})$"), intricacy
+            except (re.error, OverflowError, RecursionError) as error:
                 raise DareError(
-                    f"the pattern {key!r} in the {ADAPTER_CONFIG} of {self.name!r} is too intricate", "mend it"
-                )
-        try:
-            with warnings.catch_warnings(action="ignore"):  # Python's, about brackets that may mean more some day
-                return next((v for key, v in pattern.items() if re.match(rf"(.*\.)?({key})$", module)), default)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise DareError(
-                f"a pattern in the {ADAPTER_CONFIG} of {self.name!r} is no regular expression: {error}", "mend it"
-            ) from None
+                    f"a pattern in the {ADAPTER_CONFIG} of {self.name!r} is no regular expression: {error}", "mend it"
+                ) from None
+        return self.compiled[key]
+
+    def _too_intricate(self, key: str) -> DareError:
+        return DareError(f"the pattern {key!r} in the {ADAPTER_CONFIG} of {self.name!r} is too intricate", "mend it")
+
+
+MAX_PATTERN: Final = 10_000  # characters
+MAX_PATTERNS: Final = 20_000
+MAX_CHOICES: Final = 100_000_000  # a second or two of a processor, if a pattern makes the most of them
+PATTERN_SECONDS: Final = 60  # for all patterns and modules of an adapter
+# The parts of a regular expression that matter to how long it may take.
+PATTERN_PART: Final = re.compile(
+    r"(?P<digits>(?:\\d|\[0-9\])(?:[*+]|\{[^}]*\}))|\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]|(?P<group>\((?:\?(?P<kind>.))?)"
+    r"|(?P<many>[*+{])|(?P<one>\?)|(?P<or>\|)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Intricacy:
+    """How many ways there may be to try a regular expression that repeats no groups: the product of its choices."""
+
+    fixed: int  # of alternatives, and of what may be left out
+    many: int  # repetitions of a character
+    digits: int  # repetitions of a digit
+
+    @classmethod
+    def of(cls, key: str) -> Intricacy | None:
+        """None: it could take forever."""
+        if re.search(r"[*+}]\)*[*+{]|\)[*+{]", key):  # repetitions of repetitions
+            return None
+        fixed, many, digits, alternatives = 1, 0, 0, 1
+        for part in PATTERN_PART.finditer(key):
+            if part["kind"] and part["kind"] not in ":=!<P":  # flags, and comments, which hide what they stand between
+                return None
+            digits += part["digits"] is not None
+            many += part["many"] is not None
+            fixed *= 2 if part["one"] else 1
+            alternatives += part["or"] is not None
+            if part["group"]:  # a group's alternatives are as many as there are bars, at most, before the next group
+                fixed, alternatives = fixed * alternatives, 1
+            if fixed > MAX_CHOICES:
+                return None
+        return cls(fixed * alternatives, many, digits)
+
+    def choices(self, name: str) -> int:
+        """For a name of that length, with so many dots behind which it may begin, and so many digits in a row."""
+        if self.many > 20 or self.digits > 20:
+            return MAX_CHOICES + 1
+        longest = max(map(len, re.findall(r"\d+", name)), default=0) if self.digits else 0
+        most: int = self.fixed * (len(name) + 1) ** self.many * (longest + 1) ** self.digits
+        return most * (name.count(".") + 2)
 
 
 # The tensors that share the input embedding's values where a model's configuration ties them, and the embeddings.
@@ -2295,10 +2410,17 @@ HEADS: Final = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.w
 EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
 
 
+def open_regular(path: Path) -> io.BufferedReader:
+    """A file to be read. Anything else is an OSError: a pipe would wait for somebody to write, a device never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path.open("rb")
+
+
 def file_sha256(path: Path) -> str | None:
     """Of what a file holds; None if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
@@ -2306,6 +2428,9 @@ def file_sha256(path: Path) -> str | None:
 
 class Adapter(Checkpoint):
     """A LoRA adapter, seen as the tensors of the base that it changes."""
+
+    # The base's matrices that are not square and have a bias, and how many before each are stored as inputs x outputs.
+    _oblong: tuple[list[str], list[int]] | None = None
 
     def __init__(self, source: Source, layout: Layout, base: Checkpoint) -> None:
         super().__init__(source, layout)
@@ -2382,13 +2507,19 @@ class Adapter(Checkpoint):
 
         The configuration says so too, but PEFT writes there what is true of the last module that it looked at.
         """
+        if self._oblong is None:
+            found = []
+            for other, info in base.items():
+                bias = base.get(f"{other.removesuffix('weight')}bias")
+                if bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
+                    found.append((other, bias.shape == info.shape[1:]))
+            found.sort()
+            self._oblong = [other for other, _ in found], [0, *accumulate(turned for _, turned in found)]
+        names, turned = self._oblong
         around = name.removesuffix(".weight").rpartition(".")[0]
-        found = set()
-        for other, info in base.items():
-            bias = base.get(f"{other.removesuffix('weight')}bias")
-            if other.startswith(f"{around}.") and bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
-                found.add(bias.shape == info.shape[1:])
-        return found.pop() if len(found) == 1 else self.settings.fan_in_fan_out
+        first, last = bisect_left(names, f"{around}."), bisect_left(names, f"{around}/")  # which comes after the dot
+        count = turned[last] - turned[first]
+        return count > 0 if first < last and count in (0, last - first) else self.settings.fan_in_fan_out
 
     def _low_rank(
         self,
@@ -2642,8 +2773,8 @@ def made_by_dare(path: Path) -> bool:
 def made_here(folder: Path) -> dict[str, str]:
     """The files of a directory that this tool wrote, with their digests, by what its recipe says."""
     try:
-        with (folder / RECIPE_FILE).open("rb") as file:
-            files = tomllib.loads(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
+        with open_regular(folder / RECIPE_FILE) as file:
+            files = read_toml(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
@@ -2706,7 +2837,12 @@ def updated_config(config: dict[str, Any], dtype: str) -> bytes:
 
     if not update(config):
         config["torch_dtype"] = dtype  # the name that all versions of transformers read
-    return json.dumps(config, indent=2).encode() + b"\n"
+    written = io.StringIO()
+    for piece in json.JSONEncoder(indent=2).iterencode(config):
+        if written.tell() > MAX_JSON:
+            raise RecursionError  # with what is deep inside, the white space before it takes most of it
+        written.write(piece)
+    return written.getvalue().encode() + b"\n"
 
 
 def shard_sizes(sizes: Sequence[int], limit: int) -> list[int]:
@@ -2788,7 +2924,10 @@ class Lock:
         """Refuse to take somebody's folder, which only happens to have that name, for one of ours."""
         try:
             names = os.listdir(self.folder)
-            content = self.path.read_bytes() if LOCK_FILE in names else b""
+            content = b""
+            if LOCK_FILE in names:
+                with open_regular(self.path) as file:
+                    content = file.read(len(LOCK_WORDS))
             words, alone = LOCK_WORDS.encode(), set(names) <= {LOCK_FILE}
             ours = content.startswith(words) or (words.startswith(content) and alone)  # it may have been cut short
         except FileNotFoundError:  # it has just been removed, unless it is a link to nothing
@@ -2873,12 +3012,12 @@ class Journal:
         self.identity: dict[str, Any] | None = None
         self.done: list[Any] = []
         self.length = 0  # of what is sound
-        with suppress(OSError, ValueError):
-            for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
+            for line in file:
                 check, _, text = line.partition(b" ")
-                entry = json.loads(text)
                 if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")) or not line.endswith(b"\n"):
                     break
+                entry = json.loads(text)
                 if self.identity is None and isinstance(entry, dict):
                     self.identity = entry
                 elif self.identity is not None and isinstance(entry, list):
@@ -4284,6 +4423,7 @@ class TensorPlanner:
         self.tied: list[dict[str, str]] = [{} for _ in models]  # by head: the embedding that stands in for it
         self.warnings: list[str] = []
         self._quantised = quantised_modules(base.tensors)
+        self._embeddings = [name for name in base.tensors if name.endswith(EMBEDDINGS)]
         for model in models:
             self._check_quantised(model)
 
@@ -4391,7 +4531,7 @@ class TensorPlanner:
 
     def _embedding_like(self, name: str, info: TensorInfo) -> str | None:
         """For an output head, the base's input embedding of the same shape."""
-        names = (other for other in self.base.tensors if name.endswith(HEADS) and other.endswith(EMBEDDINGS))
+        names = self._embeddings if name.endswith(HEADS) else ()
         return next((other for other in names if self.base.tensors[other].shape == info.shape), None)
 
     def _is_quantised(self, name: str) -> bool:
@@ -4484,7 +4624,7 @@ def _odd_tokenizer(files: dict[str, Path], rows: int) -> Iterator[str]:
     """A tokenizer may know tokens that the model has no rows for."""
     if rows == 0 or "tokenizer.json" not in files:
         return
-    with suppress(DareError, AttributeError, KeyError, TypeError, ValueError):
+    with suppress(DareError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         highest = highest_token(files["tokenizer.json"])
         if highest >= rows:
             yield f"the tokenizer knows tokens up to {highest:,}, and the merged model has rows for {rows:,} tokens"
@@ -4600,6 +4740,8 @@ class Comparison:
     def _open(self, file: PlannedFile) -> None:
         path = self.plan.output.path / file.name if self.plan.output.directory else self.plan.output.path
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise self._differs(f"{file.name!r} is not a regular file")
             self.descriptors.append(os.open(path, os.O_RDONLY | BINARY))
             size = os.fstat(self.descriptors[-1]).st_size
         except FileNotFoundError:
@@ -5611,6 +5753,8 @@ class DareMerger:
         except OSError as error:  # of what lies around the weights; the weights' own errors are told where they arise
             where = f" {as_text(error.filename)!r}" if isinstance(error.filename, str) else ""
             raise DareError(f"cannot read{where}: {error.strerror or error}", "check its permissions") from None
+        except RecursionError:
+            raise DareError("something in the models' directories is nested too deeply", "remove it") from None
         finally:
             for checkpoint in opened:
                 checkpoint.close()
@@ -5783,7 +5927,13 @@ class DareMerger:
             models |= {"tokenizer_from": path_from(tokenizer, place)} if tokenizer else {}
             recipe["files"] = dict(files or {})
         rules = [rule.as_table() for rule in self.config.checked_rules]
-        return tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
+        text = tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
+        if len(text.encode()) > MAX_TOML - 200:  # with its seal
+            raise ConfigError(
+                f"the recipe would be longer than {MAX_TOML:,} bytes, and could not be read again",
+                "give fewer rules, or larger shards",
+            )
+        return text
 
     def _run(self, plan: Plan, base: Checkpoint, models: list[Checkpoint], force: bool, resume: bool) -> Ledger:
         ledger = Ledger(len(models))
@@ -5894,7 +6044,7 @@ def _odd_inputs(base: Checkpoint, models: list[Checkpoint]) -> Iterator[str]:
             yield f"{model.name} is the base itself, given as a model to merge"
         if any(same_files(model, earlier) for earlier in models[:i]):
             yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
-        for key in ("model_type", "num_hidden_layers", "hidden_size"):
+        for key in CONFIG_KEYS[:3]:
             mine, theirs = base.config.get(key), model.config.get(key)
             if mine is not None and theirs is not None and mine != theirs:
                 yield (
@@ -6356,10 +6506,12 @@ def _directory_recipe(path: Path) -> Settings:
     if not os.path.exists(path / RECIPE_FILE):
         raise DareError(f"{str(path)!r} has no {RECIPE_FILE}", "only what this tool has merged can be verified")
     try:
-        with (path / RECIPE_FILE).open("rb") as file:
+        with open_regular(path / RECIPE_FILE) as file:
             content = file.read(MAX_TOML + 1)
     except OSError as error:
         raise DareError(f"cannot read {str(path / RECIPE_FILE)!r}: {error.strerror}", "merge again") from None
+    if len(content) > MAX_TOML:
+        raise DareError(f"{str(path / RECIPE_FILE)!r} cannot be used: {TOO_LONG}", "merge again")
     text, seal, digest = content.rpartition(RECIPE_SEAL.encode())
     if not seal or digest.decode(errors="replace") != f"{digest_of(text)}\n":
         raise DareError(f"{str(path)!r} is not what its recipe makes: the recipe itself is damaged", "merge again")

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import tomllib
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -727,6 +728,57 @@ def test_flags_beat_toml_and_toml_beats_defaults(models: list[Path], tmp_path: P
     assert recipe_of(tmp_path)["models"]["merge_files"] == [str(models[1])]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[dare] \r\n" + "\r\n" * 600_000 + "seed = 7\r\n",
+        "[dare]\n" + "# \u20ac\u20ac\n" * 200_000 + "seed = 7\n",
+        "\ufeff[dare]\n" + "#\n" * 524_284 + "\n\n\nseed = 7\n",
+    ],
+)
+def test_a_configuration_that_is_too_long_is_refused_rather_than_cut_short(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_bytes(text.encode())
+    with pytest.raises(ConfigError, match="it is longer than 1,048,576 bytes"):
+        dare.load_settings(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a." * 500_000 + "a = 1",
+        "[" + "a . " * 250_000 + "a]",
+        '"".' * 300_000 + "a = 1",
+        "x = [{" + "'a'." * 20_000 + "a = 1}]",
+        "".join(f"k{k}." + "a." * 14 + "a = 1\n" for k in range(20_000)),
+    ],
+)
+def test_keys_of_more_parts_than_any_are_refused_at_once(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match="its keys have too many parts"):
+        dare.load_settings(path)
+    path.rename(tmp_path / "dare_recipe.toml")
+    assert dare.made_here(tmp_path) == {}
+    assert time.perf_counter() - started < 10
+
+
+def test_dots_in_strings_and_comments_are_no_parts_of_a_key(tmp_path: Path) -> None:
+    dots = "a." * 30_000
+    written = [f'"{dots}"', f"'{dots}'", f'"""{dots}\n""{dots}\\""""""', f"'''{dots}\n''{dots}'''", f'"\\"{dots}"']
+    text = "".join(f"[[rules]] # {dots}\nmatch = {string}\ndrop_rate = 0.5\n" for string in written)
+    (tmp_path / "config.toml").write_text(text)
+    rules = dare.load_settings(tmp_path / "config.toml").rules
+    assert [rule.match[0] for rule in rules] == [rule["match"] for rule in tomllib.loads(text)["rules"]]
+
+
+def test_a_recipe_that_could_not_be_read_again_is_not_written(small: tuple[Path, Path]) -> None:
+    rules = [{"match": f"{k:0500d}", "drop_rate": 0.5} for k in range(2100)]
+    with pytest.raises(ConfigError, match="the recipe would be longer"):
+        DareMerger(small[0], [small[1]], quiet(rules=rules)).plan(small[0].with_name("out.safetensors"))
+
+
 def test_paths_in_toml_are_relative_to_it_and_paths_in_flags_to_the_working_directory(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -905,6 +957,82 @@ def test_files_that_are_not_models_are_refused(
     refuse(tmp_path, capsys, 1, "is JSON without a weight_map", merge=["index.json"])
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     refuse(tmp_path, capsys, 1, "is a GGUF file", merge=["model.gguf"])
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(small: tuple[Path, Path], kind: str) -> None:
+    folder = small[0].parent
+    base = save_directory(folder / "base", load_file(small[0]), model_type="x")
+    merged, partial = folder / "merged", folder / "merged.partial"
+    arguments = ("-q", "-b", base, "-m", small[1], "-o", merged)
+
+    def put(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(path)
+        else:
+            path.symlink_to("/dev/zero")
+
+    def refused(words: str, *given: str | Path) -> None:
+        done = command(*given)
+        assert done.returncode == 1, done.stderr
+        assert words in done.stderr
+
+    for file in ("lock", "journal"):
+        partial.mkdir(exist_ok=True)
+        (partial / "lock").write_text("dare is merging here: process 1\n")
+        put(partial / file)
+        if file == "lock":
+            refused("is in the way", *arguments)
+            shutil.rmtree(partial)
+        else:
+            assert command(*arguments, "--resume").returncode == 0
+    put(merged / "mine")
+    refused("also holds 'mine'", *arguments)
+    (merged / "mine").unlink()
+    assert command("-q", "--verify", merged).returncode == 0
+    put(merged / "config.json")
+    refused("'config.json' cannot be read", "--verify", merged)
+    put(merged / "model.safetensors")
+    refused("'model.safetensors' is not a regular file", "--verify", merged)
+    put(merged / "dare_recipe.toml")
+    refused("is not a regular file", "--verify", merged)
+    refused("was not made by this tool", *arguments)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="paths are too short there")
+def test_what_is_nested_too_deeply_beside_a_model_is_no_accident(
+    small: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small[0].parent
+    base = save_directory(folder / "base", {"wte.weight": torch.zeros(4, 3)}, model_type="x")
+    arguments = ["-q", "-b", str(base), "-m", str(base), "-o", str(folder / "merged")]
+    for text in ('{"x":' + "[" * 100_000, '{"added_tokens":[' + "[" * 30_000):
+        (base / "tokenizer.json").write_text(text)
+        assert dare.main([*arguments, "--tokenizer-from", str(base)]) == 0
+    partial = folder / "merged.partial"
+    partial.mkdir()
+    (partial / "lock").write_text("dare is merging here: process 1\n")
+    text = b"[" * 100_000
+    (partial / "journal").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    assert dare.main([*arguments, "--resume"]) == 0
+    capsys.readouterr()
+    here = os.getcwd()
+    try:
+        os.chdir(base)
+        for _ in range(1200):
+            os.mkdir("d")
+            os.chdir("d")
+        Path("f").touch()
+        assert dare.main(arguments) == 1
+        Path("f").unlink()
+        for _ in range(1200):  # which pytest could not remove either
+            os.chdir("..")
+            os.rmdir("d")
+    finally:
+        os.chdir(here)
+    assert "nested too deeply" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -4111,13 +4239,86 @@ def test_modules_that_an_adapter_saved_are_not_mistaken_for_others(tmp_path: Pat
     assert set(report.models[0].extra_tensors) == {"classifier.dense.weight", "bn.num_batches_tracked"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["an adapter", "a model of one tensor", "a tied head"])
+def test_the_time_to_plan_grows_with_the_number_of_tensors_and_not_faster(tmp_path: Path, kind: str) -> None:
+    """Models of experts have tens of thousands, and an adapter few of them."""
+    base = {f"model.layers.{k}.up_proj.weight": torch.zeros(2, 2) for k in range(20_000)}
+    base |= {"model.embed_tokens.weight": torch.zeros(3, 2), "lm_head.weight": torch.zeros(3, 2)}
+    folder = save_directory(tmp_path / "base", base, tie_word_embeddings=kind == "a tied head")
+    model = folder
+    if kind == "an adapter":
+        pairs = {f"model.layers.{k}.up_proj": (torch.zeros(1, 2), torch.zeros(2, 1)) for k in range(2000)}
+        model = lora_directory(tmp_path / "model", pairs)
+    elif kind == "a model of one tensor":
+        model = save_directory(tmp_path / "model", {"model.layers.0.up_proj.weight": torch.zeros(2, 2)})
+    started = time.perf_counter()
+    DareMerger(folder, [model], quiet()).plan(tmp_path / "out.safetensors")
+    assert time.perf_counter() - started < 30  # it was a hundred and more
+
+
+def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path: Path) -> None:
+    def layer(name: str, *shape: int, bias: int) -> Tensors:
+        return {f"{name}.weight": torch.zeros(shape), f"{name}.bias": torch.zeros(bias)}
+
+    base = layer("a.b.square", 4, 4, bias=4) | layer("a.b.c.long", 4, 8, bias=8) | layer("a.b-c.long", 4, 8, bias=4)
+    base |= layer("a.d.square", 4, 4, bias=4) | layer("a.d.long", 8, 4, bias=8) | layer("a.bc.long", 8, 4, bias=8)
+    base |= layer("a.e.square", 4, 4, bias=4) | layer("a.e.1", 4, 8, bias=8) | layer("a.e.2", 8, 4, bias=8)
+    base |= layer("a.f.square", 4, 4, bias=4) | layer("square", 4, 4, bias=4)
+    save(tmp_path, base=base)
+    modules = [name.removesuffix(".weight") for name in base if name.endswith("square.weight")]
+    for said in (False, True):
+        folder = lora_directory(
+            tmp_path / "adapter", {m: (torch.zeros(2, 4), torch.zeros(4, 2)) for m in modules}, fan_in_fan_out=said
+        )
+        opened = dare.open_model(dare.Source.of(tmp_path / "base.safetensors"))
+        adapter = dare.open_model(dare.Source.of(folder), opened)
+        pairs = {m: adapter.tensors[f"{m}.weight"].low_rank for m in modules}
+        opened.close()
+        adapter.close()
+        expected = dict.fromkeys(modules, said) | {"a.b.square": True, "a.d.square": False}
+        assert {m: pair.transposed for m, pair in pairs.items() if pair} == expected
+
+
 def test_patterns_that_could_take_forever_are_refused(tmp_path: Path) -> None:
     save(tmp_path, base={"layer.weight": torch.randn(6, 8)})
     modules = {"layer": (torch.randn(2, 8), torch.randn(6, 2))}
-    for pattern in ("([a-z._0-9]+)+!", "(a*)*b", "(x{1,9}){1,9}y"):
+    for pattern in (
+        "([a-z._0-9]+)+!", "(a*)*b", "(x{1,9}){1,9}y", "a?" * 30 + "a" * 30, ".*" * 12 + "!", "(a|aa)" * 38,
+        "(a+)(?#)+b", "(?x:(a+) +b)", "(a+)?" * 20 + "b", "a*?" * 12 + "b", "(?=" + "a*" * 12 + "b)", "a{1,40}" * 12,
+        "a" * 10_001,
+    ):  # fmt: skip
         folder = lora_directory(tmp_path / "adapter", modules, rank_pattern={pattern: 2})
         with pytest.raises(DareError, match="is too intricate"):
             DareMerger(tmp_path / "base.safetensors", [folder], quiet()).plan(tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*layers\.\d+\..*experts\.[0-9]+\..*",
+        r"model\.layers\.([0-9]|1[0-9]|2[0-3])\.(self_attn|mlp)\.(q|k|up)_proj",
+        r"^model\.layers\.(?:0|7|12)\.mlp\.experts\.\d{1,3}\.up_proj", r"(?<=a)b|[?|(]*up_proj", "up_proj",
+        "|".join(f"layers.{k}.mlp.experts.{k}.up_proj" for k in range(200)),
+    ],
+)  # fmt: skip
+def test_patterns_as_people_write_them_match_as_peft_matches_them(pattern: str) -> None:
+    settings = dare.AdapterConfig("x", r=4, rank_pattern={pattern: 2})
+    for module in (
+        "model.layers.12.mlp.experts.112.up_proj",
+        "layers.12.mlp.experts.12.up_proj",
+        "up_proj",
+        "gup_proj",
+    ):
+        assert settings.rank(module) == (2 if re.match(rf"(.*\.)?({pattern})$", module) else 4)
+
+
+def test_as_many_patterns_as_modules_are_compiled_once(tmp_path: Path) -> None:
+    """Python remembers 512."""
+    settings = dare.AdapterConfig("x", r=4, rank_pattern={f"layers.{k}.q_proj": k + 1 for k in range(1000)})
+    started = time.perf_counter()
+    assert [settings.rank(f"model.layers.{k}.q_proj") for k in range(1000)] == list(range(1, 1001))
+    assert time.perf_counter() - started < 20
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -4680,6 +4881,26 @@ def test_json_in_any_pieces_is_what_it_is_in_one(
         room = len(text) - 1
         with pytest.raises(ValueError, match="longer than"):
             dare.JsonReader(iter([*pieces, " " * 3000])).value(room)
+
+
+def test_json_says_where_it_is_wrong_wherever_it_is_cut() -> None:
+    text = '{"a":' + " " * 3000 + '[1, 2, x], "b": [' + "0," * 3000 + "0]}"
+    for size in (1, 7, 1000, 100_000):
+        reader = dare.JsonReader(text[k : k + size] for k in range(0, len(text), size))
+        members = reader.members()
+        assert next(members) == "a"
+        with pytest.raises(ValueError, match=rf"Expecting value \(character {text.index('x'):,}\)"):
+            reader.value(5000)
+
+
+@pytest.mark.parametrize(
+    "number", ["1" * 1200 + ".25", "0." + "1" * 1200 + "e-7", "1" * 1200, "-0." + "3" * 2000 + "E+10"]
+)
+def test_a_long_number_is_read_whole_wherever_it_is_cut(number: str) -> None:
+    for cut in range(990, len(number) + 1):
+        reader = dare.JsonReader(iter([number[:cut], number[cut:] + "," + " " * 9]))
+        assert reader.value(len(number)) == json.loads(number)
+        assert reader.take(",") == ","
 
 
 @settings(max_examples=250, **FUZZED)
@@ -5374,6 +5595,8 @@ print(status, peak, time.perf_counter() - started)
 HEADER_ROOM = 50_000_000
 USUAL_BOUND = 200 * 1024  # KiB: no more than the first merge, which compiles, takes anyway
 OF_W = '{"w":{"dtype":"F32","shape":['
+OF_NOTHING = '"dtype":"F32","shape":[0],"data_offsets":[0,0]'
+LONG = "x" * 65_500
 LARGE_HEADERS: dict[str, Callable[[], str]] = {
     "a million tiny entries": lambda: (
         "{" + ",".join(f'"{k}":{{"dtype":"F32","shape":[1],"d":[]}}' for k in range(1_150_000)) + "}"
@@ -5386,6 +5609,9 @@ LARGE_HEADERS: dict[str, Callable[[], str]] = {
     "a shape of tables": lambda: OF_W + "{}," * 16_600_000 + '0],"data_offsets":[0,0]}}',
     "a name": lambda: '{"' + "x" * (HEADER_ROOM - 100) + '":0}',
     "a name of escapes": lambda: '{"' + "\\u0007" * (HEADER_ROOM // 6 - 100) + '":0}',
+    "long names with a wide letter": lambda: (
+        "{" + ",".join(f'"\U0001f600{k}{LONG}":{{{OF_NOTHING}}}' for k in range(HEADER_ROOM // 65_600)) + "}"
+    ),
     "metadata of many keys": lambda: '{"__metadata__":{' + ",".join(f'"{k}":""' for k in range(4_000_000)) + ',"x":0}}',
     "metadata of one value": lambda: '{"__metadata__":{"a":"' + "x" * HEADER_ROOM + '"}}',
     "metadata of one value with a wide letter": lambda: '{"__metadata__":{"a":"\U0001f600' + "x" * HEADER_ROOM + '"}}',
@@ -5408,6 +5634,20 @@ LARGE_FILES: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "an index of lists": (INDEX, lambda: '{"metadata":[' + "[]," * 16_600_000 + "[]]}"),
     "an index of keys": (INDEX, lambda: "{" + ",".join(f'"{k}":0' for k in range(4_500_000)) + "}"),
+    "an index of long keys with a wide letter": (
+        INDEX,
+        lambda: "{" + ",".join(f'"\U0001f600{k}{LONG}":0' for k in range(HEADER_ROOM // 65_600)) + "}",
+    ),
+    "an index of long names with a wide letter": (
+        INDEX,
+        lambda: (
+            '{"weight_map":{' + ",".join(f'"{k}":"\U0001f600{k}{LONG}"' for k in range(HEADER_ROOM // 65_600)) + "}}"
+        ),
+    ),
+    "an index of tables for names": (
+        INDEX,
+        lambda: '{"weight_map":{' + ",".join(f'"{k}":[' + "[]," * 20_000 + "[]]" for k in range(800)) + "}}",
+    ),
     "an index without end": (INDEX, lambda: '{"' + "x" * HEADER_ROOM),
     "a configuration of lists": ("adapter_config.json", lambda: '{"peft_type":[' + "[]," * 16_600_000 + "[]]}"),
     "a configuration of short lists": ("adapter_config.json", lambda: '{"a":[' + "[]," * 5_000_000 + "[]]}"),
@@ -5446,6 +5686,40 @@ def test_50_mb_of_nonsense_are_refused_in_the_usual_memory(tmp_path: Path, kind:
     assert error.count("\n") == 2
     assert not error.startswith("error: unexpected")
     assert peak < USUAL_BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_what_many_files_hold_that_is_not_needed_is_not_kept(tmp_path: Path) -> None:
+    """The metadata of 20 shards, the configurations of five models, and one that would grow when it is written."""
+
+    def peak_of(*arguments: str) -> int:
+        run = [sys.executable, "-c", MEASURED_RUN, "-q", *arguments, "-o", str(tmp_path / "out")]
+        done = subprocess.run(run, cwd=HERE, capture_output=True, text=True)
+        status, peak, _ = done.stdout.split()
+        assert int(status) in (0, 1), done.stderr
+        assert "unexpected" not in done.stderr
+        return int(peak)
+
+    wide = "\U0001f600" + "x" * 8_000_000
+    folders = []
+    for k in range(5):
+        folders.append(tmp_path / f"model {k}")
+        folders[-1].mkdir()
+        (folders[-1] / "model.safetensors").write_bytes(with_header(sound()))
+        (folders[-1] / "config.json").write_text(f'{{"a":"{wide}{wide[1:]}"}}', encoding="utf-8")
+    command("-q", "-b", folders[0] / "model.safetensors", "-m", folders[0], "-o", tmp_path / "first.safetensors")
+    assert peak_of("-b", str(folders[0]), "-m", *map(str, folders[1:]), "--force") < USUAL_BOUND
+    sharded = tmp_path / "sharded"
+    sharded.mkdir()
+    for k in range(20):
+        header = f'{{"__metadata__":{{"a":"{wide}"}},"{k}":{{{OF_NOTHING}}}}}'
+        (sharded / f"{k}.safetensors").write_bytes(with_header(header, b""))
+    index = {"weight_map": {str(k): f"{k}.safetensors" for k in range(20)}}
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert peak_of("-b", str(folders[0]), "-m", str(sharded), "--force") < USUAL_BOUND
+    (folders[0] / "config.json").write_text('{"a":' * 700 + "[" + "0," * 240_000 + "0]" + "}" * 700)
+    assert peak_of("-b", str(folders[0]), "-m", str(folders[0]), "--force", "--dtype", "float16") < USUAL_BOUND
 
 
 @pytest.mark.slow

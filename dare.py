@@ -97,7 +97,7 @@ BUFFER_BYTES: Final = 64 << 20
 # What a merge holds besides, as measured: the process with all that it has loaded, and what is known of each tensor of
 # each model.
 PROCESS_BYTES: Final = 92_000_000
-TENSOR_BYTES: Final = 1500
+TENSOR_BYTES: Final = 900
 
 # Elements of all adapters' matrices that all threads together hold at a time: 16 MB.
 EXPAND_ELEMENTS: Final = 1 << 22
@@ -1505,7 +1505,7 @@ BINARY: Final = getattr(os, "O_BINARY", 0)  # so that Windows leaves line ends a
 SEEK_LOCK: Final = threading.Lock()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be very many
 class TensorInfo:
     """Where one tensor lies in a checkpoint, or how to make it from those that do."""
 
@@ -1515,7 +1515,7 @@ class TensorInfo:
     file: int = 0  # which of the checkpoint's files
     low_rank: LowRank | None = None
 
-    @cached_property
+    @property
     def count(self) -> int:
         return math.prod(self.shape)
 
@@ -2152,7 +2152,7 @@ class Checkpoint:
                         f"tensor {name!r} of {self.name!r} is in {first!r} and in {file.path.name!r}",
                         "a tensor must be in one file; save the model again",
                     )
-                tensors[name] = dataclasses.replace(info, file=number)
+                tensors[name] = dataclasses.replace(info, file=number) if number else info
         for name, expected in layout.weight_map.items():
             if name not in tensors or self.files[tensors[name].file].path != Path(layout.folder or "", expected):
                 raise DareError(
@@ -2864,13 +2864,15 @@ def shard_names(count: int) -> list[str]:
 
 def header_bytes(tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> bytes:
     """A safetensors header for tensors whose offsets count from the start of the data."""
-    entries: dict[str, Any] = {"__metadata__": metadata}
+    text = bytearray(8)  # for its length
+    text += f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'.encode()
+    # One by one: as a table, the entries would take many times the memory.
     for name, info in tensors.items():
-        ends = [info.offset, info.offset + info.nbytes]
-        entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": ends}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+        shape, ends = ",".join(map(str, info.shape)), f"{info.offset},{info.offset + info.nbytes}"
+        text += f',{json.dumps(name)}:{{"dtype":"{info.dtype}","shape":[{shape}],"data_offsets":[{ends}]}}'.encode()
+    text += b"}" + b" " * (-(len(text) + 1) % 8)
+    text[:8] = struct.pack("<Q", len(text) - 8)
+    return bytes(text)
 
 
 MADE: Final = "output"
@@ -3357,7 +3359,13 @@ class Stage:
 LOOKS: Final = {"slerp": Stage("angle"), "analyze": Stage("measure")}
 
 
-@dataclass(frozen=True)
+@cache
+def merging_spec(method: str, base: str, finetuned: str, output: str) -> KernelSpec:
+    """The kernel of a method. Slerp, once the angle is known, is linear."""
+    return KernelSpec("ties" if method == "ties" else "linear", base, finetuned, output)
+
+
+@dataclass(frozen=True, slots=True)  # there may be very many
 class TensorPlan:
     """One tensor of the output: where it comes from, how it is made and where it goes."""
 
@@ -3372,15 +3380,15 @@ class TensorPlan:
     quantised: bool
     rule: Rule | None = None  # that the settings come from; None: from no rule
 
-    @cached_property
+    @property
     def spec(self) -> KernelSpec:
-        """The kernel that merges it. Slerp, once the angle is known, is linear."""
+        """The kernel that merges it."""
         types = {info.dtype for _, info in self.finetuned} or {self.base.dtype}
         if any(info.count < self.base.count for _, info in self.finetuned):
             types.add(self.base.dtype)  # which stands in for the rows that a model lacks
         wide = "F64" in types | {self.base.dtype, self.output.dtype}
         common = types.pop() if len(types) == 1 else "F64" if wide else "F32"
-        return KernelSpec("ties" if self.method == "ties" else "linear", self.base.dtype, common, self.output.dtype)
+        return merging_spec(self.method, self.base.dtype, common, self.output.dtype)
 
     @property
     def bytes_read(self) -> int:
@@ -3390,7 +3398,7 @@ class TensorPlan:
     def survey_spec(self, stage: Stage) -> KernelSpec:
         return dataclasses.replace(self.spec, kind=stage.kind, output=self.spec.real)
 
-    @cached_property
+    @property
     def stages(self) -> tuple[Stage, ...]:
         if not self.merged or not self.finetuned or not self.base.count:
             return ()
@@ -3597,13 +3605,12 @@ class Plan(Task):
         }
         settings = {key: recipe.get(key, {}) for key in ("dare", "rules", "models")}
         # What the models' configurations and settings, all rules considered, come to for each tensor.
-        decided = hashlib.sha256(
-            repr([(t.name, t.finetuned, t.mask_names, t.merged, t.settings) for t in self.tensors]).encode(
-                "utf-8", "replace"
-            )
-        ).hexdigest()
+        decided = hashlib.sha256()
+        for t in self.tensors:
+            parts = (t.name, t.finetuned, t.mask_names, t.merged, t.settings)
+            decided.update(repr(parts).encode("utf-8", "replace"))
         found = {**settings, "inputs": statuses, "recipe": recipe["recipe"], "files": files}
-        found |= {"way to merge the tensors": decided, "jobs": JOB_ELEMENTS}
+        found |= {"way to merge the tensors": decided.hexdigest(), "jobs": JOB_ELEMENTS}
         plain: dict[str, Any] = json.loads(json.dumps(found))
         return plain
 
@@ -4422,6 +4429,7 @@ class TensorPlanner:
         self.mismatched: list[dict[str, tuple[int, ...]]] = [{} for _ in models]  # and their shapes
         self.tied: list[dict[str, str]] = [{} for _ in models]  # by head: the embedding that stands in for it
         self.warnings: list[str] = []
+        self._settings: dict[Rule | None, TensorSettings] = {}
         self._quantised = quantised_modules(base.tensors)
         self._embeddings = [name for name in base.tensors if name.endswith(EMBEDDINGS)]
         for model in models:
@@ -4487,7 +4495,7 @@ class TensorPlanner:
             found = []
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
-        alike = mask_names[0] if len(set(mask_names)) == 1 else own
+        rule = self.config.rule_for(mask_names[0] if len(set(mask_names)) == 1 else own)
         return TensorPlan(
             name=name,
             base=info,
@@ -4495,10 +4503,10 @@ class TensorPlanner:
             mask_names=tuple(mask_names),
             output=TensorInfo(dtype, info.shape, 0),
             merged=merged,
-            settings=self.config.for_tensor(alike, len(self.models)),
+            settings=self._settings.setdefault(rule, self.config.for_rule(rule, len(self.models))),
             method=self.config.method,
             quantised=quantised,
-            rule=self.config.rule_for(alike),
+            rule=rule,
         )
 
     def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Checkpoint) -> None:

@@ -9,10 +9,11 @@ Dropping changes no expectation, and fine-tuned models bear it surprisingly well
 Super Mario: Absorbing Abilities from Homologous Models as a Free Lunch", ICML 2024, arXiv:2311.03099.
 
 This one file is the whole tool, in the order in which it is best read: constants and errors, configuration, the mask,
-the arithmetic kernels, reading checkpoints, writing checkpoints, the plan and the merger, tensors in memory, the
-command line. Each section depends only on those above it.
+the arithmetic kernels, reading checkpoints, writing checkpoints, the plan and the jobs, analysis, the merger, tensors
+in memory, the command line. Each section depends only on those above it.
 
     python dare.py --config merge_config.toml        from the shell
+    python dare.py analyze --config ...              look before you merge
     from dare import DareConfig, DareMerger          from a script
 """
 

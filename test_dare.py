@@ -8811,5 +8811,22 @@ def test_the_shipped_example_is_a_merge_that_works(tmp_path: Path) -> None:
     assert min(scores["merged"][task] for task in ("rotated", "covered")) > 0.8
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("analyze_models.py", ("cosine 0.082", "drop 0.8 of rotated", "[[rules]]", "would merge 2 models", "drew ")),
+        ("sweep_settings.py", ("plain average (baseline)", "The best merge is")),
+        ("drop_rates.py", ("mean of 3 masks", "0.95")),
+    ],
+)
+def test_the_examples_scripts_run(script: str, words: tuple[str, ...]) -> None:
+    pytest.importorskip("matplotlib")
+    before = snapshot(HERE / "examples" / "models")
+    done = subprocess.run([sys.executable, str(HERE / "examples" / script)], capture_output=True, text=True, check=True)
+    assert all(word in done.stdout for word in words), done.stdout
+    assert snapshot(HERE / "examples" / "models") == before
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, *sys.argv[1:]]))

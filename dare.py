@@ -4303,7 +4303,8 @@ class Worker:
                 work.right[model] = (info, ranks), right  # the tensor's next chunk needs it again
             addresses = [array.ctypes.data for array in (left, right, made)]
             kernel(*addresses, 0, 0, 0, 0, len(made), low.columns, left.shape[1], start % low.columns, k)
-        made *= made.dtype.type(low.scale)
+        with np.errstate(over="ignore"):  # what is beyond all bounds is told with its place
+            made *= made.dtype.type(low.scale)
         if low.whole is not None:
             raw = np.empty(made.size * STORED_BITS[low.whole.dtype] // 8, np.uint8)
             made += widen(self._read(model, low.whole, start, made.size, raw, work), low.whole.dtype)

@@ -7432,11 +7432,14 @@ ANALYSED = {
 }
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(BF16, BF16), (F64, F32), *(pytest.param(pair, marks=pytest.mark.slow) for pair in [(F32, F32), (F16, BF16)])],
+)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10**6),
     models=st.integers(1, 4),
-    dtypes=st.sampled_from([(BF16, BF16), (F32, F32), (F16, BF16), (F64, F32)]),
     size=st.sampled_from([1e-6, 1e-3, 0.01, 3.0]),
     unchanged=st.sampled_from([0.0, 0.3, 0.99]),
 )
@@ -7758,7 +7761,7 @@ def test_wrong_words_are_told(
     assert hint in error.splitlines()[1]
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.slow), "svg"])
 def test_an_analysis_is_drawn(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     base = random_model(1, F32, LAYERED)
@@ -8516,7 +8519,10 @@ def test_the_plan_counts_every_byte_of_the_buffers(models: list[Path], tmp_path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("tensors", "threads"), [(8, 1), (8, 8), (5000, 1)])
+@pytest.mark.parametrize(
+    ("tensors", "threads"),
+    [(8, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(8, 8), (5000, 1), (20_000, 2)])],
+)
 def test_a_merge_takes_about_the_memory_of_its_plan(tmp_path: Path, tensors: int, threads: int) -> None:
     elements = dare.JOB_ELEMENTS if tensors == 8 else 10
     base = {f"model.layers.{k}.weight": torch.ones(elements, dtype=BF16) for k in range(tensors)}

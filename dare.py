@@ -6554,25 +6554,41 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
         tell(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
 
 
+def check_apart(path: Path, merger: DareMerger) -> None:
+    """Refuse to write where an input is, whatever the flags."""
+    for source in (merger.base, *merger.models):
+        layout = find_layout(fetched(source))
+        for used in (layout.folder, *layout.files):
+            if used and (relation := entangled(path.resolve(), used.resolve())):
+                raise ConfigError(f"{str(path)!r} {relation} the input {source.name!r}", "inputs are never overwritten")
+
+
 def write_suggestion(report: AnalysisReport, merger: DareMerger, output: Path | None, path: Path) -> None:
     """The suggested settings as a complete configuration, with the reasons in comments."""
     import tomli_w
 
-    place = Path(os.path.abspath(path)).parent
-    base, *models = (path_from(source, place) for source in (merger.base, *merger.models))
-    target = output or place / ("merged" if os.path.isdir(merger.base.path) else "merged.safetensors")
-    names = {"base_file": base, "merge_files": models, "output_file": path_from(Source(str(target), target), place)}
+    place = path.absolute().parent.resolve()
+    base, *models = map(fetched, (merger.base, *merger.models))
+    to_directory = os.path.isdir(base.path) or merger.tokenizer_from is not None
+    target = output or place / ("merged" if to_directory else "merged.safetensors")
+    names: dict[str, Any] = {"base_file": path_from(base, place)}
+    names |= {"merge_files": [path_from(model, place) for model in models]}
+    names |= {"output_file": path_from(Source(str(target), target), place)}
+    if merger.tokenizer_from is not None:
+        names["tokenizer_from"] = path_from(fetched(merger.tokenizer_from, TOKENIZER_PATTERNS), place)
     reasons = "".join(f"# - {printable(advice.text)}\n" for advice in report.advice)
     text = (
         f"# Suggested by an analysis of the models:\n{reasons}# {printable(report.confidence)}\n\n"
         f"{report.suggestion}\n{tomli_w.dumps({'models': names})}"
     )
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("x", encoding="utf-8") as file:  # what has that name already is not ours
+            file.write(text)
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        if not isinstance(error, FileExistsError):
+            partial.unlink(missing_ok=True)
         raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it") from None
     LOG.info(f"wrote {path}")
 

@@ -7733,6 +7733,48 @@ def test_the_command_analyses(tmp_path: Path) -> None:
     assert tomllib.loads(suggested.read_text())["models"]["output_file"] == str(tmp_path / "x.safetensors")
 
 
+def test_what_an_analysis_writes_is_never_written_over_an_input(tmp_path: Path) -> None:
+    flags = ["analyze", "-q", *sound_models(tmp_path)[:-2], "--force"]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    shutil.copy(tmp_path / "model.safetensors", folder / "model.safetensors")
+    (tmp_path / "link.toml").symlink_to(tmp_path / "model.safetensors")
+    (tmp_path / "d.toml.partial").symlink_to(tmp_path / "model.safetensors")
+    before = snapshot(tmp_path)
+    for name in ("base.safetensors", "model.safetensors", "link.toml"):
+        done = command(*flags, "--write-config", tmp_path / name)
+        assert done.returncode == 2
+        assert f"{name}' is the input" in done.stderr
+    for option, name in (("--write-config", "a.toml"), ("--plot", "a.png")):
+        inputs = ["-b", folder, "-m", tmp_path / "model.safetensors"]
+        done = command("analyze", "-q", *inputs, option, folder / name)
+        assert done.returncode == 2, done.stderr
+        assert f"{name}' lies inside the input" in done.stderr
+    done = command(*flags, "--write-config", tmp_path / "nowhere" / "a.toml")
+    assert done.returncode == 2
+    assert "there is no directory" in done.stderr
+    assert snapshot(tmp_path) == before
+    assert command(*flags, "--write-config", tmp_path / "d.toml").returncode == 0
+    (tmp_path / "d.toml").unlink()
+    assert snapshot(tmp_path) == before
+
+
+def test_a_suggestion_finds_the_models_from_where_it_lies(tmp_path: Path) -> None:
+    sound_models(tmp_path)
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "down")
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    flags = ["-b", "base.safetensors", "-m", "model.safetensors", "--tokenizer-from", "tokenizer"]
+    done = command("analyze", "-q", *flags, "--write-config", "link/a.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = command("-q", "-c", "link/a.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "deep" / "down" / "merged" / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint", "hint"),
     [

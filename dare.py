@@ -5414,10 +5414,9 @@ class Adviser:
         import tomli_w
 
         rates = [rate for _, rate in self.rates]
-        kept = {key: value for key, value in self.config.resolved().items() if key in KEPT_SETTINGS}
+        kept = {key: getattr(self.config, key) for key in KEPT_SETTINGS} | {"weights": self._kept_weights()}
+        kept |= {"keep_ratio": self.config.keep_ratio if self.method == "ties" else None}
         plain = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
-        if self.method == "ties" and min(plain.get("weights") or (1,)) <= 0:
-            del plain["weights"]
         rules = [("as set before", self._kept_rule(rule)) for rule in self.config.checked_rules]
         rules = [(what, rule) for what, rule in rules if len(rule) > 1]
         if any(rates):
@@ -5437,13 +5436,22 @@ class Adviser:
             text += f"\n[[rules]]  # {what}\n{tomli_w.dumps(table)}"
         return text
 
+    def _kept_weights(self) -> list[float] | None:
+        """The user's weights, as far as they mean the same to the method: to ties they are shares."""
+        weights = list(self.config.weights or ())
+        if not any(weights) or (self.method == "ties" and min(weights) < 0):
+            return None
+        if self.method == "linear" and self.config.method == "ties":
+            return [weight / math.fsum(weights) for weight in weights]
+        return weights
+
     def _kept_rule(self, rule: Rule) -> dict[str, Any]:
         """What of a user's rule still means something: a q belongs to the drop rate that it was found for."""
         wanted = ("match", "drop_rate", "lambda_coeff", *(("keep_ratio",) if self.method == "ties" else ()))
         return {key: value for key, value in rule.as_table().items() if key in wanted}
 
 
-KEPT_SETTINGS: Final = ("seed", "lambda_coeff", "rescale", "weights", "dtype", "mismatch")
+KEPT_SETTINGS: Final = ("seed", "lambda_coeff", "rescale", "dtype", "mismatch", "max_shard_size", "delta_threshold")
 
 
 def one_or_all(values: list[float]) -> float | list[float]:
@@ -6542,8 +6550,13 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
     plot, written, force = flags.get("plot"), flags.get("write_config"), "force" in flags
     if plot is not None:
         load_pyplot(plot)
-    if written is not None and not force and os.path.lexists(written):
-        raise ConfigError(f"{str(written)!r} is there already", "choose another name, or add --force to replace it")
+        check_apart(plot, merger)
+    if written is not None:
+        if not written.absolute().parent.is_dir():
+            raise ConfigError(f"there is no directory for {str(written)!r}", "make it first")
+        if not force and os.path.lexists(written):
+            raise ConfigError(f"{str(written)!r} is there already", "choose another name, or add --force to replace it")
+        check_apart(written, merger)
     report = merger.analyze()
     if plot is not None:
         plot_analysis(report, plot)

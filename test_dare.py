@@ -7700,6 +7700,15 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     expected = {"method": "linear", "drop_rate": 0.9, "seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
     assert tables["dare"] == expected
     assert tables["rules"][0] == {"match": ["*layers.0*"], "drop_rate": 0.3}
+    others = {"max_shard_size": "1MB", "delta_threshold": 0.01}
+    found = advised(tmp_path, base, *models, **others, method="ties", keep_ratio=0.5, weights=[3, 1])
+    expected = {"method": "linear", "drop_rate": 0.9, "weights": [0.75, 0.25], **others}  # to ties, they were shares
+    assert tomllib.loads(found["toml"][0])["dare"] == expected
+    three = [*models, scaled(base, {"": 0.0003}, 3)]
+    found = advised(tmp_path, base, *three, method="ties", keep_ratio=0.5, weights=[3, 1, 0])
+    expected = {"method": "ties", "drop_rate": 0.9, "keep_ratio": 0.5, "weights": [3, 1, 0]}
+    assert tomllib.loads(found["toml"][0])["dare"] == expected
+    assert "weights" not in advised(tmp_path, base, *three, weights=[0, 0, 0])["toml"][0]
 
 
 def test_the_command_analyses(tmp_path: Path) -> None:

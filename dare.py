@@ -4887,7 +4887,7 @@ def bin_of(size: float) -> int:
     return min(max(pattern - FIRST_BIN, 0), BINS - 1)
 
 
-@dataclass
+@dataclass(slots=True)  # there may be very many
 class Deltas:
     """The sums over some tensors' deltas of one model."""
 
@@ -4958,7 +4958,7 @@ class Deltas:
         return (below + part * inside) / max(self.parameters, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be very many
 class DeltaStats:
     """What one model changed in some tensors. Percentiles come from counts by size and are within 3.1%."""
 
@@ -5113,7 +5113,7 @@ class Measurement:
         self.tensor, self.findings = tensor, findings
         self.jobs = -(-tensor.base.count // JOB_ELEMENTS)
         self.arrived: dict[int, NDArray[np.float64]] = {}
-        self.counts = np.zeros((len(tensor.finetuned), BINS), np.int64)
+        self.counts = np.zeros((0, BINS), np.int64)  # made when a job arrives, and given up with the last
         self.peaks = np.zeros(len(tensor.finetuned))
 
     def add(self, job: Job, work: Workspace) -> None:
@@ -5125,12 +5125,13 @@ class Measurement:
             surplus = -(job.stop - job.start) % TILE + max(0, job.stop - max(info.count, job.start))
             found[row, ZEROS] -= surplus
             counts[row, 0] -= surplus
+        self.counts = self.counts + counts if self.arrived else counts
         self.arrived[job.start] = found
-        self.counts += counts
         real = FORMATS[self.tensor.spec.real]
         self.peaks = np.maximum(self.peaks, work.words[:models, PEAK].astype(real.raw).view(real.real))
         if len(self.arrived) == self.jobs:
             self._conclude(np.sum([self.arrived[start] for start in sorted(self.arrived)], axis=0))
+            self.counts, self.arrived = self.counts[:0].copy(), {}
 
     def _conclude(self, figures: NDArray[np.float64]) -> None:
         tensor, models = self.tensor, len(self.tensor.finetuned)
@@ -5148,12 +5149,10 @@ class Measurement:
                 noise_squares=squares * noise_of(tensor.settings, i) ** 2,
             )
             self.findings.take(i, tensor.name, deltas, self.counts[row])
-        numbers = [i for i, _ in tensor.finetuned]
-        pairs = [(i, k) for place, i in enumerate(numbers) for k in numbers[place + 1 :]]
-        for row, pair in enumerate(pairs, models + 2):
-            self.findings.pairs.setdefault(pair, {})[tensor.name] = figures[row]
-        if pairs:  # with two models, their pair says it all
-            self.findings.any_two[tensor.name] = figures[models + 1 if models > 2 else models + 2]
+        if models == 2:  # their pair says it all
+            figures[models + 1] = figures[models + 2]
+        if models > 1:
+            self.findings.between[tensor.name] = [i for i, _ in tensor.finetuned], figures[models + 1 :].copy()
 
 
 class Findings:
@@ -5162,8 +5161,8 @@ class Findings:
     def __init__(self, models: int) -> None:
         self.deltas: list[dict[str, Deltas]] = [{} for _ in range(models)]  # per model, by tensor
         self.stats: list[dict[str, DeltaStats]] = [{} for _ in range(models)]
-        self.pairs: dict[tuple[int, int], dict[str, NDArray[np.float64]]] = {}
-        self.any_two: dict[str, NDArray[np.float64]] = {}
+        # By tensor: which models have it, and the figures of all of them together and of each pair.
+        self.between: dict[str, tuple[list[int], NDArray[np.float64]]] = {}
         self._counts: list[dict[tuple[str, str], NDArray[np.int64]]] = [{} for _ in range(models)]
 
     def take(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
@@ -5206,23 +5205,30 @@ class Findings:
             tensors=tuple(self.stats[model][tensor] for tensor in deltas),
         )
 
-    def pair(self, one: int, other: int, names: tuple[str, str], order: list[str]) -> PairAnalysis:
-        found = self.pairs.get((one, other), {})
-        figures = summed(found, order)
-        squares = [sum(self.deltas[i][name].squares for name in order if name in found) for i in (one, other)]
-        parameters = sum(self.deltas[one][name].parameters for name in order if name in found)
-        plain, weighted = conflicts(figures)
-        # A norm of 0 has no direction.
-        cosine = figures[PRODUCT] / math.sqrt(squares[0]) / math.sqrt(squares[1]) if all(squares) else 0.0
-        return PairAnalysis(names, float(cosine), float(figures[BOTH]) / max(parameters, 1), plain, weighted)
+    def compared(self, labels: Sequence[str], order: list[str]) -> tuple[list[PairAnalysis], float, float]:
+        """Every pair of models, and how much any two of them conflict: plainly, and by magnitude."""
+        count = len(labels)
+        figures, shared, any_two = np.zeros((count, count, FIGURES)), np.zeros((count, count, 3)), np.zeros(FIGURES)
+        for name in (name for name in order if name in self.between):
+            numbers, found = self.between[name]
+            pairs = [(i, k) for place, i in enumerate(numbers) for k in numbers[place + 1 :]]
+            deltas = {i: self.deltas[i][name] for i in numbers}
+            place = tuple(zip(*pairs, strict=True))
+            figures[place] += found[1:]
+            shared[place] += [(deltas[i].squares, deltas[k].squares, deltas[i].parameters) for i, k in pairs]
+            any_two += found[0]
+        pairs = [(i, k) for i in range(count) for k in range(i + 1, count)]
+        return [pair_analysis((labels[i], labels[k]), figures[i, k], shared[i, k]) for i, k in pairs], *conflicts(
+            any_two
+        )
 
 
-def summed(found: Mapping[str, NDArray[np.float64]], order: list[str]) -> NDArray[np.float64]:
-    total = np.zeros(FIGURES)
-    for name in order:
-        if name in found:
-            total += found[name]
-    return total
+def pair_analysis(names: tuple[str, str], figures: NDArray[np.float64], shared: NDArray[np.float64]) -> PairAnalysis:
+    """shared: of the tensors that both have, the squares of each one's delta, and the number of parameters."""
+    first, second, parameters = shared.tolist()
+    # A norm of 0 has no direction.
+    cosine = figures[PRODUCT] / math.sqrt(first) / math.sqrt(second) if first and second else 0.0
+    return PairAnalysis(names, float(cosine), float(figures[BOTH]) / max(parameters, 1), *conflicts(figures))
 
 
 def conflicts(figures: NDArray[np.float64]) -> tuple[float, float]:
@@ -5476,11 +5482,11 @@ def analysis_report(
     general = config.general(count)
     base, *labels = short_names([task.base, *task.models])
     models = tuple(found.analysis(i, label, task, adapters[i], general) for i, label in enumerate(labels))
-    pairs = tuple(found.pair(i, k, (labels[i], labels[k]), order) for i in range(count) for k in range(i + 1, count))
-    plain, weighted = conflicts(summed(found.any_two, order))
+    pairs, plain, weighted = found.compared(labels, order)
     changed = {name for deltas in found.deltas for name, these in deltas.items() if these.peak}
-    vectors = [t.name for t in task.looked_at if len(t.base.shape) < 2 and t.name in changed]
-    embeddings = [n for n in order if n in changed and n not in vectors and kind_of(n) == "embedding"]
+    vectors = [t.name for t in task.looked_at if t.name in changed and len(t.base.shape) < 2]
+    matrices = [t.name for t in task.looked_at if t.name in changed and len(t.base.shape) > 1]
+    embeddings = [name for name in matrices if kind_of(name) == "embedding"]
     adviser = Adviser(base, config, models, pairs, weighted, vectors, embeddings)
     parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
     return AnalysisReport(
@@ -5489,7 +5495,7 @@ def analysis_report(
         copied_tensors=sum(not tensor.merged for tensor in task.tensors),
         delta_threshold=config.delta_threshold,
         models=models,
-        pairs=pairs,
+        pairs=tuple(pairs),
         sign_conflict=plain,
         weighted_sign_conflict=weighted,
         advice=tuple(adviser.advice()),

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import tomllib
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7468,6 +7469,18 @@ def test_an_analysis_depends_neither_on_threads_nor_on_chunks(tmp_path: Path) ->
         found.append(report.as_dict(per_tensor=True) | {"seconds": 0})
     assert found[0] == found[1] == found[2]
     check_analysis(report, base, *tuned)
+
+
+def test_an_analysis_of_many_tensors_takes_little_memory_for_each(tmp_path: Path) -> None:
+    peaks = {}
+    for count in (100, 1100):
+        base = {f"layers.{k % 7}.{k}.weight": torch.zeros(4, 4) for k in range(count)}
+        paths = save(tmp_path, base=base, **{f"m{i}": base for i in range(4)})
+        tracemalloc.start()
+        DareMerger(paths[0], paths[1:], quiet(threads=1)).analyze()
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert (peaks[1100] - peaks[100]) / (1000 * 4) < 2500  # counts by size alone would take 8192
 
 
 def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:

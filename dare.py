@@ -5135,6 +5135,12 @@ class Measurement:
 
     def _conclude(self, figures: NDArray[np.float64]) -> None:
         tensor, models = self.tensor, len(self.tensor.finetuned)
+        if not np.isfinite(figures).all():
+            raise DareError(
+                f"the values of tensor {tensor.name!r} are so large that their squares are beyond the range of "
+                f"{tensor.spec.real}",
+                "no trained model has such values; a merge can be made without an analysis",
+            )
         for row, (i, info) in enumerate(tensor.finetuned):
             zeros, above, size, squares = figures[row, : SQUARES + 1].tolist()
             deltas = Deltas(
@@ -5393,12 +5399,12 @@ class Adviser:
         return "linear", f"method linear: {count} models that mostly agree ({figure})"
 
     def _about_balance(self) -> Iterator[Advice]:
-        norms = {model.label: model.total.relative_norm for model in self.models if model.total.largest}
-        if len(norms) > 1 and max(norms.values()) > 3 * min(norms.values()):
-            large, small = max(norms, key=lambda name: norms[name]), min(norms, key=lambda name: norms[name])
-            ratio = norms[large] / norms[small]
+        norms = [(model.total.relative_norm, model.label) for model in self.models if model.total.relative_norm]
+        (least, small), (most, large) = min(norms, default=(0.0, "")), max(norms, default=(0.0, ""))
+        if most > 3 * least:
             text = (
-                f"mind the balance: the delta of {large} is {ratio:.1f} times that of {small}; weights can even it out"
+                f"mind the balance: the delta of {large} is {most / least:.1f} times that of {small}; weights can even "
+                "it out"
             )
             yield Advice("balance", "uneven", None, text)
 

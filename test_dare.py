@@ -7523,6 +7523,15 @@ def test_an_analysis_leaves_out_what_is_not_merged(tmp_path: Path) -> None:
     assert [stats.name for stats in report.models[0].tensors] == ["mlp.weight"]
 
 
+def test_values_whose_squares_overflow_are_told_and_not_reckoned_with(tmp_path: Path) -> None:
+    base = {"fine.weight": torch.ones(4, 4), "large.weight": torch.full((4, 4), 1e25)}
+    paths = save(tmp_path, base=base, model={name: tensor * 1.01 for name, tensor in base.items()})
+    with pytest.raises(DareError, match="'large.weight' are so large"):
+        DareMerger(paths[0], paths[1:], quiet()).analyze()
+    wide = save(tmp_path, base={name: tensor.double() for name, tensor in base.items()})[0]
+    assert DareMerger(wide, paths[1:], quiet()).analyze().models[0].total.relative_norm == pytest.approx(0.01)
+
+
 def test_an_analysis_names_values_that_are_not_finite(tmp_path: Path) -> None:
     base = random_model(1)
     broken = finetune(base, 1)
@@ -7852,6 +7861,14 @@ def test_without_matplotlib_a_plot_is_a_hint(tmp_path: Path) -> None:
         "error: plots need matplotlib\nhint: install it: uv sync --extra plot, or pip install matplotlib\n"
     )
     assert not (tmp_path / "a.png").exists()
+
+
+def test_a_delta_without_a_norm_has_no_balance(tmp_path: Path) -> None:
+    base = {"a.weight": torch.rand(8, 8), "b.weight": torch.zeros(8, 8)}
+    changed = {name: tensor + 0.001 for name, tensor in base.items()}
+    tiny = {**base, "b.weight": torch.full((8, 8), 1e-25)}  # whose squares are 0
+    assert "balance" not in advised(tmp_path, base, {"b.weight": changed["b.weight"]}, changed)
+    assert "balance" not in advised(tmp_path, base, tiny, changed)
 
 
 def test_models_are_called_by_what_tells_them_apart() -> None:

@@ -4830,6 +4830,7 @@ KINDS: Final = {
     ),
 }
 OTHER_KIND: Final = "other"
+LOOKED_AT: Final = 200  # characters
 # A bin's middle, by ratio, is at most this far from any value in it.
 BIN_ERROR: Final = math.sqrt(1 + 1 / BINS_PER_OCTAVE) - 1
 # How much a fine-tune may differ from its base, |delta| / |weights| by Euclidean norm. Instruction tuning stays well
@@ -4861,7 +4862,8 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER_KIND)
+    """By the end of a name: the patterns take the square of its length."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name[-LOOKED_AT:])), OTHER_KIND)
 
 
 def layer_of(name: str) -> str:
@@ -4870,10 +4872,10 @@ def layer_of(name: str) -> str:
     return found[0] if found else module_of(name)
 
 
-def natural(name: str) -> tuple[bool, list[tuple[str, int]]]:
-    """A key to sort layers by: numbers as numbers, and what has none behind them."""
-    parts = re.findall(r"(\D*)(\d*)", name)
-    return not name[-1:].isdigit(), [(text, int(number or 0)) for text, number in parts]
+def natural(name: str) -> tuple[bool, list[tuple[str, int, str]]]:
+    """A key to sort layers by: numbers as numbers, however long, and what has none behind them."""
+    parts = re.findall(r"(\D*)0*(\d*)", name)
+    return not name[-1:].isdigit(), [(text, len(number), number) for text, number in parts]
 
 
 def bin_range(place: int) -> tuple[float, float]:

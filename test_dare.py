@@ -7863,6 +7863,14 @@ def test_without_matplotlib_a_plot_is_a_hint(tmp_path: Path) -> None:
     assert not (tmp_path / "a.png").exists()
 
 
+def test_layers_are_sorted_by_number_and_no_name_takes_long() -> None:
+    names = ["h.10", "h.9", "h.09", "h.0", "norm", f"h.{'1' * 5000}"]
+    assert sorted(names, key=dare.natural) == ["h.0", "h.9", "h.09", "h.10", f"h.{'1' * 5000}", "norm"]
+    started = time.perf_counter()
+    assert [dare.kind_of(name) for name in ("_ln" * 21000, "fc" + "_" * 60000)] == ["other", "other"]
+    assert time.perf_counter() - started < 1
+
+
 def test_a_delta_without_a_norm_has_no_balance(tmp_path: Path) -> None:
     base = {"a.weight": torch.rand(8, 8), "b.weight": torch.zeros(8, 8)}
     changed = {name: tensor + 0.001 for name, tensor in base.items()}

@@ -5282,11 +5282,12 @@ class Adviser:
 
     def __init__(
         self, base: str, config: DareConfig, models: Sequence[ModelAnalysis], pairs: Sequence[PairAnalysis],
-        conflict: float, vectors: Sequence[str], embeddings: Sequence[str],
+        conflict: float, vectors: Sequence[str], matrices: Sequence[str],
     ) -> None:  # fmt: skip
-        """conflict: by magnitude, between any two. vectors: the tensors of one dimension."""
+        """conflict: by magnitude, between any two. vectors: the changed tensors of one dimension; matrices: of more."""
         self.base, self.config, self.models, self.pairs, self.conflict = base, config, models, pairs, conflict
-        self.vectors, self.embeddings = vectors, embeddings
+        self.vectors, self.matrices = vectors, matrices
+        self.embeddings = [name for name in matrices if kind_of(name) == "embedding"]
         self.doubts: list[str] = []
         self.threshold = max(config.delta_threshold, sys.float_info.min)
         self.rates = [self._rate(model) for model in models]
@@ -5434,10 +5435,10 @@ class Adviser:
         rules = [("as set before", self._kept_rule(rule)) for rule in self.config.checked_rules]
         rules = [(what, rule) for what, rule in rules if len(rule) > 1]
         if any(rates):
-            lower = [round(max(0.0, rate - EMBEDDING_RATE), 2) for rate in rates]
+            lower, embeddings = [round(max(0.0, rate - EMBEDDING_RATE), 2) for rate in rates], set(self.embeddings)
             advised = (
-                ("norms and biases", patterns_of(self.vectors), [0.0]),
-                ("embeddings", patterns_of(self.embeddings), lower),
+                ("norms and biases", patterns_of(self.vectors, self.matrices), [0.0]),
+                ("embeddings", patterns_of(self.embeddings, [n for n in self.matrices if n not in embeddings]), lower),
                 (
                     "layers with large deltas",
                     [f"{escaped(layer)}.*" for layer in self.hot],
@@ -5472,9 +5473,11 @@ def one_or_all(values: list[float]) -> float | list[float]:
     return values[0] if len(set(values)) == 1 else values
 
 
-def patterns_of(names: Sequence[str]) -> list[str]:
-    """Patterns for some tensors: their names, with a star for each number."""
-    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", escaped(name)) for name in names))
+def patterns_of(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Patterns for some tensors and no others: their names, with a star for each number where that suits no other."""
+    starred = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", escaped(name)) for name in names}
+    wide = {pattern for pattern in set(starred.values()) if fnmatch.filter(others, pattern)}
+    return list(dict.fromkeys(escaped(name) if pattern in wide else pattern for name, pattern in starred.items()))
 
 
 def escaped(name: str) -> str:
@@ -5494,8 +5497,7 @@ def analysis_report(
     changed = {name for deltas in found.deltas for name, these in deltas.items() if these.peak}
     vectors = [t.name for t in task.looked_at if t.name in changed and len(t.base.shape) < 2]
     matrices = [t.name for t in task.looked_at if t.name in changed and len(t.base.shape) > 1]
-    embeddings = [name for name in matrices if kind_of(name) == "embedding"]
-    adviser = Adviser(base, config, models, pairs, weighted, vectors, embeddings)
+    adviser = Adviser(base, config, models, pairs, weighted, vectors, matrices)
     parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
     return AnalysisReport(
         base=task.base,

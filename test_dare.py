@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import fnmatch
 import hashlib
 import importlib.util
 import itertools
@@ -7691,6 +7692,18 @@ def test_advice_on_rules(tmp_path: Path) -> None:
     assert "rules" not in advised(tmp_path, plain, scaled(plain, {"": 0.0003}))
     unchanged = scaled(base, {"": 0.0003, "model.embed_tokens.weight": 0.0, "model.norm.weight": 0.0})
     assert "rules" not in advised(tmp_path, base, unchanged)
+
+
+def test_a_suggested_rule_is_for_no_other_tensors(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for k in range(4):
+        shapes |= {f"features.{2 * k}.weight": (20, 20), f"features.{2 * k + 1}.weight": (20,)}
+        shapes |= {f"features.{2 * k}.bias": (20,)}
+    base = random_model(1, F32, shapes)
+    rules = tomllib.loads(advised(tmp_path, base, scaled(base, {"": 0.0003}))["toml"][0])["rules"]
+    matched = [name for name in shapes if any(fnmatch.fnmatchcase(name, pattern) for pattern in rules[0]["match"])]
+    assert matched == [name for name, shape in shapes.items() if len(shape) == 1]
+    assert "features.*.bias" in rules[0]["match"]
 
 
 def test_advice_on_the_method(tmp_path: Path) -> None:

@@ -5476,7 +5476,8 @@ def one_or_all(values: list[float]) -> float | list[float]:
 def patterns_of(names: Sequence[str], others: Sequence[str]) -> list[str]:
     """Patterns for some tensors and no others: their names, with a star for each number where that suits no other."""
     starred = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", escaped(name)) for name in names}
-    wide = {pattern for pattern in set(starred.values()) if fnmatch.filter(others, pattern)}
+    changed = {pattern for name, pattern in starred.items() if pattern != escaped(name)}
+    wide = {pattern for pattern in changed if fnmatch.filter(others, pattern)}
     return list(dict.fromkeys(escaped(name) if pattern in wide else pattern for name, pattern in starred.items()))
 
 

@@ -7527,10 +7527,10 @@ def test_an_analysis_leaves_out_what_is_not_merged(tmp_path: Path) -> None:
 def test_values_whose_squares_overflow_are_told_and_not_reckoned_with(tmp_path: Path) -> None:
     base = {"fine.weight": torch.ones(4, 4), "large.weight": torch.full((4, 4), 1e25)}
     paths = save(tmp_path, base=base, model={name: tensor * 1.01 for name, tensor in base.items()})
-    with pytest.raises(DareError, match="'large.weight' are so large"):
+    with pytest.raises(DareError, match=r"'large.weight' are so large"):
         DareMerger(paths[0], paths[1:], quiet()).analyze()
     wide = save(tmp_path, base={name: tensor.double() for name, tensor in base.items()})[0]
-    assert DareMerger(wide, paths[1:], quiet()).analyze().models[0].total.relative_norm == pytest.approx(0.01)
+    assert DareMerger(wide, paths[1:], quiet()).analyze().models[0].total.relative_norm == pytest.approx(0.01, rel=1e-4)
 
 
 def test_an_analysis_names_values_that_are_not_finite(tmp_path: Path) -> None:

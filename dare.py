@@ -4832,6 +4832,7 @@ KINDS: Final = {
     ),
 }
 OTHER_KIND: Final = "other"
+LOOKED_AT: Final = 200  # characters
 # A bin's middle, by ratio, is at most this far from any value in it.
 BIN_ERROR: Final = math.sqrt(1 + 1 / BINS_PER_OCTAVE) - 1
 # How much a fine-tune may differ from its base, |delta| / |weights| by Euclidean norm. Instruction tuning stays well
@@ -4863,7 +4864,8 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), OTHER_KIND)
+    """By the end of a name: the patterns take the square of its length."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name[-LOOKED_AT:])), OTHER_KIND)
 
 
 def layer_of(name: str) -> str:
@@ -4872,10 +4874,10 @@ def layer_of(name: str) -> str:
     return found[0] if found else module_of(name)
 
 
-def natural(name: str) -> tuple[bool, list[tuple[str, int]]]:
-    """A key to sort layers by: numbers as numbers, and what has none behind them."""
-    parts = re.findall(r"(\D*)(\d*)", name)
-    return not name[-1:].isdigit(), [(text, int(number or 0)) for text, number in parts]
+def natural(name: str) -> tuple[bool, list[tuple[str, int, str]]]:
+    """A key to sort layers by: numbers as numbers, however long, and what has none behind them."""
+    parts = re.findall(r"(\D*)0*(\d*)", name)
+    return not name[-1:].isdigit(), [(text, len(number), number) for text, number in parts]
 
 
 def bin_range(place: int) -> tuple[float, float]:
@@ -4889,7 +4891,7 @@ def bin_of(size: float) -> int:
     return min(max(pattern - FIRST_BIN, 0), BINS - 1)
 
 
-@dataclass
+@dataclass(slots=True)  # there may be very many
 class Deltas:
     """The sums over some tensors' deltas of one model."""
 
@@ -4960,7 +4962,7 @@ class Deltas:
         return (below + part * inside) / max(self.parameters, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there may be very many
 class DeltaStats:
     """What one model changed in some tensors. Percentiles come from counts by size and are within 3.1%."""
 
@@ -5115,7 +5117,7 @@ class Measurement:
         self.tensor, self.findings = tensor, findings
         self.jobs = -(-tensor.base.count // JOB_ELEMENTS)
         self.arrived: dict[int, NDArray[np.float64]] = {}
-        self.counts = np.zeros((len(tensor.finetuned), BINS), np.int64)
+        self.counts = np.zeros((0, BINS), np.int64)  # made when a job arrives, and given up with the last
         self.peaks = np.zeros(len(tensor.finetuned))
 
     def add(self, job: Job, work: Workspace) -> None:
@@ -5127,15 +5129,22 @@ class Measurement:
             surplus = -(job.stop - job.start) % TILE + max(0, job.stop - max(info.count, job.start))
             found[row, ZEROS] -= surplus
             counts[row, 0] -= surplus
+        self.counts = self.counts + counts if self.arrived else counts
         self.arrived[job.start] = found
-        self.counts += counts
         real = FORMATS[self.tensor.spec.real]
         self.peaks = np.maximum(self.peaks, work.words[:models, PEAK].astype(real.raw).view(real.real))
         if len(self.arrived) == self.jobs:
             self._conclude(np.sum([self.arrived[start] for start in sorted(self.arrived)], axis=0))
+            self.counts, self.arrived = self.counts[:0].copy(), {}
 
     def _conclude(self, figures: NDArray[np.float64]) -> None:
         tensor, models = self.tensor, len(self.tensor.finetuned)
+        if not np.isfinite(figures).all():
+            raise DareError(
+                f"the values of tensor {tensor.name!r} are so large that their squares are beyond the range of "
+                f"{tensor.spec.real}",
+                "no trained model has such values; a merge can be made without an analysis",
+            )
         for row, (i, info) in enumerate(tensor.finetuned):
             zeros, above, size, squares = figures[row, : SQUARES + 1].tolist()
             deltas = Deltas(
@@ -5150,12 +5159,10 @@ class Measurement:
                 noise_squares=squares * noise_of(tensor.settings, i) ** 2,
             )
             self.findings.take(i, tensor.name, deltas, self.counts[row])
-        numbers = [i for i, _ in tensor.finetuned]
-        pairs = [(i, k) for place, i in enumerate(numbers) for k in numbers[place + 1 :]]
-        for row, pair in enumerate(pairs, models + 2):
-            self.findings.pairs.setdefault(pair, {})[tensor.name] = figures[row]
-        if pairs:  # with two models, their pair says it all
-            self.findings.any_two[tensor.name] = figures[models + 1 if models > 2 else models + 2]
+        if models == 2:  # their pair says it all
+            figures[models + 1] = figures[models + 2]
+        if models > 1:
+            self.findings.between[tensor.name] = [i for i, _ in tensor.finetuned], figures[models + 1 :].copy()
 
 
 class Findings:
@@ -5164,8 +5171,8 @@ class Findings:
     def __init__(self, models: int) -> None:
         self.deltas: list[dict[str, Deltas]] = [{} for _ in range(models)]  # per model, by tensor
         self.stats: list[dict[str, DeltaStats]] = [{} for _ in range(models)]
-        self.pairs: dict[tuple[int, int], dict[str, NDArray[np.float64]]] = {}
-        self.any_two: dict[str, NDArray[np.float64]] = {}
+        # By tensor: which models have it, and the figures of all of them together and of each pair.
+        self.between: dict[str, tuple[list[int], NDArray[np.float64]]] = {}
         self._counts: list[dict[tuple[str, str], NDArray[np.int64]]] = [{} for _ in range(models)]
 
     def take(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
@@ -5208,23 +5215,30 @@ class Findings:
             tensors=tuple(self.stats[model][tensor] for tensor in deltas),
         )
 
-    def pair(self, one: int, other: int, names: tuple[str, str], order: list[str]) -> PairAnalysis:
-        found = self.pairs.get((one, other), {})
-        figures = summed(found, order)
-        squares = [sum(self.deltas[i][name].squares for name in order if name in found) for i in (one, other)]
-        parameters = sum(self.deltas[one][name].parameters for name in order if name in found)
-        plain, weighted = conflicts(figures)
-        # A norm of 0 has no direction.
-        cosine = figures[PRODUCT] / math.sqrt(squares[0]) / math.sqrt(squares[1]) if all(squares) else 0.0
-        return PairAnalysis(names, float(cosine), float(figures[BOTH]) / max(parameters, 1), plain, weighted)
+    def compared(self, labels: Sequence[str], order: list[str]) -> tuple[list[PairAnalysis], float, float]:
+        """Every pair of models, and how much any two of them conflict: plainly, and by magnitude."""
+        count = len(labels)
+        figures, shared, any_two = np.zeros((count, count, FIGURES)), np.zeros((count, count, 3)), np.zeros(FIGURES)
+        for name in (name for name in order if name in self.between):
+            numbers, found = self.between[name]
+            pairs = [(i, k) for place, i in enumerate(numbers) for k in numbers[place + 1 :]]
+            deltas = {i: self.deltas[i][name] for i in numbers}
+            place = tuple(zip(*pairs, strict=True))
+            figures[place] += found[1:]
+            shared[place] += [(deltas[i].squares, deltas[k].squares, deltas[i].parameters) for i, k in pairs]
+            any_two += found[0]
+        pairs = [(i, k) for i in range(count) for k in range(i + 1, count)]
+        return [pair_analysis((labels[i], labels[k]), figures[i, k], shared[i, k]) for i, k in pairs], *conflicts(
+            any_two
+        )
 
 
-def summed(found: Mapping[str, NDArray[np.float64]], order: list[str]) -> NDArray[np.float64]:
-    total = np.zeros(FIGURES)
-    for name in order:
-        if name in found:
-            total += found[name]
-    return total
+def pair_analysis(names: tuple[str, str], figures: NDArray[np.float64], shared: NDArray[np.float64]) -> PairAnalysis:
+    """shared: of the tensors that both have, the squares of each one's delta, and the number of parameters."""
+    first, second, parameters = shared.tolist()
+    # A norm of 0 has no direction.
+    cosine = figures[PRODUCT] / math.sqrt(first) / math.sqrt(second) if first and second else 0.0
+    return PairAnalysis(names, float(cosine), float(figures[BOTH]) / max(parameters, 1), *conflicts(figures))
 
 
 def conflicts(figures: NDArray[np.float64]) -> tuple[float, float]:
@@ -5270,11 +5284,12 @@ class Adviser:
 
     def __init__(
         self, base: str, config: DareConfig, models: Sequence[ModelAnalysis], pairs: Sequence[PairAnalysis],
-        conflict: float, vectors: Sequence[str], embeddings: Sequence[str],
+        conflict: float, vectors: Sequence[str], matrices: Sequence[str],
     ) -> None:  # fmt: skip
-        """conflict: by magnitude, between any two. vectors: the tensors of one dimension."""
+        """conflict: by magnitude, between any two. vectors: the changed tensors of one dimension; matrices: of more."""
         self.base, self.config, self.models, self.pairs, self.conflict = base, config, models, pairs, conflict
-        self.vectors, self.embeddings = vectors, embeddings
+        self.vectors, self.matrices = vectors, matrices
+        self.embeddings = [name for name in matrices if kind_of(name) == "embedding"]
         self.doubts: list[str] = []
         self.threshold = max(config.delta_threshold, sys.float_info.min)
         self.rates = [self._rate(model) for model in models]
@@ -5389,12 +5404,12 @@ class Adviser:
         return "linear", f"method linear: {count} models that mostly agree ({figure})"
 
     def _about_balance(self) -> Iterator[Advice]:
-        norms = {model.label: model.total.relative_norm for model in self.models if model.total.largest}
-        if len(norms) > 1 and max(norms.values()) > 3 * min(norms.values()):
-            large, small = max(norms, key=lambda name: norms[name]), min(norms, key=lambda name: norms[name])
-            ratio = norms[large] / norms[small]
+        norms = [(model.total.relative_norm, model.label) for model in self.models if model.total.relative_norm]
+        (least, small), (most, large) = min(norms, default=(0.0, "")), max(norms, default=(0.0, ""))
+        if most > 3 * least:
             text = (
-                f"mind the balance: the delta of {large} is {ratio:.1f} times that of {small}; weights can even it out"
+                f"mind the balance: the delta of {large} is {most / least:.1f} times that of {small}; weights can even "
+                "it out"
             )
             yield Advice("balance", "uneven", None, text)
 
@@ -5416,17 +5431,16 @@ class Adviser:
         import tomli_w
 
         rates = [rate for _, rate in self.rates]
-        kept = {key: value for key, value in self.config.resolved().items() if key in KEPT_SETTINGS}
+        kept = {key: getattr(self.config, key) for key in KEPT_SETTINGS} | {"weights": self._kept_weights()}
+        kept |= {"keep_ratio": self.config.keep_ratio if self.method == "ties" else None}
         plain = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
-        if self.method == "ties" and min(plain.get("weights") or (1,)) <= 0:
-            del plain["weights"]
         rules = [("as set before", self._kept_rule(rule)) for rule in self.config.checked_rules]
         rules = [(what, rule) for what, rule in rules if len(rule) > 1]
         if any(rates):
-            lower = [round(max(0.0, rate - EMBEDDING_RATE), 2) for rate in rates]
+            lower, embeddings = [round(max(0.0, rate - EMBEDDING_RATE), 2) for rate in rates], set(self.embeddings)
             advised = (
-                ("norms and biases", patterns_of(self.vectors), [0.0]),
-                ("embeddings", patterns_of(self.embeddings), lower),
+                ("norms and biases", patterns_of(self.vectors, self.matrices), [0.0]),
+                ("embeddings", patterns_of(self.embeddings, [n for n in self.matrices if n not in embeddings]), lower),
                 (
                     "layers with large deltas",
                     [f"{escaped(layer)}.*" for layer in self.hot],
@@ -5439,22 +5453,34 @@ class Adviser:
             text += f"\n[[rules]]  # {what}\n{tomli_w.dumps(table)}"
         return text
 
+    def _kept_weights(self) -> list[float] | None:
+        """The user's weights, as far as they mean the same to the method: to ties they are shares."""
+        weights = list(self.config.weights or ())
+        if not any(weights) or (self.method == "ties" and min(weights) < 0):
+            return None
+        if self.method == "linear" and self.config.method == "ties":
+            return [weight / math.fsum(weights) for weight in weights]
+        return weights
+
     def _kept_rule(self, rule: Rule) -> dict[str, Any]:
         """What of a user's rule still means something: a q belongs to the drop rate that it was found for."""
         wanted = ("match", "drop_rate", "lambda_coeff", *(("keep_ratio",) if self.method == "ties" else ()))
         return {key: value for key, value in rule.as_table().items() if key in wanted}
 
 
-KEPT_SETTINGS: Final = ("seed", "lambda_coeff", "rescale", "weights", "dtype", "mismatch")
+KEPT_SETTINGS: Final = ("seed", "lambda_coeff", "rescale", "dtype", "mismatch", "max_shard_size", "delta_threshold")
 
 
 def one_or_all(values: list[float]) -> float | list[float]:
     return values[0] if len(set(values)) == 1 else values
 
 
-def patterns_of(names: Sequence[str]) -> list[str]:
-    """Patterns for some tensors: their names, with a star for each number."""
-    return list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", escaped(name)) for name in names))
+def patterns_of(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Patterns for some tensors and no others: their names, with a star for each number where that suits no other."""
+    starred = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", escaped(name)) for name in names}
+    changed = {pattern for name, pattern in starred.items() if pattern != escaped(name)}
+    wide = {pattern for pattern in changed if fnmatch.filter(others, pattern)}
+    return list(dict.fromkeys(escaped(name) if pattern in wide else pattern for name, pattern in starred.items()))
 
 
 def escaped(name: str) -> str:
@@ -5470,12 +5496,11 @@ def analysis_report(
     general = config.general(count)
     base, *labels = short_names([task.base, *task.models])
     models = tuple(found.analysis(i, label, task, adapters[i], general) for i, label in enumerate(labels))
-    pairs = tuple(found.pair(i, k, (labels[i], labels[k]), order) for i in range(count) for k in range(i + 1, count))
-    plain, weighted = conflicts(summed(found.any_two, order))
+    pairs, plain, weighted = found.compared(labels, order)
     changed = {name for deltas in found.deltas for name, these in deltas.items() if these.peak}
-    vectors = [t.name for t in task.looked_at if len(t.base.shape) < 2 and t.name in changed]
-    embeddings = [n for n in order if n in changed and n not in vectors and kind_of(n) == "embedding"]
-    adviser = Adviser(base, config, models, pairs, weighted, vectors, embeddings)
+    vectors = [t.name for t in task.looked_at if t.name in changed and len(t.base.shape) < 2]
+    matrices = [t.name for t in task.looked_at if t.name in changed and len(t.base.shape) > 1]
+    adviser = Adviser(base, config, models, pairs, weighted, vectors, matrices)
     parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
     return AnalysisReport(
         base=task.base,
@@ -5483,7 +5508,7 @@ def analysis_report(
         copied_tensors=sum(not tensor.merged for tensor in task.tensors),
         delta_threshold=config.delta_threshold,
         models=models,
-        pairs=pairs,
+        pairs=tuple(pairs),
         sign_conflict=plain,
         weighted_sign_conflict=weighted,
         advice=tuple(adviser.advice()),
@@ -6544,8 +6569,13 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
     plot, written, force = flags.get("plot"), flags.get("write_config"), "force" in flags
     if plot is not None:
         load_pyplot(plot)
-    if written is not None and not force and os.path.lexists(written):
-        raise ConfigError(f"{str(written)!r} is there already", "choose another name, or add --force to replace it")
+        check_apart(plot, merger)
+    if written is not None:
+        if not written.absolute().parent.is_dir():
+            raise ConfigError(f"there is no directory for {str(written)!r}", "make it first")
+        if not force and os.path.lexists(written):
+            raise ConfigError(f"{str(written)!r} is there already", "choose another name, or add --force to replace it")
+        check_apart(written, merger)
     report = merger.analyze()
     if plot is not None:
         plot_analysis(report, plot)
@@ -6556,25 +6586,41 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
         tell(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
 
 
+def check_apart(path: Path, merger: DareMerger) -> None:
+    """Refuse to write where an input is, whatever the flags."""
+    for source in (merger.base, *merger.models):
+        layout = find_layout(fetched(source))
+        for used in (layout.folder, *layout.files):
+            if used and (relation := entangled(path.resolve(), used.resolve())):
+                raise ConfigError(f"{str(path)!r} {relation} the input {source.name!r}", "inputs are never overwritten")
+
+
 def write_suggestion(report: AnalysisReport, merger: DareMerger, output: Path | None, path: Path) -> None:
     """The suggested settings as a complete configuration, with the reasons in comments."""
     import tomli_w
 
-    place = Path(os.path.abspath(path)).parent
-    base, *models = (path_from(source, place) for source in (merger.base, *merger.models))
-    target = output or place / ("merged" if os.path.isdir(merger.base.path) else "merged.safetensors")
-    names = {"base_file": base, "merge_files": models, "output_file": path_from(Source(str(target), target), place)}
+    place = path.absolute().parent.resolve()
+    base, *models = map(fetched, (merger.base, *merger.models))
+    to_directory = os.path.isdir(base.path) or merger.tokenizer_from is not None
+    target = output or place / ("merged" if to_directory else "merged.safetensors")
+    names: dict[str, Any] = {"base_file": path_from(base, place)}
+    names |= {"merge_files": [path_from(model, place) for model in models]}
+    names |= {"output_file": path_from(Source(str(target), target), place)}
+    if merger.tokenizer_from is not None:
+        names["tokenizer_from"] = path_from(fetched(merger.tokenizer_from, TOKENIZER_PATTERNS), place)
     reasons = "".join(f"# - {printable(advice.text)}\n" for advice in report.advice)
     text = (
         f"# Suggested by an analysis of the models:\n{reasons}# {printable(report.confidence)}\n\n"
         f"{report.suggestion}\n{tomli_w.dumps({'models': names})}"
     )
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("x", encoding="utf-8") as file:  # what has that name already is not ours
+            file.write(text)
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        if not isinstance(error, FileExistsError):
+            partial.unlink(missing_ok=True)
         raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it") from None
     LOG.info(f"wrote {path}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import errno
+import fnmatch
 import hashlib
 import importlib.util
 import itertools
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 import tomllib
+import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7473,6 +7475,18 @@ def test_an_analysis_depends_neither_on_threads_nor_on_chunks(tmp_path: Path) ->
     check_analysis(report, base, *tuned)
 
 
+def test_an_analysis_of_many_tensors_takes_little_memory_for_each(tmp_path: Path) -> None:
+    peaks = {}
+    for count in (100, 1100):
+        base = {f"layers.{k % 7}.{k}.weight": torch.zeros(4, 4) for k in range(count)}
+        paths = save(tmp_path, base=base, **{f"m{i}": base for i in range(4)})
+        tracemalloc.start()
+        DareMerger(paths[0], paths[1:], quiet(threads=1)).analyze()
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert (peaks[1100] - peaks[100]) / (1000 * 4) < 2500  # counts by size alone would take 8192
+
+
 def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
     base = random_model(1, F32, {"layers.0.mlp.weight": (40, 30), "layers.1.mlp.weight": (40, 30)})
     a, b = torch.randn(4, 30) * 0.01, torch.randn(40, 4) * 0.01
@@ -7511,6 +7525,15 @@ def test_an_analysis_leaves_out_what_is_not_merged(tmp_path: Path) -> None:
     report = DareMerger(paths[0], paths[1:], quiet()).analyze()
     assert report.copied_tensors == 1
     assert [stats.name for stats in report.models[0].tensors] == ["mlp.weight"]
+
+
+def test_values_whose_squares_overflow_are_told_and_not_reckoned_with(tmp_path: Path) -> None:
+    base = {"fine.weight": torch.ones(4, 4), "large.weight": torch.full((4, 4), 1e25)}
+    paths = save(tmp_path, base=base, model={name: tensor * 1.01 for name, tensor in base.items()})
+    with pytest.raises(DareError, match=r"'large.weight' are so large"):
+        DareMerger(paths[0], paths[1:], quiet()).analyze()
+    wide = save(tmp_path, base={name: tensor.double() for name, tensor in base.items()})[0]
+    assert DareMerger(wide, paths[1:], quiet()).analyze().models[0].total.relative_norm == pytest.approx(0.01, rel=1e-4)
 
 
 def test_an_analysis_names_values_that_are_not_finite(tmp_path: Path) -> None:
@@ -7674,6 +7697,18 @@ def test_advice_on_rules(tmp_path: Path) -> None:
     assert "rules" not in advised(tmp_path, base, unchanged)
 
 
+def test_a_suggested_rule_is_for_no_other_tensors(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for k in range(4):
+        shapes |= {f"features.{2 * k}.weight": (20, 20), f"features.{2 * k + 1}.weight": (20,)}
+        shapes |= {f"features.{2 * k}.bias": (20,)}
+    base = random_model(1, F32, shapes)
+    rules = tomllib.loads(advised(tmp_path, base, scaled(base, {"": 0.0003}))["toml"][0])["rules"]
+    matched = [name for name in shapes if any(fnmatch.fnmatchcase(name, pattern) for pattern in rules[0]["match"])]
+    assert matched == [name for name, shape in shapes.items() if len(shape) == 1]
+    assert "features.*.bias" in rules[0]["match"]
+
+
 def test_advice_on_the_method(tmp_path: Path) -> None:
     base = random_model(1, F32, LAYERED)
     first, second, third = (scaled(base, {"": 0.0005}, seed) for seed in (1, 2, 3))
@@ -7703,6 +7738,15 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     expected = {"method": "linear", "drop_rate": 0.9, "seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
     assert tables["dare"] == expected
     assert tables["rules"][0] == {"match": ["*layers.0*"], "drop_rate": 0.3}
+    others = {"max_shard_size": "1MB", "delta_threshold": 0.01}
+    found = advised(tmp_path, base, *models, **others, method="ties", keep_ratio=0.5, weights=[3, 1])
+    expected = {"method": "linear", "drop_rate": 0.9, "weights": [0.75, 0.25], **others}  # to ties, they were shares
+    assert tomllib.loads(found["toml"][0])["dare"] == expected
+    three = [*models, scaled(base, {"": 0.0003}, 3)]
+    found = advised(tmp_path, base, *three, method="ties", keep_ratio=0.5, weights=[3, 1, 0])
+    expected = {"method": "ties", "drop_rate": 0.9, "keep_ratio": 0.5, "weights": [3, 1, 0]}
+    assert tomllib.loads(found["toml"][0])["dare"] == expected
+    assert "weights" not in advised(tmp_path, base, *three, weights=[0, 0, 0])["toml"][0]
 
 
 def test_the_command_analyses(tmp_path: Path) -> None:
@@ -7734,6 +7778,48 @@ def test_the_command_analyses(tmp_path: Path) -> None:
     assert "is there already" in again.stderr
     assert command(*flags, "--write-config", suggested, "--force", "-o", tmp_path / "x.safetensors").returncode == 0
     assert tomllib.loads(suggested.read_text())["models"]["output_file"] == str(tmp_path / "x.safetensors")
+
+
+def test_what_an_analysis_writes_is_never_written_over_an_input(tmp_path: Path) -> None:
+    flags = ["analyze", "-q", *sound_models(tmp_path)[:-2], "--force"]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    shutil.copy(tmp_path / "model.safetensors", folder / "model.safetensors")
+    (tmp_path / "link.toml").symlink_to(tmp_path / "model.safetensors")
+    (tmp_path / "d.toml.partial").symlink_to(tmp_path / "model.safetensors")
+    before = snapshot(tmp_path)
+    for name in ("base.safetensors", "model.safetensors", "link.toml"):
+        done = command(*flags, "--write-config", tmp_path / name)
+        assert done.returncode == 2
+        assert f"{name}' is the input" in done.stderr
+    for option, name in (("--write-config", "a.toml"), ("--plot", "a.png")):
+        inputs = ["-b", folder, "-m", tmp_path / "model.safetensors"]
+        done = command("analyze", "-q", *inputs, option, folder / name)
+        assert done.returncode == 2, done.stderr
+        assert f"{name}' lies inside the input" in done.stderr
+    done = command(*flags, "--write-config", tmp_path / "nowhere" / "a.toml")
+    assert done.returncode == 2
+    assert "there is no directory" in done.stderr
+    assert snapshot(tmp_path) == before
+    assert command(*flags, "--write-config", tmp_path / "d.toml").returncode == 0
+    (tmp_path / "d.toml").unlink()
+    assert snapshot(tmp_path) == before
+
+
+def test_a_suggestion_finds_the_models_from_where_it_lies(tmp_path: Path) -> None:
+    sound_models(tmp_path)
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "down")
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    flags = ["-b", "base.safetensors", "-m", "model.safetensors", "--tokenizer-from", "tokenizer"]
+    done = command("analyze", "-q", *flags, "--write-config", "link/a.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = command("-q", "-c", "link/a.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "deep" / "down" / "merged" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -7791,6 +7877,22 @@ def test_without_matplotlib_a_plot_is_a_hint(tmp_path: Path) -> None:
         "error: plots need matplotlib\nhint: install it: uv sync --extra plot, or pip install matplotlib\n"
     )
     assert not (tmp_path / "a.png").exists()
+
+
+def test_layers_are_sorted_by_number_and_no_name_takes_long() -> None:
+    names = ["h.10", "h.9", "h.09", "h.0", "norm", f"h.{'1' * 5000}"]
+    assert sorted(names, key=dare.natural) == ["h.0", "h.9", "h.09", "h.10", f"h.{'1' * 5000}", "norm"]
+    started = time.perf_counter()
+    assert [dare.kind_of(name) for name in ("_ln" * 21000, "fc" + "_" * 60000)] == ["other", "other"]
+    assert time.perf_counter() - started < 1
+
+
+def test_a_delta_without_a_norm_has_no_balance(tmp_path: Path) -> None:
+    base = {"a.weight": torch.rand(8, 8), "b.weight": torch.zeros(8, 8)}
+    changed = {name: tensor + 0.001 for name, tensor in base.items()}
+    tiny = {**base, "b.weight": torch.full((8, 8), 1e-25)}  # whose squares are 0
+    assert "balance" not in advised(tmp_path, base, {"b.weight": changed["b.weight"]}, changed)
+    assert "balance" not in advised(tmp_path, base, tiny, changed)
 
 
 def test_models_are_called_by_what_tells_them_apart() -> None:

@@ -3741,7 +3741,8 @@ class Plan(Task):
         rows = [["tensors", "number", "parameters", "settings"]]
         others = "all others" if self.config.rules else "all"
         for rule in self.rules:
-            name = clipped(", ".join(rule.match)) if rule.match else others
+            more = f" and {len(rule.match) - 1} more" if len(rule.match) > 1 else ""
+            name = clipped(rule.match[0]) + more if rule.match else others
             rows.append([name, f"{rule.tensors:,}", f"{rule.parameters:,}", str(rule)])
         if self.copied:
             types = types_of(dict(Counter(tensor.base.dtype for tensor in self.copied).most_common()))
@@ -3771,7 +3772,7 @@ class Plan(Task):
             sampled, seconds = human(self.estimate.sampled_bytes), self.estimate.sampled_seconds
             yield "time", f"{duration(self.estimate.seconds)} {work}, by a sample of {sampled} in {seconds:.2g} s;"
         else:
-            yield "time", f"{work};"
+            yield "work", f"{work};"
         yield "", f"writing {human(self.size)} comes on top, as fast as the disk is"
 
     def _seeds(self) -> str:
@@ -5068,8 +5069,8 @@ class AnalysisReport:
     def _models(self) -> str:
         lines = [
             self._stats(["model", *STATS_HEADINGS], [model.total for model in self.models]),
-            f"(of |delta|; percentiles within {BIN_ERROR:.1%}; above {self.delta_threshold:g}; < 1%: below 1% of the "
-            "largest; norm: |delta| / |weights|; noise: what dropping adds, / |weights|)",
+            f"(of |delta|; percentiles within {BIN_ERROR:.1%}; above {self.delta_threshold:g}; < 1%: about what is "
+            "below 1% of the largest; norm: |delta| / |weights|; noise: what dropping adds, / |weights|)",
         ]
         for model in self.models:
             lines.append(
@@ -5088,8 +5089,9 @@ class AnalysisReport:
             names = " and ".join(printable(name) for name in pair.models)
             rows.append([names, f"{pair.cosine:.3f}", *(f"{share:.1%}" for share in shares)])
         if len(self.models) > 2:
-            rows.append(["any two", "", "", f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"])
-        return f"{table(rows)}\n(signs conflict: of the parameters that both change; 50% is what chance gives)"
+            chance = f"any two (by chance: {1 - 2.0 ** (1 - len(self.models)):.1%})"
+            rows.append([chance, "", "", f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"])
+        return f"{table(rows)}\n(signs conflict: of the parameters that both change; 50% is what chance gives a pair)"
 
 
 STATS_HEADINGS: Final = (
@@ -5284,10 +5286,10 @@ class Adviser:
 
     def __init__(
         self, base: str, config: DareConfig, models: Sequence[ModelAnalysis], pairs: Sequence[PairAnalysis],
-        conflict: float, vectors: Sequence[str], matrices: Sequence[str],
+        vectors: Sequence[str], matrices: Sequence[str],
     ) -> None:  # fmt: skip
-        """conflict: by magnitude, between any two. vectors: the changed tensors of one dimension; matrices: of more."""
-        self.base, self.config, self.models, self.pairs, self.conflict = base, config, models, pairs, conflict
+        """vectors: the changed tensors of one dimension; matrices: those of more."""
+        self.base, self.config, self.models, self.pairs = base, config, models, pairs
         self.vectors, self.matrices = vectors, matrices
         self.embeddings = [name for name in matrices if kind_of(name) == "embedding"]
         self.doubts: list[str] = []
@@ -5300,7 +5302,8 @@ class Adviser:
         for model in self.models:
             yield self._about_base(model)
         for model, (level, rate) in zip(self.models, self.rates, strict=True):
-            yield self._about_rate(model, level, rate)
+            if model.total.largest:
+                yield self._about_rate(model, level, rate)
         yield from self._about_rules()
         yield Advice("method", self.method, None, self._why_method)
         yield from self._about_balance()
@@ -5346,7 +5349,7 @@ class Adviser:
         reason = {
             "small": f"{mean} and {above}: dropping bears it well",
             "tailed": f"{mean}, which dropping bears, but {above}",
-            "large": f"{mean}, and {above}: what was learned is in many entries, and dropping loses it",
+            "large": f"{mean}, and {above}: what was learned is in many entries, and dropping more would lose it",
             "huge": f"{mean}, {total.mean / threshold:.3g} times what dropping bears ({threshold:g}): average instead",
         }[level]
         what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
@@ -5356,16 +5359,15 @@ class Adviser:
         dropping = any(rate for _, rate in self.rates)
         if self.vectors and dropping:
             text = (
-                f"leave norms and biases alone: they are {counted(len(self.vectors), 'tensor')} of one dimension, with "
-                "too few values for what is dropped to average out"
+                f"drop nothing of norms and biases: they are {counted(len(self.vectors), 'tensor')} of one dimension, "
+                "with too few values for what is dropped to average out"
             )
             yield Advice("rules", "vectors", None, text)
         if self.embeddings and dropping:
-            zero = max(self._embedding_zeros(model) for model in self.models)
-            text = (
-                f"drop less of the embeddings: a token's row is all that the model knows of it ({zero:.1%} of them are "
-                "unchanged, the rest carries it all)"
-            )
+            zero, label = max((self._embedding_zeros(model), model.label) for model in self.models)
+            rest = f"; {zero:.1%} of those of {label} are unchanged, so that the rest carries it all" if zero else ""
+            count = counted(len(self.embeddings), "tensor")
+            text = f"drop less of the embeddings ({count}): a token's row is all that the model knows of it{rest}"
             yield Advice("rules", "embeddings", None, text)
         if self.hot and dropping:
             worst = max(self.hot, key=lambda layer: self.hot[layer])
@@ -5390,17 +5392,20 @@ class Adviser:
 
     def _choose_method(self) -> tuple[str, str]:
         count, cosine = len(self.models), min((pair.cosine for pair in self.pairs), default=1.0)
-        figure = f"signs conflict in {self.conflict:.1%} of the changes by magnitude, cosine {cosine:.2f}"
+        # Of the pairs: that some two of many models differ at a position is likely by chance alone.
+        conflict = max((pair.weighted_sign_conflict for pair in self.pairs), default=0.0)
+        most = "up to " if count > 2 else ""
+        figure = f"signs conflict in {most}{conflict:.1%} of what both change, by magnitude; cosine {cosine:.2f}"
         if count == 1:
             return "linear", "method linear: there is one model, so there is nothing to reconcile"
-        if self.conflict > CONFLICTING * 0.8 and self.conflict < CONFLICTING * 1.25:
+        if count > 2 and CONFLICTING * 0.8 < conflict < CONFLICTING * 1.25:
             self.doubts.append("the share of conflicting signs is close to where the advice changes")
         if cosine < OPPOSED_COSINE:
             return "ties", f"method ties: the models pull against one another ({figure}), and cancel{TIES_ADDS}"
         if count == 2:
             return "linear", f"method linear: of two models that do not oppose one another ({figure}), both can be kept"
-        if self.conflict >= CONFLICTING:
-            return "ties", f"method ties: {count} models whose average would cancel ({figure}){TIES_ADDS}"
+        if conflict >= CONFLICTING:
+            return "ties", f"method ties: {count} models that go in different directions ({figure}){TIES_ADDS}"
         return "linear", f"method linear: {count} models that mostly agree ({figure})"
 
     def _about_balance(self) -> Iterator[Advice]:
@@ -5500,7 +5505,7 @@ def analysis_report(
     changed = {name for deltas in found.deltas for name, these in deltas.items() if these.peak}
     vectors = [t.name for t in task.looked_at if t.name in changed and len(t.base.shape) < 2]
     matrices = [t.name for t in task.looked_at if t.name in changed and len(t.base.shape) > 1]
-    adviser = Adviser(base, config, models, pairs, weighted, vectors, matrices)
+    adviser = Adviser(base, config, models, pairs, vectors, matrices)
     parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
     return AnalysisReport(
         base=task.base,
@@ -6435,6 +6440,9 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[str, dict[str, Any]]:
             if option in flags and other != command and not (option == "force" and "write_config" in flags):
                 name = f"--{option.replace('_', '-')}"
                 raise ConfigError(f"{name} means nothing to {command}", f"it belongs to {parser.prog} {other}")
+    late = next((word for word in COMMANDS if word in unknown or word in getattr(flags, "merge", ())), None)
+    if late and not os.path.exists(late):
+        raise ConfigError(f"the word {late!r} is not where it belongs", f"it comes first: {parser.prog} {late} ...")
     if unknown and not unknown[0].startswith("-"):
         hint = "files go after --config, --base, --merge or --output"
         if close := difflib.get_close_matches(unknown[0], COMMANDS, cutoff=0.5):
@@ -6577,13 +6585,14 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
             raise ConfigError(f"{str(written)!r} is there already", "choose another name, or add --force to replace it")
         check_apart(written, merger)
     report = merger.analyze()
+    per_tensor = "per_tensor" in flags
+    if "json" in flags or merger.config.verbose:  # first: a disk that is full must not cost what was found
+        tell(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
     if plot is not None:
         plot_analysis(report, plot)
+        LOG.info(f"drew {plot}")
     if written is not None:
         write_suggestion(report, merger, settings.output, written)
-    per_tensor = "per_tensor" in flags
-    if "json" in flags or merger.config.verbose:
-        tell(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
 
 
 def check_apart(path: Path, merger: DareMerger) -> None:
@@ -6602,10 +6611,10 @@ def write_suggestion(report: AnalysisReport, merger: DareMerger, output: Path | 
     place = path.absolute().parent.resolve()
     base, *models = map(fetched, (merger.base, *merger.models))
     to_directory = os.path.isdir(base.path) or merger.tokenizer_from is not None
-    target = output or place / ("merged" if to_directory else "merged.safetensors")
+    own = f"{path.stem}_merged{'' if to_directory else '.safetensors'}"
     names: dict[str, Any] = {"base_file": path_from(base, place)}
     names |= {"merge_files": [path_from(model, place) for model in models]}
-    names |= {"output_file": path_from(Source(str(target), target), place)}
+    names |= {"output_file": path_from(Source(str(output), output), place) if output else own}
     if merger.tokenizer_from is not None:
         names["tokenizer_from"] = path_from(fetched(merger.tokenizer_from, TOKENIZER_PATTERNS), place)
     reasons = "".join(f"# - {printable(advice.text)}\n" for advice in report.advice)
@@ -6716,6 +6725,10 @@ def guarded(run: Callable[[], None], interrupted: str = "interrupted") -> int:
             sys.stderr.flush()
             os._exit(status)  # a compiler at work would crash on the way out
         return status
+    except ModuleNotFoundError as error:
+        print(labelled("error", f"{error.name} is not installed for {sys.executable}", sys.stderr), file=sys.stderr)
+        print(labelled("hint", "use uv run python dare.py ..., or pip install . first", sys.stderr), file=sys.stderr)
+        return 1
     except BrokenPipeError:  # whoever read our output has read enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (so that the interpreter's last flush finds a home)
         return 0

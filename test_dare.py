@@ -7719,6 +7719,12 @@ def test_advice_on_the_method(tmp_path: Path) -> None:
     assert advised(tmp_path, base, first, against)["method"] == ["ties"]
     assert advised(tmp_path, base, first, second, third)["method"] == ["ties"]
     assert advised(tmp_path, base, first, *close)["method"] == ["linear"]
+    # Five that share half of their direction agree, though some two of five differ nearly everywhere.
+    halves = [
+        {n: base[n] + (first[n] - base[n]) + (scaled(base, {"": 0.0005}, s)[n] - base[n]) for n in base}
+        for s in range(5, 10)
+    ]
+    assert advised(tmp_path, base, *halves)["method"] == ["linear"]
 
 
 def test_an_analysis_says_how_sure_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -7772,7 +7778,7 @@ def test_the_command_analyses(tmp_path: Path) -> None:
     assert suggested.read_text().startswith("# ")
     done = command("merge", "-c", suggested)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "sub" / "merged.safetensors").exists()
+    assert (tmp_path / "sub" / "suggested_merged.safetensors").exists()
     again = command(*flags, "--write-config", suggested)
     assert again.returncode == 2
     assert "is there already" in again.stderr
@@ -7819,12 +7825,13 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     done = command("-q", "-c", "link/a.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "deep" / "down" / "merged" / "tokenizer.json").exists()
+    assert (tmp_path / "deep" / "down" / "a_merged" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint", "hint"),
     [
+        (["--threads", "1", "analyze"], "the word 'analyze' is not where it belongs", "it comes first"),
         (["--plot", "a.png"], "--plot means nothing to merge", "analyze"),
         (["merge", "--per-tensor"], "--per-tensor means nothing to merge", "analyze"),
         (["analyze", "--dry-run"], "--dry-run means nothing to analyze", "merge"),

@@ -163,12 +163,16 @@ def shown(value: Any) -> str:
 def combinations(grid: Grid, config: DareConfig, models: tuple[dare.Source, ...]) -> Iterator[Candidate]:
     """The baseline, and every combination that makes sense, once. Those that do not are left out, and said."""
     average = plain_average(config, len(models))
-    yield Candidate("plain average (baseline)", "baseline", models, (average,))
+    name = "plain average (baseline, with the rules' lambdas)" if average.rules else "plain average (baseline)"
+    yield Candidate(name, "baseline", models, (average,))
     axes, seen, left_out = grid.axes(), [meaning(average)], list[str]()
     made = 0
     for values in itertools.product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        if chosen.get("drop_rate", config.drop_rate) == 0:
+            chosen.pop("rescale_q", None)  # which means nothing where nothing is dropped
         try:
-            first = fitted(config, **dict(zip(axes, values, strict=True)))
+            first = fitted(config, **chosen)
             first.check_models(len(models))
             # Model i draws with seed + i, so that seeds which share no mask are as far apart as there are models.
             seeds = [first.seed + k * len(models) for k in range(grid.seeds if drops(first) else 1)]
@@ -485,8 +489,17 @@ def run_trials(trials: Sequence[Trial], bench: Bench, book: Results, folder: Pat
         place = f"[{number}/{len(ahead)}] {trial}"
         if score is None:
             LOG.warning(f"{place} failed: {complaint}")
+            if number == len(ahead) or ahead[number].candidate.kind != "alone":
+                refuse_hopeless(ahead[:number], trials, book, complaint)
         else:
             LOG.info(f"{place}: {score:g} ({seconds:.1f} s, about {spell(left)} left)")
+
+
+def refuse_hopeless(tried: Sequence[Trial], trials: Sequence[Trial], book: Results, complaint: str) -> None:
+    """Stop where no model could be scored, not even alone: merges would only cost time."""
+    known = any(trial.key in book.scores for trial in trials)
+    if not known and all(trial.candidate.kind == "alone" for trial in tried):
+        raise DareError(f"the evaluation fails for every model alone: {complaint}", "mend it; nothing was merged")
 
 
 def spell(seconds: float) -> str:
@@ -522,7 +535,8 @@ def sweep(
     tokenizer = None if tokenizer_from is None else dare.Source.of(tokenizer_from)
     bench = Bench(source, tokenizer, evaluate, label, {one: identity(one) for one in (source, *merged)})
     average, *grown = combinations(grid, config, merged)
-    candidates = [average, *(alone(one, config) for one in (source, *merged)), *grown]
+    # Models alone come first: nothing need be merged to see that an evaluation does not work.
+    candidates = [*(alone(one, config) for one in (source, *merged)), average, *grown]
     trials = [trial for candidate in candidates for trial in bench.trials(candidate)]
     trials.sort(key=lambda trial: -1 if trial.seed is None else trial.seed)  # one stopped early has tried everything
     book = Results(Path(results) if results else None)

@@ -7862,6 +7862,20 @@ def test_an_analysis_is_drawn(tmp_path: Path, suffix: str, capsys: pytest.Captur
     assert "warning" not in capsys.readouterr().err
 
 
+def test_any_models_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    base = {"a.weight": torch.rand(4, 4), r"$\foo$.weight": torch.rand(4, 4), "n": torch.arange(3)}
+    names = (r"$\bar$", "_hidden", "long" * 50, "counts")
+    models = {name: {key: tensor + 1 for key, tensor in base.items() if name != "counts"} for name in names}
+    paths = save(tmp_path, base=base, **{**models, "counts": {"n": base["n"]}})
+    # One is given twice, one has nothing that is merged.
+    report = DareMerger(paths[0], [*paths[1:], paths[1]], quiet()).analyze()
+    dare.plot_analysis(report, tmp_path / "picture.svg")
+    picture = (tmp_path / "picture.svg").read_text()
+    for label in (r"Where $\bar$ changed", "_hidden (0% unchanged)", "Where longlong..."):
+        assert f"<!-- {label}" in picture or f"<!--  {label}" in picture
+
+
 def test_without_matplotlib_a_plot_is_a_hint(tmp_path: Path) -> None:
     arguments = sound_models(tmp_path)[:-2]
     script = "import sys; sys.modules['matplotlib'] = None; import dare; sys.exit(dare.main(sys.argv[1:]))"

@@ -6575,13 +6575,13 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
     plot, written, force = flags.get("plot"), flags.get("write_config"), "force" in flags
     if plot is not None:
         load_pyplot(plot)
-        check_apart(plot, merger)
+        check_apart(plot, (merger.base, *merger.models))
     if written is not None:
         if not written.absolute().parent.is_dir():
             raise ConfigError(f"there is no directory for {str(written)!r}", "make it first")
         if not force and os.path.lexists(written):
             raise ConfigError(f"{str(written)!r} is there already", "choose another name, or add --force to replace it")
-        check_apart(written, merger)
+        check_apart(written, (merger.base, *merger.models))
     report = merger.analyze()
     if plot is not None:
         plot_analysis(report, plot)
@@ -6592,9 +6592,9 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
         tell(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
 
 
-def check_apart(path: Path, merger: DareMerger) -> None:
+def check_apart(path: Path, inputs: Iterable[Source]) -> None:
     """Refuse to write where an input is, whatever the flags."""
-    for source in (merger.base, *merger.models):
+    for source in inputs:
         layout = find_layout(fetched(source))
         for used in (layout.folder, *layout.files):
             if used and (relation := entangled(path.resolve(), used.resolve())):

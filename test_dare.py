@@ -7844,6 +7844,20 @@ def test_wrong_words_are_told(
     assert hint in error.splitlines()[1]
 
 
+@pytest.mark.parametrize("flag", ["--write-config", "--results"])
+def test_a_sweep_never_writes_over_its_inputs(tmp_path: Path, flag: str) -> None:
+    sound_models(tmp_path)
+    (tmp_path / "config.toml").write_text(
+        "[models]\nbase_file = 'base.safetensors'\nmerge_files = ['model.safetensors']\n"
+    )
+    evaluation = judge(tmp_path)
+    before = snapshot(tmp_path)
+    done = run_sweep(tmp_path, "--evaluate", evaluation, "--seeds", "1", flag, "model.safetensors", "--force")
+    assert done.returncode == 2, done.stderr
+    assert "'model.safetensors' is the input" in done.stderr
+    assert snapshot(tmp_path) == before
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_an_analysis_is_drawn(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

@@ -3523,10 +3523,10 @@ def types_of(types: Mapping[str, int]) -> str:
     return next(iter(types)) if len(types) == 1 else ", ".join(f"{dtype} {count:,}" for dtype, count in types.items())
 
 
-def clipped(name: str) -> str:
+def clipped(name: str, most: int = SHOWN_IN_TABLES) -> str:
     """A name for a table: harmless, and with its end, where names differ, if it is long."""
     text = printable(name)
-    return text if len(text) <= SHOWN_IN_TABLES else f"{text[:8]}...{text[11 - SHOWN_IN_TABLES :]}"
+    return text if len(text) <= most else f"{text[:8]}...{text[11 - most :]}"
 
 
 @dataclass(frozen=True)
@@ -5529,6 +5529,7 @@ def analysis_report(
 PLOT_COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PLOT_LINES: Final = ("-", "--", "-.", ":")
 PLOTTED: Final = 6  # models; more would not be readable
+SHOWN_IN_PLOTS: Final = 24  # characters of a name
 PLOT_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 
@@ -5553,7 +5554,7 @@ def load_pyplot(path: Path) -> Any:
 def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
     """A picture of an analysis: |delta| by size, where in the models it is, and how the models' signs conflict."""
     pyplot = load_pyplot(Path(path))
-    models = report.models[:PLOTTED]
+    models = [drawable(model) for model in report.models[:PLOTTED]]
     heights = [3.2, *(0.7 + 0.27 * len(model.kinds) for model in models)]
     figure = pyplot.figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
@@ -5577,6 +5578,12 @@ def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
         raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for the plot") from None
     finally:
         pyplot.close(figure)
+
+
+def drawable(model: ModelAnalysis) -> ModelAnalysis:
+    """With a label that is shown as it is: not taken for a formula, nor left out, nor too long."""
+    label = clipped(model.label, SHOWN_IN_PLOTS).replace("$", r"\$")
+    return dataclasses.replace(model, label=f" {label}" if label.startswith("_") else label)
 
 
 def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
@@ -5603,10 +5610,11 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
 def _plot_conflicts(figure: Any, axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
     labels = [model.label for model in models]
     shares = np.full((len(models), len(models)), np.nan)
-    for pair in report.pairs:
-        if set(pair.models) <= set(labels):
-            i, k = (labels.index(name) for name in pair.models)
-            shares[i, k] = shares[k, i] = 100 * pair.weighted_sign_conflict
+    pairs = iter(report.pairs)
+    for i in range(len(report.models)):
+        for k, pair in zip(range(i + 1, len(report.models)), pairs, strict=False):
+            if k < len(models):
+                shares[i, k] = shares[k, i] = 100 * pair.weighted_sign_conflict
     image = axis.imshow(shares, cmap="cividis", vmin=0, vmax=100)
     for i, k in zip(*np.nonzero(~np.isnan(shares)), strict=True):
         axis.text(
@@ -5621,12 +5629,12 @@ def _plot_conflicts(figure: Any, axis: Any, report: AnalysisReport, models: Sequ
 
 def _plot_cells(axis: Any, model: ModelAnalysis, limits: tuple[float, float]) -> Any:
     """Mean |delta| by layer and kind; what the model does not have, or did not change, is left white."""
-    layers = list(model.cells)
-    kinds = [stats.name for stats in model.kinds]
-    means = np.array([[model.cells[layer].get(kind) or np.nan for layer in layers] for kind in kinds])
+    layers = list(model.cells) or ["nothing"]
+    kinds = [stats.name for stats in model.kinds] or [OTHER_KIND]
+    means = np.array([[model.cells.get(layer, {}).get(kind) or np.nan for layer in layers] for kind in kinds])
     scale = importlib.import_module("matplotlib.colors").LogNorm(*limits)
     image = axis.imshow(means, cmap="cividis", norm=scale, aspect="auto", interpolation="nearest")
-    names = [layer.rpartition(".")[2] for layer in layers]
+    names = [clipped(layer.rpartition(".")[2], SHOWN_IN_PLOTS).replace("$", r"\$") for layer in layers]
     every = -(-len(layers) // 32)
     leaning = {} if max(map(len, names)) < 4 else {"rotation": 30, "ha": "right"}
     axis.set_xticks(range(0, len(layers), every), names[::every], fontsize=8, **leaning)
@@ -6577,13 +6585,13 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
     plot, written, force = flags.get("plot"), flags.get("write_config"), "force" in flags
     if plot is not None:
         load_pyplot(plot)
-        check_apart(plot, merger)
+        check_apart(plot, (merger.base, *merger.models))
     if written is not None:
         if not written.absolute().parent.is_dir():
             raise ConfigError(f"there is no directory for {str(written)!r}", "make it first")
         if not force and os.path.lexists(written):
             raise ConfigError(f"{str(written)!r} is there already", "choose another name, or add --force to replace it")
-        check_apart(written, merger)
+        check_apart(written, (merger.base, *merger.models))
     report = merger.analyze()
     per_tensor = "per_tensor" in flags
     if "json" in flags or merger.config.verbose:  # first: a disk that is full must not cost what was found
@@ -6595,9 +6603,9 @@ def analyze(merger: DareMerger, settings: Settings, flags: dict[str, Any]) -> No
         write_suggestion(report, merger, settings.output, written)
 
 
-def check_apart(path: Path, merger: DareMerger) -> None:
+def check_apart(path: Path, inputs: Iterable[Source]) -> None:
     """Refuse to write where an input is, whatever the flags."""
-    for source in (merger.base, *merger.models):
+    for source in inputs:
         layout = find_layout(fetched(source))
         for used in (layout.folder, *layout.files):
             if used and (relation := entangled(path.resolve(), used.resolve())):

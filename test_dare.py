@@ -7854,6 +7854,20 @@ def test_wrong_words_are_told(
     assert hint in error.splitlines()[1]
 
 
+@pytest.mark.parametrize("flag", ["--write-config", "--results"])
+def test_a_sweep_never_writes_over_its_inputs(tmp_path: Path, flag: str) -> None:
+    sound_models(tmp_path)
+    (tmp_path / "config.toml").write_text(
+        "[models]\nbase_file = 'base.safetensors'\nmerge_files = ['model.safetensors']\n"
+    )
+    evaluation = judge(tmp_path)
+    before = snapshot(tmp_path)
+    done = run_sweep(tmp_path, "--evaluate", evaluation, "--seeds", "1", flag, "model.safetensors", "--force")
+    assert done.returncode == 2, done.stderr
+    assert "'model.safetensors' is the input" in done.stderr
+    assert snapshot(tmp_path) == before
+
+
 @pytest.mark.parametrize("suffix", [pytest.param("png", marks=pytest.mark.slow), "svg"])
 def test_an_analysis_is_drawn(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
@@ -7870,6 +7884,20 @@ def test_an_analysis_is_drawn(tmp_path: Path, suffix: str, capsys: pytest.Captur
         if suffix == "svg":
             assert b"mean |delta|" in content
     assert "warning" not in capsys.readouterr().err
+
+
+def test_any_models_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    base = {"a.weight": torch.rand(4, 4), r"$\foo$.weight": torch.rand(4, 4), "n": torch.arange(3)}
+    names = (r"$\bar$", "_hidden", "long" * 50, "counts")
+    models = {name: {key: tensor + 1 for key, tensor in base.items() if name != "counts"} for name in names}
+    paths = save(tmp_path, base=base, **{**models, "counts": {"n": base["n"]}})
+    # One is given twice, one has nothing that is merged.
+    report = DareMerger(paths[0], [*paths[1:], paths[1]], quiet()).analyze()
+    dare.plot_analysis(report, tmp_path / "picture.svg")
+    picture = (tmp_path / "picture.svg").read_text()
+    for label in (r"Where $\bar$ changed", "_hidden (0% unchanged)", "Where longlong..."):
+        assert f"<!-- {label}" in picture or f"<!--  {label}" in picture
 
 
 def test_without_matplotlib_a_plot_is_a_hint(tmp_path: Path) -> None:

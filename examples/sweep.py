@@ -977,6 +977,8 @@ def run(arguments: Sequence[str] | None) -> None:
             raise ConfigError(f"--plot {str(options.plot)!r} is neither .png nor .svg", "name it like sweep.png")
         check_ours(options.plot, "--plot", options.force)
         load_matplotlib()
+    for path in (results, winner, *([options.plot] if options.plot else [])):
+        dare.check_apart(path, (settings.base, *settings.merge))
     grid = Grid(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Grid)})
     result = sweep(
         settings.base,

@@ -7854,6 +7854,26 @@ def test_wrong_words_are_told(
     assert hint in error.splitlines()[1]
 
 
+@pytest.mark.parametrize(
+    "content", ['{"ke', '{"key": "a", "score": 1' + "0" * 400, '{"key": "a", "score": ' + "[" * 10**5]
+)
+def test_any_damage_to_the_end_of_results_is_survived(tmp_path: Path, content: str) -> None:
+    (tmp_path / "results.jsonl").write_text(content)
+    assert SWEEP.Results(tmp_path / "results.jsonl").scores == {}
+
+
+def test_the_winner_of_a_sweep_with_another_tokenizer_merges(tmp_path: Path) -> None:
+    sound_models(tmp_path)
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    base, model = tmp_path / "base.safetensors", tmp_path / "model.safetensors"
+    grid = SWEEP.Grid(drop_rate=(0.5,), seeds=1)
+    result = SWEEP.sweep(base, [model], grid, lambda path: 1.0, tokenizer_from=tmp_path / "tokenizer")
+    (tmp_path / "best.toml").write_text(SWEEP.winning_configuration(result, tmp_path / "best.toml"))
+    assert dare.main(["-q", "-c", str(tmp_path / "best.toml")]) == 0
+    assert (tmp_path / "merged" / "tokenizer.json").exists()
+
+
 @pytest.mark.parametrize("flag", ["--write-config", "--results"])
 def test_a_sweep_never_writes_over_its_inputs(tmp_path: Path, flag: str) -> None:
     sound_models(tmp_path)

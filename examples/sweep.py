@@ -327,10 +327,12 @@ class Results:
     def __init__(self, path: Path | None) -> None:
         self.path, self.scores = path, dict[str, float]()
         text = self._read()
-        if text and not text.startswith('{"key": "'):
+        if not '{"key": "'.startswith(text[:9]):  # the first line, too, may have been cut short
             raise ConfigError(f"{str(path)!r} is not a results file of a sweep", "give another name after --results")
         for line in text.splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # of a line that a crash has cut short
+            with suppress(
+                ValueError, KeyError, TypeError, OverflowError, RecursionError
+            ):  # of a line that was cut short
                 entry = json.loads(line)
                 if math.isfinite(entry["score"]):  # what failed has none, and is tried again
                     self.scores[entry["key"]] = float(entry["score"])
@@ -447,8 +449,10 @@ class Bench:
             with suppress(OSError, DareError):  # if it is gone
                 now = identity(source)
             if now != before:
+                files = [entry[0] for entry in now or [] if entry not in before] or [name for name, *_ in before]
                 raise DareError(
-                    f"{source.name!r} has changed during the sweep", "run it again; old scores are not used"
+                    f"{source.name!r} has changed during the sweep: {dare.listed(files)}",
+                    "run it again, old scores are not used; if your evaluation wrote that, let it write elsewhere",
                 )
 
 
@@ -730,7 +734,8 @@ def winning_configuration(result: SweepResult, path: Path, output: Path | None =
 
     best, place = result.best, path.absolute().parent.resolve()
     config, models = best.candidate.settings, best.candidate.models
-    target = output or path.parent / ("merged.safetensors" if result.base.path.is_file() else "merged")
+    to_file = result.base.path.is_file() and result.tokenizer_from is None
+    target = output or path.parent / ("merged.safetensors" if to_file else "merged")
     table: dict[str, Any] = {
         "base_file": dare.path_from(result.base, place),
         "merge_files": [dare.path_from(model, place) for model in models],

@@ -4499,6 +4499,8 @@ class TensorPlanner:
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
         rule = self.config.rule_for(mask_names[0] if len(set(mask_names)) == 1 else own)
+        if rule not in self._settings:
+            self._settings[rule] = self.config.for_rule(rule, len(self.models))
         return TensorPlan(
             name=name,
             base=info,
@@ -4506,7 +4508,7 @@ class TensorPlanner:
             mask_names=tuple(mask_names),
             output=TensorInfo(dtype, info.shape, 0),
             merged=merged,
-            settings=self._settings.setdefault(rule, self.config.for_rule(rule, len(self.models))),
+            settings=self._settings[rule],
             method=self.config.method,
             quantised=quantised,
             rule=rule,
@@ -5395,17 +5397,18 @@ class Adviser:
         # Of the pairs: that some two of many models differ at a position is likely by chance alone.
         conflict = max((pair.weighted_sign_conflict for pair in self.pairs), default=0.0)
         most = "up to " if count > 2 else ""
+        adds = TIES_ADDS if any(rate for _, rate in self.rates) else ""
         figure = f"signs conflict in {most}{conflict:.1%} of what both change, by magnitude; cosine {cosine:.2f}"
         if count == 1:
             return "linear", "method linear: there is one model, so there is nothing to reconcile"
         if count > 2 and CONFLICTING * 0.8 < conflict < CONFLICTING * 1.25:
             self.doubts.append("the share of conflicting signs is close to where the advice changes")
         if cosine < OPPOSED_COSINE:
-            return "ties", f"method ties: the models pull against one another ({figure}), and cancel{TIES_ADDS}"
+            return "ties", f"method ties: the models pull against one another ({figure}), and cancel{adds}"
         if count == 2:
             return "linear", f"method linear: of two models that do not oppose one another ({figure}), both can be kept"
         if conflict >= CONFLICTING:
-            return "ties", f"method ties: {count} models that go in different directions ({figure}){TIES_ADDS}"
+            return "ties", f"method ties: {count} models that go in different directions ({figure}){adds}"
         return "linear", f"method linear: {count} models that mostly agree ({figure})"
 
     def _about_balance(self) -> Iterator[Advice]:
@@ -5448,7 +5451,11 @@ class Adviser:
                 ("embeddings", patterns_of(self.embeddings, [n for n in self.matrices if n not in embeddings]), lower),
                 (
                     "layers with large deltas",
-                    [f"{escaped(layer)}.*" for layer in self.hot],
+                    [
+                        p
+                        for layer in self.hot
+                        for p in (f"{escaped(layer)}.*", *([escaped(layer)] * (layer in self.matrices)))
+                    ],
                     [min(0.5, r) for r in rates],
                 ),
             )

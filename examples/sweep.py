@@ -647,16 +647,14 @@ class SweepResult:
         """
         if self.best is self.baseline:
             return False
-        if not self.baseline.scores or self.best.spread is None:
+        if not self.baseline.scores or not self.best.spread:  # scores that never differ tell nothing of chance
             return None
         return self.probability <= SIGNIFICANT
 
     @property
     def probability(self) -> float:
-        error = (self.best.spread or 0.0) / math.sqrt(len(self.best.scores))
+        error = (self.best.spread or math.nan) / math.sqrt(len(self.best.scores))
         gain = abs(self.best.mean - self.baseline.mean)
-        if error == 0:
-            return float(gain == 0)
         picked_from = sum(bool(row.scores) for row in self.merges) - 1
         return min(1.0, picked_from * chance(gain / error, len(self.best.scores) - 1))
 
@@ -669,12 +667,11 @@ class SweepResult:
         if not baseline.scores:
             return f"{what}. The baseline could not be scored, so there is nothing to compare it with."
         gain = f"{self.number(abs(best.mean - baseline.mean))} better than the plain average"
-        if best.spread is None:
+        if not best.spread:
             why = (
-                "there is only one seed; give --seeds 3 or more"
-                if best.candidate.is_random
-                else "neither drops anything"
+                "all its seeds score the same" if best.spread == 0 else "there is only one seed; give --seeds 3 or more"
             )
+            why = why if best.candidate.is_random else "neither drops anything"
             return f"{what}, {gain}. Whether that is more than chance cannot be told from seeds: {why}."
         test = f"t test over {len(best.scores)} seeds, p = {self.probability:.2g} with allowance for the choice"
         if self.distinguishable:

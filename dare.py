@@ -840,19 +840,12 @@ def encode_f64(value: Any) -> Any:  # compiled
     return np.float64(value).view(np.uint64)
 
 
-def combine_linear(kept: Any, models: int, _reals: Any, merged: Any, _total: Any, _share: Any) -> None:  # compiled
-    """Add the models' kept deltas to merged."""
-    for i in range(models):
-        row = kept[i]
-        for j in range(TILE):
-            merged[j] += row[j]
-
-
-def combine_ties(kept: Any, models: int, reals: Any, merged: Any, total: Any, share: Any) -> None:  # compiled
-    """Elect each position's sign by the sum, then average, by weight, the models that agree with it."""
+def elect(kept: Any, models: int, reals: Any, merged: Any, total: Any, share: Any) -> None:  # compiled
+    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree with it."""
+    zero = kept.dtype.type(0)  # a plain 0 would make float64 of float32
     for j in range(TILE):
-        total[j] = 0
-        share[j] = 0
+        total[j] = zero
+        share[j] = zero
     for i in range(models):
         row = kept[i]
         for j in range(TILE):
@@ -862,10 +855,10 @@ def combine_ties(kept: Any, models: int, reals: Any, merged: Any, total: Any, sh
         weight = kept.dtype.type(reals[i, WEIGHT])
         for j in range(TILE):
             agrees = (row[j] > 0) if merged[j] >= 0 else (row[j] < 0)
-            total[j] += row[j] if agrees else 0
-            share[j] += weight if agrees else 0
+            total[j] += row[j] if agrees else zero
+            share[j] += weight if agrees else zero
     for j in range(TILE):
-        merged[j] = total[j] / share[j] if share[j] > 0 else 0
+        merged[j] = total[j] / share[j] if share[j] > 0 else zero
 
 
 def fold(values: Any) -> Any:  # compiled
@@ -965,19 +958,38 @@ class KernelSpec:
         return f"{self.kind}-{self.base}-{self.finetuned}-{self.output}"
 
 
+def host_features() -> str:
+    """What this processor can do, as LLVM names it.
+
+    Where it has vectors of 512 bits, LLVM would use half of them, for fear of a lower clock; the kernels gain by all.
+    """
+    import llvmlite.binding as llvm
+
+    features: str = llvm.get_host_cpu_features().flatten()
+    return f"{features},-prefer-256-bit" if "+avx512f" in features else features
+
+
+@cache
+def load_numba() -> Any:
+    numba: Any = importlib.import_module("numba")
+    # Read when the process compiles for the first time. If that was before, the kernels are right all the same.
+    if numba.config.CPU_FEATURES is None:
+        numba.config.CPU_FEATURES = host_features()
+    return numba
+
+
 @cache
 def inline(function: Callable[..., Any]) -> Any:
     """A function that is compiled into the kernels that call it. Once for all kernels: it takes Numba a while."""
-    numba: Any = importlib.import_module("numba")
     options = {"forceinline": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return numba.njit(**options)(function)
+    return load_numba().njit(**options)(function)
 
 
 class Parts:
     """What all kernels of a spec are made of: the types, and the inner functions, ready to be compiled in."""
 
     def __init__(self, spec: KernelSpec) -> None:
-        self.numba: Any = importlib.import_module("numba")
+        self.numba = load_numba()
         wide = spec.real == "F64"
         self.real: Any = np.float64 if wide else np.float32
         self.unsigned: Any = np.uint64 if wide else np.uint32
@@ -987,7 +999,7 @@ class Parts:
         if wide and FORMATS[spec.output].bits == 16:
             self.encode = self._encode_by_odd(self.encode)
         self.decode_finetuned = inline(FORMATS[spec.finetuned].decode)
-        self.thin = self._thin_model(self.decode_finetuned)
+        self.thin = self._thin_model(self.decode_finetuned, spec.kind == "ties")
 
     def _encode_by_odd(self, encode: Any) -> Any:
         narrow = inline(round_to_odd)
@@ -997,17 +1009,21 @@ class Parts:
 
         return inline(encode_by_odd)
 
-    def _thin_model(self, decode: Any) -> Any:
-        """The heart of all kernels: one tile of one model, from its stored values to its thinned deltas."""
+    def _thin_model(self, decode: Any, apart: bool) -> Any:
+        """The heart of all kernels: one tile of one model, from its stored values to its thinned deltas.
+
+        They are added to a row, or, for ties, are what the row holds then.
+        """
         draw_bits, real, unsigned = inline(draw), self.real, self.unsigned
 
         def thin_model(  # compiled
-            raw: Any, tile: int, words: Any, reals: Any, base: Any, bits: Any, size: Any, kept: Any, threshold: Any
+            raw: Any, tile: int, words: Any, reals: Any, base: Any, bits: Any, size: Any, row: Any, threshold: Any
         ) -> None:
             draw_bits(bits, tile, words[KEY_0], words[KEY_1])
             limit, floor, scale = np.uint16(words[LIMIT]), real(reals[FLOOR]), real(reals[SCALE])
             peak = unsigned(words[PEAK])
             above = np.uint32(0)
+            survivors = np.uint32(0)
             for j in range(TILE):
                 delta = decode(raw[j]) - base[j]
                 magnitude = abs(delta)
@@ -1016,9 +1032,15 @@ class Parts:
                 pattern = real(magnitude).view(unsigned)
                 peak = pattern if pattern > peak else peak
                 above = np.uint32(above + np.uint32(magnitude > threshold))
-                kept[j] = delta * scale if bits[j] <= limit and magnitude >= floor else 0
+                survives = bits[j] <= limit
+                survivors = np.uint32(survivors + np.uint32(survives))
+                if apart:
+                    row[j] = delta * scale if survives and magnitude >= floor else real(0)
+                else:
+                    row[j] += delta * scale if survives else real(0)
             words[PEAK] = peak
             words[ABOVE] += np.uint64(above)
+            words[KEPT] += np.uint64(survivors)
 
         return inline(thin_model)
 
@@ -1034,7 +1056,7 @@ def build_merge(spec: KernelSpec) -> Any:
     carray, real, unsigned, decode, encode = parts.numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
     base_raw, finetuned_raw, output_raw = parts.raw
     thin_model, decode_finetuned, fold_tile, pad_rows = parts.thin, parts.decode_finetuned, inline(fold), inline(pad)
-    combine = inline(combine_ties if spec.kind == "ties" else combine_linear)
+    elect_signs, is_ties = inline(elect), spec.kind == "ties"
 
     def merge_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, words_at: Any, reals_at: Any, scratch_at: Any, _: Any,
@@ -1066,16 +1088,14 @@ def build_merge(spec: KernelSpec) -> Any:
             for i in range(models):
                 raw_finetuned = finetuned_all[i, start : start + TILE]
                 against = scratch[np.int64(words[i, AGAINST])]
-                thin_model(
-                    raw_finetuned, first_tile + tile, words[i], reals[i], against, bits, size, kept[i], threshold
-                )
+                row = kept[i] if is_ties else merged
+                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], against, bits, size, row, threshold)
                 reals[i, SUM] += fold_tile(size)
-                limit = np.uint16(words[i, LIMIT])
-                survivors = np.uint32(0)
-                for j in range(TILE if tile < tiles - 1 else count - start):
-                    survivors = np.uint32(survivors + np.uint32(bits[j] <= limit))
-                words[i, KEPT] += np.uint64(survivors)
-            combine(kept, models, reals, merged, scratch[4], scratch[5])
+                # Of a last tile, what pads it was counted too.
+                for j in range(count - start, TILE):
+                    words[i, KEPT] -= np.uint64(bits[j] <= np.uint16(words[i, LIMIT]))
+            if is_ties:
+                elect_signs(kept, models, reals, merged, scratch[4], scratch[5])
             if exact:
                 raw_finetuned = finetuned_all[0, start : start + TILE]
                 for j in range(TILE):
@@ -1115,7 +1135,7 @@ def build_angle(spec: KernelSpec) -> Any:
         scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
         bits = carray(scratch_at, (1, TILE), np.uint16)[0]
         products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
-        base, size, ends, kept = scratch[BASE_ROW], scratch[3], scratch[4:6], scratch[SCRATCH_ROWS]
+        base, size, ends = scratch[BASE_ROW], scratch[3], scratch[4:6]
         pad_rows(base_all, count, tiles * TILE)
         pad_rows(finetuned_all, count, tiles * TILE)
         pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)
@@ -1130,10 +1150,8 @@ def build_angle(spec: KernelSpec) -> Any:
             for i in range(models):
                 raw_finetuned = finetuned_all[i, start : start + TILE]
                 against = scratch[np.int64(words[i, AGAINST])]
-                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], against, bits, size, kept, real(0))
                 end = ends[np.int64(words[i, SLOT])]
-                for j in range(TILE):
-                    end[j] += kept[j]
+                thin_model(raw_finetuned, first_tile + tile, words[i], reals[i], against, bits, size, end, real(0))
             for which in range(3):
                 left, right = ends[1 if which == 1 else 0], ends[0 if which == 0 else 1]
                 for j in range(TILE):
@@ -1193,6 +1211,7 @@ def build_count(spec: KernelSpec) -> Any:
 
 def compare_signs(one: Any, other: Any, opposed: Any, both: Any, figures: Any) -> None:  # compiled
     """How many positions two models pull in opposite directions, how many they both change, and by how much."""
+    zero = opposed.dtype.type(0)
     against = np.uint32(0)
     shared = np.uint32(0)
     for j in range(TILE):
@@ -1202,8 +1221,8 @@ def compare_signs(one: Any, other: Any, opposed: Any, both: Any, figures: Any) -
         against = np.uint32(against + np.uint32(is_opposed))
         shared = np.uint32(shared + np.uint32(is_both))
         size = abs(a) + abs(b)
-        opposed[j] = size if is_opposed else 0
-        both[j] = size if is_both else 0
+        opposed[j] = size if is_opposed else zero
+        both[j] = size if is_both else zero
     figures[OPPOSED] += np.float64(against)
     figures[BOTH] += np.float64(shared)
 
@@ -1305,8 +1324,8 @@ def build_measure(spec: KernelSpec) -> Any:
                     is_several = left[j] + right[j] > 1
                     mixed = np.uint32(mixed + np.uint32(is_mixed))
                     several = np.uint32(several + np.uint32(is_several))
-                    left[j] = size[j] if is_mixed else 0
-                    right[j] = size[j] if is_several else 0
+                    left[j] = size[j] if is_mixed else real(0)
+                    right[j] = size[j] if is_several else real(0)
                 figures[models + 1, OPPOSED] += np.float64(mixed)
                 figures[models + 1, BOTH] += np.float64(several)
                 figures[models + 1, OPPOSED_SIZE] += fold_tile(left)
@@ -1408,7 +1427,7 @@ def cached_object(spec: KernelSpec, machine: Any) -> bytes:
     import llvmlite
     import llvmlite.binding as llvm
 
-    made_for = (llvmlite.__version__, machine.triple, llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    made_for = (llvmlite.__version__, machine.triple, llvm.get_host_cpu_name(), host_features())
     identity = hashlib.sha256(repr(made_for).encode() + Path(__file__).read_bytes()).hexdigest()[:16]
     folder = cache_folder()
     path = folder / f"dare.{spec}.{identity}.o" if folder else None
@@ -1437,7 +1456,7 @@ def load_kernel(spec: KernelSpec) -> KernelCall:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, codemodel="jitdefault"
+        cpu=llvm.get_host_cpu_name(), features=host_features(), opt=3, codemodel="jitdefault"
     )
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(cached_object(spec, machine)))

@@ -40,9 +40,10 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
 
+from sweep import COLOURS, DASHES, MARKS, chance, load_matplotlib, place_on_axis
+
 import dare
 from dare import ConfigError, DareConfig, DareError, dare_merge
-from sweep import COLOURS, DASHES, MARKS, chance, load_matplotlib, place_on_axis
 
 Weights = dict[str, Tensor]
 
@@ -86,26 +87,26 @@ class Settings:
 RATES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 FULL: Final = Settings(
     plans={
-        "chars": Plan((64, 256, 768), Recipe(3000, 4e-3, 64), Recipe(500, 3e-4, 64), Recipe(1500, 4e-3, 64)),
+        "chars": Plan((64, 256, 768), Recipe(5000, 4e-3, 256), Recipe(600, 3e-4, 128), Recipe(1500, 4e-3, 128)),
         "digits": Plan((64, 512, 4096), Recipe(200, 1e-3, 64), Recipe(600, 1e-3, 64), Recipe(1500, 1e-2, 64)),
     },
     rates=RATES,
     shifts=(0.0, 0.1, 0.2, 0.4, 0.6),
     merge_rates=(0.3, 0.5, 0.7, 0.8, 0.9, 0.95),
     lambdas=(0.5, 1.0, 1.5, 2.0, 2.5, 3.0),
-    validation_seeds=3,
-    test_seeds=10,
+    validation_seeds=2,
+    test_seeds=5,
 )
 QUICK: Final = Settings(
     plans={
-        "chars": Plan((32, 64, 128), Recipe(900, 4e-3, 24), Recipe(250, 5e-4, 48), Recipe(500, 4e-3, 48)),
+        "chars": Plan((32, 64, 128), Recipe(900, 6e-3, 32), Recipe(400, 8e-4, 32), Recipe(500, 5e-3, 32)),
         "digits": Plan((32, 128, 512), Recipe(200, 1e-3, 64), Recipe(400, 1e-3, 64), Recipe(600, 1e-2, 64)),
     },
     rates=(0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
     shifts=(0.0, 0.2, 0.5),
-    merge_rates=(0.3, 0.6, 0.9),
-    lambdas=(1.0, 1.5, 2.0, 3.0),
-    validation_seeds=2,
+    merge_rates=(0.5, 0.9),
+    lambdas=(1.0, 1.5, 2.0),
+    validation_seeds=1,
     test_seeds=3,
 )
 
@@ -181,9 +182,11 @@ class Transformer(nn.Module):
 
 ALPHABET: Final = "\n" + "".join(map(chr, range(32, 127)))
 LINE: Final = 16  # letters of a task line with its padding: "r stdlib=bildts" and the end of the line
-CONTEXT: Final = 4 * LINE
+CONTEXT: Final = 2 * LINE
 # Files of some size that every Python has; their text differs a little from one version to the next.
-TEXTS: Final = "argparse ast datetime difflib doctest inspect optparse pdb pickletools pydoc_data/topics subprocess tarfile"
+TEXTS: Final = (
+    "argparse ast datetime difflib doctest inspect optparse pdb pickletools pydoc_data/topics subprocess tarfile"
+)
 # The share of the base's rows that are task lines, and how many of those give the right answer: in the others the word
 # is only repeated. So the base has seen the tasks, mostly done badly, and like a pretrained model it can do more than
 # it does by itself.
@@ -222,7 +225,7 @@ def task_lines(words: Sequence[str], skill: str, repeated: bool = False) -> tupl
 class Chars:
     """Letters of the standard library, and word tasks: "r hello=olleh"."""
 
-    skills = tuple(WORD_TASKS)
+    skills: tuple[str, ...] = tuple(WORD_TASKS)
 
     def __init__(self, device: str) -> None:
         text = standard_library()
@@ -277,14 +280,13 @@ COPIES: Final = 3  # of each held-out image, at angles evenly apart
 class Digits:
     """Scikit-learn's digits: the base reads them as they are, the skills are to read them distorted."""
 
-    skills = ("rotated", "shifted", "mirrored")
+    skills: tuple[str, ...] = ("rotated", "shifted", "mirrored")
 
     def __init__(self, device: str) -> None:
-        if importlib.util.find_spec("sklearn") is None:
-            raise DareError("the digits need scikit-learn, which is not installed", "leave them out with --only chars")
-        self.rotate = importlib.import_module("digits").rotate
-        self.train, (images, labels) = importlib.import_module("digits").load_split()
-        self.train = tuple(tensor.to(device) for tensor in self.train)
+        shared = importlib.import_module("digits")  # only here: it needs scikit-learn
+        self.rotate: Callable[[Tensor, Tensor], Tensor] = shared.rotate
+        train, (images, labels) = shared.load_split()
+        self.train: tuple[Tensor, Tensor] = (train[0].to(device), train[1].to(device))
         half = len(labels) // 2
         draws = ((torch.arange(COPIES) + 0.5) / COPIES).repeat_interleave(half)
         self.parts = {
@@ -299,7 +301,7 @@ class Digits:
     def distort(self, skill: str, images: Tensor, draws: Tensor) -> Tensor:
         if skill == "rotated":
             low, high = DEGREES
-            return self.rotate(images, low + (high - low) * draws)  # type: ignore[no-any-return]
+            return self.rotate(images, low + (high - low) * draws)
         if skill == "shifted":  # to the left by two columns, which come in again on the right
             return images.roll(-2, 2)
         return images.flip(2)
@@ -318,11 +320,14 @@ class Digits:
         images, labels = self.train
         chosen = pick(len(labels), batch, generator)
         draws = torch.rand(batch, generator=generator, device=generator.device)
-        return F.cross_entropy(model(self.distort(skill, images[chosen], draws)), labels[chosen], label_smoothing=SMOOTHING)
+        return F.cross_entropy(
+            model(self.distort(skill, images[chosen], draws)), labels[chosen], label_smoothing=SMOOTHING
+        )
 
     def right(self, model: Callable[[Tensor], Tensor], skill: str, part: str) -> Tensor:
         images, labels = self.parts[skill, part]
-        return model(images).argmax(1) == labels
+        answers = model(images).argmax(1)
+        return answers.eq(labels)
 
 
 FAMILIES: Final[dict[str, Callable[[str], Family]]] = {"chars": Chars, "digits": Digits}
@@ -332,7 +337,9 @@ FAMILIES: Final[dict[str, Callable[[str], Family]]] = {"chars": Chars, "digits":
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def train(model: nn.Module, loss_of: Callable[[torch.Generator], Tensor], recipe: Recipe, rate: float, seed: int) -> None:
+def train(
+    model: nn.Module, loss_of: Callable[[torch.Generator], Tensor], recipe: Recipe, rate: float, seed: int
+) -> None:
     """Adam, with a rate that rises for a tenth of the steps and then falls to 0."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -542,7 +549,7 @@ def tell(unit: str, what: str, started: float) -> None:
 
 def machine(device: str) -> str:
     where = torch.cuda.get_device_name() if device.startswith("cuda") else f"{os.cpu_count()} CPU cores"
-    return f"{where}, {platform.system()} {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{where}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def unit_settings(unit: str, settings: Settings, device: str) -> dict[str, Any]:
@@ -600,3 +607,384 @@ def run_units(units: Sequence[str], settings: Settings, device: str, jobs: int) 
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and verdicts, from a results file alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
+# Differences count where a t test over the masks gives them a chance of 1 in 20, and where they are large enough to
+# matter: a point of the score, or of the drop rate.
+SIGNIFICANT: Final = 0.05
+MATTERS: Final = 0.01
+CRITERION: Final = (
+    "A difference counts as told when a two-sided t test over the masks gives it a chance of at most 5% and it is at "
+    "least one percentage point."
+)
+
+
+def direction(differences: Sequence[float]) -> int:
+    """1 for more, -1 for less, 0 for what cannot be told."""
+    middle = statistics.fmean(differences)
+    if abs(middle) < MATTERS or len(differences) < 2:
+        return 0
+    spread = statistics.stdev(differences)
+    t = abs(middle) / (spread / math.sqrt(len(differences))) if spread else math.inf
+    return int(math.copysign(1, middle)) if 2 * chance(t, len(differences) - 1) <= SIGNIFICANT else 0
+
+
+def verdict(sign: int) -> str:
+    return {1: "as the paper says", -1: "not as the paper says", 0: "cannot be told"}[sign]
+
+
+def spread_of(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def points(values: Sequence[float]) -> str:
+    return f"{100 * statistics.fmean(values):.1f} ± {100 * spread_of(values):.1f}"
+
+
+def cliff(rates: Sequence[float], scores: Sequence[float], least: float) -> float:
+    """The highest drop rate up to which no score is below the least, by straight lines between the rates tried."""
+    for k, score in enumerate(scores):
+        if score < least:
+            if k == 0:
+                return 0.0
+            share = (scores[k - 1] - least) / (scores[k - 1] - score)
+            return rates[k - 1] + share * (rates[k] - rates[k - 1])
+    return rates[-1]
+
+
+def expert_scores(unit: dict[str, Any], name: str) -> tuple[float, float]:
+    """What the base and the expert score at the expert's skill."""
+    place = unit["skills"].index(skill_of(name, unit["skills"]))
+    return unit["models"]["base"]["scores"][place], unit["models"][name]["scores"][place]
+
+
+def cliffs(unit: dict[str, Any], name: str, arm: str) -> list[float]:
+    """The cliff of one fine-tune, for each mask; a deterministic arm has the same for all."""
+    base, expert = expert_scores(unit, name)
+    count, curve = unit["settings"]["test_seeds"], unit["single"][name][arm]
+    masks = [[row[k % len(row)] for row in curve] for k in range(count)]
+    return [cliff(unit["settings"]["rates"], scores, base + KEPT_GAIN * (expert - base)) for scores in masks]
+
+
+def mean_cliffs(unit: dict[str, Any], arm: str) -> list[float]:
+    """For each mask, the mean over the fine-tunes with small deltas."""
+    return [statistics.fmean(row) for row in zip(*(cliffs(unit, name, arm) for name in unit["skills"]), strict=True)]
+
+
+def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(left, right, strict=True)]
+
+
+def mask_means(arm: dict[str, Any], count: int) -> list[float]:
+    """The mean over the skills for each mask; what is deterministic is the same for all."""
+    rows = [statistics.fmean(row) for row in arm["scores"]]
+    return [rows[k % len(rows)] for k in range(count)]
+
+
+def ordered(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return dict(sorted(results["units"].items(), key=lambda item: (item[0].split("/")[0], int(item[0].split("/")[1]))))
+
+
+def by_family(results: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    families: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, unit in ordered(results).items():
+        families.setdefault(name.split("/")[0], {})[name] = unit
+    return families
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table that a terminal and Markdown both show."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
+
+
+def models_table(results: dict[str, Any]) -> str:
+    rows = []
+    for name, unit in ordered(results).items():
+        for expert in unit["single"]:
+            size = unit["models"][expert]["delta"]
+            sizes = [f"{size['mean']:.2g}", f"{size['p99']:.2g}", f"{size['relative']:.1%}"]
+            scores = [f"{100 * score:.1f}" for score in expert_scores(unit, expert)]
+            found = [f"{statistics.fmean(cliffs(unit, expert, arm)):.2f}" for arm in SINGLE_ARMS]
+            rows.append([name, expert, *scores, *sizes, *found])
+    head = ["model", "fine-tune", "base", "expert", "mean delta", "99th percentile", "relative norm"]
+    return table([*head, *(f"cliff: {arm}" for arm in SINGLE_ARMS)], rows)
+
+
+def rates_table(results: dict[str, Any]) -> str:
+    """Means over the fine-tunes with small deltas, and the one with large ones."""
+    rows = []
+    for name, unit in ordered(results).items():
+        for arm in (*SINGLE_ARMS, "DARE, large"):
+            names = ["large"] if arm == "DARE, large" else unit["skills"]
+            curves = [unit["single"][expert][arm.split(",")[0]] for expert in names]
+            rows.append([name, arm, *(f"{100 * mean_of(column):.1f}" for column in zip(*curves, strict=True))])
+    rates = next(iter(results["units"].values()))["settings"]["rates"]
+    return table(["model", "drop rate:", *map(str, rates)], rows)
+
+
+def merged_table(results: dict[str, Any]) -> str:
+    rows = []
+    for name, unit in ordered(results).items():
+        for models, arms in unit["merged"].items():
+            for arm, found in arms.items():
+                each = " / ".join(
+                    f"{100 * statistics.fmean(column):.1f}" for column in zip(*found["scores"], strict=True)
+                )
+                setting = f"drop {found['drop_rate']:g}, lambda {found['lambda']:g}"
+                means = mask_means(found, len(found["scores"]))
+                rows.append([name, models, arm, setting, points(means), each])
+    return table(["model", "merged", "how", "chosen on validation data", "test: mean", "each skill"], rows)
+
+
+def single_verdicts(name: str, units: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """What one family shows of thinning one model."""
+    found = {unit: mean_cliffs(results, "DARE") for unit, results in units.items()}
+    for unit, rates in found.items():
+        flat = direction([rate - 0.9 for rate in rates])
+        yield f"{unit}: flat until {points(rates)}% are dropped; at least 90%: {verdict(1 if flat >= 0 else -1)}."
+    narrow, wide = next(iter(found)), list(found)[-1]
+    if narrow != wide:
+        moved = minus(found[wide], found[narrow])
+        says = verdict(direction(moved))
+        yield f"{name}: the cliff moves right from {narrow} to {wide}, by {points(moved)} points: {says}."
+    for unit, results in units.items():
+        for arm in ("no rescale", "magnitude"):
+            lead = minus(found[unit], mean_cliffs(results, arm))
+            words = "without rescaling" if arm == "no rescale" else "with magnitude pruning"
+            yield f"{unit}: {words} it falls earlier, by {points(lead)} points: {verdict(direction(lead))}."
+        skill = results["skills"][0]
+        lead = minus(cliffs(results, skill, "DARE"), cliffs(results, "large", "DARE"))
+        yield f"{unit}: large deltas of {skill} fail earlier, by {points(lead)} points: {verdict(direction(lead))}."
+
+
+# DARE, and the same without dropping, whose lambda was chosen from the same grid.
+RIVALS: Final = (
+    ("linear + DARE", "linear"),
+    ("linear + DARE 0.9", "linear"),
+    ("ties + DARE", "ties"),
+    ("slerp + DARE", "slerp"),
+)
+
+
+def differences(results: dict[str, Any], dropping: str, rival: str) -> dict[str, list[float]]:
+    """DARE less its rival, for each mask, wherever both were tried."""
+    found = {}
+    for name, unit in ordered(results).items():
+        count = unit["settings"]["test_seeds"]
+        for models, arms in unit["merged"].items():
+            if dropping in arms:
+                pair = (mask_means(arms[arm], count) for arm in (dropping, rival))
+                found[f"{name} {models}"] = minus(*pair)
+    return found
+
+
+def merge_verdicts(results: dict[str, Any]) -> Iterator[str]:
+    words = {1: "helps", -1: "hurts", 0: "cannot be told"}
+    for dropping, rival in RIVALS:
+        found = differences(results, dropping, rival)
+        signs = {name: direction(values) for name, values in found.items()}
+        counts = [sum(sign == wanted for sign in signs.values()) for wanted in (1, -1, 0)]
+        average = "the plain average" if rival == "linear" else f"{rival} without dropping"
+        everywhere = statistics.fmean(statistics.fmean(values) for values in found.values()) if found else 0.0
+        yield (
+            f"{dropping} against {average}, lambda tuned the same way: helps in {counts[0]}, hurts in {counts[1]}, "
+            f"cannot be told in {counts[2]} of {len(found)} merges; {100 * everywhere:+.1f} points on average."
+        )
+        for name, values in found.items():
+            yield f"  {name}: {points(values)} points: {words[signs[name]]}"
+
+
+def report(results: dict[str, Any]) -> str:
+    """All tables and verdicts."""
+    if not results["units"]:
+        raise DareError("there are no results to report", "run without --report first")
+    machines = sorted({unit["machine"] for unit in results["units"].values()})
+    each = ", ".join(f"{name} {unit['seconds']:.0f} s" for name, unit in ordered(results).items())
+    sections = [
+        f"{'; '.join(machines)}; {results['seconds']:.0f} s in all ({each})",
+        "One model: scores in %, sizes of the deltas, and the cliff: the highest drop rate that keeps "
+        f"{KEPT_GAIN:.0%} of the gain",
+        models_table(results),
+        "Scores in % by drop rate, mean of the three fine-tunes and all masks",
+        rates_table(results),
+        "Several models: mean of the skills in %, ± standard deviation over masks",
+        merged_table(results),
+        f"Verdicts. {CRITERION}",
+        "\n".join(line for name, units in by_family(results).items() for line in single_verdicts(name, units)),
+        "\n".join(merge_verdicts(results)),
+    ]
+    return "\n\n".join(sections)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The picture
+# ---------------------------------------------------------------------------------------------------------------------
+
+BARS: Final = ("average", "linear", "linear + DARE", "ties", "ties + DARE", "slerp", "slerp + DARE")
+
+
+def mean_curve(unit: dict[str, Any], names: Sequence[str], arm: str) -> list[list[float]]:
+    """For each drop rate: the mean over the fine-tunes, for each mask, in %."""
+    curves = [unit["single"][name][arm] for name in names]
+    return [[100 * statistics.fmean(mask) for mask in zip(*cells, strict=True)] for cells in zip(*curves, strict=True)]
+
+
+def draw_curve(axes: Any, unit: dict[str, Any], names: Sequence[str], arm: str, number: int, label: str) -> None:
+    rates, cells = [place_on_axis(rate) for rate in unit["settings"]["rates"]], mean_curve(unit, names, arm)
+    style = {"color": COLOURS[number], "marker": MARKS[number], "linestyle": DASHES[number]}
+    axes.plot(rates, [statistics.fmean(cell) for cell in cells], label=label, linewidth=1.8, markersize=4, **style)
+    low, high = [min(cell) for cell in cells], [max(cell) for cell in cells]
+    axes.fill_between(rates, low, high, color=COLOURS[number], alpha=0.15, linewidth=0)
+
+
+def finish_curves(axes: Any, unit: dict[str, Any], title: str) -> None:
+    shown = [rate for rate in (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99) if rate in unit["settings"]["rates"]]
+    axes.set_xticks([place_on_axis(rate) for rate in shown], [f"{rate:g}" for rate in shown], fontsize=8)
+    axes.set_ylim(-2, 102)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("drop rate", fontsize=9)
+    axes.legend(fontsize=8, frameon=False, loc="lower left")
+
+
+def draw_bars(axes: Any, units: dict[str, dict[str, Any]]) -> None:
+    """The merges of each width: the mean over all pairs and the three, a bar for each way; whiskers: the masks."""
+    for number, arm in enumerate(BARS):
+        for place, unit in enumerate(units.values()):
+            count, merges = unit["settings"]["test_seeds"], unit["merged"].values()
+            rows = [mask_means(arms[arm], count) for arms in merges if arm in arms and "slerp" in arms]  # pairs
+            means = [100 * statistics.fmean(row) for row in zip(*rows, strict=True)]
+            axes.bar(
+                place + (number - len(BARS) / 2 + 0.5) * 0.12,
+                statistics.fmean(means),
+                0.11,
+                yerr=spread_of(means),
+                color=COLOURS[(number + 1) // 2],
+                alpha=0.55 if "DARE" not in arm and number else 1,
+                hatch="//" if "DARE" in arm else None,
+                edgecolor="white",
+                error_kw={"linewidth": 1},
+                label=arm if place == 0 else None,
+            )
+    axes.set_xticks(range(len(units)), list(units), fontsize=9)
+    axes.set_ylim(0, 102)
+    axes.set_title("Two models merged: mean score of both skills, all pairs", fontsize=10, loc="left")
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """A column for each family: the ways to thin the widest model, DARE by width, and merged models."""
+    families = by_family(results)
+    figure = load_matplotlib().Figure(figsize=(5 * len(families), 11), dpi=100, layout="constrained")
+    grid = figure.subplots(3, len(families), squeeze=False)
+    for column, units in enumerate(families.values()):
+        widest, unit = list(units.items())[-1]
+        for number, arm in enumerate(SINGLE_ARMS):
+            draw_curve(grid[0][column], unit, unit["skills"], arm, number, arm)
+        finish_curves(grid[0][column], unit, f"{widest}: one model thinned, mean of three skills")
+        for number, (name, other) in enumerate(units.items()):
+            draw_curve(grid[1][column], other, other["skills"], "DARE", number, name)
+        draw_curve(grid[1][column], unit, ["large"], "DARE", len(units), f"{widest}, large deltas")
+        finish_curves(grid[1][column], unit, "DARE by width, and with large deltas")
+        draw_bars(grid[2][column], units)
+    for axes in grid.flat:
+        axes.set_ylabel("score on test data, %", fontsize=9)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = grid[2][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(BARS), fontsize=9, frameon=False)
+    try:
+        figure.savefig(path, metadata={"Title" if path.suffix == ".svg" else "Software": MARK})
+    except OSError as error:
+        raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "give another file after --plot") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> dare.Parser:
+    parser = dare.Parser(
+        prog="quality.py",
+        description="Train small models from nothing, thin and merge them, and say by their scores whether DARE helps.",
+        epilog="Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted (143 by SIGTERM).",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="smaller models and fewer masks: minutes on two cores")
+    add("--out", metavar="FILE", type=Path, help="keep the results here, and continue what is there")
+    add("--report", metavar="FILE", type=Path, help="train nothing: tables, verdicts and picture from a results file")
+    add("--plot", metavar="FILE", type=Path, help="draw the scores: a .png or .svg file")
+    add("--device", metavar="NAME", default="cpu", help="where to train and merge: cpu (default) or cuda")
+    add("--jobs", metavar="N", type=int, help="models at a time (default: one for each core, and 1 on a GPU)")
+    add("--only", metavar="UNIT", nargs="+", help="families, or a family at a width: chars/256 digits")
+    return parser
+
+
+def chosen_units(only: Sequence[str] | None, settings: Settings) -> list[str]:
+    """The units, widest first, so that the longest does not come last."""
+    pairs = sorted(((w, family) for family, plan in settings.plans.items() for w in plan.widths), reverse=True)
+    units = [f"{family}/{width}" for width, family in sorted(pairs, key=lambda p: (p[1] != "chars", -p[0]))]
+    for word in only or ():
+        if word not in units and word not in settings.plans:
+            raise ConfigError(f"there is no {word!r}", f"--only takes {', '.join([*settings.plans, *units])}")
+    return [unit for unit in units if only is None or unit in only or unit.split("/")[0] in only]
+
+
+def measure(options: Any, settings: Settings) -> dict[str, Any]:
+    """Run what is not in the results file yet."""
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError("there is no GPU that torch can use", "leave --device out")
+    results = load_results(options.out)
+    units = chosen_units(options.only, settings)
+    wanted = {unit: unit_settings(unit, settings, options.device) for unit in units}
+    missing = [unit for unit in units if results["units"].get(unit, {}).get("settings") != wanted[unit]]
+    if any(unit.startswith("digits") for unit in missing) and importlib.util.find_spec("sklearn") is None:
+        raise DareError("the digits need scikit-learn, which is not installed", "leave them out with --only chars")
+    jobs = options.jobs or (1 if options.device.startswith("cuda") else len(os.sched_getaffinity(0)))
+    started, before = time.perf_counter(), results["seconds"]
+    for unit, found in run_units(missing, settings, options.device, jobs):
+        results["units"][unit] = found
+        results["seconds"] = round(before + time.perf_counter() - started, 1)
+        if options.out:
+            save_results(results, options.out)
+    return results
+
+
+def run(arguments: Sequence[str] | None, settings: Settings | None = None) -> None:
+    options = build_parser().parse_args(arguments)
+    if options.jobs is not None and options.jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, not {options.jobs}", "leave it out for one to each core")
+    for path in (options.out, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"the directory of {str(path)!r} does not exist", "create it first")
+    if options.plot:
+        if options.plot.suffix not in (".png", ".svg"):
+            raise ConfigError(f"--plot {str(options.plot)!r} is neither .png nor .svg", "name it like quality.png")
+        load_matplotlib()
+    if options.report:
+        if not options.report.is_file():
+            raise ConfigError(f"there is no file {str(options.report)!r}", "--report takes what --out has written")
+        results = load_results(options.report)
+    else:
+        results = measure(options, settings or (QUICK if options.quick else FULL))
+    print(report(results))
+    if options.plot:
+        draw(results, options.plot)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Gives the exit status; no traceback reaches a user."""
+    kept = "interrupted; with --out, what is measured is kept, and the same command continues"
+    return dare.guarded(lambda: run(arguments), kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -88,7 +88,7 @@ RATES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 FULL: Final = Settings(
     plans={
         "chars": Plan((64, 256, 768), Recipe(5000, 4e-3, 256), Recipe(600, 3e-4, 128), Recipe(1500, 4e-3, 128)),
-        "digits": Plan((64, 512, 4096), Recipe(200, 1e-3, 64), Recipe(600, 1e-3, 64), Recipe(1500, 1e-2, 64)),
+        "digits": Plan((64, 512, 2048), Recipe(200, 1e-3, 64), Recipe(600, 1e-3, 64), Recipe(1500, 1e-2, 64)),
     },
     rates=RATES,
     shifts=(0.0, 0.1, 0.2, 0.4, 0.6),
@@ -651,8 +651,9 @@ def spread_of(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def points(values: Sequence[float]) -> str:
-    return f"{100 * statistics.fmean(values):.1f} ± {100 * spread_of(values):.1f}"
+def points(values: Sequence[float], sign: str = "") -> str:
+    """The mean in % and the standard deviation; with the sign "+", as a difference."""
+    return f"{100 * statistics.fmean(values):{sign}.1f} ± {100 * spread_of(values):.1f}"
 
 
 def cliff(rates: Sequence[float], scores: Sequence[float], least: float) -> float:
@@ -729,24 +730,33 @@ def models_table(results: dict[str, Any]) -> str:
 def rates_table(results: dict[str, Any]) -> str:
     """Means over the fine-tunes with small deltas, and the one with large ones."""
     rows = []
+    rates = sorted({rate for unit in results["units"].values() for rate in unit["settings"]["rates"]})
     for name, unit in ordered(results).items():
         for arm in (*SINGLE_ARMS, "DARE, large"):
             names = ["large"] if arm == "DARE, large" else unit["skills"]
-            curves = [unit["single"][expert][arm.split(",")[0]] for expert in names]
-            rows.append([name, arm, *(f"{100 * mean_of(column):.1f}" for column in zip(*curves, strict=True))])
-    rates = next(iter(results["units"].values()))["settings"]["rates"]
+            columns = zip(*(unit["single"][expert][arm.split(",")[0]] for expert in names), strict=True)
+            means = dict(zip(unit["settings"]["rates"], map(mean_of, columns), strict=True))
+            rows.append([name, arm, *(f"{100 * means[rate]:.1f}" if rate in means else "" for rate in rates)])
     return table(["model", "drop rate:", *map(str, rates)], rows)
+
+
+def alone(unit: dict[str, Any], skills: Sequence[str]) -> dict[str, Any]:
+    """The base and each expert by itself at all the skills of a merge, like arms that chose nothing."""
+    places = [unit["skills"].index(skill) for skill in skills]
+    return {
+        f"{name} alone": {"scores": [[unit["models"][name]["scores"][place] for place in places]]}
+        for name in ("base", *skills)
+    }
 
 
 def merged_table(results: dict[str, Any]) -> str:
     rows = []
     for name, unit in ordered(results).items():
         for models, arms in unit["merged"].items():
-            for arm, found in arms.items():
-                each = " / ".join(
-                    f"{100 * statistics.fmean(column):.1f}" for column in zip(*found["scores"], strict=True)
-                )
-                setting = f"drop {found['drop_rate']:g}, lambda {found['lambda']:g}"
+            for arm, found in (alone(unit, models.split(" + ")) | arms).items():
+                columns = zip(*found["scores"], strict=True)
+                each = " / ".join(f"{100 * statistics.fmean(column):.1f}" for column in columns)
+                setting = f"drop {found['drop_rate']:g}, lambda {found['lambda']:g}" if "lambda" in found else ""
                 means = mask_means(found, len(found["scores"]))
                 rows.append([name, models, arm, setting, points(means), each])
     return table(["model", "merged", "how", "chosen on validation data", "test: mean", "each skill"], rows)
@@ -762,17 +772,18 @@ def single_verdicts(name: str, units: dict[str, dict[str, Any]]) -> Iterator[str
     if narrow != wide:
         moved = minus(found[wide], found[narrow])
         says = verdict(direction(moved))
-        yield f"{name}: the cliff moves right from {narrow} to {wide}, by {points(moved)} points: {says}."
+        yield f"{name}: the cliff moves right from {narrow} to {wide}, by {points(moved, '+')} points: {says}."
     for unit, results in units.items():
         for arm in ("no rescale", "magnitude"):
             lead = minus(found[unit], mean_cliffs(results, arm))
             words = "without rescaling" if arm == "no rescale" else "with magnitude pruning"
-            yield f"{unit}: {words} it falls earlier, by {points(lead)} points: {verdict(direction(lead))}."
+            yield f"{unit}: {words} it falls earlier, by {points(lead, '+')} points: {verdict(direction(lead))}."
         gain = minus(mean_cliffs(results, "DAREx-q"), found[unit])
-        yield f"{unit}: DAREx-q moves the cliff by {points(gain)} points: {EFFECT[direction(gain)]}."
+        yield f"{unit}: DAREx-q moves the cliff by {points(gain, '+')} points: {EFFECT[direction(gain)]}."
         skill = results["skills"][0]
         lead = minus(cliffs(results, skill, "DARE"), cliffs(results, "large", "DARE"))
-        yield f"{unit}: large deltas of {skill} fail earlier, by {points(lead)} points: {verdict(direction(lead))}."
+        says = verdict(direction(lead))
+        yield f"{unit}: large deltas of {skill} fail earlier, by {points(lead, '+')} points: {says}."
 
 
 # DARE, and the same without dropping, whose lambda was chosen from the same grid.
@@ -802,13 +813,14 @@ def merge_verdicts(results: dict[str, Any]) -> Iterator[str]:
         signs = {name: direction(values) for name, values in found.items()}
         counts = [sum(sign == wanted for sign in signs.values()) for wanted in (1, -1, 0)]
         average = "the plain average" if rival == "linear" else f"{rival} without dropping"
-        everywhere = statistics.fmean(statistics.fmean(values) for values in found.values()) if found else 0.0
+        overall = [statistics.fmean(mask) for mask in zip(*found.values(), strict=False)]
         yield (
             f"{dropping} against {average}, lambda tuned the same way: helps in {counts[0]}, hurts in {counts[1]}, "
-            f"cannot be told in {counts[2]} of {len(found)} merges; {100 * everywhere:+.1f} points on average."
+            f"cannot be told in {counts[2]} of {len(found)} merges; on average {points(overall, '+')} points: "
+            f"{EFFECT[direction(overall)]}."
         )
         for name, values in found.items():
-            yield f"  {name}: {points(values)} points: {EFFECT[signs[name]]}"
+            yield f"  {name}: {points(values, '+')} points: {EFFECT[signs[name]]}"
 
 
 def report(results: dict[str, Any]) -> str:
@@ -860,11 +872,11 @@ def finish_curves(axes: Any, unit: dict[str, Any], title: str) -> None:
     axes.set_ylim(-2, 102)
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel("drop rate", fontsize=9)
-    axes.legend(fontsize=8, frameon=False, loc="lower left")
+    axes.legend(fontsize=8, frameon=False, loc="best")
 
 
 def draw_bars(axes: Any, units: dict[str, dict[str, Any]]) -> None:
-    """The merges of each width: the mean over all pairs and the three, a bar for each way; whiskers: the masks."""
+    """The merges of each width: the mean over all pairs, a bar for each way; whiskers: standard deviation of masks."""
     for number, arm in enumerate(BARS):
         for place, unit in enumerate(units.values()):
             count, merges = unit["settings"]["test_seeds"], unit["merged"].values()
@@ -882,9 +894,15 @@ def draw_bars(axes: Any, units: dict[str, dict[str, Any]]) -> None:
                 error_kw={"linewidth": 1},
                 label=arm if place == 0 else None,
             )
+    for place, unit in enumerate(units.values()):  # what a perfect merge would keep, and the base
+        own = [expert_scores(unit, skill) for skill in unit["skills"]]
+        for level in (100 * statistics.fmean(column) for column in zip(*own, strict=True)):
+            axes.plot([place - 0.43, place + 0.43], [level, level], color="black", linewidth=1, linestyle=":")
     axes.set_xticks(range(len(units)), list(units), fontsize=9)
     axes.set_ylim(0, 102)
-    axes.set_title("Two models merged: mean score of both skills, all pairs", fontsize=10, loc="left")
+    axes.set_title(
+        "Two models merged, all pairs (dotted: the experts' own skills, and the base)", fontsize=10, loc="left"
+    )
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

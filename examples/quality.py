@@ -900,9 +900,7 @@ def draw_bars(axes: Any, units: dict[str, dict[str, Any]]) -> None:
             axes.plot([place - 0.43, place + 0.43], [level, level], color="black", linewidth=1, linestyle=":")
     axes.set_xticks(range(len(units)), list(units), fontsize=9)
     axes.set_ylim(0, 102)
-    axes.set_title(
-        "Two models merged, all pairs (dotted: the experts' own skills, and the base)", fontsize=10, loc="left"
-    )
+    axes.set_title("Pairs merged, mean of both skills (dotted: their experts, base)", fontsize=10, loc="left")
 
 
 def draw(results: dict[str, Any], path: Path) -> None:

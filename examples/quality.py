@@ -99,7 +99,7 @@ FULL: Final = Settings(
 )
 QUICK: Final = Settings(
     plans={
-        "chars": Plan((32, 64, 96), Recipe(1200, 6e-3, 32), Recipe(400, 8e-4, 32), Recipe(500, 5e-3, 32)),
+        "chars": Plan((32, 64, 96), Recipe(1200, 6e-3, 32), Recipe(400, 1.2e-3, 48), Recipe(500, 5e-3, 32)),
         "digits": Plan((32, 128, 512), Recipe(200, 1e-3, 64), Recipe(400, 1e-3, 64), Recipe(600, 1e-2, 64)),
     },
     rates=(0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
@@ -194,7 +194,7 @@ TASK_SHARE: Final = 0.3
 RIGHT_SHARE: Final = 0.4
 # The share of a fine-tune's lines that are other tasks, done as the base has seen them. Without these an expert is
 # asked only one thing, learns to do it whatever it is asked, and no merge can mend that.
-REHEARSED: Final = 0.4
+REHEARSED: Final = 0.3
 HELD_OUT: Final = 250  # words for validation, and as many for the test; the base sees neither in a task
 
 WORD_TASKS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {

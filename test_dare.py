@@ -8995,5 +8995,315 @@ def test_the_examples_scripts_run(script: str, words: tuple[str, ...]) -> None:
     assert snapshot(HERE / "examples" / "models") == before
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Does it work: the experiment on quality
+# ---------------------------------------------------------------------------------------------------------------------
+
+DIGITS = load_example("digits")
+QUALITY = load_example("quality")
+
+
+def tiny_settings() -> Any:
+    """Everything there is, as small as can be: what is learned does not matter here."""
+    recipe = QUALITY.Recipe(steps=3, rate=1e-2, batch=8)
+    plan = QUALITY.Plan((8, 16), recipe, recipe, recipe)
+    return QUALITY.Settings(
+        plans={"chars": plan, "digits": plan},
+        rates=(0.0, 0.9),
+        shifts=(0.0, 0.5),
+        merge_rates=(0.9,),
+        lambdas=(1.0,),
+        validation_seeds=1,
+        test_seeds=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def lab() -> Any:
+    """Digits that are learned a little."""
+    recipe = QUALITY.Recipe(steps=40, rate=5e-3, batch=32)
+    return QUALITY.Lab("digits", 24, QUALITY.Plan((24,), recipe, recipe, recipe), "cpu")
+
+
+@pytest.fixture(scope="module")
+def trained(lab: Any) -> tuple[Tensors, dict[str, Tensors]]:
+    made: tuple[Tensors, dict[str, Tensors]] = lab.make()
+    return made
+
+
+def quality(folder: Path, *arguments: str) -> None:
+    """The command with tiny settings, in a folder."""
+    words = [f"{folder / word}" if word.endswith((".json", ".png", ".svg")) else word for word in arguments]
+    QUALITY.run([*words, "--jobs", "1"], tiny_settings())
+
+
+def made_up_unit(dare_curve: list[float], merged: list[float], rival: float, large: list[float]) -> dict[str, Any]:
+    """A unit's results with one skill's numbers for all three; masks differ by a thousandth."""
+    skills = ["a", "b", "c"]
+    settings = dataclasses.replace(tiny_settings(), rates=(0.0, 0.5, 0.9, 0.99), test_seeds=3)
+    curve = {arm: [[x, x + 0.001, x - 0.001] for x in dare_curve] for arm in ("DARE", "DAREx-q")}
+    curve |= {"no rescale": [[1.0] * 3, [0.5] * 3, [0.0] * 3, [0.0] * 3], "magnitude": [[1.0], [1.0], [0.5], [0.0]]}
+    single: dict[str, Any] = {name: {**curve, "q": [1, 0.5, 0.1, 0.01]} for name in (*skills, "large")}
+    single["large"]["DARE"] = [[x] * 3 for x in large]
+    delta = {"mean": 0.001, "p99": 0.002, "relative": 0.1}
+    arms = {
+        arm: {"drop_rate": 0.0, "lambda": 1.0, "scores": [[rival, rival]]}
+        for arm in ("average", "linear", "ties", "slerp")
+    }
+    arms |= {
+        f"{arm} + DARE": {"drop_rate": 0.5, "lambda": 1.0, "scores": [[x, x] for x in merged]}
+        for arm in ("linear", "ties", "slerp")
+    }
+    arms |= {"linear + DARE 0.9": arms["linear + DARE"], "ties trimmed": arms["ties"]}
+    return {
+        "settings": QUALITY.unit_settings("chars/8", settings, "cpu"),
+        "machine": "made up",
+        "seconds": 1.0,
+        "parameters": 100,
+        "skills": skills,
+        "models": {"base": {"scores": [0.0] * 3}}
+        | {n: {"scores": [1.0] * 3, "delta": delta} for n in (*skills, "large")},
+        "single": single,
+        "merged": {"a + b": arms},
+    }
+
+
+def results_of(**units: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "mark": QUALITY.MARK,
+        "seconds": 2.0,
+        "units": {name.replace("_", "/"): unit for name, unit in units.items()},
+    }
+
+
+def test_one_pass_finds_what_greedy_decoding_letter_by_letter_gets_right() -> None:
+    recipe = QUALITY.Recipe(steps=30, rate=1e-2, batch=16)
+    lab = QUALITY.Lab("chars", 32, QUALITY.Plan((32,), recipe, recipe, recipe), "cpu")
+    lab.fit(recipe, 1, "reverse")
+    lines, answers = (tensor[:30] for tensor in lab.family.lines["reverse", "test"])
+    greedy = lines.clone()
+    for row, marks in zip(greedy, answers, strict=True):
+        for place in marks.nonzero()[:, 0].tolist():
+            row[place] = lab.model(row[None, :place])[0, -1].argmax()
+    # A model that gets many words right would need long training; so what it says is put for every second right answer.
+    half = torch.arange(len(lines)) % 2 == 0
+    expected = torch.where(half[:, None], greedy, lines)
+    lab.family.lines["reverse", "test"] = expected, answers
+    right = lab.family.right(lab.model, "reverse", "test")
+    assert torch.equal(right, (expected == greedy).all(1))
+    assert right[half].all()
+    assert not right.all()
+
+
+def test_the_words_of_test_and_validation_are_in_no_training_line() -> None:
+    family = QUALITY.Chars("cpu")
+    letters = {
+        part: {bytes(row.tolist()) for row in family.lines["shift", part][0]}
+        for part in ("train", "validation", "test")
+    }
+    assert len(letters["test"]) == len(letters["validation"]) == QUALITY.HELD_OUT
+    assert len(letters["train"]) > 500
+    assert not letters["train"] & letters["validation"]
+    assert not (letters["train"] | letters["validation"]) & letters["test"]
+    shown = "".join(QUALITY.ALPHABET[k] for k in family.lines["shift", "train"][0][0].tolist()).strip()
+    word, answer = re.fullmatch(r"n (\w+)=(\w+)", shown).groups()  # type: ignore[union-attr]
+    assert answer == "".join("bcdefghijklmnopqrstuvwxyza"[ord(letter) - ord("a")] for letter in word)
+
+
+def test_magnitude_pruning_keeps_just_the_largest() -> None:
+    base, expert = random_model(), finetune(random_model(), 1)
+    [config] = QUALITY.single_configs("magnitude", 0.75, tiny_settings())
+    pruned = dare.dare_merge(base, [expert], config)
+    for name, tensor in base.items():
+        delta = (expert[name] - tensor).flatten()
+        kept = max(1, int(0.25 * len(delta)))
+        largest = torch.zeros(len(delta), dtype=torch.bool).scatter(0, delta.abs().topk(kept).indices, True)
+        expected = torch.where(largest, expert[name].flatten(), tensor.flatten()).reshape(tensor.shape)
+        torch.testing.assert_close(pruned[name], expected, rtol=0, atol=1e-7)
+        assert torch.equal((pruned[name] != tensor).flatten(), largest & (delta != 0))
+
+
+def test_the_experiments_merges_are_those_of_the_command(lab: Any, trained: Any, tmp_path: Path) -> None:
+    base, experts = trained
+    settings = tiny_settings()
+    one = [QUALITY.single_configs(arm, 0.9, settings)[-1] for arm in QUALITY.SINGLE_ARMS]
+    two = [configs[-1] for configs in QUALITY.merge_arms(2, settings).values()]
+    paths = save(tmp_path, base=base, rotated=experts["rotated"], shifted=experts["shifted"])
+    for config in (*one, *two):
+        count = 1 if config in one else 2
+        models = [experts["rotated"], experts["shifted"]][:count]
+        DareMerger(paths[0], paths[1 : 1 + count], config).merge(tmp_path / "merged.safetensors", force=True)
+        assert_same(dare.dare_merge(base, models, config), load_file(tmp_path / "merged.safetensors"))
+
+
+def test_what_is_chosen_never_sees_test_data_or_test_masks(
+    lab: Any, trained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, experts = trained
+    parts, used, real = set(), set(), QUALITY.dare_merge
+    trial = QUALITY.Trial(lab, base, [experts["rotated"]], ("rotated",))
+    monkeypatch.setattr(lab, "score", lambda weights, skill, part: parts.add(part) or 0.5)
+    monkeypatch.setattr(QUALITY, "dare_merge", lambda *given: used.add(given[2].seed) or real(*given))
+    configs = QUALITY.single_configs("DAREx-q", 0.9, tiny_settings())
+    assert trial.chosen(configs, 5) == configs[0], "the first of equals"
+    assert parts == {"validation"}
+    chosen_with = set(used)
+    trial.tested(configs[0], 5)
+    assert parts == {"validation", "test"}
+    masks = [{seed + model for seed in seeds for model in range(3)} for seeds in (chosen_with, used - chosen_with)]
+    assert len(masks[0]) == len(masks[1]) == 15, "no two masks are the same"
+    assert not masks[0] & masks[1]
+
+
+def test_dares_grid_leaves_its_rival_out_and_has_the_same_lambdas() -> None:
+    arms = QUALITY.merge_arms(2, QUALITY.FULL)
+    for dropping, rival in QUALITY.RIVALS:
+        assert all(config.drop_rate > 0 for config in arms[dropping])
+        assert all(config.drop_rate == 0 for config in arms[rival])
+        lambdas = [{config.lambda_coeff for config in arms[arm]} for arm in (dropping, rival)]
+        assert lambdas[0] == lambdas[1] == set(QUALITY.FULL.lambdas)
+    assert not any("slerp" in arm for arm in QUALITY.merge_arms(3, QUALITY.FULL))
+
+
+def test_an_interrupted_experiment_continues_to_the_same_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quality(tmp_path, "--only", "digits", "--out", "whole.json")
+    whole = capsys.readouterr().out
+    real = QUALITY.run_unit
+
+    def stopped(unit: str, *given: Any) -> Any:
+        if unit == "digits/8":
+            raise KeyboardInterrupt
+        return real(unit, *given)
+
+    monkeypatch.setattr(QUALITY, "run_unit", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        quality(tmp_path, "--only", "digits", "--out", "part.json")
+    assert list(json.loads((tmp_path / "part.json").read_text())["units"]) == ["digits/16"]
+    ran: list[str] = []
+    monkeypatch.setattr(QUALITY, "run_unit", lambda unit, *given: ran.append(unit) or real(unit, *given))
+    quality(tmp_path, "--only", "digits", "--out", "part.json")
+    assert ran == ["digits/8"]
+    assert list(tmp_path.glob("*.partial")) == []
+    timeless = re.compile(r"[\d.]+ s\b|\"seconds\": [\d.]+")
+    files = [timeless.sub("", (tmp_path / name).read_text()) for name in ("whole.json", "part.json")]
+    assert files[0] == files[1]
+    assert timeless.sub("", capsys.readouterr().out) == timeless.sub("", whole)
+
+
+def test_a_report_needs_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    unit = made_up_unit([1.0, 1.0, 1.0, 0.2], [0.8, 0.81, 0.82], 0.5, [1.0, 0.5, 0.2, 0.0])
+    (tmp_path / "r.json").write_text(json.dumps(results_of(chars_8=unit, chars_16=unit, digits_8=unit)))
+    quality(tmp_path, "--report", "r.json", "--plot", "r.png")
+    out = capsys.readouterr().out
+    [row] = (line.split() for line in out.splitlines() if "| linear + DARE  " in line and "chars/16" in line)
+    assert " ".join(row) == "| chars/16 | a + b | linear + DARE | drop 0.5, lambda 1 | 81.0 ± 1.0 | 81.0 / 81.0 |"
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_cliff_is_where_the_gain_is_lost() -> None:
+    rates = (0.0, 0.5, 0.9, 0.99)
+    assert QUALITY.cliff(rates, [1, 1, 1, 1], 0.95) == 0.99
+    assert QUALITY.cliff(rates, [0.9, 1, 1, 1], 0.95) == 0
+    assert QUALITY.cliff(rates, [1, 1, 0.5, 1], 0.95) == pytest.approx(0.5 + 0.1 * 0.4)
+
+
+def test_verdicts_come_out_each_way() -> None:
+    steady, early, falls = [1.0, 1.0, 1.0, 0.2], [1.0, 0.5, 0.2, 0.0], [0.3, 0.31, 0.29]
+
+    def said(**units: dict[str, Any]) -> str:
+        results = results_of(**units)
+        return "\n".join([*QUALITY.single_verdicts("chars", results["units"]), *QUALITY.merge_verdicts(results)])
+
+    good = said(
+        chars_8=made_up_unit(early, [0.8, 0.81, 0.82], 0.5, [1.0, 0.0, 0.0, 0.0]),
+        chars_16=made_up_unit(steady, [0.8, 0.81, 0.82], 0.5, early),
+    )
+    assert re.search(r"cliff moves right .* as the paper says", good)
+    assert re.search(r"chars/16: flat until 90.* as the paper says", good)
+    assert re.search(r"chars/8: flat until .* not as the paper says", good)
+    assert re.search(r"chars/16: large deltas .*: as the paper says", good)
+    assert re.search(r"chars/16: without rescaling .*: as the paper says", good)
+    assert "linear + DARE against the plain average, lambda tuned the same way: helps in 2, hurts in 0" in good
+    bad = said(
+        chars_8=made_up_unit(steady, falls, 0.5, steady), chars_16=made_up_unit(early, [0.2, 0.9, 0.5], 0.5, steady)
+    )
+    assert re.search(r"cliff moves right .*: not as the paper says", bad)
+    assert re.search(r"chars/8: large deltas .*: cannot be told", bad)
+    assert re.search(r"chars/16: large deltas .*: not as the paper says", bad)
+    assert "helps in 0, hurts in 1, cannot be told in 1 of 2" in bad
+
+
+@pytest.mark.parametrize(
+    ("values", "sign"),
+    [
+        ([0.1, 0.11, 0.12], 1),
+        ([-0.1, -0.11, -0.12], -1),
+        ([0.1, -0.1, 0.2], 0),
+        ([0.009, 0.009], 0),
+        ([0.1, 0.1], 1),
+        ([0.5], 0),
+    ],
+)
+def test_a_difference_is_told_by_a_t_test_and_when_it_matters(values: list[float], sign: int) -> None:
+    assert QUALITY.direction(values) == sign
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "words"], "there is no 'words'"),
+        (["--jobs", "0"], "--jobs must be at least 1, not 0"),
+        (["--report", "no.json"], "there is no file 'no.json'"),
+        (["--report", "odd.json"], "'odd.json' is not a results file of this script"),
+        (["--out", "no/r.json"], "the directory of 'no/r.json' does not exist"),
+        (["--plot", "r.gif"], "neither .png nor .svg"),
+        (["--device", "cuda:99"], "there is no GPU that torch can use"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_wrong_usage_of_the_experiment_is_one_sentence(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "odd.json").write_text("[]")
+    assert QUALITY.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 2, "the sentence and a hint"
+
+
+def test_letters_need_no_scikit_learn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "sklearn" else real(name, *more)
+    )
+    assert QUALITY.main(["--quick"]) == 1
+    assert "the digits need scikit-learn, which is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(QUALITY, "HELD_OUT", 20)  # few words are scored faster
+    quality(tmp_path, "--only", "chars/8")
+    assert "| chars/8 | large" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_quick_experiment_runs_from_the_command_line(tmp_path: Path) -> None:
+    words = ["--quick", "--only", "digits/32", "digits/128", "--jobs", "2", "--out", "r.json"]
+    script = [sys.executable, str(HERE / "examples" / "quality.py"), *words]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "linear + DARE against the plain average" in done.stdout
+    assert "digits/128" in done.stderr
+    models = json.loads((tmp_path / "r.json").read_text())["units"]["digits/128"]["models"]
+    assert models["rotated"]["scores"][0] > models["base"]["scores"][0] + 0.3, "the expert has learned its skill"
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, *sys.argv[1:]]))

@@ -45,7 +45,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple, NoReturn
 
@@ -446,9 +446,14 @@ def torch_merge() -> None:
     save_file(merged, output, metadata={"format": "pt"})
 
 
+@cache  # so that an edit of this file during a long run does not reach the children
+def source_of(function: Any) -> str:
+    return inspect.getsource(function)
+
+
 def child_source(*functions: Any) -> list[str]:
     """Give the command that runs the last of the functions, in a bare Python unless it needs torch."""
-    body = "\n".join(inspect.getsource(function) for function in functions)
+    body = "\n".join(map(source_of, functions))
     imports = "import os, sys, threading, time\nfrom contextlib import ExitStack, suppress"
     # Annotations name what is not imported there.
     source = f"from __future__ import annotations\n{imports}\n{body}\n{functions[-1].__name__}()"
@@ -472,11 +477,14 @@ class Point(NamedTuple):
     threads: int | None = None
 
     @property
-    def label(self) -> str:
+    def words(self) -> list[str]:
         size = f"{self.parameters / 1e9:g}e9" if self.parameters >= 1e8 else f"{self.parameters / 1e6:g}e6"
-        words = [self.method, several(self.models, "fine-tune"), self.dtype, size]
-        words += ["cold"] * self.cold + ([several(self.threads, "thread")] if self.threads else [])
-        return ", ".join(words)
+        words = [self.method, several(self.models, "fine-tune"), self.dtype, size, "cold" * self.cold]
+        return [*words, several(self.threads, "thread") if self.threads else ""]
+
+    @property
+    def label(self) -> str:
+        return ", ".join(filter(None, self.words))
 
 
 @dataclass(frozen=True)
@@ -553,9 +561,16 @@ class Results:
     versions: dict[str, str]
     program: str  # a digest of dare.py
     repeat: int
+    without: list[str] = field(default_factory=list)  # programs that were left out
     sizes: list[int] = field(default_factory=list)  # of the whole comparison
     outcomes: list[Outcome] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+
+    def label(self, point: Point) -> str:
+        """Say in what the point differs from the centre of the comparison; in full if in nothing, or without one."""
+        centre = Point(self.sizes[1]).words if self.sizes else [""] * len(point.words)
+        differing = [word for word, usual in zip(point.words, centre, strict=True) if word and word != usual]
+        return ", ".join(differing) or point.label
 
     def of(self, point: Point) -> Outcome | None:
         return next((outcome for outcome in self.outcomes if outcome.point == point), None)
@@ -603,10 +618,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def new_results(repeat: int, sizes: list[int]) -> Results:
+def new_results(arguments: argparse.Namespace, sizes: list[int]) -> Results:
     machine = Machine(platform.platform(terse=True), processor(), cores(), memory())
     program = hashlib.sha256(TOOL.read_bytes()).hexdigest()
-    return Results(sys.argv[1:], machine, versions(), program, repeat, sizes)
+    return Results(sys.argv[1:], machine, versions(), program, arguments.repeat, arguments.without, sizes)
 
 
 def store(results: Results, path: Path) -> None:
@@ -755,9 +770,9 @@ def cached_share(file: Path) -> float:
 
 def evict(files: list[Path]) -> None:
     """Have the system forget what it holds of the files, and see that it did: tmpfs, for one, cannot."""
-    os.sync()  # pages that were not written back would stay
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)  # pages that were not written back would stay
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
         if cached_share(file) > 0.01:
@@ -836,6 +851,7 @@ class Setting:
     conditions: Conditions
     repeat: int
     hasty: bool = False  # the slow programs run only once
+    without: tuple[str, ...] = ()  # of them
     against: Path | None = None  # another version of the tool
 
     @property
@@ -915,7 +931,7 @@ def make_cases(setting: Setting) -> list[Case]:
         slow.append(torch_case(setting, setting.inputs))
     for case in slow:
         case.most = 1 if setting.hasty else None
-    return cases + slow
+    return cases + [case for case in slow if case.figures.role not in setting.without]
 
 
 def small_cases(setting: Setting, cases: list[Case]) -> list[Case]:
@@ -1006,16 +1022,16 @@ def star(sizes: list[int], threads: int) -> list[Point]:
     centre = Point(middle)
     fewer = [centre._replace(threads=1 << power) for power in range(16) if 1 << power < threads]
     points = [
-        Point(START_UP),
-        Point(small),
         centre,
         *fewer,
         centre._replace(cold=True),
-        centre._replace(method="slerp"),
         centre._replace(method="ties"),
-        centre._replace(method="ties", models=5),
+        centre._replace(method="slerp"),
         centre._replace(models=5),
+        centre._replace(method="ties", models=5),
         centre._replace(dtype="fp32"),
+        Point(START_UP),
+        Point(small),
         Point(large),
         Point(large, cold=True),
     ]
@@ -1046,7 +1062,8 @@ def prepare(arguments: argparse.Namespace, scratch: Path, point: Point, hasty: b
         say("warning: inputs and output do not fit the page cache, so the disk's speed is measured as well")
     inputs, small_inputs = make_inputs(scratch, shape, point.models), make_inputs(scratch, small, point.models)
     conditions = Conditions(point.cold, arguments.timeout, arguments.memory_limit)
-    return Setting(scratch, point, inputs, small_inputs, conditions, arguments.repeat, hasty, arguments.against)
+    choices = (hasty, tuple(arguments.without), arguments.against)
+    return Setting(scratch, point, inputs, small_inputs, conditions, arguments.repeat, *choices)
 
 
 def continued(path: Path | None, results: Results) -> Results:
@@ -1054,7 +1071,7 @@ def continued(path: Path | None, results: Results) -> Results:
     if not path or not path.exists():
         return results
     old = load(path)
-    for name in ("machine", "versions", "program", "repeat", "sizes"):
+    for name in ("machine", "versions", "program", "repeat", "without", "sizes"):
         if getattr(old, name) != getattr(results, name):
             raise UsageError(f"{path} holds figures of another {name}: remove it, or give another file after --json")
     # What failed is tried again. What ran out of memory or time would do so again.
@@ -1064,7 +1081,7 @@ def continued(path: Path | None, results: Results) -> Results:
 
 def run_whole(arguments: argparse.Namespace, scratch: Path) -> Results:
     sizes = arguments.sizes or [100_000_000, CENTRE, beyond_memory()]
-    results = continued(arguments.json, new_results(arguments.repeat, sizes))
+    results = continued(arguments.json, new_results(arguments, sizes))
     say(f"sizes: {', '.join(f'{size:.4g}' for size in sizes)} parameters")
     points = star(sizes, cores())
     for number, point in enumerate(points):
@@ -1089,7 +1106,7 @@ def run_whole(arguments: argparse.Namespace, scratch: Path) -> Results:
 
 
 def run_single(arguments: argparse.Namespace, scratch: Path) -> Results:
-    results = new_results(arguments.repeat, [])
+    results = new_results(arguments, [])
     parameters = arguments.parameters
     if arguments.one_tensor:
         parameters = arguments.one_tensor // DTYPES[arguments.dtype].width
@@ -1166,7 +1183,7 @@ def summary(results: Results) -> list[list[str]]:
     rows[0] += ["MiB, this tool", "mergekit", "torch script"]
     for outcome in results.outcomes:
         tool, slow, fast = outcome.of("tool"), outcome.of(*FLOOR_1), outcome.of(*FLOOR)
-        cells = [outcome.point.label, *(figure(each.median if each else None) for each in (slow, fast, tool))]
+        cells = [results.label(outcome.point), *(figure(each.median if each else None) for each in (slow, fast, tool))]
         cells.append(f"{against(tool, slow)}, {against(tool, fast)}" if tool else "n/a")
         cells += [rival(outcome, "mergekit"), rival(outcome, "torch")]
         rows.append(cells + [mebibytes(outcome.of(role)) for role in ("tool", "mergekit", "torch")])
@@ -1191,20 +1208,21 @@ def growth(results: Results) -> list[list[str]]:
     ties = centre._replace(method="ties")
     axes = {
         "size": [Point(size) for size in results.sizes],
-        "models, linear": [centre, centre._replace(models=5)],
+        "models": [centre, centre._replace(models=5)],
         "models, ties": [ties, ties._replace(models=5)],
         "threads": [*(outcome.point for outcome in results.outcomes if outcome.point.threads), centre],
     }
     for axis, points in axes.items():
         outcomes = [outcome for outcome in map(results.of, points) if outcome]
+        if len(outcomes) < 2:
+            continue
         spent = [[beyond(outcome, start, role) for role in PROGRAMS] for outcome in outcomes]
         for outcome, times in zip(outcomes, spent, strict=True):
             gigabytes = outcome.read / 1e9
             rates = [figure(None if time is None else time / gigabytes, 3) for time in times]
-            rows.append([f"{axis}: {outcome.point.label}", figure(gigabytes, 3), *rates])
-        if len(outcomes) > 1:
-            grown = [growing(first, last) for first, last in zip(spent[0], spent[-1], strict=True)]
-            rows.append([f"{axis}: time, last / first", figure(outcomes[-1].read / outcomes[0].read), *grown])
+            rows.append([f"{axis}: {results.label(outcome.point)}", figure(gigabytes, 3), *rates])
+        grown = [growing(first, last) for first, last in zip(spent[0], spent[-1], strict=True)]
+        rows.append([f"{axis}: last / first", figure(outcomes[-1].read / outcomes[0].read), *grown])
     return rows
 
 
@@ -1262,7 +1280,7 @@ def draw(results: Results, path: Path) -> None:
     panels = picture.subplots(1, 2, sharey=True)
     draw_panel(panels[0], outcomes, "median time in seconds", lambda figures: figures.median)
     draw_panel(panels[1], outcomes, "peak memory in MiB", lambda figures: (figures.peak or 0) / MIB)
-    panels[0].set_yticks(range(len(outcomes)), [outcome.point.label for outcome in outcomes], fontsize=10)
+    panels[0].set_yticks(range(len(outcomes)), [results.label(outcome.point) for outcome in outcomes], fontsize=10)
     panels[0].set_ylim(len(outcomes) - 0.5, -0.5)
     handles, labels = panels[0].get_legend_handles_labels()
     named = dict(zip(labels, handles, strict=True))
@@ -1330,6 +1348,7 @@ def make_parser() -> Parser:
     add("--whole", action="store_true", help="measure the whole comparison: about one axis at a time")
     add("--sizes", type=parameters, nargs=3, metavar="N", help="its three sizes, in parameters")
     add("--repeat", type=count, default=3, metavar="N", help="runs of each program (default 3)")
+    add("--without", choices=["mergekit", "torch"], nargs="+", default=[], help="programs not to compare with")
     add("--timeout", type=count, default=900, metavar="SECONDS", help="what a run may take (default 900)")
     add("--memory-limit", type=count, metavar="BYTES", help="memory of a program (default: 0.9 of what is available)")
     add("--directory", type=Path, help="where to work; inputs are kept there and used again (default: temporary)")

@@ -630,8 +630,12 @@ def store(results: Results, path: Path) -> None:
     for entry, outcome in zip(content["outcomes"], results.outcomes, strict=True):
         entry["point"] = outcome.point._asdict()
     partial_file = path.with_name(f"{path.name}.partial")
-    partial_file.write_text(json.dumps(content, indent=1) + "\n")
-    partial_file.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_file.write_text(json.dumps(content, indent=1) + "\n")
+        partial_file.replace(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
 
 
 def load(path: Path) -> Results:
@@ -1020,22 +1024,21 @@ def star(sizes: list[int], threads: int) -> list[Point]:
     """
     small, middle, large = sizes
     centre = Point(middle)
-    fewer = [centre._replace(threads=1 << power) for power in range(16) if 1 << power < threads]
-    points = [
-        centre,
-        *fewer,
-        centre._replace(cold=True),
-        centre._replace(method="ties"),
-        centre._replace(method="slerp"),
-        centre._replace(models=5),
-        centre._replace(method="ties", models=5),
-        centre._replace(dtype="fp32"),
-        Point(START_UP),
-        Point(small),
-        Point(large),
-        Point(large, cold=True),
+    changes: list[dict[str, Any]] = [
+        {},
+        *({"threads": 1 << power} for power in range(16) if 1 << power < threads),
+        {"cold": True},
+        {"method": "ties"},
+        {"method": "slerp"},
+        {"models": 5},
+        {"models": 5, "method": "ties"},
+        {"dtype": "fp32"},
+        {"parameters": START_UP},
+        {"parameters": small},
+        {"parameters": large},
+        {"parameters": large, "cold": True},
     ]
-    return list(dict.fromkeys(points))
+    return list(dict.fromkeys(centre._replace(**change) for change in changes))
 
 
 def lacking_space(scratch: Path, shape: Shape, models: int) -> str:
@@ -1083,6 +1086,8 @@ def run_whole(arguments: argparse.Namespace, scratch: Path) -> Results:
     sizes = arguments.sizes or [100_000_000, CENTRE, beyond_memory()]
     results = continued(arguments.json, new_results(arguments, sizes))
     say(f"sizes: {', '.join(f'{size:.4g}' for size in sizes)} parameters")
+    if arguments.json:
+        store(results, arguments.json)  # a file that cannot be written is better known now
     points = star(sizes, cores())
     for number, point in enumerate(points):
         outcome = results.of(point)
@@ -1301,11 +1306,13 @@ def draw_panel(axes: Any, outcomes: list[Outcome], title: str, value: Callable[[
                 axes.plot(value(figures), line, mark, color=colour, label=name, **{"markersize": 8} | style)
         troubled = [each for each in outcome.figures if each.role in PROGRAMS and each.trouble and not each.runs]
         for place, each in enumerate(troubled):
-            name, colour, _ = PROGRAMS[each.role]
-            where = {"xy": (0.99, line + 0.32 * place), "xycoords": ("axes fraction", "data"), "ha": "right"}
-            axes.annotate(f"{name}: {each.trouble}", va="center", fontsize=8, color=colour, **where)
+            # Below and above the line, on which other programs have their marks.
+            name, where = PROGRAMS[each.role][0], (0.99, line + (0.31, -0.31)[place % 2])
+            text = {"ha": "right", "va": "center", "fontsize": 8, "color": PROGRAMS[each.role][1]}
+            axes.annotate(f"{name}: {each.trouble}", where, xycoords=("axes fraction", "data"), **text)
     axes.set_title(title, fontsize=12, loc="left", color="#333333")
     axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:,g}")
+    axes.xaxis.set_minor_formatter("")
     axes.tick_params(labelsize=10)
     axes.grid(axis="x", color="#dddddd", linewidth=0.8)
     axes.grid(axis="y", color="#eeeeee", linewidth=0.8)

@@ -1,22 +1,29 @@
-"""Measure dare.py against the disk it works on, and against mergekit where that is installed.
+"""Measure dare.py against the disk it works on, a plain torch script, and mergekit where that is installed.
 
-    uv run python examples/benchmark.py --parameters 0.48e9
-    uv run --with mergekit python examples/benchmark.py --parameters 0.48e9 --json figures.json
-    uv run python examples/benchmark.py --one-tensor 4e9
+    uv run --with mergekit python examples/benchmark.py --whole --json figures.json
+    uv run python examples/benchmark.py --report figures.json --plot figures.png
+    uv run python examples/benchmark.py --parameters 0.48e9 --method ties --cold
     uv run python examples/benchmark.py --parameters 0.48e9 --method analyze
+    uv run python examples/benchmark.py --one-tensor 4e9
 
-A Llama-shaped bf16 base and its fine-tunes are made up in a scratch directory, which should lie on the disk that is
-of interest: give --directory to choose it, and to keep the inputs for the next time. All programs then work on the
-same files, each in a fresh process, in turn, several times over, with the inputs in the page cache:
+A Llama-shaped base and its fine-tunes are made up in a scratch directory, which should lie on the disk that is of
+interest: give --directory to choose it, and to keep the inputs for the next time. All programs then work on the same
+files, each in a fresh process, in turn, several times over, with the inputs in the page cache or, if cold, without:
 
 - the floor: plain Python that reads every input once and writes one copy of the base, and does nothing else;
-- dare.py from the shell, its kernels already compiled, and once with an empty cache, so that it has to compile them;
-- mergekit's method of the same name;
+- dare.py from the shell, its kernels already compiled; for one setting also once with an empty cache;
+- mergekit's method of the same name; for slerp, its plain one, since it has none that drops;
+- a script as one writes it with torch from the paper's formulae;
 - for an analysis, the same figures in plain torch, tensor by tensor, and a floor that only reads.
+
+The whole comparison goes from a centre along one axis at a time: method, number of models, type, size up to one that
+does not fit the memory, cold cache, threads. It is stored after each point and goes on from there if it is started
+again. To run out of memory or time is a result. So that the machine survives it, a program is killed once it holds nine
+tenths of what memory was free, not counting mapped files.
 
 Wall and CPU times are in seconds. Peak memory is the operating system's figure for the process, which counts the
 pages of memory-mapped files while they are mapped. Both times and memory include the start of Python and its imports:
-the rows of the small model show what these alone cost.
+the small model shows what these alone cost.
 """
 
 from __future__ import annotations
@@ -478,7 +485,8 @@ class Point(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        size = f"{self.parameters / 1e9:g}e9" if self.parameters >= 1e8 else f"{self.parameters / 1e6:g}e6"
+        large = self.parameters >= 1e8
+        size = f"{self.parameters / 1e9:g} billion" if large else f"{self.parameters / 1e6:g} million"
         words = [self.method, several(self.models, "fine-tune"), self.dtype, size, "cold" * self.cold]
         return [*words, several(self.threads, "thread") if self.threads else ""]
 
@@ -780,7 +788,7 @@ def evict(files: list[Path]) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
         if cached_share(file) > 0.01:
-            raise MeasureError(f"{file} stays in the page cache")
+            raise MeasureError(f"{file.name} stays in the page cache")
 
 
 def can_evict(folder: Path) -> bool:
@@ -978,7 +986,7 @@ def measure_first(setting: Setting) -> Figures:
     return case.figures
 
 
-def warm_up(setting: Setting, cases: list[Case]) -> None:
+def warm_up(setting: Setting, cases: list[Case], alone: bool) -> None:
     """Have bytecode and kernels on disk before anything is timed. Failures show again, and are told, later.
 
     The floor takes part because a virtual machine gets its memory only once it uses it, and the first to write a file
@@ -986,7 +994,7 @@ def warm_up(setting: Setting, cases: list[Case]) -> None:
     """
     if not setting.point.cold:
         read_all(setting.inputs.files)
-    others = [tool_case(setting, setting.small, *other) for other in other_tools(setting)]
+    others = [tool_case(setting, setting.small, *other) for other in other_tools(setting) if alone]
     for case in [*small_cases(setting, cases), *others, floor_case(setting, 1, False)]:
         say(f"warm-up: {case.figures.name}")
         with suppress(MeasureError):
@@ -996,7 +1004,7 @@ def warm_up(setting: Setting, cases: list[Case]) -> None:
 def run_setting(setting: Setting, alone: bool) -> Outcome:
     """Measure a point; where it is the only one, also what the whole comparison learns from other points."""
     cases = make_cases(setting)
-    warm_up(setting, cases)
+    warm_up(setting, cases, alone)
     further = [*other_cases(setting), *small_cases(setting, cases)] if alone else []
     measure_all([*cases, *further], setting.conditions, setting.repeat)
     figures = [case.figures for case in [*cases, *further]] + ([measure_first(setting)] if alone else [])
@@ -1047,7 +1055,7 @@ def lacking_space(scratch: Path, shape: Shape, models: int) -> str:
     free, needed = shutil.disk_usage(scratch).free + kept, shape.size * (models + 2)
     # A disk that is filled to the last block is slow, and not ours alone.
     if free < needed + 256 * MIB:
-        return f"{scratch} has {free / MIB:,.0f} MiB free, and {needed / MIB:,.0f} MiB are needed"
+        return f"the disk of the scratch directory has {free / MIB:,.0f} MiB free, and {needed / MIB:,.0f} MiB are needed"
     return ""
 
 
@@ -1352,7 +1360,7 @@ def make_parser() -> Parser:
     one("--cold", action="store_true", help="drop the inputs from the page cache before each run")
     one("--against", type=Path, metavar="FILE", help="another version of dare.py to compare with")
     add = parser.add_argument
-    add("--whole", action="store_true", help="measure the whole comparison: about one axis at a time")
+    add("--whole", action="store_true", help="measure the whole comparison, in an hour or two")
     add("--sizes", type=parameters, nargs=3, metavar="N", help="its three sizes, in parameters")
     add("--repeat", type=count, default=3, metavar="N", help="runs of each program (default 3)")
     add("--without", choices=["mergekit", "torch"], nargs="+", default=[], help="programs not to compare with")

@@ -9195,7 +9195,7 @@ def test_the_whole_comparison_runs(tmp_path: Path) -> None:
     for outcome in results.outcomes:
         assert not any(figures.trouble for figures in outcome.figures)
         assert outcome.of("tool").peak < 200 << 20
-    for text in ("copy on 1 thread", "size: last / first", "of memory"):
+    for text in ("copy on 1 thread", "size: time, last / first", "of memory"):
         assert text in done.stdout
     assert done.stdout.count("plain torch script") == len(results.outcomes)
 

@@ -1055,7 +1055,7 @@ def lacking_space(scratch: Path, shape: Shape, models: int) -> str:
     free, needed = shutil.disk_usage(scratch).free + kept, shape.size * (models + 2)
     # A disk that is filled to the last block is slow, and not ours alone.
     if free < needed + 256 * MIB:
-        return f"the disk of the scratch directory has {free / MIB:,.0f} MiB free, and {needed / MIB:,.0f} MiB are needed"
+        return f"the scratch directory has {free / MIB:,.0f} MiB free, and {needed / MIB:,.0f} MiB are needed"
     return ""
 
 
@@ -1138,6 +1138,13 @@ def run_single(arguments: argparse.Namespace, scratch: Path) -> Results:
 
 FLOOR: Final = ("floor-n-fsync", "floor-1-fsync", "floor-n", "floor-1")  # the strictest that there is
 FLOOR_1: Final = ("floor-1-fsync", "floor-1")
+# What is compared throughout: name, colour and mark in the picture.
+PROGRAMS: Final = {
+    "floor": ("copying the files", "#888888", "|"),
+    "tool": ("this tool", "#0072B2", "o"),
+    "mergekit": ("mergekit", "#D55E00", "s"),
+    "torch": ("plain torch script", "#009E73", "^"),
+}
 
 
 def figure(value: float | None, digits: int = 2) -> str:
@@ -1232,10 +1239,11 @@ def growth(results: Results) -> list[list[str]]:
         spent = [[beyond(outcome, start, role) for role in PROGRAMS] for outcome in outcomes]
         for outcome, times in zip(outcomes, spent, strict=True):
             gigabytes = outcome.read / 1e9
-            rates = [figure(None if time is None else time / gigabytes, 3) for time in times]
+            rates = [figure(time and time / gigabytes, 3) for time in times]
             rows.append([f"{axis}: {results.label(outcome.point)}", figure(gigabytes, 3), *rates])
-        grown = [growing(first, last) for first, last in zip(spent[0], spent[-1], strict=True)]
-        rows.append([f"{axis}: last / first", figure(outcomes[-1].read / outcomes[0].read), *grown])
+        ends = zip(spent[0], spent[-1], strict=True)
+        grown = [figure(last / first if first and last else None) for first, last in ends]
+        rows.append([f"{axis}: time, last / first", figure(outcomes[-1].read / outcomes[0].read), *grown])
     return rows
 
 
@@ -1246,10 +1254,6 @@ def beyond(outcome: Outcome, start: Outcome | None, role: str) -> float | None:
     if not figures or not small or figures.median < 1.05 * small.median:
         return None
     return figures.median - small.median
-
-
-def growing(first: float | None, last: float | None) -> str:
-    return figure(None if first is None or last is None else last / first)
 
 
 def print_end(results: Results) -> None:
@@ -1270,13 +1274,6 @@ def print_end(results: Results) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 # The picture
 # ---------------------------------------------------------------------------------------------------------------------
-
-PROGRAMS: Final = {
-    "floor": ("copying the files", "#888888", "|"),
-    "tool": ("this tool", "#0072B2", "o"),
-    "mergekit": ("mergekit", "#D55E00", "s"),
-    "torch": ("plain torch script", "#009E73", "^"),
-}
 
 
 def load_matplotlib() -> Any:

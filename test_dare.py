@@ -9305,5 +9305,209 @@ def test_the_quick_experiment_runs_from_the_command_line(tmp_path: Path) -> None
     assert models["rotated"]["scores"][0] > models["base"]["scores"][0] + 0.3, "the expert has learned its skill"
 
 
+# The benchmark
+# ---------------------------------------------------------------------------------------------------------------------
+
+BENCHMARK = load_example("benchmark")
+TINY = BENCHMARK.Point(200_000)
+
+
+def run_benchmark(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(HERE / "examples" / "benchmark.py"), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The whole comparison with the given points alone, called as from the command line."""
+
+    def call(points: list[Any], *flags: str | Path) -> int:
+        monkeypatch.setattr(BENCHMARK, "star", lambda sizes, threads: points)
+        words = f"benchmark.py --whole --sizes 1e5 2e5 2e6 --repeat 1 --directory {tmp_path / 'scratch'}".split()
+        monkeypatch.setattr(sys, "argv", [*words, *map(str, flags)])
+        return int(BENCHMARK.main())
+
+    return call
+
+
+def test_the_benchmark_tells_what_ran_out_of_memory_and_goes_on(
+    compare: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f.json"
+    # Between what the tool holds and what importing torch takes.
+    flags = ("--without", "mergekit", "--memory-limit", "2e8", "--json", path)
+    if not Path("/proc/self/status").exists():
+        pytest.skip("memory is watched through /proc")
+    assert compare([TINY], *flags) == 0, "a result, not a failure"
+    outcome = BENCHMARK.load(path).outcomes[0]
+    troubles = {figures.role: figures.trouble for figures in outcome.figures}
+    assert troubles.pop("torch") == "out of memory"
+    assert set(troubles.values()) == {""}
+    assert outcome.of("tool").peak < 2e8
+    printed = capsys.readouterr().out
+    assert "plain torch script                                out of memory: ended after" in printed
+    assert re.search(r"^linear, 2 fine-tunes, bf16, 0.2 million .* out of memory ", printed, re.MULTILINE)
+
+
+def test_the_benchmark_kills_what_takes_too_much_memory_or_time() -> None:
+    cases = {"out of memory": "b'x' * (1 << 30)", "over 1 s": "__import__('time').sleep(30)"}
+    for trouble, code in cases.items():
+        with pytest.raises(BENCHMARK.MeasureError) as caught:
+            BENCHMARK.measure([sys.executable, "-c", code], BENCHMARK.Conditions(False, 1, 100_000_000))
+        assert caught.value.trouble == trouble
+    for said in ("MemoryError", "std::bad_alloc", "DefaultCPUAllocator: can't allocate memory"):
+        assert BENCHMARK.explain(1, said, "").trouble == "out of memory"
+    assert BENCHMARK.explain(1, "KeyError: 'x'", "").trouble == "failed"
+
+
+def test_an_interrupted_benchmark_continues(
+    compare: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, other = tmp_path / "f.json", TINY._replace(method="ties", models=3, dtype="fp32")
+    flags = ("--json", path, "--without", "mergekit", "torch")
+    assert compare([TINY], *flags) == 0
+    first = BENCHMARK.load(path).outcomes[0]
+    assert compare([TINY, other], *flags) == 0
+    assert "which is there already" in capsys.readouterr().err
+    results = BENCHMARK.load(path)
+    assert [outcome.point for outcome in results.outcomes] == [TINY, other]
+    assert results.outcomes[0] == first, "measured once"
+    assert not list(tmp_path.glob("*.partial"))
+    assert compare([TINY], *flags, "--repeat", "2") == 2
+    assert "holds figures of another repeat" in capsys.readouterr().err
+    assert BENCHMARK.load(path) == results
+
+    before = snapshot(tmp_path / "scratch")
+    report = run_benchmark("--report", path)
+    assert report.returncode == 0
+    assert re.search(r"^ties, 3 fine-tunes, fp32 +\d", report.stdout, re.MULTILINE), report.stdout
+    table = run_benchmark("--report", path, "--markdown").stdout.splitlines()
+    assert len(table) == 4
+    assert {line.count("|") for line in table} == {11}
+    assert snapshot(tmp_path / "scratch") == before, "a report measures nothing"
+
+
+def test_the_benchmark_draws_what_it_stored(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run, machine = BENCHMARK.Run(1.5, 2.0, 1 << 27), BENCHMARK.Machine("Linux", "a processor", 2, 1 << 34)
+    figures = [BENCHMARK.Figures(role, role, [run]) for role in ("floor-1-fsync", "floor-n-fsync", "tool")]
+    figures += [BENCHMARK.Figures("mergekit", "mergekit", [], "over 900 s"), BENCHMARK.Figures("torch", "torch", [run])]
+    outcomes = [BENCHMARK.Outcome(point, "Llama", 400_000, 2, figures) for point in (TINY, TINY._replace(cold=True))]
+    results = BENCHMARK.Results([], machine, {}, "", 1, sizes=[1, 200_000, 2_000_000], outcomes=outcomes)
+    BENCHMARK.store(results, tmp_path / "f.json")
+    assert BENCHMARK.load(tmp_path / "f.json") == results
+    done = run_benchmark("--report", tmp_path / "f.json", "--plot", tmp_path / "f.svg")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^cold .* over 900 s +1.5 \(1.0 x\)", done.stdout, re.MULTILINE), done.stdout
+    assert (tmp_path / "f.svg").read_text().count("mergekit: over 900 s") == 4, "for each point, in both panels"
+
+
+def test_a_failed_program_is_told_and_tried_again(
+    compare: Callable[..., int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "dare.py").write_text("import sys\nsys.exit('broken on purpose')")
+    path, real = tmp_path / "f.json", BENCHMARK.TOOL
+    flags = ("--json", path, "--without", "mergekit", "torch")
+    monkeypatch.setattr(BENCHMARK, "TOOL", tmp_path / "dare.py")
+    assert compare([TINY], *flags) == 1
+    assert "dare.py linear: ended with status 1\nbroken on purpose" in capsys.readouterr().out
+    assert compare([TINY], *flags) == 1
+    assert "which is there already" not in capsys.readouterr().err
+    monkeypatch.setattr(BENCHMARK, "TOOL", real)
+    assert compare([TINY], *flags) == 2, "another program"
+
+
+def test_a_point_without_room_on_the_disk_is_left_out(
+    compare: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare([BENCHMARK.Point(10**12)]) == 0
+    assert re.search(r"left out: linear.*1000 billion: .* MiB free, and .* MiB are needed", capsys.readouterr().out)
+
+
+def test_a_cold_run_finds_nothing_of_its_inputs_in_memory(tmp_path: Path) -> None:
+    if not BENCHMARK.can_evict(tmp_path):
+        pytest.skip("this system or file system cannot forget a file")
+    files = [tmp_path / "a", tmp_path / "b"]
+    for file in files:
+        file.write_bytes(os.urandom(3 << 20))
+    BENCHMARK.read_all(files)
+    assert [BENCHMARK.cached_share(file) for file in files] == [1, 1]
+    BENCHMARK.evict(files)
+    assert [BENCHMARK.cached_share(file) for file in files] == [0, 0]
+
+
+@pytest.mark.parametrize("method", ["linear", "ties", "slerp"])
+def test_the_torch_script_merges_as_the_tool_does(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = random_model()
+    models = [finetune(base, seed, 0.05) for seed in (1, 2)]
+    expected = merge(tmp_path, base, *models, method=method, drop_rate=0.0)
+    if method == "linear":
+        for name, tensor in expected.items():
+            mean = (models[0][name].double() + models[1][name].double()) / 2
+            torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
+    files = [str(tmp_path / f"{name}.safetensors") for name in ("base", "m0", "m1")]
+    monkeypatch.setattr(sys, "argv", ["", method, "1", str(tmp_path / "torch.safetensors"), *files])
+    BENCHMARK.torch_merge()
+    found = load_file(tmp_path / "torch.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_fine_tunes_of_either_type_differ_from_the_base_by_the_same_delta(tmp_path: Path) -> None:
+    deltas = {}
+    for dtype, kind in (("bf16", BF16), ("fp32", F32)):
+        made = BENCHMARK.make_inputs(tmp_path, BENCHMARK.llama(200_000, dtype), 1)
+        base, model = map(load_file, made.files)
+        assert {tensor.dtype for tensor in base.values()} == {kind}
+        deltas[dtype] = {name: model[name].double() - base[name].double() for name in base}
+    block = torch.from_numpy(BENCHMARK.random_block(BENCHMARK.DELTAS, 0.001, 2)).double()
+    place = 350377  # where the first fine-tune's deltas begin
+    first = deltas["fp32"]["lm_head.weight"].flatten()
+    torch.testing.assert_close(first, block[place : place + len(first)], rtol=0, atol=2**-27)
+    for name, delta in deltas["fp32"].items():
+        torch.testing.assert_close(deltas["bf16"][name], delta, rtol=0, atol=2**-7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--whole", "--method", "ties"], "--method is about one setting, and does not go with --whole"),
+        (["--sizes", "1e5", "1e6", "1e7"], "--sizes goes with --whole"),
+        (["--whole", "--sizes", "1e6", "1e5", "1e7"], "the smallest first"),
+        (["--method", "slerp", "--models", "3"], "slerp is between two fine-tunes"),
+        (["--report", "nowhere.json"], "cannot read nowhere.json: No such file"),
+        (["--report", str(HERE / "README.md")], "does not hold the figures of a benchmark"),
+        (["--report", "f.json", "--whole"], "--report measures nothing"),
+        (["--repeat", "0"], "0 is not a number of at least 1"),
+    ],
+)
+def test_wrong_usage_of_the_benchmark_is_told_in_one_sentence(flags: list[str], message: str) -> None:
+    done = run_benchmark(*flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+
+
+@pytest.mark.slow
+def test_the_whole_comparison_runs(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    words = ["--whole", "--sizes", "2e5", "1e6", "2e6", "--repeat", "1", "--without", "mergekit", "--json", path]
+    done = run_benchmark(*words)
+    assert done.returncode == 0, done.stderr
+    results = BENCHMARK.load(path)
+    points = BENCHMARK.star([200_000, 1_000_000, 2_000_000], BENCHMARK.cores())
+    left_out = [point for point in points if not results.of(point)]
+    assert len(left_out) == len(results.left_out)
+    assert all(point.cold for point in left_out)
+    for outcome in results.outcomes:
+        assert not any(figures.trouble for figures in outcome.figures)
+        assert outcome.of("tool").peak < 200 << 20
+    for text in ("copy on 1 thread", "size: time, last / first", "of memory"):
+        assert text in done.stdout
+    assert done.stdout.count("plain torch script") == len(results.outcomes)
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, *sys.argv[1:]]))

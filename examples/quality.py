@@ -955,9 +955,8 @@ def build_parser() -> dare.Parser:
 
 
 def chosen_units(only: Sequence[str] | None, settings: Settings) -> list[str]:
-    """The units, widest first, so that the longest does not come last."""
-    pairs = sorted(((w, family) for family, plan in settings.plans.items() for w in plan.widths), reverse=True)
-    units = [f"{family}/{width}" for width, family in sorted(pairs, key=lambda p: (p[1] != "chars", -p[0]))]
+    """The units, the longest first, so that none is waited for at the end."""
+    units = [f"{family}/{width}" for family, plan in settings.plans.items() for width in sorted(plan.widths)[::-1]]
     for word in only or ():
         if word not in units and word not in settings.plans:
             raise ConfigError(f"there is no {word!r}", f"--only takes {', '.join([*settings.plans, *units])}")

@@ -87,7 +87,7 @@ class Settings:
 RATES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 FULL: Final = Settings(
     plans={
-        "chars": Plan((64, 256, 768), Recipe(5000, 4e-3, 256), Recipe(600, 3e-4, 128), Recipe(1500, 4e-3, 128)),
+        "chars": Plan((64, 256, 768), Recipe(5000, 4e-3, 256), Recipe(1500, 3e-4, 128), Recipe(1500, 4e-3, 128)),
         "digits": Plan((64, 512, 2048), Recipe(200, 1e-3, 64), Recipe(600, 1e-3, 64), Recipe(1500, 1e-2, 64)),
     },
     rates=RATES,

@@ -9497,6 +9497,34 @@ def test_wrong_usage_of_the_benchmark_is_told_in_one_sentence(flags: list[str], 
     assert not done.stdout
 
 
+def test_the_readme_has_the_stored_figures_of_the_whole_comparison() -> None:
+    stored = BENCHMARK.load(HERE / "examples" / "results" / "benchmark.json")
+    assert BENCHMARK.markdown(BENCHMARK.summary(stored)) in README
+    tool, mergekit, torch_script = (stored.outcomes[0].of(role).median for role in ("tool", "mergekit", "torch"))
+    assert (
+        f"| **{tool:.1f} s** | {mergekit:.1f} s | not measured | not measured: another task | {torch_script:.1f} s |"
+        in README
+    )
+
+
+def test_the_readme_has_the_stored_figures_of_the_experiment() -> None:
+    stored = QUALITY.load_results(HERE / "examples" / "results" / "quality.json")
+    for name, unit in QUALITY.ordered(stored).items():
+        rates = [QUALITY.mean_cliffs(unit, arm) for arm in QUALITY.SINGLE_ARMS] + [
+            QUALITY.cliffs(unit, "large", "DARE")
+        ]
+        cells = [f"{unit['parameters']:,}", *(f"{100 * np.mean(each):.0f}" for each in rates)]
+        assert f"| {name.replace('/', ', width ')} | {' | '.join(cells)} |" in README
+    assert f"took it {stored['seconds']:.0f} s on an NVIDIA H200" in README
+    found = {arm: QUALITY.differences(stored, arm, rival) for arm, rival in QUALITY.RIVALS}
+    for arm, text in {
+        "linear + DARE": "`linear` with DARE is {:.1f} points below",
+        "linear + DARE 0.9": "it loses\n{:.1f} points",
+        "ties + DARE": "it helps: {:.1f} points more",
+    }.items():
+        assert text.format(abs(100 * np.mean([np.mean(values) for values in found[arm].values()]))) in README
+
+
 @pytest.mark.slow
 def test_the_whole_comparison_runs(tmp_path: Path) -> None:
     path = tmp_path / "f.json"

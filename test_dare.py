@@ -9312,6 +9312,7 @@ def test_the_quick_experiment_runs_from_the_command_line(tmp_path: Path) -> None
     assert models["rotated"]["scores"][0] > models["base"]["scores"][0] + 0.3, "the expert has learned its skill"
 
 
+# ---------------------------------------------------------------------------------------------------------------------
 # The benchmark
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -9199,6 +9199,16 @@ def test_an_interrupted_experiment_continues_to_the_same_results(
     assert timeless.sub("", capsys.readouterr().out) == timeless.sub("", whole)
 
 
+def test_results_of_other_settings_are_neither_mixed_nor_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unit = made_up_unit([1.0, 1.0, 1.0, 0.2], [0.8, 0.81, 0.82], 0.5, [1.0, 0.5, 0.2, 0.0])
+    (tmp_path / "r.json").write_text(json.dumps(results_of(chars_8=unit)))
+    before = snapshot(tmp_path)
+    monkeypatch.setattr(QUALITY, "run_unit", lambda *_: pytest.fail("there is nothing to train"))
+    with pytest.raises(ConfigError, match="holds results of other settings"):
+        quality(tmp_path, "--only", "chars/8", "--out", "r.json")
+    assert snapshot(tmp_path) == before
+
+
 def test_a_report_needs_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     unit = made_up_unit([1.0, 1.0, 1.0, 0.2], [0.8, 0.81, 0.82], 0.5, [1.0, 0.5, 0.2, 0.0])
@@ -9208,6 +9218,18 @@ def test_a_report_needs_no_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     [row] = (line.split() for line in out.splitlines() if "| linear + DARE  " in line and "chars/16" in line)
     assert " ".join(row) == "| chars/16 | a + b | linear + DARE | drop 0.5, lambda 1 | 81.0 ± 1.0 | 81.0 / 81.0 |"
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_readmes_table_of_the_experiment_is_that_of_its_results() -> None:
+    units = QUALITY.load_results(HERE / "examples" / "results" / "quality.json")["units"]
+    rows = re.findall(r"^\| (chars|digits), width (\d+) \| ([\d,]+) \| (.+) \|$", README, re.MULTILINE)
+    assert len(rows) == len(units)
+    for family, width, parameters, cells in rows:
+        unit = units[f"{family}/{width}"]
+        found = [QUALITY.mean_cliffs(unit, arm) for arm in QUALITY.SINGLE_ARMS]
+        found.append(QUALITY.cliffs(unit, "large", "DARE"))
+        assert parameters == f"{unit['parameters']:,}"
+        assert cells.split(" | ") == [f"{100 * sum(masks) / len(masks):.0f}" for masks in found]
 
 
 def test_the_cliff_is_where_the_gain_is_lost() -> None:

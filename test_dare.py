@@ -30,6 +30,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9454,6 +9455,48 @@ def test_a_point_without_room_on_the_disk_is_left_out(
 ) -> None:
     assert compare([BENCHMARK.Point(10**12)]) == 0
     assert re.search(r"left out: linear.*1000 billion: .* MiB free, and .* MiB are needed", capsys.readouterr().out)
+
+
+def test_an_ended_benchmark_leaves_neither_files_nor_processes(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    note, scratch, sleeper = tmp_path / "note", tmp_path / "scratch", tmp_path / "sleeper.py"
+    # It has the lock as long as it lives.
+    sleeper.write_text(
+        f"import fcntl, time\nheld = open({str(note)!r}, 'a')\nfcntl.flock(held, fcntl.LOCK_EX)\n"
+        "print('held', file=held, flush=True)\ntime.sleep(600)"
+    )
+    scratch.mkdir()
+    words = [sys.executable, str(HERE / "examples" / "benchmark.py"), "--parameters", "2e5", "--against", str(sleeper)]
+    process = subprocess.Popen(
+        [*words, "--without", "mergekit", "torch"],
+        env=os.environ | {"TMPDIR": str(scratch)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while process.poll() is None and not (note.exists() and note.read_text()):
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) == 143
+    assert list(scratch.iterdir()) == []
+    with note.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_trouble_after_a_good_run_is_told_beside_it() -> None:
+    tool, good = BENCHMARK.Figures("tool", "tool", [BENCHMARK.Run(1.0)]), [BENCHMARK.Run(800.0)]
+    slow = BENCHMARK.Figures("mergekit", "mergekit", good, "over 900 s")
+    outcome = BENCHMARK.Outcome(TINY, "Llama", 400_000, 2, [tool, slow])
+    assert BENCHMARK.rival(outcome, "mergekit") == "800.0 (800.0 x, then over 900 s)"
+
+
+def test_inputs_that_a_point_does_not_need_are_no_room_for_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = BENCHMARK.llama(200_000, "bf16")
+    BENCHMARK.make_inputs(tmp_path, shape, 5)
+    for free, lacks in ((256 << 20, True), (300 << 20, False)):
+        monkeypatch.setattr(BENCHMARK.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        assert bool(BENCHMARK.lacking_space(tmp_path, shape, 2)) == lacks
 
 
 def test_a_cold_run_finds_nothing_of_its_inputs_in_memory(tmp_path: Path) -> None:

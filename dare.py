@@ -971,10 +971,14 @@ def host_features() -> str:
 
 @cache
 def load_numba() -> Any:
+    """Numba, with the whole width of the vectors, unless somebody told it what to use.
+
+    It asks when the process compiles for the first time. If that was before, the kernels are as right, and slower.
+    """
     numba: Any = importlib.import_module("numba")
-    # Read when the process compiles for the first time. If that was before, the kernels are right all the same.
-    if numba.config.CPU_FEATURES is None:
-        numba.config.CPU_FEATURES = host_features()
+    features = host_features()
+    if "+avx512f" in features and numba.config.ENABLE_AVX and numba.config.CPU_FEATURES is None:
+        numba.config.CPU_FEATURES = features
     return numba
 
 

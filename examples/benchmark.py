@@ -42,6 +42,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
 import struct
 import subprocess
@@ -296,14 +297,18 @@ def make_model(folder: Path, shape: Shape, model: int) -> None:
     note.write_text(recipe)
 
 
-def make_inputs(scratch: Path, shape: Shape, models: int) -> Inputs:
+def place_inputs(scratch: Path, shape: Shape, models: int) -> Inputs:
     """Settings share their inputs: a file depends on nothing but the shape, the type and the number of the model."""
     directory = scratch / shape.folder
-    folders = [directory / "base", *(directory / f"fine-tune-{number + 1}" for number in range(models))]
-    for model, folder in enumerate(folders):
+    return Inputs(shape, [directory / "base", *(directory / f"fine-tune-{number + 1}" for number in range(models))])
+
+
+def make_inputs(scratch: Path, shape: Shape, models: int) -> Inputs:
+    inputs = place_inputs(scratch, shape, models)
+    for model, folder in enumerate(inputs.folders):
         say(f"input {folder}, {shape.size / MIB:,.0f} MiB")
         make_model(folder, shape, model)
-    return Inputs(shape, folders)
+    return inputs
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -716,16 +721,30 @@ def measure(command: list[str], conditions: Conditions, extra: dict[str, str] | 
     if not hasattr(os, "wait4"):
         return measure_plainly(command, conditions, environ)
     launcher = [*child_source(watch, launch), str(conditions.limit), str(conditions.timeout)]
-    done = subprocess.run([*launcher, *command], env=environ, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        raise MeasureError(f"cannot be started\n{done.stderr}")
-    wall, cpu, peak, status, *reasons = done.stdout.split()
+    failed, figures, errors = run_group([*launcher, *command], environ)
+    if failed:
+        raise MeasureError(f"cannot be started\n{errors}")
+    wall, cpu, peak, status, *reasons = figures.split()
     run = Run(float(wall), float(cpu), int(peak))
     if reasons == ["time"]:
         raise MeasureError(f"stopped after {run.wall_s:.0f} s", f"over {conditions.timeout:g} s")
     if int(status):
-        raise explain(int(status), done.stderr, f"ended after {run.wall_s:.1f} s, at {int(peak) / MIB:,.0f} MiB")
+        raise explain(int(status), errors, f"ended after {run.wall_s:.1f} s, at {int(peak) / MIB:,.0f} MiB")
     return run
+
+
+def run_group(command: list[str], environ: dict[str, str]) -> tuple[int, str, str]:
+    """Give exit status, output and errors. If interrupted, leave no process behind, which would write on meanwhile."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, env=environ, start_new_session=True, **pipes) as process:
+        try:
+            output, errors = process.communicate()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()  # until the last of them has let go of its pipe
+            raise
+    return process.returncode, output, errors
 
 
 def measure_plainly(command: list[str], conditions: Conditions, environ: dict[str, str]) -> Run:
@@ -818,6 +837,7 @@ def attempt(case: Case, conditions: Conditions) -> None:
     finally:
         if case.output:
             remove(case.output)
+            remove(case.output.with_name(f"{case.output.name}.partial"))  # of the tool, if it was killed
     case.figures.runs.append(run)
 
 
@@ -1053,7 +1073,7 @@ def star(sizes: list[int], threads: int) -> list[Point]:
 
 def lacking_space(scratch: Path, shape: Shape, models: int) -> str:
     """Say so before the disk is full; inputs that are there already need no more."""
-    kept = sum(file.stat().st_size for file in (scratch / shape.folder).glob("*/model.safetensors"))
+    kept = sum(file.stat().st_size for file in place_inputs(scratch, shape, models).files if file.exists())
     free, needed = shutil.disk_usage(scratch).free + kept, shape.size * (models + 2)
     # A disk that is filled to the last block is slow, and not ours alone.
     if free < needed + 256 * MIB:
@@ -1197,6 +1217,7 @@ def rival(outcome: Outcome, role: str) -> str:
     notes = [f"{figures.median / tool.median:.1f} x"] if tool else []
     notes += ["1 run"] * (len(figures.runs) == 1 < max(len(each.runs) for each in outcome.figures))
     notes += ["no dropping"] * figures.name.endswith("(no dropping)")
+    notes += [f"then {figures.trouble}"] * bool(figures.trouble)
     return f"{figures.median:.1f} ({', '.join(notes)})"
 
 
@@ -1432,4 +1453,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Ended from outside, it is to clean up as after Ctrl-C: the inputs take gigabytes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

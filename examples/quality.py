@@ -813,7 +813,7 @@ def merge_verdicts(results: dict[str, Any]) -> Iterator[str]:
         signs = {name: direction(values) for name, values in found.items()}
         counts = [sum(sign == wanted for sign in signs.values()) for wanted in (1, -1, 0)]
         average = "the plain average" if rival == "linear" else f"{rival} without dropping"
-        overall = [statistics.fmean(mask) for mask in zip(*found.values(), strict=False)]
+        overall = [statistics.fmean(mask) for mask in zip(*found.values(), strict=True)]
         yield (
             f"{dropping} against {average}, lambda tuned the same way: helps in {counts[0]}, hurts in {counts[1]}, "
             f"cannot be told in {counts[2]} of {len(found)} merges; on average {points(overall, '+')} points: "
@@ -963,14 +963,21 @@ def chosen_units(only: Sequence[str] | None, settings: Settings) -> list[str]:
     return [unit for unit in units if only is None or unit in only or unit.split("/")[0] in only]
 
 
+def refuse_others(results: dict[str, Any], settings: Settings, options: Any) -> None:
+    """What --quick or another device has measured is not to be mixed with the rest, nor to be lost by it."""
+    known = chosen_units(None, settings)
+    for unit, found in results["units"].items():
+        if unit not in known or found["settings"] != unit_settings(unit, settings, options.device):
+            raise ConfigError(f"{str(options.out)!r} holds results of other settings", "give another file after --out")
+
+
 def measure(options: Any, settings: Settings) -> dict[str, Any]:
     """Run what is not in the results file yet."""
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("there is no GPU that torch can use", "leave --device out")
     results = load_results(options.out)
-    units = chosen_units(options.only, settings)
-    wanted = {unit: unit_settings(unit, settings, options.device) for unit in units}
-    missing = [unit for unit in units if results["units"].get(unit, {}).get("settings") != wanted[unit]]
+    refuse_others(results, settings, options)
+    missing = [unit for unit in chosen_units(options.only, settings) if unit not in results["units"]]
     if any(unit.startswith("digits") for unit in missing) and importlib.util.find_spec("sklearn") is None:
         raise DareError("the digits need scikit-learn, which is not installed", "leave them out with --only chars")
     jobs = options.jobs or (1 if options.device.startswith("cuda") else dare.usable_cores())

@@ -9277,7 +9277,7 @@ def test_verdicts_come_out_each_way() -> None:
     assert re.search(r"chars/8: flat until .* not as the paper says", good)
     assert re.search(r"chars/16: large deltas .*: as the paper says", good)
     assert re.search(r"chars/16: without rescaling .*: as the paper says", good)
-    assert "linear + DARE against the plain average, lambda tuned the same way: helps in 2, hurts in 0" in good
+    assert "linear + DARE against the average, lambda tuned the same way: helps in 2, hurts in 0" in good
     bad = said(
         chars_8=made_up_unit(steady, falls, 0.5, steady), chars_16=made_up_unit(early, [0.2, 0.9, 0.5], 0.5, steady)
     )
@@ -9312,6 +9312,8 @@ def test_a_difference_is_told_by_a_t_test_and_when_it_matters(values: list[float
         (["--out", "no/r.json"], "the directory of 'no/r.json' does not exist"),
         (["--plot", "r.gif"], "neither .png nor .svg"),
         (["--device", "cuda:99"], "there is no GPU that torch can use"),
+        (["--device", "meta"], "--device takes cpu or cuda, not 'meta'"),
+        (["--report", "odd.json", "--quick"], "--report trains nothing"),
         (["--fast"], "unrecognized arguments: --fast"),
     ],
 )
@@ -9350,7 +9352,7 @@ def test_the_quick_experiment_runs_from_the_command_line(tmp_path: Path) -> None
     words = ["--quick", "--only", "digits/32", "digits/128", "--jobs", "2", "--out", "r.json"]
     script = [sys.executable, str(HERE / "examples" / "quality.py"), *words]
     done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "linear + DARE against the plain average" in done.stdout
+    assert "linear + DARE against the average" in done.stdout
     assert "digits/128" in done.stderr
     models = json.loads((tmp_path / "r.json").read_text())["units"]["digits/128"]["models"]
     assert models["rotated"]["scores"][0] > models["base"]["scores"][0] + 0.3, "the expert has learned its skill"
@@ -9429,7 +9431,7 @@ def test_an_interrupted_benchmark_continues(
     assert results.outcomes[0] == first, "measured once"
     assert not list(tmp_path.glob("*.partial"))
     assert compare([TINY], *flags, "--repeat", "2") == 2
-    assert "holds figures of another repeat" in capsys.readouterr().err
+    assert "was measured with other repeat" in capsys.readouterr().err
     assert BENCHMARK.load(path) == results
 
     before = snapshot(tmp_path / "scratch")
@@ -9574,6 +9576,10 @@ def test_fine_tunes_of_either_type_differ_from_the_base_by_the_same_delta(tmp_pa
         (["--whole", "--sizes", "1e6", "1e5", "1e7"], "the smallest first"),
         (["--method", "slerp", "--models", "3"], "slerp is between two fine-tunes"),
         (["--report", "nowhere.json"], "cannot read nowhere.json: No such file"),
+        (["--parameters", "1e6", "--json", str(HERE / "README.md")], "does not hold the figures of a benchmark"),
+        (["--parameters", "1e6", "--json", "/no/such/f.json"], "the directory of /no/such/f.json does not exist"),
+        (["--parameters", "1e6", "--plot", "f.jpg"], "--plot f.jpg is neither .png nor .svg"),
+        (["--parameters", "1e6", "--against", "no.py"], "there is no file no.py"),
         (["--report", str(HERE / "README.md")], "does not hold the figures of a benchmark"),
         (["--report", "f.json", "--whole"], "--report measures nothing"),
         (["--repeat", "0"], "0 is not a number of at least 1"),

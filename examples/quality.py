@@ -749,6 +749,10 @@ def alone(unit: dict[str, Any], skills: Sequence[str]) -> dict[str, Any]:
     }
 
 
+# Without dropping, linear is the average with a lambda of its own.
+LABELS: Final = {"average": "average, lambda 1", "linear": "average, lambda tuned"}
+
+
 def merged_table(results: dict[str, Any]) -> str:
     rows = []
     for name, unit in ordered(results).items():
@@ -758,7 +762,7 @@ def merged_table(results: dict[str, Any]) -> str:
                 each = " / ".join(f"{100 * statistics.fmean(column):.1f}" for column in columns)
                 setting = f"drop {found['drop_rate']:g}, lambda {found['lambda']:g}" if "lambda" in found else ""
                 means = mask_means(found, len(found["scores"]))
-                rows.append([name, models, arm, setting, points(means), each])
+                rows.append([name, models, LABELS.get(arm, arm), setting, points(means), each])
     return table(["model", "merged", "how", "chosen on validation data", "test: mean", "each skill"], rows)
 
 
@@ -767,7 +771,7 @@ def single_verdicts(name: str, units: dict[str, dict[str, Any]]) -> Iterator[str
     found = {unit: mean_cliffs(results, "DARE") for unit, results in units.items()}
     for unit, rates in found.items():
         flat = 1 if statistics.fmean(rates) >= CLAIMED else direction([rate - CLAIMED for rate in rates])
-        yield f"{unit}: flat until {points(rates)}% are dropped, {CLAIMED:.0%} or more: {verdict(flat)}."
+        yield f"{unit}: flat until {points(rates)}% are dropped (paper: {CLAIMED:.0%} or more): {verdict(flat)}."
     narrow, wide = next(iter(found)), list(found)[-1]
     if narrow != wide:
         moved = minus(found[wide], found[narrow])
@@ -777,7 +781,9 @@ def single_verdicts(name: str, units: dict[str, dict[str, Any]]) -> Iterator[str
         for arm in ("no rescale", "magnitude"):
             lead = minus(found[unit], mean_cliffs(results, arm))
             words = "without rescaling" if arm == "no rescale" else "with magnitude pruning"
-            yield f"{unit}: {words} it falls earlier, by {points(lead, '+')} points: {verdict(direction(lead))}."
+            sign, when = (1, "earlier") if statistics.fmean(lead) >= 0 else (-1, "later")
+            size = points([sign * value for value in lead])
+            yield f"{unit}: {words} it falls {size} points {when} (paper: earlier): {verdict(direction(lead))}."
         gain = minus(mean_cliffs(results, "DAREx-q"), found[unit])
         yield f"{unit}: DAREx-q moves the cliff by {points(gain, '+')} points: {EFFECT[direction(gain)]}."
         skill = results["skills"][0]
@@ -812,7 +818,7 @@ def merge_verdicts(results: dict[str, Any]) -> Iterator[str]:
         found = differences(results, dropping, rival)
         signs = {name: direction(values) for name, values in found.items()}
         counts = [sum(sign == wanted for sign in signs.values()) for wanted in (1, -1, 0)]
-        average = "the plain average" if rival == "linear" else f"{rival} without dropping"
+        average = "the average" if rival == "linear" else f"{rival} without dropping"
         overall = [statistics.fmean(mask) for mask in zip(*found.values(), strict=True)]
         yield (
             f"{dropping} against {average}, lambda tuned the same way: helps in {counts[0]}, hurts in {counts[1]}, "
@@ -830,7 +836,7 @@ def report(results: dict[str, Any]) -> str:
     machines = sorted({unit["machine"] for unit in results["units"].values()})
     each = ", ".join(f"{name} {unit['seconds']:.0f} s" for name, unit in ordered(results).items())
     sections = [
-        f"{'; '.join(machines)}; {results['seconds']:.0f} s in all ({each})",
+        f"{'; '.join(machines)}; {results['seconds']:.0f} s in all (side by side: {each})",
         "One model: scores in %, sizes of the deltas, and the cliff: the highest drop rate that keeps "
         f"{KEPT_GAIN:.0%} of the gain",
         models_table(results),
@@ -892,7 +898,7 @@ def draw_bars(axes: Any, units: dict[str, dict[str, Any]]) -> None:
                 hatch="//" if "DARE" in arm else None,
                 edgecolor="white",
                 error_kw={"linewidth": 1},
-                label=arm if place == 0 else None,
+                label=LABELS.get(arm, arm) if place == 0 else None,
             )
     for place, unit in enumerate(units.values()):  # what a perfect merge would keep, and the base
         own = [expert_scores(unit, skill) for skill in unit["skills"]]
@@ -950,7 +956,12 @@ def build_parser() -> dare.Parser:
     add("--plot", metavar="FILE", type=Path, help="draw the scores: a .png or .svg file")
     add("--device", metavar="NAME", default="cpu", help="where to train and merge: cpu (default) or cuda")
     add("--jobs", metavar="N", type=int, help="models at a time (default: one for each core, and 1 on a GPU)")
-    add("--only", metavar="UNIT", nargs="+", help="families, or a family at a width: chars/256 digits")
+    add(
+        "--only",
+        metavar="UNIT",
+        nargs="+",
+        help="families, or a family at a width: chars/256 digits (other widths with --quick)",
+    )
     return parser
 
 
@@ -973,6 +984,8 @@ def refuse_others(results: dict[str, Any], settings: Settings, options: Any) -> 
 
 def measure(options: Any, settings: Settings) -> dict[str, Any]:
     """Run what is not in the results file yet."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", options.device):
+        raise ConfigError(f"--device takes cpu or cuda, not {options.device!r}", "leave it out for the CPU")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError("there is no GPU that torch can use", "leave --device out")
     results = load_results(options.out)
@@ -1002,6 +1015,8 @@ def run(arguments: Sequence[str] | None, settings: Settings | None = None) -> No
             raise ConfigError(f"--plot {str(options.plot)!r} is neither .png nor .svg", "name it like quality.png")
         load_matplotlib()
     if options.report:
+        if options.quick or options.out or options.only or options.jobs or options.device != "cpu":
+            raise ConfigError("--report trains nothing", "give it alone, or with --plot")
         if not options.report.is_file():
             raise ConfigError(f"there is no file {str(options.report)!r}", "--report takes what --out has written")
         results = load_results(options.report)
@@ -1014,7 +1029,7 @@ def run(arguments: Sequence[str] | None, settings: Settings | None = None) -> No
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Gives the exit status; no traceback reaches a user."""
-    kept = "interrupted; with --out, what is measured is kept, and the same command continues"
+    kept = "interrupted; with --out, the units that were finished are kept, and the same command continues"
     return dare.guarded(lambda: run(arguments), kept)
 
 

@@ -9055,7 +9055,7 @@ def trained(lab: Any) -> tuple[Tensors, dict[str, Tensors]]:
 def quality(folder: Path, *arguments: str) -> None:
     """The command with tiny settings, in a folder."""
     words = [f"{folder / word}" if word.endswith((".json", ".png", ".svg")) else word for word in arguments]
-    QUALITY.run([*words, "--jobs", "1"], tiny_settings())
+    QUALITY.run(words if "--report" in words else [*words, "--jobs", "1"], tiny_settings())
 
 
 def made_up_unit(dare_curve: list[float], merged: list[float], rival: float, large: list[float]) -> dict[str, Any]:

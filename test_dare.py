@@ -1535,6 +1535,17 @@ def test_what_a_user_tells_numba_about_the_processor_holds(variable: str, value:
     assert done.stdout.strip() == repr(expected), done.stderr
 
 
+def test_kernels_use_the_whole_width_of_the_vectors() -> None:
+    if "+avx512f" not in dare.host_features():
+        pytest.skip("no vectors of 512 bits")
+    spec = "dare.KernelSpec('linear', *['BF16'] * 3)"
+    code = f"import dare; dare.load_numpy(); print(dare.BUILDERS['linear']({spec}).inspect_llvm())"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=HERE, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.count("<16 x float>") > done.stdout.count("<8 x float>")
+
+
 def test_kernels_are_compiled_once_and_said_so(
     fresh_kernels: Path, models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

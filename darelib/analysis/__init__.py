@@ -1,0 +1,1 @@
+"""What the models are like, and what that says about how to merge them."""

@@ -1,0 +1,286 @@
+"""What the figures of an analysis say about how to merge: a table of rules, each with the figure that it rests on."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from darelib.config import DareConfig
+from darelib.methods import LINEAR, METHODS, TIES
+from darelib.models.hub import download
+from darelib.output.directory import TOKENIZER_PATTERNS
+from darelib.output.recipe import path_from
+from darelib.readers import Request, Source
+from darelib.text import LOG, DareError, count_of, list_names, printable
+from darelib.tuning import TUNING
+
+if TYPE_CHECKING:
+    from darelib.analysis.report import AnalysisReport, DeltaStats, ModelAnalysis, PairAnalysis
+    from darelib.plan import Task
+
+# How much a fine-tune may differ from its base, |delta| / |weights| by Euclidean norm. Instruction tuning stays well
+# below the first; two models of one shape that have nothing in common are at sqrt(2).
+RELATED_NORM: Final = 0.15
+UNRELATED_NORM: Final = 0.5
+BASE_TEXTS: Final = {
+    "identical": "{model} is identical to the base and only dilutes the others: leave it out",
+    "wrong": "{base} does not look like the base of {model}: {figure}, where unrelated models have 141% and fine-tunes "
+    "a few percent; find the model that it was trained from",
+    "doubtful": "{base} may not be the base of {model}: {figure}, which is more than fine-tuning usually changes; it "
+    "was trained for very long, or from another version",
+    "right": "the base of {model} looks right: {figure}",
+}
+# Deltas whose mean is so many times delta_threshold cannot be dropped; those with this share above it have a tail.
+HUGE_RATIO: Final = 5.0
+TAIL_SHARE: Final = 0.05
+# By the size of the deltas: drop rates for fine-tunes and for adapters, which hold no more than training needed; why.
+DROP_RATES: Final = {
+    "huge": ((0.0, 0.0), "{mean}, {ratio:.3g} times what dropping tolerates ({threshold:g}): average instead"),
+    "large": ((0.5, 0.5), "{mean}, and {above}: what was learned is in many entries, and dropping more would lose it"),
+    "tailed": ((0.8, 0.75), "{mean}, which dropping tolerates, but {above}"),
+    "small": ((0.9, 0.85), "{mean} and {above}: dropping tolerates that well"),
+}
+HOT_LAYERS: Final = 8  # at most; if more of them have large deltas, the model has
+# Unrelated deltas conflict in half of all positions.
+CONFLICTING: Final = 0.35
+OPPOSED_COSINE: Final = -0.1
+TIES_ADDS: Final = "; after dropping it adds up more than it averages, so try a lambda_coeff below 1"
+KEPT_SETTINGS: Final = ("seed", "lambda_coeff", "rescale", "dtype", "mismatch", "max_shard_size", "delta_threshold")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One piece of advice, with its reason."""
+
+    about: str  # base, drop_rate, rules, method or balance
+    verdict: str
+    model: str | None  # None: all of them
+    text: str
+
+
+class TensorRule(NamedTuple):
+    """Tensors of which less should be dropped than of the others."""
+
+    verdict: str
+    title: str
+    match: list[str]
+    rate: Callable[[float], float]  # from that of the others
+    text: str
+
+
+class Evidence:
+    """What advice rests on, and the choices that follow from it."""
+
+    def __init__(self, base: str, task: Task, models: Sequence[ModelAnalysis], pairs: Sequence[PairAnalysis]) -> None:
+        from darelib.analysis.measure import kind_of
+
+        self.base, self.config, self.models = base, task.config, models
+        self.parameters = sum(tensor.base.count for tensor in task.tensors if tensor.merged)
+        changed = {stats.name for model in models for stats in model.tensors if stats.largest}
+        self.vectors = [t.name for t in task.changed if t.name in changed and len(t.base.shape) < 2]
+        self.matrices = [t.name for t in task.changed if t.name in changed and len(t.base.shape) > 1]
+        self.embeddings = [name for name in self.matrices if kind_of(name) == "embedding"]
+        self.threshold = max(self.config.delta_threshold, sys.float_info.min)
+        self.cosine = min((pair.cosine for pair in pairs), default=1.0)
+        # Of the worst pair: that some two of many models differ at a position is likely by chance alone.
+        self.conflict = max((pair.weighted_sign_conflict for pair in pairs), default=0.0)
+        self.levels = [find_level(model.total, self.threshold) for model in models]
+        self.rates = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
+        self.method, self.why_method = choose_method(self)
+        self.hot_layers = find_hot_layers(self)
+        self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
+
+
+def find_level(total: DeltaStats, threshold: float) -> str:
+    """How large a model's deltas are."""
+    if total.mean > threshold:
+        return "huge" if total.mean > HUGE_RATIO * threshold else "large"
+    return "tailed" if total.share_above_threshold > TAIL_SHARE else "small"
+
+
+def choose_method(evidence: Evidence) -> tuple[str, str]:
+    """The method, and why."""
+    count, conflict, cosine = len(evidence.models), evidence.conflict, evidence.cosine
+    most, adds = "up to " if count > 2 else "", TIES_ADDS if any(evidence.rates) else ""
+    figure = f"signs conflict in {most}{conflict:.1%} of what both change, by magnitude; cosine {cosine:.2f}"
+    if count == 1:
+        return LINEAR, "there is one model, so there is nothing to reconcile"
+    if cosine < OPPOSED_COSINE:
+        return TIES, f"the models oppose one another ({figure}) and would cancel{adds}"
+    if count == 2:
+        return LINEAR, f"two models that do not oppose one another ({figure}) can both be kept"
+    if conflict >= CONFLICTING:
+        return TIES, f"the {count} models go in different directions ({figure}){adds}"
+    return LINEAR, f"the {count} models mostly agree ({figure})"
+
+
+def find_hot_layers(evidence: Evidence) -> dict[str, float]:
+    """The layers in which some model's deltas are large, though they are not on the whole, and their mean |delta|."""
+    found: dict[str, float] = {}
+    for model, level in zip(evidence.models, evidence.levels, strict=True):
+        for stats in model.layers if level in ("small", "tailed") else ():
+            matrices = stats.parameters > stats.tensors * 100_000 or stats.parameters * 20 > model.total.parameters
+            if stats.mean > evidence.threshold and matrices:
+                found[stats.name] = max(found.get(stats.name, 0.0), stats.mean)
+    return found if len(found) <= HOT_LAYERS else {}
+
+
+def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
+    vectors, embeddings, hot = evidence.vectors, evidence.embeddings, evidence.hot_layers
+    if vectors:
+        text = (
+            f"drop nothing of norms and biases: they are {count_of(len(vectors), 'tensor')} of one dimension, with too "
+            "few values for what is dropped to average out"
+        )
+        match = make_patterns(vectors, evidence.matrices)
+        yield TensorRule("vectors", "norms and biases", match, lambda rate: 0.0, text)
+    if embeddings:
+        stats = ((stats, model.label) for model in evidence.models for stats in model.kinds)
+        zero, label = max((found.share_zero, label) for found, label in stats if found.name == "embedding")
+        rest = f"; {zero:.1%} of those of {label} are unchanged, so the rest carries everything" if zero else ""
+        count = count_of(len(embeddings), "tensor")
+        text = f"drop less of the embeddings ({count}): a token's row is all that the model knows of it{rest}"
+        match = make_patterns(embeddings, set(evidence.matrices) - set(embeddings))
+        yield TensorRule("embeddings", "embeddings", match, lambda rate: round(max(0.0, rate - 0.2), 2), text)
+    if hot:
+        text = (
+            f"drop less of {list_names(list(hot))}: the mean |delta| there is up to {max(hot.values()):.2g}, above "
+            f"{evidence.threshold:g}, unlike elsewhere"
+        )
+        match = [f"{escape(layer)}{end}" for layer in hot for end in (".*", "") if end or layer in evidence.matrices]
+        yield TensorRule("layers", "layers with large deltas", match, lambda rate: min(0.5, rate), text)
+
+
+def advise_on_base(evidence: Evidence) -> Iterator[Advice]:
+    for model in evidence.models:
+        norm, is_changed = model.total.relative_norm, model.total.largest > 0
+        related = "wrong" if norm > UNRELATED_NORM else "doubtful" if norm > RELATED_NORM else "right"
+        verdict, figure = related if is_changed else "identical", f"its delta is {norm:.2%} of the weights by norm"
+        text = BASE_TEXTS[verdict].format(base=evidence.base, model=model.label, figure=figure)
+        yield Advice("base", verdict, model.label, text)
+
+
+def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
+    threshold = evidence.threshold
+    for model, level, rate in zip(evidence.models, evidence.levels, evidence.rates, strict=True):
+        mean, above = model.total.mean, f"{model.total.share_above_threshold:.1%} are above {threshold:g}"
+        figures = {"mean": f"the mean |delta| is {mean:.2g}", "above": above, "ratio": mean / threshold}
+        reason = DROP_RATES[level][1].format(**figures, threshold=threshold)
+        what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
+        if model.total.largest:
+            yield Advice("drop_rate", level, model.label, f"drop {rate:g} of {model.label}: {what}{reason}")
+
+
+def advise_on_tensors(evidence: Evidence) -> Iterator[Advice]:
+    return (Advice("rules", rule.verdict, None, rule.text) for rule in evidence.tensor_rules)
+
+
+def advise_on_method(evidence: Evidence) -> Iterator[Advice]:
+    yield Advice("method", evidence.method, None, f"method {evidence.method}: {evidence.why_method}")
+
+
+def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
+    norms = [(model.total.relative_norm, model.label) for model in evidence.models if model.total.relative_norm]
+    (least, small), (most, large) = min(norms, default=(0.0, "")), max(norms, default=(0.0, ""))
+    if most > 3 * least:
+        text = f"the delta of {large} is {most / least:.1f} times that of {small}; weights can balance them"
+        yield Advice("balance", "uneven", None, text)
+
+
+RULES: Final = (advise_on_base, advise_on_rates, advise_on_tensors, advise_on_method, advise_on_balance)
+
+
+def judge_confidence(evidence: Evidence) -> str:
+    doubts, count = [], evidence.parameters
+    if any(model.total.relative_norm > RELATED_NORM for model in evidence.models):
+        doubts.append("a base is in doubt, and with it all the rest")
+    for model in evidence.models:
+        ratios = (model.total.mean / evidence.threshold, model.total.share_above_threshold / TAIL_SHARE)
+        if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
+            doubts.append(f"the deltas of {model.label} are close to where the advice changes")
+    if len(evidence.models) > 2 and CONFLICTING * 0.8 < evidence.conflict < CONFLICTING * 1.25:
+        doubts.append("the share of conflicting signs is close to where the advice changes")
+    if count < TUNING.small_model:
+        doubts.append(f"these rules are for models of billions of parameters; one of {count:,} tolerates less dropping")
+    if not doubts:
+        return "How sure: fairly, no figure is near a limit; but only an evaluation can tell (examples/sweep.py)."
+    return f"How sure: not very, because {', and '.join(doubts)}. Let an evaluation decide (examples/sweep.py)."
+
+
+def suggest(evidence: Evidence) -> str:
+    """A [dare] table and its rules, as TOML: what is advised, and what else the user has set."""
+    import tomli_w
+
+    config, method = evidence.config, evidence.method
+    kept: dict[str, Any] = {key: getattr(config, key) for key in KEPT_SETTINGS} | {"weights": keep_weights(evidence)}
+    in_rules = ["match", "drop_rate", "lambda_coeff"]  # not rescale_q, which was found for another drop rate
+    if "keep_ratio" in METHODS[method].settings:
+        kept["keep_ratio"] = config.keep_ratio
+        in_rules.append("keep_ratio")
+    table = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
+    text = tomli_w.dumps({"dare": {"method": method, "drop_rate": compact(evidence.rates), **table}})
+    own = [{key: value for key, value in r.as_table().items() if key in in_rules} for r in config.typed_rules]
+    rules = [("as set before", rule) for rule in own if len(rule) > 1]
+    for found in evidence.tensor_rules:
+        rates = [found.rate(rate) for rate in evidence.rates]
+        rules.append((found.title, {"match": found.match, "drop_rate": compact(rates)}))
+    return text + "".join(f"\n[[rules]]  # {title}\n{tomli_w.dumps(rule)}" for title, rule in rules)
+
+
+def keep_weights(evidence: Evidence) -> list[float] | None:
+    """The user's weights, as far as they mean the same to the suggested method: to some, only their ratios count."""
+    weights, before = list(evidence.config.weights or ()), METHODS[evidence.config.method]
+    only_ratios = METHODS[evidence.method].shares_only
+    if not any(weights) or (only_ratios and min(weights) < 0):
+        return None
+    return [w / math.fsum(weights) for w in weights] if before.shares_only and not only_ratios else weights
+
+
+def compact(values: list[float]) -> float | list[float]:
+    return values[0] if len(set(values)) == 1 else values
+
+
+def make_patterns(names: Sequence[str], others: Collection[str]) -> list[str]:
+    """Patterns for some tensors and no others: their names, with a star for each number where that fits no other."""
+    starred = {name: re.sub(r"(?<=\.)\d+(?=\.)", "*", escape(name)) for name in names}
+    changed = {pattern for name, pattern in starred.items() if pattern != escape(name)}
+    wide = {pattern for pattern in changed if fnmatch.filter(others, pattern)}
+    return list(dict.fromkeys(escape(name) if pattern in wide else pattern for name, pattern in starred.items()))
+
+
+def escape(name: str) -> str:
+    """A name as a pattern that matches it alone."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def write_suggestion(report: AnalysisReport, request: Request, path: Path) -> None:
+    """Write the suggested settings as a complete configuration, with the reasons in comments."""
+    import tomli_w
+
+    assert request.base is not None
+    folder, base, tokenizer = path.absolute().parent.resolve(), download(request.base), request.tokenizer_from
+    own = f"{path.stem}_merged{'' if os.path.isdir(base.path) or tokenizer else '.safetensors'}"
+    models: dict[str, Any] = {"base_file": path_from(base, folder)}
+    models["merge_files"] = [path_from(download(model), folder) for model in request.merge]
+    models["output_file"] = path_from(Source(str(request.output), request.output), folder) if request.output else own
+    if tokenizer:
+        models["tokenizer_from"] = path_from(download(tokenizer, TOKENIZER_PATTERNS), folder)
+    reasons = "".join(f"# - {printable(advice.text)}\n" for advice in report.advice)
+    reasons = f"# Suggested by an analysis of the models:\n{reasons}# {printable(report.confidence)}\n"
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("x", encoding="utf-8") as file:  # a file that has this name already is not ours
+            file.write(f"{reasons}\n{report.suggestion}\n{tomli_w.dumps({'models': models})}")
+        partial.replace(path)
+    except OSError as error:
+        if not isinstance(error, FileExistsError):
+            partial.unlink(missing_ok=True)
+        raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it") from None
+    LOG.info(f"wrote {path}")

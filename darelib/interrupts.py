@@ -1,0 +1,33 @@
+"""Signals that wait until it is safe to stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Interrupts:
+    """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through, if there is one."""
+
+    def __enter__(self) -> Interrupts:
+        self._caught: list[tuple[int, FrameType | None]] = []
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # no other gets signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(signal.getsignal(number)):
+                    self._before[number] = signal.signal(number, lambda *received: self._caught.append(received))
+        return self
+
+    def check(self) -> None:
+        if self._caught:
+            number, frame = self._caught.pop(0)
+            self._before[number](number, frame)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as it is once a signal has been let through
+                signal.signal(number, handler)
+        if kind is None:
+            self.check()

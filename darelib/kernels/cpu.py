@@ -1,0 +1,440 @@
+"""The kernels for the CPU, written for Numba: each is one loop over the tiles of a chunk, in the processor's cache."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+import llvmlite.binding as llvm
+import numpy as np
+
+from darelib.formats import FORMATS
+from darelib.kernels import KernelSpec
+from darelib.kernels.records import (
+    BASE_ROW,
+    BINS,
+    LANES,
+    LEFT_ROW,
+    MERGED_ROW,
+    MODEL,
+    PAIR,
+    RIGHT_ROW,
+    SCRATCH_ROWS,
+    SCRATCH_WIDTH,
+    SIZE_ROW,
+    TENSOR,
+    ZERO_ROW,
+)
+from darelib.kernels.tiles import (
+    DECODERS,
+    ENCODERS,
+    compare_all,
+    compare_signs,
+    draw,
+    elect,
+    find_bins,
+    fold,
+    fold_neighbours,
+    pad,
+    round_to_odd,
+)
+from darelib.mask import TILE
+from darelib.methods import DIGIT_BITS
+
+numba: Any = importlib.import_module("numba")  # whose types say less than its functions take
+
+
+@cache
+def inline(function: Callable[..., Any]) -> Any:
+    """A function that is compiled into the kernels that call it."""
+    options = {"forceinline": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return numba.njit(**options)(function)
+
+
+class Parts:
+    """What all kernels of a spec are made of: the types, and the inner functions, ready to be compiled in."""
+
+    def __init__(self, spec: KernelSpec) -> None:
+        wide = spec.real == "F64"
+        self.real: Any = np.float64 if wide else np.float32
+        self.unsigned: Any = np.uint64 if wide else np.uint32
+        self.raw = [np.dtype(FORMATS[name].raw).type for name in (spec.base, spec.finetuned, spec.output)]
+        self.decode = inline(DECODERS[spec.base])
+        self.decode_finetuned = inline(DECODERS[spec.finetuned])
+        self.encode = inline(ENCODERS[spec.output])
+        if wide and FORMATS[spec.output].bits == 16:
+            self.encode = self._encode_by_odd(self.encode)
+        self.thin = self._thin_model(spec.kind == "elect")
+        self.open = self._open_buffers()
+
+    def _encode_by_odd(self, encode: Any) -> Any:
+        narrow = inline(round_to_odd)
+
+        def encode_by_odd(value: Any) -> Any:  # compiled
+            return encode(narrow(value))
+
+        return inline(encode_by_odd)
+
+    def _open_buffers(self) -> Any:
+        """Addresses as arrays, with zeros behind the last tile and in the row that stands in for a base of zeros."""
+        carray, real, pad_rows = numba.carray, self.real, inline(pad)
+        base_raw, finetuned_raw, _ = self.raw
+
+        def open_buffers(  # compiled
+            base_at: Any, finetuned_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any,
+            count: int, stride: int, models: int,
+        ) -> Any:  # fmt: skip
+            tiles = (count + TILE - 1) // TILE
+            base = carray(base_at, (1, tiles * TILE), base_raw)
+            finetuned = carray(finetuned_at, (models, stride), finetuned_raw)
+            records = carray(models_at, (models,), MODEL)
+            tensor = carray(tensor_at, (1,), TENSOR)
+            scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
+            bits = carray(scratch_at, (1, TILE), np.uint16)[0]
+            pad_rows(base, count, tiles * TILE)
+            pad_rows(finetuned, count, tiles * TILE)
+            pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)
+            return tiles, base[0], finetuned, records, tensor, scratch, bits
+
+        return inline(open_buffers)
+
+    def _thin_model(self, apart: bool) -> Any:
+        """The heart of all kernels: one tile of one model, from its stored values to its thinned deltas.
+
+        They are added to a row, or, to elect signs, are what the row holds then.
+        """
+        decode, draw_bits, real, unsigned = self.decode_finetuned, inline(draw), self.real, self.unsigned
+
+        def thin_model(  # compiled
+            raw: Any, tile: int, model: Any, base: Any, bits: Any, size: Any, row: Any, threshold: Any
+        ) -> None:
+            draw_bits(bits, tile, model.key_0, model.key_1)
+            limit, floor, scale = np.uint16(model.limit), real(model.floor), real(model.scale)
+            peak = unsigned(model.peak)
+            above = np.uint32(0)
+            survivors = np.uint32(0)
+            for j in range(TILE):
+                delta = decode(raw[j]) - base[j]
+                magnitude = abs(delta)
+                size[j] = magnitude
+                # Compared as integers, a NaN or an infinity is the largest of all, and the loop vectorises.
+                pattern = real(magnitude).view(unsigned)
+                peak = pattern if pattern > peak else peak
+                above = np.uint32(above + np.uint32(magnitude > threshold))
+                survives = bits[j] <= limit
+                survivors = np.uint32(survivors + np.uint32(survives))
+                if apart:
+                    row[j] = delta * scale if survives and magnitude >= floor else real(0)
+                else:
+                    row[j] += delta * scale if survives else real(0)
+            model.peak = peak
+            model.above += np.uint64(above)
+            model.kept += np.uint64(survivors)
+
+        return inline(thin_model)
+
+    def compile(self, function: Callable[..., None]) -> Any:
+        """All kernels have one signature: eight addresses and four whole numbers."""
+        types = numba.types
+        return numba.cfunc(types.void(*[types.voidptr] * 8, *[types.intp] * 4))(function)
+
+
+def build_merge(spec: KernelSpec) -> Any:
+    """The loop that merges one chunk: decode, subtract, mask, combine, encode."""
+    parts = Parts(spec)
+    carray, real, unsigned, decode, encode = numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
+    open_buffers, thin_model, decode_finetuned, fold_tile = parts.open, parts.thin, parts.decode_finetuned, inline(fold)
+    output_raw, elect_signs, elects = parts.raw[2], inline(elect), spec.kind == "elect"
+
+    def merge_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
+        _pairs: Any, count: int, stride: int, models: int, first_tile: int,
+    ) -> None:  # fmt: skip
+        tiles, base_all, finetuned_all, records, tensors, scratch, bits = open_buffers(
+            base_at, finetuned_at, models_at, tensor_at, scratch_at, count, stride, models
+        )
+        tensor = tensors[0]
+        output_all = carray(output_at, (1, tiles * TILE), output_raw)[0]
+        base, merged, size, kept = scratch[BASE_ROW], scratch[MERGED_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS:]
+        threshold = real(tensor.threshold)
+        lambda_coeff, base_share = real(tensor.lambda_coeff), real(tensor.base_share)
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[start : start + TILE]
+            for j in range(TILE):
+                value = decode(raw[j])
+                base[j] = value
+                size[j] = abs(value)
+                merged[j] = base_share * value
+            tensor.base_size += fold_tile(size)
+            for i in range(models):
+                model = records[i]
+                raw_finetuned = finetuned_all[i, start : start + TILE]
+                against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
+                row = kept[i] if elects else merged
+                thin_model(raw_finetuned, first_tile + tile, model, against, bits, size, row, threshold)
+                model.size += fold_tile(size)
+                # Of a last tile, what pads it was counted too.
+                for j in range(count - start, TILE):
+                    model.kept -= np.uint64(bits[j] <= np.uint16(model.limit))
+            if elects:
+                elect_signs(kept, records, merged, scratch[LEFT_ROW], scratch[RIGHT_ROW])
+            if tensor.exact:
+                raw_finetuned = finetuned_all[0, start : start + TILE]
+                for j in range(TILE):
+                    base[j] = decode_finetuned(raw_finetuned[j])
+                    merged[j] = 0
+            output = output_all[start : start + TILE]
+            peak = unsigned(tensor.peak)
+            for j in range(TILE):
+                change = lambda_coeff * merged[j]
+                sum_ = base[j] + change
+                value = base[j] if change == 0 else sum_  # base + 0 would turn -0.0 into 0.0
+                pattern = real(abs(value)).view(unsigned)
+                peak = pattern if pattern > peak else peak
+                output[j] = encode(value)
+            tensor.peak = peak
+
+    return parts.compile(merge_chunk)
+
+
+def build_products(spec: KernelSpec) -> Any:
+    """The loop that gives slerp |end 0|^2, |end 1|^2 and end 0 . end 1, where an end of the arc is base + kept."""
+    parts = Parts(spec)
+    carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
+    fold_tile, fold_pairs = inline(fold), inline(fold_neighbours)
+
+    def multiply_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
+        _pairs: Any, count: int, stride: int, models: int, first_tile: int,
+    ) -> None:  # fmt: skip
+        tiles, base_all, finetuned_all, records, tensors, scratch, bits = open_buffers(
+            base_at, finetuned_at, models_at, tensor_at, scratch_at, count, stride, models
+        )
+        tensor = tensors[0]
+        sums = carray(output_at, (3, tiles), np.float64)
+        products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
+        base, size, ends = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[LEFT_ROW : RIGHT_ROW + 1]
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[start : start + TILE]
+            for j in range(TILE):
+                value = decode(raw[j])
+                base[j] = value
+                ends[0, j] = value
+                ends[1, j] = value
+            for i in range(models):
+                model = records[i]
+                raw_finetuned = finetuned_all[i, start : start + TILE]
+                against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
+                end = ends[np.int64(model.arc_end)]
+                thin_model(raw_finetuned, first_tile + tile, model, against, bits, size, end, real(0))
+            for which in range(3):
+                left, right = ends[1 if which == 1 else 0], ends[0 if which == 0 else 1]
+                for j in range(TILE):
+                    products[j] = np.float64(left[j]) * np.float64(right[j])
+                sums[which, tile] = fold_tile(products)
+        tensor.square_0 = fold_pairs(sums[0])
+        tensor.square_1 = fold_pairs(sums[1])
+        tensor.product = fold_pairs(sums[2])
+
+    return parts.compile(multiply_chunk)
+
+
+def build_count(spec: KernelSpec) -> Any:
+    """The loop that counts, for trim, the surviving |delta| by 16 bits of their pattern.
+
+    shift says which bits; only patterns that continue the model's prefix, found by the passes before, are counted. Few
+    entries survive, so they are picked first, and only their deltas are computed.
+    """
+    parts = Parts(spec)
+    carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
+    base_raw, finetuned_raw, _ = parts.raw
+    draw_bits, decode_finetuned = inline(draw), parts.decode_finetuned
+
+    def count_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
+        _pairs: Any, count: int, stride: int, models: int, first_tile: int,
+    ) -> None:  # fmt: skip
+        base_all = carray(base_at, (1, count), base_raw)[0]
+        finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
+        records = carray(models_at, (models,), MODEL)
+        shift = carray(tensor_at, (1,), TENSOR)[0].shift
+        counts = carray(counts_at, (models, 1 << DIGIT_BITS), np.uint32)
+        rows = carray(scratch_at, (3, 2 * TILE), np.uint16)
+        bits, survives, picked = rows[0], rows[1], rows[2]
+        for start in range(0, count, TILE):
+            width = count - start
+            for i in range(models):
+                model = records[i]
+                draw_bits(bits, first_tile + start // TILE, model.key_0, model.key_1)
+                limit, prefix, minus_base = np.uint16(model.limit), model.prefix, model.is_delta == 0
+                for j in range(TILE):
+                    survives[j] = np.uint16(1) if bits[j] <= limit else np.uint16(0)
+                # Pick them without a branch, which no processor could predict.
+                found = np.uint64(0)
+                for j in range(TILE):
+                    picked[found] = j
+                    found += np.uint64(survives[j])
+                for k in range(found):
+                    place = np.int64(picked[k])
+                    if place < width:
+                        delta = real(decode_finetuned(finetuned_all[i, start + place]))
+                        if minus_base:
+                            delta = real(delta - real(decode(base_all[start + place])))
+                        pattern = np.uint64(real(abs(delta)).view(unsigned)) >> shift
+                        if pattern >> np.uint64(DIGIT_BITS) == prefix:
+                            counts[i, np.int64(pattern & np.uint64(0xFFFF))] += np.uint32(1)
+
+    return parts.compile(count_chunk)
+
+
+def build_measure(spec: KernelSpec) -> Any:
+    """The loop that gathers an analysis' figures. Zeros that pad a last tile are counted with the others."""
+    parts = Parts(spec)
+    carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
+    decode_finetuned, open_buffers, fold_tile = parts.decode_finetuned, parts.open, inline(fold)
+    signs, mixed_signs, bin_tile = inline(compare_signs), inline(compare_all), inline(find_bins)
+
+    def measure_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
+        pairs_at: Any, count: int, stride: int, models: int, _first_tile: int,
+    ) -> None:  # fmt: skip
+        tiles, base_all, finetuned_all, records, tensors, scratch, bins = open_buffers(
+            base_at, finetuned_at, models_at, tensor_at, scratch_at, count, stride, models
+        )
+        tensor = tensors[0]
+        pairs = carray(pairs_at, (1 + models * (models - 1) // 2,), PAIR)
+        counts = carray(counts_at, (models, LANES, BINS), np.uint32)
+        base, size, deltas = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS:]
+        left, right, products = scratch[LEFT_ROW], scratch[RIGHT_ROW], scratch[MERGED_ROW]
+        threshold = real(tensor.threshold)
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[start : start + TILE]
+            for j in range(TILE):
+                value = decode(raw[j])
+                base[j] = value
+                size[j] = abs(value)
+                products[j] = value * value
+            tensor.base_size += fold_tile(size)
+            tensor.base_squares += fold_tile(products)
+            for i in range(models):
+                model = records[i]
+                raw_finetuned = finetuned_all[i, start : start + TILE]
+                against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
+                delta_row = deltas[i]
+                peak = unsigned(model.peak)
+                zeros = np.uint32(0)
+                over = np.uint32(0)
+                for j in range(TILE):
+                    delta = decode_finetuned(raw_finetuned[j]) - against[j]
+                    magnitude = abs(delta)
+                    delta_row[j] = delta
+                    size[j] = magnitude
+                    products[j] = delta * delta
+                    pattern = real(magnitude).view(unsigned)
+                    peak = pattern if pattern > peak else peak
+                    zeros = np.uint32(zeros + np.uint32(magnitude == 0))
+                    over = np.uint32(over + np.uint32(magnitude > threshold))
+                bin_tile(size, bins)
+                model.peak = peak
+                model.zeros += np.uint64(zeros)
+                model.above += np.uint64(over)
+                model.size += fold_tile(size)
+                model.squares += fold_tile(products)
+                for j in range(0, TILE, LANES):
+                    for lane in range(LANES):
+                        counts[i, lane, bins[j + lane]] += np.uint32(1)
+            row = 1
+            for i in range(models):
+                for k in range(i + 1, models):
+                    pair = pairs[row]
+                    signs(deltas[i], deltas[k], left, right, pair)
+                    pair.opposed_size += fold_tile(left)
+                    pair.both_size += fold_tile(right)
+                    one, other = deltas[i], deltas[k]
+                    for j in range(TILE):
+                        products[j] = one[j] * other[j]
+                    pair.product += fold_tile(products)
+                    row += 1
+            if models > 2:  # with two models, their pair says it
+                pair = pairs[0]
+                mixed_signs(deltas[:models], left, right, size, pair)
+                pair.opposed_size += fold_tile(left)
+                pair.both_size += fold_tile(right)
+
+    return parts.compile(measure_chunk)
+
+
+def build_expand(spec: KernelSpec) -> Any:
+    """The loop that multiplies an adapter's two matrices, for a range of the product's elements.
+
+    The products are added in the order of the rank, whatever the range: no library promises the same bits twice.
+    """
+    parts = Parts(spec)
+    carray, real = numba.carray, parts.real
+
+    def expand_chunk(  # compiled
+        left_at: Any, right_at: Any, output_at: Any, numbers_at: Any, _tensor: Any, _scratch: Any, _counts: Any,
+        _pairs: Any, count: int, columns: int, rank: int, first: int,
+    ) -> None:  # fmt: skip
+        ranks_before = carray(numbers_at, (1,), np.int64)[0]
+        rows = (first + count + columns - 1) // columns
+        left_all = carray(left_at, (rows, rank), real)
+        right = carray(right_at, (rank, columns), real)
+        output = carray(output_at, (1, count), real)[0]
+        place, done = first, 0
+        for row in range(rows):
+            left = left_all[row]
+            while place < columns and done < count:
+                width = min(columns - place, count - done, TILE)
+                part = output[done : done + width]
+                if ranks_before == 0:
+                    for j in range(width):
+                        part[j] = 0
+                k = 0
+                while k + 4 <= rank:  # four at a time, so that the sum stays in registers for longer
+                    f0, f1, f2, f3 = left[k], left[k + 1], left[k + 2], left[k + 3]
+                    r0, r1 = right[k, place : place + width], right[k + 1, place : place + width]
+                    r2, r3 = right[k + 2, place : place + width], right[k + 3, place : place + width]
+                    for j in range(width):
+                        part[j] = (((part[j] + f0 * r0[j]) + f1 * r1[j]) + f2 * r2[j]) + f3 * r3[j]
+                    k += 4
+                while k < rank:
+                    factor, others = left[k], right[k, place : place + width]
+                    for j in range(width):
+                        part[j] += factor * others[j]
+                    k += 1
+                place, done = place + width, done + width
+            place = 0
+
+    return parts.compile(expand_chunk)
+
+
+BUILDERS: Final = {
+    "sum": build_merge, "elect": build_merge, "products": build_products, "count": build_count,
+    "measure": build_measure, "expand": build_expand,
+}  # fmt: skip
+
+
+def compile_object(spec: KernelSpec, machine: Any) -> bytes:
+    """The kernel as an object file that needs nothing of Numba to run.
+
+    Loading Numba takes longer than merging a billion parameters. So Numba compiles once, and what is kept is the bare
+    function: status = kernel(return slot, exception slot, arguments...), its wrappers for Python left behind.
+    """
+    function = BUILDERS[spec.kind](spec)
+    module = llvm.parse_assembly(function.inspect_llvm())
+    bare = function.native_name.removeprefix("cfunc.")
+    for other in module.functions:
+        if other.name != bare and not other.is_declaration:
+            other.linkage = "internal"
+    module.get_function(bare).name = "kernel"
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
+    code: bytes = machine.emit_object(module)
+    return code

@@ -1,0 +1,202 @@
+"""Numba's kernels as machine code: compiled once by a process of their own, kept on disk, loaded without Numba.
+
+Loading Numba takes longer than merging a billion parameters, and it can only be told which vectors to use for a whole
+process. So a child process compiles, and this one loads the object file by llvmlite alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+from darelib.formats import FORMATS
+from darelib.interrupts import Interrupts
+from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
+from darelib.text import LOG
+from darelib.tuning import TUNING
+
+# What the machine code depends on; an edit elsewhere recompiles nothing.
+SOURCES: Final = ("kernels/cpu.py", "kernels/tiles.py", "kernels/records.py", "mask.py")
+# What users set to choose the processor's features themselves.
+FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
+COMPILE: Final = "import sys; from darelib.kernels import native; native.compile_to(*sys.argv[1:])"
+
+_loaded: dict[KernelSpec, Kernel] = {}
+
+
+def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
+    """The kernels as functions that run without the interpreter's lock; what was never compiled is compiled first."""
+    wanted = sorted(set(specs) - _loaded.keys(), key=str)
+    if wanted:
+        folder = find_cache()
+        with tempfile.TemporaryDirectory() as temporary:
+            paths = {spec: (folder or Path(temporary)) / f"dare.{spec}.{_identify()}.o" for spec in wanted}
+            _compile_missing({spec: path for spec, path in paths.items() if _read_object(path) is None}, interrupts)
+            for spec, path in paths.items():
+                code = _read_object(path)
+                if code is None:
+                    raise EngineUnavailable("what it compiled cannot be read")
+                _loaded[spec] = _load(spec, code)
+    return {spec: _loaded[spec] for spec in specs}
+
+
+@cache
+def _llvm() -> Any:
+    try:
+        import llvmlite
+        import llvmlite.binding as llvm
+    except Exception as error:  # of a library that is missing, or does not fit this system
+        raise EngineUnavailable(f"{type(error).__name__}: {error}") from None
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return SimpleNamespace(binding=llvm, version=llvmlite.__version__)
+
+
+def host_features() -> str:
+    """What this processor can do, as LLVM names it.
+
+    Where it has vectors of 512 bits, LLVM would use half of them, for fear of a lower clock; the kernels gain by all.
+    """
+    features: str = _llvm().binding.get_host_cpu_features().flatten()
+    return f"{features},-prefer-256-bit" if "+avx512f" in features else features
+
+
+def _target_machine() -> Any:
+    llvm = _llvm().binding
+    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=host_features(), opt=3, codemodel="jitdefault"
+    )
+
+
+@cache
+def _identify() -> str:
+    """What an object file is good for: this processor, then these sources and versions."""
+    llvm = _llvm()
+    chosen = [os.environ.get(name) for name in FEATURE_VARIABLES]
+    processor = repr((llvm.binding.get_process_triple(), llvm.binding.get_host_cpu_name(), host_features(), chosen))
+    made_by = hashlib.sha256(llvm.version.encode())
+    numba = importlib.util.find_spec("numba")
+    for folder in (numba and numba.submodule_search_locations) or ():
+        made_by.update(Path(folder, "_version.py").read_bytes())  # without importing it
+    for name in SOURCES:
+        made_by.update((Path(__file__).parent.parent / name).read_bytes())
+    return f"{hashlib.sha256(processor.encode()).hexdigest()[:8]}.{made_by.hexdigest()[:16]}"
+
+
+def find_cache() -> Path | None:
+    """Where compiled kernels are kept: NUMBA_CACHE_DIR, or beside this file, or in the user's cache."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__pycache__")
+    users = os.path.expanduser(os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dare"))
+    for folder in [chosen] if chosen else [beside, users]:
+        with suppress(OSError):
+            os.makedirs(folder, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return Path(folder)
+    return None
+
+
+def _read_object(path: Path) -> bytes | None:
+    """The code in an object file; a file that a crash cut short must not be run."""
+    with suppress(OSError):
+        stored = path.read_bytes()
+        if hashlib.sha256(stored[32:]).digest() == stored[:32]:
+            return stored[32:]
+    return None
+
+
+def _compile_missing(paths: dict[KernelSpec, Path], interrupts: Interrupts) -> None:
+    """Compile kernels to these files, as many at a time as there are cores."""
+    waiting = dict(paths)
+    running: dict[KernelSpec, subprocess.Popen[bytes]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                spec, path = waiting.popitem()
+                LOG.info("compiling the %s kernel for this machine; later runs start at once", spec.kind)
+                running[spec] = _start_compiler(spec, path)
+            for spec, child in list(running.items()):
+                if child.poll() is not None:
+                    interrupts.check()  # which may be why it ended
+                    _, messages = running.pop(spec).communicate()
+                    if child.returncode:
+                        reason = messages.decode(errors="replace").strip().rpartition("\n")[2]
+                        raise EngineUnavailable(reason or f"its compiler ended with status {child.returncode}")
+            time.sleep(TUNING.poll_seconds / 5)
+            interrupts.check()
+    finally:
+        for child in running.values():
+            child.kill()
+            child.communicate()
+    for path in paths.values():
+        _remove_older(path)
+
+
+def _start_compiler(spec: KernelSpec, path: Path) -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).parent.parent.parent)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
+        "NUMBA_DISABLE_JIT": "0",
+    }
+    if "+avx512f" in host_features() and not any(name in os.environ for name in FEATURE_VARIABLES):
+        environment["NUMBA_CPU_FEATURES"] = host_features()
+    words = [sys.executable, "-c", COMPILE, str(path), spec.kind, spec.base, spec.finetuned, spec.output]
+    try:
+        return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    except OSError as error:  # such as where Python is part of another program
+        raise EngineUnavailable(f"its compiler cannot be started: {error}") from None
+
+
+def compile_to(path: str, *words: str) -> None:
+    """What the child process does: compile one kernel, and put it where it belongs in one step."""
+    from darelib.kernels import cpu
+
+    code = cpu.compile_object(KernelSpec(*words), _target_machine())
+    partial = f"{path}.{os.urandom(4).hex()}"
+    with open(partial, "wb") as file:
+        file.write(hashlib.sha256(code).digest() + code)
+    os.replace(partial, path)
+
+
+def _remove_older(path: Path) -> None:
+    """Remove what other sources and versions compiled for this processor."""
+    processor, made_by = path.name.split(".")[-3:-1]
+    for other in path.parent.glob(f"dare.*.{processor}.*"):
+        if f".{processor}.{made_by}." not in other.name:
+            with suppress(OSError):
+                other.unlink()
+
+
+def _load(spec: KernelSpec, code: bytes) -> Kernel:
+    llvm = _llvm().binding
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 10, *[ctypes.c_ssize_t] * 4)
+    function = prototype(engine.get_function_address("kernel"))
+    slots = ctypes.create_string_buffer(16)  # for a returned value and an exception, of which there are none
+    where, itemsize = ctypes.addressof(slots), FORMATS[spec.finetuned].itemsize
+
+    def run_chunk(buffers: Any, count: int, models: int, first_tile: int, _owners: Any = (engine, slots)) -> None:
+        stride = buffers.finetuned.shape[1] // itemsize
+        function(where, where + 8, *buffers.addresses, count, stride, models, first_tile)
+
+    def expand(left: Any, right: Any, made: Any, first: int, ranks_before: int, _owners: Any = (engine, slots)) -> None:
+        before = ctypes.c_int64(ranks_before)
+        addresses = [*(array.ctypes.data for array in (left, right, made)), ctypes.addressof(before)]
+        function(where, where + 8, *addresses, 0, 0, 0, 0, len(made), right.shape[1], left.shape[1], first)
+
+    # The engine owns the code and the function writes to its slots: they live as long as these functions do.
+    return expand if spec.kind == "expand" else run_chunk

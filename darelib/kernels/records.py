@@ -1,0 +1,82 @@
+"""What kernels are told and what they find: records with named fields, and the buffers of one thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darelib.mask import TILE
+
+# A record for each model. peak is the bit pattern of the largest |delta|.
+MODEL: Final = np.dtype(
+    [(name, "u8") for name in ("key_0", "key_1", "limit", "arc_end", "prefix", "is_delta")]
+    + [(name, "f8") for name in ("scale", "weight", "floor")]
+    + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
+    + [(name, "f8") for name in ("size", "squares")]
+)
+MODEL_FINDINGS: Final = ("peak", "above", "kept", "zeros", "size", "squares")
+# One record for the tensor. exact: the only model is taken as it is. shift: which bits trim counts by. square_0,
+# square_1 and product: of the ends of slerp's arc.
+TENSOR: Final = np.dtype(
+    [(name, "f8") for name in ("lambda_coeff", "base_share", "threshold")]
+    + [(name, "u8") for name in ("exact", "shift", "peak")]
+    + [(name, "f8") for name in ("base_size", "base_squares", "square_0", "square_1", "product")]
+)
+TENSOR_FINDINGS: Final = ("peak", "base_size", "base_squares")
+# For an analysis, a record for all models together (any two of them), then one for each pair.
+PAIR: Final = np.dtype([(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")])
+
+# Rows of scratch, each as wide as a tile, before the models' own. Rows of exactly 4 KiB would share cache sets.
+BITS_ROW, BASE_ROW, MERGED_ROW, SIZE_ROW, LEFT_ROW, RIGHT_ROW, ZERO_ROW, SCRATCH_ROWS = range(8)
+SCRATCH_WIDTH: Final = TILE + 80
+# An analysis counts |delta| by size: 16 bins to each doubling, the first for all below 2^-40. Neighbours are counted in
+# different lanes, since adding to what was just added to would wait for it.
+BINS: Final = 1024
+BINS_PER_OCTAVE: Final = 16
+FIRST_BIN: Final = (127 - 40) * BINS_PER_OCTAVE - 1  # as the float32 pattern without its low bits
+LANES: Final = 4
+# Counters per model, by kernel.
+COUNTERS: Final = {"count": 1 << 16, "measure": LANES * BINS}
+
+
+def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """Zeros that start a cache line: vectors that straddle two of them cost half the kernels' speed."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.zeros(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    found: NDArray[Any] = room[start : start + size].view(dtype).reshape(shape)
+    return found
+
+
+class Buffers:
+    """One thread's buffers, made once and used for every job. kernels: the kinds that will use them."""
+
+    def __init__(self, models: int, row_bytes: int, kernels: Collection[str]) -> None:
+        self.base = align((row_bytes,), np.uint8)
+        self.finetuned = align((models, row_bytes), np.uint8)
+        self.output = align((row_bytes,), np.uint8)
+        self.models = align((models,), MODEL)
+        self.tensor = align((1,), TENSOR)
+        self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
+        self.counts = align((models, max((COUNTERS.get(kind, 0) for kind in kernels), default=0)), np.uint32)
+        self.pairs = align((1 + models * (models - 1) // 2,), PAIR)
+        self._all: list[NDArray[Any]] = [self.base, self.finetuned, self.output, self.models, self.tensor]
+        self._all += [self.scratch, self.counts, self.pairs]
+        self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
+
+    def clear(self) -> None:
+        """Forget what kernels have found."""
+        for name in MODEL_FINDINGS:
+            self.models[name] = 0
+        for name in TENSOR_FINDINGS:
+            self.tensor[name] = 0
+        self.counts[:] = 0
+        self.pairs[:] = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._all)

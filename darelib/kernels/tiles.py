@@ -1,0 +1,216 @@
+"""The inner functions of the Numba kernels: one value, or one tile at a time.
+
+The arithmetic is that of darelib.kernels.plain, to the bit. Loops are what LLVM vectorises well: a fixed number of
+turns, slices rather than offsets, no output that could be an input under another name. What Numba compiles is marked
+`# compiled`: it runs without the interpreter, so that coverage cannot see it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from darelib.kernels.records import BINS, FIRST_BIN
+from darelib.mask import ROUNDS, TILE
+
+# --- stored values --------------------------------------------------------------------------------------------------
+
+
+def decode_bf16(raw: Any) -> Any:  # compiled
+    return np.uint32(np.uint32(raw) << np.uint32(16)).view(np.float32)
+
+
+def decode_f16(raw: Any) -> Any:  # compiled
+    magnitude = np.uint32(raw) & np.uint32(0x7FFF)
+    sign = (np.uint32(raw) & np.uint32(0x8000)) << np.uint32(16)
+    shifted = magnitude << np.uint32(13)
+    # Subnormals by way of a float that is 2^-14 too large: exact, and never a subnormal float32 on the way.
+    small = np.float32(np.uint32(shifted + np.uint32(0x38800000)).view(np.float32)) - np.float32(2.0**-14)
+    normal = shifted + (np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else np.uint32(112 << 23))
+    value = np.float32(small).view(np.uint32) if magnitude < np.uint32(0x400) else normal
+    return np.uint32(np.uint32(value) | sign).view(np.float32)
+
+
+def decode_f32(raw: Any) -> Any:  # compiled
+    return np.uint32(raw).view(np.float32)
+
+
+def decode_f64(raw: Any) -> Any:  # compiled
+    return np.uint64(raw).view(np.float64)
+
+
+def round_to_odd(value: Any) -> Any:  # compiled
+    """float64 to a float32 that rounds on to 16 bits just as the float64 would: truncate, and mark what was cut off."""
+    near = np.float32(value)
+    bits = np.float32(near).view(np.uint32)
+    if abs(np.float64(near)) > abs(value):
+        bits = np.uint32(bits - np.uint32(1))
+    if np.float64(np.uint32(bits).view(np.float32)) != value:
+        bits = np.uint32(bits | np.uint32(1))
+    return np.uint32(bits).view(np.float32)
+
+
+def encode_bf16(value: Any) -> Any:  # compiled
+    bits = np.float32(value).view(np.uint32)
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+def encode_f16(value: Any) -> Any:  # compiled
+    bits = np.float32(value).view(np.uint32)
+    sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    # Subnormals: adding 0.5 leaves the wanted bits, rounded to nearest even, at the low end of the float.
+    nudged = np.float32(np.uint32(magnitude).view(np.float32)) + np.float32(0.5)
+    small = np.float32(nudged).view(np.uint32) - np.uint32(0x3F000000)
+    rounding = np.uint32(0xFFF) + ((magnitude >> np.uint32(13)) & np.uint32(1))
+    normal = np.uint32(magnitude + rounding - np.uint32(112 << 23)) >> np.uint32(13)
+    return np.uint16((small if magnitude < np.uint32(0x38800000) else normal) | sign)
+
+
+def encode_f32(value: Any) -> Any:  # compiled
+    return np.float32(value).view(np.uint32)
+
+
+def encode_f64(value: Any) -> Any:  # compiled
+    return np.float64(value).view(np.uint64)
+
+
+DECODERS: Final = {"BF16": decode_bf16, "F16": decode_f16, "F32": decode_f32, "F64": decode_f64}
+ENCODERS: Final = {"BF16": encode_bf16, "F16": encode_f16, "F32": encode_f32, "F64": encode_f64}
+
+# --- one tile ---------------------------------------------------------------------------------------------------------
+
+
+def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:  # compiled
+    """Fill bits[0:TILE] with the 16 random bits of each element of a tile.
+
+    All lanes store side by side, without shuffling; 32-bit words are multiplied in 64 bits: that is what vectorises.
+    """
+    low = np.uint64(0xFFFFFFFF)
+    first = np.uint64(tile) * np.uint64(TILE // 8)
+    for lane in range(TILE // 8):
+        x0 = (first & low) + np.uint64(lane)
+        x1 = first >> np.uint64(32)
+        x2 = np.uint64(0)
+        x3 = np.uint64(0)
+        a = k0
+        b = k1
+        for _ in range(ROUNDS):
+            p0 = (x0 & low) * np.uint64(0xD2511F53)
+            p1 = (x2 & low) * np.uint64(0xCD9E8D57)
+            x0, x1 = (p1 >> np.uint64(32)) ^ x1 ^ a, p1 & low
+            x2, x3 = (p0 >> np.uint64(32)) ^ x3 ^ b, p0 & low
+            a = (a + np.uint64(0x9E3779B9)) & low
+            b = (b + np.uint64(0xBB67AE85)) & low
+        bits[lane] = x0
+        bits[lane + 128] = x0 >> np.uint64(16)
+        bits[lane + 256] = x1
+        bits[lane + 384] = x1 >> np.uint64(16)
+        bits[lane + 512] = x2
+        bits[lane + 640] = x2 >> np.uint64(16)
+        bits[lane + 768] = x3
+        bits[lane + 896] = x3 >> np.uint64(16)
+
+
+def elect(kept: Any, models: Any, merged: Any, total: Any, share: Any) -> None:  # compiled
+    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree with it."""
+    zero = kept.dtype.type(0)  # a plain 0 would make float64 of float32
+    for j in range(TILE):
+        total[j] = zero
+        share[j] = zero
+    for i in range(len(models)):
+        row = kept[i]
+        for j in range(TILE):
+            merged[j] += row[j]
+    for i in range(len(models)):
+        row = kept[i]
+        weight = kept.dtype.type(models[i].weight)
+        for j in range(TILE):
+            agrees = (row[j] > 0) if merged[j] >= 0 else (row[j] < 0)
+            total[j] += row[j] if agrees else zero
+            share[j] += weight if agrees else zero
+    for j in range(TILE):
+        merged[j] = total[j] / share[j] if share[j] > 0 else zero
+
+
+def fold(values: Any) -> Any:  # compiled
+    """The sum of a tile, by halves: it vectorises, and it loses less than a running sum. Overwrites the tile."""
+    half = TILE // 2
+    while half > 0:
+        for j in range(half):
+            values[j] += values[j + half]
+        half //= 2
+    return values[0]
+
+
+def pad(rows: Any, start: int, stop: int) -> None:  # compiled
+    """Zeros for the rest of a last tile, so that the loops need not stop within one."""
+    for row in range(len(rows)):
+        for j in range(start, stop):
+            rows[row, j] = 0
+
+
+def fold_neighbours(values: Any) -> Any:  # compiled
+    """A sum by pairs of neighbours: the same for a tensor in one piece as for pieces of 2^k values summed again."""
+    count = len(values)
+    while count > 1:
+        half = (count + 1) // 2
+        for k in range(half):
+            values[k] = values[2 * k] + (values[2 * k + 1] if 2 * k + 1 < count else 0.0)
+        count = half
+    return values[0]
+
+
+def compare_signs(one: Any, other: Any, opposed: Any, both: Any, pair: Any) -> None:  # compiled
+    """How many positions two models pull in opposite directions, how many they both change, and by how much."""
+    zero = opposed.dtype.type(0)
+    against = np.uint32(0)
+    shared = np.uint32(0)
+    for j in range(TILE):
+        a, b = one[j], other[j]
+        is_opposed = (a > 0 and b < 0) or (a < 0 and b > 0)
+        is_both = a != 0 and b != 0
+        against = np.uint32(against + np.uint32(is_opposed))
+        shared = np.uint32(shared + np.uint32(is_both))
+        size = abs(a) + abs(b)
+        opposed[j] = size if is_opposed else zero
+        both[j] = size if is_both else zero
+    pair.opposed += np.float64(against)
+    pair.both += np.float64(shared)
+
+
+def compare_all(deltas: Any, left: Any, right: Any, size: Any, pair: Any) -> None:  # compiled
+    """Where any two of all models pull in opposite directions, where several change a position, and by how much."""
+    zero = left.dtype.type(0)
+    one = left.dtype.type(1)
+    for j in range(TILE):
+        left[j] = zero
+        right[j] = zero
+        size[j] = zero
+    for i in range(len(deltas)):
+        row = deltas[i]
+        for j in range(TILE):
+            left[j] += one if row[j] > 0 else zero
+            right[j] += one if row[j] < 0 else zero
+            size[j] += abs(row[j])
+    mixed = np.uint32(0)
+    several = np.uint32(0)
+    for j in range(TILE):
+        is_mixed = left[j] > 0 and right[j] > 0
+        is_several = left[j] + right[j] > 1
+        mixed = np.uint32(mixed + np.uint32(is_mixed))
+        several = np.uint32(several + np.uint32(is_several))
+        left[j] = size[j] if is_mixed else zero
+        right[j] = size[j] if is_several else zero
+    pair.opposed += np.float64(mixed)
+    pair.both += np.float64(several)
+
+
+def find_bins(size: Any, bins: Any) -> None:  # compiled
+    """The bin of each |delta| of a tile."""
+    for j in range(TILE):
+        place = np.float32(size[j]).view(np.uint32) >> np.uint32(19)
+        place = place if place > np.uint32(FIRST_BIN) else np.uint32(FIRST_BIN)
+        place = np.uint32(place - np.uint32(FIRST_BIN))
+        bins[j] = np.uint16(place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1))

@@ -1,0 +1,31 @@
+"""Which entries are kept: a pure function of (seed, tensor name, element position) and of the drop rate."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Final
+
+# All of these are part of the mask's definition: never change them. Elements that one tile spans; Philox4x32 passes
+# its authors' statistical tests from 7 rounds on; a decision compares this many random bits with a threshold.
+TILE: Final = 1024
+ROUNDS: Final = 7
+MASK_BITS: Final = 16
+MASK_NAME: Final = "philox4x32-7/16"
+
+
+def keep_threshold(drop_rate: float) -> int:
+    """T: an element is kept where its 16 random bits are below T. At least 1, so that the keep rate is not 0."""
+    return max(1, round((1.0 - drop_rate) * (1 << MASK_BITS)))
+
+
+def keep_rate(drop_rate: float) -> float:
+    """The exact rate at which the mask keeps elements, and by which the merge therefore rescales."""
+    return keep_threshold(drop_rate) / (1 << MASK_BITS)
+
+
+def mask_key(seed: int, name: str) -> tuple[int, int]:
+    """Philox's key for one model and one tensor: a digest, so that related seeds and names give unrelated masks."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    low, high = struct.unpack("<II", digest)
+    return low, high

@@ -1,0 +1,206 @@
+"""Which models change which tensors of the base, and how: names, shapes, types, tied heads, quantised modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from darelib.config import DareConfig, Rule
+from darelib.formats import DTYPES, FORMATS
+from darelib.kernels import KernelSpec
+from darelib.methods import METHODS, Look, TensorSettings
+from darelib.models import Input
+from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, module_of, quantised_modules
+from darelib.models.tensorfile import TensorInfo
+from darelib.text import LISTED, DareError, count_of
+
+
+@dataclass(frozen=True, slots=True)  # there may be very many
+class TensorPlan:
+    """One tensor of the output: where it comes from, how it is made and where it goes."""
+
+    name: str
+    base: TensorInfo
+    finetuned: tuple[tuple[int, TensorInfo], ...]  # the models that have it, by number
+    mask_names: tuple[str, ...]  # what their masks are drawn by: its name, or the one whose values they share
+    output: TensorInfo  # its file is one of the plan's, its offset counts from the end of that file's header
+    merged: bool  # False: copied from the base
+    settings: TensorSettings
+    quantised: bool
+    rule: Rule | None = None  # that the settings come from; None: from no rule
+
+    @property
+    def models(self) -> list[int]:
+        return [i for i, _ in self.finetuned]
+
+    @property
+    def spec(self) -> KernelSpec:
+        """The kernel that merges it."""
+        types = {info.dtype for _, info in self.finetuned} or {self.base.dtype}
+        if any(info.count < self.base.count for _, info in self.finetuned):
+            types.add(self.base.dtype)  # which stands in for the rows that a model lacks
+        wide = "F64" in types | {self.base.dtype, self.output.dtype}
+        common = types.pop() if len(types) == 1 else "F64" if wide else "F32"
+        return KernelSpec(METHODS[self.settings.method].kernel, self.base.dtype, common, self.output.dtype)
+
+    def look_spec(self, look: Look) -> KernelSpec:
+        return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
+
+    def make_look(self) -> Look | None:
+        """What the method must find out about it before it is merged."""
+        if not self.merged or not self.finetuned or not self.base.count:
+            return None
+        bits = FORMATS[self.spec.real].bits
+        return METHODS[self.settings.method].look(self.settings, len(self.finetuned), self.base.count, bits)
+
+    @property
+    def length(self) -> int:
+        """What jobs divide: its elements, or its bytes where it is copied."""
+        return self.base.count if self.merged else self.base.nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        """What must be read of it, once."""
+        return self.base.nbytes + sum(info.stored_bytes for _, info in self.finetuned)
+
+
+class Matcher:
+    """Decides for each tensor of the base which models change it and how, and remembers what did not fit."""
+
+    def __init__(self, config: DareConfig, inputs: Sequence[Input]) -> None:
+        self.config, self.base, self.models = config, inputs[0], inputs[1:]
+        self.mismatched: list[dict[str, tuple[int, ...]]] = [{} for _ in self.models]  # and their shapes
+        self.tied: list[dict[str, str]] = [{} for _ in self.models]  # by head: the embedding that stands in for it
+        self._settings: dict[Rule | None, TensorSettings] = {}
+        self._quantised = quantised_modules(self.base.tensors)
+        self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
+        for model in self.models:
+            self._check_quantised(model)
+        self.tensors = [self._match(name, info) for name, info in self.base.tensors.items()]
+
+    def warnings(self) -> Iterator[str]:
+        merged = {tensor.name for tensor in self.tensors if tensor.merged}
+        for model, mismatched, tied in zip(self.models, self.mismatched, self.tied, strict=True):
+            shapes = [f"{name!r} ({list(shape)})" for name, shape in mismatched.items() if name in merged]
+            if shapes:
+                what = "their common rows are merged" if self.config.mismatch == "overlap" else "the base's are kept"
+                more = f" and {len(shapes) - LISTED:,} more" if len(shapes) > LISTED else ""
+                yield f"{model.name} has tensors of other shapes: {', '.join(shapes[:LISTED])}{more}; {what}"
+            yield from model.warnings
+            for head, embedding in tied.items():
+                yield f"{model.name} lacks {head!r}, which is tied to {embedding!r} and merged like it"
+
+    def missing(self, i: int) -> tuple[str, ...]:
+        """The tensors that a model should have and does not."""
+        model = self.models[i]
+        if model.partial:
+            return ()
+        return tuple(n for n in self.base.tensors if n not in model.tensors and n not in self.tied[i])
+
+    def extra(self, i: int) -> tuple[str, ...]:
+        """The tensors that the base has no place for."""
+        model = self.models[i]
+        return (*(name for name in model.tensors if name not in self.base.tensors), *model.unused)
+
+    def embedding_rows(self) -> int:
+        """How many tokens the base has room for, or 0 where that is unknown."""
+        shapes = [self.base.tensors[name].shape for name in self._embeddings]
+        return next((shape[0] for shape in shapes if shape), 0)
+
+    def _match(self, name: str, info: TensorInfo) -> TensorPlan:
+        quantised = self._is_quantised(name)
+        merged = info.dtype in FORMATS and not quantised
+        found, mask_names = [], []
+        # A head that the base's configuration ties to the embedding must stay equal to it, so it is merged as that is.
+        own = (ties_embeddings(self.base.config) and self._embedding_like(name, info)) or name
+        for i, model in enumerate(self.models):
+            theirs, mask_name = model.tensors.get(name), own
+            if theirs is None and (embedding := self._tied_embedding(name, info, model)):
+                theirs, mask_name = model.tensors[embedding], embedding
+                self.tied[i][name] = embedding
+            if theirs is not None:
+                self._check_fits(name, info, theirs, i)
+                found.append((i, theirs))
+                mask_names.append(mask_name)
+        if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
+            found = []
+        dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
+        # Where all models' heads are their embeddings, the merged head is the merged embedding.
+        rule = self.config.rule_for(mask_names[0] if len(set(mask_names)) == 1 else own)
+        if rule not in self._settings:
+            self._settings[rule] = self.config.for_rule(rule, len(self.models))
+        output = TensorInfo(dtype, info.shape)
+        settings = self._settings[rule]
+        return TensorPlan(name, info, tuple(found), tuple(mask_names), output, merged, settings, quantised, rule)
+
+    def _check_fits(self, name: str, info: TensorInfo, theirs: TensorInfo, i: int) -> None:
+        model = self.models[i]
+        if theirs.shape != info.shape:
+            self._check_shapes(name, info, theirs, model)
+            self.mismatched[i][name] = theirs.shape
+        if (theirs.dtype in FORMATS) != (info.dtype in FORMATS):
+            raise DareError(
+                f"tensor {name!r} is {info.dtype} in {self.base.name!r} and {theirs.dtype} in {model.name!r}",
+                f"only {', '.join(FORMATS)} tensors can be merged, with one another",
+            )
+
+    def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Input) -> None:
+        """Refuse tensors of different shapes, unless the user has said what to do with them and that can be done."""
+        by_rows = len(info.shape) == len(theirs.shape) > 0 and info.shape[1:] == theirs.shape[1:]
+        if self.config.mismatch == "base" or (self.config.mismatch == "overlap" and by_rows):
+            return
+        message = (
+            f"tensor {name!r} is {list(info.shape)} in {self.base.name!r} and {list(theirs.shape)} in {model.name!r}"
+        )
+        if self.config.mismatch == "overlap":
+            raise DareError(
+                f"{message}: more than the number of rows differs", "--mismatch base keeps the base's tensor"
+            )
+        if not by_rows:
+            raise DareError(message, "only models fine-tuned from this very base can be merged")
+        more = theirs.shape[0] - info.shape[0]
+        raise DareError(
+            f"{message}, {count_of(abs(more), 'row')} {'more' if more > 0 else 'fewer'}",
+            "for added tokens, --mismatch overlap merges the rows that both have, --mismatch base keeps the base's "
+            "tensor; otherwise check that this is the right base",
+        )
+
+    def _tied_embedding(self, name: str, info: TensorInfo, model: Input) -> str | None:
+        """The embedding that a model, by its or the base's configuration, uses as the output head that it lacks."""
+        stated = [setting for setting in map(ties_embeddings, (self.base.config, model.config)) if setting is not None]
+        known = stated or self.base.config or model.config  # where nothing is stated, a head that is missing is tied
+        embedding = self._embedding_like(name, info)
+        return embedding if known and False not in stated and embedding in model.tensors else None
+
+    def _embedding_like(self, name: str, info: TensorInfo) -> str | None:
+        """For an output head, the base's input embedding of the same shape."""
+        names = self._embeddings if name.endswith(HEADS) else ()
+        return next((other for other in names if self.base.tensors[other].shape == info.shape), None)
+
+    def _is_quantised(self, name: str) -> bool:
+        return module_of(name) in self._quantised and not name.endswith("bias")
+
+    def _check_quantised(self, model: Input) -> None:
+        """Refuse to merge a quantised model with one that is not, or is in another way."""
+        theirs = quantised_modules(model.tensors)
+        for name, info in model.tensors.items():
+            mine = self.base.tensors.get(name)
+            alike = mine is not None and (mine.dtype, mine.shape) == (info.dtype, info.shape)
+            if self._is_quantised(name) and not alike:
+                raise DareError(
+                    f"{self.base.name!r} is quantised, and {model.name!r} is not in the same way: see {name!r}",
+                    QUANTISE_HINT,
+                )
+            if module_of(name) in theirs and not self._is_quantised(name) and not name.endswith("bias"):
+                raise DareError(
+                    f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}", QUANTISE_HINT
+                )
+
+
+def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
+    """Whether a model's configuration says that its output head is its input embedding; None: it does not say."""
+    for table in (config, config.get("text_config")):
+        if isinstance(table, dict) and isinstance(table.get("tie_word_embeddings"), bool):
+            return bool(table["tie_word_embeddings"])
+    return None

@@ -1,0 +1,284 @@
+"""The ways to combine thinned deltas: one entry each, with its settings, what it must look up first, its formulas.
+
+A kernel only multiplies, adds and compares; every number that it is told is computed here, once for all engines.
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from darelib.drops import DROPS, RANDOM, Drop
+from darelib.tuning import TUNING
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Trim finds its threshold 16 bits of the magnitude at a time, by counting how many entries have each value of them.
+DIGIT_BITS: Final = 16
+# Beyond this cosine two directions count as one, and slerp is linear.
+SLERP_LINEAR: Final = 0.9995
+HALF_PI: Final = Decimal("1.57079632679489661923132169163975144209858469968755291")
+
+
+@dataclass(frozen=True)
+class TensorSettings:
+    """How to merge one tensor, all rules considered. What there is one of per model is in the order of the models."""
+
+    method: str
+    drop_rates: tuple[float, ...]
+    divisors: tuple[float, ...]  # what the kept deltas are divided by
+    weights: tuple[float, ...]
+    lambda_coeff: float
+    keep_ratio: float  # share of the surviving entries that trim keeps
+    slerp_t: float
+    drop_name: str = RANDOM
+
+    @property
+    def drop(self) -> Drop:
+        return DROPS[self.drop_name]
+
+    @property
+    def returns_model(self) -> bool:
+        """Whether the merge of a single model is that model: base + 1 * (finetuned - base).
+
+        It is then taken as it is; computing it would lose bits where the base is much larger.
+        """
+        kept_whole = self.drop_rates == (0,) and self.divisors == (1,) and self.keep_ratio == 1
+        return kept_whole and self.lambda_coeff == 1 and self.weights == (1,)
+
+
+class Look(Protocol):
+    """Finds out what must be known of one whole tensor before it is merged: in passes, each of them jobs in any order.
+
+    buffers are the kernels' (see darelib.kernels); jobs are taken one at a time, chunks from any thread.
+    """
+
+    kernel: str
+    passes: int
+
+    def describe(self, buffers: Any, number: int) -> None:
+        """Set what its kernel must know in this pass."""
+
+    def take_chunk(self, start: int, buffers: Any) -> None:
+        """Take what the kernel found in the chunk that starts there."""
+
+    def take_job(self, start: int, stop: int, buffers: Any) -> None:
+        """Take what the kernel found in a job; after the last job of a pass, draw the conclusion."""
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What a kernel multiplies by and compares with; a row for each model that has the tensor."""
+
+    scales: tuple[float, ...]  # of the kept deltas
+    weights: tuple[float, ...]
+    floors: tuple[float, ...]  # trim keeps what is at least as large
+    base_share: float = 0.0  # how much of the base itself the merged delta gets
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to combine."""
+
+    card: str  # what happens to the thinned deltas, for a model card
+    kernel: str  # the kernel that merges a chunk
+    settings: tuple[str, ...]  # those of the optional settings that mean something to it
+    share: Callable[[Sequence[float] | None, int], tuple[float, ...]]  # the weights, from those given, if any
+    look: Callable[[TensorSettings, int, int, int], Look | None]  # by settings, models that have it, elements, bits
+    weigh: Callable[[TensorSettings, Sequence[int], Look | None], Coefficients]
+    models: int | None = None  # how many it takes, where it does not take any number
+    shares_only: bool = False  # weights are shares of a whole: neither negative nor all 0
+
+
+def weigh(
+    settings: TensorSettings, models: Sequence[int], weights: Sequence[float] | None = None,
+    floors: Sequence[float] | None = None, base_share: float = 0.0,
+) -> Coefficients:  # fmt: skip
+    """A model's kept deltas are multiplied by its weight over its divisor."""
+    weights = settings.weights if weights is None else weights
+    scales = tuple(weights[i] / settings.divisors[i] for i in models)
+    return Coefficients(scales, tuple(weights[i] for i in models), tuple(floors or (0.0,) * len(models)), base_share)
+
+
+def weigh_for_look(settings: TensorSettings, models: Sequence[int]) -> Coefficients:
+    """Looks see the thinned deltas as they are, without weights."""
+    return weigh(settings, models, (1.0,) * len(settings.divisors))
+
+
+def count_jobs(elements: int) -> int:
+    return -(-elements // TUNING.job_elements)
+
+
+def rank_of_floor(keep_ratio: float, survivors: int) -> int:
+    """Trim keeps so many of the surviving entries of a tensor, the largest, and all that equal the last of them."""
+    return max(1, int(keep_ratio * survivors))
+
+
+class TrimLook:
+    """The smallest |delta| that trim keeps, for each model: the digits of its bit pattern, one in each pass."""
+
+    kernel = "count"
+
+    def __init__(self, settings: TensorSettings, models: int, elements: int, bits: int) -> None:
+        self.passes = bits // DIGIT_BITS
+        self.floors = [0.0] * models
+        self._keep_ratio, self._bits, self._jobs = settings.keep_ratio, bits, count_jobs(elements)
+        self._prefixes = [0] * models  # the digits found so far
+        self._ranks = [0] * models  # of the entry that is looked for, among those with that prefix
+        self._counts: NDArray[Any] | None = None
+        self._arrived = 0
+        self._pass = 0
+
+    def describe(self, buffers: Any, number: int) -> None:
+        buffers.tensor["shift"] = self._bits - (number + 1) * DIGIT_BITS
+        buffers.models["prefix"][: len(self.floors)] = self._prefixes
+
+    def take_chunk(self, start: int, buffers: Any) -> None:
+        pass
+
+    def take_job(self, start: int, stop: int, buffers: Any) -> None:
+        import numpy as np
+
+        if self._counts is None:
+            self._counts = np.zeros((len(self.floors), 1 << DIGIT_BITS), np.int64)
+        self._counts += buffers.counts[: len(self.floors)]
+        self._arrived += 1
+        if self._arrived == self._jobs:
+            for row, counts in enumerate(self._counts):
+                self._find_digit(row, counts)
+            self._counts, self._arrived, self._pass = None, 0, self._pass + 1
+
+    def _find_digit(self, row: int, counts: NDArray[Any]) -> None:
+        """The digit of the last entry that is kept, counting from the largest down."""
+        import numpy as np
+
+        downwards = np.cumsum(counts[::-1])
+        if self._pass == 0:
+            self._ranks[row] = rank_of_floor(self._keep_ratio, int(downwards[-1]))
+        place = int(np.searchsorted(downwards, self._ranks[row]))
+        if place == len(counts):  # nothing survived the drop, so there is nothing to trim
+            return
+        self._ranks[row] -= int(downwards[place - 1]) if place else 0
+        self._prefixes[row] = self._prefixes[row] << DIGIT_BITS | (len(counts) - 1 - place)
+        if self._pass == self.passes - 1:
+            pattern, value = ("<Q", "<d") if self._bits == 64 else ("<I", "<f")
+            self.floors[row] = struct.unpack(value, struct.pack(pattern, self._prefixes[row]))[0]
+
+
+class ArcLook:
+    """Slerp's coefficients of the two thinned models, from their squared lengths and their scalar product."""
+
+    kernel = "products"
+    passes = 1
+
+    def __init__(self, settings: TensorSettings, models: int, elements: int, bits: int) -> None:
+        self.weights = (1 - settings.slerp_t, settings.slerp_t)
+        self._t, self._jobs = settings.slerp_t, count_jobs(elements)
+        self._chunks: dict[int, tuple[float, float, float]] = {}
+        self._arrived = 0
+
+    def describe(self, buffers: Any, number: int) -> None:
+        pass
+
+    def take_chunk(self, start: int, buffers: Any) -> None:
+        found = buffers.tensor[0]
+        self._chunks[start] = float(found["square_0"]), float(found["square_1"]), float(found["product"])
+
+    def take_job(self, start: int, stop: int, buffers: Any) -> None:
+        self._arrived += 1
+        if self._arrived == self._jobs:
+            chunks = [self._chunks[start] for start in sorted(self._chunks)]
+            self.conclude(*(fold_neighbours([chunk[k] for chunk in chunks]) for k in range(3)))
+
+    def conclude(self, first: float, second: float, product: float) -> None:
+        self.weights = slerp_weights(first, second, product, self._t)
+
+
+def fold_neighbours(values: list[float]) -> float:
+    """A sum by pairs of neighbours: the same for a tensor in one piece as for pieces of 2^k values summed again."""
+    while len(values) > 1:
+        values = [*values, 0.0] if len(values) % 2 else values
+        values = [values[k] + values[k + 1] for k in range(0, len(values), 2)]
+    return values[0]
+
+
+def slerp_weights(first: float, second: float, product: float, t: float) -> tuple[float, float]:
+    """The coefficients of two vectors, of these squared lengths and this scalar product, in their slerp at t.
+
+    Sines by series in decimal arithmetic: libraries differ in the last bit of theirs, and the output must not.
+    """
+    cosine = product / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else 1.0
+    if not abs(cosine) <= SLERP_LINEAR:  # also where it is not a number, which the merge itself will report
+        return 1 - t, t
+    with decimal.localcontext() as context:
+        context.prec = 50
+        angle = Decimal(math.acos(cosine))
+        for _ in range(2):  # Newton's method, from the library's angle to one that is right to all digits
+            angle += (_sine(angle + HALF_PI) - Decimal(cosine)) / _sine(angle)
+        whole, share = _sine(angle), Decimal(t) * angle
+        return float(_sine(angle - share) / whole), float(_sine(share) / whole)
+
+
+def _sine(x: Decimal) -> Decimal:
+    term, total, n = x, x, 1
+    while abs(term) > Decimal(10) ** -45:
+        term *= -x * x / ((n + 1) * (n + 2))
+        total, n = total + term, n + 2
+    return total
+
+
+def _average(given: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    return (1 / count,) * count if given is None else tuple(map(float, given))
+
+
+def _equal_shares(given: Sequence[float] | None, count: int) -> tuple[float, ...]:
+    return (1.0,) * count if given is None or count == 1 else tuple(map(float, given))  # a share of one is the whole
+
+
+def _weigh_ties(settings: TensorSettings, models: Sequence[int], look: Look | None) -> Coefficients:
+    return weigh(settings, models, floors=look.floors if isinstance(look, TrimLook) else None)
+
+
+def _weigh_slerp(settings: TensorSettings, models: Sequence[int], look: Look | None) -> Coefficients:
+    """The arc goes between base + kept_0 and base + kept_1, and what is merged is added to one whole base."""
+    weights = look.weights if isinstance(look, ArcLook) else (1 - settings.slerp_t, settings.slerp_t)
+    return weigh(settings, models, weights, base_share=sum(weights) - 1)
+
+
+LINEAR, TIES, SLERP = "linear", "ties", "slerp"
+METHODS: Final = {
+    LINEAR: Method(
+        card="summed up by weight and added to the base",
+        kernel="sum",
+        settings=("weights",),
+        share=_average,
+        look=lambda *_: None,
+        weigh=lambda settings, models, _: weigh(settings, models),
+    ),
+    TIES: Method(
+        card="averaged over the models that agree on a sign, and added to the base",
+        kernel="elect",
+        settings=("weights", "keep_ratio"),
+        share=_equal_shares,
+        look=lambda settings, *tensor: TrimLook(settings, *tensor) if settings.keep_ratio < 1 else None,
+        weigh=_weigh_ties,
+        shares_only=True,
+    ),
+    SLERP: Method(
+        card="interpolated along the arc between the two",
+        kernel="sum",
+        settings=("slerp_t",),
+        share=_average,
+        look=lambda *tensor: ArcLook(*tensor),
+        weigh=_weigh_slerp,
+        models=2,
+    ),
+}
+# The settings that mean something to some methods only.
+METHOD_SETTINGS: Final = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.settings))

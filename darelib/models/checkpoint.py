@@ -1,0 +1,261 @@
+"""Models as people have them: a file, a directory, shards with an index. Finds their files and reads their tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from darelib.formats import STORED_BITS
+from darelib.kernels import Kernel, KernelSpec
+from darelib.models.jsonfile import read_json, read_weight_map
+from darelib.models.tensorfile import AGAIN_HINT, GGUF_HINT, MAX_TENSORS, PICKLE_SUFFIXES, TensorFile, TensorInfo
+from darelib.readers import Source
+from darelib.text import DareError, as_text, list_names
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+CONFIG_FILE: Final = "config.json"
+ADAPTER_FILE: Final = "adapter_model.safetensors"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+# What is used of a model's configuration.
+CONFIG_KEYS: Final = ("model_type", "num_hidden_layers", "hidden_size", "tie_word_embeddings")
+# Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
+WEIGHT_SUFFIXES: Final = (
+    ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data", ".ot",
+    ".tflite", ".mlmodel", ".mlpackage", ".npz", ".npy", ".distcp", ".nemo", ".partial",
+)  # fmt: skip
+CONVERT_DIRECTORY_HINT: Final = (
+    "pickles can run any code, so convert it first: load it with transformers and save it again with save_pretrained"
+)
+QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
+# Enough for ten models of hundreds of shards, and as many as macOS allows.
+OPEN_FILES: Final = 10_240
+
+# The output heads that share the input embedding's values where a model's configuration ties them, and the embeddings.
+HEADS: Final = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
+EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
+# What marks a module as quantised: the names of the layouts of GPTQ, AWQ, bitsandbytes, FP8 and compressed-tensors.
+QUANTISED_NAMES: Final = re.compile(
+    r"(^|\.)(qweight|qzeros|g_idx|SCB|weight_format|weight_packed|weight_shape|weight_zero_point"
+    r"|weight_(global_)?scale(_inv|_2)?|weight\.(absmax|quant_map|nested_\w+|quant_state\..+))$"
+)
+QUANTISED_TYPES: Final = ("F4", "F6_", "F8_")
+INTEGERS: Final = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
+
+
+def raise_open_file_limit() -> None:
+    """Let this process open many files: systems allow few unless asked, and models may have hundreds of shards."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+        if 0 <= soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def module_of(name: str) -> str:
+    """The module that a tensor belongs to: its name without its last part (bitsandbytes has more after the weight)."""
+    return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0] or name
+
+
+def quantised_modules(tensors: Mapping[str, TensorInfo]) -> set[str]:
+    """The modules whose tensors only make sense together, and cannot be averaged."""
+    return {
+        module_of(name)
+        for name, info in tensors.items()
+        if info.dtype.startswith(QUANTISED_TYPES)
+        or (info.dtype in INTEGERS and name.endswith("weight"))
+        or (info.dtype == "U8" and name.endswith(("_blocks", "_scales")))
+        or QUANTISED_NAMES.search(name)
+    }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which files make up a model, and which tensor is where according to its index."""
+
+    files: tuple[Path, ...]
+    folder: Path | None = None  # the model directory, where it has one
+    weight_map: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_checkpoint(source: Source) -> Layout:
+    """The files of a model that is a file, a directory or an index."""
+    path, folder, is_directory = source.path, source.path.parent, source.path.is_dir()
+    if is_directory:
+        folder = path
+        path = next((folder / name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()), folder)
+        if path == folder:
+            raise _explain_no_weights(source, sorted(os.listdir(folder)))
+    if path.suffix == ".json":
+        return _find_by_index(source, path)
+    # A file of another name may be among unrelated ones; this one belongs to the directory that it is in.
+    is_directory |= path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
+    return Layout((path,), folder if is_directory else None)
+
+
+def part_name(source: Source, path: Path) -> str:
+    """What to call a file of a model, in terms of the name that the user gave."""
+    if source.path == path:
+        return source.name
+    folder = source.path if source.path.is_dir() else source.path.parent
+    inside = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
+    return f"{source.name}/{inside}" if source.path.is_dir() else os.path.join(os.path.dirname(source.name), inside)
+
+
+def path_hint(source: Source) -> str:
+    """Relative paths are the usual cause of a missing file."""
+    return f"looked for {str(source.path.absolute())!r}; paths in TOML are relative to the TOML file"
+
+
+def _explain_no_weights(source: Source, names: list[str]) -> DareError:
+    """What a directory without a model has instead."""
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    broken = [name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names]
+    if broken:
+        return DareError(f"{broken[0]!r} in {source.name!r} is a broken link", "download the model again")
+    if tensors:
+        return DareError(
+            f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but {list_names(tensors)}",
+            "name the file, or put the index beside its shards",
+        )
+    if any(name.endswith(".gguf") for name in names):
+        return DareError(f"{source.name!r} holds GGUF files", GGUF_HINT)
+    if any(name.endswith(PICKLE_SUFFIXES) for name in names):
+        return DareError(f"{source.name!r} holds PyTorch pickles, not safetensors files", CONVERT_DIRECTORY_HINT)
+    return DareError(f"the directory {source.name!r} holds no model", f"it should have {WEIGHTS_FILE} or {INDEX_FILE}")
+
+
+def _find_by_index(source: Source, path: Path) -> Layout:
+    shown = part_name(source, path)
+    weight_map = read_weight_map(path, shown)
+    if not weight_map:
+        raise DareError(f"{shown!r} is JSON without a weight_map", "give a model directory or its index file")
+    plain: dict[str, str] = {}  # the files' names, as paths are written
+    for tensor, file in weight_map.items():
+        if not isinstance(file, str) or not (file in plain or _is_inside(file)):
+            raise DareError(
+                f"{shown!r} says that tensor {tensor!r} is in {file!r}, which is no file beside it",
+                "such an index may lead anywhere, so it is not followed; get the model from somewhere you trust",
+            )
+        plain[file] = plain.get(file) or PurePosixPath(file).as_posix()
+    places = {tensor: plain[file] for tensor, file in weight_map.items()}
+    return Layout(tuple(path.parent / name for name in sorted(set(plain.values()))), path.parent, places)
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name can only lead into the directory that it is relative to, on any system."""
+    flavours = (PurePosixPath(name), PureWindowsPath(name))
+    leaves = any(path.anchor or ".." in path.parts for path in flavours)
+    return not leaves and bool(PurePosixPath(name).parts) and as_text(name).isprintable() and as_text(name) == name
+
+
+class Checkpoint:
+    """A model, open for reading: the tensors of all its files, by name. Every kind of input has these attributes."""
+
+    kind: ClassVar[str] = "model"
+    partial: ClassVar[bool] = False  # whether it holds only what it changes
+    unused: tuple[str, ...] = ()  # what it holds that the base has no place for
+    warnings: tuple[str, ...] = ()
+    note: str = ""  # about its kind, for tables
+    specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
+    held_bytes: int = 0  # what a thread that reads it holds, at most
+
+    def __init__(self, source: Source, layout: Layout) -> None:
+        self.source, self.name, self.folder = source, source.name, layout.folder
+        self.files: list[TensorFile] = []
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            for path in layout.files:
+                self._open(path)
+            self._check_index(layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = TensorFile(path, part_name(self.source, path), len(self.files))
+        except FileNotFoundError:
+            raise DareError(f"{self.name!r} lacks its file {path.name!r}", AGAIN_HINT) from None
+        self.files.append(file)
+        file.metadata.clear()  # which may be large, and means nothing to a merge
+        for name, info in file.tensors.items():
+            if name in self.tensors:
+                first = self.files[self.tensors[name].file].path.name
+                raise DareError(
+                    f"tensor {name!r} of {self.name!r} is in {first!r} and in {path.name!r}",
+                    "a tensor must be in one file; save the model again",
+                )
+            self.tensors[name] = info
+        if len(self.tensors) > MAX_TENSORS:
+            raise DareError(f"{self.name!r} has more than {MAX_TENSORS:,} tensors", "get it from somewhere you trust")
+
+    def _check_index(self, layout: Layout) -> None:
+        for name, expected in layout.weight_map.items():
+            info = self.tensors.get(name)
+            if info is None or self.files[info.file].path != Path(layout.folder or "", expected):
+                raise DareError(
+                    f"the index of {self.name!r} says that tensor {name!r} is in {expected!r}, and it is not",
+                    "download or save the model again",
+                )
+
+    @property
+    def size(self) -> int:
+        return sum(file.status.st_size for file in self.files)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What a recipe keeps of an input, besides its name. Of several files, the digest is that of their digests."""
+        digests = [file.header_sha256 for file in self.files]
+        whole = digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        return {"size": self.size, "header_sha256": whole}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What is used of a whole model's config.json, if it has one that can be read."""
+        if self.folder is None or self.partial:
+            return {}
+        try:
+            table = read_json(self.folder / CONFIG_FILE, CONFIG_FILE)
+        except DareError:
+            return {}
+        return {"text_config": _pick_settings(table.get("text_config")), **_pick_settings(table)} if table else {}
+
+    def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
+        """Called once, before the first read. readers: how many readers share the memory for what read makes."""
+
+    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview) -> None:
+        """Read elements of a tensor, as bytes of its type, into exactly as many bytes."""
+        view = into if isinstance(into, memoryview) else into.data
+        self.read_bytes(view, info, start * STORED_BITS[info.dtype] // 8)
+
+    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        """Read bytes of a stored tensor, from one of them on."""
+        self.files[info.file].read_into(view, info.offset + start)
+
+    def check_unchanged(self) -> None:
+        for file in self.files:
+            file.check_unchanged()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+
+def _pick_settings(table: Any) -> dict[str, Any]:
+    """The settings that are used, if they are short: a configuration may be long, and there may be many models."""
+    found = {key: table.get(key) for key in CONFIG_KEYS} if isinstance(table, dict) else {}
+    return {k: v for k, v in found.items() if isinstance(v, str | int | float) and sys.getsizeof(v) < 1000}

@@ -1,0 +1,60 @@
+"""Models by their name on the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from darelib.models.checkpoint import WEIGHT_SUFFIXES, path_hint
+from darelib.models.tensorfile import PICKLE_SUFFIXES
+from darelib.readers import Source
+from darelib.text import DareError, nearest
+
+# org/name, or org/name@revision
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+
+
+def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
+    """The model on this machine: itself or, where there is no such path, what the Hub has by that name.
+
+    wanted: patterns of the files that are needed; None: all of a model but weights of other frameworks.
+    """
+    is_file = source.name.endswith((".safetensors", ".json", *PICKLE_SUFFIXES))
+    if is_file or not HUB_NAME.fullmatch(source.name) or os.path.lexists(source.path):
+        return source
+    repository, _, revision = source.name.partition("@")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise DareError(
+            f"there is no file or directory {source.name!r}",
+            f"{path_hint(source)}; to take models from the Hugging Face Hub, install dare-merge[hub] "
+            "(uv run --extra hub)",
+        ) from None
+    others = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in (".safetensors", ".index.json")]
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=list(wanted) if wanted else None,
+            ignore_patterns=[*others, "original/*", "consolidated*"],
+        )
+    except Exception as error:  # of the network, of its libraries, of the Hub: there are dozens of kinds
+        raise _explain_failure(source, error) from None
+    # The snapshot's directory has the name of its commit, which is what a recipe must hold, since branches move.
+    return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
+
+
+def _explain_failure(source: Source, error: Exception) -> DareError:
+    reason = re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__
+    beside = os.listdir(source.path.parent) if source.path.parent.is_dir() else []
+    return DareError(
+        f"there is no file or directory {source.name!r}, and the Hugging Face Hub does not give a model of that name: "
+        f"{reason}",
+        nearest(source.path.name, beside)
+        if beside
+        else f"{path_hint(source)}; for the Hub, check the name, the network, HF_TOKEN and HF_HUB_OFFLINE",
+    )

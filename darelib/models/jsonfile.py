@@ -1,0 +1,45 @@
+"""The JSON files beside a model's weights: read whole, within bounds, and with no key given twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.models.tensorfile import AGAIN_HINT, explain_os_error, open_regular, reject_duplicates
+from darelib.text import DareError
+
+# So that a hostile file takes little memory.
+MAX_JSON: Final = 1 << 24  # bytes of a configuration
+MAX_INDEX: Final = 1 << 25  # bytes of an index: those of the largest models have 10 MB
+MAX_VALUES: Final = 500_000
+JSON_DECODER: Final = json.JSONDecoder(object_pairs_hook=reject_duplicates)
+
+
+def parse_json(data: bytes, limit: int = MAX_JSON) -> dict[str, Any]:
+    """A JSON object in which no key is given twice; anything else, or too much of it, is a ValueError."""
+    values = sum(map(data.count, (b",", b"{", b"[")))  # at most: some may be in strings
+    if len(data) > limit or values > MAX_VALUES:
+        raise ValueError("it is larger than any model's")
+    found = JSON_DECODER.decode(data.decode())
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
+
+
+def read_json(path: Path, name: str, limit: int = MAX_JSON) -> dict[str, Any]:
+    """A JSON file. name: what to call it in messages."""
+    try:
+        with open_regular(path) as file:
+            return parse_json(file.read(limit + 1), limit)
+    except OSError as error:
+        raise explain_os_error(error, name) from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise DareError(f"{name!r} is not valid: {reason}", AGAIN_HINT) from None
+
+
+def read_weight_map(path: Path, name: str) -> dict[str, Any]:
+    """Which tensor is in which file, according to the index of a model; empty where the index has no such table."""
+    weight_map = read_json(path, name, MAX_INDEX).get("weight_map")
+    return weight_map if isinstance(weight_map, dict) else {}

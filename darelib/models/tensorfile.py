@@ -1,0 +1,315 @@
+"""A safetensors file: its header, checked against every rule of the format, and its bytes by position.
+
+The safetensors library would map the whole file into memory to read a header, and accepts names that are given twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import math
+import operator
+import os
+import re
+import stat
+import struct
+import sys
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.formats import STORED_BITS
+from darelib.text import DareError, InputChanged
+
+# The safetensors library refuses larger headers.
+MAX_HEADER: Final = 100_000_000
+# More than twice as many as the largest models have, so that memory stays small whatever a file claims.
+MAX_TENSORS: Final = 250_000
+# The entry of a matrix has 4 colons and 8 other separators; names and metadata may hold some, too.
+MAX_COLONS, MAX_SEPARATORS = 5 * MAX_TENSORS, 16 * MAX_TENSORS
+# Bytes of a header that may hold anything; a longer one must look like the many tensors that make it long. Wide letters
+# and escapes may take four times their bytes in memory, and a name of 50 MB is copied several times.
+MAX_ODD_HEADER: Final = 160 * MAX_TENSORS
+
+PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+CONVERT_HINT: Final = (
+    'pickles can run any code, so convert it first: python -c "import torch, safetensors.torch as s; '
+    "s.save_file(torch.load(open('{}', 'rb'), weights_only=True), '{}')\""
+)
+GGUF_HINT: Final = "merge the original model, then convert the result"
+AGAIN_HINT: Final = "download or save it again"
+CHANGED_HINT: Final = "do not change inputs during a merge; run it again"
+
+# Of a file's status: what stays the same as long as nobody changes or replaces the file.
+IDENTITY: Final = operator.attrgetter("st_dev", "st_ino", "st_size", "st_mtime_ns")
+BINARY: Final = getattr(os, "O_BINARY", 0)  # so that Windows does not translate line ends
+# Where the system has no positioned reads and writes, no other thread may come between seeking and reading.
+SEEK_LOCK: Final = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)  # there may be very many
+class TensorInfo:
+    """Where a tensor is in a checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    file: int = 0  # which of the checkpoint's files
+    is_delta: bool = False  # its values are changes to the base already, and not the changed tensor
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return -(-self.count * STORED_BITS[self.dtype] // 8)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What must be read for it."""
+        return self.nbytes
+
+
+def explain_os_error(error: OSError, name: str, hint: str = "check its permissions") -> DareError:
+    """What to tell a person about a file that cannot be read."""
+    hints = {
+        errno.EINVAL: "give a .safetensors file or a model directory",
+        errno.EMFILE: "raise the limit on open files, for example with: ulimit -n 4096",
+        errno.ENFILE: "close other programs, or raise the system's limit on open files",
+    }
+    return DareError(f"cannot read {name!r}: {error.strerror or error}", hints.get(error.errno or 0, hint))
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a file. Anything else is an OSError: a pipe would wait for somebody to write, and a device may never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path.open("rb")
+
+
+def file_sha256(path: Path) -> str | None:
+    """The digest of a file's content; None if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def read_at(descriptor: int, view: memoryview, offset: int) -> int:
+    """Read from a position into view, and return how many bytes there were."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], offset)
+    with SEEK_LOCK:
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        data = os.read(descriptor, len(view))
+    view[: len(data)] = data
+    return len(data)
+
+
+class TensorFile:
+    """One safetensors file, open for reading. number: which of its checkpoint's files it is."""
+
+    def __init__(self, path: Path, name: str, number: int = 0) -> None:
+        self.path, self.name = path, name
+        try:
+            self._file = open_regular(path)
+            self.status = os.fstat(self._file.fileno())
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise explain_os_error(error, name) from None
+        try:
+            text, data_start = self._read_header()
+            self.tensors, self.metadata = parse_header(text, data_start, self.status.st_size, number)
+        except BaseException as error:
+            broken = self._explain_broken(error) if isinstance(error, ValueError | RecursionError) else error
+            self.close()
+            raise broken from None
+
+    def _read_header(self) -> tuple[str, int]:
+        """The text of the header, and where the data behind it starts."""
+        size = self.status.st_size
+        start = bytearray(min(9, size))
+        self.read_into(memoryview(start), 0)
+        length = int.from_bytes(start[:8], "little")
+        if size < 8:
+            raise ValueError("it is too short for a header")
+        if length > MAX_HEADER:
+            raise ValueError(f"its header would be {length:,} bytes long")
+        if 8 + length > size:
+            raise ValueError(f"its header should be {length:,} bytes long and it has {size - 8:,}")
+        if length == 0 or start[8:] != b"{":
+            raise ValueError("its header does not start with {")
+        data = bytearray(length)
+        self.read_into(memoryview(data), 8)
+        digest = hashlib.sha256(start[:8])
+        digest.update(data)
+        self.header_sha256 = digest.hexdigest()
+        # Refuse what would take much more memory than an honest header, before Python makes objects of it.
+        colons, others = data.count(b":"), sum(map(data.count, (b"{", b"[", b",")))
+        is_odd = not data.isascii() or b"\\" in data or length > 1000 * colons
+        if colons > MAX_COLONS or colons + others > MAX_SEPARATORS or (is_odd and length > MAX_ODD_HEADER):
+            raise ValueError(f"its header is larger than that of {MAX_TENSORS:,} tensors")
+        return data.decode(), 8 + length
+
+    def _explain_broken(self, error: Exception) -> DareError:
+        """What a file that is not safetensors is instead, and what to do about it."""
+        start = bytearray(9)
+        first = bytes(start[: read_at(self._file.fileno(), memoryview(start), 0)])
+        if not first:
+            return DareError(f"{self.name!r} is empty", AGAIN_HINT)
+        pickled = first[:4] == b"PK\x03\x04" or (first[:1] == b"\x80" and first[8:] != b"{")
+        if pickled or self.path.suffix in PICKLE_SUFFIXES:
+            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", self._convert_hint())
+        if first[:4] == b"vers":
+            return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
+        if first[:4] == b"GGUF":
+            return DareError(f"{self.name!r} is a GGUF file", GGUF_HINT)
+        reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
+        return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", AGAIN_HINT)
+
+    def _convert_hint(self) -> str:
+        """A command for any shell, with the file's name in it unless a shell would misread that."""
+        name = self.path.as_posix()
+        if not re.fullmatch(r"[\w ./:@+,=-]+", name):
+            return CONVERT_HINT.format("in.bin", "out.safetensors")
+        stem = name.removesuffix(self.path.suffix) if self.path.suffix in PICKLE_SUFFIXES else f"{name}.converted"
+        return CONVERT_HINT.format(name, f"{stem}.safetensors")
+
+    def read_into(self, view: memoryview, offset: int) -> None:
+        try:
+            while view:
+                done = read_at(self._file.fileno(), view, offset)
+                if done == 0:
+                    raise InputChanged(f"{self.name!r} became shorter while it was read", CHANGED_HINT)
+                view, offset = view[done:], offset + done
+        except OSError as error:
+            raise explain_os_error(error, self.name, "check the disk that it is on") from None
+
+    def check_unchanged(self) -> None:
+        """Raise InputChanged if the file is not what it was when it was opened."""
+        try:
+            now = [os.fstat(self._file.fileno()), self.path.stat()]
+        except OSError:
+            raise InputChanged(f"{self.name!r} vanished while it was merged", CHANGED_HINT) from None
+        if any(IDENTITY(status) != IDENTITY(self.status) for status in now):
+            raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
+
+    def close(self) -> None:
+        with suppress(OSError):  # nothing was written
+            self._file.close()
+
+
+class _Fault(str):
+    """What is wrong with an object in a header: known before the name of its tensor is."""
+
+
+def parse_header(
+    text: str, data_start: int, file_size: int, number: int = 0
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """The tensors, in the order in which they are stored, and the metadata. A broken rule is a ValueError."""
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each is kept once: a model has few
+
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | TensorInfo | _Fault:
+        try:
+            fields = reject_duplicates(pairs)
+            dtype, shape, ends = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+            if isinstance(dtype, str) and isinstance(shape, list) and isinstance(ends, list) and len(fields) == 3:
+                begin = _check_entry(dtype, shape, ends)
+                sides = tuple(shape)
+                return TensorInfo(sys.intern(dtype), shapes.setdefault(sides, sides), data_start + begin, number)
+            return fields
+        except ValueError as error:
+            return _Fault(error)
+
+    try:
+        header = json.JSONDecoder(object_pairs_hook=read_object, parse_int=_parse_count).decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its header is not JSON: {error.msg} (character {error.pos:,})") from None
+    if not isinstance(header, dict):
+        raise ValueError(header if isinstance(header, _Fault) else "its header is the entry of a tensor")
+    metadata = _check_metadata(header.pop("__metadata__", None))
+    for name, entry in header.items():
+        name.encode()  # half of a surrogate pair is no text
+        if not isinstance(entry, TensorInfo):
+            reason = entry if isinstance(entry, _Fault) else "it is not a type, a shape and two offsets"
+            raise ValueError(f"the entry of tensor {name!r} is wrong: {reason}")
+    return _order_tensors(header, data_start, file_size), metadata
+
+
+def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The table of these pairs, if no key is given twice."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{twice!r} is in it twice")
+    return table
+
+
+def _parse_count(text: str) -> int | None:
+    return int(text) if len(text) < 20 and text.isdigit() else None  # -0 is no count
+
+
+def _check_entry(dtype: str, shape: list[Any], ends: list[Any]) -> int:
+    """Where the tensor of a sound entry begins."""
+    numbers = [*shape, *ends]
+    if len(ends) != 2 or set(map(type, numbers)) != {int} or max(numbers) >> 63:
+        raise ValueError("it is not a type, a shape and two offsets")
+    if dtype not in STORED_BITS:
+        raise ValueError(f"{dtype!r} is an unknown type")
+    bits = STORED_BITS[dtype]
+    for side in shape:
+        bits *= side
+        if bits >> 64:
+            raise ValueError("its shape is beyond all bounds")
+    if bits % 8:
+        raise ValueError("it does not end at a byte")
+    begin, end = ends
+    if end - begin != bits // 8:
+        raise ValueError(f"[{begin}, {end}] is not the {bits // 8:,} bytes that it takes")
+    return int(begin)
+
+
+def _check_metadata(metadata: Any) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(metadata if isinstance(metadata, _Fault) else "its metadata is not a table of strings")
+    for text in (*metadata, *metadata.values()):
+        text.encode()
+    return metadata
+
+
+def _order_tensors(tensors: dict[str, TensorInfo], data_start: int, file_size: int) -> dict[str, TensorInfo]:
+    """By their places in the file, which they must fill; of those at one place, the empty ones come first."""
+    ordered, place = {}, data_start
+    for name in sorted(tensors, key=lambda name: 2 * tensors[name].offset + (0 not in tensors[name].shape)):
+        info = ordered[name] = tensors[name]
+        if info.offset != place:
+            raise ValueError(f"tensor {name!r} at {info.offset - data_start:,} leaves a hole or overlaps")
+        place += info.nbytes
+    if place != file_size:
+        taken, there = place - data_start, file_size - data_start
+        raise ValueError(f"its tensors take {taken:,} bytes, and {there:,} are there")
+    return ordered
+
+
+def header_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors header for tensors whose offsets count from the start of the data."""
+    text = bytearray(8)  # for its length
+    text += f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'.encode()
+    # One by one: as a table, the entries would take many times the memory.
+    for name, info in tensors.items():
+        shape, ends = ",".join(map(str, info.shape)), f"{info.offset},{info.offset + info.nbytes}"
+        text += f',{json.dumps(name)}:{{"dtype":"{info.dtype}","shape":[{shape}],"data_offsets":[{ends}]}}'.encode()
+    text += b"}" + b" " * (-(len(text) + 1) % 8)
+    text[:8] = struct.pack("<Q", len(text) - 8)
+    return bytes(text)

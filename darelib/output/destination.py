@@ -1,0 +1,187 @@
+"""Where a merged model goes, and what must not be replaced there."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from darelib.models.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE
+from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorFile, file_sha256, open_regular
+from darelib.output.recipe import RECIPE_FILE, RECIPE_KEY
+from darelib.readers import MAX_TOML, Source, read_toml
+from darelib.text import ConfigError, DareError, as_text, list_names
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a merged model goes: a file, or a model directory."""
+
+    name: str  # as the user has it
+    path: Path  # with links followed
+    directory: bool
+
+    @property
+    def partial(self) -> Path:
+        """The folder beside it in which it is made. Names may be as long as the filesystem allows."""
+        name = self.path.name
+        if len(os.fsencode(name)) > 200:
+            name = f"{name[:40]}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
+        return self.path.with_name(f"{name}.partial")
+
+
+def find_output(given: str | Path) -> Destination:
+    """Where an output goes, if something can be written there at all."""
+    path = Source.of(given).path
+    shown = repr(str(path))
+    if path.suffix in (".gguf", ".json", ".toml", *PICKLE_SUFFIXES):
+        raise ConfigError(f"the output {shown} does not end in .safetensors", "use that suffix, or name a directory")
+    try:
+        target = path.resolve()
+        target.exists()  # which fails where the name is too long
+        has_parent = target.parent.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DareError(f"the output {shown} cannot be used: {reason}", "give another path") from None
+    if not has_parent:
+        raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
+    if not os.access(target.parent, os.W_OK):
+        raise DareError(f"the output's directory {str(target.parent)!r} is not writable", "choose another directory")
+    return Destination(str(path), target, path.suffix.lower() != ".safetensors")
+
+
+def check_output(destination: Destination, inputs: Iterable[tuple[str, Path]], force: bool) -> None:
+    """Refuse an output that must not be written. inputs: as for check_apart."""
+    check_apart(f"the output {destination.name!r}", destination.path, inputs)
+    check_replaceable(destination, force)
+
+
+def check_apart(what: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
+    """Refuse to write where an input is, whatever the flags. inputs: their names with their files and directories."""
+    for name, used in inputs:
+        if relation := describe_overlap(path.resolve(), used.resolve()):
+            raise ConfigError(f"{what} {relation} the input {name!r}", "inputs are never overwritten")
+
+
+def describe_overlap(target: Path, used: Path) -> str:
+    """Whether an output is, holds or lies inside an input, by whatever names and links: in words, or "" if apart."""
+    if target.exists():
+        status = target.stat()
+        if os.path.samestat(status, used.stat()):
+            return "is"
+        if any(os.path.samestat(status, parent.stat()) for parent in used.parents):
+            return "holds"
+    above = (parent for parent in target.parents if used.is_dir() and parent.exists())
+    return "lies inside" if any(os.path.samestat(used.stat(), parent.stat()) for parent in above) else ""
+
+
+def check_replaceable(destination: Destination, force: bool) -> None:
+    """Refuse to replace what somebody else made and, even with force, what is not a model."""
+    target, shown = destination.path, f"the output {destination.name!r}"
+    if not target.exists():
+        return
+    if target.is_dir() and not destination.directory:
+        raise DareError(f"{shown} is a directory", "give another name, like merged.safetensors")
+    if destination.directory and not target.is_dir():
+        raise DareError(f"{shown} is a file", "give a directory, or a file like merged.safetensors")
+    if destination.directory:
+        _check_directory(target, shown, force)
+    elif not force and not is_made_by_dare(target):
+        raise DareError(f"{shown} exists and was not made by this tool", "add --force to replace it")
+
+
+def _check_directory(target: Path, shown: str, force: bool) -> None:
+    names = os.listdir(target)
+    if os.path.samestat(target.stat(), os.stat(os.curdir)):
+        raise DareError(f"{shown} is the working directory", "name a directory in it")
+    is_model = any(name in names for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE))
+    is_model |= CONFIG_FILE in names and any(map(is_weights, names))
+    if names and (not is_model or ".git" in names):
+        raise DareError(f"{shown} is a directory with other things in it", "give a new name")
+    if not names or force:
+        return
+    ours = read_digests(target)
+    if not ours:
+        raise DareError(f"{shown} exists and was not made by this tool", "add --force to replace it all")
+    names = [name for name in list_files(target) if name != RECIPE_FILE]
+    if others := [name for name in names if ours.get(as_text(name)) != digest_of(target / name)]:
+        raise DareError(
+            f"{shown} also holds {list_names(others)}, which this tool did not write, or not like that",
+            "move that elsewhere, or add --force to replace it all",
+        )
+
+
+def read_header(path: Path) -> TensorFile | None:
+    """A file of tensors, closed again; None if it is something else."""
+    try:
+        file = TensorFile(path, path.name)
+    except (DareError, OSError):
+        return None
+    file.close()
+    return file
+
+
+def is_made_by_dare(path: Path) -> bool:
+    """Whether a file of tensors carries a recipe."""
+    file = read_header(path)
+    return file is not None and RECIPE_KEY in file.metadata
+
+
+def read_digests(folder: Path) -> dict[str, str]:
+    """The files of a directory that this tool wrote, with their digests, by its recipe; none if it has no recipe."""
+    try:
+        with open_regular(folder / RECIPE_FILE) as file:
+            files = read_toml(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
+        return {str(name): str(digest) for name, digest in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def digest_of(content: Path | bytes) -> str:
+    """The digest that a recipe has of a file: of its content, or of the header where it holds tensors."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    if content.suffix != ".safetensors":
+        return file_sha256(content) or ""
+    file = read_header(content)
+    return file.header_sha256 if file else ""
+
+
+def list_files(folder: Path) -> list[str]:
+    """All files of a directory and of those below it, by their names relative to it."""
+    found = []
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        found += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
+        if not folders and not names and place != str(folder):
+            found.append(f"{Path(place).relative_to(folder).as_posix()}/")  # an empty directory
+    return sorted(found)
+
+
+def is_weights(name: str) -> bool:
+    return name.endswith(WEIGHT_SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What is where the output will be."""
+
+    size: int
+    made_by_dare: bool
+
+
+def describe_replaced(destination: Destination, force: bool) -> Replaced | None:
+    """What a merge to a destination that it may write to would replace."""
+    path = destination.path
+    names = list_files(path) if destination.directory else [""] if path.exists() else []
+    if not names:
+        return None
+    ours = True
+    if force:
+        try:
+            check_replaceable(destination, False)
+        except DareError:
+            ours = False
+    return Replaced(sum((path / name).lstat().st_size for name in names), ours)

@@ -1,0 +1,64 @@
+"""The journal of a merge in the making: what an interrupted one has on the disk, so that it can be continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from darelib.models.tensorfile import BINARY, open_regular
+
+
+class Journal:
+    """A line for what the merge is, then lines for what of it is known to be on the disk.
+
+    Each line begins with a checksum; the first one that does not match, as after a crash, ends the journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.identity: dict[str, Any] | None = None
+        self.done: list[Any] = []
+        self.length = 0  # of the lines that are complete
+        with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
+            for line in file:
+                check, _, text = line.partition(b" ")
+                if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")) or not line.endswith(b"\n"):
+                    break
+                entry = json.loads(text)
+                if self.identity is None and isinstance(entry, dict):
+                    self.identity = entry
+                elif self.identity is not None and isinstance(entry, list):
+                    self.done += entry
+                else:
+                    break
+                self.length += len(line)
+
+    def append(self, entry: Any) -> None:
+        text = json.dumps(entry, separators=(",", ":")).encode()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
+        try:
+            write_all(descriptor, b"%08x %s\n" % (zlib.crc32(text), text))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def describe_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
+    for key in dict.fromkeys([*new, *old]):
+        one, other = old.get(key), new.get(key)
+        if one != other:
+            if isinstance(one, dict) and isinstance(other, dict):
+                return describe_difference(*({f"{key}.{k}": v for k, v in d.items()} for d in (one, other)))
+            return f"its {key} is {one!r}, not {other!r}"
+    return ""

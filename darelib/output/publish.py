@@ -1,0 +1,366 @@
+"""An output in the making: written in a folder beside its destination, and renamed to it when it is complete.
+
+Whatever happens, and whenever, the destination is the old model or the new one. No library does this for directories.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+from darelib.interrupts import Interrupts
+from darelib.models.tensorfile import BINARY, SEEK_LOCK
+from darelib.output.destination import Destination, check_replaceable, digest_of
+from darelib.output.journal import Journal, describe_difference, write_all
+from darelib.output.lock import Lock
+from darelib.text import LOG, DareError, InputChanged
+from darelib.tuning import TUNING
+
+# In the folder beside the destination: the new model, the one that it replaces, and the journal.
+MADE: Final = "output"
+REPLACED: Final = "replaced"
+JOURNAL_FILE: Final = "journal"
+# What is reserved first, and the rate, in bytes a second, below which it must be done by writing zeros.
+RESERVED_BYTES: Final = 1 << 26
+ZEROS_PER_SECOND: Final = 8e9
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of tensors that will be written."""
+
+    name: str
+    header: bytes
+    size: int
+
+
+class Flusher:
+    """Sends to the disk what is written, while more is computed, so that there is little to wait for at the end.
+
+    record: is called with what is certain to be on the disk.
+    """
+
+    def __init__(self, record: Callable[[list[Any]], None]) -> None:
+        self._record = record
+        self._dirty: set[int] = set()  # descriptors
+        self._written: list[Any] = []
+        self._on_disk: list[Any] = []  # and not recorded yet
+        self._error: OSError | None = None
+        self._mutex = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.start = self._thread.start
+
+    def mark(self, descriptor: int) -> None:
+        """Remember that a file has unsynced bytes."""
+        with self._mutex:
+            self._dirty.add(descriptor)
+
+    def note(self, entry: Any) -> None:
+        """Remember that something is written; once it is on the disk, it goes to the journal."""
+        self.check()
+        with self._mutex:
+            self._written.append(entry)
+
+    def check(self) -> None:
+        """Raise an error of the background: the system reports it only once."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        recorded = time.monotonic()
+        while not self._stopped.wait(TUNING.flush_seconds):
+            due = time.monotonic() - recorded > TUNING.journal_seconds
+            try:
+                self._flush(due)
+            except OSError as error:
+                self._error = error
+                return
+            recorded = time.monotonic() if due else recorded
+
+    def _flush(self, record: bool) -> None:
+        with self._mutex:
+            written, self._written = self._written, []
+            dirty, self._dirty = self._dirty, set()
+        for descriptor in dirty:
+            os.fsync(descriptor)
+        self._on_disk += written
+        if record and self._on_disk:
+            self._record(self._on_disk)
+            self._on_disk = []
+
+    def stop(self, record: bool = False) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if record and self._error is None:
+            with suppress(OSError):
+                self._flush(record)
+
+
+class Output:
+    """What a merge writes. publish() gives it its name; what is not published is removed or kept to be continued."""
+
+    def __init__(
+        self, destination: Destination, files: Sequence[PlannedFile], identity: dict[str, Any], resume: bool
+    ) -> None:
+        """identity: all that must be equal for a merge begun earlier to be continued."""
+        self.destination, self.files, self.resume = destination, files, resume
+        self.lock = Lock(destination.partial, destination.name)
+        self.folder = self.lock.folder
+        self.made = self.folder / MADE
+        self.journal = Journal(self.folder / JOURNAL_FILE)
+        self.flusher = Flusher(self._record)
+        self.note = self.flusher.note
+        self.descriptors: list[int] = []
+        keep = True  # what an earlier run left, until it is known to be of no use
+        try:
+            self._restore_replaced()
+            if not self._continue(identity):
+                keep = False
+                self._begin(identity)
+            self.flusher.start()
+        except BaseException:
+            self.discard(keep)
+            raise
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.discard(keep=self.resume and error is not None and not isinstance(error, InputChanged))
+
+    @property
+    def done(self) -> list[Any]:
+        """What an earlier run noted as done."""
+        return self.journal.done
+
+    def _restore_replaced(self) -> None:
+        """Undo what a crash between two renames left: the destination's old content without its name."""
+        old, target = self.folder / REPLACED, self.destination.path
+        if not old.exists():
+            return
+        if target.is_dir() and not os.listdir(target):
+            os.rmdir(target)
+        if not target.exists():
+            os.rename(old, target)
+        elif self.made.exists():  # so the new one was not put there, but something else was
+            raise DareError(f"the model that was at {str(target)!r} is in {str(old)!r}", "move one of them elsewhere")
+
+    def _path(self, file: PlannedFile) -> Path:
+        return self.made / file.name if self.destination.directory else self.made
+
+    def _continue(self, identity: dict[str, Any]) -> bool:
+        """Continue what an earlier run left, if that is wanted and possible."""
+        if not self.lock.has_leftovers():
+            if self.resume:
+                LOG.info("there is no unfinished merge to resume; starting from the beginning")
+            return False
+        begun = self.journal.identity
+        paths = [self._path(file) for file in self.files]
+        sizes = [path.stat().st_size if path.is_file() else -1 for path in paths]
+        complete = begun is not None and sizes == [file.size for file in self.files]
+        if not self.resume or begun is None:
+            what = "is removed (--resume would continue it)" if complete else "is removed"
+            LOG.warning(f"an unfinished merge in {self.folder} {what}")
+            return False
+        if difference := describe_difference(begun, identity):
+            raise DareError(
+                f"the unfinished merge in {str(self.folder)!r} is another one: {difference}",
+                "run without --resume to remove it and start again",
+            )
+        if not complete:
+            LOG.warning(f"the unfinished merge in {self.folder} cannot be continued: its files are not complete")
+            return False
+        os.truncate(self.journal.path, self.journal.length)
+        for path in paths:
+            self.descriptors.append(os.open(path, os.O_RDWR | BINARY))
+        return True
+
+    def _begin(self, identity: dict[str, Any]) -> None:
+        self.lock.clear()
+        self.journal = Journal(self.journal.path)
+        if self.destination.directory:
+            os.mkdir(self.made)
+        for file in self.files:
+            self.descriptors.append(os.open(self._path(file), os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666))
+            reserve(self.descriptors[-1], file.size)
+        for number, file in enumerate(self.files):
+            self.write_at(number, memoryview(file.header), 0)
+        for descriptor in self.descriptors:
+            os.fsync(descriptor)
+        self.journal.append(identity)
+
+    def _record(self, entries: list[Any]) -> None:
+        self._check_still_ours()
+        self.journal.append(entries)
+
+    def _check_still_ours(self) -> None:
+        """Somebody may have removed the folder by hand, and another merge may have begun in one of the same name."""
+        opened = [self.lock.descriptor, *self.descriptors]
+        paths = [self.lock.path, *map(self._path, self.files)]
+        with suppress(FileNotFoundError):
+            if all(os.path.samestat(os.fstat(fd), path.stat()) for fd, path in zip(opened, paths, strict=True)):
+                return
+        raise OSError(errno.ENOENT, f"somebody removed {self.folder} in the meantime")
+
+    def write_at(self, file: int, view: memoryview, offset: int) -> None:
+        descriptor = self.descriptors[file]
+        while view:
+            if hasattr(os, "pwrite"):
+                done = os.pwrite(descriptor, view, offset)
+            else:
+                with SEEK_LOCK:
+                    os.lseek(descriptor, offset, os.SEEK_SET)
+                    done = os.write(descriptor, view)
+            view, offset = view[done:], offset + done
+        self.flusher.mark(descriptor)
+
+    def write_file(self, name: str, content: bytes | Path) -> None:
+        """A small file of a model directory: of this content, or a copy of that file."""
+        for parent in reversed(Path(name).parents):
+            with suppress(FileExistsError):
+                os.mkdir(self.made / parent)
+        descriptor = os.open(self.made / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
+        try:
+            for piece in read_pieces(content):
+                write_all(descriptor, piece)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def publish(
+        self, side: Mapping[str, bytes | Path], digests: Mapping[str, str], check_inputs: Callable[[], None],
+        force: bool, interrupts: Interrupts,
+    ) -> None:  # fmt: skip
+        """Complete the output and give it its name.
+
+        side: the files of a model directory besides the tensors; digests: those that copied ones must have.
+        check_inputs: raises an error if an input changed.
+        """
+        for name, content in side.items():
+            interrupts.check()
+            self.write_file(name, content)
+        check_inputs()
+        for name, digest in digests.items():
+            if digest_of(self.made / name) != digest:
+                raise DareError(f"{name!r} changed while it was merged", "merge again, and change no input meanwhile")
+        self._commit(force)
+
+    def _commit(self, force: bool) -> None:
+        """Make the bytes durable, then the name."""
+        self.flusher.stop()
+        self.flusher.check()
+        for descriptor in self.descriptors:
+            os.fsync(descriptor)
+        self._check_still_ours()
+        while self.descriptors:
+            os.close(self.descriptors.pop())
+        if self.destination.directory:
+            for place, _, _ in os.walk(self.made, topdown=False):
+                sync_directory(Path(place))
+        check_replaceable(self.destination, force)  # somebody may have put something there meanwhile
+        # From here on what lies in the folder may be the old model, which must not be continued.
+        self.journal.path.unlink()
+        sync_directory(self.folder)
+        replace(self.made, self.destination.path)
+        sync_directory(self.destination.path.parent)
+
+    def discard(self, keep: bool = False) -> None:
+        """Remove what is left, which may be what was replaced; or keep it, to be continued."""
+        self.flusher.stop(record=keep and bool(self.descriptors))
+        while self.descriptors:
+            with suppress(OSError):
+                os.close(self.descriptors.pop())
+        try:
+            self._restore_replaced()
+        except (OSError, DareError):
+            keep = True  # the old model is still in the folder
+        self.lock.release(keep)
+
+
+@contextmanager
+def explain_write_errors(destination: Destination, resume: bool) -> Iterator[None]:
+    """What the system refuses while an output is written, as an error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        again = f"run again: what is done is in {destination.partial}" if resume else "try again"
+        raise DareError(
+            f"cannot write {destination.name!r}: {error.strerror or error}",
+            f"what was there before is unchanged; fix that and {again}",
+        ) from None
+
+
+def reserve(descriptor: int, size: int) -> None:
+    """Make a file as long as it will be and, where the system can, reserve its space on the disk.
+
+    A disk does that at once. Where it takes as long as writing zeros (on tmpfs it is just that), the rest is skipped.
+    """
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    function = getattr(libc, "fallocate64", None) or getattr(libc, "fallocate", None)
+    place, step = 0, RESERVED_BYTES
+    while function is not None and place < size:
+        piece, started = min(step, size - place), time.perf_counter()
+        failed = function(ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(place), ctypes.c_int64(piece))
+        if failed and ctypes.get_errno() == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if failed or time.perf_counter() - started > piece / ZEROS_PER_SECOND:
+            break
+        place, step = place + piece, 2 * step
+    os.ftruncate(descriptor, size)
+
+
+def read_pieces(content: bytes | Path) -> Iterator[bytes]:
+    """What is to be written: the bytes as they are, or what a file holds, a piece at a time."""
+    if isinstance(content, bytes):
+        yield content
+        return
+    try:
+        with open(content, "rb") as file:
+            while piece := file.read(1 << 20):
+                yield piece
+    except OSError as error:
+        raise InputChanged(f"cannot read {str(content)!r} any more: {error.strerror}", "merge again") from None
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Not every system lets a directory be opened or synced."""
+    with suppress(OSError):
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def replace(made: Path, target: Path) -> None:
+    """Give what was made its name. What had that name goes, at the same instant, to where the new one was made."""
+    if not made.is_dir() or not target.exists():
+        os.replace(made, target)
+    elif not exchange(made, target):
+        # Without a way to exchange names there is an instant in which neither has it; what was replaced is put back
+        # if the second step fails, now or, after a crash, by the next run.
+        os.rename(target, made.with_name(REPLACED))
+        os.rename(made, target)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step, if this system can."""
+    for function, arguments in (
+        ("renameat2", (-100, os.fsencode(one), -100, os.fsencode(other), 2)),  # Linux: AT_FDCWD, RENAME_EXCHANGE
+        ("renamex_np", (os.fsencode(one), os.fsencode(other), 2)),  # macOS: RENAME_SWAP
+    ):
+        with suppress(AttributeError, OSError, TypeError):
+            return bool(getattr(ctypes.CDLL(None), function)(*arguments) == 0)
+    return False

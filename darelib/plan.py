@@ -1,0 +1,347 @@
+"""The plan: what will be read, computed and written, all checked before a byte is written."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from darelib import __version__
+from darelib.config import DareConfig, parse_size
+from darelib.drops import DROPS
+from darelib.formats import FORMATS
+from darelib.kernels import KernelSpec
+from darelib.matching import Matcher
+from darelib.matching import TensorPlan as TensorPlan
+from darelib.methods import Look
+from darelib.models import Input
+from darelib.models.checkpoint import CONFIG_KEYS, WEIGHTS_FILE, path_hint
+from darelib.models.hub import download
+from darelib.models.tensorfile import TensorInfo, header_bytes
+from darelib.output.destination import Destination, check_output, digest_of, list_files
+from darelib.output.directory import TOKENIZER_PATTERNS, collect_side_files, find_warnings, index_bytes
+from darelib.output.publish import PlannedFile
+from darelib.output.recipe import check_fingerprints, recipe_metadata, recipe_text
+from darelib.readers import Source
+from darelib.text import DareError, count_of, human, list_names
+from darelib.tuning import TUNING
+
+
+@dataclass(frozen=True)
+class Job:
+    """A range of one tensor (of its bytes, where it is copied): read ranges, compute, write one range."""
+
+    number: int
+    tensor: TensorPlan
+    start: int
+    stop: int
+    look_pass: int | None = None  # None: merge and write; else only look
+
+    @property
+    def bytes_read(self) -> int:
+        return self.tensor.bytes_read * (self.stop - self.start) // self.tensor.length
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be read and computed, in what pieces: what a merge and an analysis have in common."""
+
+    base: str
+    models: tuple[str, ...]
+    config: DareConfig
+    tensors: tuple[TensorPlan, ...]
+    files: tuple[PlannedFile, ...]  # that will be written
+    threads: int
+    warnings: tuple[str, ...]
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of the widest element that a buffer has to hold."""
+        specs = {tensor.spec for tensor in self.tensors if tensor.merged}
+        return max([FORMATS[name].itemsize for s in specs for name in (s.base, s.finetuned, s.output)], default=1)
+
+    @cached_property
+    def chunk(self) -> int:
+        """Elements at a time: what fits the buffers' budget, as a power of two. The output does not depend on it."""
+        buffers = self.threads * (len(self.models) + 2)
+        fitting = TUNING.buffer_bytes // (buffers * self.itemsize)
+        return max(TUNING.min_chunk, min(TUNING.max_chunk, 1 << max(fitting.bit_length() - 1, 0)))
+
+    @cached_property
+    def changed(self) -> tuple[TensorPlan, ...]:
+        """The tensors that some model changes."""
+        return tuple(tensor for tensor in self.tensors if tensor.merged and tensor.base.count and tensor.finetuned)
+
+    def jobs(
+        self, tensors: Sequence[TensorPlan], done: Collection[tuple[str, int]] = (), look_pass: int | None = None
+    ) -> Iterator[Job]:
+        """done: the tensors and starts of the jobs that need not be run again."""
+        number = 0
+        for tensor in tensors:
+            for start in self._starts(tensor):
+                if (tensor.name, start) not in done:
+                    yield Job(number, tensor, start, min(start + TUNING.job_elements, tensor.length), look_pass)
+                    number += 1
+
+    def _starts(self, tensor: TensorPlan) -> range:
+        return range(0, tensor.length, TUNING.job_elements)
+
+
+@dataclass(frozen=True)
+class MergePlan(Task):
+    """Everything that a merge will do."""
+
+    output: Destination
+    recipe: str
+    side: Mapping[str, bytes | Path]  # the other files of a model directory: their content, or what to copy
+    digests: Mapping[str, str]  # of the files that are copied
+    missing: tuple[tuple[str, ...], ...]  # per model: tensors of the base that it lacks
+    extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
+    mismatched: tuple[tuple[str, ...], ...]  # per model: tensors that have another shape in the base
+    free: int = 0  # bytes on the output's disk
+    unfinished: bool = False  # whether an earlier merge to the same place left something
+
+    @cached_property
+    def size(self) -> int:
+        side = sum(s.stat().st_size if isinstance(s, Path) else len(s) for s in self.side.values())
+        return sum(file.size for file in self.files) + side
+
+    @property
+    def bytes_to_read(self) -> int:
+        return sum((1 + self.passes(tensor)) * tensor.bytes_read for tensor in self.tensors)
+
+    def passes(self, tensor: TensorPlan) -> int:
+        """How often a tensor is looked at before it is merged."""
+        look = tensor.make_look()
+        return look.passes if look else 0
+
+    def make_looks(self) -> dict[str, Look]:
+        return {tensor.name: look for tensor in self.tensors if (look := tensor.make_look())}
+
+    def specs(self) -> set[KernelSpec]:
+        """The kernels that merge."""
+        return {tensor.spec for tensor in self.tensors if tensor.merged and tensor.base.count}
+
+    def rounds(self, done: Collection[tuple[str, int]] = ()) -> Iterator[Iterator[Job]]:
+        """Sets of jobs, each to be finished before the next: for a batch of tensors, look, look again, merge."""
+        batch: list[TensorPlan] = []
+        elements = 0
+        for tensor in self.tensors:
+            if not all((tensor.name, start) in done for start in self._starts(tensor)):
+                batch.append(tensor)
+                elements += tensor.base.count
+            full = elements >= TUNING.batch_elements and self.passes(tensor)
+            if batch and (tensor is self.tensors[-1] or full):
+                passes = {t.name: self.passes(t) for t in batch}
+                for k in range(max(passes.values())):
+                    yield self.jobs([t for t in batch if k < passes[t.name]], (), k)
+                yield self.jobs(batch, done)
+                batch, elements = [], 0
+
+    def identity(self, inputs: Sequence[Input]) -> dict[str, Any]:
+        """What must be equal for this merge to be the continuation of another."""
+        recipe = tomllib.loads(self.recipe)
+        files = {file.name: [file.size, hashlib.sha256(file.header).hexdigest()] for file in self.files}
+        statuses = {
+            str(file.path.absolute()): {"size": file.status.st_size, "modification time": file.status.st_mtime_ns}
+            for model in inputs
+            for file in model.files
+        }
+        settings = {key: recipe.get(key, {}) for key in ("dare", "rules", "models")}
+        # What the models' configurations and settings, all rules considered, come to for each tensor.
+        decided = hashlib.sha256()
+        for t in self.tensors:
+            parts = (t.name, t.finetuned, t.mask_names, t.merged, t.settings)
+            decided.update(repr(parts).encode("utf-8", "replace"))
+        found = {**settings, "inputs": statuses, "recipe": recipe["recipe"], "files": files}
+        found |= {"way to merge the tensors": decided.hexdigest(), "jobs": TUNING.job_elements}
+        plain: dict[str, Any] = json.loads(json.dumps(found))
+        return plain
+
+
+def plan_analysis(config: DareConfig, inputs: Sequence[Input], fingerprints: Sequence[Mapping[str, Any]] = ()) -> Task:
+    """One look at every tensor that a merge would change."""
+    matcher = match_inputs(config, inputs, fingerprints)
+    names = [model.name for model in inputs]
+    threads = count_threads(config, matcher.tensors)
+    warnings = (*find_odd_inputs(inputs), *find_odd_names(inputs, matcher), *matcher.warnings())
+    return Task(names[0], tuple(names[1:]), config, tuple(matcher.tensors), (), threads, warnings)
+
+
+def plan_merge(
+    config: DareConfig, inputs: Sequence[Input], destination: Destination, *, tokenizer: Source | None = None,
+    fingerprints: Sequence[Mapping[str, Any]] = (), version: str = __version__, with_side_files: bool = True,
+) -> MergePlan:  # fmt: skip
+    """What goes where. with_side_files: also what a model directory has besides its tensors."""
+    matcher = match_inputs(config, inputs, fingerprints)
+    recipe = recipe_text(config, inputs, version)
+    limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
+    name = None if destination.directory else destination.path.name
+    tensors, files = assign_offsets(matcher.tensors, limit, recipe_metadata(recipe), name)
+    side: dict[str, bytes | Path] = {}
+    if with_side_files:
+        changes_type = any(tensor.output.dtype != tensor.base.dtype for tensor in tensors)
+        dtype = config.dtype if config.dtype and changes_type else None
+        index = _make_index(tensors, files) if len(files) > 1 else None
+        side = collect_side_files(config, inputs, version, destination, files, index, dtype, tokenizer)
+    models = range(len(inputs) - 1)
+    return MergePlan(
+        base=inputs[0].name,
+        models=tuple(model.name for model in inputs[1:]),
+        config=config,
+        tensors=tuple(tensors),
+        files=tuple(files),
+        threads=count_threads(config, tensors),
+        warnings=(
+            *find_odd_inputs(inputs),
+            *find_odd_names(inputs, matcher),
+            *find_odd_settings(config, inputs),
+            *matcher.warnings(),
+            *find_warnings(destination, inputs[0], tokenizer, matcher.embedding_rows()),
+        ),
+        output=destination,
+        recipe=recipe,
+        side=side,
+        digests={name: digest_of(content) for name, content in side.items() if isinstance(content, Path)},
+        missing=tuple(map(matcher.missing, models)),
+        extra=tuple(map(matcher.extra, models)),
+        mismatched=tuple(map(tuple, matcher.mismatched)),
+    )
+
+
+def plan_output(
+    config: DareConfig, inputs: Sequence[Input], destination: Destination, force: bool, *,
+    tokenizer: Source | None, **options: Any,
+) -> MergePlan:  # fmt: skip
+    """A plan for an output that may be written, on a disk that has room for it."""
+    used = [(m.name, path) for m in inputs for path in (m.folder, *(file.path for file in m.files)) if path]
+    used += [(tokenizer.name, tokenizer.path)] if tokenizer else []
+    check_output(destination, used, force)
+    plan = plan_merge(config, inputs, destination, tokenizer=tokenizer, **options)
+    begun = [destination.partial / name for name in list_files(destination.partial)]
+    held = sum(getattr(path.lstat(), "st_blocks", 0) * 512 for path in begun)  # which is used again, or removed
+    free = shutil.disk_usage(plan.output.path.parent).free + held
+    if plan.size > free:
+        raise DareError(
+            f"the output needs {human(plan.size)} and {str(plan.output.path.parent)!r} has {human(free)} free",
+            "make room, or write to another disk",
+        )
+    return dataclasses.replace(plan, free=free, unfinished=bool(begun))
+
+
+def find_tokenizer(given: Source | None) -> Source | None:
+    """The directory that the tokenizer is to come from."""
+    if given is None:
+        return None
+    source = download(given, TOKENIZER_PATTERNS)
+    if os.path.isfile(source.path):
+        source = dataclasses.replace(source, path=source.path.parent)
+    if not os.path.isdir(source.path):
+        raise DareError(f"there is no file or directory {source.name!r}", path_hint(source))
+    return source
+
+
+def match_inputs(config: DareConfig, inputs: Sequence[Input], fingerprints: Sequence[Mapping[str, Any]]) -> Matcher:
+    check_fingerprints(inputs, fingerprints)
+    base, *models = inputs
+    for model in models:
+        if not model.tensors.keys() & base.tensors.keys():
+            mine, theirs = (list_names(list(m.tensors)) or "none" for m in (base, model))
+            raise DareError(
+                f"{model.name!r} has no tensor in common with {base.name!r}", f"the base has {mine}, and it {theirs}"
+            )
+    return Matcher(config, inputs)
+
+
+def count_threads(config: DareConfig, tensors: Sequence[TensorPlan]) -> int:
+    """As many as asked for, or as there are cores; more threads than jobs would only take memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = sum(-(-max(t.base.count, t.length) // TUNING.job_elements) for t in tensors)
+    return max(1, min(config.threads or cores, jobs))
+
+
+def assign_offsets(
+    tensors: Sequence[TensorPlan], limit: int, metadata: dict[str, str], name: str | None
+) -> tuple[list[TensorPlan], list[PlannedFile]]:
+    """Give each tensor its place: in order, in a new file where the next one would exceed the limit.
+
+    name: of the only file; None: they are named as transformers names them.
+    """
+    shards: list[dict[str, TensorInfo]] = [{}]
+    used, placed = [0], []
+    for tensor in tensors:
+        size = tensor.output.nbytes
+        if used[-1] and used[-1] + size > limit:
+            shards.append({})
+            used.append(0)
+        output = dataclasses.replace(tensor.output, file=len(shards) - 1, offset=used[-1])
+        placed.append(dataclasses.replace(tensor, output=output))
+        shards[-1][tensor.name] = output
+        used[-1] += size
+    count = len(shards)
+    names = [name or WEIGHTS_FILE]
+    if count > 1:
+        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    headers = [header_bytes(shard, metadata) for shard in shards]
+    return placed, [PlannedFile(n, h, len(h) + size) for n, h, size in zip(names, headers, used, strict=True)]
+
+
+def _make_index(tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> bytes:
+    weight_map = {tensor.name: files[tensor.output.file].name for tensor in tensors}
+    outputs = [tensor.output for tensor in tensors]
+    return index_bytes(weight_map, sum(info.count for info in outputs), sum(info.nbytes for info in outputs))
+
+
+def find_odd_settings(config: DareConfig, inputs: Sequence[Input]) -> Iterator[str]:
+    names, rules = inputs[0].tensors, config.typed_rules
+    used = {next((k for k, rule in enumerate(rules) if rule.matches(name)), None) for name in names}
+    for k, rule in enumerate(rules):
+        if k not in used:
+            shadowed = any(rule.matches(name) for name in names)
+            why = "matches only tensors that an earlier rule takes" if shadowed else "matches no tensor"
+            yield f"rule {k + 1} ({list_names(rule.match)}) {why}"
+    settings = [config.for_rule(rules[k] if k is not None else None, len(inputs) - 1) for k in used]
+    rate, drop = max(((rate, s.drop_name) for s in settings for rate in s.drop_rates), default=(0.0, ""))
+    if not config.rescale and rate > 0:
+        left = 1 / DROPS[drop].keep_rate(rate)
+        yield f"rescale is off: with {rate:g} of a delta dropped, what is left is {left:.3g} times too weak"
+
+
+def find_odd_inputs(inputs: Sequence[Input]) -> Iterator[str]:
+    base, *models = inputs
+    for i, model in enumerate(models):
+        if have_same_files(model, base):
+            yield f"{model.name} is the base itself, given as a model to merge"
+        if any(have_same_files(model, earlier) for earlier in models[:i]):
+            yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
+        for key in CONFIG_KEYS[:3]:
+            mine, theirs = base.config.get(key), model.config.get(key)
+            if mine is not None and theirs is not None and mine != theirs:
+                yield (
+                    f"{model.name} is another kind of model than {base.name}: its {key} is {theirs!r}, not {mine!r}; "
+                    "check that it was fine-tuned from it"
+                )
+                break
+
+
+def find_odd_names(inputs: Sequence[Input], matcher: Matcher) -> Iterator[str]:
+    for i, model in enumerate(inputs[1:]):
+        if missing := matcher.missing(i):
+            yield f"{model.name} lacks {count_of(len(missing), 'tensor')} of the base: {list_names(missing)}; unchanged"
+        if extra := matcher.extra(i):
+            count = count_of(len(extra), "tensor")
+            yield f"{model.name} has {count} that the base lacks: {list_names(extra)}; ignored"
+
+
+def have_same_files(one: Input, other: Input) -> bool:
+    pairs = zip(one.files, other.files, strict=False)
+    return len(one.files) == len(other.files) and all(os.path.samestat(a.status, b.status) for a, b in pairs)

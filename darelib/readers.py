@@ -1,0 +1,195 @@
+"""Configuration files and flags: what a user asks for, before any model is opened."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.config import CHECKS, RULE_SETTINGS, Rule, check_setting
+from darelib.mask import MASK_NAME
+from darelib.text import ConfigError, as_text, nearest
+
+MAX_TOML: Final = 1 << 20  # bytes, so that a hostile file takes little memory and time
+TOO_LONG: Final = f"it is longer than {MAX_TOML:,} bytes"
+# Python's parser takes memory and time with the square of the number of parts of a dotted key.
+LONG_KEY: Final = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){64}")
+# The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
+TABLES: Final[dict[str, tuple[str, ...]]] = {
+    "dare": tuple(CHECKS),
+    "models": ("base_file", "merge_files", "output_file", "tokenizer_from"),
+    "rules": ("match", *RULE_SETTINGS),
+    "recipe": ("version", "mask", "seeds", "inputs", "files"),
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model as the user named it, and where that is on this machine."""
+
+    name: str
+    path: Path
+    pinned: str = ""  # for a model of the Hub: its name with the commit
+
+    @classmethod
+    def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
+        if isinstance(given, Source):
+            return given
+        if not str(given):
+            raise ConfigError("the path of a model is empty", "perhaps a variable of the shell is not set")
+        name = as_text(given)  # the recipe, which names it, must be text
+        path = Path(given)
+        with suppress(ValueError):  # of what cannot be a path, as will be found when it is used
+            path = Path(os.path.expanduser(given))
+        return cls(name, Path(folder or "", path))
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a configuration file, with flags on top, asks for."""
+
+    dare: dict[str, Any] = field(default_factory=dict)
+    base: Source | None = None
+    merge: tuple[Source, ...] = ()
+    output: Path | None = None
+    tokenizer_from: Source | None = None
+    rules: tuple[Rule, ...] = ()
+    inputs: tuple[dict[str, Any], ...] = ()  # fingerprints of base and models, where the file is a recipe
+    version: str = ""  # of the tool that made the recipe
+
+
+def load_request(path: Path) -> Request:
+    """Read a configuration, or a recipe taken out of a merged file. Paths in it are relative to it."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TOML + 1)
+        if len(data) > MAX_TOML:
+            raise ValueError(TOO_LONG)
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {str(path)!r}", "check the path after --config") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file") from None
+    except ValueError as error:
+        hint = "see merge_config.toml for an example"
+        if path.suffix == ".safetensors":
+            hint = "the recipe of a merged model is in its metadata, as dare_recipe; save that to a file first"
+        raise ConfigError(f"{path} is not valid TOML: {error}", hint) from None
+    return READERS.get(path.suffix, parse_request)(text, str(path), path.parent)
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """What a TOML text says; what is not TOML, or would take too much memory or time, is a ValueError."""
+    if len(text.encode(errors="replace")) > MAX_TOML:
+        raise ValueError(TOO_LONG)
+    if LONG_KEY.search(text):
+        raise ValueError("one of its keys has too many parts")
+    return tomllib.loads(text)
+
+
+def parse_request(text: str, path: str, folder: Path) -> Request:
+    """A TOML configuration from its text. path: what to call it; folder: what paths in it are relative to."""
+    tables = _parse_tables(text, path)
+    dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
+    for key, value in dare.items():
+        check_setting(key, value, f"{path}: [dare] {key}")
+    for key in ("base_file", "output_file", "tokenizer_from"):
+        if not isinstance(models.get(key, ""), str):
+            raise ConfigError(f"{path}: [models] {key} must be a path in quotes, not {models[key]!r}")
+    files = models.get("merge_files", [])
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise ConfigError(
+            f"{path}: [models] merge_files must be a list of paths, not {files!r}",
+            'write it as merge_files = ["first.safetensors", "second.safetensors"]',
+        )
+    return Request(
+        dare=dare,
+        base=Source.of(models["base_file"], folder) if "base_file" in models else None,
+        merge=tuple(Source.of(file, folder) for file in files),
+        output=Source.of(models["output_file"], folder).path if "output_file" in models else None,
+        tokenizer_from=Source.of(models["tokenizer_from"], folder) if "tokenizer_from" in models else None,
+        rules=tuple(Rule.of(rule, f"{path}: rule {k}") for k, rule in enumerate(tables.get("rules", ()), 1)),
+        inputs=_parse_fingerprints(path, recipe),
+        version=str(recipe.get("version", "")),
+    )
+
+
+# What reads a configuration, by the suffix of its file; any other suffix is read as TOML.
+READERS: Final[Mapping[str, Callable[[str, str, Path], Request]]] = {".toml": parse_request}
+
+
+def _parse_tables(text: str, path: str) -> dict[str, Any]:
+    try:
+        tables = read_toml(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
+    for name, table in tables.items():
+        if name not in TABLES:
+            home = next(
+                (f"put {name} under [{t}]" for t, keys in TABLES.items() if name in keys), nearest(name, TABLES)
+            )
+            raise ConfigError(f"{path}: there is no table [{name}]", home)
+        if not isinstance(table, list if name == "rules" else dict):
+            header = "[[rules]]" if name == "rules" else f"[{name}]"
+            kind = "a list of tables" if name == "rules" else "a table"
+            raise ConfigError(f"{path}: {name} must be {kind}", f"write {header} on a line of its own")
+        for key in table if isinstance(table, dict) else ():
+            if key not in TABLES[name]:
+                raise ConfigError(f"{path}: there is no key {key!r} in [{name}]", nearest(key, TABLES[name]))
+    return tables
+
+
+def _parse_fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The sizes and header digests that a recipe holds its inputs to."""
+    mask = recipe.get("mask", MASK_NAME)
+    if mask != MASK_NAME:
+        raise ConfigError(
+            f"{path}: this recipe draws its mask with {mask!r}, and this version of dare with {MASK_NAME!r}",
+            "run it with the version of dare that it names, or take its [recipe] table out",
+        )
+    inputs = recipe.get("inputs", [])
+    if not isinstance(inputs, list) or not all(isinstance(entry, dict) for entry in inputs):
+        raise ConfigError(f"{path}: [recipe] inputs must be a list of tables", "take the [recipe] table out")
+    return tuple(inputs)
+
+
+def layer_flags(flags: Mapping[str, Any]) -> Request:
+    """Flags over the configuration file. Rules given by flags come before those of the file, so that they win."""
+    request = load_request(flags["config"]) if "config" in flags else Request()
+    dare = dict(request.dare)
+    for name in CHECKS:
+        if name in flags:
+            value = flags[name]
+            # One number is for all models; weights are a list even where there is one model.
+            value = value[0] if isinstance(value, list) and len(value) == 1 and name != "weights" else value
+            flag = "--lambda" if name == "lambda_coeff" else f"--{name.replace('_', '-')}"
+            check_setting(name, value, flag)
+            dare[name] = value
+    other_models = "base" in flags or "merge" in flags
+    return Request(
+        dare=dare,
+        base=Source.of(flags["base"]) if "base" in flags else request.base,
+        merge=tuple(Source.of(file) for file in flags["merge"]) if "merge" in flags else request.merge,
+        output=Source.of(flags["output"]).path if "output" in flags else request.output,
+        tokenizer_from=Source.of(flags["tokenizer_from"]) if "tokenizer_from" in flags else request.tokenizer_from,
+        rules=(*(parse_rule(text) for text in flags.get("rules", ())), *request.rules),
+        inputs=() if other_models else request.inputs,
+    )
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule as a flag: the pattern, a colon, and settings as in TOML, with commas between them."""
+    pattern, colon, assignments = text.rpartition(":")
+    example = "like --rule '*embed_tokens*:drop_rate=0.5'"
+    if not colon:
+        raise ConfigError(f"--rule {text!r} has no colon after its pattern", example)
+    try:
+        table = tomllib.loads(f"rule = {{ {assignments} }}")["rule"]
+    except (ValueError, RecursionError):
+        raise ConfigError(f"--rule {text!r} must be PATTERN:SETTING=VALUE", example) from None
+    return Rule.of({**table, "match": pattern}, f"--rule {text!r}")

@@ -1,0 +1,391 @@
+"""What a merge will do, and what it did: plain data that prints as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from darelib.config import DareConfig, Rule
+from darelib.mask import MASK_BITS
+from darelib.methods import METHODS, TensorSettings
+from darelib.models import Input
+from darelib.output.destination import Replaced, describe_replaced
+from darelib.plan import MergePlan
+from darelib.text import LISTED, clip, count_of, duration, human, list_names, printable, table
+from darelib.tuning import TUNING
+
+if TYPE_CHECKING:
+    from darelib.run.worker import Outcome, Tally
+
+# What a merge holds besides its buffers, as measured: the process with all that it has loaded, and what is known of
+# each tensor of each model.
+PROCESS_BYTES: Final = 92_000_000
+TENSOR_BYTES: Final = 900
+# A fine-tune's delta is a small part of its weights; two unrelated models differ by more than either weighs.
+UNRELATED_RATIO: Final = 0.5
+# How many files a plan names before it says "and 12 more", and how many characters a line of names has.
+MAX_FILES: Final = 6
+LINE_WIDTH: Final = 100
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """How long a merge's reading and computing will take, by the rate of its first jobs."""
+
+    seconds: float
+    sampled_bytes: int
+    sampled_seconds: float
+
+
+@dataclass(frozen=True)
+class PlannedInput:
+    """A model as it was found: the base or a fine-tune."""
+
+    name: str
+    size: int  # of its files
+    files: int
+    types: Mapping[str, int]  # how many tensors there are of each
+    tensors: int
+    parameters: int
+    note: str  # such as what kind of adapter it is
+
+    @classmethod
+    def of(cls, model: Input) -> PlannedInput:
+        stored = [info for file in model.files for info in file.tensors.values()]
+        types = dict(Counter(info.dtype for info in stored).most_common())
+        parameters = sum(info.count for info in stored)
+        return cls(model.name, model.size, len(model.files), types, len(stored), parameters, model.note)
+
+
+@dataclass(frozen=True)
+class PlannedRule:
+    """The tensors that a rule is for, or that none is for, and how they are merged."""
+
+    match: tuple[str, ...]  # its patterns; none where there is no rule
+    tensors: int
+    parameters: int
+    settings: TensorSettings
+    words: str  # the settings that count
+
+    @property
+    def label(self) -> str:
+        more = f" and {len(self.match) - 1} more" if len(self.match) > 1 else ""
+        return clip(self.match[0]) + more if self.match else ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a merge will do. Prints as such; as_dict gives plain data."""
+
+    output: str
+    directory: bool
+    config: dict[str, Any]
+    seeds: tuple[int, ...]
+    weights: tuple[float, ...]
+    models: tuple[PlannedInput, ...]  # the base first
+    missing_tensors: tuple[tuple[str, ...], ...]  # per model: those of the base that it lacks
+    extra_tensors: tuple[tuple[str, ...], ...]  # per model: those that the base lacks
+    mismatched_tensors: tuple[tuple[str, ...], ...]  # per model: those that have another shape in the base
+    rules: tuple[PlannedRule, ...]  # last, the tensors that no rule is for
+    copied_tensors: tuple[str, ...]
+    files: tuple[dict[str, Any], ...]  # of tensors: their names and sizes
+    side_files: tuple[str, ...]  # of a model directory: all the others
+    replaces: Replaced | None
+    unfinished: bool  # whether an earlier merge to the same place left something
+    bytes_to_read: int
+    bytes_to_write: int
+    bytes_free: int
+    memory: int
+    threads: int
+    estimate: Estimate | None
+    warnings: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return data
+
+    def __str__(self) -> str:
+        first = f"would merge {count_of(len(self.models) - 1, 'model')} into {printable(self.output)}"
+        needs = "\n".join(f"{label:8}{words}" for label, words in self._needs())
+        return "\n\n".join([first, self._models_table(), self._how(), self._rules_table(), needs])
+
+    def _models_table(self) -> str:
+        rows = [["model", "size", "tensors", "parameters", "type"]]
+        for k, model in enumerate(self.models):
+            kind = ", ".join(filter(None, [name_types(model.types), model.note, "" if k else "the base"]))
+            cells = [human(model.size), f"{model.tensors:,}", f"{model.parameters:,}"]
+            rows.append([clip(model.name), *cells, kind])
+        notes = []
+        for i, model in enumerate(self.models[1:]):
+            found = {"lacks": self.missing_tensors[i], "has more than the base:": self.extra_tensors[i]}
+            found["has in other shapes:"] = self.mismatched_tensors[i]
+            notes += [f"{clip(model.name)} {words} {count_of(len(of), 'tensor')}" for words, of in found.items() if of]
+        return "\n".join([table(rows, {0, 4}), *notes])
+
+    def _how(self) -> str:
+        """What is the same for all tensors."""
+        words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
+        words += [f"{name} {self.config[name]}" for name in ("slerp_t", "dtype") if name in self.config]
+        if "weights" in METHODS[self.config["method"]].settings:
+            words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
+        return "; ".join(words)
+
+    def _rules_table(self) -> str:
+        rows = [["tensors", "number", "parameters", "settings"]]
+        for rule in self.rules:
+            others = "all others" if len(self.rules) > 1 else "all"
+            rows.append([rule.label or others, f"{rule.tensors:,}", f"{rule.parameters:,}", rule.words])
+        if self.copied_tensors:
+            rows.append(["not merged", f"{len(self.copied_tensors):,}", "", "as in the base"])
+        return table(rows, {0, 3})
+
+    def _needs(self) -> Iterator[tuple[str, str]]:
+        """What will be written, and what that takes."""
+        for k, file in enumerate(self.files[:MAX_FILES]):
+            yield "" if k else "write", f"{printable(file['name'])}, {human(file['size'])}"
+        if len(self.files) > MAX_FILES:
+            yield "", f"... and {len(self.files) - MAX_FILES:,} more"
+        names = ", ".join(printable(name) for name in self.side_files)
+        yield from (("", line) for line in textwrap.wrap(names, LINE_WIDTH, break_on_hyphens=False))
+        if self.replaces:
+            whose = "made by this tool" if self.replaces.made_by_dare else "NOT made by this tool"
+            yield "replace", f"{human(self.replaces.size)} that are there, {whose}"
+        if self.unfinished:
+            yield "remove", "an unfinished merge (or continue it, with --resume)"
+        yield "disk", f"{human(self.bytes_to_write)} needed, {human(self.bytes_free)} free"
+        yield "memory", f"about {human(round(self.memory, -6))}"
+        work = f"to read {human(self.bytes_to_read)} and compute on {count_of(self.threads, 'thread')}"
+        if self.estimate:
+            yield "time", f"{duration(self.estimate.seconds)} {work}, and what the disk takes to write"
+        else:
+            yield "work", work
+
+
+def describe_plan(
+    plan: MergePlan, inputs: Sequence[Input], force: bool, sampled: tuple[int, float] | None = None
+) -> Plan:
+    """sampled: the bytes that some jobs read, and the seconds that they took."""
+    config = plan.config
+    estimate = None
+    if sampled:
+        estimate = Estimate(sampled[1] * plan.bytes_to_read / max(sampled[0], 1), *sampled)
+    return Plan(
+        output=plan.output.name,
+        directory=plan.output.directory,
+        config=config.recipe_settings(),
+        seeds=tuple(config.seed + i for i in range(len(plan.models))),
+        weights=config.general(len(plan.models)).weights,
+        models=tuple(map(PlannedInput.of, inputs)),
+        missing_tensors=plan.missing,
+        extra_tensors=plan.extra,
+        mismatched_tensors=plan.mismatched,
+        rules=tuple(describe_rules(plan)),
+        copied_tensors=tuple(tensor.name for tensor in plan.tensors if not tensor.merged),
+        files=tuple({"name": file.name, "size": file.size} for file in plan.files),
+        side_files=tuple(plan.side),
+        replaces=describe_replaced(plan.output, force),
+        unfinished=plan.unfinished,
+        bytes_to_read=plan.bytes_to_read,
+        bytes_to_write=plan.size,
+        bytes_free=plan.free,
+        memory=estimate_memory(plan, inputs),
+        threads=plan.threads,
+        estimate=estimate,
+        warnings=plan.warnings,
+    )
+
+
+def describe_rules(plan: MergePlan) -> Iterator[PlannedRule]:
+    """How many tensors each rule is for; last, those that no rule is for."""
+    merged = [tensor for tensor in plan.tensors if tensor.merged]
+    for rule in (*plan.config.typed_rules, None):
+        own = [tensor for tensor in merged if tensor.rule == rule]
+        if rule or own:
+            settings = plan.config.for_rule(rule, len(plan.models))
+            words = describe_settings(settings, plan.config, rule)
+            yield PlannedRule(rule.match if rule else (), len(own), sum(t.base.count for t in own), settings, words)
+
+
+def describe_settings(settings: TensorSettings, config: DareConfig, rule: Rule | None) -> str:
+    """The settings that count."""
+    if settings.lambda_coeff == 0:
+        return "lambda 0: as in the base"
+
+    def show(values: Sequence[float]) -> str:
+        return ", ".join(f"{value:g}" for value in (values if len(set(values)) > 1 else values[:1]))
+
+    words = [f"drop rate {show(settings.drop_rates)}"]
+    q = config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q
+    words += ["not rescaled"] if not config.rescale else [f"rescale_q {show(settings.divisors)}"] if q else []
+    words += [f"lambda {settings.lambda_coeff:g}"] if settings.lambda_coeff != 1 else []
+    words += [f"keep_ratio {settings.keep_ratio:g}"] if settings.keep_ratio < 1 else []
+    return "; ".join(words)
+
+
+def estimate_memory(plan: MergePlan, inputs: Sequence[Input]) -> int:
+    """About what the process will take: what it always does, what is known of the tensors, and the buffers."""
+    from darelib.kernels.records import Buffers
+
+    known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
+    kinds = {look.kernel for look in plan.make_looks().values()}
+    buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds).nbytes
+    held = min(sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads)
+    return PROCESS_BYTES + known + plan.threads * (buffers + held)
+
+
+def name_types(types: Mapping[str, int]) -> str:
+    return next(iter(types)) if len(types) == 1 else ", ".join(f"{dtype} {count:,}" for dtype, count in types.items())
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What the merge found in one fine-tune and did with it."""
+
+    name: str
+    seed: int
+    parameters: int
+    drop_rate: float  # as asked for, rules apart
+    exact_drop_rate: float  # what the masks' thresholds amount to, over all tensors
+    dropped_share: float  # what the mask really dropped; trim comes on top
+    mean_delta: float
+    largest_delta: float
+    share_above_threshold: float
+    missing_tensors: tuple[str, ...]
+    extra_tensors: tuple[str, ...]
+    mismatched_tensors: tuple[str, ...]
+
+    @property
+    def drop_rates(self) -> str:
+        """The rate that was asked for and, where rules have it otherwise, what it comes to."""
+        by_rules = abs(self.exact_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
+        return f"{self.drop_rate:g}" + (f" ({self.exact_drop_rate:.3g} by rules)" if by_rules else "")
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What a merge did. Prints as a table; as_dict gives plain data."""
+
+    output: str
+    method: str
+    lambda_coeff: float  # as asked for, rules apart
+    files: tuple[str, ...]  # of tensors
+    side_files: tuple[str, ...]  # of a model directory: all the others
+    tensors: int
+    copied_tensors: int
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    delta_threshold: float
+    models: tuple[ModelReport, ...]
+    warnings: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return data
+
+    def __str__(self) -> str:
+        rows = [["model", "seed", "parameters", "drop rate", "dropped", "mean |delta|", "largest", "above"]]
+        for model in self.models:
+            cells = [str(model.seed), f"{model.parameters:,}", model.drop_rates, f"{model.dropped_share:.3%}"]
+            cells += [f"{model.mean_delta:.3g}", f"{model.largest_delta:.3g}", f"{model.share_above_threshold:.2%}"]
+            rows.append([printable(model.name), *cells])
+        models, tensors = count_of(len(self.models), "model"), count_of(self.tensors, "tensor")
+        copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
+        moved = self.bytes_read + self.bytes_written
+        rate = f" ({human(moved / self.seconds)}/s)" if moved > TUNING.least_for_rate else ""
+        return (
+            f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
+            f"above: share of parameters with |delta| > {self.delta_threshold:g})\n"
+            f"merged {models} into {printable(self.output)}: {tensors}{copied}, "
+            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
+        )
+
+
+class Ledger:
+    """What all jobs found, per model. Sums are made in the plan's order, so that they never differ."""
+
+    def __init__(self, plan: MergePlan, outcomes: Sequence[Outcome]) -> None:
+        from darelib.run.worker import Tally
+
+        order = {tensor.name: k for k, tensor in enumerate(plan.tensors)}
+        self.tallies: list[dict[str, Tally]] = [{} for _ in plan.models]  # of each merged tensor
+        self.differing: list[dict[str, None]] = [{} for _ in plan.models]  # copied tensors that differ
+        for outcome in sorted(outcomes, key=lambda outcome: (order[outcome.tensor], outcome.start)):
+            for i, tally in outcome.tallies.items():
+                self.tallies[i].setdefault(outcome.tensor, Tally()).add(tally)
+            for i in outcome.differing:
+                self.differing[i][outcome.tensor] = None
+        self.totals = [Tally() for _ in plan.models]
+        for total, tallies in zip(self.totals, self.tallies, strict=True):
+            for tally in tallies.values():
+                total.add(tally)
+
+
+def report_merge(plan: MergePlan, outcomes: Sequence[Outcome], output: str, seconds: float) -> MergeReport:
+    ledger = Ledger(plan, outcomes)
+    return MergeReport(
+        output=output,
+        method=plan.config.method,
+        lambda_coeff=float(plan.config.lambda_coeff),
+        files=tuple(file.name for file in plan.files),
+        side_files=tuple(plan.side),
+        tensors=len(plan.tensors),
+        copied_tensors=sum(not tensor.merged for tensor in plan.tensors),
+        bytes_read=plan.bytes_to_read,
+        bytes_written=plan.size,
+        seconds=seconds,
+        delta_threshold=plan.config.delta_threshold,
+        models=tuple(report_model(plan, i, total) for i, total in enumerate(ledger.totals)),
+        warnings=(*plan.warnings, *find_oddities(plan, ledger)),
+    )
+
+
+def report_model(plan: MergePlan, i: int, total: Tally) -> ModelReport:
+    count, rate = max(total.parameters, 1), plan.config.general(len(plan.models)).drop_rates[i]
+    return ModelReport(
+        name=plan.models[i],
+        seed=plan.config.seed + i,
+        parameters=total.parameters,
+        drop_rate=rate,
+        exact_drop_rate=1 - total.expected / total.parameters if total.parameters else rate,
+        dropped_share=(total.parameters - total.kept) / count,
+        mean_delta=total.mean,
+        largest_delta=total.peak,
+        share_above_threshold=total.above / count,
+        missing_tensors=plan.missing[i],
+        extra_tensors=plan.extra[i],
+        mismatched_tensors=plan.mismatched[i],
+    )
+
+
+def find_oddities(plan: MergePlan, ledger: Ledger) -> Iterator[str]:
+    """What a person should know about each model, in a sentence or two at most."""
+    for i, name in enumerate(plan.models):
+        if ledger.differing[i]:
+            names = sorted(ledger.differing[i])
+            yield f"{name} differs from the base in tensors that are copied, not merged: {list_names(names)}"
+        yield from find_odd_deltas(plan, name, ledger.tallies[i], ledger.totals[i])
+
+
+def find_odd_deltas(plan: MergePlan, name: str, tallies: Mapping[str, Tally], total: Tally) -> Iterator[str]:
+    threshold = plan.config.delta_threshold
+    large = sorted(((tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold), reverse=True)
+    if total.parameters and total.peak == 0:
+        yield f"{name} is identical to the base {plan.base}: it only dilutes the others; leave it out"
+    elif total.sum > UNRELATED_RATIO * total.base_sum:
+        yield (
+            f"{plan.base} does not look like the base of {name}: the mean |delta| is {total.mean:.3g} where the mean "
+            f"|weight| is {total.base_sum / total.parameters:.3g}; check that {name} was fine-tuned from it"
+        )
+    elif large:
+        worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
+        yield (
+            f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of {len(tallies):,} "
+            f"tensors, and {total.above / total.parameters:.1%} of its parameters do; worst: {worst}. DARE may lose "
+            "what it learned: lower the drop rate, and check that the base is the right one"
+        )

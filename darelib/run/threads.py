@@ -1,0 +1,108 @@
+"""The runner of one machine: jobs in threads, which the kernels let run side by side."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from darelib.interrupts import Interrupts
+from darelib.kernels.records import Buffers
+from darelib.output.publish import Output
+from darelib.plan import Job, MergePlan
+from darelib.run.worker import Abandoned, Nowhere, Outcome, Worker, Writable
+from darelib.text import LOG, human, progress
+from darelib.tuning import TUNING
+
+
+def run_merge(plan: MergePlan, worker: Worker, output: Output, interrupts: Interrupts) -> list[Outcome]:
+    """Run all jobs that an earlier run has not done. Gives what all jobs found, those of the earlier run included."""
+    outcomes = [Outcome.of_entry(entry) for entry in output.done]
+    done = {(outcome.tensor, outcome.start) for outcome in outcomes}
+    size = sum(outcome.bytes_read for outcome in outcomes)
+    if outcomes:
+        LOG.info("continuing: %s of %s are done", human(size), human(plan.bytes_to_read))
+    with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
+
+        def take(outcome: Outcome) -> None:
+            advance(outcome.bytes_read)
+            if not outcome.only_looked:
+                outcomes.append(outcome)
+                output.note(outcome.as_entry())
+
+        advance(size)
+        run_rounds(plan.rounds(done), worker, output, take, interrupts)
+    return outcomes
+
+
+def run_rounds(
+    rounds: Iterable[Iterator[Job]], worker: Worker, output: Writable, done: Callable[[Outcome], None],
+    interrupts: Interrupts,
+) -> None:  # fmt: skip
+    """Run all jobs of a round before the next. done is called with what each found, one at a time."""
+    buffers = [worker.make_buffers() for _ in range(worker.task.threads)]
+    for jobs in rounds:
+        _run_round(jobs, worker, buffers, output, done, interrupts)
+
+
+def _run_round(
+    jobs: Iterator[Job], worker: Worker, buffers: list[Buffers], output: Writable, done: Callable[[Outcome], None],
+    interrupts: Interrupts,
+) -> None:  # fmt: skip
+    """A thread for each set of buffers. Of several failures, the first in the jobs' order is raised."""
+    lock, failures = threading.Lock(), dict[int, BaseException]()
+    stop = threading.Event()
+
+    def loop(own: Buffers) -> None:
+        number = -1
+        try:
+            while not stop.is_set():
+                with lock:
+                    job = next(jobs, None)
+                if job is None:
+                    return
+                number = job.number
+                outcome = worker.run(job, own, output)
+                with lock:
+                    if job.look_pass is not None:
+                        worker.looks[job.tensor.name].take_job(job.start, job.stop, own)
+                    done(outcome)
+        except Abandoned:
+            pass
+        except BaseException as error:
+            failures[number] = error
+            stop.set()
+
+    threads = [threading.Thread(target=loop, args=(own,)) for own in buffers]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(TUNING.poll_seconds)
+                interrupts.check()
+    except BaseException:
+        worker.abandoned.set()
+        raise
+    finally:
+        stop.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    if failures:
+        raise failures[min(failures)]
+
+
+def measure_rate(rounds: Iterable[Iterator[Job]], worker: Worker, interrupts: Interrupts) -> tuple[int, float]:
+    """Bytes read, and seconds taken, by the first jobs. Where one fails, so would the merge."""
+    outcomes: list[Outcome] = []
+    started = time.perf_counter()
+
+    def take_some() -> Iterator[Job]:
+        for job in next(iter(rounds), iter(())):
+            yield job
+            if time.perf_counter() - started > TUNING.sample_seconds:
+                return
+
+    run_rounds([take_some()], worker, Nowhere(), outcomes.append, interrupts)
+    return sum(outcome.bytes_read for outcome in outcomes), time.perf_counter() - started

@@ -1,0 +1,260 @@
+"""One job: read ranges of the inputs, let a kernel compute, write one range of the output."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darelib.formats import FORMATS, widen
+from darelib.interrupts import Interrupts
+from darelib.kernels import KernelSpec, load_kernels
+from darelib.kernels.records import Buffers
+from darelib.mask import TILE, mask_key
+from darelib.methods import METHODS, Look, weigh_for_look
+from darelib.models import Input
+from darelib.models.checkpoint import QUANTISE_HINT
+from darelib.models.tensorfile import TensorInfo
+from darelib.plan import Job, MergePlan, Task, TensorPlan
+from darelib.text import DareError
+
+
+class Writable(Protocol):
+    """What jobs write to: an output, or something that compares."""
+
+    def write_at(self, file: int, view: memoryview, offset: int) -> None: ...
+
+
+class Nowhere:
+    """For jobs whose output nobody wants."""
+
+    def write_at(self, file: int, view: memoryview, offset: int) -> None:
+        pass
+
+
+class Abandoned(Exception):
+    """A job that was told to stop."""
+
+
+@dataclass
+class Tally:
+    """What the kernels counted, for one model and one or all tensors."""
+
+    parameters: int = 0
+    sum: float = 0.0
+    peak: float = 0.0
+    above: int = 0
+    kept: int = 0
+    expected: float = 0.0  # what the masks' thresholds say should be kept
+    base_sum: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        self.parameters += other.parameters
+        self.sum += other.sum
+        self.peak = max(self.peak, other.peak)
+        self.above += other.above
+        self.kept += other.kept
+        self.expected += other.expected
+        self.base_sum += other.base_sum
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.parameters if self.parameters else 0.0
+
+
+@dataclass
+class Outcome:
+    """What one job found: a tally per model that has the tensor, or the models that differ from a copied base."""
+
+    tensor: str
+    start: int
+    bytes_read: int
+    only_looked: bool = False  # nothing was written
+    tallies: dict[int, Tally] = field(default_factory=dict)
+    differing: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, job: Job, tallies: dict[int, Tally] | None = None) -> Outcome:
+        return cls(job.tensor.name, job.start, job.bytes_read, job.look_pass is not None, tallies or {})
+
+    def as_entry(self) -> list[Any]:
+        """For the journal."""
+        tallies = {str(i): list(dataclasses.astuple(tally)) for i, tally in self.tallies.items()}
+        return [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
+
+    @classmethod
+    def of_entry(cls, entry: list[Any]) -> Outcome:
+        tensor, start, bytes_read, tallies, differing = entry
+        return cls(tensor, start, bytes_read, False, {int(i): Tally(*t) for i, t in tallies.items()}, set(differing))
+
+
+class Worker:
+    """Runs jobs of one task: any of them, in any order, in any thread that brings its own buffers."""
+
+    def __init__(
+        self, task: Task, inputs: Sequence[Input], looks: Mapping[str, Look], specs: Collection[KernelSpec],
+        interrupts: Interrupts,
+    ) -> None:  # fmt: skip
+        """specs: the kernels that merge, if any; those of the looks and of the inputs come on top."""
+        self.task, self.base, self.models, self.looks = task, inputs[0], inputs[1:], looks
+        self.abandoned = threading.Event()  # set to make all jobs stop at once
+        tensors = {tensor.name: tensor for tensor in task.tensors}
+        wanted = {*specs, *(tensors[name].look_spec(look) for name, look in looks.items())}
+        wanted |= {spec for model in inputs for spec in model.specs}
+        self.kernels = load_kernels(wanted, task.config.engine, interrupts)
+        for model in inputs:
+            model.prepare(self.kernels, task.threads * len(inputs))
+
+    @classmethod
+    def for_merge(cls, plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts) -> Worker:
+        return cls(plan, inputs, plan.make_looks(), plan.specs(), interrupts)
+
+    def make_buffers(self) -> Buffers:
+        kinds = {look.kernel for look in self.looks.values()}
+        return Buffers(len(self.models), self.task.chunk * self.task.itemsize, kinds)
+
+    def run(self, job: Job, buffers: Buffers, output: Writable) -> Outcome:
+        if job.look_pass is not None:
+            return self._look(job, buffers, job.look_pass)
+        return self._merge(job, buffers, output) if job.tensor.merged else self._copy(job, buffers, output)
+
+    def _chunks(self, job: Job) -> Iterator[tuple[int, int]]:
+        """Where each chunk starts, and how long it is."""
+        for start in range(job.start, job.stop, self.task.chunk):
+            if self.abandoned.is_set():
+                raise Abandoned
+            yield start, min(self.task.chunk, job.stop - start)
+
+    def _look(self, job: Job, buffers: Buffers, number: int) -> Outcome:
+        tensor, look = job.tensor, self.looks[job.tensor.name]
+        kernel = self.kernels[tensor.look_spec(look)]
+        self._describe(tensor, buffers, None)
+        look.describe(buffers, number)
+        for start, count in self._chunks(job):
+            self._load(tensor, start, count, buffers)
+            kernel(buffers, count, len(tensor.finetuned), start // TILE)
+            look.take_chunk(start, buffers)
+        if not np.isfinite(self._peaks(tensor, buffers)).all():
+            self._explain_non_finite(job, buffers)
+        return Outcome.of(job)
+
+    def _merge(self, job: Job, buffers: Buffers, output: Writable) -> Outcome:
+        tensor, spec = job.tensor, job.tensor.spec
+        kernel, item, models = self.kernels[spec], FORMATS[spec.output].itemsize, len(tensor.finetuned)
+        self._describe(tensor, buffers, self.looks.get(tensor.name), merges=True)
+        offset = self._offset(tensor)
+        for start, count in self._chunks(job):
+            self._load(tensor, start, count, buffers)
+            kernel(buffers, count, models, start // TILE)
+            output.write_at(tensor.output.file, buffers.output.data[: count * item], offset + start * item)
+        peaks = self._peaks(tensor, buffers)
+        if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
+            self._explain_non_finite(job, buffers)
+        return Outcome.of(job, {i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(tensor.models)})
+
+    def _offset(self, tensor: TensorPlan) -> int:
+        return len(self.task.files[tensor.output.file].header) + tensor.output.offset
+
+    def _describe(self, tensor: TensorPlan, buffers: Buffers, look: Look | None, merges: bool = False) -> None:
+        """Set what the kernels must know, and clear what they found before."""
+        settings, models = tensor.settings, tensor.models
+        method = METHODS[settings.method]
+        found = method.weigh(settings, models, look) if merges else weigh_for_look(settings, models)
+        buffers.clear()
+        for row, (i, info) in enumerate(tensor.finetuned):
+            told = buffers.models[row]
+            told["key_0"], told["key_1"] = mask_key(self.task.config.seed + i, tensor.mask_names[row])
+            told["limit"] = settings.drop.threshold(settings.drop_rates[i]) - 1
+            told["arc_end"], told["is_delta"] = i, info.is_delta
+            told["scale"], told["weight"], told["floor"] = found.scales[row], found.weights[row], found.floors[row]
+        whole = buffers.tensor[0]
+        whole["lambda_coeff"], whole["base_share"] = settings.lambda_coeff, found.base_share
+        whole["threshold"] = self.task.config.delta_threshold
+        whole["exact"] = len(models) == 1 and not tensor.finetuned[0][1].is_delta and settings.returns_model
+
+    def _load(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
+        """Read a chunk of every input."""
+        dtype = tensor.spec.finetuned
+        wanted = FORMATS[dtype]
+        base = self._read(self.base, tensor.base, start, count, buffers.base)
+        for row, (i, info) in enumerate(tensor.finetuned):
+            present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
+            values, item = buffers.finetuned[row], wanted.itemsize
+            stored = self._read(self.models[i], info, start, present, values)
+            if info.dtype != dtype:
+                values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
+            if info.is_delta:
+                values[present * item : count * item] = 0
+            elif present < count and tensor.base.dtype == dtype:
+                values[present * item : count * item] = base[present * item :]
+            elif present < count:
+                values.view(wanted.real)[present:count] = widen(base, tensor.base.dtype)[present:]
+
+    def _read(
+        self, model: Input, info: TensorInfo, start: int, count: int, buffer: NDArray[np.uint8]
+    ) -> NDArray[np.uint8]:
+        """Elements of a tensor, as bytes at the start of buffer."""
+        part = buffer[: count * FORMATS[info.dtype].itemsize]
+        model.read(info, start, count, part)
+        return part
+
+    def _peaks(self, tensor: TensorPlan, buffers: Buffers) -> NDArray[np.float64]:
+        """The largest |delta| of each model and, where it is merged, the largest of the result."""
+        real = FORMATS[tensor.spec.real]
+        patterns = [*buffers.models["peak"][: len(tensor.finetuned)], buffers.tensor["peak"][0]]
+        return np.array(patterns, real.raw).view(real.real).astype(np.float64)
+
+    def _tally(self, job: Job, buffers: Buffers, row: int, peak: float) -> Tally:
+        i, info = job.tensor.finetuned[row]
+        found, settings = buffers.models[row], job.tensor.settings
+        count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
+        rate = settings.drop.keep_rate(settings.drop_rates[i])
+        # What stands in for rows that it lacks is not its own.
+        kept = int(found["kept"]) - round((job.stop - job.start - count) * rate)
+        base_size = float(buffers.tensor["base_size"][0])
+        above, size = int(found["above"]), float(found["size"])
+        return Tally(count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size)
+
+    def _copy(self, job: Job, buffers: Buffers, output: Writable) -> Outcome:
+        outcome, tensor = Outcome.of(job), job.tensor
+        for start, size in self._chunks(job):
+            mine, theirs = buffers.base.data[:size], buffers.output.data[:size]
+            self.base.read_bytes(mine, tensor.base, start)
+            for i, info in tensor.finetuned:
+                alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
+                if alike:
+                    self.models[i].read_bytes(theirs, info, start)
+                if not alike or not np.array_equal(buffers.base[:size], buffers.output[:size]):
+                    outcome.differing.add(i)
+            output.write_at(tensor.output.file, mine, self._offset(tensor) + start)
+        if outcome.differing and tensor.quantised:
+            name = self.models[min(outcome.differing)].name
+            raise DareError(
+                f"tensor {tensor.name!r} is part of a quantised module ({tensor.base.dtype}) and differs in {name!r}",
+                QUANTISE_HINT,
+            )
+        return outcome
+
+    def _explain_non_finite(self, job: Job, buffers: Buffers) -> NoReturn:
+        """Name the first value that no merge can use. Off the fast path, so it reads again and looks with NumPy."""
+        tensor = job.tensor
+        for model, info in [(self.base, tensor.base), *((self.models[i], info) for i, info in tensor.finetuned)]:
+            for start, count in self._chunks(job):
+                present = max(0, min(count, info.count - start))
+                values = widen(self._read(model, info, start, present, buffers.base), info.dtype)
+                bad = np.flatnonzero(~np.isfinite(values))
+                if bad.size:
+                    place = np.unravel_index(start + int(bad[0]), tensor.base.shape)
+                    raise DareError(
+                        f"{model.name!r}: tensor {tensor.name!r} holds {values[bad[0]]} at {[int(k) for k in place]}",
+                        "such a model is broken; use a checkpoint from before that happened",
+                    )
+        raise DareError(
+            f"merging tensor {tensor.name!r} gives values beyond the range of {tensor.output.dtype}",
+            "lower lambda_coeff, the weights or the drop rate, or choose a wider dtype",
+        )

@@ -1,0 +1,40 @@
+"""Sizes and times that change how fast a merge runs and never what it writes; tests make them small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass
+class Tuning:
+    # A chunk, the elements that are read, merged and written at a time, is small enough for its buffers to stay in
+    # the caches, and large enough that calls cost nothing. Powers of two.
+    max_chunk: int = 1 << 18
+    min_chunk: int = 1 << 14
+    # A job is several chunks, so that what Python does for it costs nothing. It does not depend on the number of
+    # threads, so that a merge can be resumed with another one.
+    job_elements: int = 1 << 22
+    # Elements of the tensors that are looked at and then merged in one go, where a method must look first: few enough
+    # to be read again from the system's cache, enough to keep all threads busy.
+    batch_elements: int = 1 << 28
+    # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
+    buffer_bytes: int = 64 << 20
+    # Elements of all adapters' matrices that all threads together hold at a time: 16 MB.
+    expand_elements: int = 1 << 22
+    # Elements at a time of tensors in memory: enough to keep a GPU busy, few enough that little is held beside them.
+    memory_chunk: int = 1 << 24
+    # How long writes gather before they are sent to the disk, and before the journal notes what has arrived there.
+    flush_seconds: float = 0.1
+    journal_seconds: float = 1.0
+    # How often to look whether somebody wants the merge to stop.
+    poll_seconds: float = 0.05
+    # How long to run jobs, to estimate how long all of them will take.
+    sample_seconds: float = 0.5
+    # Bytes from which a rate describes the merge, and not its start.
+    least_for_rate: int = 100_000_000
+    # Parameters below which advice drawn from models of billions of them is doubtful.
+    small_model: int = 100_000_000
+
+
+TUNING: Final = Tuning()

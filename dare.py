@@ -12,9 +12,19 @@ Super Mario: Absorbing Abilities from Homologous Models as a Free Lunch", ICML 2
     python dare.py analyze --config ...              look before you merge
     from dare import DareConfig, DareMerger          from a script
 
-This file is the front door: DareMerger.merge shows how a merge flows, COMMANDS what the command can do. The rooms
-behind it are in darelib: kernels/plain has the arithmetic above in NumPy, config the settings, models the kinds of
-input, methods and drops what can be chosen, plan what will be done, run who does it, output how a model is written.
+This file is the front door: DareMerger.merge shows how a merge flows, COMMANDS what the command can do. Behind it, in
+darelib, is a room for each job:
+
+    config, readers      DareConfig and its rules; TOML and flags
+    methods, drops, mask what can be chosen, with every formula; r_i is 1 - drop rate, as exactly as the mask keeps it
+    kernels/             the arithmetic: plain is its definition in NumPy, cpu and tensors the same for Numba and torch
+    models/              how weights come in: checkpoints, LoRA adapters, the Hub
+    matching, plan       which models change which tensors; what will be read, computed and written
+    run/                 who does the jobs
+    output/              how a model comes out: publish (write, sync, rename), directory (card, tokenizer), recipe
+    report, verify       what a merge will do and did; a merged model against its recipe
+    analysis/            what the models are like, and what to do with them
+    text, formats, tuning, interrupts    words for people; stored types; sizes and intervals; signals
 """
 
 from __future__ import annotations
@@ -123,21 +133,19 @@ class DareMerger:
         from darelib.output.destination import find_output
         from darelib.output.publish import Output, explain_write_errors
         from darelib.report import report_merge
-        from darelib.run.threads import run_merge
+        from darelib.run import run_merge
         from darelib.run.worker import Worker
 
         started = time.perf_counter()
         destination = find_output(output_file)
-        with open_models(self.sources) as inputs, Interrupts() as interrupts:
+        with open_models(self.sources) as inputs:
             plan = self._plan(inputs, destination, force)
-            # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
-            worker = Worker.for_merge(plan, inputs, interrupts)
-            with (
-                explain_write_errors(plan.output, resume),
-                Output(plan.output, plan.files, plan.identity(inputs), resume) as output,
-            ):
-                outcomes = run_merge(plan, worker, output, interrupts)
-                output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
+            with Interrupts() as interrupts, explain_write_errors(plan.output, resume):
+                # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
+                worker = Worker.for_merge(plan, inputs, interrupts)
+                with Output(plan.output, plan.files, plan.identity(inputs), resume) as output:
+                    outcomes = run_merge(plan, worker, output, interrupts)
+                    output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
         report = report_merge(plan, outcomes, str(output_file), time.perf_counter() - started)
         for warning in report.warnings:
             LOG.warning(warning)
@@ -155,12 +163,12 @@ class DareMerger:
         from darelib.run.worker import Worker
 
         destination = find_output(output_file)
-        with open_models(self.sources) as inputs, Interrupts() as interrupts:
-            plan = self._plan(inputs, destination, force)
-            sampled = None
+        with open_models(self.sources) as inputs:
+            plan, sampled = self._plan(inputs, destination, force), None
             if estimate:
-                worker = Worker.for_merge(plan, inputs, interrupts)
-                sampled = measure_rate(plan.rounds(), worker, interrupts)
+                with Interrupts() as interrupts:
+                    worker = Worker.for_merge(plan, inputs, interrupts)
+                    sampled = measure_rate(plan.rounds(), worker, interrupts)
             return describe_plan(plan, inputs, force, sampled)
 
     def analyze(self) -> AnalysisReport:
@@ -392,13 +400,13 @@ VERIFY_FLAGS: Final = ("verify", "base", "merge", "threads", "engine", "verbose"
 def run_verify_command(flags: dict[str, Any]) -> None:
     """Check a merged model by its own recipe. Its inputs are called as they were then, wherever they are now."""
     from darelib.output.recipe import read_recipe
-    from darelib.readers import Source
+    from darelib.readers import Source, flag_of
 
     for name in flags:
         if name not in VERIFY_FLAGS:
             raise ConfigError(
-                f"verify takes its settings from the recipe, not from --{name.replace('_', '-')}",
-                f"besides it there may be {', '.join(f'--{known}' for known in VERIFY_FLAGS[1:5])}",
+                f"verify takes its settings from the recipe, not from {flag_of(name)}",
+                f"besides it there may be {', '.join(map(flag_of, VERIFY_FLAGS[1:5]))}",
             )
     if "verify" not in flags:
         raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
@@ -445,11 +453,11 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Command, dict[str, Any
     """The command, merge where none is given, and the flags."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words.pop(0) if words and words[0] in COMMANDS else "merge"
-    if name == "verify" and words and not words[0].startswith("-"):
-        words.insert(0, "--verify")
     parser = build_parser()
     parsed, unknown = parser.parse_known_args(words)
     flags = vars(parsed)
+    if name == "verify" and "verify" not in flags and unknown and not unknown[0].startswith("-"):
+        flags["verify"] = unknown.pop(0)
     name = "verify" if "verify" in flags and name == "merge" else name
     for other, command in COMMANDS.items():
         for option in command.options:

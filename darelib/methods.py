@@ -92,6 +92,7 @@ class Method:
     share: Callable[[Sequence[float] | None, int], tuple[float, ...]]  # the weights, from those given, if any
     look: Callable[[TensorSettings, int, int, int], Look | None]  # by settings, models that have it, elements, bits
     weigh: Callable[[TensorSettings, Sequence[int], Look | None], Coefficients]
+    show_weight: Callable[[TensorSettings, int], str] = lambda settings, i: f"{settings.weights[i]:.4g}"  # of a model
     models: int | None = None  # how many it takes, where it does not take any number
     shares_only: bool = False  # weights are shares of a whole: neither negative nor all 0
 
@@ -277,6 +278,7 @@ METHODS: Final = {
         share=_average,
         look=lambda *tensor: ArcLook(*tensor),
         weigh=_weigh_slerp,
+        show_weight=lambda settings, _: f"slerp at {settings.slerp_t:g}",
         models=2,
     ),
 }

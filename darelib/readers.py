@@ -18,7 +18,9 @@ from darelib.text import ConfigError, as_text, nearest
 MAX_TOML: Final = 1 << 20  # bytes, so that a hostile file takes little memory and time
 TOO_LONG: Final = f"it is longer than {MAX_TOML:,} bytes"
 # Python's parser takes memory and time with the square of the number of parts of a dotted key.
-LONG_KEY: Final = re.compile(r"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){64}")
+LONG_KEY: Final = re.compile(
+    r"""(?<![\w\\-])(?:(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}"""  # bare or quoted parts
+)
 # The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
@@ -100,7 +102,9 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         check_setting(key, value, f"{path}: [dare] {key}")
     for key in ("base_file", "output_file", "tokenizer_from"):
         if not isinstance(models.get(key, ""), str):
-            raise ConfigError(f"{path}: [models] {key} must be a path in quotes, not {models[key]!r}")
+            raise ConfigError(
+                f"{path}: [models] {key} must be a path in quotes, not {models[key]!r}", f'write it as {key} = "PATH"'
+            )
     files = models.get("merge_files", [])
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise ConfigError(
@@ -167,8 +171,7 @@ def layer_flags(flags: Mapping[str, Any]) -> Request:
             value = flags[name]
             # One number is for all models; weights are a list even where there is one model.
             value = value[0] if isinstance(value, list) and len(value) == 1 and name != "weights" else value
-            flag = "--lambda" if name == "lambda_coeff" else f"--{name.replace('_', '-')}"
-            check_setting(name, value, flag)
+            check_setting(name, value, flag_of(name))
             dare[name] = value
     other_models = "base" in flags or "merge" in flags
     return Request(
@@ -182,6 +185,12 @@ def layer_flags(flags: Mapping[str, Any]) -> Request:
     )
 
 
+def flag_of(name: str) -> str:
+    """The flag of a setting, or of an option of the command."""
+    others = {"lambda_coeff": "--lambda", "rules": "--rule", "rescale": "--no-rescale"}
+    return others.get(name, f"--{name.replace('_', '-')}")
+
+
 def parse_rule(text: str) -> Rule:
     """A rule as a flag: the pattern, a colon, and settings as in TOML, with commas between them."""
     pattern, colon, assignments = text.rpartition(":")
@@ -189,7 +198,7 @@ def parse_rule(text: str) -> Rule:
     if not colon:
         raise ConfigError(f"--rule {text!r} has no colon after its pattern", example)
     try:
-        table = tomllib.loads(f"rule = {{ {assignments} }}")["rule"]
+        [table] = tomllib.loads(f"rule = {{ {assignments} }}").values()  # a line end could begin another
     except (ValueError, RecursionError):
         raise ConfigError(f"--rule {text!r} must be PATTERN:SETTING=VALUE", example) from None
     return Rule.of({**table, "match": pattern}, f"--rule {text!r}")

@@ -96,14 +96,11 @@ class Comparison:
 
     def _tensor_differs(self, file: int, place: int) -> DareError:
         """Name the tensor that a byte of a file belongs to, and the element."""
-        import numpy as np
-
         start = place - len(self.plan.files[file].header)
         infos = ((tensor.name, tensor.output) for tensor in self.plan.tensors if tensor.output.file == file)
         name, info = next(pair for pair in infos if pair[1].offset <= start < pair[1].offset + pair[1].nbytes)
         element = (start - info.offset) * 8 // STORED_BITS[info.dtype]
-        index = [int(i) for i in np.unravel_index(element, info.shape)]
-        return self._differs(f"tensor {name!r} differs at {index}")
+        return self._differs(f"tensor {name!r} differs at {info.place_of(element)}")
 
     def _differs(self, how: str) -> DareError:
         return DareError(

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,9 +40,12 @@ def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[
     """The kernels as functions that run without the interpreter's lock; what was never compiled is compiled first."""
     wanted = sorted(set(specs) - _loaded.keys(), key=str)
     if wanted:
-        folder = find_cache()
-        with tempfile.TemporaryDirectory() as temporary:
-            paths = {spec: (folder or Path(temporary)) / f"dare.{spec}.{_identify()}.o" for spec in wanted}
+        with ExitStack() as stack:
+            try:
+                folder = find_cache() or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            except OSError as error:
+                raise EngineUnavailable(f"there is no folder for what it compiles: {error.strerror}") from None
+            paths = {spec: folder / f"dare.{spec}.{_identify()}.o" for spec in wanted}
             _compile_missing({spec: path for spec, path in paths.items() if _read_object(path) is None}, interrupts)
             for spec, path in paths.items():
                 code = _read_object(path)
@@ -149,6 +152,7 @@ def _start_compiler(spec: KernelSpec, path: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
         "NUMBA_DISABLE_JIT": "0",
+        "OPENBLAS_NUM_THREADS": "1",  # more of them only take memory, and where there is little they never start
     }
     if "+avx512f" in host_features() and not any(name in os.environ for name in FEATURE_VARIABLES):
         environment["NUMBA_CPU_FEATURES"] = host_features()

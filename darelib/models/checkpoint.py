@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from darelib.formats import STORED_BITS
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.jsonfile import read_json, read_weight_map
-from darelib.models.tensorfile import AGAIN_HINT, GGUF_HINT, MAX_TENSORS, PICKLE_SUFFIXES, TensorFile, TensorInfo
+from darelib.models.tensorfile import (
+    AGAIN_HINT,
+    GGUF_HINT,
+    MAX_NAMES,
+    MAX_TENSORS,
+    PICKLE_SUFFIXES,
+    TensorFile,
+    TensorInfo,
+)
 from darelib.readers import Source
 from darelib.text import DareError, as_text, list_names
 
@@ -177,6 +185,7 @@ class Checkpoint:
         self.source, self.name, self.folder = source, source.name, layout.folder
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
+        self._name_bytes = 0
         try:
             for path in layout.files:
                 self._open(path)
@@ -200,8 +209,12 @@ class Checkpoint:
                     "a tensor must be in one file; save the model again",
                 )
             self.tensors[name] = info
-        if len(self.tensors) > MAX_TENSORS:
-            raise DareError(f"{self.name!r} has more than {MAX_TENSORS:,} tensors", "get it from somewhere you trust")
+        self._name_bytes += sum(map(sys.getsizeof, file.tensors))
+        if len(self.tensors) > MAX_TENSORS or self._name_bytes > MAX_NAMES:
+            raise DareError(
+                f"{self.name!r} has more than {MAX_TENSORS:,} tensors, or longer names than any model",
+                "get it from somewhere you trust",
+            )
 
     def _check_index(self, layout: Layout) -> None:
         for name, expected in layout.weight_map.items():

@@ -6,20 +6,21 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.models.tensorfile import AGAIN_HINT, explain_os_error, open_regular, reject_duplicates
+from darelib.models.tensorfile import AGAIN_HINT, MAX_NAME, explain_os_error, open_regular, reject_duplicates
 from darelib.text import DareError
 
 # So that a hostile file takes little memory.
 MAX_JSON: Final = 1 << 24  # bytes of a configuration
 MAX_INDEX: Final = 1 << 25  # bytes of an index: those of the largest models have 10 MB
-MAX_VALUES: Final = 500_000
+MAX_VALUES: Final = 300_000  # an index has one for each tensor
 JSON_DECODER: Final = json.JSONDecoder(object_pairs_hook=reject_duplicates)
 
 
 def parse_json(data: bytes, limit: int = MAX_JSON) -> dict[str, Any]:
     """A JSON object in which no key is given twice; anything else, or too much of it, is a ValueError."""
     values = sum(map(data.count, (b",", b"{", b"[")))  # at most: some may be in strings
-    if len(data) > limit or values > MAX_VALUES:
+    is_wide = b"\\u" in data or not data.isascii()  # in memory, a letter takes four bytes then
+    if len(data) > (min(limit, MAX_JSON) if is_wide else limit) or values > MAX_VALUES:
         raise ValueError("it is larger than any model's")
     found = JSON_DECODER.decode(data.decode())
     if not isinstance(found, dict):
@@ -42,4 +43,7 @@ def read_json(path: Path, name: str, limit: int = MAX_JSON) -> dict[str, Any]:
 def read_weight_map(path: Path, name: str) -> dict[str, Any]:
     """Which tensor is in which file, according to the index of a model; empty where the index has no such table."""
     weight_map = read_json(path, name, MAX_INDEX).get("weight_map")
-    return weight_map if isinstance(weight_map, dict) else {}
+    weight_map = weight_map if isinstance(weight_map, dict) else {}
+    if any(isinstance(text, str) and len(text) > MAX_NAME for pair in weight_map.items() for text in pair):
+        raise DareError(f"{name!r} is not valid: it has names of more than {MAX_NAME:,} characters", AGAIN_HINT)
+    return weight_map

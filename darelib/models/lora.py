@@ -58,6 +58,8 @@ PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
 LORA_KEY: Final = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?", re.DOTALL)
 # Characters of all patterns of an adapter together. PEFT writes one for each module where their ranks differ.
 MAX_PATTERNS: Final = 1_000_000
+# Of those that are more than names: Python may take milliseconds to compile a few of their characters.
+MAX_ODD_PATTERNS: Final = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,9 @@ class LoraConfig:
             if not tests[key](value):
                 raise DareError(f"the adapter {name!r} has {key} = {value!r}", f"fix its {ADAPTER_CONFIG}")
         patterns = {key: given[key] for key in ("rank_pattern", "alpha_pattern") if key in given}
-        if sum(len(key) for pattern in patterns.values() for key in pattern) > MAX_PATTERNS:
+        keys = [key for pattern in patterns.values() for key in pattern]
+        odd = [key for key in keys if not re.fullmatch(r"(?:[\w-]|\\?\.)*+", key)]
+        if sum(map(len, keys)) > MAX_PATTERNS or sum(map(len, odd)) > MAX_ODD_PATTERNS:
             raise DareError(f"the patterns in the {ADAPTER_CONFIG} of {name!r} are too long", "fix it")
         return cls(**given | {key: _compile_patterns(pattern, name) for key, pattern in patterns.items()})
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import DareConfig
-from darelib.methods import METHODS, SLERP
+from darelib.methods import METHODS
 from darelib.models import Input
 from darelib.models.checkpoint import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, part_name
 from darelib.models.jsonfile import MAX_JSON, read_json
@@ -151,7 +151,7 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for i, name in enumerate(models):
-        weight = f"slerp at {settings.slerp_t:g}" if config.method == SLERP else f"{settings.weights[i]:.4g}"
+        weight = METHODS[config.method].show_weight(settings, i)
         rate, divisor = settings.drop_rates[i], settings.divisors[i]
         lines.append(f"| `{name}` | {config.seed + i} | {rate:.4g} | {divisor:.4g} | {weight} |")
     lines += ["", f"The merged delta is multiplied by {config.lambda_coeff:g} and added to the base."]

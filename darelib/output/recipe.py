@@ -97,7 +97,7 @@ def read_recipe(path: Path) -> Request:
         file = TensorFile(path, str(path))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DareError(f"cannot read {str(path)!r}: {reason}", "give a merged model after --verify") from None
+        raise DareError(f"cannot read {str(path)!r}: {reason}", "give a merged model, a file or a directory") from None
     file.close()
     recipe = file.metadata.get(RECIPE_KEY)
     if recipe is None:

@@ -249,9 +249,9 @@ class Worker:
                 values = widen(self._read(model, info, start, present, buffers.base), info.dtype)
                 bad = np.flatnonzero(~np.isfinite(values))
                 if bad.size:
-                    place = np.unravel_index(start + int(bad[0]), tensor.base.shape)
+                    place = tensor.base.place_of(start + int(bad[0]))
                     raise DareError(
-                        f"{model.name!r}: tensor {tensor.name!r} holds {values[bad[0]]} at {[int(k) for k in place]}",
+                        f"{model.name!r}: tensor {tensor.name!r} holds {values[bad[0]]} at {place}",
                         "such a model is broken; use a checkpoint from before that happened",
                     )
         raise DareError(

@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["dare-merge[plot]"]
+#
+# [tool.uv.sources]
+# dare-merge = { path = "..", editable = true }
+# ///
 """Look at the example's models before they are merged, cell by cell: a script that editors also open as a notebook.
 
-uv run python examples/analyze_models.py
+uv run examples/analyze_models.py
 """
 
 # %% The models, and the settings that we have in mind

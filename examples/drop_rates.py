@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["dare-merge[torch]", "scikit-learn"]
+#
+# [tool.uv.sources]
+# dare-merge = { path = "..", editable = true }
+# ///
 """Merge the example's models at several drop rates, from a script, and see how well each merge does.
 
-uv run python examples/drop_rates.py
+uv run examples/drop_rates.py
 """
 
 import sys

@@ -1,6 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch", "safetensors", "scikit-learn"]
+# ///
 """Print how well each model reads the digits of each task, on held-out images that no training ever saw.
 
-    python examples/evaluate.py [--json] [MODEL.safetensors ...]
+    uv run examples/evaluate.py [--json] [MODEL.safetensors ...]
 
 Without models: the base, the two experts, and the merged model if there is one. With --json the figures are shares
 from 0 to 1, and for a single model "score" is its mean over the tasks, so that a search over merge settings can use

@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["dare-merge[torch]"]
+#
+# [tool.uv.sources]
+# dare-merge = { path = "..", editable = true }
+# ///
 """Merge state dicts in memory, on a GPU if there is one, and time it.
 
-    uv run python examples/in_memory.py --parameters 1e9
+    uv run examples/in_memory.py --parameters 1e9
 
 First a small model is merged by every method on the CPU and on the device, and the bits are compared; then one of the
 given size, in bf16 with two fine-tunes, is merged on the device.
@@ -70,7 +77,7 @@ def compare(device: str) -> bool:
 
 
 def measure(models: list[dict[str, torch.Tensor]], config: DareConfig, device: str, repeat: int = 3) -> float:
-    """The best of some merges, in seconds; the first, which warms the device up, is not counted."""
+    """The best time of some merges, in seconds; the first, which warms the device up, is not counted."""
     times = []
     for _ in range(repeat + 1):
         started = time.perf_counter()

@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["dare-merge[plot]"]
+#
+# [tool.uv.sources]
+# dare-merge = { path = "..", editable = true }
+# ///
 """Find good merge settings with your own evaluation: merge every combination, score it, and say which is best.
 
-    uv run python examples/sweep.py --config c.toml --drop-rate 0.5 0.7 0.8 0.9 0.95 --method linear ties \\
+    uv run examples/sweep.py --config c.toml --drop-rate 0.5 0.7 0.8 0.9 0.95 --method linear ties \\
         --lambda 0.5 1 --seeds 3 --evaluate 'python my_eval.py {model}'
 
 or from Python, with a function in place of the command:
@@ -9,53 +16,109 @@ or from Python, with a function in place of the command:
     print(result, result.best.settings)
 
 The base, each fine-tune alone and the plain average without dropping are always scored too: what does not beat the
-average is not worth its randomness. Every score is kept in a file at once, so that the same command continues a sweep
-that was interrupted.
+average is not worth its randomness. Every score is written to a file at once, so that the same command continues a
+sweep that was interrupted.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import hashlib
-import importlib
 import itertools
 import json
 import logging
 import math
 import os
 import re
-import shlex
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
 
-import dare
+import tomli_w
+from sweep_command import Command, EvaluationFailed
+from sweep_plot import draw, load_matplotlib, show
+
 from dare import ConfigError, DareConfig, DareError, DareMerger, Rule
 
-# In the head of every file that is written here, so that a file without it is known to be somebody else's.
+# In the head of every file that is written here, so that files of others are not overwritten.
 MARK: Final = "Written by examples/sweep.py"
 # How sure to be, after allowing for the choice among many, before the best is said to beat the baseline.
 SIGNIFICANT: Final = 0.05
-# How much of an evaluation's output is looked at, from its end, in bytes; and of its complaint shown, in characters.
-OUTPUT_TAIL: Final = 1 << 20
-COMPLAINT: Final = 300
+# Names on the Hugging Face Hub, and what not to take from there: weights of other frameworks.
+HUB_NAME: Final = r"[\w.-]+/[\w.-]+(@[\w./-]+)?"
+UNWANTED: Final = ["*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx"]
 LOG: Final = logging.getLogger("dare.sweep")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is compared
-# ---------------------------------------------------------------------------------------------------------------------
+
+def count_of(number: int, thing: str) -> str:
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def printable(text: str) -> str:
+    """Text without anything that a terminal obeys."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+# ---- What is compared -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as the user named it, and where it is."""
+
+    name: str
+    path: Path
+    pinned: str = ""  # for a model of the Hub: its name with the commit
+
+    @classmethod
+    def of(cls, given: str | Path | Model, folder: Path = Path()) -> Model:
+        """Find a model, on this machine or on the Hugging Face Hub. If there is none, the plan of a merge says why."""
+        if isinstance(given, Model):
+            return given
+        name, path = str(given), folder / Path(given).expanduser()
+        if not path.exists() and re.fullmatch(HUB_NAME, name):
+            with suppress(Exception):
+                from huggingface_hub import snapshot_download
+
+                repository, _, revision = name.partition("@")
+                path = Path(snapshot_download(repository, revision=revision or None, ignore_patterns=UNWANTED))
+                return cls(name, path, f"{repository}@{path.name}")
+        return cls(name, path)
+
+    @property
+    def folder(self) -> Path | None:
+        """The directory of a model that is more than one file."""
+        if self.path.is_dir():
+            return self.path
+        beside = {"model.safetensors": "config.json", "adapter_model.safetensors": "adapter_config.json"}
+        companion = self.path.parent / beside.get(self.path.name, "")
+        return self.path.parent if self.path.suffix == ".json" or companion.is_file() else None
+
+    def identify(self) -> list[Any]:
+        """By what it is recognised: its files' names, sizes and modification times, wherever they are."""
+        files = [self.path] if self.folder is None else sorted(p for p in self.folder.rglob("*") if p.is_file())
+        found = [(path.relative_to(self.folder or path.parent).as_posix(), path.stat()) for path in files]
+        return [[name, status.st_size, status.st_mtime_ns] for name, status in found]
+
+    def path_from(self, place: Path) -> str:
+        """What to call it in a configuration that lies there."""
+        if self.pinned or Path(self.name).expanduser().is_absolute():
+            return self.pinned or self.name
+        with suppress(ValueError):  # on another drive
+            return Path(os.path.relpath(self.path.parent.resolve() / self.path.name, place)).as_posix()
+        return str(self.path.absolute())
 
 
 @dataclass(frozen=True)
@@ -75,7 +138,10 @@ class Grid:
         for name, values in self.axes().items():
             flag = "--lambda" if name == "lambda_coeff" else f"--{name.replace('_', '-')}"
             for value in values:
-                dare.check_setting(name, value, flag)
+                try:
+                    DareConfig(**{"method": "ties", name: value})  # to which all of them mean something
+                except ConfigError as error:
+                    raise ConfigError(str(error).replace(name, flag, 1), error.hint) from None
 
     def axes(self) -> dict[str, Sequence[Any]]:
         """The settings that are varied, with their values."""
@@ -89,7 +155,7 @@ class Candidate:
 
     name: str
     kind: str  # "grid", "baseline" or "alone"
-    models: tuple[dare.Source, ...]
+    models: tuple[Model, ...]
     configs: tuple[DareConfig, ...]  # one for each seed; none: the model is scored as it is
 
     @property
@@ -101,24 +167,25 @@ class Candidate:
         return len(self.configs) > 0 and drops(self.configs[0])
 
 
+def rules_of(config: DareConfig) -> tuple[Rule, ...]:
+    return tuple(rule for rule in config.rules if isinstance(rule, Rule))  # which all of them are
+
+
 def drops(config: DareConfig) -> bool:
     """Whether anything is dropped anywhere; if not, the seed means nothing."""
-    rates = [config.drop_rate, *(rule.drop_rate for rule in config.checked_rules)]
+    rates = [config.drop_rate, *(rule.drop_rate for rule in rules_of(config))]
     return any(any(rate) if isinstance(rate, tuple) else bool(rate) for rate in rates)
 
 
-def fitted(config: DareConfig, **chosen: Any) -> DareConfig:
+def fit(config: DareConfig, **chosen: Any) -> DareConfig:
     """The configuration with other settings, less what means nothing to the method: that would be an error."""
-    method = chosen.get("method", config.method)
-    rules = config.checked_rules
+    method, rules = chosen.get("method", config.method), rules_of(config)
     if method != "ties":
         chosen["keep_ratio"] = None
         # Its own lambda is what a rule that set nothing else is left with: without it, later rules would match.
         plain = {"lambda_coeff": chosen.get("lambda_coeff", config.lambda_coeff)}
-        rules = tuple(
-            Rule(r.match, **({k: v for k, v in r.as_table().items() if k not in ("match", "keep_ratio")} or plain))
-            for r in rules
-        )
+        own = [{k: v for k, v in rule.as_table().items() if k not in ("match", "keep_ratio")} for rule in rules]
+        rules = tuple(Rule(rule.match, **(settings or plain)) for rule, settings in zip(rules, own, strict=True))
     if method != "slerp":
         chosen["slerp_t"] = None
     return dataclasses.replace(config, **{"rules": rules, "verbose": False, **chosen})
@@ -129,50 +196,57 @@ def plain_average(config: DareConfig, count: int) -> DareConfig:
     weights = config.weights if config.method == "linear" else None
     if config.method == "ties" and config.weights:  # which are relative there
         weights = tuple(weight / math.fsum(config.weights) for weight in config.weights)
-    rules = tuple(Rule(rule.match, drop_rate=0.0, lambda_coeff=rule.lambda_coeff) for rule in config.checked_rules)
+    rules = tuple(Rule(rule.match, drop_rate=0.0, lambda_coeff=rule.lambda_coeff) for rule in rules_of(config))
     plain: dict[str, Any] = {"method": "linear", "drop_rate": 0.0, "lambda_coeff": 1.0, "rescale_q": None}
-    average = fitted(config, **plain, rescale=True, weights=weights, rules=rules)
+    average = fit(config, **plain, rescale=True, weights=weights, rules=rules)
     average.check_models(count)
     return average
 
 
+def settings_of(config: DareConfig) -> dict[str, Any]:
+    """What determines a merge's tensors, as a [dare] table."""
+
+    def as_toml(value: Any) -> Any:
+        """Numbers as floats, so that 1 and 1.0 are the same."""
+        if isinstance(value, tuple):
+            return [float(number) for number in value]
+        return float(value) if type(value) is int else value
+
+    names = ("method", "drop_rate", "lambda_coeff", "rescale", "slerp_t", "weights", "rescale_q", "keep_ratio", "dtype")
+    given = {name: as_toml(getattr(config, name)) for name in names if getattr(config, name) is not None}
+    return given | {"seed": config.seed} | ({"mismatch": config.mismatch} if config.mismatch != "error" else {})
+
+
 def meaning(config: DareConfig) -> dict[str, Any]:
-    """What determines a merge's tensors, so that two spellings of one merge are known to be one."""
-    settings = config.resolved() | {"rules": [rule.as_table() for rule in config.checked_rules]}
+    """The same for two spellings of one merge."""
+    settings = settings_of(config) | {"rules": [rule.as_table() for rule in rules_of(config)]}
     if not drops(config):
         for name in ("seed", "rescale", "rescale_q"):  # q may only be 1 there
             settings.pop(name, None)
         settings["rules"] = [
             {k: v for k, v in r.items() if k not in ("drop_rate", "rescale_q")} for r in settings["rules"]
         ]
-    if settings.get("keep_ratio") == 1:
-        del settings["keep_ratio"]
-    return settings
+    return {name: value for name, value in settings.items() if (name, value) != ("keep_ratio", 1)}
 
 
 def name_of(config: DareConfig) -> str:
     values = {"drop": config.drop_rate, "lambda": config.lambda_coeff, "q": config.rescale_q, "keep": config.keep_ratio}
-    given = (f"{name} {shown(value)}" for name, value in values.items() if value is not None)
+    given = (f"{name} {show(value)}" for name, value in values.items() if value is not None)
     return ", ".join((config.method, *given))
 
 
-def shown(value: Any) -> str:
-    return "/".join(f"{number:g}" for number in value) if isinstance(value, tuple) else f"{value:g}"
-
-
-def combinations(grid: Grid, config: DareConfig, models: tuple[dare.Source, ...]) -> Iterator[Candidate]:
-    """The baseline, and every combination that makes sense, once. Those that do not are left out, and said."""
+def combinations(grid: Grid, config: DareConfig, models: tuple[Model, ...]) -> Iterator[Candidate]:
+    """The baseline, and every combination that makes sense, once. Those that do not are left out, with a warning."""
     average = plain_average(config, len(models))
     name = "plain average (baseline, with the rules' lambdas)" if average.rules else "plain average (baseline)"
     yield Candidate(name, "baseline", models, (average,))
-    axes, seen, left_out = grid.axes(), [meaning(average)], list[str]()
-    made = 0
+    axes, seen, left_out, made = grid.axes(), [meaning(average)], list[str](), 0
     for values in itertools.product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
         if chosen.get("drop_rate", config.drop_rate) == 0:
             chosen.pop("rescale_q", None)  # which means nothing where nothing is dropped
         try:
-            first = fitted(config, **chosen)
+            first = fit(config, **chosen)
             first.check_models(len(models))
             # Model i draws with seed + i, so that seeds which share no mask are as far apart as there are models.
             seeds = [first.seed + k * len(models) for k in range(grid.seeds if drops(first) else 1)]
@@ -188,137 +262,18 @@ def combinations(grid: Grid, config: DareConfig, models: tuple[dare.Source, ...]
         raise ConfigError(f"no combination makes sense: {left_out[0]}", "see examples/sweep.py --help")
     if left_out:
         reasons = "; ".join(dict.fromkeys(left_out))
-        LOG.warning(f"left out {dare.counted(len(left_out), 'combination')} that cannot be merged: {reasons}")
+        LOG.warning(f"left out {count_of(len(left_out), 'combination')} that cannot be merged: {reasons}")
 
 
-def alone(source: dare.Source, config: DareConfig) -> Candidate:
+def alone(source: Model, config: DareConfig) -> Candidate:
     """A model by itself. An adapter is no model until it is merged into its base."""
-    kept = {name: getattr(config, name) for name in ("dtype", "mismatch", "max_shard_size", "threads")}
-    adapter = dare.find_layout(source).adapter
-    configs = (DareConfig(drop_rate=0.0, verbose=False, **kept),) if adapter else ()
-    return Candidate(f"{source.name} alone", "alone", (source,), configs)
+    plain = fit(config, method="linear", drop_rate=0.0, lambda_coeff=1.0, rescale_q=None)
+    plain = dataclasses.replace(plain, rescale=True, weights=None, rules=())
+    is_adapter = source.folder is not None and (source.folder / "adapter_config.json").exists()
+    return Candidate(f"{source.name} alone", "alone", (source,), (plain,) if is_adapter else ())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Scoring by a command
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class EvaluationFailed(DareError):
-    """This model has no score; others may have one."""
-
-
-ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-NUMBER: Final = re.compile(
-    r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d+)?|(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf(?:inity)?)(?!\.?\w)",
-    re.I,
-)
-
-
-def score_in(output: str) -> float:
-    """The "score" of the last JSON object that has one, or else the last number of all."""
-    text = ESCAPES.sub("", output)
-    found: dict[str, Any] = {}
-    decoder, position = json.JSONDecoder(), 0
-    for start in re.finditer(r"^[ \t]*(?=\{)", text, re.MULTILINE):
-        if start.end() < position:  # inside the one before
-            continue
-        with suppress(ValueError, RecursionError):
-            table, position = decoder.raw_decode(text, start.end())
-            found = table if "score" in table else found
-    if found:
-        score = found["score"]
-        if isinstance(score, bool) or not isinstance(score, int | float):  # some other number would be a guess
-            raise EvaluationFailed(f'its "score" is no number but {score!r}')
-        return float(score)
-    numbers = NUMBER.findall(text)
-    if not numbers:
-        raise EvaluationFailed("it printed no number")
-    return float(numbers[-1].replace(",", ""))
-
-
-@dataclass(frozen=True)
-class Command:
-    """An evaluation that is a command: its words, one or more of them with {model} in it."""
-
-    words: tuple[str, ...]
-    timeout: float | None = None
-
-    @classmethod
-    def of(cls, text: str, timeout: float | None = None) -> Command:
-        """Split as a shell would, but run without one, so that no path can be mistaken for more than a word."""
-        try:
-            words = shlex.split(text, posix=os.name != "nt")
-        except ValueError as error:
-            raise ConfigError(f"--evaluate {text!r} cannot be split into words: {error}", "check its quotes") from None
-        if os.name == "nt":  # where a backslash is no escape, and quotes stay
-            words = [word.strip("\"'") for word in words]
-        if not any("{model}" in word for word in words):
-            raise ConfigError(f"--evaluate {text!r} has no {{model}}", "write {model} where the model's path belongs")
-        if shutil.which(words[0]) is None:
-            raise ConfigError(
-                f"there is no command {words[0]!r}", "check the first word after --evaluate, and the PATH"
-            )
-        if timeout is not None and not timeout > 0:
-            raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
-        return cls(tuple(words), timeout)
-
-    @property
-    def label(self) -> str:
-        """What its scores are kept under: a script that was edited is another evaluation."""
-        scripts = [Path(word) for word in self.words[1:] if word.endswith((".py", ".sh")) and os.path.isfile(word)]
-        digests = [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in scripts]
-        return " ".join([shlex.join(self.words), *digests])
-
-    def __call__(self, model: Path) -> float:
-        words = [word.replace("{model}", str(model)) for word in self.words]
-        words[0] = shutil.which(words[0]) or words[0]
-        # Files, not pipes: a process that outlives its parent would hold a pipe open, and this would wait for it.
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaints:
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, start_new_session=True
-            )
-            try:
-                status = process.wait(self.timeout)
-            except subprocess.TimeoutExpired:
-                raise EvaluationFailed(f"it took longer than {self.timeout:g} s{last_line(complaints)}") from None
-            finally:
-                end(process)
-            if status:
-                how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-                raise EvaluationFailed(f"it {how}{last_line(complaints)}")
-            try:
-                return score_in(tail(output))
-            except EvaluationFailed as error:
-                raise EvaluationFailed(f"{error}{last_line(complaints)}") from None
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and all that it has started."""
-    if process.poll() is not None:
-        return
-    if os.name == "nt":
-        subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], capture_output=True, check=False)
-    else:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.wait()
-
-
-def tail(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_TAIL))
-    return file.read().decode(errors="replace")
-
-
-def last_line(complaints: IO[bytes]) -> str:
-    lines = ESCAPES.sub("", tail(complaints)).strip().splitlines()
-    return f": {lines[-1].strip()[-COMPLAINT:]}" if lines else ""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The results file
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The results file -----------------------------------------------------------------------------------------------
 
 
 class Results:
@@ -326,59 +281,38 @@ class Results:
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.scores = path, dict[str, float]()
-        text = self._read()
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace") if path and path.exists() else ""
+        except OSError as error:
+            raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give another --results") from None
         if not '{"key": "'.startswith(text[:9]):  # the first line, too, may have been cut short
             raise ConfigError(f"{str(path)!r} is not a results file of a sweep", "give another name after --results")
         for line in text.splitlines():
-            with suppress(
-                ValueError, KeyError, TypeError, OverflowError, RecursionError
-            ):  # of a line that was cut short
+            with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):  # of a damaged line
                 entry = json.loads(line)
                 if math.isfinite(entry["score"]):  # what failed has none, and is tried again
                     self.scores[entry["key"]] = float(entry["score"])
         if text and not text.endswith("\n"):
-            self._append("\n")
-
-    def _read(self) -> str:
-        try:
-            return self.path.read_text(encoding="utf-8", errors="replace") if self.path else ""
-        except FileNotFoundError:
-            return ""
-        except OSError as error:
-            raise ConfigError(f"cannot read {str(self.path)!r}: {error.strerror}", "give another --results") from None
+            self.append("\n")
 
     def add(self, key: str, score: float | None, **details: Any) -> None:
         if score is not None:
             self.scores[key] = score
-        if self.path:
-            self._append(json.dumps({"key": key, "score": score, **details}) + "\n")
+        self.append(json.dumps({"key": key, "score": score, **details}) + "\n")
 
-    def _append(self, text: str) -> None:
-        assert self.path is not None
+    def append(self, text: str) -> None:
+        if self.path is None:
+            return
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise DareError(
-                f"cannot write {str(self.path)!r}: {error.strerror}", "give another --results file"
-            ) from None
+            raise DareError(f"cannot write {str(self.path)!r}: {error.strerror}", "give another --results") from None
 
 
-def identity(source: dare.Source) -> list[Any]:
-    """By what a model is known again: its files' names, sizes and modification times, wherever they are."""
-    layout = dare.find_layout(source)
-    paths = {path.name: path for path in layout.files} | (dare.side_files(layout.folder) if layout.folder else {})
-    if layout.adapter and layout.folder:
-        paths[dare.ADAPTER_CONFIG] = layout.folder / dare.ADAPTER_CONFIG
-    found = [(name, path.stat()) for name, path in sorted(paths.items())]
-    return [[name, status.st_size, status.st_mtime_ns] for name, status in found]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The sweep
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The sweep ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -401,11 +335,11 @@ class Trial:
 class Bench:
     """Where models are made and scored, one at a time."""
 
-    base: dare.Source
-    tokenizer_from: dare.Source | None
+    base: Model
+    tokenizer_from: Model | None
     evaluate: Callable[[Path], float]
     label: str
-    identities: dict[dare.Source, list[Any]]
+    identities: dict[Model, list[Any]]
 
     def trials(self, candidate: Candidate) -> Iterator[Trial]:
         """The key holds all that the score depends on, and nothing else, not even where the files are."""
@@ -415,14 +349,15 @@ class Bench:
                 "settings": meaning(config) if config else None,
                 "inputs": [self.identities[source] for source in used],
                 "tokenizer_from": self.tokenizer_from.name if self.tokenizer_from else None,
-                "mask": dare.MASK_NAME,
                 "evaluation": self.label,
             }
             digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
             yield Trial(candidate, config, digest[:32])
 
     def merger(self, candidate: Candidate, config: DareConfig) -> DareMerger:
-        return DareMerger(self.base, candidate.models, config, tokenizer_from=self.tokenizer_from)
+        models = [model.path for model in candidate.models]
+        tokenizer = self.tokenizer_from.path if self.tokenizer_from else None
+        return DareMerger(self.base.path, models, config, tokenizer_from=tokenizer)
 
     def output(self, folder: Path) -> Path:
         """Of the kind that the base is, so that what loads the base loads it."""
@@ -445,13 +380,13 @@ class Bench:
 
     def check_unchanged(self) -> None:
         for source, before in self.identities.items():
-            now = None
-            with suppress(OSError, DareError):  # if it is gone
-                now = identity(source)
+            now: list[Any] = []
+            with suppress(OSError):  # if it is gone
+                now = source.identify()
             if now != before:
-                files = [entry[0] for entry in now or [] if entry not in before] or [name for name, *_ in before]
+                files = [entry[0] for entry in now if entry not in before] or [name for name, *_ in before]
                 raise DareError(
-                    f"{source.name!r} has changed during the sweep: {dare.listed(files)}",
+                    f"{source.name!r} has changed during the sweep: {', '.join(map(repr, files[:3]))}",
                     "run it again, old scores are not used; if your evaluation wrote that, let it write elsewhere",
                 )
 
@@ -470,12 +405,12 @@ class OnlyOnce(logging.Filter):
 
 
 def run_trials(trials: Sequence[Trial], bench: Bench, book: Results, folder: Path) -> None:
-    """Score what has no score yet. A failure is told and written down, and the rest goes on."""
+    """Score what has no score yet. A failure is reported and stored, and the rest goes on."""
     ahead = [trial for trial in trials if trial.key not in book.scores]
     merges = sum(trial.config is not None for trial in ahead)
     kept = f"; scores are kept in {book.path}" if book.path else ""
     kept += f", where {len(trials) - len(ahead)} of {len(trials)} are already" if len(ahead) < len(trials) else ""
-    LOG.info(f"{dare.counted(merges, 'merge')} to make and {dare.counted(len(ahead), 'evaluation')} to run{kept}")
+    LOG.info(f"{count_of(merges, 'merge')} to make and {count_of(len(ahead), 'evaluation')} to run{kept}")
     begun = time.monotonic()
     for number, trial in enumerate(ahead, 1):
         started, score, complaint = time.monotonic(), None, ""
@@ -503,7 +438,7 @@ def refuse_hopeless(tried: Sequence[Trial], trials: Sequence[Trial], book: Resul
     """Stop where no model could be scored, not even alone: merges would only cost time."""
     known = any(trial.key in book.scores for trial in trials)
     if not known and all(trial.candidate.kind == "alone" for trial in tried):
-        raise DareError(f"the evaluation fails for every model alone: {complaint}", "mend it; nothing was merged")
+        raise DareError(f"the evaluation fails for every model alone: {complaint}", "fix it; nothing was merged")
 
 
 def spell(seconds: float) -> str:
@@ -513,8 +448,8 @@ def spell(seconds: float) -> str:
 
 
 def sweep(
-    base: str | Path | dare.Source,
-    models: Sequence[str | Path | dare.Source],
+    base: str | Path | Model,
+    models: Sequence[str | Path | Model],
     grid: Grid,
     evaluate: Callable[[Path], float],
     *,
@@ -522,51 +457,49 @@ def sweep(
     minimize: bool = False,
     results: str | Path | None = None,
     directory: str | Path | None = None,
-    tokenizer_from: str | Path | dare.Source | None = None,
+    tokenizer_from: str | Path | Model | None = None,
     label: str = "",
 ) -> SweepResult:
-    """Score every combination with evaluate, which takes the path of a model and gives its score, or raises.
+    """Score every combination with evaluate, which takes the path of a model and returns its score, or raises.
 
-    config: what the grid does not vary. results: a file in which scores are kept, and found again under label, which
-    says what evaluate does (default: its name). directory: where the merged model lies while it is scored.
+    config: what the grid does not vary. results: a file to which scores are written, and from which they are read again
+    under label, which says what evaluate does (default: its name). directory: where the merged model lies while it is
+    scored.
     """
     config = config or DareConfig()
-    source, *others = (dare.fetched(dare.Source.of(given)) for given in (base, *models))
-    if not others:
+    if not models:
         raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
-    merged = tuple(others)
     label = label or str(getattr(evaluate, "label", getattr(evaluate, "__qualname__", evaluate)))
-    tokenizer = None if tokenizer_from is None else dare.Source.of(tokenizer_from)
-    bench = Bench(source, tokenizer, evaluate, label, {one: identity(one) for one in (source, *merged)})
-    average, *grown = combinations(grid, config, merged)
-    # Models alone come first: nothing need be merged to see that an evaluation does not work.
-    candidates = [*(alone(one, config) for one in (source, *merged)), average, *grown]
-    trials = [trial for candidate in candidates for trial in bench.trials(candidate)]
-    trials.sort(key=lambda trial: -1 if trial.seed is None else trial.seed)  # one stopped early has tried everything
+    tokenizer = None if tokenizer_from is None else Model.of(tokenizer_from)
+    source, *merged = map(Model.of, (base, *models))
+    bench = Bench(source, tokenizer, evaluate, label, {})
+    average, *grown = combinations(grid, config, tuple(merged))
     book = Results(Path(results) if results else None)
     directory = directory or (Path(results).absolute().parent if results else None)
-    once = OnlyOnce()
-    dare.LOG.addFilter(once)
+    logger, once = logging.getLogger("dare"), OnlyOnce()
+    logger.addFilter(once)
     try:
         with tempfile.TemporaryDirectory(prefix="sweep-", dir=directory, ignore_cleanup_errors=True) as folder:
             bench.merger(average, average.settings).plan(bench.output(Path(folder)))  # to fail now rather than later
+            bench.identities.update({model: model.identify() for model in (source, *merged)})
+            # Models alone come first: nothing need be merged to see that an evaluation does not work.
+            candidates = [*(alone(model, config) for model in (source, *merged)), average, *grown]
+            trials = [trial for candidate in candidates for trial in bench.trials(candidate)]
+            # One that is stopped early has tried everything.
+            trials.sort(key=lambda trial: -1 if trial.seed is None else trial.seed)
             run_trials(trials, bench, book, Path(folder))
     except OSError as error:
-        raise DareError(
-            f"cannot use {str(directory)!r}: {error.strerror or error}", "give another --directory"
-        ) from None
+        raise DareError(f"cannot use {str(directory)!r}: {error.strerror}", "give another --directory") from None
     finally:
-        dare.LOG.removeFilter(once)
-    own = {id(candidate): [t.key for t in trials if t.candidate is candidate] for candidate in candidates}
-    rows = [
-        Row(c, tuple(book.scores[key] for key in own[id(c)] if key in book.scores), len(own[id(c)])) for c in candidates
-    ]
-    return SweepResult(ranked(rows, minimize), minimize, source, tokenizer, config)
+        logger.removeFilter(once)
+    rows = []
+    for candidate in candidates:
+        keys = [trial.key for trial in trials if trial.candidate is candidate]
+        rows.append(Row(candidate, tuple(book.scores[key] for key in keys if key in book.scores), len(keys)))
+    return SweepResult(rank(rows, minimize), minimize, source, tokenizer, config)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What came out
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The outcome ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -582,6 +515,11 @@ class Row:
         return self.candidate.name
 
     @property
+    def line(self) -> str:
+        """All that it has in common with rows of other drop rates."""
+        return re.sub(r"drop [^,]*, ", "", name_of(self.candidate.settings))
+
+    @property
     def complete(self) -> bool:
         return len(self.scores) == self.wanted
 
@@ -595,7 +533,14 @@ class Row:
         return statistics.stdev(self.scores) if len(self.scores) > 1 else None
 
 
-def ranked(rows: Sequence[Row], minimize: bool) -> tuple[Row, ...]:
+def align(rows: list[list[str]]) -> str:
+    """Columns of a table: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
+
+
+def rank(rows: Sequence[Row], minimize: bool) -> tuple[Row, ...]:
     """Best first; what has no score last. The sort is stable: of equals, the baseline is the first."""
     return tuple(sorted(rows, key=lambda row: (row.mean if minimize else -row.mean) if row.scores else math.inf))
 
@@ -617,8 +562,8 @@ class SweepResult:
 
     rows: tuple[Row, ...]
     minimize: bool
-    base: dare.Source
-    tokenizer_from: dare.Source | None
+    base: Model
+    tokenizer_from: Model | None
     config: DareConfig  # with what was not varied
 
     @property
@@ -668,9 +613,8 @@ class SweepResult:
             return f"{what}. The baseline could not be scored, so there is nothing to compare it with."
         gain = f"{self.number(abs(best.mean - baseline.mean))} better than the plain average"
         if not best.spread:
-            why = (
-                "all its seeds score the same" if best.spread == 0 else "there is only one seed; give --seeds 3 or more"
-            )
+            one = "there is only one seed; give --seeds 3 or more"
+            why = "all its seeds score the same" if best.spread == 0 else one
             why = why if best.candidate.is_random else "neither drops anything"
             return f"{what}, {gain}. Whether that is more than chance cannot be told from seeds: {why}."
         test = f"t test over {len(best.scores)} seeds, p = {self.probability:.2g} with allowance for the choice"
@@ -685,15 +629,13 @@ class SweepResult:
         first = self.rows[0]
         if first.candidate.kind == "alone" and first.mean != self.best.mean:
             remarks.append(f"No merge does as well as {first.name}.")
-        if self.best.candidate.is_random and all(
-            row.candidate.is_random for row in self.merges if row is not self.baseline
-        ):
+        others = [row for row in self.merges if row is not self.baseline]
+        if self.best.candidate.is_random and all(row.candidate.is_random for row in others):
             remarks.append("Whether it is the dropping that helps is not shown: put 0 among the drop rates.")
         if any(not row.complete for row in self.rows):
             remarks.append("Some evaluations failed; the same command tries them again.")
-        remarks.append("The evaluation's own noise is unknown and not in these figures.")
-        remarks.append("The best of many looks better than it is: confirm it on data that was not used here.")
-        return remarks
+        noise = "The evaluation's own noise is unknown and not in these figures."
+        return [*remarks, noise, "The best of many looks better than it is: confirm it on data that was not used here."]
 
     @cached_property
     def decimals(self) -> int:
@@ -709,7 +651,7 @@ class SweepResult:
         rows = [["", "score", "spread", "seeds", "against baseline"]]
         for rank, row in enumerate(self.rows, 1):
             seeds = "-" if row.wanted == 1 and not row.candidate.is_random else str(row.wanted)
-            cells = [f"{rank:>{len(str(len(self.rows)))}}  {dare.printable(row.name)}"]
+            cells = [f"{rank:>{len(str(len(self.rows)))}}  {printable(row.name)}"]
             if not row.scores:
                 rows.append([*cells, "failed", "-", seeds, "-"])
                 continue
@@ -717,9 +659,8 @@ class SweepResult:
             against = "-" if gain is None else f"{gain:+.{self.decimals}f}"
             seeds = seeds if row.complete else f"{len(row.scores)} of {seeds}"
             rows.append([*cells, self.number(row.mean), self.number(row.spread), seeds, against])
-        better = "lower" if self.minimize else "higher"
-        notes = f"({better} is better; spread: standard deviation over seeds)"
-        return "\n".join([dare.table(rows), notes, "", *map(dare.printable, self.remarks)])
+        notes = f"({'lower' if self.minimize else 'higher'} is better; spread: standard deviation over seeds)"
+        return "\n".join([align(rows), notes, "", *map(printable, self.remarks)])
 
 
 def winning_configuration(result: SweepResult, path: Path, output: Path | None = None, evaluation: str = "") -> str:
@@ -727,25 +668,24 @@ def winning_configuration(result: SweepResult, path: Path, output: Path | None =
 
     With the first seed, not the luckiest: the luck of a seed on one evaluation is not worth keeping.
     """
-    import tomli_w
-
     best, place = result.best, path.absolute().parent.resolve()
     config, models = best.candidate.settings, best.candidate.models
     to_file = result.base.path.is_file() and result.tokenizer_from is None
     target = output or path.parent / ("merged.safetensors" if to_file else "merged")
-    table: dict[str, Any] = {
-        "base_file": dare.path_from(result.base, place),
-        "merge_files": [dare.path_from(model, place) for model in models],
-        "output_file": dare.path_from(dare.Source.of(target), place),
-    }
+    named: dict[str, Any] = {"base_file": result.base.path_from(place)}
+    named |= {"merge_files": [model.path_from(place) for model in models]}
+    named |= {"output_file": Model(str(target), target).path_from(place)}
     if result.tokenizer_from:
-        table["tokenizer_from"] = dare.path_from(dare.fetched(result.tokenizer_from, dare.TOKENIZER_PATTERNS), place)
-    settings = config.resolved() | {name: getattr(config, name) for name in ("max_shard_size", "delta_threshold")}
-    settings |= {"verbose": result.config.verbose} | ({"threads": config.threads} if config.threads else {})
-    rules = [rule.as_table() for rule in config.checked_rules]
+        named["tokenizer_from"] = result.tokenizer_from.path_from(place)
+    tables: dict[str, Any] = {"models": named}
+    tables["dare"] = settings_of(config) | {"verbose": result.config.verbose}
+    tables["dare"] |= {name: getattr(config, name) for name in ("max_shard_size", "delta_threshold")}
+    tables["dare"] |= {"threads": config.threads} if config.threads else {}
+    if config.rules:
+        tables["rules"] = [rule.as_table() for rule in rules_of(config)]
     each = f"; by seed: {' '.join(map(result.number, best.scores))}" if len(best.scores) > 1 else ""
     comments = [
-        f"{MARK}: the best of {dare.counted(len(result.merges), 'merge')}. Use it with dare.py --config {path.name}",
+        f"{MARK}: the best of {count_of(len(result.merges), 'merge')}. Use it with dare.py --config {path.name}",
         "",
         f"settings: {best.name}",
         f"score: {result.number(best.mean)}, spread {result.number(best.spread)}{each}",
@@ -753,9 +693,8 @@ def winning_configuration(result: SweepResult, path: Path, output: Path | None =
         *([f"evaluation: {evaluation}"] if evaluation else []),
         *result.remarks,
     ]
-    lines = [f"# {dare.printable(comment)}".rstrip() for comment in comments]
-    toml = tomli_w.dumps({"models": table, "dare": settings, **({"rules": rules} if rules else {})})
-    return "\n".join(lines) + "\n\n" + toml
+    lines = [f"# {printable(comment)}".rstrip() for comment in comments]
+    return "\n".join(lines) + "\n\n" + tomli_w.dumps(tables)
 
 
 def check_ours(path: Path, flag: str, force: bool) -> None:
@@ -767,167 +706,36 @@ def check_ours(path: Path, flag: str, force: bool) -> None:
     if path.exists() and not force:
         with path.open("rb") as file:
             if MARK.encode() not in file.read(4096):
-                raise DareError(
-                    f"{str(path)!r} exists and was not written by a sweep", f"add --force, or another {flag}"
-                )
+                raise DareError(f"{str(path)!r} exists and was not written by a sweep", f"add --force, or other {flag}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The picture
-# ---------------------------------------------------------------------------------------------------------------------
-
-# Okabe and Ito's colours, which colour-blind people can tell apart, less the yellow, which print loses. Lines also
-# differ in mark and dash, for print without colour. As many as can be told apart are drawn.
-COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
-DASHES: Final[tuple[Any, ...]] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)), "-")
+# ---- The command line -----------------------------------------------------------------------------------------------
 
 
-def load_matplotlib() -> Any:
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError:
-        raise DareError("a plot needs matplotlib, which is not installed", "uv sync --extra plot") from None
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, f"see {self.prog} --help")
 
 
-def place_on_axis(drop_rate: Any) -> float:
-    """By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99."""
-    rate = statistics.fmean(drop_rate) if isinstance(drop_rate, tuple) else drop_rate
-    return -math.log10(1 - rate)
-
-
-def line_of(row: Row) -> str:
-    return re.sub(r"drop [^,]*, ", "", name_of(row.candidate.settings))
-
-
-def lines_of(result: SweepResult) -> dict[str, list[Row]]:
-    """The rows that differ in nothing but their drop rate, best line first."""
-    lines: dict[str, list[Row]] = {}
-    for row in result.merges:
-        if row.scores and row.candidate.kind == "grid":
-            lines.setdefault(line_of(row), []).append(row)
-    undropped = any(not row.candidate.is_random for rows in lines.values() for row in rows)
-    average = line_of(result.baseline)
-    if undropped and average in lines and result.baseline.scores:  # the baseline stands for its point in the grid
-        lines[average].append(result.baseline)
-    for rows in lines.values():
-        rows.sort(key=lambda row: place_on_axis(row.candidate.settings.drop_rate))
-    return lines
-
-
-def apart(places: Sequence[float], gap: float) -> list[float]:
-    """Move the places of labels, in ascending order from 0 to 1, until none is nearer to the next than a gap."""
-    moved = list(places)
-    for _ in range(100):
-        for k in range(1, len(moved)):
-            if (lack := gap - (moved[k] - moved[k - 1])) > 0:
-                moved[k - 1 : k + 1] = [moved[k - 1] - lack / 2, moved[k] + lack / 2]
-        moved = [min(max(place, gap * k), 1 - gap * (len(moved) - 1 - k)) for k, place in enumerate(moved)]
-    return moved
-
-
-def draw(result: SweepResult, path: Path) -> None:
-    """Score against drop rate, a line for each combination of the other settings, with its seeds as a band."""
-    figure = load_matplotlib().Figure(figsize=(9.3, 5.6), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    lines = lines_of(result)
-    faint = 0.16 if len(lines) <= 4 else 0.08
-    for (name, rows), colour, mark, dash in zip(lines.items(), COLOURS, MARKS, DASHES, strict=False):
-        x = [place_on_axis(row.candidate.settings.drop_rate) for row in rows]
-        low, high = [min(row.scores) for row in rows], [max(row.scores) for row in rows]
-        axes.fill_between(x, low, high, facecolor=(colour, faint), edgecolor=(colour, 3 * faint), linewidth=0.6)
-        means = [row.mean for row in rows]
-        axes.plot(
-            x,
-            means,
-            color=colour,
-            marker=mark,
-            linestyle=dash,
-            linewidth=2,
-            markersize=7,
-            markeredgecolor="white",
-            label=name,
-        )
-    mark_drop_rates(axes, [row for rows in lines.values() for row in rows])
-    mark_references(axes, result)
-    axes.set_xlabel("drop rate (spaced by the logarithm of the share that is kept)", fontsize=12)
-    axes.set_ylabel(f"score ({'lower' if result.minimize else 'higher'} is better)", fontsize=12)
-    axes.tick_params(labelsize=11)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    seeds = max((row.wanted for rows in lines.values() for row in rows), default=1)
-    title = f"Mean of {dare.counted(seeds, 'seed')}" + "; bands: lowest to highest" * (seeds > 1)
-    if len(lines) > len(COLOURS):
-        title += f"; the best {len(COLOURS)} of {len(lines)} lines"
-    axes.set_title(title, fontsize=12, loc="left", color="#333333")
-    if lines:
-        columns = int(
-            9.3 / (0.9 + 0.08 * max(map(len, lines)))
-        )  # in inches: the picture, the sample of a line, a letter
-        columns = min(max(columns, 1), len(lines))
-        figure.legend(loc="outside lower center", ncols=columns, fontsize=11, frameon=False, handlelength=3)
-    try:
-        figure.savefig(path, metadata={"Title" if path.suffix == ".svg" else "Software": MARK})
-    except OSError as error:
-        raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "give another file after --plot") from None
-
-
-def mark_drop_rates(axes: Any, rows: Sequence[Row]) -> None:
-    """A tick for every rate that was tried, and its figure where there is room."""
-    rates = {place_on_axis(row.candidate.settings.drop_rate): row.candidate.settings.drop_rate for row in rows}
-    places = sorted(rates)
-    room = (places[-1] - places[0]) / 16 if places else 0
-    labels, last = [], -math.inf
-    for place in places:
-        labels.append(shown(rates[place]) if place - last >= room else "")
-        last = place if labels[-1] else last
-    axes.set_xticks(places, labels)
-
-
-def mark_references(axes: Any, result: SweepResult) -> None:
-    """Lines for the baseline and for each model alone, named at their right ends.
-
-    What is so far away that it would flatten everything else is only named, at the edge that it lies beyond.
-    """
-    rows = sorted((row for row in result.rows if row.candidate.kind != "grid" and row.scores), key=lambda row: row.mean)
-    low, high = axes.get_ylim()
-    for row in rows:
-        average, far = row is result.baseline, not 2 * low - high < row.mean < 2 * high - low
-        if average or not far:
-            style = ("#333333", "-", 1.6) if average else ("#888888", (0, (2, 2)), 1)
-            axes.axhline(row.mean, color=style[0], linestyle=style[1], linewidth=style[2], zorder=1)
-    low, high = axes.get_ylim()
-    shares = [min(max((row.mean - low) / (high - low), 0), 1) for row in rows]
-    for row, share, place in zip(rows, shares, apart(shares, 0.047), strict=True):
-        name = "plain average" if row is result.baseline else f"{Path(row.candidate.models[0].name).stem} alone"
-        beyond = {0: " \u2193", 1: " \u2191"}.get(share, "")
-        label = f"{name} {result.number(row.mean)}{beyond}"
-        axes.text(1.01, place, label, transform=axes.transAxes, va="center", fontsize=10.5, color="#222222")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def build_parser() -> dare.Parser:
-    parser = dare.Parser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="sweep.py",
         description="Merge every combination of the given settings, score each with your own evaluation, and say which "
         "is best. What is not varied stays as the configuration has it. The base, each fine-tune alone and the plain "
         "average without dropping are scored too.",
-        epilog="The evaluation is split into words as a shell would, but run without a shell, where you are; so quote "
-        "it as a whole, and {model} needs no quotes of its own: --evaluate 'python my_eval.py --task \"a b\" {model}'. "
+        epilog="The evaluation is split into words as by a shell, but run without one, in your directory; so quote it "
+        "as a whole, and {model} needs no quotes of its own: --evaluate 'python my_eval.py --task \"a b\" {model}'. "
         'Its score is "score" in the last JSON object that it prints, or else the last number. Exit status: 0 done, 1 '
         "failed, 2 wrong usage, 130 interrupted (143 by SIGTERM).",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration: models, and what is not varied")
+    file: dict[str, Any] = {"metavar": "FILE", "type": Path}
+    numbers: dict[str, Any] = {"type": float, "nargs": "+"}
+    add("-c", "--config", **file, help="TOML configuration: models, and what is not varied")
     add("-b", "--base", metavar="MODEL", help="the base, instead of the configuration's")
     add("-m", "--merge", metavar="MODEL", nargs="+", help="the fine-tuned models, instead of the configuration's")
     add("-e", "--evaluate", metavar="COMMAND", required=True, help="prints a score; {model} is replaced by a path")
-    numbers: dict[str, Any] = {"type": float, "nargs": "+"}
     add("--drop-rate", metavar="P", **numbers, help="drop rates to try")
     add("--method", metavar="NAME", nargs="+", help="methods to try: linear, ties, slerp")
     add("--lambda", metavar="X", **numbers, dest="lambda_coeff", help="scales of the merged delta to try")
@@ -936,80 +744,106 @@ def build_parser() -> dare.Parser:
     add("--seeds", metavar="N", type=int, default=3, help="masks to draw for each combination (default 3)")
     add("--minimize", action="store_true", help="lower scores are better")
     add("--timeout", metavar="S", type=float, help="seconds after which an evaluation is ended, and has failed")
-    add(
-        "--results",
-        metavar="FILE",
-        type=Path,
-        help="scores so far (default: sweep_results.jsonl beside the configuration)",
-    )
-    add(
-        "--write-config",
-        metavar="FILE",
-        type=Path,
-        help="the best merge (default: sweep_best.toml beside the configuration)",
-    )
-    add("--plot", metavar="FILE", type=Path, help="draw score against drop rate: a .png or .svg file")
-    add(
-        "--directory",
-        metavar="DIR",
-        type=Path,
-        help="where one merged model at a time lies (default: beside the results)",
-    )
+    add("--results", **file, help="scores so far (default: sweep_results.jsonl beside the configuration)")
+    add("--write-config", **file, help="the best merge (default: sweep_best.toml beside the configuration)")
+    add("--plot", **file, help="draw score against drop rate: a .png or .svg file")
+    add("--directory", metavar="DIR", type=Path, help="where one merged model at a time lies (default: the results')")
     add("--force", action="store_true", help="replace files that a sweep did not write")
     add("-q", "--quiet", action="store_true", help="no progress, only the result")
     return parser
 
 
+def read_configuration(path: Path | None) -> tuple[dict[str, Any], DareConfig]:
+    """The [models] table of a configuration, and how to merge."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig")) if path else {}
+        return tables.get("models", {}), DareConfig(**tables.get("dare", {}), rules=tables.get("rules", ()))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {str(path)!r}", "check the path after --config") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}", error.hint) from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"cannot use {path}: {error}", "see merge_config.toml for an example") from None
+
+
+def check_files(options: argparse.Namespace, written: Sequence[Path], models: Sequence[Model]) -> None:
+    """Refuse what could not be written, before hours are spent on it."""
+    for path, flag in zip(written, ("--results", "--write-config", "--plot"), strict=False):
+        if flag != "--results":
+            check_ours(path, flag, options.force)
+        for model in models:
+            used, target = (model.folder or model.path).resolve(), path.resolve()
+            if used == target or used in target.parents:
+                how = "is" if used == target else "lies inside"
+                raise ConfigError(f"{str(path)!r} {how} the input {model.name!r}", "inputs are never overwritten")
+    if options.plot and options.plot.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--plot {str(options.plot)!r} is neither .png nor .svg", "name it like sweep.png")
+    if options.plot:
+        load_matplotlib()
+
+
 def run(arguments: Sequence[str] | None) -> None:
     options = build_parser().parse_args(arguments)
-    given = {name: getattr(options, name) for name in ("config", "base", "merge") if getattr(options, name) is not None}
-    settings = dare.layered(given)
     LOG.setLevel(logging.WARNING if options.quiet else logging.INFO)
-    if settings.base is None or not settings.merge:
-        raise ConfigError("there are no models to merge", "give --config FILE, or --base MODEL and --merge MODEL...")
-    command = Command.of(options.evaluate, options.timeout)
+    named, config = read_configuration(options.config)
     beside = options.config.parent if options.config else Path()
-    results, winner = (
-        options.results or beside / "sweep_results.jsonl",
-        options.write_config or beside / "sweep_best.toml",
-    )
-    check_ours(winner, "--write-config", options.force)
-    if options.plot:
-        if options.plot.suffix not in (".png", ".svg"):
-            raise ConfigError(f"--plot {str(options.plot)!r} is neither .png nor .svg", "name it like sweep.png")
-        check_ours(options.plot, "--plot", options.force)
-        load_matplotlib()
-    for path in (results, winner, *([options.plot] if options.plot else [])):
-        dare.check_apart(path, (settings.base, *settings.merge))
-    grid = Grid(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Grid)})
+    given = [options.base or named.get("base_file", ""), *(options.merge or named.get("merge_files", ()))]
+    folders = [
+        Path() if options.base else beside,
+        *itertools.repeat(Path() if options.merge else beside, len(given) - 1),
+    ]
+    if len(given) < 2 or not given[0]:
+        raise ConfigError("there are no models to merge", "give --config FILE, or --base MODEL and --merge MODEL...")
+    base, *models = map(Model.of, given, folders)
+    command = Command.of(options.evaluate, options.timeout)
+    results = options.results or beside / "sweep_results.jsonl"
+    winner = options.write_config or beside / "sweep_best.toml"
+    check_files(options, [results, winner, *([options.plot] if options.plot else [])], [base, *models])
     result = sweep(
-        settings.base,
-        settings.merge,
-        grid,
+        base,
+        models,
+        Grid(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Grid)}),
         command,
-        config=DareConfig(**settings.dare, rules=settings.rules),
+        config=config,
         minimize=options.minimize,
         results=results,
         directory=options.directory,
-        tokenizer_from=settings.tokenizer_from,
+        tokenizer_from=Model.of(named["tokenizer_from"], beside) if "tokenizer_from" in named else None,
     )
     print(result)
-    toml = winning_configuration(result, winner, settings.output, options.evaluate)
-    try:
-        winner.write_text(toml, encoding="utf-8")
-    except OSError as error:
-        raise DareError(f"cannot write {str(winner)!r}: {error.strerror}", "give another --write-config") from None
+    output = beside / named["output_file"] if "output_file" in named else None
+    winner.write_text(winning_configuration(result, winner, output, options.evaluate), encoding="utf-8")
     if options.plot:
-        draw(result, options.plot)
+        draw(result, options.plot, MARK)
     written = [f"all scores: {results}", f"the best merge: {winner}", *([f"plot: {options.plot}"] * bool(options.plot))]
     print("\n" + "\n".join(written))
 
 
+class Messages(logging.StreamHandler[IO[str]]):
+    def format(self, record: logging.LogRecord) -> str:
+        return "warning: " * (record.levelno >= logging.WARNING) + printable(record.getMessage())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Gives the exit status; no traceback reaches a user."""
-    kept = "interrupted; what is scored is kept, and the same command continues"
-    return dare.guarded(lambda: run(arguments), kept)
+    """The command. Returns the exit status; no traceback reaches a user."""
+    logger, messages = logging.getLogger("dare"), Messages()
+    logger.addHandler(messages)
+    try:
+        run(arguments)
+        return 0
+    except DareError as error:
+        print(f"error: {printable(str(error))}\nhint: {printable(error.hint)}", file=sys.stderr)
+        return int(error.status)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; what is scored is kept, and the same command continues", file=sys.stderr)
+        return 130
+    finally:
+        logger.removeHandler(messages)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it cleans up
     sys.exit(main())

@@ -1,6 +1,13 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["dare-merge[torch]", "scikit-learn"]
+#
+# [tool.uv.sources]
+# dare-merge = { path = "..", editable = true }
+# ///
 """Search for the example's best drop rate from Python, cell by cell: a script that editors also open as a notebook.
 
-uv run python examples/sweep_settings.py
+uv run examples/sweep_settings.py
 """
 
 # %% The models, and how well a merge of them does: any function of a path will do

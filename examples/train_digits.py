@@ -1,6 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch", "safetensors", "scikit-learn"]
+# ///
 """Train the example's models from nothing: a base and two experts fine-tuned from it, one for each task.
 
-    python examples/train_digits.py [--output DIR]
+    uv run examples/train_digits.py [--output DIR]
 
 The base learns plain digits, hardly turned and never covered. Each expert starts from the base and learns one task:
 `rotated` reads digits that lean, `covered` reads digits whose right side is hidden. Every seed is fixed, so the same

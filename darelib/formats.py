@@ -15,6 +15,8 @@ STORED_BITS: Final = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "F16": 16, "BF16": 16, "F32": 32, "F64": 64,
 }  # fmt: skip
+# Trim finds its threshold 16 bits of the magnitude at a time, by counting how many entries have each value of them.
+DIGIT_BITS: Final = 16
 # What people and config.json call the types that can be merged.
 DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 SHORT_DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}

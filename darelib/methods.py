@@ -1,6 +1,6 @@
 """The ways to combine thinned deltas: one entry each, with its settings, what it must look up first, its formulas.
 
-A kernel only multiplies, adds and compares; every number that it is told is computed here, once for all engines.
+A kernel only multiplies, adds and compares; every number that it is given is computed here, once for all engines.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from darelib.drops import DROPS, RANDOM, Drop
+from darelib.formats import DIGIT_BITS
 from darelib.tuning import TUNING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Trim finds its threshold 16 bits of the magnitude at a time, by counting how many entries have each value of them.
-DIGIT_BITS: Final = 16
 # Beyond this cosine two directions count as one, and slerp is linear.
 SLERP_LINEAR: Final = 0.9995
 HALF_PI: Final = Decimal("1.57079632679489661923132169163975144209858469968755291")

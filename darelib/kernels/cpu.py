@@ -10,7 +10,7 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 import numpy as np
 
-from darelib.formats import FORMATS
+from darelib.formats import DIGIT_BITS, FORMATS
 from darelib.kernels import KernelSpec
 from darelib.kernels.records import (
     BASE_ROW,
@@ -41,7 +41,6 @@ from darelib.kernels.tiles import (
     round_to_odd,
 )
 from darelib.mask import TILE
-from darelib.methods import DIGIT_BITS
 
 numba: Any = importlib.import_module("numba")  # whose types say less than its functions take
 

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.formats import FORMATS
+from darelib.formats import DIGIT_BITS, FORMATS
 from darelib.interrupts import Interrupts
 from darelib.kernels import Kernel, KernelSpec, plain
 from darelib.kernels.records import BINS, FIRST_BIN, LANES, Buffers
 from darelib.mask import TILE
-from darelib.methods import DIGIT_BITS, Coefficients
+from darelib.methods import Coefficients
 
 Array = plain.Array
 

@@ -1,6 +1,6 @@
 """Numba's kernels as machine code: compiled once by a process of their own, kept on disk, loaded without Numba.
 
-Loading Numba takes longer than merging a billion parameters, and it can only be told which vectors to use for a whole
+Loading Numba takes longer than merging a billion parameters, and which vectors it uses can only be set for a whole
 process. So a child process compiles, and this one loads the object file by llvmlite alone.
 """
 
@@ -28,7 +28,14 @@ from darelib.text import LOG
 from darelib.tuning import TUNING
 
 # What the machine code depends on; an edit elsewhere recompiles nothing.
-SOURCES: Final = ("kernels/cpu.py", "kernels/tiles.py", "kernels/records.py", "mask.py")
+SOURCES: Final = (
+    "kernels/__init__.py",
+    "kernels/cpu.py",
+    "kernels/records.py",
+    "kernels/tiles.py",
+    "formats.py",
+    "mask.py",
+)
 # What users set to choose the processor's features themselves.
 FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
 COMPILE: Final = "import sys; from darelib.kernels import native; native.compile_to(*sys.argv[1:])"

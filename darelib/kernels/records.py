@@ -1,4 +1,4 @@
-"""What kernels are told and what they find: records with named fields, and the buffers of one thread."""
+"""What kernels must know and what they find: records with named fields, and the buffers of one thread."""
 
 from __future__ import annotations
 

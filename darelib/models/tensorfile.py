@@ -217,7 +217,7 @@ class TensorFile:
 def _check_bulk(data: bytearray) -> None:
     """Refuse a header that would take much more memory than an honest one, before Python makes objects of it."""
     # With one letter that is not ASCII, each takes four bytes, and names are copied. An escape makes its string wide.
-    if len(data) <= 200 * MAX_TENSORS and (len(data) <= 80 * MAX_TENSORS or data.isascii()):
+    if len(data) <= 80 * MAX_TENSORS or data.isascii():
         rest, entries = ENTRY.subn(b"", data)  # names and metadata
         few = data.count(b",") <= 6 * entries + SPARE_MARKS
         few &= sum(map(rest.count, (b"{", b"[", b",", b":", b'"'))) <= 4 * entries + SPARE_MARKS

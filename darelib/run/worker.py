@@ -38,7 +38,7 @@ class Nowhere:
 
 
 class Abandoned(Exception):
-    """A job that was told to stop."""
+    """A job that has to stop."""
 
 
 @dataclass

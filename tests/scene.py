@@ -1,0 +1,206 @@
+"""Scenes of merges that go wrong: the inputs, a place with an old output or none, and what may be there afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dare
+from darelib.output.destination import list_files
+from darelib.output.journal import Journal
+from darelib.output.publish import Output
+from darelib.run import threads
+from darelib.tuning import TUNING
+from tests.support import (
+    BF16,
+    HERE,
+    finetune,
+    low_rank,
+    random_model,
+    save_directory,
+    save_sharded,
+    snapshot,
+    write_adapter,
+)
+
+Contents = dict[str, bytes]
+Patch = pytest.MonkeyPatch
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and processes")
+BOTH = pytest.mark.parametrize("kind", ["file", pytest.param("directory", marks=pytest.mark.slow)])
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def contents(path: Path) -> Contents:
+    """All bytes of a file or of a directory's files, by name; nothing if there is nothing."""
+    if path.is_dir():
+        return {name: (path / name).read_bytes() for name in list_files(path)}
+    return {"": path.read_bytes()} if path.exists() else {}
+
+
+def put(path: Path, files: Contents) -> None:
+    """Make a path hold these contents and nothing else."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+
+
+class Scene:
+    """Inputs, a place that holds nothing but an old output or nothing at all, and what a merge makes there.
+
+    status, printed: the exit status of the last run, and what it printed to stderr.
+    """
+
+    def __init__(
+        self, folder: Path, kind: str, old: bool = True, name: str = "", models: Iterable[str] = ("math", "code")
+    ) -> None:
+        """kind: file or directory. An old output is made with another seed. name: of the output."""
+        # Many small jobs, and a journal that is written at once: what large models do in minutes.
+        TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+        self.inputs = folder / "inputs"
+        self.output = folder / "place" / (name or ("out.safetensors" if kind == "file" else "out"))
+        self.partial = self.output.with_name(f"{self.output.name}.partial")
+        self.output.parent.mkdir(parents=True)
+        self._write_inputs()
+        base, *paths = [str(self.inputs / model) for model in ("base", *models)]
+        self.arguments = ["-q", "--threads", "1", "-o", str(self.output), "-b", base, "-m", *paths]
+        self.arguments += ["--max-shard-size", "10kB"] if kind == "directory" else []
+        self.arguments += ["--engine", "plain"] if "adapter" in models else []  # which needs kernels of its own
+        self.old: Contents = {}
+        assert self.run() == 0, self.printed
+        self.new = contents(self.output)
+        if old:
+            assert self.run("--seed", "7") == 0
+            self.old = contents(self.output)
+        self.before = snapshot(self.inputs)
+        self.reset()
+
+    def _write_inputs(self) -> None:
+        base = random_model(dtype=BF16)
+        folder = save_directory(self.inputs / "base", base, torch_dtype="bfloat16", tie_word_embeddings=False)
+        put(folder / "tokenizer.json", {"": b'{"model": {"vocab": {"a": 0}}}'})
+        put(folder / "templates", {"chat.txt": b"hello"})
+        for k, name in enumerate(("math", "code"), 1):
+            save_directory(self.inputs / name, finetune(base, k))
+        save_directory(self.inputs / "broken", base | {"scalar": torch.tensor(math.nan, dtype=BF16)})
+        save_sharded(
+            self.inputs / "shards", finetune(base, 3), [["scalar"], [name for name in base if name != "scalar"]]
+        )
+        write_adapter(self.inputs / "adapter", low_rank("layer", (37, 61)))
+
+    def run(self, *flags: str) -> int:
+        with contextlib.redirect_stderr(io.StringIO()) as stream:
+            self.status = dare.main([*self.arguments, *flags])
+        self.printed = stream.getvalue()
+        return self.status
+
+    def fail(self) -> int:
+        """Merge a model that holds a value that no merge can use, which is found out late."""
+        return self.run("--merge", str(self.inputs / "broken"))
+
+    def interrupt(self, ranges: int) -> None:
+        """Leave an unfinished merge in which that many ranges are done."""
+        with Patch.context() as patch:
+            stop_after(patch, ranges)
+            assert self.run("--resume") == 130
+        assert [name.endswith(".partial") for name in self.besides()] == [True]
+        assert contents(self.output) == self.old
+
+    @property
+    def journal(self) -> list[Any]:
+        """What an unfinished merge has noted as done."""
+        return Journal(self.partial / "journal").done
+
+    def besides(self) -> list[str]:
+        """What lies beside the output."""
+        return sorted(path.name for path in self.output.parent.iterdir() if path != self.output)
+
+    def reset(self) -> None:
+        """Make the place hold the old output again, and nothing else."""
+        for name in self.besides():
+            put(self.output.with_name(name), {})
+        if contents(self.output) != self.old:
+            put(self.output, self.old)
+
+    def broken(self, *allowed: Path, status: int | None = None) -> list[str]:
+        """The promises that the last run, or one with this status, broke. allowed: what it may leave."""
+        status, found = self.status if status is None else status, contents(self.output)
+        which = "new" if found == self.new else "old" if found == self.old else f"torn {sorted(found)}"
+        broken = [] if which == {0: "new", 1: "old"}.get(status) else [f"{which} with status {status}"]
+        broken += [f"left {name}" for name in self.besides() if self.output.with_name(name) not in allowed]
+        broken += ["an unexpected error: " + self.printed] if "this is a bug" in self.printed else []
+        return broken + ([] if snapshot(self.inputs) == self.before else ["inputs changed"])
+
+
+def stop_after(patch: Patch, ranges: int) -> None:
+    """Make merges stop as if by Ctrl-C as soon as that many ranges are written, and the journal says so."""
+    write, written = Output.write_at, itertools.count(1)
+
+    def stopping(self: Output, file: int, view: memoryview, offset: int) -> None:
+        if offset and (done := next(written)) > ranges:
+            wait_for(lambda: len(Journal(self.journal.path).done) - len(self.done) >= done - 1)
+            raise KeyboardInterrupt
+        write(self, file, view, offset)
+
+    patch.setattr(Output, "write_at", stopping)
+
+
+def meanwhile(patch: Patch, act: Callable[[Any], object]) -> None:
+    """Let something happen during a merge: when all ranges are written, and nothing is published."""
+
+    def run_merge(plan: Any, *arguments: Any, real: Any = threads.run_merge) -> Any:
+        outcomes = real(plan, *arguments)
+        act(plan)
+        return outcomes
+
+    TUNING.flush_seconds = 60  # nobody looks but who publishes
+    patch.setattr(threads, "run_merge", run_merge)
+
+
+def wait_for(happens: Callable[[], Any], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.005)
+
+
+SLOW_JOBS = """
+work = Worker.run
+Worker.run = lambda *arguments: (time.sleep(0.05), work(*arguments))[1]
+TUNING.job_elements, TUNING.journal_seconds = 1024, 0.01
+"""
+PRELUDE = """
+import os, sys, tempfile, time
+import dare, darelib.plan
+from darelib.run.worker import Worker
+from darelib.run import threads
+from darelib.tuning import TUNING
+parse = dare.parse_flags
+dare.parse_flags = lambda words: (print("started", flush=True), parse(words))[1]
+"""
+
+
+def launch(prelude: str, *arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    """The command in a session of its own, which prints when it begins to listen to signals, and when it has ended."""
+    end = "\nstatus = dare.main()\nprint('ended', flush=True)\nsys.exit(status)"
+    words = [sys.executable, "-c", PRELUDE + prelude + end, *map(str, arguments)]
+    variables, pipe = {**os.environ, "PYTHONPATH": str(HERE), **environment}, subprocess.PIPE
+    return subprocess.Popen(words, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)

@@ -1,0 +1,241 @@
+"""Small models for the tests, merges through the front door, and what the definition says they should give."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dare
+from dare import DareConfig, DareMerger
+from darelib.kernels import plain
+from darelib.mask import keep_threshold, mask_key
+
+HERE = Path(__file__).resolve().parent.parent
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BITS = {BF16: torch.int16, F16: torch.int16, F32: torch.int32, F64: torch.int64}
+STORED = {BF16: "BF16", F16: "F16", F32: "F32", F64: "F64"}
+METHODS: list[dict[str, Any]] = [
+    {"method": "linear", "drop_rate": 0.7},
+    {"method": "ties", "drop_rate": 0.5},
+    {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.3},
+    {"method": "slerp", "drop_rate": 0.5},
+]
+INDEX = "model.safetensors.index.json"
+Tensors = dict[str, torch.Tensor]
+
+
+def random_model(seed: int = 0, dtype: torch.dtype = F32, shapes: dict[str, tuple[int, ...]] | None = None) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = shapes or {"layer.weight": (37, 61), "layer.bias": (61,), "head.weight": (5, 1500), "scalar": ()}
+    return {name: (torch.randn(shape, generator=generator) * 0.05).to(dtype) for name, shape in shapes.items()}
+
+
+def finetune(base: Tensors, seed: int, size: float = 0.001) -> Tensors:
+    generator = torch.Generator().manual_seed(1000 + seed)
+    return {
+        name: (tensor.double() + torch.randn(tensor.shape, generator=generator).double() * size).to(tensor.dtype)
+        for name, tensor in base.items()
+    }
+
+
+def save(folder: Path, **models: Tensors) -> list[Path]:
+    """Write each model to folder/NAME.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, tensors in models.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    return [folder / f"{name}.safetensors" for name in models]
+
+
+def save_directory(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    """A model directory with its weights in one file, and these settings in config.json if there are any."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra: str) -> Path:
+    """A model directory with a shard for each list of names and an index, as Hugging Face's tools write them.
+
+    extra: entries that the index gets besides, or instead of, the true ones; dots are written as double underscores.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        shard = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / shard, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, shard)
+    weight_map |= {name.replace("__", "."): file for name, file in extra.items()}
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+    return folder
+
+
+def write_config(folder: Path, text: str = "", **values: Any) -> Path:
+    """A configuration for base, math and code in a folder, with these settings."""
+    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    path = folder / "config.toml"
+    names = 'base_file = "base.safetensors"\nmerge_files = ["math.safetensors", "code.safetensors"]\n'
+    path.write_text("[models]\n" + names + 'output_file = "out.safetensors"\n[dare]\n' + "\n".join(lines) + "\n" + text)
+    return path
+
+
+def merge(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> Tensors:
+    """Merge through the front door: write the files, merge them, load the result."""
+    paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
+    run_merge(paths[0], paths[1:], folder / "merged.safetensors", **config)
+    return load_file(folder / "merged.safetensors")
+
+
+def run_merge(base: Path, merge: list[Path], output: Path, **config: Any) -> dare.MergeReport:
+    return DareMerger(base, merge, DareConfig(verbose=False, **config)).merge(output)
+
+
+def tensors_in(folder: Path) -> Tensors:
+    """All tensors of a merged directory."""
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
+    """What the definition in kernels/plain makes of these models: the oracle for every other engine."""
+    settings = DareConfig(**config)
+    merged = {}
+    for name, tensor in base.items():
+        parts = {i: (raw(model[name]), STORED[model[name].dtype]) for i, model in enumerate(models) if name in model}
+        output = getattr(torch, settings.dtype) if settings.dtype else tensor.dtype
+        made = plain.merge_tensor(
+            name, raw(tensor), STORED[tensor.dtype], parts, STORED[output], settings.for_tensor(name, len(models)),
+            settings.seed,
+        )  # fmt: skip
+        merged[name] = torch.from_numpy(made.view(f"i{made.itemsize}").copy()).view(output).reshape(tensor.shape)
+    return merged
+
+
+def mask(seed: int, name: str, count: int, drop_rate: float) -> np.ndarray:
+    """Which entries of a tensor the definition keeps."""
+    return plain.draw_mask(mask_key(seed, name), keep_threshold(drop_rate), 0, count)
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's bytes, flat."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = BITS.get(a.dtype)
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and torch.equal(*((a, b) if kind is None else (a.view(kind), b.view(kind))))
+
+
+def assert_same(a: Tensors, b: Tensors) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert same_bits(a[name], b[name]), name
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """Everything in a folder: size, modification time and content."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() and os.access(path, os.R_OK) else ""
+        found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, content)
+    return found
+
+
+def command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    words = [sys.executable, str(HERE / "dare.py"), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, **options)
+
+
+def refuse(
+    folder: Path, capsys: pytest.CaptureFixture[str], status: int, *complaints: str, arguments: list[Any]
+) -> str:
+    """The command must fail with these words, one error and one hint, and leave the folder as it was."""
+    before = snapshot(folder)
+    assert dare.main([str(argument) for argument in arguments]) == status
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    assert printed.out == ""
+    assert lines[-2].startswith("error: ")
+    assert lines[-1].startswith("hint: ")
+    assert "this is a bug" not in printed.err, printed.err
+    assert "Traceback" not in printed.err
+    for complaint in complaints:
+        assert complaint in printed.err, printed.err
+    assert snapshot(folder) == before
+    return printed.err
+
+
+def low_rank(module: str, shape: tuple[int, int], rank: int = 2, seed: int = 5) -> Tensors:
+    """The two matrices of a LoRA on one module, under the names that PEFT saves them by."""
+    generator = torch.Generator().manual_seed(seed)
+    prefix = f"base_model.model.{module}"
+    return {
+        f"{prefix}.lora_A.weight": torch.randn(rank, shape[1], generator=generator) * 0.01,
+        f"{prefix}.lora_B.weight": torch.randn(shape[0], rank, generator=generator) * 0.01,
+    }
+
+
+def write_adapter(folder: Path, tensors: Tensors, **config: Any) -> Path:
+    """A LoRA adapter, of rank 2 and alpha 4 unless these settings say otherwise; a setting that is ... is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    table = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} | config
+    stated = {key: value for key, value in table.items() if value is not ...}
+    (folder / "adapter_config.json").write_text(json.dumps(stated))
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    return folder
+
+
+def to_hub_cache(cache: Path, repository: str, folder: Path, commit: str) -> Path:
+    """Lay a model directory out as the Hub's cache does: blobs, links to them in a snapshot, and a branch."""
+    home = cache / f"models--{repository.replace('/', '--')}"
+    (home / "blobs").mkdir(parents=True)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        blob = home / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        blob.write_bytes(path.read_bytes())
+        link = home / "snapshots" / commit / path.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return home / "snapshots" / commit
+
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"vocab_size": 40, "max_position_embeddings": 32}
+GROUPED = {**SIZES, "num_key_value_heads": 1}
+GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32, "bos_token_id": 0}
+# Families of models: their class in transformers, that of their configuration, and its settings.
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {**GROUPED, "tie_word_embeddings": False}),
+    "qwen": ("Qwen2ForCausalLM", "Qwen2Config", {**GROUPED, "tie_word_embeddings": True}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "eos_token_id": 0}),
+    "gpt2 untied": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "eos_token_id": 0, "tie_word_embeddings": False}),
+    "moe": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}),
+    "bert": ("BertForMaskedLM", "BertConfig", SIZES),
+}
+
+
+def family_model(family: str, dtype: torch.dtype = F32) -> Any:
+    """A model of a family as transformers makes it, small and random."""
+    import transformers
+
+    model, config, values = FAMILIES[family]
+    torch.manual_seed(0)
+    return getattr(transformers, model)(getattr(transformers, config)(**values)).to(dtype)

@@ -1,0 +1,430 @@
+"""Analyses: figures that NumPy finds too, advice that follows from them, a suggestion that merges, and pictures."""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import dare
+from dare import AnalysisReport, DareConfig, DareError, DareMerger
+from darelib.analysis.measure import kind_of, layer_of
+from darelib.analysis.report import DeltaStats
+from darelib.tuning import TUNING
+from tests.scene import slow
+from tests.support import BF16, F32, HERE, Tensors, finetune, merge, random_model, refuse, save, snapshot, write_adapter
+
+Capture = pytest.CaptureFixture[str]
+F16, F64 = torch.float16, torch.float64
+pick = st.sampled_from
+ANALYSED = {
+    "model.embed_tokens.weight": (30, 8), "model.layers.0.self_attn.q_proj.weight": (8, 8), "lm_head.weight": (30, 8),
+    "model.layers.0.mlp.up_proj.weight": (37, 61), "model.layers.10.mlp.up_proj.weight": (61, 37),
+    "model.layers.10.input_layernorm.weight": (8,),
+}  # fmt: skip
+LAYERED = {"model.embed_tokens.weight": (50, 40)} | {f"model.layers.{k}.mlp.weight": (60, 40) for k in range(10)}
+LAYERED |= {"model.norm.weight": (40,)}
+# Modules by the kind of their tensors; up to a bar, they are a layer.
+KINDS = {
+    "embedding": "model.embed_tokens transformer.wte transformer.wpe bert.embeddings.word_embeddings",
+    "attention": "model.layers.12|.self_attn.q_proj h.0|.attn.c_attn encoder.block.0|.layer.0.SelfAttention.q "
+    "bert.encoder.layer.9|.attention.output.dense",
+    "MLP": "model.layers.4|.mlp.experts.17.down_proj model.layers.5|.block_sparse_moe.gate h.1|.mlp.c_fc fc1 "
+    "bert.encoder.layer.10|.intermediate.dense encoder.block.1|.layer.1.DenseReluDense.wi",
+    "norm": "model.layers.3|.self_attn.q_norm model.layers.6|.post_attention_layernorm model.norm h.2|.ln_1 ln_f "
+    "bert.embeddings.LayerNorm bert.encoder.layer.11|.output.LayerNorm",
+    "head": "lm_head cls.predictions.decoder score",
+    "other": "something",
+}
+
+
+def analyze(folder: Path, base: Tensors, *models: Tensors, engine: str = "plain", **config: Any) -> AnalysisReport:
+    """By the plain engine, which finds the same to the bit, unless that is to be shown."""
+    paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
+    return DareMerger(paths[0], paths[1:], DareConfig(verbose=False, engine=engine, **config)).analyze()
+
+
+def deltas_of(base: Tensors, model: Tensors) -> dict[str, np.ndarray]:
+    """The deltas as they are computed, in float32, or float64 where a tensor has that."""
+    found = {}
+    for name, tensor in base.items():
+        kind = F64 if F64 in (tensor.dtype, model[name].dtype) else F32
+        found[name] = (model[name].to(kind) - tensor.to(kind)).double().numpy().ravel()
+    return found
+
+
+def check_stats(stats: DeltaStats, deltas: np.ndarray, weights: np.ndarray) -> None:
+    """Hold every figure to plain NumPy."""
+    sizes = np.abs(deltas)
+    assert stats.parameters == len(deltas)
+    assert stats.share_zero == np.mean(deltas == 0)
+    assert stats.share_above_threshold == np.mean(sizes > float(np.float32(0.002)))
+    assert stats.largest == sizes.max()
+    assert stats.mean == pytest.approx(sizes.mean(), rel=1e-5)
+    assert stats.standard_deviation == pytest.approx(sizes.std(), rel=1e-3, abs=1e-3 * sizes.mean())
+    assert stats.relative_norm == pytest.approx(np.linalg.norm(deltas) / np.linalg.norm(weights), rel=1e-5)
+    exact = [np.percentile(sizes, share, method="inverted_cdf") for share in (50, 95, 99)]
+    assert [stats.p50, stats.p95, stats.p99] == pytest.approx(exact, rel=0.0311, abs=1e-12)
+    hundredth = sizes.max() / 100
+    near = np.mean((sizes > hundredth * 0.93) & (sizes < hundredth * 1.07))
+    assert abs(stats.share_below_1_percent - np.mean(sizes < hundredth)) <= near + 1e-9
+
+
+def check_analysis(report: AnalysisReport, base: Tensors, *models: Tensors) -> None:
+    weights = {name: tensor.double().numpy().ravel() for name, tensor in base.items()}
+    deltas = [deltas_of(base, model) for model in models]
+    every = np.stack([np.concatenate([*parts.values()]) for parts in deltas])
+    for found, parts, flat in zip(report.models, deltas, every, strict=True):
+        groups = [(found.total, list(base)), *((stats, [stats.name]) for stats in found.tensors)]
+        of = {name: (kind_of(name), layer_of(name)) for name in base}
+        groups += [(stats, [name for name in of if stats.name in of[name]]) for stats in (*found.kinds, *found.layers)]
+        for stats, names in groups:
+            assert stats.tensors == len(names)
+            check_stats(stats, np.concatenate([parts[n] for n in names]), np.concatenate([weights[n] for n in names]))
+        for group in (found.tensors, found.kinds, found.layers):
+            assert sum(stats.parameters for stats in group) == found.total.parameters
+        assert sum(count for _, count in found.histogram) == np.count_nonzero(flat)
+    for pair, (one, other) in zip(report.pairs, itertools.combinations(every, 2), strict=True):
+        both, norms = (one != 0) & (other != 0), np.linalg.norm(one) * np.linalg.norm(other)
+        assert pair.share_both == np.mean(both)
+        assert pair.cosine == pytest.approx(one @ other / norms if norms else 0, abs=1e-5)
+        check_conflicts(pair, np.stack([one, other]))
+    check_conflicts(report, every)
+
+
+def check_conflicts(found: Any, deltas: np.ndarray) -> None:
+    mixed, several, size = (deltas > 0).any(0) & (deltas < 0).any(0), (deltas != 0).sum(0) > 1, np.abs(deltas).sum(0)
+    assert found.sign_conflict == (mixed.sum() / several.sum() if several.any() else 0)
+    expected = size[mixed].sum() / size[several].sum() if several.any() else 0
+    assert found.weighted_sign_conflict == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("engine", "types"), [
+    ("auto", (BF16, BF16)), ("plain", (F32, F32)), ("plain", (F64, F32)),
+    *(slow("numba", types) for types in [(F32, F32), (F16, BF16), (F64, F32)]),
+])  # fmt: skip
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10**6), count=st.integers(1, 4), size=pick([1e-6, 1e-3, 0.01, 3.0]), same=pick([0.0, 0.3, 0.99])
+)
+def test_an_analysis_of_any_models_is_what_numpy_finds(
+    tmp_path: Path, engine: str, types: Any, seed: int, count: int, size: float, same: float
+) -> None:
+    base, tuned = random_model(seed, types[0], ANALYSED), []
+    for i in range(count):
+        generator, changed = torch.Generator().manual_seed(seed + i), finetune(base, seed + i, size)
+        for name, tensor in base.items():
+            stays = torch.rand(tensor.shape, generator=generator) < same
+            changed[name] = torch.where(stays, tensor, changed[name]).to(types[1])
+        tuned.append(changed)
+    check_analysis(analyze(tmp_path, base, *tuned, engine=engine), base, *tuned)
+
+
+@pytest.mark.parametrize("size", [100_003, slow(5_000_011)])
+def test_an_analysis_depends_neither_on_threads_nor_on_chunks_nor_on_the_engine(tmp_path: Path, size: int) -> None:
+    base = random_model(3, BF16, {"layers.0.weight": (size,), "layers.1.weight": (1025, 3)})
+    tuned = [finetune(base, seed) for seed in (1, 2, 3)]
+    TUNING.job_elements, TUNING.min_chunk = size // 8 // 4096 * 4096, 1024
+    found = []
+    for threads, TUNING.max_chunk, engine in ((1, 1 << 18, "numba"), (2, 4096, "numba"), (5, 1 << 14, "plain")):
+        report = analyze(tmp_path, base, *tuned, threads=threads, engine=engine)
+        found.append(report.as_dict(per_tensor=True) | {"seconds": 0})
+    assert found[0] == found[1] == found[2]
+    check_analysis(report, base, *tuned)
+
+
+@pytest.mark.slow
+def test_an_analysis_of_many_tensors_takes_little_memory_for_each(tmp_path: Path) -> None:
+    peaks = []
+    for count in (100, 1100):
+        base = {f"layers.{k % 7}.{k}.weight": torch.zeros(4, 4) for k in range(count)}
+        tracemalloc.start()
+        analyze(tmp_path, base, *[base] * 4, threads=1, engine="numba")
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert (peaks[1] - peaks[0]) / (1000 * 4) < 2500  # counts by size alone would take 8192
+
+
+def test_only_what_a_model_has_and_a_merge_changes_is_analysed(tmp_path: Path) -> None:
+    base = random_model(1, F32, {"embed_tokens.weight": (1000, 7), "layers.0.mlp.weight": (40, 30)})
+    short = finetune(base, 1)
+    short["embed_tokens.weight"] = short["embed_tokens.weight"][:333].clone()
+    others = {"steps": torch.arange(4), "empty": torch.zeros(0, 3)}
+    report = analyze(tmp_path, base | others, short | {"steps": others["steps"]}, mismatch="overlap")
+    rows, rest = report.models[0].tensors
+    assert (report.copied_tensors, rows.name, rest.name) == (1, *base), "neither integers nor empty tensors"
+    base["embed_tokens.weight"] = base["embed_tokens.weight"][:333]
+    deltas = deltas_of(base, short)["embed_tokens.weight"]
+    assert (rows.parameters, rows.share_zero) == (333 * 7, np.mean(deltas == 0))
+    assert rows.p50 == pytest.approx(np.percentile(np.abs(deltas), 50, method="inverted_cdf"), rel=0.0311)
+
+
+def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
+    base = random_model(1, F32, {"layers.0.mlp.weight": (40, 30), "layers.1.mlp.weight": (40, 30)})
+    a, b = torch.randn(4, 30) * 0.01, torch.randn(40, 4) * 0.01
+    matrices = {f"base_model.model.layers.0.mlp.lora_{name}.weight": m for name, m in (("A", a), ("B", b))}
+    adapter = write_adapter(tmp_path / "adapter", matrices, r=4)
+    whole = analyze(tmp_path, base, base | {"layers.0.mlp.weight": base["layers.0.mlp.weight"] + b @ a})
+    report = DareMerger(tmp_path / "base.safetensors", [adapter], DareConfig(verbose=False, engine="plain")).analyze()
+    (model,) = report.models
+    assert (model.adapter, [stats.name for stats in model.tensors]) == (True, ["layers.0.mlp.weight"])
+    deltas = (b.double() @ a.double()).abs()
+    figures = [deltas.mean().item(), deltas.max().item()]
+    assert [model.total.mean, model.total.largest] == pytest.approx(figures, rel=1e-5)
+    assert tomllib.loads(report.suggestion)["dare"]["drop_rate"] == 0.85, "it has less to spare"
+    assert tomllib.loads(whole.suggestion)["dare"]["drop_rate"] == 0.9
+
+
+def test_values_that_no_analysis_can_use_are_named(tmp_path: Path) -> None:
+    base = {"fine.weight": torch.ones(4, 4), "large.weight": torch.full((4, 4), 1e25)}
+    model = {name: tensor * 1.01 for name, tensor in base.items()}
+    with pytest.raises(DareError, match=r"'large.weight' are so large"):
+        analyze(tmp_path, base, model)
+    wide = analyze(tmp_path, {name: tensor.double() for name, tensor in base.items()}, model)
+    assert wide.models[0].total.relative_norm == pytest.approx(0.01, rel=1e-4)
+    model["fine.weight"][3, 2] = math.nan
+    with pytest.raises(DareError, match=r"tensor 'fine.weight' holds nan at \[3, 2\]"):
+        analyze(tmp_path, base, model)
+
+
+def test_tensors_are_told_apart_by_their_names(tmp_path: Path) -> None:
+    expected = {module: kind for kind, modules in KINDS.items() for module in modules.split()}
+    base = {f"{module.replace('|', '')}.weight": torch.ones(1) for module in expected}
+    (model,) = analyze(tmp_path, base, base).models
+    found = {layer: [*kinds] for layer, kinds in model.cells.items()}
+    assert found == {module.split("|")[0]: [kind] for module, kind in expected.items()}
+    layers = ["h.0", "h.9", "h.10", f"h.{'1' * 5000}", "norm"]  # sorted by number
+    base = {f"{layer}.weight": torch.ones(1) for layer in reversed(layers)}
+    long = {"_ln" * 21000: torch.ones(1), "fc" + "_" * 60000: torch.ones(1)}
+    started = time.perf_counter()
+    (model,) = analyze(tmp_path, base | long, base | long).models
+    assert time.perf_counter() - started < 5, "no name takes long"
+    assert [stats.name for stats in model.layers if f"{stats.name}.weight" in base] == layers
+
+
+def test_models_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
+    places = (("a", "base"), ("x", "m"), ("y", "m"))
+    base, *paths = (save(tmp_path / place, **{name: {"weight": torch.ones(1)}})[0] for place, name in places)
+    for chosen, labels in ((paths[:1], ["m"]), (paths, ["x/m", "y/m"]), (paths[:1] * 2, ["m", "m"])):
+        report = DareMerger(base, chosen, DareConfig(verbose=False, engine="plain")).analyze()
+        assert [model.label for model in report.models] == labels
+
+
+def test_the_noise_that_an_analysis_expects_is_what_a_merge_adds(tmp_path: Path) -> None:
+    base = random_model(1, F32, {"mlp.weight": (500, 500)})
+    tuned = finetune(base, 1)
+    before, after = base["mlp.weight"].double(), tuned["mlp.weight"].double()
+    for expected, config in (
+        *((3.0, {"drop_rate": 0.9}), (1.0, {"drop_rate": 0.5}), (0.0, {"drop_rate": 0.0})),
+        (math.sqrt(0.9), {"drop_rate": 0.9, "rescale": False}),
+        (math.sqrt(0.1 * 1.5**2 + 0.9), {"drop_rate": 0.9, "rescale_q": 0.4}),
+    ):
+        (model,) = analyze(tmp_path, base, tuned, **config).models
+        assert model.expected_noise == pytest.approx(expected, rel=1e-3, abs=1e-9)
+        merged = merge(tmp_path, base, tuned, engine="plain", **config)["mlp.weight"].double()
+        noise = float((merged - after).norm())
+        assert noise / float((after - before).norm()) == pytest.approx(expected, rel=0.02, abs=1e-4)
+        assert model.total.relative_noise == pytest.approx(noise / float(before.norm()), rel=0.02, abs=1e-5)
+
+
+def scaled(base: Tensors, size: float, seed: int = 1, **others: float) -> Tensors:
+    """A fine-tune whose deltas are normal with this deviation, or another in tensors whose names have such a part."""
+    rng, tuned = np.random.default_rng(seed), {}
+    for name, tensor in base.items():
+        deviation = next((other for part, other in others.items() if part in name.split(".")), size)
+        tuned[name] = tensor + torch.from_numpy(rng.normal(size=tensor.shape) * deviation).to(tensor.dtype)
+    return tuned
+
+
+def advise(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """The verdicts of an analysis by what they are about, its suggestion, and how sure it is."""
+    report, found = analyze(folder, base, *models, **config), {}
+    for advice in report.advice:
+        found[advice.about] = [*found.get(advice.about, ()), advice.verdict]
+        assert re.search(r"\d|identical|one model", advice.text), "each has a reason"
+    tables = tomllib.loads(report.suggestion)
+    DareConfig(**tables["dare"], rules=tables.get("rules", ())).check_models(len(models))  # whatever it is, it is valid
+    return found, tables, report.confidence
+
+
+def test_advice_on_base_and_drop_rate_and_how_sure_it_is(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    for size, related, level, rate in (
+        (0.0, "identical", None, 0.9), (0.0003, "right", "small", 0.9), (0.0009, "right", "small", 0.9),
+        (0.0015, "right", "tailed", 0.8), (0.005, "right", "large", 0.5), (0.012, "doubtful", "large", 0.5),
+        (0.02, "doubtful", "huge", 0.0), (0.04, "wrong", "huge", 0.0), (0.07, "wrong", "huge", 0.0),
+    ):  # fmt: skip
+        found, suggested, _ = advise(tmp_path, base, scaled(base, size))
+        assert (found["base"], found.get("drop_rate")) == ([related], [level] if level else None)
+        assert suggested["dare"]["drop_rate"] == rate
+        assert ("rules" in suggested) == (size > 0 and rate > 0)
+    found, _, sure = advise(tmp_path, base, random_model(2, F32, LAYERED))
+    assert (found["base"], "a base is in doubt" in sure) == (["wrong"], True), "of an unrelated model"
+    assert "billions of parameters" in advise(tmp_path, base, scaled(base, 0.0003))[2]
+    TUNING.small_model = 0
+    assert "fairly" in advise(tmp_path, base, scaled(base, 0.0003))[2]
+    assert "close to where the advice changes" in advise(tmp_path, base, scaled(base, 0.0025))[2]
+
+
+def test_models_of_different_sizes_get_different_drop_rates(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    small, alike, large = (scaled(base, size, seed) for seed, size in enumerate((0.0003, 0.0004, 0.004)))
+    found, suggested, _ = advise(tmp_path, base, small, large)
+    assert (suggested["dare"]["drop_rate"], found["balance"]) == ([0.9, 0.5], ["uneven"])
+    assert "balance" not in advise(tmp_path, base, small, alike)[0]
+    base = {"a.weight": torch.rand(8, 8), "b.weight": torch.zeros(8, 8)}
+    changed = {name: tensor + 0.001 for name, tensor in base.items()}
+    for model in ({"b.weight": changed["b.weight"]}, base | {"b.weight": torch.full((8, 8), 1e-25)}):  # squares are 0
+        assert "balance" not in advise(tmp_path, base, model, changed)[0], "a delta without a norm has none"
+
+
+def test_advice_on_rules(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    found, suggested, _ = advise(tmp_path, base, scaled(base, 0.0003, **{"3": 0.006}))
+    assert found["rules"] == ["vectors", "embeddings", "layers"]
+    rules = {"model.norm.weight": 0.0, "model.embed_tokens.weight": 0.6, "model.layers.3.*": 0.5}
+    assert suggested["rules"] == [{"match": [pattern], "drop_rate": rate} for pattern, rate in rules.items()]
+    plain = random_model(1, F32, {name: shape for name, shape in LAYERED.items() if "mlp" in name})
+    for of, model in ((plain, scaled(plain, 0.0003)), (base, scaled(base, 0.0003, embed_tokens=0.0, norm=0.0))):
+        assert "rules" not in advise(tmp_path, of, model)[0], "none for what is not there or not changed"
+    shapes = {f"features.{k}.weight": (20,) if k % 2 else (20, 20) for k in range(8)}
+    shapes |= {f"features.{k}.bias": (20,) for k in range(0, 8, 2)}
+    base = random_model(1, F32, shapes)
+    (rule,) = advise(tmp_path, base, scaled(base, 0.0003))[1]["rules"]
+    matched = [name for name in shapes if any(fnmatch.fnmatchcase(name, pattern) for pattern in rule["match"])]
+    assert matched == [name for name, shape in shapes.items() if len(shape) == 1], "a rule is for no other tensors"
+    assert "features.*.bias" in rule["match"]
+
+
+def test_advice_on_the_method(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    first, second, third, *more = (scaled(base, 0.0005, seed) for seed in range(1, 9))
+    against = {name: 2 * base[name] - first[name] for name in base}
+    close = [{name: (4 * first[name] + other[name]) / 5 for name in base} for other in (second, third)]
+    # Five that share half of their direction agree, though some two of five differ nearly everywhere.
+    halves = [{name: first[name] + other[name] - base[name] for name in base} for other in more]
+    for models in ([first], [first, second], [first, *close], halves):
+        assert advise(tmp_path, base, *models)[0]["method"] == ["linear"]
+    for models in ([first, against], [first, second, third]):
+        assert advise(tmp_path, base, *models)[0]["method"] == ["ties"]
+
+
+def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
+    base = random_model(1, F32, LAYERED)
+    models, linear, ties = [scaled(base, 0.0003, seed) for seed in (1, 2, 3)], {"method": "linear"}, {"method": "ties"}
+    kept: dict[str, Any] = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
+    rule = {"match": ["*layers.0*"], "drop_rate": 0.3}
+    tables = advise(tmp_path, base, *models[:2], **kept, rescale_q=0.5, rules=[rule | {"rescale_q": 0.8}])[1]
+    assert (tables["dare"], tables["rules"][0]) == ({**linear, "drop_rate": 0.9, **kept}, rule)
+    kept = {"max_shard_size": "1MB", "delta_threshold": 0.01}
+    tables = advise(tmp_path, base, *models[:2], **kept, **ties, keep_ratio=0.5, weights=[3, 1])[1]
+    assert tables["dare"] == {**linear, "drop_rate": 0.9, "weights": [0.75, 0.25], **kept}, "to ties, they were shares"
+    kept = {"keep_ratio": 0.5, "weights": [3, 1, 0]}
+    assert advise(tmp_path, base, *models, **ties, **kept)[1]["dare"] == {**ties, "drop_rate": 0.9, **kept}
+    assert "weights" not in advise(tmp_path, base, *models, weights=[0, 0, 0])[1]["dare"]
+
+
+def run(*words: Any) -> int:
+    return dare.main([*map(str, words), "--engine", "plain"])
+
+
+def test_the_command_analyses_and_suggests_what_merges(tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
+    shutil.copytree(HERE / "examples" / "models", tmp_path / "models", ignore=shutil.ignore_patterns("merged*"))
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "down")
+    (tmp_path / "chat").mkdir()
+    (tmp_path / "chat" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "models")
+    flags = ["analyze", "-b", "base.safetensors", "-m", "rotated.safetensors", "covered.safetensors"]
+    before, printed = snapshot(tmp_path), []
+    for more in ([], ["--per-tensor"], ["--json"], ["--json", "--per-tensor"]):
+        assert run(*flags, *more) == 0
+        printed.append(capsys.readouterr().out)
+    for words in ("rotated and covered", "Advice", "How sure", "[dare]", "[[rules]]", "by layer", "fc2", "read in"):
+        assert words in printed[0]
+    assert ["fc2.weight" in text for text in printed] == [False, True, False, True]
+    assert [model["name"] for model in json.loads(printed[2])["models"]] == flags[4:]
+    assert len(json.loads(printed[3])["models"][0]["tensors"]) == 6
+    assert snapshot(tmp_path) == before
+    suggested = tmp_path / "link" / "a.toml"
+    tokenizer = ["--force", "--tokenizer-from", "../chat"]
+    for more, made in (([], "a_merged.safetensors"), (tokenizer, "a_merged/tokenizer.json")):
+        assert run(*flags, "--write-config", suggested, "-q", *more) == 0
+        assert suggested.read_text().startswith("# ")
+        assert run("-c", suggested, "-q") == 0, "it finds the models from where it lies"
+        assert (tmp_path / "deep" / "down" / made).exists()
+    refuse(tmp_path, capsys, 2, "exists already", "--force", arguments=[*flags, "--write-config", suggested])
+    assert run(*flags, "-q", "--write-config", suggested, "--force", "-o", tmp_path / "x.safetensors") == 0
+    assert tomllib.loads(suggested.read_text())["models"]["output_file"] == str(tmp_path / "x.safetensors")
+
+
+def test_an_analysis_writes_over_no_input(pair: Any, models: list[Path], tmp_path: Path, capsys: Capture) -> None:
+    flags = ["analyze", "-q", "-b", models[0], "-m", models[1], "--engine", "plain", "--force", "--write-config"]
+    (tmp_path / "link.toml").symlink_to(models[1])
+    for name in ("base.safetensors", "math.safetensors", "link.toml"):
+        refuse(tmp_path, capsys, 2, f"{name}' is the input", arguments=[*flags, tmp_path / name])
+    arguments = ["analyze", "-b", pair[0], "-m", models[1], "--write-config", pair[0] / "a.toml"]
+    refuse(tmp_path, capsys, 2, "a.toml' lies inside the input", arguments=arguments)
+    refuse(tmp_path, capsys, 2, "there is no directory", arguments=[*flags, tmp_path / "nowhere" / "a.toml"])
+    (tmp_path / f"d.toml.{os.getpid()}.partial").symlink_to(models[1])
+    refuse(tmp_path, capsys, 1, "cannot write", arguments=[*flags, tmp_path / "d.toml"])
+
+
+def test_wrong_words_are_named(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
+    for words, complaint, hint in (
+        ("--threads 1 analyze", "the word 'analyze' is not where it belongs", "it comes first"),
+        ("--plot a.png", "--plot means nothing to merge", "analyze"), ("analyse", "'analyse' is not", "analyze"),
+        ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
+        ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
+        ("analyze --verify x", "--verify means nothing to analyze", "verify"),
+        ("analyze --plot a.gif", "a plot cannot be written to 'a.gif'", ".png"),
+        ("analyze --plot nowhere/a.png", "there is no directory for 'nowhere/a.png'", "make it"),
+    ):  # fmt: skip
+        arguments = [*words.split(), "-b", models[0], "-m", models[1]]
+        assert hint in refuse(tmp_path, capsys, 2, complaint, arguments=arguments).splitlines()[1]
+
+
+def test_any_models_are_drawn(pair: Any, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
+    pytest.importorskip("matplotlib")
+    base = {"a.weight": torch.rand(4, 4), r"$\foo$.weight": torch.rand(4, 4), "n": torch.arange(3)}
+    names = (r"$\bar$", "_hidden", "long" * 50, "same")
+    models = {name: {key: tensor + (name != "same") for key, tensor in base.items()} for name in names}
+    paths = save(tmp_path, base=base, **models, counts={"n": base["n"]})
+    # One is given twice, one is the base, one has nothing that is merged.
+    arguments, picture = ["analyze", "-q", "-b", paths[0], "-m", *paths[1:], paths[1], "--plot"], tmp_path / "x.svg"
+    assert run(*arguments, picture) == 0
+    for label in (r"Where $\bar$ changed", "_hidden (0% unchanged)", "Where longlong...", "mean |delta|"):
+        assert re.search(f"<!--  ?{re.escape(label)}", picture.read_text()), label
+    assert run(*arguments[:6], "--plot", tmp_path / "picture.png") == 0
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    inside = ["analyze", "-b", pair[0], "-m", pair[1], "--plot", pair[0] / "a.png"]
+    refuse(tmp_path, capsys, 2, "a.png' lies inside the input", arguments=inside)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refuse(tmp_path, capsys, 2, "plots need matplotlib", "pip install", arguments=[*arguments, tmp_path / "a.png"])
+
+
+@pytest.mark.slow
+def test_the_example_of_an_analysis_runs() -> None:
+    before = snapshot(HERE / "examples" / "models")
+    script = [sys.executable, HERE / "examples" / "analyze_models.py"]
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
+    for words in ("cosine 0.082", "drop 0.8 of rotated", "[[rules]]", "would merge 2 models", "drew "):
+        assert words in done.stdout
+    assert snapshot(HERE / "examples" / "models") == before

@@ -1,0 +1,432 @@
+"""One arithmetic: every engine gives the bits of the definition; the machine code of the fast one is kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+import dare
+from dare import DareConfig, DareError
+from darelib.interrupts import Interrupts
+from darelib.kernels import KernelSpec, load_kernels, native, plain, tensors
+from darelib.kernels.records import Buffers
+from darelib.mask import keep_rate, mask_key
+from tests import support
+from tests.support import BF16, F16, F32, F64, HERE, Tensors, assert_same, define, finetune, mask, merge, random_model
+
+Capture, Patch, Config, SLOW = pytest.CaptureFixture[str], pytest.MonkeyPatch, dict[str, Any], pytest.mark.slow
+SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# Each combination of types is a kernel to compile, so of these the usual run has one.
+SAME = [(dtype, [dtype] * 2, None) for dtype in (BF16, F16, F32, F64)]
+MIXED = [
+    (BF16, [F32, F32], None), (BF16, [F64, BF16], None), (F16, [BF16, F16], None), (F32, [F16, F16], None),
+    (F64, [BF16, F32], None), (BF16, [BF16, BF16], "float32"), (F64, [F64, F64], "float16"),
+    (F32, [F32, F32], "bfloat16"), (F32, [F32, F32], "float64"),
+]  # fmt: skip
+ENGINES = [
+    ("numba", SAME[0]), *((engine, types) for engine in ("plain", "cpu") for types in SAME + MIXED),
+    *(pytest.param("cuda", types, marks=DEVICES[1].marks) for types in SAME + MIXED[1:2]),
+    *(pytest.param("numba", types, marks=SLOW) for types in SAME[1:] + MIXED),
+]  # fmt: skip
+
+
+def merge_by(engine: str, folder: Path, base: Tensors, models: list[Tensors], config: Config) -> Tensors:
+    if engine in ("cpu", "cuda"):  # in memory
+        given = [{name: tensor.to(engine) for name, tensor in model.items()} for model in (base, *models)]
+        merged = dare.dare_merge(given[0], given[1:], DareConfig(**config))
+        assert all(tensor.device.type == engine for tensor in merged.values())
+        return {name: tensor.cpu() for name, tensor in merged.items()}
+    return merge(folder, base, *models, engine=engine, **config)
+
+
+def list_values(dtype: torch.dtype, largest: float) -> torch.Tensor:
+    """All values of a 16-bit type up to a size, subnormals and both zeros too; of a wider one, random bit patterns."""
+    if dtype in (BF16, F16):
+        values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    else:
+        limit = {F32: 2**31, F64: 2**63}[dtype]
+        patterns = np.random.default_rng(1).integers(-limit, limit, 30_000)
+        small = torch.arange(-200, 200).to(support.BITS[dtype]).view(dtype)  # subnormals and zeros of both signs
+        values = torch.cat([torch.from_numpy(patterns).to(support.BITS[dtype]).view(dtype), small, -small])
+    return values[values.double().abs() <= largest]
+
+
+def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float64 to a type in one rounding to nearest even, by scaling to integers."""
+    digits, least = {BF16: (8, -133), F16: (11, -24), F32: (24, -149), F64: (53, -1074)}[dtype]
+    quantum = np.maximum(np.frexp(values.numpy())[1] - digits, least)
+    return torch.from_numpy(np.ldexp(np.rint(np.ldexp(values.numpy(), -quantum)), quantum)).to(dtype)
+
+
+# --- the mask ---------------------------------------------------------------------------------------------------------
+
+
+def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """Philox4x32-7 by Salmon et al., SC 2011, section 3.3, in whole numbers."""
+    (a, b, c, d), (k, m), word = counter, key, 0xFFFFFFFF
+    for _ in range(7):
+        first, second = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b, c, d = second >> 32 ^ b ^ k, second & word, first >> 32 ^ d ^ m, first & word
+        k, m = k + 0x9E3779B9 & word, m + 0xBB67AE85 & word
+    return a, b, c, d
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), [  # of Random123's file of known answers
+    ("00000000" * 4, "00000000" * 2, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    ("ffffffff" * 4, "ffffffff" * 2, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
+])  # fmt: skip
+def test_philox_gives_the_published_answers(counter: str, key: str, result: str) -> None:
+    words = [struct.unpack(f">{len(text) // 4}I", text) for text in map(bytes.fromhex, (counter, key, result))]
+    assert philox(words[0], words[1]) == words[2]
+
+
+@pytest.mark.parametrize("tile", [0, 1, 2**22 - 1, 2**22, 2**25 - 1, 2**25, 2**40])
+def test_masks_are_philox_also_beyond_two_to_the_32_elements(tile: int) -> None:
+    """No test could merge tensors of these sizes, so this one asks the engines themselves."""
+    key, bits = struct.unpack("<II", hashlib.blake2b(b"42:huge", digest_size=8).digest()), np.zeros(1024, np.int64)
+    assert key == mask_key(42, "huge")
+    for lane in range(128):
+        block = tile * 128 + lane
+        words = philox((block % 2**32, block >> 32, 0, 0), key)
+        bits[lane::128] = [piece for word in words for piece in (word & 0xFFFF, word >> 16)]
+    assert np.array_equal(plain.draw_bits(key, tile, 1), bits)
+    assert np.array_equal(tensors.draw_bits(key, tile * 1024, 1024, torch.device("cpu")), bits)
+    with Interrupts() as interrupts:
+        kernel = load_kernels([SUM], "numba", interrupts)[SUM]
+    buffers = Buffers(1, 2048, {"sum"})
+    buffers.finetuned.view(np.uint16)[:] = 0x3F80  # 1.0 on a base of zeros
+    model = buffers.models[0]
+    model["key_0"], model["key_1"], model["scale"] = *key, 1
+    buffers.tensor["lambda_coeff"] = 1
+    for limit in (0, 999, 6553, 32767, 65534):
+        model["limit"] = limit
+        kernel(buffers, 1024, 1, tile)
+        assert np.array_equal(buffers.output.view(np.uint16) != 0, bits <= limit)
+
+
+def test_masks_keep_the_share_that_rescales_and_are_independent_of_each_other() -> None:
+    """Correlated masks would show in the share of positions that two of them keep together."""
+    count = 200_000
+    for rate in (0.0, 1e-9, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999):
+        share = keep_rate(rate)
+        assert abs(share - (1 - rate)) <= 2**-16
+        assert abs(np.mean(mask(7, "a", count, rate)) - share) <= 5 * math.sqrt(share * (1 - share) / count)
+    masks = [mask(seed, name, count, 0.5) for seed in (7, 8) for name in ("a", "b")]
+    pairs = [(one, other) for k, one in enumerate(masks) for other in masks[:k]]
+    # Within a mask, the distances at which the generator's lanes lie.
+    pairs += [(one[far:], one[:-far]) for one in masks for far in (1, 2, 127, 128, 129, 512, 1024)]
+    for one, other in pairs:
+        assert abs(np.mean(one & other) - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(one))
+
+
+@SLOW
+def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> None:
+    count, output = 2**32 + 5000, tmp_path / "out.safetensors"
+    if shutil.disk_usage(tmp_path).free < 3 * count * 2:
+        pytest.skip("needs 26 GB of disk")
+    header = json.dumps({"w": {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}}).encode()
+    for name, end in (("base", b""), ("model", b"\x80\x3f" * 5000)):  # zeros that take no space; 1.0 in bf16
+        with open(tmp_path / name, "wb") as file:
+            file.write(struct.pack("<Q", len(header)) + header)
+            file.truncate(8 + len(header) + 2 * count)
+            file.seek(8 + len(header) + 2 * 2**32)
+            file.write(end)
+    support.run_merge(tmp_path / "base", [tmp_path / "model"], output, drop_rate=0.5)
+    with safe_open(output, framework="pt") as file:
+        tail = file.get_slice("w")[2**32 :]
+    output.unlink()
+    assert np.array_equal(tail.float(), (plain.draw_bits(mask_key(42, "w"), 2**22, 5)[:5000] < 32768) * 2.0)
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [*support.METHODS, {"drop_rate": 0.0}], ids=str)
+@pytest.mark.parametrize(("engine", "types"), ENGINES, ids=str)
+def test_every_engine_gives_the_bits_of_the_definition_for_every_kind_of_value(
+    tmp_path: Path, engine: str, types: tuple[torch.dtype, list[torch.dtype], str | None], config: Config
+) -> None:
+    dtype, others, output = types
+    half = F16 in (dtype, *others) or output == "float16"
+    values = list_values(dtype, 2000.0 if half else 1e100 if types == SAME[-1] else 1e37)
+    shuffle = torch.Generator().manual_seed(5)
+    base, *models = (values[torch.randperm(len(values), generator=shuffle)] for _ in range(3))
+    models[0][::3] = base[::3]  # unchanged entries, negative zeros among them
+    parts = [{"w": model.to(other)} for model, other in zip(models, others, strict=True)]
+    config = {**config, "dtype": output}
+    assert_same(merge_by(engine, tmp_path, {"w": base}, parts, config), define({"w": base}, parts, **config))
+
+
+@pytest.mark.parametrize("engine", ["plain", *DEVICES, pytest.param("numba", marks=SLOW)])
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+def test_the_one_rounding_is_to_nearest_even_even_from_float64(tmp_path: Path, engine: str, dtype: torch.dtype) -> None:
+    """Halfway cases and their neighbours, which a detour over float32 would round twice."""
+    halves = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, 1 + 2**-9, -(1 + 2**-8 + 2**-50)]
+    steps = torch.tensor(halves, dtype=F64)
+    values = torch.cat([steps, steps * 2.0**-130, steps * 2.0**-20, 1 + (steps - 1) * 2**-16])
+    base = {"w": torch.zeros(len(values), dtype=dtype)}
+    merged = merge_by(engine, tmp_path, base, [{"w": values}] * 2, {"drop_rate": 0.0})
+    assert_same(merged, {"w": round_to(values, dtype)})
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_every_finite_16_bit_value_is_read_and_written_as_it_is(dtype: torch.dtype) -> None:
+    values = list_values(dtype, 1e39)
+    base, model = {"w": values.flip(0)}, {"w": values}
+    assert_same(define(base, [model], drop_rate=0.0), model)
+    assert_same(define(base, [model], drop_rate=0.0, dtype="float64"), {"w": values.double()})
+    rounded = torch.from_numpy(plain.encode(values.double().numpy(), support.STORED[dtype]).view("i2")).view(dtype)
+    assert_same({"w": rounded}, model)
+
+
+@few
+@given(st.data())
+def test_every_engine_gives_the_bits_of_the_definition_for_any_settings(tmp_path: Path, data: st.DataObject) -> None:
+    draw, rates = data.draw, st.floats(0, 0.9999)
+    method = draw(st.sampled_from(["linear", "ties", "slerp"]))
+    count = 2 if method == "slerp" else draw(st.integers(1, 4))
+    config: Config = {"method": method, "seed": draw(st.integers(0, 2**63 - 9)), "lambda_coeff": draw(st.floats(-2, 2))}
+    config["drop_rate"] = draw(st.one_of(rates, st.lists(rates, min_size=count, max_size=count)))
+    if method == "slerp":
+        config["slerp_t"] = draw(st.floats(0, 1))
+    elif draw(st.booleans()):
+        config["weights"] = draw(st.lists(st.floats(0.01, 2), min_size=count, max_size=count))
+    if method == "ties":
+        config["keep_ratio"] = draw(st.floats(0.01, 1))
+    name = draw(st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda text: text[0] != "_"))
+    base = random_model(draw(st.integers(0, 99)), BF16, {name: (draw(st.integers(0, 3000)),), "scalar": ()})
+    models = [finetune(base, seed, 0.01) for seed in range(count)]
+    expected = define(base, models, **config)
+    for engine in ("numba", "plain", "cpu"):
+        assert_same(merge_by(engine, tmp_path, base, models, config), expected)
+
+
+# --- tensors in memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_in_memory_are_merged_and_left_as_they_are(tmp_path: Path, device: str) -> None:
+    base = {**random_model(6, BF16), "ids": torch.arange(7), "empty": torch.zeros(0, 3, dtype=BF16)}
+    models = [{**base, **finetune(random_model(6, BF16), seed, 0.02)} for seed in (1, 2, 3)]
+    del models[0]["layer.weight"], models[1]["scalar"], models[1]["layer.weight"]
+    config = {"method": "ties", "drop_rate": [0.1, 0.5, 0.9], "keep_ratio": 0.6, "weights": [1, 2, 3]}
+    before = [{name: tensor.clone() for name, tensor in model.items()} for model in (base, *models)]
+    assert_same(merge_by(device, tmp_path, base, models, config), merge(tmp_path, base, *models, **config))
+    sparse = dare.dare_sparsify(base, models[2], drop_rate=0.8, seed=3)
+    assert_same(sparse, merge(tmp_path, base, models[2], drop_rate=0.8, seed=3))
+    for model, original in zip((base, *models), before, strict=True):
+        assert_same(model, original)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rescale", [True, False])
+def test_dropped_deltas_are_masked_and_rescaled(device: str, rescale: bool) -> None:
+    deltas = {"w": torch.randn(100, 70), "half": torch.randn(3000).to(BF16), "ids": torch.arange(3)}
+    given = {name: delta.to(device) for name, delta in deltas.items()}
+    thinned = dare.dare_drop(given, drop_rate=0.7, seed=5, rescale=rescale)
+    scale = np.float32(1 / keep_rate(0.7)) if rescale else np.float32(1)
+    for name in ("w", "half"):
+        kept = torch.from_numpy(mask(5, name, deltas[name].numel(), 0.7)).reshape(deltas[name].shape)
+        expected = torch.where(kept, deltas[name].float() * scale, 0.0).to(deltas[name].dtype)
+        assert support.same_bits(thinned[name].cpu(), expected)
+    assert support.same_bits(thinned["ids"].cpu(), deltas["ids"])
+    assert_same(dare.dare_drop(deltas, drop_rate=0.0), deltas)
+
+
+@pytest.mark.parametrize("config", [{}, {"method": "ties", "weights": [2.0]}, {"rescale": False}], ids=str)
+def test_one_model_comes_back_although_the_base_is_much_larger(tmp_path: Path, config: Config) -> None:
+    base, model = {"w": torch.full((3000,), 1e10, dtype=BF16)}, {"w": torch.full((3000,), 1e10, dtype=BF16)}
+    model["w"][:900] = 1e-3
+    for engine in ("numba", "plain", "cpu"):
+        assert_same(merge_by(engine, tmp_path, base, [model], {"drop_rate": 0.0, **config}), model)
+
+
+def test_parameters_that_want_gradients_are_merged_and_quantised_ones_copied() -> None:
+    quantised = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
+    base, model = ({"w": torch.nn.Parameter(torch.full((10,), k)), "q": quantised.clone()} for k in (0.0, 1.0))
+    merged = dare.dare_merge(base, [model], DareConfig(drop_rate=0.0))
+    assert merged["w"].tolist() == [1.0] * 10
+    assert not merged["w"].requires_grad
+    assert torch.equal(merged["q"].view(torch.uint8), quantised.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("models", "complaint"), [
+    ([{"w": torch.zeros(11)}], r"tensor 'w' is \[10\] of torch.float32 in the base and \[11\]"),
+    ([{"w": torch.zeros(10, dtype=torch.int64)}], "int64 in model 0"),
+    ([{"w": torch.full((10,), math.nan)}], "holds a value that is not finite"),
+    ([{"w": torch.full((10,), 3e38)}], "holds or gives a value that is not finite"),
+    ([{"w": torch.zeros(10).to(torch.float8_e4m3fn)}], "cannot be merged"),
+    ([{"v": torch.zeros(10)}], "no tensor in common"),
+    ({"w": torch.zeros(10)}, "list of state dicts"), ([], "list of state dicts"),
+])  # fmt: skip
+def test_tensors_in_memory_are_refused_like_files(models: Any, complaint: str) -> None:
+    with pytest.raises(DareError, match=complaint) as caught:
+        dare.dare_merge({"w": torch.zeros(10)}, models, DareConfig(drop_rate=0.5))
+    assert caught.value.hint
+
+
+# --- machine code on disk ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
+    """What is compiled from now on: kernels are kept in an empty folder, and a compiler copies what it made before."""
+    with Interrupts() as interrupts:
+        load_kernels([SUM], "numba", interrupts)
+    usual, kinds = native.find_cache(), list[str]()
+    assert usual is not None
+
+    def copy(spec: KernelSpec, path: Path) -> subprocess.Popen[bytes]:
+        kinds.append(spec.kind)
+        made = usual / f"dare.{spec}.{native._identify()}.o"
+        words = [sys.executable, "-c", "import shutil, sys; shutil.copy(*sys.argv[1:])", str(made), str(path)]
+        return subprocess.Popen(words, stderr=subprocess.PIPE)
+
+    monkeypatch.setattr(native, "_start_compiler", copy)
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    return kinds
+
+
+def run_command(models: list[Path], *flags: str) -> int:
+    """Merge as a new process would, with no kernels in memory."""
+    native._loaded.clear()
+    output = models[0].with_name("out.safetensors")
+    return dare.main(["-b", str(models[0]), "-m", str(models[1]), "-o", str(output), *flags])
+
+
+def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
+    compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
+    assert run_command(models) == 0
+    assert capsys.readouterr().err == "compiling the sum kernel for this machine; later runs start at once\n"
+    [kernel] = (tmp_path / "kernels").iterdir()
+    assert kernel.name.startswith("dare.sum-BF16-BF16-BF16."), "what is needed, and only that"
+    older = kernel.with_name(kernel.name.rsplit(".", 2)[0] + ".0123456789abcdef.o")
+    other = kernel.with_name("dare.sum-BF16-BF16-BF16.deadbeef.0123456789abcdef.o")
+    for path in (older, other):
+        path.write_bytes(b"old")
+    assert run_command(models) == 0
+    assert capsys.readouterr().err == ""
+    kernel.write_bytes(kernel.read_bytes()[:-1])
+    assert run_command(models) == 0
+    assert compiled == ["sum", "sum"]
+    assert not older.exists(), "what other sources compiled is removed"
+    assert other.exists(), "what another processor needs is not"
+
+
+def test_kernels_depend_on_their_own_sources_and_on_nothing_else(tmp_path: Path, monkeypatch: Patch) -> None:
+    copy = shutil.copytree(HERE / "darelib", tmp_path / "darelib", ignore=shutil.ignore_patterns("__pycache__"))
+    identify, before = native._identify.__wrapped__, native._identify()
+    monkeypatch.setattr(native, "__file__", str(copy / "kernels" / "native.py"))
+    for name in ("config.py", "run/worker.py", "kernels/plain.py", "kernels/tiles.py", "kernels/cpu.py", "mask.py"):
+        (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
+        assert (identify() != before) == (name in ("kernels/tiles.py", "kernels/cpu.py", "mask.py")), name
+        shutil.copy(HERE / "darelib" / name, copy / name)
+
+
+def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
+    compiled: list[str], models: list[Path], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    (tmp_path / "blocked").write_text("not a directory")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "blocked" / "below"))
+    assert (run_command(models), run_command(models)) == (0, 0)
+    assert compiled == ["sum", "sum"]
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.setattr(os, "access", lambda path, mode: "__pycache__" not in str(path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run_command(models) == 0
+    assert len(list((tmp_path / "cache" / "dare").iterdir())) == 1
+
+
+def environment_of_compiler() -> dict[str, str]:
+    with patch.object(subprocess, "Popen") as started:
+        native._start_compiler(SUM, Path("unused.o"))
+    return started.call_args.kwargs["env"]
+
+
+def test_what_a_user_tells_numba_about_the_processor_holds(monkeypatch: Patch) -> None:
+    found = {native._identify()}
+    for variable, value in (("NUMBA_ENABLE_AVX", "0"), ("NUMBA_CPU_FEATURES", "+sse2")):
+        for name in native.FEATURE_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(variable, value)
+        environment = environment_of_compiler()
+        assert {n: environment[n] for n in native.FEATURE_VARIABLES if n in environment} == {variable: value}
+        found.add(native._identify.__wrapped__())
+    assert len(found) == 3, "such kernels are kept apart"
+
+
+@SLOW
+def test_kernels_use_the_whole_width_of_the_vectors(monkeypatch: Patch) -> None:
+    if "+avx512f" not in native.host_features():
+        pytest.skip("no vectors of 512 bits")
+    for name in native.FEATURE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    code = "from darelib.kernels import KernelSpec, cpu; print(cpu.BUILDERS['sum'](KernelSpec('sum', *['BF16'] * 3))"
+    words, environment = [sys.executable, "-c", f"{code}.inspect_llvm())"], environment_of_compiler()
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.count("<16 x float>") > done.stdout.count("<8 x float>")
+
+
+@pytest.mark.parametrize("missing", ["llvmlite", "numba"])
+def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
+    models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch, missing: str
+) -> None:
+    support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
+    native._llvm.cache_clear()
+    if missing == "llvmlite":
+        monkeypatch.setitem(sys.modules, "llvmlite", None)
+    else:  # which only the compiler loads
+        (tmp_path / "numba.py").write_text("raise ImportError('no such thing here')")
+        monkeypatch.syspath_prepend(tmp_path)
+    assert run_command(models, "-q") == 0
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: Numba cannot be used (")
+    assert warning.endswith("so NumPy computes: the same result, many times slower")
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+    assert run_command(models, "-q", "--engine", "numba") == 1
+    assert "error: the engine numba cannot be used: " in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
+    models: list[Path], tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
+    before = support.snapshot(tmp_path)
+    words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "compiling" in process.stderr.readline()
+    started = time.monotonic()
+    process.send_signal(sent)
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - started < 2
+    assert (process.returncode, error) == (status, "interrupted\n")
+    shutil.rmtree(tmp_path / "cache")
+    assert support.snapshot(tmp_path) == before

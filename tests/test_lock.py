@@ -1,0 +1,169 @@
+"""Others may be at work in the same place: nobody's files are lost, and no two merges are mixed."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dare import DareConfig, DareError, DareMerger
+from darelib.output import publish
+from darelib.output.publish import Output
+from tests.scene import BOTH, POSIX, SLOW_JOBS, Patch, Scene, contents, launch, meanwhile, put, slow, wait_for
+from tests.support import HERE, snapshot
+
+
+@BOTH
+def test_a_merge_whose_folder_was_taken_by_another_publishes_nothing(
+    tmp_path: Path, monkeypatch: Patch, kind: str
+) -> None:
+    """Somebody removes the folder by hand, and another merge begins in one of the same name."""
+    scene = Scene(tmp_path, kind)
+
+    def take(plan: Any) -> None:
+        shutil.rmtree(scene.partial)
+        Output(plan.output, plan.files, {}, False).discard(keep=True)
+
+    meanwhile(monkeypatch, take)
+    assert scene.run() == 1
+    assert "somebody removed" in scene.printed or "No such file" in scene.printed
+    assert contents(scene.output) == scene.old
+
+
+def test_space_that_an_unfinished_merge_takes_is_space_for_the_next(tmp_path: Path, monkeypatch: Patch) -> None:
+    scene = Scene(tmp_path, "file")
+    scene.interrupt(3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
+    assert scene.run("-o", str(scene.output.with_name("other.safetensors"))) == 1
+    assert "has 0 B free" in scene.printed
+    assert scene.run("--resume") == 0
+    assert scene.broken() == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_report_that_cannot_be_printed_does_not_undo_the_merge(models: list[Path], tmp_path: Path) -> None:
+    words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, "cannot print what was done" in done.stderr) == (0, True)
+    assert (tmp_path / "out.safetensors").exists()
+
+
+@POSIX
+@pytest.mark.parametrize("flags", [[], slow(["--resume", "--force"])], ids=str)
+def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(tmp_path: Path, flags: list[str]) -> None:
+    scene = Scene(tmp_path, "file")
+    first = launch(SLOW_JOBS, *scene.arguments)
+    try:
+        wait_for(lambda: (scene.partial / "lock").exists() and (scene.partial / "lock").read_text())
+        merger = DareMerger(scene.inputs / "base", [scene.inputs / "math"], DareConfig(verbose=False))
+        with pytest.raises(DareError, match=rf"another merge \(process {first.pid}\) is writing"):
+            merger.merge(scene.output, resume="--resume" in flags, force="--force" in flags)
+        assert scene.run(*flags) == 1
+        assert scene.broken(scene.partial) == []
+    finally:
+        _, printed = first.communicate(timeout=60)
+    assert first.returncode == 0, printed
+    assert scene.broken(status=0) == []
+
+
+@POSIX
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_many_merges_to_one_place_at_once_leave_one_complete_model(tmp_path: Path, kind: str) -> None:
+    scene = Scene(tmp_path, kind)
+    for _ in range(2):
+        for process in [launch("", *scene.arguments) for _ in range(6)]:
+            _, printed = process.communicate(timeout=60)
+            assert process.returncode == (1 if "another merge (process" in printed else 0), printed
+        assert scene.broken(status=0) == []
+        scene.reset()
+
+
+@BOTH
+@pytest.mark.parametrize("foreign", ["file", "folder", "folder with a lock", "link to a folder", "link to nothing"])
+def test_what_only_happens_to_be_called_partial_is_never_touched(tmp_path: Path, kind: str, foreign: str) -> None:
+    scene = Scene(tmp_path, kind)
+    place = tmp_path / "elsewhere" if "link" in foreign else scene.partial
+    if foreign == "file":
+        put(place, {"": b"mine"})
+    elif foreign != "link to nothing":
+        put(place, {"deep/thesis.tex": b"mine"})
+    if foreign == "folder with a lock":
+        put(place / "lock", {"": b"a list of the doors in my house that have one\n"})
+    if "link" in foreign:
+        scene.partial.symlink_to(place)
+    before = snapshot(tmp_path)
+    for flags in ([], ["--resume"], ["--force"]):
+        assert scene.run(*flags) == 1
+        assert "is in the way" in scene.printed
+        assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["replaced", "lock", "journal", "output"])
+def test_an_output_may_have_any_name_that_this_tool_uses_itself(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
+    scene = Scene(tmp_path, "directory", old=False, name=name)
+    scene.interrupt(4)
+    assert scene.fail() == 1
+    assert contents(scene.output) == {}, "half a model got its name"
+    for flags in ([], ["--seed", "7"], []):
+        assert scene.run(*flags) == 0, scene.printed
+        monkeypatch.setattr(publish, "exchange", lambda *_: False)
+    assert scene.broken() == []
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "touched": lambda path: os.utime(path, ns=(1, path.stat().st_mtime_ns + 1)),
+    "written to": lambda path: path.write_bytes(path.read_bytes()),
+    "replaced by a copy": lambda path: os.replace(shutil.copy2(path, path.with_name("copy")), path),
+    "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "gone": Path.unlink,
+    "moved away": lambda path: path.rename(path.with_name("moved")),
+    "a directory": lambda path: put(path, {"model.safetensors": b""}),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("change", [name if name in ("touched", "gone") else slow(name) for name in CHANGES])
+def test_inputs_that_change_during_a_merge_are_noticed_and_nothing_is_published(
+    tmp_path: Path, monkeypatch: Patch, change: str, kind: str
+) -> None:
+    scene = Scene(tmp_path, kind, models=["math", "shards", "adapter"])
+    shutil.copytree(scene.inputs, tmp_path / "kept")
+    weights = ("base/model", "math/model", "shards/model-00002-of-00002", "adapter/adapter_model")
+    names = [f"{name}.safetensors" for name in weights]
+    if change not in list(CHANGES)[:3]:  # of a small file the content counts
+        names += ["adapter/adapter_config.json", *(["base/tokenizer.json"] if kind == "directory" else [])]
+    for name, flags in itertools.product(names, ([], ["--resume"])):
+        shutil.rmtree(scene.inputs)
+        shutil.copytree(tmp_path / "kept", scene.inputs)
+        with monkeypatch.context() as patch:
+            meanwhile(patch, lambda _, path=scene.inputs / name: CHANGES[change](path))
+            assert scene.run(*flags) == 1, name
+        assert (str(scene.inputs / "adapter") if "config" in name else Path(name).name) in scene.printed
+        assert any(words in scene.printed for words in ("while it was merged", "any more"))
+        assert contents(scene.output) == scene.old
+        kept = change == "longer" and "tokenizer" in name and "--resume" in flags  # the tensors are as good as before
+        assert scene.besides() == [scene.partial.name] * kept
+        scene.reset()
+
+
+@BOTH
+def test_what_somebody_puts_in_the_outputs_place_during_a_merge_is_not_lost(
+    tmp_path: Path, monkeypatch: Patch, kind: str
+) -> None:
+    scene = Scene(tmp_path, kind, old=False)
+    weights = contents(scene.inputs / "math" / "model.safetensors")[""]
+    precious = {"" if kind == "file" else "model.safetensors": weights}
+    meanwhile(monkeypatch, lambda _: put(scene.output, precious))
+    assert scene.run() == 1
+    assert "exists and was not made by this tool" in scene.printed
+    assert contents(scene.output) == precious
+    assert scene.besides() == []

@@ -1,0 +1,579 @@
+"""Whatever happens, inputs are unchanged, the destination is the old model or the new one, and nothing else is left."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dare import DareConfig, DareMerger
+from darelib.output import publish
+from darelib.output.publish import MADE, Output
+from darelib.tuning import TUNING
+from tests.scene import (
+    BOTH,
+    POSIX,
+    SLOW_JOBS,
+    Contents,
+    Patch,
+    Scene,
+    contents,
+    launch,
+    meanwhile,
+    put,
+    slow,
+    stop_after,
+    wait_for,
+)
+from tests.support import command, finetune, save_directory, snapshot
+
+# --- any one call to the system may fail -----------------------------------------------------------------------------
+
+CALLS = ["open", "pwrite", "write", "ftruncate", "fsync", "rename", "replace", "close", "mkdir", "unlink", "rmdir"]
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
+
+
+def fail_each(scene: Scene, call: str, *flags: str, lasting: bool = False) -> Iterator[str]:
+    """Merge with the first call failing, or all from it on, then the second, and so on until all succeed."""
+    owner = publish if call == "reserve" else os
+    real = getattr(owner, call)
+    for number in itertools.count(1):
+        calls, error = itertools.count(1), ERRORS[number % len(ERRORS)]
+
+        def failing(*arguments: Any, calls: Any = calls, number: int = number, error: int = error, **more: Any) -> Any:
+            mine = next(calls)
+            fails = mine == number or (lasting and mine > number)
+            made = None if fails and call != "close" else real(*arguments, **more)
+            if fails:
+                raise OSError(error, os.strerror(error))
+            return made
+
+        with Patch.context() as patch:
+            patch.setattr(owner, call, failing)
+            if call == "rename":  # which is used only where names cannot be exchanged
+                patch.setattr(publish, "exchange", lambda *_: False)
+            scene.run(*flags)
+        if next(calls) <= number:
+            assert scene.status == 0
+            return
+        yield f"{call} {number}"
+
+
+def count_open_files() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+@pytest.mark.real_fsync
+@pytest.mark.parametrize(
+    ("kind", "call", "lasting"),
+    [
+        *(("file", call, False) for call in [*CALLS, "reserve"]),
+        *(("directory", call, False) for call in ("unlink", "rmdir")),
+        *(("file", "pwrite", True), ("file", "fsync", True), ("directory", "rename", True)),
+        *(slow("directory", call, lasting) for call in [*CALLS, "reserve"] for lasting in (False, True)),
+    ],
+)
+def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
+    tmp_path: Path, kind: str, call: str, lasting: bool
+) -> None:
+    """lasting: a disk that is full or broken stays so for the rest of the run."""
+    problems = []
+    for old in (False, True):
+        scene = Scene(tmp_path / str(old), kind, old)
+        files = count_open_files()
+        for which in fail_each(scene, call, lasting=lasting):
+            if old and contents(scene.output) == {}:
+                scene.fail()  # not even the old one could be given its name back: any next run does it
+            broken = scene.broken(*([scene.partial] if call in ("unlink", "rmdir") else []))
+            broken += ["a file stays open"] if count_open_files() > files else []
+            files = count_open_files()
+            broken += ["then it is not merged"] if scene.run() else [f"then {what}" for what in scene.broken()]
+            problems += [f"{which}, old {old}: {what}" for what in broken]
+            scene.reset()
+    assert problems == []
+
+
+@pytest.mark.real_fsync
+@pytest.mark.parametrize("done", [slow(0), 6])
+@pytest.mark.parametrize(
+    "call", ["open", "write", "ftruncate", *map(slow, ("pwrite", "reserve", "fsync", "rename", "close", "mkdir"))]
+)
+def test_what_is_done_survives_a_failure_with_resume_and_is_continued_to_the_same_bytes(
+    tmp_path: Path, call: str, done: int
+) -> None:
+    scene, problems, begun = Scene(tmp_path, "directory"), [], Contents()
+    if done:
+        scene.interrupt(done)
+        begun = contents(scene.partial)
+    for which in fail_each(scene, call, "--resume"):
+        broken = scene.broken(scene.partial)
+        finished = call == "rename"  # of all steps the last: there is nothing to continue
+        broken += ["what was done is gone"] if scene.status and len(scene.journal) < done and not finished else []
+        broken += ["not continued"] if scene.run("--resume") else []
+        problems += [f"{which}: {what}" for what in broken + scene.broken()]
+        scene.reset()
+        put(scene.partial, begun)
+    assert problems == []
+
+
+@BOTH
+@pytest.mark.parametrize("most", [1, 100, 4096])
+def test_short_writes_of_any_kind_are_continued(tmp_path: Path, monkeypatch: Patch, kind: str, most: int) -> None:
+    scene = Scene(tmp_path, kind)
+    pwrite, write = os.pwrite, os.write
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, view, offset: pwrite(descriptor, view[:most], offset))
+    monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:most]))
+    assert scene.run() == 0
+    assert scene.broken() == []
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs the names of open files")
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_all_bytes_are_on_the_disk_before_the_output_gets_its_name_and_then_the_name_is(
+    tmp_path: Path, monkeypatch: Patch, kind: str
+) -> None:
+    """What is not synced is lost if the power fails, whatever the order in which it was written."""
+    scene, unsynced, events = Scene(tmp_path, kind, old=False), set[str](), list[str]()
+    TUNING.flush_seconds = 60  # nobody syncs but who publishes
+
+    def note(call: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(descriptor: int, *arguments: Any) -> Any:
+            events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            (unsynced.discard if call == "fsync" else unsynced.add)(events[-1])
+            return real(descriptor, *arguments)
+
+        return noting
+
+    def name(*paths: Path, real: Callable[..., Any] = os.replace) -> None:
+        assert unsynced <= {str(scene.partial / "lock")}
+        events.clear()
+        real(*paths)
+
+    for call in ("pwrite", "write", "ftruncate", "fsync"):
+        monkeypatch.setattr(os, call, note(call, getattr(os, call)))
+    monkeypatch.setattr(os, "replace", name)
+    assert scene.run() == 0, scene.printed
+    assert events == [str(scene.output.parent)]
+
+
+def test_a_disk_that_fails_in_the_background_after_the_last_range_fails_the_merge(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """The system reports a failed write to the first sync that follows, and to no later one."""
+    scene, failed = Scene(tmp_path, "file"), threading.Event()
+
+    def fsync(_: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    meanwhile(monkeypatch, lambda _: failed.wait(10))
+    TUNING.flush_seconds = 0.5
+    assert scene.run() == 1
+    assert "Input/output error" in scene.printed
+    assert scene.broken() == []
+
+
+# --- processes that are killed or stopped ----------------------------------------------------------------------------
+
+WRITES = (os.write, getattr(os, "pwrite", None))
+
+
+def dies_at(number: int, scene: Scene, flags: list[str], exchange: bool, background: bool) -> bool:
+    """Merge in a process that kills itself at one of its calls to the system, in the middle of it if it writes."""
+    if child := os.fork():
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    count = itertools.count(1)
+
+    def make_deadly(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(count) == number:
+                if real in WRITES:
+                    real(arguments[0], arguments[1][: len(arguments[1]) // 2], *arguments[2:])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+
+        return call
+
+    try:
+        for name in CALLS:
+            setattr(os, name, make_deadly(getattr(os, name)))
+        if not exchange:
+            publish.exchange = lambda *_: False
+        if not background:  # then the calls have an order
+            TUNING.flush_seconds = 60
+        scene.run(*flags)
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.real_fsync
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "exchange", "background"),
+    [("file", True, False), slow("file", True, True), slow("directory", True, False), slow("directory", False, False)],
+)
+def test_a_merge_killed_at_any_call_to_the_system_is_made_good_by_the_next(
+    tmp_path: Path, kind: str, exchange: bool, background: bool
+) -> None:
+    scene, problems = Scene(tmp_path, kind), []
+    for number in itertools.count(1, 1 if background or kind == "directory" else 3):
+        resume = ["--resume"] if number % 2 else []
+        if not dies_at(number, scene, resume, exchange, background):
+            break
+        found, begun = contents(scene.output), os.listdir(scene.partial) if scene.partial.exists() else []
+        between = not found and "replaced" in begun and not exchange
+        broken = [] if between or found in (scene.old, scene.new) else [f"torn {sorted(found)}"]
+        broken += [f"left {name}" for name in scene.besides() if name != scene.partial.name]
+        if between:  # a run that fails still restores what was there
+            assert scene.fail() == 1
+            broken += [] if contents(scene.output) == scene.old else ["the old model is not restored"]
+        broken += [scene.printed] if scene.run(*resume) else [f"then {what}" for what in scene.broken()]
+        if set(begun) - {"lock"} and not resume and not between and "unfinished merge" not in scene.printed:
+            broken.append(f"nothing said of {begun}")
+        problems += [f"killed at {number}: {what}" for what in broken]
+        scene.reset()
+    assert number > 20
+    assert problems == []
+
+
+# The status and the messages of a process that gets a signal.
+STOPPED = {signal.SIGINT: (130, "interrupted\n"), signal.SIGTERM: (143, "interrupted\n"), 9: (-9, "")}
+
+
+def stop(process: subprocess.Popen[str], sent: signal.Signals, everybody: bool = False) -> None:
+    """Send a signal, to its children too as Ctrl-C does: in two seconds it must have ended, and they with it."""
+    (os.killpg if everybody else os.kill)(process.pid, sent)
+    try:
+        _, printed = process.communicate(timeout=2)
+    finally:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, printed) == STOPPED[sent]
+
+
+@POSIX
+@BOTH
+@pytest.mark.parametrize("sent", [signal.SIGINT, slow(signal.SIGTERM)])
+def test_a_signal_stops_a_merge_and_keeps_what_is_done_only_with_resume(
+    tmp_path: Path, sent: signal.Signals, kind: str
+) -> None:
+    scene = Scene(tmp_path, kind)
+    for flags in ([], ["--resume"]):
+        process = launch(SLOW_JOBS, *scene.arguments, *flags)
+        wait_for(lambda: scene.journal)
+        stop(process, sent)
+        assert scene.broken(*([scene.partial] if flags else []), status=1) == []
+    assert scene.journal != []
+    assert scene.run("--resume") == 0
+    assert scene.broken() == []
+
+
+@POSIX
+@pytest.mark.parametrize("doing", ["planning", "compiling"])
+@pytest.mark.parametrize(("sent", "everybody"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_stops_a_merge_before_it_has_begun_to_write(
+    models: list[Path], tmp_path: Path, sent: signal.Signals, everybody: bool, doing: str
+) -> None:
+    """Planning may take long, as where a tokenizer is downloaded; kernels are compiled by other processes."""
+    (tmp_path / "kernels").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    planning = "darelib.plan.find_tokenizer = lambda _: (print('planning', file=sys.stderr), time.sleep(30))"
+    arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+    folders = dict.fromkeys(("NUMBA_CACHE_DIR", "TMPDIR"), str(tmp_path / "kernels"))
+    process = launch(planning if doing == "planning" else "", *arguments, **folders)
+    assert process.stderr is not None
+    assert doing in process.stderr.readline()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(0.3)  # for the compiler to be at work
+    stop(process, sent, everybody)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@POSIX
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["file", "directory"])
+@pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGTERM]], ids=["kill", "stop"])
+def test_a_merge_stopped_at_any_moment_and_resumed_ends_with_the_same_bytes(
+    tmp_path: Path, kind: str, signals: list[signal.Signals]
+) -> None:
+    scene, moments, resumed = Scene(tmp_path, kind), random.Random(2024), 0
+    for _ in range(25):
+        process, sent = launch(SLOW_JOBS, *scene.arguments, "--resume"), moments.choice(signals)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(moments.uniform(0, 0.6))
+        process.send_signal(sent)
+        _, printed = process.communicate(timeout=2)
+        if contents(scene.output) == scene.new:
+            put(scene.output, scene.old)
+        else:
+            assert contents(scene.output) == scene.old
+            assert process.returncode == STOPPED[sent][0]
+            assert printed.endswith(STOPPED[sent][1])
+            assert "Traceback" not in printed
+        assert set(scene.besides()) <= {scene.partial.name}
+        resumed += len(scene.journal) > 0
+    assert resumed > 3
+    assert scene.run("--resume") == 0
+    assert scene.broken() == []
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 200 kB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=200k", "none", place]
+    if shutil.which("mount") is None or subprocess.run(words, capture_output=True).returncode:
+        pytest.skip("needs to mount a disk")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind"),
+    [
+        *itertools.product(["by the plan", "by reserving", "by writing"], ["file", "directory"]),
+        ("by the last file", "directory"),
+    ],
+)
+def test_a_full_disk_is_an_error_that_changes_nothing(
+    tmp_path: Path, small_disk: Path, monkeypatch: Patch, kind: str, found: str
+) -> None:
+    scene = Scene(tmp_path / "scene", kind)
+    output = small_disk / scene.output.name
+    put(output, scene.old)
+    if found == "by the last file":
+        put(scene.inputs / "base" / "tokenizer.model", {"": bytes(200_000)})
+    else:
+        put(small_disk / "other", {"": bytes(shutil.disk_usage(small_disk).free - 12_288)})
+    complaint = f"cannot write '{output}': No space left on device\nhint: what was there before is unchanged"
+    if found == "by the plan":
+        complaint = f"kB and {str(small_disk)!r} has 12.3 kB free"
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9))
+    if found == "by writing":
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    before = snapshot(small_disk)
+    for _ in range(2):
+        assert scene.run("-o", str(output)) == 1
+        assert complaint in scene.printed
+        assert snapshot(small_disk) == before
+
+
+@POSIX
+@BOTH
+def test_files_that_may_not_grow_are_an_error_that_changes_nothing(tmp_path: Path, kind: str) -> None:
+    import resource
+
+    scene = Scene(tmp_path, kind)
+    for size in (3, 15_000) if kind == "directory" else (15_000,):
+        limit = (resource.RLIMIT_FSIZE, (size, size))
+        done = command(*scene.arguments, preexec_fn=lambda limit=limit: resource.setrlimit(*limit))
+        assert f"cannot write '{scene.output}': File too large" in done.stderr
+        assert scene.broken(status=done.returncode) == []
+
+
+# --- an unfinished merge is continued to the same bytes, or left alone -----------------------------------------------
+
+
+@BOTH
+@pytest.mark.parametrize("method", ["linear", "ties", "ties trimmed", "slerp"])
+def test_a_resumed_merge_has_the_bytes_and_the_figures_of_one_that_was_not_interrupted(
+    tmp_path: Path, monkeypatch: Patch, method: str, kind: str
+) -> None:
+    scene = Scene(tmp_path, kind)
+    base, *models = (scene.inputs / name for name in ("base", "math", "code"))
+    settings = {"method": method.split()[0], "drop_rate": 0.5, "max_shard_size": "10kB", "delta_threshold": 1e-9}
+    settings |= {"keep_ratio": 0.3} if "trimmed" in method else {}
+    writes: list[Any] = []
+
+    def merge(threads: int = 1, resume: bool = True) -> dict[str, Any]:
+        config = DareConfig(threads=threads, verbose=False, **settings)
+        found = DareMerger(base, models, config).merge(scene.output, resume=resume).as_dict()
+        return {key: value for key, value in found.items() if key != "seconds"}
+
+    def counting(*arguments: Any, write: Callable[..., None] = Output.write_at) -> None:
+        writes.append(arguments)
+        write(*arguments)
+
+    usual = merge(resume=False)
+    scene.new = contents(scene.output)
+    assert usual["warnings"] != ()
+    for stops in ([0], [1, 3], [5, 2, 3], [12]):
+        put(scene.output, {})
+        for ranges in stops:
+            with monkeypatch.context() as patch:
+                stop_after(patch, ranges)
+                with pytest.raises(KeyboardInterrupt):
+                    merge()
+        with monkeypatch.context() as patch:
+            patch.setattr(Output, "write_at", counting)
+            writes.clear()
+            if stops == [1, 3]:  # other threads add up in another order
+                mine, theirs = merge(threads=3)["models"][0], usual["models"][0]
+                assert mine["mean_delta"] == pytest.approx(theirs["mean_delta"])
+                assert mine["parameters"] == theirs["parameters"]
+            else:
+                assert merge() == usual
+        assert len(writes) == 13 - sum(stops), "what is done is not done again"
+        assert scene.broken(status=0) == []
+
+
+def test_a_merge_that_reads_an_adapter_is_resumed_too(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "directory", old=False, models=["adapter", "code"])
+    for ranges in (2, 3):
+        scene.interrupt(ranges)
+    assert scene.run("--resume") == 0
+    assert scene.broken() == []
+
+
+def refuse_to_resume(scene: Scene, complaint: str, *flags: str) -> None:
+    """An unfinished merge of something else is left as it is, but for the lock, which names its last process."""
+    begun = contents(scene.partial) | {"lock": b""}
+    assert scene.run("--resume", *flags) == 1
+    assert "is another one: " + complaint in scene.printed
+    assert "run without --resume" in scene.printed
+    assert contents(scene.partial) | {"lock": b""} == begun
+    assert contents(scene.output) == scene.old
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--seed 3", "its dare.seed is 42, not 3"),
+        ("--merge base", "its models.merge_files is ["),
+        slow("--drop-rate 0.5", "its dare.drop_rate is 0.9, not 0.5"),
+        slow("--weights 1 2", "its dare.weights is None, not [1.0, 2.0]"),
+        slow("--method slerp", "its dare.method is 'linear', not 'slerp'"),
+        slow("--dtype float32", "its dare.dtype is None, not 'float32'"),
+        slow("--max-shard-size 1kB", "its "),
+        slow("--rule *:drop_rate=0.5", "its rules is {}, not [{"),
+    ],
+)
+def test_an_unfinished_merge_of_another_recipe_is_left_alone_with_resume_and_removed_without(
+    tmp_path: Path, flags: str, complaint: str
+) -> None:
+    scene = Scene(tmp_path, "directory")
+    words = flags.replace("base", str(scene.inputs / "base")).split()
+    scene.interrupt(4)
+    refuse_to_resume(scene, complaint, *words)
+    assert scene.run("--resume") == 0, "the right recipe still continues it"
+    assert scene.broken() == []
+    scene.reset()
+    scene.interrupt(4)
+    assert scene.run(*words) == 0
+    assert f"warning: an unfinished merge in {scene.partial} is removed" in scene.printed
+    assert scene.besides() == []
+
+
+@pytest.mark.parametrize("change", ["touched", "rewritten", "other tensors"])
+def test_an_unfinished_merge_of_other_inputs_is_refused_and_left_alone(tmp_path: Path, change: str) -> None:
+    scene = Scene(tmp_path, "directory")
+    scene.interrupt(4)
+    weights = scene.inputs / "math" / "model.safetensors"
+    time, tensors = weights.stat().st_mtime_ns, load_file(weights)
+    if change != "touched":
+        more = {"more": torch.zeros(3)} if change == "other tensors" else finetune(tensors, 9)
+        save_file(tensors | more, weights, {"format": "pt"})
+    os.utime(weights, ns=(time, time + 1))
+    refuse_to_resume(scene, f"its inputs.{weights}")
+
+
+def test_an_unfinished_merge_of_embeddings_tied_otherwise_is_refused_and_left_alone(tmp_path: Path) -> None:
+    """config.json says whether a model without a head merges the embedding's changes into it."""
+    scene = Scene(tmp_path, "directory", old=False)
+    embedding = load_file(scene.inputs / "math" / "model.safetensors")["layer.weight"]
+    tied = {"lm_head.weight": embedding.clone(), "model.embed_tokens.weight": embedding}
+    save_directory(scene.inputs / "base", tied, tie_word_embeddings=True)
+    for name in ("math", "code"):
+        save_directory(scene.inputs / name, {"model.embed_tokens.weight": embedding * 2}, tie_word_embeddings=True)
+    scene.interrupt(2)
+    put(scene.inputs / "math" / "config.json", {"": b'{"tie_word_embeddings": false}'})
+    refuse_to_resume(scene, "its way to merge the tensors is")
+
+
+def damage_journal(journal: bytes) -> Iterator[bytes]:
+    """Journals as crashes, disks and editors leave them."""
+    lines = journal.splitlines(keepends=True)
+    yield from (b"", b"\n", b"00000000\n", b"00000000 \n" + journal, journal + b"00000000\n", journal + bytes(4096))
+    yield from (bytes(len(journal)), journal[1:], journal[:-1], journal + lines[-1][:20], b"".join(lines[1:]))
+    yield from (b"".join([lines[0], *lines[2:]]), b"".join([*lines, *lines[1:][:1]]), journal.replace(b"\n", b"\r\n"))
+    for place in random.Random(5).choices(range(len(journal)), k=10):
+        yield journal[:place]
+        yield journal[:place] + bytes([journal[place] ^ 1 << place % 8]) + journal[place + 1 :]
+
+
+def test_a_journal_damaged_anywhere_still_gives_the_right_bytes(tmp_path: Path) -> None:
+    scene, problems = Scene(tmp_path, "file"), []
+    scene.interrupt(7)
+    begun = contents(scene.partial)
+    for k, journal in enumerate(damage_journal(begun["journal"])):
+        put(scene.partial, begun | {"journal": journal})
+        broken = [scene.printed] if scene.run("--resume") else scene.broken()
+        problems += [f"{k}: {what}" for what in broken]
+        scene.reset()
+    assert problems == []
+
+
+def test_what_is_done_after_a_torn_line_of_the_journal_is_noted_too(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "file")
+    scene.interrupt(4)
+    journal = scene.partial / "journal"
+    journal.write_bytes(journal.read_bytes()[:-5])
+    torn = len(scene.journal)
+    assert torn < 4
+    scene.interrupt(5)
+    assert len(scene.journal) == torn + 5
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "a directory", "no made folder"])
+def test_files_of_an_unfinished_merge_that_are_not_as_they_were_are_made_again(tmp_path: Path, damage: str) -> None:
+    scene = Scene(tmp_path, "directory")
+    scene.interrupt(9)
+    shard = min((scene.partial / MADE).glob("*.safetensors"))
+    if damage in ("shorter", "longer"):
+        os.truncate(shard, shard.stat().st_size + (1 if damage == "longer" else -1))
+    else:
+        put(shard.parent if damage == "no made folder" else shard, {})
+    if damage == "a directory":
+        shard.mkdir()
+    assert scene.run("--resume") == 0
+    assert "cannot be continued" in scene.printed
+    assert scene.broken() == []
+
+
+def test_an_unfinished_merge_is_named_and_removed_without_resume_and_begun_where_there_is_none(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "file")
+    scene.interrupt(4)
+    for flags, told in (
+        ([], f"warning: an unfinished merge in {scene.partial} is removed (--resume would continue it)\n"),
+        (["--resume", "--verbose"], "there is no unfinished merge to resume; starting from the beginning\n"),
+    ):
+        assert scene.run(*flags) == 0
+        assert scene.printed == told
+        assert scene.broken() == []
+        scene.reset()

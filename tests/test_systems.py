@@ -1,0 +1,160 @@
+"""Systems differ: what a filesystem or a machine lacks costs time at most, and never a model."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import stat
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dare
+from darelib.output import publish
+from darelib.output.lock import LOCK_WORDS
+from darelib.output.publish import MADE
+from tests.scene import BOTH, POSIX, Patch, Scene, contents, launch, put, slow
+from tests.support import command, random_model, save_directory
+
+
+class Refusing:
+    """A system library whose every function says that this filesystem cannot do it."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: ctypes.set_errno(errno.EOPNOTSUPP) or -1
+
+
+def refuse(descriptor: int, *_: Any) -> None:
+    """Neither sync a directory nor lock a file."""
+    if _ or stat.S_ISDIR(os.fstat(descriptor).st_mode):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+LACKS: dict[str, Callable[[Patch], object]] = {
+    "functions": lambda patch: patch.setattr(ctypes, "CDLL", lambda *_, **__: object()),
+    "support": lambda patch: patch.setattr(ctypes, "CDLL", lambda *_, **__: Refusing()),
+    "directory sync": lambda patch: patch.setattr(os, "fsync", refuse),
+    "locks": lambda patch: patch.setattr(pytest.importorskip("fcntl"), "flock", refuse),
+    "exchanged names": lambda patch: patch.setattr(publish, "exchange", lambda *_: False),
+    "positioned reads": lambda patch: patch.delattr(os, "preadv"),
+    "positioned writes": lambda patch: patch.delattr(os, "pwrite"),
+}
+
+
+@pytest.mark.parametrize("kind", ["directory", slow("file")])
+@pytest.mark.parametrize("lacking", LACKS)
+def test_a_system_may_lack_what_others_have(tmp_path: Path, monkeypatch: Patch, kind: str, lacking: str) -> None:
+    """Space reserved at once, names exchanged, directories synced, locks: all are used only where they are there."""
+    scene = Scene(tmp_path, kind)
+    LACKS[lacking](monkeypatch)
+    assert scene.run("--threads", "3") == 0
+    assert scene.broken() == []
+    scene.reset()
+    scene.interrupt(5)
+    assert scene.run("--resume") == 0
+    assert scene.broken() == []
+
+
+@pytest.mark.parametrize("then", ["merge", "resume", "fail", "wrong settings", "not ours"])
+def test_an_old_model_that_a_crash_left_without_its_name_gets_it_back(tmp_path: Path, then: str) -> None:
+    """Where names cannot be exchanged there is an instant in which neither has it."""
+    scene = Scene(tmp_path, "directory")
+    put(scene.partial, {"lock": f"{LOCK_WORDS} 1\n".encode()})
+    scene.output.rename(scene.partial / "replaced")
+    put(scene.partial / MADE, scene.new)
+    if then == "wrong settings":  # nothing is touched before settings are right
+        assert scene.run("--method", "slerp", "--weights", "1", "1") == 2
+        assert contents(scene.partial / "replaced") == scene.old
+    elif then == "not ours":
+        put(scene.partial / "replaced", {})
+        scene.old = contents(save_directory(scene.partial / "replaced", random_model(5), mine=True))
+    status = scene.fail() if then == "fail" else scene.run(*["--resume"] * (then == "resume"))
+    assert status == (then in ("fail", "not ours")), scene.printed
+    assert ("was not made by this tool" in scene.printed) == (then == "not ours")
+    assert scene.broken() == []
+
+
+@POSIX
+def test_new_files_have_the_permissions_that_the_user_gives_new_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        outputs = [Scene(tmp_path / kind, kind).output for kind in ("file", "directory")]
+    finally:
+        os.umask(before)
+    for path in [*outputs, *outputs[1].rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
+
+
+@BOTH
+def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(tmp_path: Path, kind: str) -> None:
+    scene = Scene(tmp_path, kind)
+    link = tmp_path / f"latest{scene.output.suffix}"
+    link.symlink_to(scene.output)
+    scene.arguments += ["-o", str(link)]
+    scene.interrupt(5)
+    assert scene.fail() == 1
+    assert scene.broken() == []
+    scene.interrupt(5)
+    assert scene.run("--resume") == 0
+    assert scene.broken() == []
+    assert (link.is_symlink(), dare.main(["verify", str(link), "-q"])) == (True, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", link.name, "place"]
+
+
+ODD_NAMES = ["modèle fusionné", "🙂" * 60, *map(slow, ("合并" * 30, "ж" * 121, "x" * 243, "a\nb", ".hidden"))]
+
+
+@pytest.mark.parametrize("suffix", ["", ".safetensors"])
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_outputs_may_have_any_name_that_the_filesystem_allows(tmp_path: Path, name: str, suffix: str) -> None:
+    left = 255 - len(os.fsencode(name + suffix))
+    name = name + "y" * left * (left < 15) + suffix
+    scene = Scene(tmp_path, "file" if suffix else "directory", old=False, name=name)
+    scene.interrupt(5)
+    assert scene.run("--resume") == 0
+    assert scene.broken() == []
+    assert dare.main(["verify", str(scene.output), "-q"]) == 0
+
+
+def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(tmp_path: Path) -> None:
+    """Root may write anywhere, so a file in the place of a folder stands in for folders that cannot be written."""
+    scene, folder, blocked = Scene(tmp_path, "file"), tmp_path / "here", tmp_path / "blocked"
+    folder.mkdir()
+    blocked.write_text("")
+    prelude = f"os.chdir({str(folder)!r}); tempfile._candidate_tempdir_list = lambda: [{str(blocked)!r}]"
+    variables = {"NUMBA_CACHE_DIR": f"{blocked}/below", "HOME": "/nonexistent", "TERM": "", "XDG_CACHE_HOME": ""}
+    process = launch(prelude, *scene.arguments[1:], **variables)
+    told, printed = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    assert "Numba cannot be used (there is no folder for what it compiles" in printed
+    assert "\x1b" not in told + printed
+    assert scene.broken(status=0) == []
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of addresses that binds")
+@pytest.mark.parametrize("flags", [[], ["--method", "ties", "--keep-ratio", "0.5"], ["verify"]], ids=str)
+def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str]) -> None:
+    import resource
+
+    size = 350 << 20
+    entry = {"dtype": "BF16", "shape": [size // 2]}
+    entries = {f"t{k}": entry | {"data_offsets": [k * size, (k + 1) * size]} for k in (0, 1)}
+    header = json.dumps(entries).encode()
+    for name in ("base", "math"):
+        (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+        os.truncate(tmp_path / f"{name}.safetensors", 8 + len(header) + 2 * size)
+    merge = ["-q", "-b", "base.safetensors", "-m", "math.safetensors", "-o", "out.safetensors"]
+    for words in [merge, ["verify", "out.safetensors"]] if flags == ["verify"] else [[*merge, *flags]]:
+        limit = (resource.RLIMIT_AS, (512 << 20, 512 << 20))
+        done = command(*words, cwd=tmp_path, preexec_fn=lambda limit=limit: resource.setrlimit(*limit))
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out.safetensors").stat().st_size > 2 * size + 8 + len(header)
+    (tmp_path / "out.safetensors").unlink()

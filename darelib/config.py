@@ -205,8 +205,9 @@ class DareConfig:
 
         for name in METHOD_SETTINGS:
             if is_set(name) and name not in METHODS[self.method].settings:
-                fitting = " or ".join(method for method, entry in METHODS.items() if name in entry.settings)
-                raise ConfigError(f"{name} means nothing to method {self.method}", f"use {fitting}, or leave it out")
+                fitting = "method " + " or ".join(m for m, entry in METHODS.items() if name in entry.settings)
+                verb = "mean" if name == "weights" else "means"
+                raise ConfigError(f"{name} {verb} nothing to method {self.method}", f"use {fitting}, or leave it out")
         if is_set("rescale_q") and not self.rescale:
             raise ConfigError("rescale_q means nothing when rescale is off", "leave one of the two out")
 

@@ -123,7 +123,7 @@ class Plan:
         notes = []
         for i, model in enumerate(self.models[1:]):
             found = {"lacks": self.missing_tensors[i], "has more than the base:": self.extra_tensors[i]}
-            found["has in other shapes:"] = self.mismatched_tensors[i]
+            found[f"has in other shapes ({self.config.get('mismatch')}):"] = self.mismatched_tensors[i]
             notes += [f"{clip(model.name)} {words} {count_of(len(of), 'tensor')}" for words, of in found.items() if of]
         return "\n".join([table(rows, {0, 4}), *notes])
 
@@ -204,7 +204,7 @@ def describe_rules(plan: MergePlan) -> Iterator[PlannedRule]:
     """How many tensors each rule is for; last, those that no rule is for."""
     merged = [tensor for tensor in plan.tensors if tensor.merged]
     for rule in (*plan.config.typed_rules, None):
-        own = [tensor for tensor in merged if tensor.rule == rule]
+        own = [tensor for tensor in merged if tensor.rule is rule]
         if rule or own:
             settings = plan.config.for_rule(rule, len(plan.models))
             words = describe_settings(settings, plan.config, rule)

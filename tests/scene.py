@@ -190,6 +190,9 @@ TUNING.job_elements, TUNING.journal_seconds = 1024, 0.01
 PRELUDE = """
 import os, sys, tempfile, time
 import dare, darelib.plan
+from darelib.models.checkpoint import Checkpoint
+from darelib.output.publish import Output
+from darelib.run import threads
 from darelib.run.worker import Worker
 from darelib.run import threads
 from darelib.tuning import TUNING

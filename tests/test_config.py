@@ -263,9 +263,9 @@ def test_only_files_of_this_tool_are_replaced_without_force(models: Models, refu
         OUT.write_bytes(content)
         refused(1, "exists and was not made by this tool\nhint: add --force", *MERGE)
     assert dare.main(["-q", *MERGE, "--force"]) == 0
-    first = OUT.read_bytes()
     assert dare.main(["-q", *MERGE, "--seed", "1"]) == 0
-    assert first != OUT.read_bytes()
+    assert read_recipe(OUT).dare["seed"] == 1
+    refused(2, "the recipe of a merged model is in its metadata", "-c", str(OUT))
 
 
 def test_what_the_system_refuses_is_passed_on(models: Models, capsys: Capture, monkeypatch: Patch) -> None:

@@ -1,7 +1,8 @@
-"""What ships beside the tool: the sweep, the experiment on quality, the benchmark, and what the documents say of them."""
+"""What ships beside the tool: the sweep, the experiment on quality, the benchmark, and what the documents show."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import importlib
@@ -9,14 +10,15 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,48 +29,37 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError
+from tests import support
 from tests.scene import POSIX, Patch, wait_for
-from tests.support import (
-    F32,
-    HERE,
-    assert_same,
-    finetune,
-    low_rank,
-    merge,
-    random_model,
-    run_merge,
-    save_directory,
-    snapshot,
-    write_adapter,
-    write_config,
-)
+from tests.support import HERE, finetune, random_model, save_directory, snapshot
 
-EXAMPLES = HERE / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(HERE / "examples"))
 
 import benchmark
-import benchmark_models
 import benchmark_report
 import benchmark_rivals
 import quality_report
 import sweep
-import sweep_command
-import sweep_plot
-from benchmark_report import Point
+from sweep_command import Command, EvaluationFailed, score_in
 
 Capture, Models = pytest.CaptureFixture[str], list[Path]
-README, GUIDE, EVIDENCE, *_ = DOCUMENTS = [
-    HERE / "README.md", *(HERE / "docs" / f"{name}.md" for name in ("guide", "evidence", "reliability")),
-    HERE / "docs" / "how-it-works.md", HERE / "docs" / "contributing.md",
-]  # fmt: skip
+EXAMPLES = HERE / "examples"
+STORED = EXAMPLES / "results" / "benchmark.json"
+QUALITY: dict[str, Any] = json.loads((EXAMPLES / "results" / "quality.json").read_text())
+TEXTS = {path: path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))}
+EVIDENCE = TEXTS[HERE / "docs" / "evidence.md"]
 
 
-def run_example(name: str, *arguments: str | Path, **options: Any) -> str:
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_example(name: str, *arguments: str | Path) -> str:
     """What a script prints, in a process of its own."""
     words = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, **options)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=300, check=True).stdout
 
 
 # --- the sweep over settings ------------------------------------------------------------------------------------------
@@ -86,347 +77,402 @@ score = 1 - (rate - 0.8) ** 2 + seed % 5 * 1e-5 if settings else 0.1
 """
 
 
-def judge(folder: Path, rest: str = "print('accuracy:', score)") -> str:
-    """The evaluation as a command, with a space in its path; rest: how it ends."""
-    (folder / "my judge.py").write_text(JUDGE + rest)
-    return f'"{sys.executable}" "{folder / "my judge.py"}" {{model}}'
+def judge(ending: str = "print('accuracy:', score)") -> str:
+    """The evaluation as a command, with a space in its path."""
+    Path("my judge.py").write_text(JUDGE + ending)
+    return f'"{sys.executable}" "my judge.py" {{model}}'
 
 
-def calls(folder: Path) -> list[Any]:
-    path = folder / "calls.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def calls() -> list[Any]:
+    return [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
 
 
-def recipe_of(path: Path) -> dict[str, Any]:
-    """How a model was merged; nothing if it was not."""
+def settings_of(path: Path) -> dict[str, Any]:
+    """How a model was merged, and with which seeds; nothing if it was not."""
     with safe_open(path, "np") as file:
-        return tomllib.loads((file.metadata() or {}).get("dare_recipe", ""))
+        recipe = tomllib.loads((file.metadata() or {}).get("dare_recipe", ""))
+    return recipe and recipe["dare"] | {"seeds": recipe["recipe"]["seeds"]}
 
 
-def hill(path: Path) -> float:
-    """Best at drop rate 0.8 and lambda 1, with a little noise by the seed."""
-    if not (made := recipe_of(path).get("dare")):
-        return -1.0
-    noise = 1e-4 * math.sin(made["seed"]) * (made["drop_rate"] > 0)
-    return -((made["drop_rate"] - 0.8) ** 2) - (made["lambda_coeff"] - 1) ** 2 + noise
+class Hill(list[dict[str, Any]]):
+    """An evaluation in Python, best at drop rate 0.8 and lambda 1, with a little noise by the seed. Notes its calls."""
+
+    def __call__(self, path: Path) -> float:
+        self.append(made := settings_of(path))
+        noise = 1e-4 * math.sin(made.get("seed", 0)) * (made.get("drop_rate", 0) > 0)
+        return -((made["drop_rate"] - 0.8) ** 2) - (made["lambda_coeff"] - 1) ** 2 + noise if made else -1.0
 
 
-def count_calls(evaluate: Callable[[Path], float]) -> tuple[Callable[[Path], float], Models]:
-    seen: Models = []
-    return (lambda path: (seen.append(path), evaluate(path))[1]), seen  # type: ignore[func-returns-value]
+def run_sweep(models: Models, evaluate: Any, grid: dict[str, Any], **options: Any) -> Any:
+    return sweep.sweep(models[0], models[1:], sweep.Grid(**grid), evaluate, **options)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_sweep_finds_a_known_optimum_and_ranks_everything(models: Models, tmp_path: Path, sign: int) -> None:
-    before = snapshot(tmp_path)
-    evaluate, seen = count_calls(lambda path: sign * hill(path))
-    grid = sweep.Grid(drop_rate=(0.0, 0.5, 0.8), method=("linear", "ties"), lambda_coeff=(0.5, 1), seeds=3)
-    result = sweep.sweep(models[0], models[1:], grid, evaluate, directory=tmp_path, minimize=sign < 0)
+def test_a_sweep_finds_a_known_optimum_and_ranks_everything(models: Models, folder: Path, sign: int) -> None:
+    before, hill = snapshot(folder), Hill()
+    grid = {"drop_rate": (0.0, 0.5, 0.8), "method": ("linear", "ties"), "lambda_coeff": (0.5, 1), "seeds": 3}
+    options: Any = {"directory": folder, "minimize": sign < 0, "config": DareConfig(seed=7)}
+    result = run_sweep(models, lambda path: sign * hill(path), grid, **options)
     best = result.best.candidate.settings
     assert (best.drop_rate, best.lambda_coeff, result.distinguishable) == (0.8, 1, True)
     means = [sign * row.mean for row in result.rows]
     assert means == sorted(means, reverse=True)
-    assert [sign * row.mean for row in result.rows if row.candidate.kind == "alone"] == [-1.0] * 3
+    assert means[-3:] == [-1.0] * 3, "the models alone"
     assert sign * result.baseline.mean == pytest.approx(-0.64)
     # 12 combinations: the four without dropping have no seeds, and one of those is the baseline.
-    assert (len(result.rows), len(seen)) == (3 + 12, 3 + 4 + 8 * 3)
-    assert ("lower is better" if sign < 0 else "higher is better") in str(result)
-    assert snapshot(tmp_path) == before, "nothing is left behind"
+    assert (len(result.rows), len(hill)) == (3 + 12, 3 + 4 + 8 * 3)
+    one = {"drop_rate": 0.8, "method": "ties", "lambda_coeff": 1}
+    drawn = [seed for made in hill if made.items() >= one.items() for seed in made["seeds"]]
+    assert sorted(drawn) == list(range(7, 13)), "its seeds share no mask"
+    assert snapshot(folder) == before, "nothing is left behind"
 
 
-def test_seeds_of_a_sweep_share_no_mask(models: Models) -> None:
-    drawn: list[int] = []
-
-    def note(path: Path) -> float:
-        recipe = recipe_of(path)
-        drawn.extend(recipe["recipe"]["seeds"] if recipe and recipe["dare"]["drop_rate"] else [])
-        return 0.0
-
-    sweep.sweep(models[0], models[1:], sweep.Grid(seeds=4), note, config=DareConfig(seed=7))
-    assert sorted(drawn) == list(range(7, 15))
-
-
-def test_a_combination_is_tried_once_and_only_if_it_makes_sense(
-    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    evaluate, seen = count_calls(lambda path: -abs(recipe_of(path).get("dare", {}).get("rescale_q", 9) - 0.4))
-    grid = sweep.Grid(drop_rate=(0.9, 0.5, 0.9, 0), rescale_q=(0.1, 0.5, 1), keep_ratio=(0.5,), seeds=1)
-    result = sweep.sweep(models[0], models[1:], grid, evaluate)
+def test_a_combination_is_tried_once_and_only_if_it_makes_sense(models: Models, caplog: Any) -> None:
+    grid = {"drop_rate": (0.9, 0.5, 0.9, 0), "rescale_q": (0.1, 0.5, 1), "keep_ratio": (0.5,), "seeds": 1}
+    result = run_sweep(models, lambda path: -abs(settings_of(path).get("rescale_q", 9) - 0.4), grid)
     tried = sorted((row.candidate.settings.drop_rate, row.candidate.settings.rescale_q or 0) for row in result.merges)
     assert tried == [(0, 0), (0.5, 0.5), (0.5, 1), (0.9, 0.1), (0.9, 0.5), (0.9, 1)]
-    assert len(seen) == 3 + 6
-    assert "left out 1 combination that" in caplog.text  # q 0.1 at 0.5; where nothing is dropped, q means nothing
-    assert "rescale_q 0.1 is below 1 - drop_rate = 0.5" in caplog.text
-    assert tomllib.loads(sweep.winning_configuration(result, tmp_path / "best.toml"))["dare"]["rescale_q"] == 0.5
+    # Where nothing is dropped, q means nothing, and keep_ratio is only for ties.
+    assert re.search("left out 1 combination that .* rescale_q 0.1 is below 1 - drop_rate = 0.5", caplog.text)
+    assert tomllib.loads(sweep.winning_configuration(result, Path("best.toml")))["dare"]["rescale_q"] == 0.5
 
 
-def test_the_baseline_drops_nothing_whatever_the_rules_say(models: Models) -> None:
-    rules = [{"match": "layer.*", "drop_rate": 0.5, "keep_ratio": 0.5}, {"match": "head.*", "lambda_coeff": 0.0}]
-    config, merged = DareConfig(method="ties", weights=(3.0, 1.0), rules=rules, engine="plain"), {}
-
-    def keep(path: Path) -> float:
-        made = recipe_of(path).get("dare")
-        merged[f"{made['method']} {made['drop_rate']}" if made else path.stem] = load_file(path)
-        return 0.0
-
-    sweep.sweep(models[0], models[1:], sweep.Grid(method=("linear", "ties"), seeds=1), keep, config=config)
-    assert merged.keys() == {"base", "math", "code", "linear 0.0", "linear 0.9", "ties 0.9"}
-    base, first, second = (load_file(path) for path in models)
-    for name, tensor in base.items():
-        deltas = [model[name].float() - tensor.float() for model in (first, second)]
-        average = (tensor.float() + (0.75 * deltas[0] + 0.25 * deltas[1])).to(tensor.dtype)
-        expected = tensor if name == "head.weight" else average
-        assert (merged["linear 0.0"][name] == expected).float().mean() > 0.999
-    assert (merged["linear 0.9"]["head.weight"] == base["head.weight"]).all()
+def test_the_baseline_is_the_plain_average_whatever_the_rules_say(models: Models) -> None:
+    rules, made = [{"match": "layer.*", "drop_rate": 0.5}, {"match": "head.*", "lambda_coeff": 0.0}], {}
+    config = DareConfig(method="ties", weights=(3.0, 1.0), rules=rules)
+    run_sweep(models, lambda path: len(made.setdefault(str(settings_of(path)), load_file(path))), {}, config=config)
+    [average] = [tensors for settings, tensors in made.items() if "linear" in settings]
+    base, first, second = ({name: tensor.float() for name, tensor in load_file(path).items()} for path in models)
+    for name, found in average.items():
+        delta = 0.75 * (first[name] - base[name]) + 0.25 * (second[name] - base[name])
+        expected = base[name] + (0 if name == "head.weight" else delta)
+        assert (found == expected.to(found.dtype)).float().mean() > 0.999
 
 
-# What an evaluation prints, and the score in it.
-SCORES = [
+@pytest.mark.parametrize(("output", "score"), [
     ("0.5", 0.5), ("step 12: loss 3\naccuracy: 93.5%\n", 93.5), ("acc=1e-3", 0.001), ("-7 of them.", -7.0),
     ("perplexity 1,234.5", 1234.5), ("\x1b[32m0.25\x1b[0m", 0.25), ("loaded model2 in 3s: .75", 0.75),
-    ('{"score": 0.5, "n": 100}', 0.5), ('{\n "a": {"score": 3},\n "score": 4\n}\n', 4.0), ("{not json} 8", 8.0),
-    ('{"score": 1}\nlog 7\n{"score": 2, "tasks": [1, 2]}\ndone in 5 s', 2.0), ('{"accuracy": 0.75}', 0.75),
-    ("", None), ("no numbers, model2 only", None), ('{"score": "high"} 3', None), ('{"score": true}', None),
-    ('{"score": null, "n": 5}', None),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("output", "score"), SCORES)
-def test_the_score_is_that_of_the_json_or_the_last_number(output: str, score: float | None) -> None:
-    if score is None:
-        with pytest.raises(DareError, match="no number"):
-            sweep_command.score_in(output)
+    ('{\n "a": {"score": 3},\n "score": 4\n}\n', 4.0), ('{"accuracy": 0.75}', 0.75), ("{not json} 8", 8.0),
+    ('{"score": 1}\nlog 7\n{"score": 2, "tasks": [1, 2]}\ndone in 5 s', 2.0), ("model2 only", "it printed no number"),
+    ('{"score": "high"} 3', "no number but 'high'"), ('{"score": true, "n": 5}', "no number but True"),
+])  # fmt: skip
+def test_the_score_is_that_of_the_json_or_the_last_number(output: str, score: float | str) -> None:
+    if isinstance(score, str):
+        with pytest.raises(EvaluationFailed, match=score):
+            score_in(output)
     else:
-        assert sweep_command.score_in(output) == score
+        assert score_in(output) == score
 
 
-def test_the_command_names_a_winner_that_makes_the_very_bytes(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    folder = tmp_path / "a b"
-    shutil.copytree(EXAMPLES / "models", folder / "examples" / "models")
-    shutil.copy(HERE / "merge_config.toml", folder / "config.toml")
-    monkeypatch.chdir(folder)
-    before, evaluation = {path.name for path in folder.iterdir()}, judge(folder)
-    flags = ["-c", "config.toml", "--drop-rate", "0.5", "0.8", "--seeds", "2", "--evaluate", evaluation]
-    assert sweep.main(flags) == 0
-    first = capsys.readouterr()
-    assert first.err.startswith("5 merges to make and 8 evaluations to run; scores are kept in sweep_results.jsonl\n")
-    ranks = [line.split("  ")[1].strip() for line in first.out.splitlines()[1:7]]
-    assert ranks[:3] == ["linear, drop 0.8, lambda 1", "linear, drop 0.5, lambda 1", "plain average (baseline)"]
-    assert sorted(ranks[3:]) == [f"examples/models/{name}.safetensors alone" for name in ("base", "covered", "rotated")]
-    assert "confirm it on data that was not used here" in first.out
-    made = {"my judge.py", "calls.jsonl", "sweep_results.jsonl", "sweep_best.toml"}
-    assert {path.name for path in folder.iterdir()} == before | made
-    text = (folder / "sweep_best.toml").read_text()
-    assert "# plain average: " in text
-    assert dare.main(["-q", "--config", "sweep_best.toml"]) == 0
-    merged = (folder / "examples" / "models" / "merged.safetensors").read_bytes()
-    assert [hashlib.sha256(merged).hexdigest(), 0.8, 42] in calls(folder)
-    assert sweep.main([*flags, "-q"]) == 0
-    assert capsys.readouterr() == (first.out, "")
-    assert len(calls(folder)) == 8, "nothing was evaluated twice"
-    assert (folder / "sweep_best.toml").read_text() == text
-
-
-def test_what_fails_is_reported_and_tried_again_and_the_rest_goes_on(
-    models: Models, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_config(tmp_path)
-    ending = """
-if rate == 0.5 and not os.path.exists("fixed"):
-    print("0.99")
-    sys.exit("out of memory\\nsorry")
-print({0.6: "no score", 0.7: "score 3, then nan"}.get(rate, score))
-"""
-    rates = ["--drop-rate", "0.5", "0.6", "0.7", "0.8"]
-    flags = ["-c", "config.toml", *rates, "--seeds", "1", "-e", judge(tmp_path, ending)]
+def test_the_winner_makes_the_very_bytes_and_what_failed_is_tried_again(models: Models, capsys: Capture) -> None:
+    ending = "if rate == 0.5 and not os.path.exists('fixed'): sys.exit(print(9) or 'out of memory\\nsorry')\n"
+    ending += "print({0.6: 'no score', 0.7: 'score 3, then nan'}.get(rate, score))"
+    Path("a b").mkdir()
+    flags = ["-c", str(support.write_config(Path())), "--drop-rate", "0.5", "0.6", "0.7", "0.8", "--seeds", "2"]
+    flags += ["--evaluate", judge(ending), "--directory", "a b"]
+    before = set(os.listdir())
     assert sweep.main(flags) == 0
     printed = capsys.readouterr()
-    failures = [line.split("failed: ")[1] for line in printed.err.splitlines() if "failed: " in line]
-    assert failures == ["it ended with status 1: sorry", "it printed no number", "its score is nan"]
-    assert "The best merge is linear, drop 0.8" in printed.out
-    assert "the same command tries them again" in printed.out
-    assert printed.out.count(" failed ") == 3
-    (tmp_path / "fixed").touch()
-    before = len(calls(tmp_path))
+    assert printed.err.startswith("9 merges to make and 12 evaluations to run; scores are kept in sweep_results.jsonl")
+    failures = {line.split("failed: ")[1] for line in printed.err.splitlines() if "failed: " in line}
+    assert failures == {"it ended with status 1: sorry", "it printed no number", "its score is nan"}
+    assert re.match(r".*\n1  linear, drop 0.8, lambda 1 +1\.0000.*\n2  plain average \(baseline\) ", printed.out)
+    assert re.findall(r"drop (.*), lambda 1 +failed", printed.out) == ["0.5", "0.6", "0.7"]
+    assert set(os.listdir()) == before | {"calls.jsonl", "sweep_results.jsonl", "sweep_best.toml"}
+    assert dare.main(["-q", "--config", "sweep_best.toml"]) == 0
+    assert [hashlib.sha256(Path("out.safetensors").read_bytes()).hexdigest(), 0.8, 42] in calls()
+    Path("fixed").touch()
     assert sweep.main(flags) == 0
-    assert len(calls(tmp_path)) == before + 3, "what failed is tried again, and nothing else"
-    assert capsys.readouterr().out.count(" failed ") == 2
+    assert len(calls()) == 12 + 6, "what failed is tried again, and nothing else"
+    assert re.findall(r"drop (.*), lambda 1 +failed", capsys.readouterr().out) == ["0.6", "0.7"]
 
 
 @POSIX
-def test_an_evaluation_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
-    command = sweep_command.Command.of(f"sh -c 'sleep 60 & echo $! > {tmp_path / 'child'}; wait' {{model}}", timeout=1)
-    with pytest.raises(sweep_command.EvaluationFailed, match="it took longer than 1 s"):
-        command(tmp_path)
-    child = Path("/proc") / (tmp_path / "child").read_text().strip() / "stat"
-    wait_for(lambda: not child.exists() or child.read_text().split()[2] == "Z")
+def test_an_evaluation_that_hangs_is_ended_with_all_that_it_started(folder: Path) -> None:
+    with pytest.raises(EvaluationFailed, match="it took longer than 1 s"):
+        Command.of("sh -c 'sleep 60 & echo $! > child; wait' {model}", timeout=1)(folder)
+    status = Path("/proc", Path("child").read_text().strip(), "stat")
+    wait_for(lambda: not status.exists() or status.read_text().split()[2] == "Z")
 
 
 @POSIX
-def test_an_interrupted_sweep_cleans_up_and_continues(models: Models, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_config(tmp_path)
-    ending = "if len(open('calls.jsonl').readlines()) == 6:\n    time.sleep(60)\nprint(score)"
-    flags = ["--config", "config.toml", "--drop-rate", "0.5", "0.8", "--seeds", "2", "-e", judge(tmp_path, ending)]
-    words = [sys.executable, str(EXAMPLES / "sweep.py"), *flags]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len(calls(tmp_path)) == 6)
-    assert list(tmp_path.glob("sweep-*")) != [], "the model that is being scored"
+def test_an_interrupted_sweep_cleans_up_and_continues(models: Models, folder: Path) -> None:
+    ending = "if len(open('calls.jsonl').readlines()) == 6: time.sleep(60)\nprint(score)"
+    flags = ["-c", str(support.write_config(folder)), "--drop-rate", "0.5", "0.8", "--seeds", "2", "-e", judge(ending)]
+    process = subprocess.Popen([sys.executable, EXAMPLES / "sweep.py", *flags], stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: Path("calls.jsonl").exists() and len(calls()) == 6)
+    assert list(folder.glob("sweep-*")) != [], "the model that is being scored"
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert stderr.splitlines()[-1] == "interrupted; what is scored is kept, and the same command continues"
-    assert list(tmp_path.glob("sweep-*")) == []
-    assert not (tmp_path / "sweep_best.toml").exists()
+    assert stderr.endswith("interrupted; what is scored is kept, and the same command continues\n")
+    assert (list(folder.glob("sweep-*")), Path("sweep_best.toml").exists()) == ([], False)
     assert sweep.main(flags) == 0
-    assert len(calls(tmp_path)) == 8 + 1
+    assert len(calls()) == 8 + 1
 
 
-# What may be left of the last line of results.
-DAMAGE = ['{"ke', '{"key": "a", "score": 1' + "0" * 400, '{"key": "a", "score": ' + "[" * 10**5]
+def test_results_that_are_damaged_or_of_something_else_are_not_used(models: Models) -> None:
+    results = Path("r.jsonl")
 
+    def count(label: str = "one", **settings: Any) -> int:
+        hill, options = Hill(), {"results": results, "label": label, "config": DareConfig(**settings)}
+        run_sweep(models, hill, {"drop_rate": (0.5,), "seeds": 1}, **options)
+        return len(hill)
 
-def test_damaged_results_are_made_again(models: Models, tmp_path: Path) -> None:
-    results, grid = tmp_path / "r.jsonl", sweep.Grid(drop_rate=(0.5, 0.8), seeds=2)
-
-    def run() -> tuple[str, int]:
-        evaluate, seen = count_calls(hill)
-        return str(sweep.sweep(models[0], models[1:], grid, evaluate, results=results, label="hill")), len(seen)
-
-    whole, _ = run()
-    assert run() == (whole, 0)
-    results.write_bytes(results.read_bytes()[:-20])
-    assert run() == (whole, 1)
-    for damage in DAMAGE:
-        results.write_text(damage)
-        assert run() == (whole, 8)
-
-
-def test_scores_of_other_evaluations_models_and_settings_are_not_mixed_up(models: Models, tmp_path: Path) -> None:
-    def count(label: str, **settings: Any) -> int:
-        evaluate, seen = count_calls(hill)
-        grid, kept = sweep.Grid(drop_rate=(0.5,), seeds=1), {"results": tmp_path / "r.jsonl", "label": label}
-        sweep.sweep(models[0], models[1:], grid, evaluate, config=DareConfig(**settings), **kept)
-        return len(seen)
-
-    assert [count("one"), count("one"), count("two")] == [5, 0, 5]
-    assert [count("one", seed=1), count("one", weights=(0.3, 0.7))] == [1, 2]
+    assert [count(), count(), count("two"), count(seed=1), count(weights=(0.3, 0.7))] == [5, 0, 5, 1, 2]
     os.utime(models[2], ns=(0, 0))
-    assert count("one") == 3, "the model that changed, and the merges with it"
-    labels = [sweep.Command.of(judge(tmp_path, rest)).label for rest in ("print(1)", "print(1)", "print(2)")]
+    assert count() == 3, "the model that changed, and the merges with it"
+    results.write_bytes(results.read_bytes()[:-20])
+    assert count() == 1, "the line that was cut short"
+    for damage in ('{"ke', '{"key": "a", "score": 1' + "0" * 400, '{"key": "a", "score": ' + "[" * 10**5):
+        results.write_text(damage)
+        assert [count(), count()] == [5, 0]
+    labels = [Command.of(judge(ending)).label for ending in ("print(1)", "print(1)", "print(2)")]
     assert labels[0] == labels[1] != labels[2], "a script that was edited is another evaluation"
-
-
-def test_inputs_that_change_during_a_sweep_end_it(models: Models, tmp_path: Path) -> None:
-    def touch(path: Path) -> float:
-        return 0.0 if not recipe_of(path) else float(os.utime(models[1]) or 0)  # type: ignore[func-returns-value]
-
     with pytest.raises(DareError, match=r"math\.safetensors' has changed during"):
-        sweep.sweep(models[0], models[1:], sweep.Grid(), touch, results=tmp_path / "r.jsonl")
+        run_sweep(models, lambda path: float(settings_of(path) != {} and bool(os.utime(models[1]))), {"seeds": 1})
 
 
-def outcome_of(*scores: list[float]) -> Any:
-    """A made-up outcome: combinations with these scores by seed, and a plain average that scores 0."""
-    model, rates = sweep.Model("math", Path("math")), [0.0, *(0.5 + 0.01 * k for k in range(len(scores)))]
-    kinds = ["baseline"] + ["grid"] * len(scores)
-    candidates = [
-        sweep.Candidate(f"{kind} {rate}", kind, (model,), (DareConfig(drop_rate=rate),))
-        for kind, rate in zip(kinds, rates, strict=True)
-    ]
-    rows = [sweep.Row(each, tuple(by), len(by)) for each, by in zip(candidates, [[0.0], *scores], strict=True)]
-    return sweep.SweepResult(sweep.rank(rows, False), False, model, None, DareConfig())
-
-
-# Scores by seed, whether they can be told from a plain average that scores 0, and what is printed.
-VERDICTS = [
+@pytest.mark.parametrize(("scores", "better", "words"), [
     ([[0.1, 0.1001, 0.1002]], True, "more than its seeds' spread explains"),
     ([[0.1, 0.6, 1.1]], False, "not distinguishable from the plain average"),
     ([[0.1]], None, "there is only one seed; give --seeds 3 or more"),
-    ([[0.1, 0.1, 0.1]], None, "all its seeds score the same"),
     ([[-0.1, -0.2, -0.3]], False, "No combination scores better than the plain average"),
-    ([[0.04, 0.05, 0.06]] * 1, True, "p = 0.0066 with allowance"),
-    ([[0.04, 0.05, 0.06]] * 8, False, "p = 0.052 with allowance"),
-]
+    ([[0.04, 0.05, 0.06]] * 1, True, "p = 0.0065 with allowance for the choice"),
+    ([[0.04, 0.05, 0.06]] * 8, False, "p = 0.052 with allowance for the choice"),
+])  # fmt: skip
+def test_the_best_is_only_called_better_if_its_seeds_agree(scores: Any, better: bool | None, words: str) -> None:
+    model, rows = sweep.Model("math", Path("math")), []
+    for number, by_seed in enumerate([[0.0], *scores]):  # the plain average scores 0
+        config = DareConfig(drop_rate=0.5 + number / 100 if number else 0.0)
+        candidate = sweep.Candidate(f"number {number}", "grid" if number else "baseline", (model,), (config,))
+        rows.append(sweep.Row(candidate, tuple(by_seed), len(by_seed)))
+    result = sweep.SweepResult(sweep.rank(rows, False), False, model, None, DareConfig())
+    assert result.distinguishable is better
+    assert words in result.verdict
+    assert ("put 0 among the drop rates" in str(result)) == (result.best is not result.baseline)
+    for freedom, t, beyond in [(1, 12.7062, 0.025), (2, 4.30265, 0.025), (3, 5.84091, 0.005), (4, 2.13185, 0.05)]:
+        assert sweep.chance(t, freedom) == pytest.approx(beyond, rel=1e-4), "as in the tables of Student's t"
 
 
-@pytest.mark.parametrize(("scores", "told", "words"), VERDICTS)
-def test_the_best_is_only_called_better_if_its_seeds_agree(scores: Any, told: bool | None, words: str) -> None:
-    outcome = outcome_of(*scores)
-    assert outcome.distinguishable is told
-    assert words in outcome.verdict
-    assert "evaluation's own noise is unknown" in str(outcome)
-    assert ("put 0 among the drop rates" in str(outcome)) == (outcome.best is not outcome.baseline)
-
-
-def test_the_t_test_is_that_of_the_tables() -> None:
-    tails = [(1, 12.7062, 0.025), (2, 4.30265, 0.025), (3, 5.84091, 0.005), (4, 2.13185, 0.05), (9, 3.24984, 0.005)]
-    for freedom, t, beyond in tails:
-        assert sweep.chance(t, freedom) == pytest.approx(beyond, rel=1e-4)
-        assert sweep.chance(0, freedom) == pytest.approx(0.5)
-
-
-def test_directories_stay_directories_and_adapters_alone_are_merged_first(tmp_path: Path) -> None:
-    base, alone = random_model(), {}
-    save_directory(tmp_path / "base", base, model_type="x")
-    save_directory(tmp_path / "full", finetune(base, 1))
-    write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
-    (tmp_path / "tokenizer").mkdir()
-    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+def test_directories_stay_directories_and_adapters_alone_are_merged_first(folder: Path) -> None:
+    base, found = save_directory(folder / "base", random_model(), model_type="x"), {}
+    full = save_directory(folder / "full", finetune(random_model(), 1), model_type="x")
+    (full / "tokenizer.json").write_text("{}")
+    adapter = support.write_adapter(folder / "adapter", support.low_rank("layer", (37, 61)))
 
     def evaluate(path: Path) -> float:
-        assert path.is_absolute()
-        assert path.name in ("base", "full") or (path / "config.json").exists()
-        if path.name == "merged" and len(recipe_of(path / "model.safetensors")["recipe"]["seeds"]) == 1:
-            alone.update(load_file(path / "model.safetensors"))
-        return 0.0
+        found[len(settings_of(path / "model.safetensors").get("seeds", ()))] = load_file(path / "model.safetensors")
+        return float((path / "config.json").exists())
 
-    sources, plain = [tmp_path / "full", tmp_path / "adapter"], DareConfig(engine="plain")
-    options: Any = {"config": plain, "directory": tmp_path, "tokenizer_from": tmp_path / "tokenizer"}
-    result = sweep.sweep(tmp_path / "base", sources, sweep.Grid(seeds=1), evaluate, **options)
-    assert [row.complete for row in result.rows] == [True] * 5
-    run_merge(tmp_path / "base", sources[1:], tmp_path / "out", drop_rate=0, engine="plain")
-    assert_same(alone, load_file(tmp_path / "out" / "model.safetensors"))
-    (tmp_path / "best.toml").write_text(sweep.winning_configuration(result, tmp_path / "best.toml"))
-    assert dare.main(["-q", "-c", str(tmp_path / "best.toml"), "--engine", "plain"]) == 0
-    assert (tmp_path / "merged" / "tokenizer.json").exists()
+    options = {"config": DareConfig(engine="plain"), "tokenizer_from": full}
+    result = run_sweep([base, full, adapter], evaluate, {"seeds": 1}, **options)
+    assert [row.scores for row in result.rows] == [(1.0,)] * 5
+    support.run_merge(base, [adapter], Path("alone"), drop_rate=0, engine="plain")
+    support.assert_same(found[1], load_file("alone/model.safetensors"))
+    Path("best.toml").write_text(sweep.winning_configuration(result, Path("best.toml")))
+    assert dare.main(["-q", "-c", "best.toml", "--engine", "plain"]) == 0
+    assert Path("merged", "tokenizer.json").exists()
 
 
-BAD_USAGE = [
-    (["--evaluate", "python judge.py"], "has no {model}", "write {model} where"),
-    (["--evaluate", "pyhton judge.py {model}"], "there is no command 'pyhton'", "first word"),
-    (["--evaluate", "'python {model}"], "cannot be split into words", "quotes"),
-    (["--drop-rate", "0.5", "1.5"], "--drop-rate must be a number from 0", "--help"),
-    (["--method", "tie"], "--method must be one of linear, ties, slerp", "did you mean ties?"),
-    (["--drop-rate", "0.5", "--rescale-q", "0.2"], "no combination makes sense: rescale_q 0.2 is below", "--help"),
-    (["--seeds", "0"], "--seeds must be at least 1", "3 or more"),
-    (["--timeout", "0"], "--timeout must be above 0", "seconds"),
-    (["--plot", "sweep.gif"], "neither .png nor .svg", "sweep.png"),
-    (["--plot", "sweep.png"], "a plot needs matplotlib, which is not installed", "uv sync --extra plot"),
-    (["--write-config", "config.toml"], "exists and was not written by a sweep", "--force"),
-    (["--write-config", "no/such.toml"], "does not exist", "create"),
-    (["--results", "config.toml"], "is not a results file of a sweep", "--results"),
-    (["--results", "math.safetensors"], "math.safetensors' is the input", "never overwritten"),
-    (["--write-config", "math.safetensors", "--force"], "math.safetensors' is the input", "never overwritten"),
-    (["--merge", "nothing.safetensors"], "there is no file or directory 'nothing.safetensors'", "looked for"),
-    (["--directory", "nowhere"], "cannot use 'nowhere'", "--directory"),
-    (["--config", "missing.toml"], "there is no configuration file", "--config"),
-]
-
-
-@pytest.mark.parametrize(("flags", "message", "hint"), BAD_USAGE, ids=[" ".join(row[0])[:40] for row in BAD_USAGE])
-def test_wrong_usage_of_a_sweep_is_refused_before_anything_is_merged(
-    models: Models, tmp_path: Path, monkeypatch: Patch, capsys: Capture, flags: list[str], message: str, hint: str
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--evaluate 'python judge.py'", "has no {model}"), ("--evaluate 'pyhton {model}'", "there is no command 'pyhton'"),
+    ("--drop-rate 0.5 1.5", "--drop-rate must be a number from 0"), ("--method tie", "did you mean ties?"),
+    ("--drop-rate 0.5 --rescale-q 0.2", "no combination makes sense: rescale_q 0.2 is below"),
+    ("--seeds 0", "--seeds must be at least 1"), ("--plot sweep.gif", "neither .png nor .svg"),
+    ("--plot sweep.png", "a plot needs matplotlib, which is not installed\nhint: uv sync --extra plot"),
+    ("--write-config config.toml", "exists and was not written by a sweep"),
+    ("--results config.toml", "is not a results file of a sweep"),
+    ("--results math.safetensors", "math.safetensors' is the input"),
+    ("--write-config math.safetensors --force", "math.safetensors' is the input"),
+    ("--merge nothing.safetensors", "there is no file or directory 'nothing.safetensors'"),
+])  # fmt: skip
+def test_wrong_usage_is_refused_before_anything_is_merged_or_overwritten(
+    models: Models, folder: Path, monkeypatch: Patch, capsys: Capture, flags: str, message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as if it were not installed
-    write_config(tmp_path)
-    usual = ["--config", "config.toml", "--evaluate", judge(tmp_path)]
-    before = snapshot(tmp_path)
-    assert sweep.main([*usual, *flags]) in (1, 2)
-    error, hinted = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ")
+    words = ["-c", str(support.write_config(folder)), "--evaluate", judge(), *shlex.split(flags)]
+    before = snapshot(folder)
+    assert sweep.main(words) in (1, 2)
+    error = capsys.readouterr().err
     assert message in error
-    assert hinted.startswith("hint: ")
-    assert hint in hinted
-    assert snapshot(tmp_path) == before
+    assert re.fullmatch(r"error: .+\nhint: .+\n", error)
+    assert snapshot(folder) == before
+
+
+# --- the documents ----------------------------------------------------------------------------------------------------
+
+
+def test_every_link_in_the_documents_leads_somewhere() -> None:
+    for document, text in TEXTS.items():
+        assert all((HERE / script).is_file() for script in re.findall(r"examples/\w+\.py", text))
+        for path, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", text):
+            target = document.parent / path if path else document
+            assert target.is_file(), f"{document.name}: {path}"
+            heads = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE) if anchor else [""]
+            assert anchor in [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+
+
+def test_the_tests_that_prove_the_promises_exist() -> None:
+    code = "".join(path.read_text() for path in (HERE / "test_dare.py", *(HERE / "tests").glob("test_*.py")))
+    named = re.findall(r"\btest_\w+\b(?!\.py)", TEXTS[HERE / "docs" / "reliability.md"])
+    assert len(named) >= 5
+    assert [name for name in named if f"def {name}(" not in code] == []
+
+
+def test_what_the_documents_show_is_what_the_commands_print(capsys: Capture) -> None:
+    shutil.copytree(EXAMPLES / "models", "examples/models")
+    shutil.copy(HERE / "merge_config.toml", ".")
+    shown = re.findall(r"```console\n\$ .*dare\.py ([^\n]+)\n([^$`]+)```", "".join(TEXTS.values()))
+    assert len(shown) == 3
+    for words, lines in shown:
+        assert dare.main(words.split(" --plot")[0].split()) == 0
+        printed = capsys.readouterr().out
+        for line in re.sub(r"(?m)^(compiling|disk|memory|time|\.\.\.).*\n| in [\d.]+ s$", "", lines).splitlines():
+            assert line in printed
+
+
+def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
+    assert run_example("benchmark", "--report", STORED, "--markdown") in EVIDENCE
+    first = benchmark_report.load(STORED)["outcomes"][0]
+    tool, *others = (benchmark_report.value(benchmark_report.find(first, r)) for r in ("tool", "mergekit", "torch"))
+    row = "| **{:.1f} s** | {:.1f} s | not measured | not measured | {:.1f} s |".format(tool, *others)
+    assert row in TEXTS[HERE / "README.md"]
+    for name, unit in QUALITY["units"].items():
+        found = [quality_report.mean_cliffs(unit, arm) for arm in quality_report.SINGLE_ARMS]
+        cells = [f"{100 * mean(masks):.0f}" for masks in [*found, quality_report.cliffs(unit, "large", "DARE")]]
+        row = " | ".join([name.replace("/", ", width "), f"{unit['parameters']:,}", *cells])
+        assert f"| {row} |" in EVIDENCE
+    said = ["`linear` with DARE is {:.1f} points below", "it loses {:.1f} points", "it helps: {:.1f} points more"]
+    for (dropping, rival), words in zip(quality_report.RIVALS, said, strict=False):
+        found = quality_report.differences(QUALITY, dropping, rival).values()
+        assert words.format(abs(100 * mean(map(mean, found)))) in " ".join(EVIDENCE.split())
+
+
+# --- the experiment on quality ----------------------------------------------------------------------------------------
+
+
+def test_verdicts_of_the_experiment_come_out_each_way() -> None:
+    pairs = {("64", "768"): "+37.0 ± 6.1 points: as the", ("768", "64"): "-37.0 ± 6.1 points: not as the"}
+    for widths, said in pairs.items():
+        units = {f"chars/{width}": QUALITY["units"][f"chars/{width}"] for width in widths}
+        assert f"right from chars/{widths[0]} to chars/{widths[1]}, by {said} paper says." in "".join(
+            quality_report.single_verdicts("chars", units)
+        )
+    for gain, said in {0.5: "helps in 24, hurts in 0,", -0.5: "helps in 0, hurts in 24,", 0: "hurts in 3,"}.items():
+        results = copy.deepcopy(QUALITY)
+        for arm in (arms["linear + DARE"] for unit in results["units"].values() for arms in unit["merged"].values()):
+            arm["scores"] = [[score + gain for score in row] for row in arm["scores"]]
+        assert said in next(quality_report.merge_verdicts(results))
+    told = {(0.1, 0.11, 0.12): 1, (-0.1, -0.11): -1, (0.1, -0.1, 0.2): 0, (0.009, 0.009): 0, (0.1, 0.1): 1, (0.5,): 0}
+    assert {values: quality_report.direction(values) for values in told} == told
+
+
+@pytest.fixture
+def run(monkeypatch: Patch, capsys: Capture) -> Callable[..., str]:
+    """Calls the main function of a script, as from the command line. Gives the exit status and what was printed."""
+
+    def call(module: Any, words: str) -> str:
+        monkeypatch.setattr(sys, "argv", [module.__name__, *words.split()])
+        try:
+            status = module.main()
+        except SystemExit as end:
+            status = end.code
+        return re.sub(r"[\d.]+ s\b", "? s", f"{status}\n{''.join(capsys.readouterr())}")
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def quality() -> Any:
+    """The experiment, as small as can be: what is learned does not matter here. It takes seconds to import."""
+    pytest.importorskip("sklearn")
+    module: Any = importlib.import_module("quality")
+    plan = module.Plan((4, 8), *[module.Recipe(steps=3, rate=1e-2, batch=8)] * 3)
+    small = {"rates": (0.0, 0.9), "shifts": (0.0, 0.5), "merge_rates": (0.9,), "lambdas": (1.0,), "test_seeds": 2}
+    module.QUICK = dataclasses.replace(module.QUICK, plans={"chars": plan, "digits": plan}, **small)
+    return module
+
+
+@pytest.mark.slow
+def test_an_experiment_that_was_stopped_continues_to_the_same_results(quality: Any, run: Callable[..., str]) -> None:
+    whole = run(quality, "--quick --out whole.json")
+    assert run(quality, "--report whole.json --plot picture.png") == whole, "a report trains nothing"
+    results = json.loads(Path("whole.json").read_text())
+    del results["units"]["digits/8"]
+    Path("part.json").write_text(json.dumps(results))
+    assert run(quality, "--quick --out part.json") == whole
+    assert json.loads(Path("part.json").read_text())["units"].items() >= results["units"].items(), "measured once"
+    assert run(quality, "--out whole.json").startswith("whole.json holds results of other settings")
+
+
+@pytest.mark.slow
+def test_what_is_chosen_never_sees_test_data_or_test_masks(quality: Any, monkeypatch: Patch) -> None:
+    seen: dict[str, set[int]] = {"validation": set(), "test": set()}
+    lab = SimpleNamespace(score=lambda seed, skill, part: seen[part].update(range(seed, seed + 3)) or 0.5)
+    monkeypatch.setattr(quality, "dare_merge", lambda base, experts, config: config.seed)
+    trial, configs = quality.Trial(lab, {}, [{}], ("rotated",)), quality.single_configs("DAREx-q", 0.9, quality.FULL)
+    assert trial.choose(configs, 5) == configs[0], "the first of equals"
+    assert not seen["test"]
+    trial.test(configs[0], 5)
+    assert len(seen["validation"] | seen["test"]) == 2 * 5 * 3, "no mask of three models is used twice"
+    arms = quality.merge_arms(2, quality.FULL)
+    for dropping, rival in quality_report.RIVALS:
+        lambdas = [{config.lambda_coeff for config in arms[arm]} for arm in (dropping, rival)]
+        assert lambdas[0] == lambdas[1] == set(quality.FULL.lambdas), "the rival may choose from the same"
+
+
+# --- the benchmark and the other scripts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["linear", "ties", "slerp"])
+def test_the_benchmarks_torch_script_merges_as_the_tool_does(method: str, folder: Path, monkeypatch: Patch) -> None:
+    models = [finetune(random_model(), seed, 0.05) for seed in (1, 2)]
+    expected = support.merge(folder, random_model(), *models, method=method, drop_rate=0.0, engine="plain")
+    files = [f"{name}.safetensors" for name in ("torch", "base", "m0", "m1")]
+    monkeypatch.setattr(sys, "argv", ["", method, "1", *files])
+    benchmark_rivals.torch_merge()
+    torch.testing.assert_close(load_file(files[0]), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_benchmark_prints_what_ran_out_of_memory_or_of_disk(folder: Path) -> None:
+    for code, trouble in {"raise MemoryError": "out of memory", "1 / 0": "failed"}.items():
+        with pytest.raises(benchmark.Trouble, match=trouble):
+            benchmark.measure([sys.executable, "-c", code], {})
+    with pytest.raises(benchmark.Trouble, match=r"MiB of disk are free, and .* MiB are needed"):
+        benchmark.check_room(folder, benchmark.Point(10**12))
+    outcome = benchmark_report.load(STORED)["outcomes"][0]
+    figures = next(each for each in outcome["figures"] if each["role"] == "mergekit")
+    figures["trouble"] = "out of memory"
+    assert benchmark_report.rival(outcome, "mergekit") == "28.6 (14.6 x, then out of memory)"
+    figures["runs"] = []
+    assert benchmark_report.rival(outcome, "mergekit") == "out of memory"
+
+
+@pytest.mark.slow
+def test_a_small_benchmark_runs_continues_and_compares(run: Callable[..., str], monkeypatch: Patch) -> None:
+    points = [benchmark.Point(200_000), benchmark.Point(200_000, "ties")]
+    monkeypatch.setattr(benchmark, "star", lambda sizes, threads: points)
+    assert "plain torch script" in run(benchmark, "--whole --repeat 1 --json f.json --plot f.png")
+    assert run(benchmark, "--whole --repeat 1 --json f.json").count("measured before") == 2
+    assert run(benchmark, "--whole --repeat 2 --json f.json").startswith("f.json was measured with another repeat")
+    assert run(benchmark, "--report f.json --markdown").startswith("0\n|  | copy on 1 thread |")
+    ratio = r"(?s)0\n.*this checkout / the other: best time \d"
+    assert re.match(ratio, run(benchmark, f"--parameters 2e5 --repeat 1 --against {HERE}"))
+    Path("dare.py").write_text("raise SystemExit('broken on purpose')")
+    failed = run(benchmark, "--parameters 2e5 --repeat 1 --against .")
+    assert re.match(r"(?s)1\n.*ended with status 1\nbroken on purpose", failed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "words"), [
+    ("analyze_models", ("cosine 0.082", "drop 0.8 of rotated", "[[rules]]", "would merge 2 models", "drew ")),
+    ("sweep_settings", ("plain average (baseline)", "The best merge is")), ("drop_rates", ("mean of 3 masks", "0.95")),
+    ("in_memory --parameters 1e5", ("torch.float64   slerp           equal", "1e+05 parameters in bf16")),
+    ("evaluate", ("rotated     96.1%     60.8%     78.5%", "covered     50.9%     94.8%     72.9%")),
+])  # fmt: skip
+def test_the_short_examples_run_and_leave_the_models_alone(script: str, words: tuple[str, ...]) -> None:
+    before = snapshot(EXAMPLES / "models")
+    printed = run_example(*script.split())
+    assert all(word in printed for word in words), printed
+    assert snapshot(EXAMPLES / "models") == before

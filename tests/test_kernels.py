@@ -320,7 +320,7 @@ def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
     compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
     assert run_command(models) == 0
-    assert capsys.readouterr().err == "compiling the sum kernel for this machine; later runs start at once\n"
+    assert capsys.readouterr().err == "compiling for this machine (sum, BF16); later runs start at once\n"
     [kernel] = (tmp_path / "kernels").iterdir()
     assert kernel.name.startswith("dare.sum-BF16-BF16-BF16."), "what is needed, and only that"
     older = kernel.with_name(kernel.name.rsplit(".", 2)[0] + ".0123456789abcdef.o")

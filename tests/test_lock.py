@@ -130,8 +130,11 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@BOTH
-@pytest.mark.parametrize("change", [name if name in ("touched", "gone") else slow(name) for name in CHANGES])
+ALWAYS = [("touched", "file"), ("longer", "directory")]
+CASES = itertools.product(CHANGES, ("file", "directory"))
+
+
+@pytest.mark.parametrize(("change", "kind"), [case if case in ALWAYS else slow(*case) for case in CASES])
 def test_inputs_that_change_during_a_merge_are_noticed_and_nothing_is_published(
     tmp_path: Path, monkeypatch: Patch, change: str, kind: str
 ) -> None:

@@ -77,16 +77,16 @@ def count_open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
+ALWAYS = [
+    *(("file", call, False) for call in CALLS),
+    *(("directory", "unlink", False), ("directory", "rmdir", False)),
+    *(("file", "pwrite", True), ("file", "fsync", True), ("directory", "rename", True)),
+]
+CASES = itertools.product(("file", "directory"), [*CALLS, "reserve"], (False, True))
+
+
 @pytest.mark.real_fsync
-@pytest.mark.parametrize(
-    ("kind", "call", "lasting"),
-    [
-        *(("file", call, False) for call in [*CALLS, "reserve"]),
-        *(("directory", call, False) for call in ("unlink", "rmdir")),
-        *(("file", "pwrite", True), ("file", "fsync", True), ("directory", "rename", True)),
-        *(slow("directory", call, lasting) for call in [*CALLS, "reserve"] for lasting in (False, True)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "call", "lasting"), [case if case in ALWAYS else slow(*case) for case in CASES])
 def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
     tmp_path: Path, kind: str, call: str, lasting: bool
 ) -> None:
@@ -285,23 +285,35 @@ def test_a_signal_stops_a_merge_and_keeps_what_is_done_only_with_resume(
     assert scene.broken() == []
 
 
+BUSY = {
+    "planning": "darelib.plan.find_tokenizer = lambda _: (print('planning', file=sys.stderr), time.sleep(30))",
+    "compiling": "",
+    "merging": """
+run, read, TUNING.min_chunk, TUNING.max_chunk = threads.run_merge, Checkpoint.read, 1024, 1024
+threads.run_merge = lambda *arguments: (print("merging", file=sys.stderr), run(*arguments))[1]
+Checkpoint.read = lambda *arguments: (time.sleep(0.2), read(*arguments))[1]""",
+    "copying": """
+begun = []
+Output.write_file = lambda *arguments: (begun or print("copying", file=sys.stderr), begun.append(1), time.sleep(1))""",
+}
+
+
 @POSIX
-@pytest.mark.parametrize("doing", ["planning", "compiling"])
-@pytest.mark.parametrize(("sent", "everybody"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_signal_stops_a_merge_before_it_has_begun_to_write(
+@pytest.mark.parametrize("doing", BUSY)
+@pytest.mark.parametrize(("sent", "everybody"), [(signal.SIGINT, True), slow(signal.SIGTERM, False)])
+def test_a_signal_stops_a_merge_in_two_seconds_whatever_it_is_doing(
     models: list[Path], tmp_path: Path, sent: signal.Signals, everybody: bool, doing: str
 ) -> None:
-    """Planning may take long, as where a tokenizer is downloaded; kernels are compiled by other processes."""
+    """A tokenizer may have to be downloaded, kernels are compiled by other processes, jobs and copies may take long."""
     (tmp_path / "kernels").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    planning = "darelib.plan.find_tokenizer = lambda _: (print('planning', file=sys.stderr), time.sleep(30))"
-    arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+    arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out", "--engine"]
     folders = dict.fromkeys(("NUMBA_CACHE_DIR", "TMPDIR"), str(tmp_path / "kernels"))
-    process = launch(planning if doing == "planning" else "", *arguments, **folders)
+    process = launch(BUSY[doing], *arguments, "auto" if doing == "compiling" else "plain", **folders)
     assert process.stderr is not None
     assert doing in process.stderr.readline()
     with suppress(subprocess.TimeoutExpired):
-        process.wait(0.3)  # for the compiler to be at work
+        process.wait(0.3)  # for it to be at work
     stop(process, sent, everybody)
     assert sorted(tmp_path.rglob("*")) == before
 

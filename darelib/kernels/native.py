@@ -135,7 +135,7 @@ def _compile_missing(paths: dict[KernelSpec, Path], interrupts: Interrupts) -> N
         while waiting or running:
             while waiting and len(running) < (os.cpu_count() or 1):
                 spec, path = waiting.popitem()
-                LOG.info("compiling the %s kernel for this machine; later runs start at once", spec.kind)
+                LOG.info("compiling for this machine (%s, %s); later runs start at once", spec.kind, spec.finetuned)
                 running[spec] = _start_compiler(spec, path)
             for spec, child in list(running.items()):
                 if child.poll() is not None:

@@ -285,7 +285,8 @@ class Results:
             text = path.read_text(encoding="utf-8", errors="replace") if path and path.exists() else ""
         except OSError as error:
             raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give another --results") from None
-        if not '{"key": "'.startswith(text[:9]):  # the first line, too, may have been cut short
+        first = text[:9].partition("\n")[0]  # which may have been cut short, too
+        if text and not (first and '{"key": "'.startswith(first)):
             raise ConfigError(f"{str(path)!r} is not a results file of a sweep", "give another name after --results")
         for line in text.splitlines():
             with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):  # of a damaged line

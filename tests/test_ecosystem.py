@@ -27,9 +27,8 @@ def save_family(folder: Path, family: str, dtype: torch.dtype = F32, **shards: s
     return paths
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [LOADED[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in LOADED[1:])]
-)
+@pytest.mark.slow  # importing transformers takes longer than most of the suite
+@pytest.mark.parametrize(("family", "dtype"), LOADED)
 def test_a_merged_directory_loads_in_transformers_and_runs(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     import transformers
 

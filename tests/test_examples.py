@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import importlib
@@ -11,19 +10,18 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -37,7 +35,6 @@ sys.path.insert(0, str(HERE / "examples"))
 
 import benchmark
 import benchmark_report
-import benchmark_rivals
 import quality_report
 import sweep
 from sweep_command import Command, EvaluationFailed, score_in
@@ -47,7 +44,7 @@ EXAMPLES = HERE / "examples"
 STORED = EXAMPLES / "results" / "benchmark.json"
 QUALITY: dict[str, Any] = json.loads((EXAMPLES / "results" / "quality.json").read_text())
 TEXTS = {path: path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))}
-EVIDENCE = TEXTS[HERE / "docs" / "evidence.md"]
+README, EVIDENCE = (TEXTS[HERE / name] for name in ("README.md", "docs/evidence.md"))
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +59,6 @@ def run_example(name: str, *arguments: str | Path) -> str:
     return subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=300, check=True).stdout
 
 
-# --- the sweep over settings ------------------------------------------------------------------------------------------
-
 # An evaluation that knows what was done to a model: the recipe is in the file's header. It notes every call.
 JUDGE = """
 import hashlib, json, os, struct, sys, time, tomllib
@@ -71,8 +66,7 @@ data = open(sys.argv[-1], "rb").read()
 header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
 settings = tomllib.loads(header.get("__metadata__", {}).get("dare_recipe", "dare = {}"))["dare"]
 rate, seed = settings.get("drop_rate", 0), settings.get("seed", 0)
-with open("calls.jsonl", "a") as calls:
-    print(json.dumps([hashlib.sha256(data).hexdigest(), rate, seed]), file=calls)
+print(json.dumps([hashlib.sha256(data).hexdigest(), rate, seed]), file=open("calls.jsonl", "a"))
 score = 1 - (rate - 0.8) ** 2 + seed % 5 * 1e-5 if settings else 0.1
 """
 
@@ -157,10 +151,7 @@ def test_the_baseline_is_the_plain_average_whatever_the_rules_say(models: Models
     ('{"score": "high"} 3', "no number but 'high'"), ('{"score": true, "n": 5}', "no number but True"),
 ])  # fmt: skip
 def test_the_score_is_that_of_the_json_or_the_last_number(output: str, score: float | str) -> None:
-    if isinstance(score, str):
-        with pytest.raises(EvaluationFailed, match=score):
-            score_in(output)
-    else:
+    with pytest.raises(EvaluationFailed, match=score) if isinstance(score, str) else nullcontext():
         assert score_in(output) == score
 
 
@@ -207,8 +198,9 @@ def test_an_interrupted_sweep_cleans_up_and_continues(models: Models, folder: Pa
     assert process.returncode == 130
     assert stderr.endswith("interrupted; what is scored is kept, and the same command continues\n")
     assert (list(folder.glob("sweep-*")), Path("sweep_best.toml").exists()) == ([], False)
-    assert sweep.main(flags) == 0
+    assert sweep.main([*flags, "--plot", "sweep.svg"]) == 0
     assert len(calls()) == 8 + 1
+    assert sweep.MARK in Path("sweep.svg").read_text()
 
 
 def test_results_that_are_damaged_or_of_something_else_are_not_used(models: Models) -> None:
@@ -261,16 +253,15 @@ def test_directories_stay_directories_and_adapters_alone_are_merged_first(folder
     (full / "tokenizer.json").write_text("{}")
     adapter = support.write_adapter(folder / "adapter", support.low_rank("layer", (37, 61)))
 
-    def evaluate(path: Path) -> float:
+    def score(path: Path) -> float:
         found[len(settings_of(path / "model.safetensors").get("seeds", ()))] = load_file(path / "model.safetensors")
         return float((path / "config.json").exists())
 
-    options = {"config": DareConfig(engine="plain"), "tokenizer_from": full}
-    result = run_sweep([base, full, adapter], evaluate, {"seeds": 1}, **options)
-    assert [row.scores for row in result.rows] == [(1.0,)] * 5
+    made = run_sweep([base, full, adapter], score, {"seeds": 1}, config=DareConfig(engine="plain"), tokenizer_from=full)
+    assert [row.scores for row in made.rows] == [(1.0,)] * 5
     support.run_merge(base, [adapter], Path("alone"), drop_rate=0, engine="plain")
     support.assert_same(found[1], load_file("alone/model.safetensors"))
-    Path("best.toml").write_text(sweep.winning_configuration(result, Path("best.toml")))
+    Path("best.toml").write_text(sweep.winning_configuration(made, Path("best.toml")))
     assert dare.main(["-q", "-c", "best.toml", "--engine", "plain"]) == 0
     assert Path("merged", "tokenizer.json").exists()
 
@@ -278,13 +269,10 @@ def test_directories_stay_directories_and_adapters_alone_are_merged_first(folder
 @pytest.mark.parametrize(("flags", "message"), [
     ("--evaluate 'python judge.py'", "has no {model}"), ("--evaluate 'pyhton {model}'", "there is no command 'pyhton'"),
     ("--drop-rate 0.5 1.5", "--drop-rate must be a number from 0"), ("--method tie", "did you mean ties?"),
-    ("--drop-rate 0.5 --rescale-q 0.2", "no combination makes sense: rescale_q 0.2 is below"),
-    ("--seeds 0", "--seeds must be at least 1"), ("--plot sweep.gif", "neither .png nor .svg"),
-    ("--plot sweep.png", "a plot needs matplotlib, which is not installed\nhint: uv sync --extra plot"),
-    ("--write-config config.toml", "exists and was not written by a sweep"),
-    ("--results config.toml", "is not a results file of a sweep"),
-    ("--results math.safetensors", "math.safetensors' is the input"),
-    ("--write-config math.safetensors --force", "math.safetensors' is the input"),
+    ("--drop-rate 0.5 --rescale-q 0.2", "no combination makes sense: rescale_q 0.2"), ("--seeds 0", "at least 1"),
+    ("--plot a.gif", "neither .png nor .svg"), ("--plot a.png", "matplotlib, which is not installed\nhint: uv sync"),
+    ("--write-config config.toml", "exists and was not written"), ("--results config.toml", "is not a results file"),
+    ("--results math.safetensors", "is the input"), ("--write-config math.safetensors --force", "is the input"),
     ("--merge nothing.safetensors", "there is no file or directory 'nothing.safetensors'"),
 ])  # fmt: skip
 def test_wrong_usage_is_refused_before_anything_is_merged_or_overwritten(
@@ -298,9 +286,6 @@ def test_wrong_usage_is_refused_before_anything_is_merged_or_overwritten(
     assert message in error
     assert re.fullmatch(r"error: .+\nhint: .+\n", error)
     assert snapshot(folder) == before
-
-
-# --- the documents ----------------------------------------------------------------------------------------------------
 
 
 def test_every_link_in_the_documents_leads_somewhere() -> None:
@@ -320,47 +305,29 @@ def test_the_tests_that_prove_the_promises_exist() -> None:
     assert [name for name in named if f"def {name}(" not in code] == []
 
 
-def test_what_the_documents_show_is_what_the_commands_print(capsys: Capture) -> None:
-    shutil.copytree(EXAMPLES / "models", "examples/models")
-    shutil.copy(HERE / "merge_config.toml", ".")
-    shown = re.findall(r"```console\n\$ .*dare\.py ([^\n]+)\n([^$`]+)```", "".join(TEXTS.values()))
-    assert len(shown) == 3
-    for words, lines in shown:
-        assert dare.main(words.split(" --plot")[0].split()) == 0
-        printed = capsys.readouterr().out
-        for line in re.sub(r"(?m)^(compiling|disk|memory|time|\.\.\.).*\n| in [\d.]+ s$", "", lines).splitlines():
-            assert line in printed
-
-
 def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
     assert run_example("benchmark", "--report", STORED, "--markdown") in EVIDENCE
     first = benchmark_report.load(STORED)["outcomes"][0]
-    tool, *others = (benchmark_report.value(benchmark_report.find(first, r)) for r in ("tool", "mergekit", "torch"))
-    row = "| **{:.1f} s** | {:.1f} s | not measured | not measured | {:.1f} s |".format(tool, *others)
-    assert row in TEXTS[HERE / "README.md"]
+    times = [benchmark_report.value(benchmark_report.find(first, role)) for role in ("tool", "mergekit", "torch")]
+    assert "| **{:.1f} s** | {:.1f} s | not measured | not measured | {:.1f} s |".format(*times) in README
     for name, unit in QUALITY["units"].items():
         found = [quality_report.mean_cliffs(unit, arm) for arm in quality_report.SINGLE_ARMS]
         cells = [f"{100 * mean(masks):.0f}" for masks in [*found, quality_report.cliffs(unit, "large", "DARE")]]
         row = " | ".join([name.replace("/", ", width "), f"{unit['parameters']:,}", *cells])
         assert f"| {row} |" in EVIDENCE
+    assert f"; {QUALITY['seconds']:.0f} s in all (side by side: chars/64 " in quality_report.report(QUALITY)
     said = ["`linear` with DARE is {:.1f} points below", "it loses {:.1f} points", "it helps: {:.1f} points more"]
     for (dropping, rival), words in zip(quality_report.RIVALS, said, strict=False):
         found = quality_report.differences(QUALITY, dropping, rival).values()
         assert words.format(abs(100 * mean(map(mean, found)))) in " ".join(EVIDENCE.split())
 
 
-# --- the experiment on quality ----------------------------------------------------------------------------------------
-
-
 def test_verdicts_of_the_experiment_come_out_each_way() -> None:
-    pairs = {("64", "768"): "+37.0 ± 6.1 points: as the", ("768", "64"): "-37.0 ± 6.1 points: not as the"}
-    for widths, said in pairs.items():
-        units = {f"chars/{width}": QUALITY["units"][f"chars/{width}"] for width in widths}
-        assert f"right from chars/{widths[0]} to chars/{widths[1]}, by {said} paper says." in "".join(
-            quality_report.single_verdicts("chars", units)
-        )
+    chars = [*quality_report.by_family(QUALITY)["chars"].items()]
+    for step, said in {1: "+37.0 ± 6.1 points: as", -1: "-37.0 ± 6.1 points: not as"}.items():
+        assert f", by {said} the paper says." in "".join(quality_report.single_verdicts("chars", dict(chars[::step])))
     for gain, said in {0.5: "helps in 24, hurts in 0,", -0.5: "helps in 0, hurts in 24,", 0: "hurts in 3,"}.items():
-        results = copy.deepcopy(QUALITY)
+        results = json.loads(json.dumps(QUALITY))
         for arm in (arms["linear + DARE"] for unit in results["units"].values() for arms in unit["merged"].values()):
             arm["scores"] = [[score + gain for score in row] for row in arm["scores"]]
         assert said in next(quality_report.merge_verdicts(results))
@@ -368,19 +335,13 @@ def test_verdicts_of_the_experiment_come_out_each_way() -> None:
     assert {values: quality_report.direction(values) for values in told} == told
 
 
-@pytest.fixture
-def run(monkeypatch: Patch, capsys: Capture) -> Callable[..., str]:
-    """Calls the main function of a script, as from the command line. Gives the exit status and what was printed."""
-
-    def call(module: Any, words: str) -> str:
-        monkeypatch.setattr(sys, "argv", [module.__name__, *words.split()])
-        try:
-            status = module.main()
-        except SystemExit as end:
-            status = end.code
-        return re.sub(r"[\d.]+ s\b", "? s", f"{status}\n{''.join(capsys.readouterr())}")
-
-    return call
+def run(module: Any, words: str) -> str:
+    """Call the main function of a script as the command line does: its status and what it printed, less times."""
+    with Patch.context() as patch, redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
+        patch.setattr(sys, "argv", [module.__name__, *words.split()])
+        with pytest.raises(SystemExit) as end:
+            sys.exit(module.main())
+    return re.sub(r"[\d.]+ s\b", "? s", f"{end.value.code}\n{printed.getvalue()}")
 
 
 @pytest.fixture(scope="module")
@@ -388,14 +349,15 @@ def quality() -> Any:
     """The experiment, as small as can be: what is learned does not matter here. It takes seconds to import."""
     pytest.importorskip("sklearn")
     module: Any = importlib.import_module("quality")
-    plan = module.Plan((4, 8), *[module.Recipe(steps=3, rate=1e-2, batch=8)] * 3)
+    recipes = [module.Recipe(steps=3, rate=1e-2, batch=8)] * 3
+    plans = {"chars": module.Plan((4,), *recipes), "digits": module.Plan((4, 8), *recipes)}
     small = {"rates": (0.0, 0.9), "shifts": (0.0, 0.5), "merge_rates": (0.9,), "lambdas": (1.0,), "test_seeds": 2}
-    module.QUICK = dataclasses.replace(module.QUICK, plans={"chars": plan, "digits": plan}, **small)
+    module.QUICK = dataclasses.replace(module.QUICK, plans=plans, **small)
     return module
 
 
 @pytest.mark.slow
-def test_an_experiment_that_was_stopped_continues_to_the_same_results(quality: Any, run: Callable[..., str]) -> None:
+def test_an_experiment_that_was_stopped_continues_to_the_same_results(quality: Any) -> None:
     whole = run(quality, "--quick --out whole.json")
     assert run(quality, "--report whole.json --plot picture.png") == whole, "a report trains nothing"
     results = json.loads(Path("whole.json").read_text())
@@ -412,27 +374,12 @@ def test_what_is_chosen_never_sees_test_data_or_test_masks(quality: Any, monkeyp
     lab = SimpleNamespace(score=lambda seed, skill, part: seen[part].update(range(seed, seed + 3)) or 0.5)
     monkeypatch.setattr(quality, "dare_merge", lambda base, experts, config: config.seed)
     trial, configs = quality.Trial(lab, {}, [{}], ("rotated",)), quality.single_configs("DAREx-q", 0.9, quality.FULL)
-    assert trial.choose(configs, 5) == configs[0], "the first of equals"
-    assert not seen["test"]
+    assert (trial.choose(configs, 5), seen["test"]) == (configs[0], set()), "the first of equals"
     trial.test(configs[0], 5)
     assert len(seen["validation"] | seen["test"]) == 2 * 5 * 3, "no mask of three models is used twice"
     arms = quality.merge_arms(2, quality.FULL)
-    for dropping, rival in quality_report.RIVALS:
-        lambdas = [{config.lambda_coeff for config in arms[arm]} for arm in (dropping, rival)]
-        assert lambdas[0] == lambdas[1] == set(quality.FULL.lambdas), "the rival may choose from the same"
-
-
-# --- the benchmark and the other scripts ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["linear", "ties", "slerp"])
-def test_the_benchmarks_torch_script_merges_as_the_tool_does(method: str, folder: Path, monkeypatch: Patch) -> None:
-    models = [finetune(random_model(), seed, 0.05) for seed in (1, 2)]
-    expected = support.merge(folder, random_model(), *models, method=method, drop_rate=0.0, engine="plain")
-    files = [f"{name}.safetensors" for name in ("torch", "base", "m0", "m1")]
-    monkeypatch.setattr(sys, "argv", ["", method, "1", *files])
-    benchmark_rivals.torch_merge()
-    torch.testing.assert_close(load_file(files[0]), expected, rtol=1e-5, atol=1e-7)
+    lambdas = [{config.lambda_coeff for config in arms[arm]} for pair in quality_report.RIVALS for arm in pair]
+    assert lambdas == [set(quality.FULL.lambdas)] * 8, "DARE and its rivals choose from the same"
 
 
 def test_a_benchmark_prints_what_ran_out_of_memory_or_of_disk(folder: Path) -> None:
@@ -442,26 +389,21 @@ def test_a_benchmark_prints_what_ran_out_of_memory_or_of_disk(folder: Path) -> N
     with pytest.raises(benchmark.Trouble, match=r"MiB of disk are free, and .* MiB are needed"):
         benchmark.check_room(folder, benchmark.Point(10**12))
     outcome = benchmark_report.load(STORED)["outcomes"][0]
-    figures = next(each for each in outcome["figures"] if each["role"] == "mergekit")
-    figures["trouble"] = "out of memory"
+    benchmark_report.find(outcome, "mergekit")["trouble"] = "out of memory"  # in a later run
     assert benchmark_report.rival(outcome, "mergekit") == "28.6 (14.6 x, then out of memory)"
-    figures["runs"] = []
-    assert benchmark_report.rival(outcome, "mergekit") == "out of memory"
 
 
 @pytest.mark.slow
-def test_a_small_benchmark_runs_continues_and_compares(run: Callable[..., str], monkeypatch: Patch) -> None:
-    points = [benchmark.Point(200_000), benchmark.Point(200_000, "ties")]
-    monkeypatch.setattr(benchmark, "star", lambda sizes, threads: points)
+def test_a_small_benchmark_runs_continues_and_compares(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(benchmark, "star", lambda *_: [benchmark.Point(200_000), benchmark.Point(200_000, "ties")])
     assert "plain torch script" in run(benchmark, "--whole --repeat 1 --json f.json --plot f.png")
     assert run(benchmark, "--whole --repeat 1 --json f.json").count("measured before") == 2
     assert run(benchmark, "--whole --repeat 2 --json f.json").startswith("f.json was measured with another repeat")
-    assert run(benchmark, "--report f.json --markdown").startswith("0\n|  | copy on 1 thread |")
-    ratio = r"(?s)0\n.*this checkout / the other: best time \d"
-    assert re.match(ratio, run(benchmark, f"--parameters 2e5 --repeat 1 --against {HERE}"))
+    printed = run(benchmark, f"--parameters 2e5 --repeat 1 --against {HERE}")
+    assert re.match(r"(?s)0\n.*this checkout / the other: best time \d", printed)
     Path("dare.py").write_text("raise SystemExit('broken on purpose')")
-    failed = run(benchmark, "--parameters 2e5 --repeat 1 --against .")
-    assert re.match(r"(?s)1\n.*ended with status 1\nbroken on purpose", failed)
+    printed = run(benchmark, "--parameters 2e5 --repeat 1 --against .")
+    assert re.match(r"(?s)1\n.*ended with status 1\nbroken on purpose", printed)
 
 
 @pytest.mark.slow

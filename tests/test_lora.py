@@ -67,8 +67,9 @@ ADAPTERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=slow), pytest.param(F16, marks=slow)], ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.slow  # importing PEFT takes longer than most of the suite
 def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     import peft
 

@@ -255,7 +255,7 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(models: lis
     ({"keep_ratio": 0.5}, 2, "keep_ratio means nothing to method linear"),
     ({"rules": [{"match": "*", "keep_ratio": 0.5}]}, 2, "keep_ratio means nothing to method linear"),
     ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
-    ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights means nothing to method slerp"),
+    ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
     ({"weights": [0.0, 0.0], "method": "ties"}, 2, "must not be negative nor all 0"),
     ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative nor all 0"),
     ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),

@@ -158,6 +158,10 @@ def test_all_bytes_are_on_the_disk_before_the_output_gets_its_name_and_then_the_
 
         return noting
 
+    def create(path: Path, flags: int, *mode: int, real: Callable[..., int] = os.open) -> int:
+        unsynced.update([str(Path(path).parent)] if flags & os.O_CREAT else [])
+        return real(path, flags, *mode)
+
     def name(*paths: Path, real: Callable[..., Any] = os.replace) -> None:
         assert unsynced <= {str(scene.partial / "lock")}
         events.clear()
@@ -165,6 +169,7 @@ def test_all_bytes_are_on_the_disk_before_the_output_gets_its_name_and_then_the_
 
     for call in ("pwrite", "write", "ftruncate", "fsync"):
         monkeypatch.setattr(os, call, note(call, getattr(os, call)))
+    monkeypatch.setattr(os, "open", create)
     monkeypatch.setattr(os, "replace", name)
     assert scene.run() == 0, scene.printed
     assert events == [str(scene.output.parent)]

@@ -198,7 +198,7 @@ def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Captu
     save(Path(), base=base, math=odd, own=base)
     overlap = ("--mismatch", "overlap")
     plan = planned(capsys, *overlap)
-    for words in ("lacks", "has more than the base:", "has in other shapes:"):
+    for words in ("lacks", "has more than the base:", "has in other shapes (overlap):"):
         assert f"\nmath.safetensors {words} 1 tensor\n" in plan
     assert "replace" not in plan
     replaced = f"replace {human(Path('own.safetensors').stat().st_size)} that are there, NOT made by this tool\n"

@@ -61,7 +61,7 @@ def test_a_system_may_lack_what_others_have(tmp_path: Path, monkeypatch: Patch, 
     assert scene.broken() == []
 
 
-@pytest.mark.parametrize("then", ["merge", "resume", "fail", "wrong settings", "not ours"])
+@pytest.mark.parametrize("then", ["merge", "resume", "fail", "wrong settings", "not ours", "empty folder"])
 def test_an_old_model_that_a_crash_left_without_its_name_gets_it_back(tmp_path: Path, then: str) -> None:
     """Where names cannot be exchanged there is an instant in which neither has it."""
     scene = Scene(tmp_path, "directory")
@@ -71,6 +71,8 @@ def test_an_old_model_that_a_crash_left_without_its_name_gets_it_back(tmp_path: 
     if then == "wrong settings":  # nothing is touched before settings are right
         assert scene.run("--method", "slerp", "--weights", "1", "1") == 2
         assert contents(scene.partial / "replaced") == scene.old
+    elif then == "empty folder":
+        scene.output.mkdir()
     elif then == "not ours":
         put(scene.partial / "replaced", {})
         scene.old = contents(save_directory(scene.partial / "replaced", random_model(5), mine=True))

@@ -140,10 +140,13 @@ class DareMerger:
         destination = find_output(output_file)
         with open_models(self.sources) as inputs:
             plan = self._plan(inputs, destination, force)
-            with Interrupts() as interrupts, explain_write_errors(plan.output, resume):
+            with Interrupts() as interrupts:
                 # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
-                worker = Worker.for_merge(plan, inputs, interrupts)
-                with Output(plan.output, plan.files, plan.identity(inputs), resume) as output:
+                worker, identity = Worker.for_merge(plan, inputs, interrupts), plan.identity(inputs)
+                with (
+                    explain_write_errors(plan.output, resume),
+                    Output(plan.output, plan.files, identity, resume) as output,
+                ):
                     outcomes = run_merge(plan, worker, output, interrupts)
                     output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
         report = report_merge(plan, outcomes, str(output_file), time.perf_counter() - started)
@@ -466,7 +469,7 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Command, dict[str, Any
                 raise ConfigError(f"{flag} means nothing to {name}", f"it belongs to {parser.prog} {other}")
     late = next((word for word in COMMANDS if word in unknown or word in flags.get("merge", ())), None)
     if late and not os.path.exists(late):
-        raise ConfigError(f"the word {late!r} is not where it belongs", f"it comes first: {parser.prog} {late} ...")
+        raise ConfigError(f"{late!r} must be the first word", f"like {parser.prog} {late} ...")
     if unknown and not unknown[0].startswith("-"):
         import difflib
 

@@ -52,7 +52,7 @@ class TensorPlan:
         if not self.merged or not self.finetuned or not self.base.count:
             return None
         bits = FORMATS[self.spec.real].bits
-        return METHODS[self.settings.method].look(self.settings, len(self.finetuned), self.base.count, bits)
+        return METHODS[self.settings.method].look(self.settings, self.models, self.base.count, bits)
 
     @property
     def length(self) -> int:

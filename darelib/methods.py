@@ -89,7 +89,7 @@ class Method:
     kernel: str  # the kernel that merges a chunk
     settings: tuple[str, ...]  # those of the optional settings that mean something to it
     share: Callable[[Sequence[float] | None, int], tuple[float, ...]]  # the weights, from those given, if any
-    look: Callable[[TensorSettings, int, int, int], Look | None]  # by settings, models that have it, elements, bits
+    look: Callable[[TensorSettings, Sequence[int], int, int], Look | None]  # by models that have it, elements, bits
     weigh: Callable[[TensorSettings, Sequence[int], Look | None], Coefficients]
     show_weight: Callable[[TensorSettings, int], str] = lambda settings, i: f"{settings.weights[i]:.4g}"  # of a model
     models: int | None = None  # how many it takes, where it does not take any number
@@ -125,12 +125,12 @@ class TrimLook:
 
     kernel = "count"
 
-    def __init__(self, settings: TensorSettings, models: int, elements: int, bits: int) -> None:
+    def __init__(self, settings: TensorSettings, models: Sequence[int], elements: int, bits: int) -> None:
         self.passes = bits // DIGIT_BITS
-        self.floors = [0.0] * models
+        self.floors = [0.0] * len(models)
         self._keep_ratio, self._bits, self._jobs = settings.keep_ratio, bits, count_jobs(elements)
-        self._prefixes = [0] * models  # the digits found so far
-        self._ranks = [0] * models  # of the entry that is looked for, among those with that prefix
+        self._prefixes = [0] * len(models)  # the digits found so far
+        self._ranks = [0] * len(models)  # of the entry that is looked for, among those with that prefix
         self._counts: NDArray[Any] | None = None
         self._arrived = 0
         self._pass = 0
@@ -177,14 +177,15 @@ class ArcLook:
     kernel = "products"
     passes = 1
 
-    def __init__(self, settings: TensorSettings, models: int, elements: int, bits: int) -> None:
+    def __init__(self, settings: TensorSettings, models: Sequence[int], elements: int, bits: int) -> None:
         self.weights = (1 - settings.slerp_t, settings.slerp_t)
+        self._models = models
         self._t, self._jobs = settings.slerp_t, count_jobs(elements)
         self._chunks: dict[int, tuple[float, float, float]] = {}
         self._arrived = 0
 
     def describe(self, buffers: Any, number: int) -> None:
-        pass
+        buffers.models["arc_end"][: len(self._models)] = self._models
 
     def take_chunk(self, start: int, buffers: Any) -> None:
         found = buffers.tensor[0]
@@ -194,6 +195,7 @@ class ArcLook:
         self._arrived += 1
         if self._arrived == self._jobs:
             chunks = [self._chunks[start] for start in sorted(self._chunks)]
+            self._chunks = {}
             self.conclude(*(fold_neighbours([chunk[k] for chunk in chunks]) for k in range(3)))
 
     def conclude(self, first: float, second: float, product: float) -> None:

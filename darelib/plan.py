@@ -33,7 +33,7 @@ from darelib.output.publish import PlannedFile
 from darelib.output.recipe import check_fingerprints, recipe_metadata, recipe_text
 from darelib.readers import Source
 from darelib.text import DareError, count_of, human, list_names
-from darelib.tuning import TUNING
+from darelib.tuning import TUNING, count_cores
 
 
 @dataclass(frozen=True)
@@ -264,9 +264,8 @@ def match_inputs(config: DareConfig, inputs: Sequence[Input], fingerprints: Sequ
 
 def count_threads(config: DareConfig, tensors: Sequence[TensorPlan]) -> int:
     """As many as asked for, or as there are cores; more threads than jobs would only take memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = sum(-(-max(t.base.count, t.length) // TUNING.job_elements) for t in tensors)
-    return max(1, min(config.threads or cores, jobs))
+    return max(1, min(config.threads or count_cores(), jobs))
 
 
 def assign_offsets(

@@ -389,7 +389,7 @@ def test_an_analysis_writes_over_no_input(pair: Any, models: list[Path], tmp_pat
 
 def test_wrong_words_are_named(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
     for words, complaint, hint in (
-        ("--threads 1 analyze", "the word 'analyze' is not where it belongs", "it comes first"),
+        ("--threads 1 analyze", "'analyze' must be the first word", "like"),
         ("--plot a.png", "--plot means nothing to merge", "analyze"), ("analyse", "'analyse' is not", "analyze"),
         ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
         ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),

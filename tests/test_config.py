@@ -166,7 +166,7 @@ def test_a_wrong_configuration_is_named(refused: Refused, text: str, complaint: 
     ("verify", "there is nothing to verify", "verify PATH"), ("verfy x", "'verfy' is not expected", "verify"),
     ("verify x --seed 3", "verify takes its settings from the recipe, not from --seed", "--base"),
     ("--verify x --resume", "--resume means nothing to verify", "it belongs to"),
-    ("-q verify x", "the word 'verify' is not where it belongs", "it comes first"),
+    ("-q verify x", "'verify' must be the first word", "like"),
 ])  # fmt: skip
 def test_wrong_flags_are_named(refused: Refused, flags: str, complaint: str, hint: str) -> None:
     assert hint in refused(2, complaint, *shlex.split(flags)).splitlines()[-1]

@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -297,11 +298,11 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
     usual, kinds = native.find_cache(), list[str]()
     assert usual is not None
 
-    def copy(spec: KernelSpec, path: Path) -> subprocess.Popen[bytes]:
+    def copy(spec: KernelSpec, folder: Path) -> subprocess.Popen[bytes]:
         kinds.append(spec.kind)
-        made = usual / f"dare.{spec}.{native._identify()}.o"
-        words = [sys.executable, "-c", "import shutil, sys; shutil.copy(*sys.argv[1:])", str(made), str(path)]
-        return subprocess.Popen(words, stderr=subprocess.PIPE)
+        made = (usual / f"dare.{spec}.{native._identify()}.o").read_bytes()
+        (folder / f"{spec}.o").write_bytes(made[32:])  # without its checksum
+        return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
 
     monkeypatch.setattr(native, "_start_compiler", copy)
     monkeypatch.setattr(native, "_loaded", {})
@@ -361,9 +362,20 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
 
 
 def environment_of_compiler() -> dict[str, str]:
-    with patch.object(subprocess, "Popen") as started:
-        native._start_compiler(SUM, Path("unused.o"))
+    with patch.object(subprocess, "Popen") as started, tempfile.TemporaryDirectory() as folder:
+        native._start_compiler(SUM, Path(folder))
     return started.call_args.kwargs["env"]
+
+
+def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_what_it_likes(
+    models: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "numba.py").write_text("raise SystemExit('from the working directory')")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONVERBOSE": "1"}
+    words = [sys.executable, HERE / "dare.py", "-q", "-b", models[0], "-m", models[1], "-o", "out.safetensors"]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "cannot be used" in done.stderr) == (0, False)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
 def test_what_a_user_tells_numba_about_the_processor_holds(monkeypatch: Patch) -> None:

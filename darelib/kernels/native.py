@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from darelib.formats import FORMATS
 from darelib.interrupts import Interrupts
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
 from darelib.text import LOG
-from darelib.tuning import TUNING
+from darelib.tuning import TUNING, count_cores
 
 # What the machine code depends on; an edit elsewhere recompiles nothing.
 SOURCES: Final = (
@@ -38,6 +38,8 @@ SOURCES: Final = (
 )
 # What users set to choose the processor's features themselves.
 FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
+# Far more than a kernel takes on a busy machine.
+COMPILE_SECONDS: Final = 300
 COMPILE: Final = "import sys; from darelib.kernels import native; native.compile_to(*sys.argv[1:])"
 
 _loaded: dict[KernelSpec, Kernel] = {}
@@ -47,18 +49,12 @@ def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[
     """The kernels as functions that run without the interpreter's lock; what was never compiled is compiled first."""
     wanted = sorted(set(specs) - _loaded.keys(), key=str)
     if wanted:
-        with ExitStack() as stack:
-            try:
-                folder = find_cache() or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            except OSError as error:
-                raise EngineUnavailable(f"there is no folder for what it compiles: {error.strerror}") from None
-            paths = {spec: folder / f"dare.{spec}.{_identify()}.o" for spec in wanted}
-            _compile_missing({spec: path for spec, path in paths.items() if _read_object(path) is None}, interrupts)
-            for spec, path in paths.items():
-                code = _read_object(path)
-                if code is None:
-                    raise EngineUnavailable("what it compiled cannot be read")
-                _loaded[spec] = _load(spec, code)
+        names, folder = {spec: f"dare.{spec}.{_identify()}.o" for spec in wanted}, find_cache()
+        codes = {spec: _read_object(folder / names[spec]) if folder else None for spec in wanted}
+        compiled = _compile([spec for spec, code in codes.items() if code is None], interrupts)
+        for spec, code in compiled.items():
+            _store(code, folder, names[spec])
+        _loaded.update({spec: _load(spec, compiled.get(spec) or codes[spec] or b"") for spec in wanted})
     return {spec: _loaded[spec] for spec in specs}
 
 
@@ -77,7 +73,7 @@ def _llvm() -> Any:
 def host_features() -> str:
     """What this processor can do, as LLVM names it.
 
-    Where it has vectors of 512 bits, LLVM would use half of them, for fear of a lower clock; the kernels gain by all.
+    Where it has vectors of 512 bits, LLVM would use half of them, to avoid a lower clock; the kernels gain by all.
     """
     features: str = _llvm().binding.get_host_cpu_features().flatten()
     return f"{features},-prefer-256-bit" if "+avx512f" in features else features
@@ -98,10 +94,13 @@ def _identify() -> str:
     processor = repr((llvm.binding.get_process_triple(), llvm.binding.get_host_cpu_name(), host_features(), chosen))
     made_by = hashlib.sha256(llvm.version.encode())
     numba = importlib.util.find_spec("numba")
-    for folder in (numba and numba.submodule_search_locations) or ():
-        made_by.update(Path(folder, "_version.py").read_bytes())  # without importing it
-    for name in SOURCES:
-        made_by.update((Path(__file__).parent.parent / name).read_bytes())
+    try:
+        for folder in (numba and numba.submodule_search_locations) or ():
+            made_by.update(Path(folder, "_version.py").read_bytes())  # without importing it
+        for name in SOURCES:
+            made_by.update((Path(__file__).parent.parent / name).read_bytes())
+    except OSError as error:
+        raise EngineUnavailable(f"its sources cannot be read: {error.strerror}") from None
     return f"{hashlib.sha256(processor.encode()).hexdigest()[:8]}.{made_by.hexdigest()[:16]}"
 
 
@@ -127,34 +126,38 @@ def _read_object(path: Path) -> bytes | None:
     return None
 
 
-def _compile_missing(paths: dict[KernelSpec, Path], interrupts: Interrupts) -> None:
-    """Compile kernels to these files, as many at a time as there are cores."""
-    waiting = dict(paths)
-    running: dict[KernelSpec, subprocess.Popen[bytes]] = {}
+def _compile(specs: Sequence[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, bytes]:
+    """The code of these kernels, compiled by as many processes at a time as there are cores."""
+    if not specs:
+        return {}
+    waiting, running = list(specs), dict[KernelSpec, subprocess.Popen[bytes]]()
+    started = time.monotonic()
     try:
-        while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
-                spec, path = waiting.popitem()
-                LOG.info("compiling for this machine (%s, %s); later runs start at once", spec.kind, spec.finetuned)
-                running[spec] = _start_compiler(spec, path)
-            for spec, child in list(running.items()):
-                if child.poll() is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            while waiting or running:
+                while waiting and len(running) < count_cores():
+                    spec = waiting.pop()
+                    LOG.info("compiling for this machine (%s, %s); later runs start at once", spec.kind, spec.finetuned)
+                    running[spec] = _start_compiler(spec, Path(folder))
+                for spec in [spec for spec, child in running.items() if child.poll() is not None]:
                     interrupts.check()  # which may be why it ended
-                    _, messages = running.pop(spec).communicate()
-                    if child.returncode:
-                        reason = messages.decode(errors="replace").strip().rpartition("\n")[2]
-                        raise EngineUnavailable(reason or f"its compiler ended with status {child.returncode}")
-            time.sleep(TUNING.poll_seconds / 5)
-            interrupts.check()
+                    if running.pop(spec).returncode:
+                        reason = Path(folder, f"{spec}.txt").read_text(errors="replace").strip().rpartition("\n")[2]
+                        raise EngineUnavailable(reason or "its compiler failed")
+                if time.monotonic() - started > COMPILE_SECONDS * len(specs):
+                    raise EngineUnavailable("its compiler does not come to an end")
+                time.sleep(TUNING.poll_seconds / 5)
+                interrupts.check()
+            return {spec: Path(folder, f"{spec}.o").read_bytes() for spec in specs}
+    except OSError as error:  # such as a full disk, or where Python is part of another program
+        raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
     finally:
         for child in running.values():
             child.kill()
-            child.communicate()
-    for path in paths.values():
-        _remove_older(path)
+            child.wait()
 
 
-def _start_compiler(spec: KernelSpec, path: Path) -> subprocess.Popen[bytes]:
+def _start_compiler(spec: KernelSpec, folder: Path) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parent.parent.parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
@@ -163,28 +166,34 @@ def _start_compiler(spec: KernelSpec, path: Path) -> subprocess.Popen[bytes]:
     }
     if "+avx512f" in host_features() and not any(name in os.environ for name in FEATURE_VARIABLES):
         environment["NUMBA_CPU_FEATURES"] = host_features()
-    words = [sys.executable, "-c", COMPILE, str(path), spec.kind, spec.base, spec.finetuned, spec.output]
-    try:
-        return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    except OSError as error:  # such as where Python is part of another program
-        raise EngineUnavailable(f"its compiler cannot be started: {error}") from None
+    # -P: nothing is imported from the working directory. A session of its own: Ctrl-C is for this process to handle.
+    words = [sys.executable or "python", "-P", "-c", COMPILE, str(folder / f"{spec}.o")]
+    words += [spec.kind, spec.base, spec.finetuned, spec.output]
+    with open(folder / f"{spec}.txt", "wb") as messages:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": messages}
+        return subprocess.Popen(words, env=environment, start_new_session=True, **streams)
 
 
 def compile_to(path: str, *words: str) -> None:
-    """What the child process does: compile one kernel, and put it where it belongs in one step."""
+    """What the child process does: compile one kernel."""
     from darelib.kernels import cpu
 
-    code = cpu.compile_object(KernelSpec(*words), _target_machine())
-    partial = f"{path}.{os.urandom(4).hex()}"
-    with open(partial, "wb") as file:
-        file.write(hashlib.sha256(code).digest() + code)
-    os.replace(partial, path)
+    Path(path).write_bytes(cpu.compile_object(KernelSpec(*words), _target_machine()))
 
 
-def _remove_older(path: Path) -> None:
-    """Remove what other sources and versions compiled for this processor."""
-    processor, made_by = path.name.split(".")[-3:-1]
-    for other in path.parent.glob(f"dare.*.{processor}.*"):
+def _store(code: bytes, folder: Path | None, name: str) -> None:
+    """Keep what was compiled, if that can be done, and remove what other sources compiled for this processor."""
+    if folder is None:
+        return
+    partial = folder / f"{name}.{os.urandom(4).hex()}"
+    try:
+        partial.write_bytes(hashlib.sha256(code).digest() + code)
+        partial.replace(folder / name)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+    processor, made_by = name.split(".")[-3:-1]
+    for other in folder.glob(f"dare.*.{processor}.*"):
         if f".{processor}.{made_by}." not in other.name:
             with suppress(OSError):
                 other.unlink()

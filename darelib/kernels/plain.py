@@ -158,7 +158,7 @@ def merge_tensor(
     deltas = [value - start for value in values]
     thresholds = [settings.drop.threshold(settings.drop_rates[i]) for i in models]
     masks = [draw_mask(mask_key(seed + i, name), t, 0, len(start)) for i, t in zip(models, thresholds, strict=True)]
-    look = method.look(settings, len(models), len(start), FORMATS[real].bits) if models and len(start) else None
+    look = method.look(settings, models, len(start), FORMATS[real].bits) if models and len(start) else None
     if isinstance(look, ArcLook):
         scales = weigh_for_look(settings, models).scales
         thinned = [thin(d, m, scale) for d, m, scale in zip(deltas, masks, scales, strict=True)]

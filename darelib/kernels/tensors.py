@@ -106,7 +106,7 @@ class TensorMerge:
         look = None
         if self.parts and flat.numel():
             bits = 64 if self.real == torch.float64 else 32
-            look = self.method.look(self.settings, len(self.parts), flat.numel(), bits)
+            look = self.method.look(self.settings, list(self.parts), flat.numel(), bits)
         if look is not None:
             LOOKS[look.kernel](self, look, flat)
         return self.method.weigh(self.settings, list(self.parts), look)

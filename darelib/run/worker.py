@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,7 +83,7 @@ class Outcome:
 
     def as_entry(self) -> list[Any]:
         """For the journal."""
-        tallies = {str(i): list(dataclasses.astuple(tally)) for i, tally in self.tallies.items()}
+        tallies = {str(i): list(vars(tally).values()) for i, tally in self.tallies.items()}
         return [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
 
     @classmethod
@@ -170,7 +169,7 @@ class Worker:
             told = buffers.models[row]
             told["key_0"], told["key_1"] = mask_key(self.task.config.seed + i, tensor.mask_names[row])
             told["limit"] = settings.drop.threshold(settings.drop_rates[i]) - 1
-            told["arc_end"], told["is_delta"] = i, info.is_delta
+            told["is_delta"] = info.is_delta
             told["scale"], told["weight"], told["floor"] = found.scales[row], found.weights[row], found.floors[row]
         whole = buffers.tensor[0]
         whole["lambda_coeff"], whole["base_share"] = settings.lambda_coeff, found.base_share

@@ -369,7 +369,8 @@ def run_merge_command(flags: dict[str, Any]) -> None:
 def run_analyze_command(flags: dict[str, Any]) -> None:
     from darelib.analysis.advice import write_suggestion
     from darelib.analysis.plots import load_pyplot, plot_analysis
-    from darelib.models import open_models
+    from darelib.models import find_files
+    from darelib.models.hub import download
     from darelib.output.destination import check_apart
 
     merger, request = make_merger(flags)
@@ -381,8 +382,8 @@ def run_analyze_command(flags: dict[str, Any]) -> None:
     if written is not None and "force" not in flags and os.path.lexists(written):
         raise ConfigError(f"{str(written)!r} exists already", "choose another name, or add --force to replace it")
     if plot or written:
-        with open_models(merger.sources) as inputs:
-            used = [(m.name, path) for m in inputs for path in (m.folder, *(file.path for file in m.files)) if path]
+        layouts = [(source.name, find_files(download(source))[1]) for source in merger.sources]
+        used = [(name, path) for name, layout in layouts for path in (layout.folder, *layout.files) if path]
         for path in filter(None, (plot, written)):
             check_apart(repr(str(path)), path.resolve(), used)
     report = merger.analyze()

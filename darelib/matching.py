@@ -27,22 +27,13 @@ class TensorPlan:
     output: TensorInfo  # its file is one of the plan's, its offset counts from the end of that file's header
     merged: bool  # False: copied from the base
     settings: TensorSettings
+    spec: KernelSpec  # the kernel that merges it
     quantised: bool
     rule: Rule | None = None  # that the settings come from; None: from no rule
 
     @property
     def models(self) -> list[int]:
         return [i for i, _ in self.finetuned]
-
-    @property
-    def spec(self) -> KernelSpec:
-        """The kernel that merges it."""
-        types = {info.dtype for _, info in self.finetuned} or {self.base.dtype}
-        if any(info.count < self.base.count for _, info in self.finetuned):
-            types.add(self.base.dtype)  # which stands in for the rows that a model lacks
-        wide = "F64" in types | {self.base.dtype, self.output.dtype}
-        common = types.pop() if len(types) == 1 else "F64" if wide else "F32"
-        return KernelSpec(METHODS[self.settings.method].kernel, self.base.dtype, common, self.output.dtype)
 
     def look_spec(self, look: Look) -> KernelSpec:
         return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
@@ -130,9 +121,18 @@ class Matcher:
         rule = self.config.rule_for(mask_names[0] if len(set(mask_names)) == 1 else own)
         if rule not in self._settings:
             self._settings[rule] = self.config.for_rule(rule, len(self.models))
-        output = TensorInfo(dtype, info.shape)
-        settings = self._settings[rule]
-        return TensorPlan(name, info, tuple(found), tuple(mask_names), output, merged, settings, quantised, rule)
+        return TensorPlan(
+            name=name,
+            base=info,
+            finetuned=tuple(found),
+            mask_names=tuple(mask_names),
+            output=TensorInfo(dtype, info.shape),
+            merged=merged,
+            settings=self._settings[rule],
+            spec=choose_kernel(self.config.method, info, [theirs for _, theirs in found], dtype),
+            quantised=quantised,
+            rule=rule,
+        )
 
     def _check_fits(self, name: str, info: TensorInfo, theirs: TensorInfo, i: int) -> None:
         model = self.models[i]
@@ -196,6 +196,16 @@ class Matcher:
                 raise DareError(
                     f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}", QUANTISE_HINT
                 )
+
+
+def choose_kernel(method: str, base: TensorInfo, finetuned: Sequence[TensorInfo], output: str) -> KernelSpec:
+    """The kernel that merges tensors of these types: fine-tunes of several types are read as floats."""
+    types = {info.dtype for info in finetuned} or {base.dtype}
+    if any(info.count < base.count for info in finetuned):
+        types.add(base.dtype)  # which stands in for the rows that a model lacks
+    wide = "F64" in types | {base.dtype, output}
+    common = types.pop() if len(types) == 1 else "F64" if wide else "F32"
+    return KernelSpec(METHODS[method].kernel, base.dtype, common, output)
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool | None:

@@ -17,7 +17,6 @@ from typing import Any
 
 from darelib import __version__
 from darelib.config import DareConfig, parse_size
-from darelib.drops import DROPS
 from darelib.formats import FORMATS
 from darelib.kernels import KernelSpec
 from darelib.matching import Matcher
@@ -204,7 +203,7 @@ def plan_merge(
         warnings=(
             *find_odd_inputs(inputs),
             *find_odd_names(inputs, matcher),
-            *find_odd_settings(config, inputs),
+            *find_odd_settings(config, inputs, tensors),
             *matcher.warnings(),
             *find_warnings(destination, inputs[0], tokenizer, matcher.embedding_rows()),
         ),
@@ -300,18 +299,17 @@ def _make_index(tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> 
     return index_bytes(weight_map, sum(info.count for info in outputs), sum(info.nbytes for info in outputs))
 
 
-def find_odd_settings(config: DareConfig, inputs: Sequence[Input]) -> Iterator[str]:
-    names, rules = inputs[0].tensors, config.typed_rules
-    used = {next((k for k, rule in enumerate(rules) if rule.matches(name)), None) for name in names}
-    for k, rule in enumerate(rules):
-        if k not in used:
-            shadowed = any(rule.matches(name) for name in names)
+def find_odd_settings(config: DareConfig, inputs: Sequence[Input], tensors: Sequence[TensorPlan]) -> Iterator[str]:
+    used = {id(tensor.rule) for tensor in tensors}
+    for k, rule in enumerate(config.typed_rules, 1):
+        if id(rule) not in used:
+            shadowed = any(map(rule.matches, inputs[0].tensors))
             why = "matches only tensors that an earlier rule takes" if shadowed else "matches no tensor"
-            yield f"rule {k + 1} ({list_names(rule.match)}) {why}"
-    settings = [config.for_rule(rules[k] if k is not None else None, len(inputs) - 1) for k in used]
-    rate, drop = max(((rate, s.drop_name) for s in settings for rate in s.drop_rates), default=(0.0, ""))
+            yield f"rule {k} ({list_names(rule.match)}) {why}"
+    settings = {id(tensor.settings): tensor.settings for tensor in tensors}.values()
+    rate, drop = max(((rate, s.drop) for s in settings for rate in s.drop_rates), key=lambda pair: pair[0])
     if not config.rescale and rate > 0:
-        left = 1 / DROPS[drop].keep_rate(rate)
+        left = 1 / drop.keep_rate(rate)
         yield f"rescale is off: with {rate:g} of a delta dropped, what is left is {left:.3g} times too weak"
 
 

@@ -202,13 +202,16 @@ def describe_plan(
 
 def describe_rules(plan: MergePlan) -> Iterator[PlannedRule]:
     """How many tensors each rule is for; last, those that no rule is for."""
-    merged = [tensor for tensor in plan.tensors if tensor.merged]
+    sizes: dict[int, list[int]] = {}
+    for tensor in plan.tensors:
+        if tensor.merged:
+            sizes.setdefault(id(tensor.rule), []).append(tensor.base.count)
     for rule in (*plan.config.typed_rules, None):
-        own = [tensor for tensor in merged if tensor.rule is rule]
+        own = sizes.get(id(rule), [])
         if rule or own:
             settings = plan.config.for_rule(rule, len(plan.models))
             words = describe_settings(settings, plan.config, rule)
-            yield PlannedRule(rule.match if rule else (), len(own), sum(t.base.count for t in own), settings, words)
+            yield PlannedRule(rule.match if rule else (), len(own), sum(own), settings, words)
 
 
 def describe_settings(settings: TensorSettings, config: DareConfig, rule: Rule | None) -> str:

@@ -134,7 +134,7 @@ def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(tm
     process = launch(prelude, *scene.arguments[1:], **variables)
     told, printed = process.communicate(timeout=60)
     assert process.returncode == 0, printed
-    assert "Numba cannot be used (there is no folder for what it compiles" in printed
+    assert "Numba cannot be used (its compiler cannot be run: No usable temporary directory" in printed
     assert "\x1b" not in told + printed
     assert scene.broken(status=0) == []
     assert list(folder.iterdir()) == []

@@ -18,7 +18,6 @@ MODEL: Final = np.dtype(
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
     + [(name, "f8") for name in ("size", "squares")]
 )
-MODEL_FINDINGS: Final = ("peak", "above", "kept", "zeros", "size", "squares")
 # One record for the tensor. exact: the only model is taken as it is. shift: which bits trim counts by. square_0,
 # square_1 and product: of the ends of slerp's arc.
 TENSOR: Final = np.dtype(
@@ -26,7 +25,6 @@ TENSOR: Final = np.dtype(
     + [(name, "u8") for name in ("exact", "shift", "peak")]
     + [(name, "f8") for name in ("base_size", "base_squares", "square_0", "square_1", "product")]
 )
-TENSOR_FINDINGS: Final = ("peak", "base_size", "base_squares")
 # For an analysis, a record for all models together (any two of them), then one for each pair.
 PAIR: Final = np.dtype([(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")])
 
@@ -69,13 +67,9 @@ class Buffers:
         self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
 
     def clear(self) -> None:
-        """Forget what kernels have found."""
-        for name in MODEL_FINDINGS:
-            self.models[name] = 0
-        for name in TENSOR_FINDINGS:
-            self.tensor[name] = 0
-        self.counts[:] = 0
-        self.pairs[:] = 0
+        """Forget what kernels have found, and what they had to know."""
+        for records in (self.models, self.tensor, self.counts, self.pairs):
+            records[:] = 0
 
     @property
     def nbytes(self) -> int:

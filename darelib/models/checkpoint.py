@@ -173,7 +173,6 @@ def _is_inside(name: str) -> bool:
 class Checkpoint:
     """A model, open for reading: the tensors of all its files, by name. Every kind of input has these attributes."""
 
-    kind: ClassVar[str] = "model"
     partial: ClassVar[bool] = False  # whether it holds only what it changes
     unused: tuple[str, ...] = ()  # what it holds that the base has no place for
     warnings: tuple[str, ...] = ()

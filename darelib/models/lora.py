@@ -178,7 +178,6 @@ def find_adapter(source: Source) -> Layout | None:
 class LoraAdapter(Checkpoint):
     """A LoRA adapter, open for reading: its tensors are those of the base that it changes."""
 
-    kind = "LoRA adapter"
     partial = True
 
     def __init__(self, source: Source, layout: Layout, base: Checkpoint | None) -> None:

@@ -680,7 +680,7 @@ def winning_configuration(result: SweepResult, path: Path, output: Path | None =
         named["tokenizer_from"] = result.tokenizer_from.path_from(place)
     tables: dict[str, Any] = {"models": named}
     tables["dare"] = settings_of(config) | {"verbose": result.config.verbose}
-    tables["dare"] |= {name: getattr(config, name) for name in ("max_shard_size", "delta_threshold")}
+    tables["dare"] |= {name: getattr(config, name) for name in ("max_shard_size", "delta_threshold", "engine")}
     tables["dare"] |= {"threads": config.threads} if config.threads else {}
     if config.rules:
         tables["rules"] = [rule.as_table() for rule in rules_of(config)]

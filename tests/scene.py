@@ -88,7 +88,7 @@ class Scene:
         assert self.run() == 0, self.printed
         self.new = contents(self.output)
         if old:
-            assert self.run("--seed", "7") == 0
+            assert self.run("--seed", "24") == 0  # so that only the bytes distinguish its files from the new ones
             self.old = contents(self.output)
         self.before = snapshot(self.inputs)
         self.reset()

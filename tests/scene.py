@@ -182,7 +182,7 @@ def wait_for(happens: Callable[[], Any], seconds: float = 30) -> None:
         time.sleep(0.005)
 
 
-SLOW_JOBS = """
+SLOWLY = """
 work = Worker.run
 Worker.run = lambda *arguments: (time.sleep(0.05), work(*arguments))[1]
 TUNING.job_elements, TUNING.journal_seconds = 1024, 0.01

@@ -16,7 +16,7 @@ import pytest
 from dare import DareConfig, DareError, DareMerger
 from darelib.output import publish
 from darelib.output.publish import Output
-from tests.scene import BOTH, POSIX, SLOW_JOBS, Patch, Scene, contents, launch, meanwhile, put, slow, wait_for
+from tests.scene import BOTH, POSIX, SLOWLY, Patch, Scene, contents, launch, meanwhile, put, slow, wait_for
 from tests.support import HERE, snapshot
 
 
@@ -60,7 +60,7 @@ def test_a_report_that_cannot_be_printed_does_not_undo_the_merge(models: list[Pa
 @pytest.mark.parametrize("flags", [[], slow(["--resume", "--force"])], ids=str)
 def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(tmp_path: Path, flags: list[str]) -> None:
     scene = Scene(tmp_path, "file")
-    first = launch(SLOW_JOBS, *scene.arguments)
+    first = launch(SLOWLY, *scene.arguments)
     try:
         wait_for(lambda: (scene.partial / "lock").exists() and (scene.partial / "lock").read_text())
         merger = DareMerger(scene.inputs / "base", [scene.inputs / "math"], DareConfig(verbose=False))

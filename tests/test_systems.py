@@ -20,7 +20,7 @@ from darelib.output import publish
 from darelib.output.lock import LOCK_WORDS
 from darelib.output.publish import MADE
 from tests.scene import BOTH, POSIX, Patch, Scene, contents, launch, put, slow
-from tests.support import command, random_model, save_directory
+from tests.support import BF16, command, random_model, run_merge, save_directory, save_sharded
 
 
 class Refusing:
@@ -138,6 +138,26 @@ def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(tm
     assert "\x1b" not in told + printed
     assert scene.broken(status=0) == []
     assert list(folder.iterdir()) == []
+
+
+@POSIX
+def test_the_command_opens_more_files_than_usual_and_a_script_is_asked_to_allow_them(tmp_path: Path) -> None:
+    import resource
+
+    base = random_model(shapes={f"t{k}": (8,) for k in range(200)}, dtype=BF16)
+    paths = [save_sharded(tmp_path / name, base, [[tensor] for tensor in base]) for name in ("base", "math")]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    words = ["-q", "-b", str(paths[0]), "-m", str(paths[1]), "-o", str(tmp_path / "out"), "--max-shard-size", "16B"]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (150, limits[1]))
+    try:
+        with pytest.raises(dare.DareError, match="Too many open files") as caught:
+            run_merge(paths[0], paths[1:], tmp_path / "out", max_shard_size="16B")
+        assert "raise the limit on open files" in caught.value.hint
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (150, limits[1])
+        assert dare.main(words) == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 200
 
 
 @pytest.mark.slow

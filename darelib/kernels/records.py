@@ -69,7 +69,7 @@ class Buffers:
     def clear(self) -> None:
         """Forget what kernels have found, and what they had to know."""
         for records in (self.models, self.tensor, self.counts, self.pairs):
-            records[:] = 0
+            records.view(np.uint8).fill(0)  # field by field it takes many times as long
 
     @property
     def nbytes(self) -> int:

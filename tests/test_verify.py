@@ -17,7 +17,7 @@ import dare
 from dare import DareError, DareMerger
 from darelib.models.tensorfile import TensorFile
 from darelib.output.recipe import recipe_metadata
-from tests.scene import POSIX, SLOW_JOBS, Scene, contents, launch, put, slow
+from tests.scene import POSIX, SLOWLY, Scene, contents, launch, put, slow
 from tests.support import BF16, finetune, random_model, refuse, save_directory, save_sharded, snapshot
 
 Capture = pytest.CaptureFixture[str]
@@ -191,7 +191,7 @@ def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, ver
 def test_verify_stops_when_it_is_told_to(tmp_path: Path) -> None:
     scene = made(tmp_path, "file")
     before = snapshot(tmp_path)
-    process = launch(SLOW_JOBS.replace("0.05", "1"), "-q", "--threads", "1", "--verify", scene.output)
+    process = launch(SLOWLY.replace("0.05", "1"), "-q", "--threads", "1", "--verify", scene.output)
     assert process.stdout.readline() == "started\n"
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)

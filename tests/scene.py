@@ -194,7 +194,6 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.output.publish import Output
 from darelib.run import threads
 from darelib.run.worker import Worker
-from darelib.run import threads
 from darelib.tuning import TUNING
 parse = dare.parse_flags
 dare.parse_flags = lambda words: (print("started", flush=True), parse(words))[1]

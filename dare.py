@@ -283,19 +283,27 @@ def _load_tensors() -> Any:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+Add = Callable[..., Any]  # argparse's add_argument
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         numbers = "only numbers, with spaces between them, go there; files go after --merge"
         raise ConfigError(message, numbers if "invalid float" in message else f"see {self.prog} --help")
 
 
-def build_parser() -> Parser:
+def build_parser(name: str) -> Parser:
+    """The options of one command."""
+    script = "dare.py" if sys.argv[0].endswith(".py") else "dare"
+    command, default = COMMANDS[name], name == DEFAULT_COMMAND
+    lines = "; ".join(f"{word}: {other.help}" for word, other in COMMANDS.items())
     parser = Parser(
-        prog="dare.py" if sys.argv[0].endswith(".py") else "dare",
-        usage=f"%(prog)s [{' | '.join(COMMANDS)}] [options]",
+        prog=script,
+        usage=f"%(prog)s [{' | '.join(COMMANDS)}] [options]" if default else f"%(prog)s {name} [options]",
         description="Merge models fine-tuned from the same base by DARE: drop most of each delta at random, rescale "
-        "the rest, combine, add to the base. Commands: "
-        + "; ".join(f"{name}: {command.help}" for name, command in COMMANDS.items()),
+        f"the rest, combine, add to the base. Commands: {lines}. Each has a --help of its own."
+        if default
+        else f"{name}: {command.help}.",
         epilog="Flags beat TOML, TOML beats defaults. Paths in TOML are relative to the TOML file. "
         "Exit status: 0 done, 1 the merge failed, 2 wrong usage or configuration, 130 interrupted (143 by SIGTERM).",
         argument_default=argparse.SUPPRESS,
@@ -303,15 +311,10 @@ def build_parser() -> Parser:
     )
     # As argparse has it, -1e-3 looks like an option.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
-    add_settings(parser)
     add = parser.add_argument
-    add("--force", action="store_true", help="replace an existing output that this tool did not make")
-    add("--resume", action="store_true", help="continue an unfinished merge; if interrupted, leave one to continue")
-    add("--verify", metavar="PATH", help="the same as verify PATH")
-    add("--dry-run", action="store_true", help="print the plan, with an estimate of the time, and write nothing")
-    add("--per-tensor", action="store_true", help="analyze: also list every tensor")
-    add("--plot", metavar="FILE", type=Path, help="analyze: draw what was found, to a .png, .svg or .pdf file")
-    add("--write-config", metavar="FILE", type=Path, help="analyze: write the suggested settings as a configuration")
+    command.add_options(add)
+    add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
+    add("--engine", metavar="NAME", help="what computes: auto (default), numba, or plain (NumPy: the same, but slow)")
     add("--json", action="store_true", help="print what was done, planned, verified or found as JSON")
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
     add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
@@ -319,9 +322,13 @@ def build_parser() -> Parser:
     return parser
 
 
-def add_settings(parser: Parser) -> None:
-    """The options that have a key in TOML too."""
-    add = parser.add_argument
+def add_models(add: Add) -> None:
+    add("-b", "--base", metavar="MODEL", help="the model that the others were fine-tuned from")
+    add("-m", "--merge", metavar="MODEL", nargs="+", action="extend", help="the fine-tuned models, or LoRA adapters")
+
+
+def add_settings(add: Add) -> None:
+    """The models and the settings: what has a key in TOML too."""
     each: dict[str, Any] = {"type": float, "nargs": "+"}
     drops, methods = "share of each delta to drop, 0 <= P < 1 (default 0.9); one or one each", ", ".join(METHODS)
     q = "DAREx-q: divide by Q, 1 - P <= Q <= 1, instead of 1 - P; one or one each"
@@ -329,8 +336,7 @@ def add_settings(parser: Parser) -> None:
     types = "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 (default: the base's)"
     shapes = "tensors of other shapes: error (default), overlap (merge common rows) or base"
     add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration, or the recipe of an earlier merge")
-    add("-b", "--base", metavar="MODEL", help="the model that the others were fine-tuned from")
-    add("-m", "--merge", metavar="MODEL", nargs="+", action="extend", help="the fine-tuned models, or LoRA adapters")
+    add_models(add)
     add("-o", "--output", metavar="PATH", help="where to write: a .safetensors file, or a model directory")
     add("--method", metavar="NAME", help=f"how to combine: {methods} (default linear)")
     add("--drop-rate", **each, metavar="P", help=drops)
@@ -347,8 +353,13 @@ def add_settings(parser: Parser) -> None:
     add("--rule", dest="rules", metavar="RULE", action="append", help="PATTERN:SETTING=VALUE,... for matching tensors")
     add("--delta-threshold", metavar="X", type=float, help="warn where deltas are larger than this (default 0.002)")
     add("--seed", metavar="N", type=int, help="the first model's seed; model i uses N + i (default 42)")
-    add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
-    add("--engine", metavar="NAME", help="what computes: auto (default), numba, or plain (NumPy: the same, but slow)")
+
+
+def add_merge_options(add: Add) -> None:
+    add_settings(add)
+    add("--force", action="store_true", help="replace an existing output that this tool did not make")
+    add("--resume", action="store_true", help="continue an unfinished merge; if interrupted, leave one to continue")
+    add("--dry-run", action="store_true", help="print the plan, with an estimate of the time, and write nothing")
 
 
 def run_merge_command(flags: dict[str, Any]) -> None:
@@ -364,6 +375,14 @@ def run_merge_command(flags: dict[str, Any]) -> None:
     report = merger.merge(request.output, force="force" in flags, resume="resume" in flags)
     if "json" in flags or merger.config.verbose:
         print_result(report.as_dict() if "json" in flags else str(report))
+
+
+def add_analyze_options(add: Add) -> None:
+    add_settings(add)
+    add("--per-tensor", action="store_true", help="also list every tensor")
+    add("--plot", metavar="FILE", type=Path, help="draw what was found, to a .png, .svg or .pdf file")
+    add("--write-config", metavar="FILE", type=Path, help="write the suggested settings as a configuration")
+    add("--force", action="store_true", help="replace an existing file of --write-config")
 
 
 def run_analyze_command(flags: dict[str, Any]) -> None:
@@ -397,24 +416,20 @@ def run_analyze_command(flags: dict[str, Any]) -> None:
         write_suggestion(report, request, written)
 
 
-# What may be given besides a path to verify: where the inputs are now, and how to go about it.
-VERIFY_FLAGS: Final = ("verify", "base", "merge", "threads", "engine", "verbose", "json")
+def add_verify_options(add: Add) -> None:
+    add("path", metavar="PATH", nargs="?", help="the merged model; its settings are those of its recipe")
+    add("--verify", metavar="PATH", dest="path", help="the same, without the word verify")
+    add_models(add)
 
 
 def run_verify_command(flags: dict[str, Any]) -> None:
     """Check a merged model by its own recipe. Its inputs are called as they were then, wherever they are now."""
     from darelib.output.recipe import read_recipe
-    from darelib.readers import Source, flag_of
+    from darelib.readers import Source
 
-    for name in flags:
-        if name not in VERIFY_FLAGS:
-            raise ConfigError(
-                f"verify takes its settings from the recipe, not from {flag_of(name)}",
-                f"besides it there may be {', '.join(map(flag_of, VERIFY_FLAGS[1:5]))}",
-            )
-    if "verify" not in flags:
+    if "path" not in flags:
         raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
-    path = Path(os.path.expanduser(flags["verify"]))
+    path = Path(os.path.expanduser(flags["path"]))
     request = read_recipe(path)
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
     config = DareConfig(**request.dare | own, rules=request.rules)
@@ -439,52 +454,49 @@ def run_verify_command(flags: dict[str, Any]) -> None:
 class Command:
     """What the first word of the command line may be."""
 
-    run: Callable[[dict[str, Any]], None]  # by the flags that are given
     help: str
-    options: tuple[str, ...] = ()  # that mean something to no other command
+    add_options: Callable[[Add], None]
+    run: Callable[[dict[str, Any]], None]  # by the flags that are given
 
 
 COMMANDS: Final = {
-    "merge": Command(run_merge_command, "merge models (default)", ("force", "resume", "dry_run")),
-    "analyze": Command(
-        run_analyze_command, "show what models are like, and suggest settings", ("per_tensor", "plot", "write_config")
-    ),
-    "verify": Command(run_verify_command, "make a merged model again from its recipe, and compare", ("verify",)),
+    "merge": Command("merge models (default)", add_merge_options, run_merge_command),
+    "analyze": Command("show what models are like, and suggest settings", add_analyze_options, run_analyze_command),
+    "verify": Command("make a merged model again from its recipe, and compare", add_verify_options, run_verify_command),
 }
+DEFAULT_COMMAND: Final = "merge"
 
 
 def parse_flags(arguments: Sequence[str] | None) -> tuple[Command, dict[str, Any]]:
     """The command, merge where none is given, and the flags."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    name = words.pop(0) if words and words[0] in COMMANDS else "merge"
-    parser = build_parser()
+    name = words.pop(0) if words and words[0] in COMMANDS else DEFAULT_COMMAND
+    if name == DEFAULT_COMMAND and any(word.split("=")[0] == "--verify" for word in words):
+        name = "verify"
+    parser = build_parser(name)
     parsed, unknown = parser.parse_known_args(words)
-    flags = vars(parsed)
-    if name == "verify" and "verify" not in flags and unknown and not unknown[0].startswith("-"):
-        flags["verify"] = unknown.pop(0)
-    name = "verify" if "verify" in flags and name == "merge" else name
-    for other, command in COMMANDS.items():
-        for option in command.options:
-            if option in flags and other != name and not (option == "force" and "write_config" in flags):
-                flag = f"--{option.replace('_', '-')}"
-                raise ConfigError(f"{flag} means nothing to {name}", f"it belongs to {parser.prog} {other}")
-    late = next((word for word in COMMANDS if word in unknown or word in flags.get("merge", ())), None)
+    late = next((word for word in COMMANDS if word in unknown or word in getattr(parsed, "merge", ())), None)
     if late and not os.path.exists(late):
         raise ConfigError(f"{late!r} must be the first word", f"like {parser.prog} {late} ...")
-    if unknown and not unknown[0].startswith("-"):
+    if unknown:
+        raise explain_unknown(unknown[0].split("=")[0], name, parser)
+    return COMMANDS[name], vars(parsed)
+
+
+def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
+    """What is wrong with a word that a command does not take."""
+    if not word.startswith("-"):
         import difflib
 
-        close = difflib.get_close_matches(unknown[0], COMMANDS, cutoff=0.5)
-        hint = (
-            f"did you mean {parser.prog} {close[0]}?"
-            if close
-            else "files go after --config, --base, --merge or --output"
+        close = difflib.get_close_matches(word, COMMANDS, cutoff=0.5)
+        files = "files go after --config, --base, --merge or --output"
+        return ConfigError(
+            f"{word!r} is not expected here", f"did you mean {parser.prog} {close[0]}?" if close else files
         )
-        raise ConfigError(f"{unknown[0]!r} is not expected here", hint)
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        raise ConfigError(f"there is no option {unknown[0]!r}", nearest(unknown[0].split("=")[0], known))
-    return COMMANDS[name], flags
+    for other in COMMANDS:
+        if word in build_parser(other)._option_string_actions:
+            return ConfigError(f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}")
+    return ConfigError(f"there is no option {word!r}", nearest(word, parser._option_string_actions))
 
 
 def make_merger(flags: dict[str, Any]) -> tuple[DareMerger, Request]:

@@ -164,7 +164,7 @@ def test_a_wrong_configuration_is_named(refused: Refused, text: str, complaint: 
     ("-c nowhere.toml", "there is no configuration file 'nowhere.toml'", "check the path"),
     ("-c .", "cannot read '.'", "give --config"), ("c.toml", "'c.toml' is not expected here", "--config"),
     ("verify", "there is nothing to verify", "verify PATH"), ("verfy x", "'verfy' is not expected", "verify"),
-    ("verify x --seed 3", "verify takes its settings from the recipe, not from --seed", "--base"),
+    ("verify x --seed 3", "--seed means nothing to verify", "it belongs to"),
     ("--verify x --resume", "--resume means nothing to verify", "it belongs to"),
     ("-q verify x", "'verify' must be the first word", "like"),
 ])  # fmt: skip

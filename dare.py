@@ -54,7 +54,7 @@ from darelib import __version__
 from darelib.config import DareConfig, Rule
 from darelib.interrupts import Interrupts
 from darelib.methods import METHODS
-from darelib.text import LOG, ConfigError, DareError, label, nearest, printable, progress
+from darelib.text import LOG, ConfigError, DareError, install_hint, label, list_names, nearest, printable, progress
 
 if TYPE_CHECKING:
     import torch
@@ -274,9 +274,7 @@ def _load_tensors() -> Any:
     try:
         from darelib.kernels import tensors
     except ModuleNotFoundError:
-        raise DareError(
-            "tensors in memory need torch", "install it: pip install 'dare-merge[torch]', or uv sync --extra torch"
-        ) from None
+        raise DareError("tensors in memory need torch", install_hint("torch")) from None
     return tensors
 
 
@@ -313,8 +311,6 @@ def build_parser(name: str) -> Parser:
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     add = parser.add_argument
     command.add_options(add)
-    add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
-    add("--engine", metavar="NAME", help="what computes: auto (default), numba, or plain (NumPy: the same, but slow)")
     add("--json", action="store_true", help="print what was done, planned, verified or found as JSON")
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
     add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
@@ -323,8 +319,11 @@ def build_parser(name: str) -> Parser:
 
 
 def add_models(add: Add) -> None:
+    """What every command that computes takes."""
     add("-b", "--base", metavar="MODEL", help="the model that the others were fine-tuned from")
     add("-m", "--merge", metavar="MODEL", nargs="+", action="extend", help="the fine-tuned models, or LoRA adapters")
+    add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
+    add("--engine", metavar="NAME", help="what computes: auto (default), numba, or plain (NumPy: the same, but slow)")
 
 
 def add_settings(add: Add) -> None:
@@ -450,6 +449,22 @@ def run_verify_command(flags: dict[str, Any]) -> None:
         print_result(report.as_dict() if "json" in flags else str(report))
 
 
+def add_convert_options(add: Add) -> None:
+    add("old", metavar="OLD", help="a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin")
+    add("new", metavar="NEW", help="the .safetensors file to write")
+    add("--force", action="store_true", help="replace an existing file")
+
+
+def run_convert_command(flags: dict[str, Any]) -> None:
+    from darelib.convert import convert
+
+    report = convert(flags["old"], flags["new"], force="force" in flags)
+    if report.left_out:
+        LOG.warning(f"left out what is not a tensor: {list_names(report.left_out)}")
+    if "json" in flags or flags.get("verbose", True):
+        print_result(report.as_dict() if "json" in flags else str(report))
+
+
 @dataclass(frozen=True)
 class Command:
     """What the first word of the command line may be."""
@@ -463,6 +478,7 @@ COMMANDS: Final = {
     "merge": Command("merge models (default)", add_merge_options, run_merge_command),
     "analyze": Command("show what models are like, and suggest settings", add_analyze_options, run_analyze_command),
     "verify": Command("make a merged model again from its recipe, and compare", add_verify_options, run_verify_command),
+    "convert": Command("write a PyTorch pickle as a .safetensors file", add_convert_options, run_convert_command),
 }
 DEFAULT_COMMAND: Final = "merge"
 

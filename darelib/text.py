@@ -7,10 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import IO, Final
 
 LOG: Final = logging.getLogger("dare")
 # How many names a message lists before it says "and 12 more".
@@ -19,6 +17,8 @@ LISTED: Final = 3
 MAX_MESSAGE: Final = 4000
 # How many characters of a name the tables show.
 MAX_CELL: Final = 56
+# The packages of each extra.
+EXTRAS: Final = {"torch": "torch safetensors", "hub": "huggingface_hub", "plot": "matplotlib"}
 # As terminals number them.
 COLOURS: Final = {"error": 31, "warning": 33, "hint": 36}
 
@@ -41,6 +41,15 @@ class ConfigError(DareError):
     """Wrong usage or configuration, as opposed to files that cannot be merged."""
 
     status = 2
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs the packages of an extra, by the way in which this tool was installed."""
+    if (Path(__file__).parents[1] / "pyproject.toml").exists() and "UV" in os.environ:  # uv run, in a checkout
+        return f"install it: uv run --extra {extra} python dare.py ..."
+    if (Path(sys.prefix) / "uv-receipt.toml").exists():  # uv tool install
+        return f"install it: uv pip install --python {sys.executable} {EXTRAS[extra]}"
+    return f"install it: {sys.executable} -m pip install {EXTRAS[extra]}"
 
 
 def as_text(name: str | Path) -> str:

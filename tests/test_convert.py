@@ -1,0 +1,160 @@
+"""dare.py convert: pickles as safetensors files."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dare
+from tests.support import random_model
+
+Capture = pytest.CaptureFixture[str]
+
+
+def convert(*arguments: Any) -> int:
+    return dare.main(["convert", *map(str, arguments)])
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.fixture
+def weights() -> dict[str, torch.Tensor]:
+    """All that a checkpoint may hold: shared, transposed, integer, scalar and half tensors."""
+    shared = torch.randn(5, 3)
+    return OrderedDict(
+        random_model(),
+        transposed=torch.randn(4, 2).t(),
+        embedding=shared,
+        head=shared,
+        part=shared[1:3],
+        position_ids=torch.arange(7),
+        scale=torch.tensor(2.5),
+        half=torch.randn(3).bfloat16(),
+        parameter=torch.nn.Parameter(torch.randn(2)),
+        empty=torch.zeros(0, 3),
+    )
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": {"state_dict": w}},
+    lambda w: {"module": w, "optimizer": {"lr": 0.1}}, lambda w: {"model_state_dict": w},
+])  # fmt: skip
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before 1.6"])
+def test_weights_are_found_wherever_they_are(tmp_path: Path, weights: Any, wrap: Any, zipped: bool) -> None:
+    torch.save(wrap(weights), tmp_path / "old.bin", _use_new_zipfile_serialization=zipped)
+    assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors", "-q") == 0
+    assert_equal(load_file(tmp_path / "new.safetensors"), weights)
+
+
+def test_what_a_trainer_leaves_in_a_checkpoint_is_not_run(tmp_path: Path, capsys: Capture, weights: Any) -> None:
+    """As the checkpoints of Stable Diffusion have it: callbacks of a trainer, and numbers of NumPy."""
+    trainer = types.ModuleType("trainer_of_old")
+    callback = type("Callback", (), {"__module__": trainer.__name__})
+    trainer.Callback = callback  # type: ignore[attr-defined]
+    sys.modules[trainer.__name__] = trainer
+    content = {"state_dict": {**weights, "odd": callback()}, "step": np.float64(3), "callbacks": {callback: callback()}}
+    torch.save(content, tmp_path / "sd.ckpt")
+    del sys.modules[trainer.__name__]
+    assert convert(tmp_path / "sd.ckpt", tmp_path / "sd.safetensors") == 0
+    out, err = capsys.readouterr()
+    assert "wrote" in out
+    assert err == "warning: left out what is not a tensor: 'odd'\n"
+    assert_equal(load_file(tmp_path / "sd.safetensors"), weights)
+
+
+def test_shards_and_directories_become_one_file(tmp_path: Path, weights: Any) -> None:
+    names = list(weights)
+    torch.save({name: weights[name] for name in names[:4]}, tmp_path / "pytorch_model-1.bin")
+    torch.save({name: weights[name] for name in names[4:]}, tmp_path / "pytorch_model-2.bin")
+    files = {name: f"pytorch_model-{1 + (k >= 4)}.bin" for k, name in enumerate(names)}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(str({"weight_map": files}).replace("'", '"'))
+    for old in (tmp_path, index):
+        assert convert(old, tmp_path / "model.safetensors", "-q", "--force") == 0
+        assert_equal(load_file(tmp_path / "model.safetensors"), weights)
+
+
+def test_a_converted_model_merges(tmp_path: Path) -> None:
+    for name in ("base", "math"):
+        torch.save(random_model(), tmp_path / f"{name}.bin")
+        assert convert(tmp_path / f"{name}.bin", tmp_path / f"{name}.safetensors", "-q") == 0
+    dare.DareMerger(tmp_path / "base.safetensors", [tmp_path / "math.safetensors"]).merge(tmp_path / "out.safetensors")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("evil",)
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": torch.ones(2), "b": Evil()}, "evil.pt")
+    torch.save({"a": torch.ones(2), "b": Evil()}, "evil_old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(3).to_sparse()}, "sparse.pt")
+    torch.save([torch.ones(3)], "list.pt")
+    torch.save({"lr": 0.1}, "numbers.pt")
+    Path("junk.bin").write_bytes(b"junk" * 99)
+    Path("torn.bin").write_bytes(Path("list.pt").read_bytes()[:200])
+    Path("there.safetensors").write_bytes(b"precious")
+    Path("folder").mkdir()
+    for arguments, status, words, hint in [
+        (
+            ["evil.pt", "x.safetensors"],
+            1,
+            "not loaded: it calls posix.mkdir",
+            "save only its state_dict",
+        ),
+        (["evil_old.pt", "x.safetensors"], 1, "could run any code", "save only its state_dict"),
+        (["sparse.pt", "x.safetensors"], 1, "tensor 'a' is torch.float32 (torch.sparse_coo)", "no such type"),
+        (["list.pt", "x.safetensors"], 1, "holds no tensors", "state_dict"),
+        (["numbers.pt", "x.safetensors"], 1, "holds no tensors", "state_dict"),
+        (["junk.bin", "x.safetensors"], 1, "'junk.bin' is no PyTorch file", "copy it again"),
+        (["torn.bin", "x.safetensors"], 1, "'torn.bin' is no PyTorch file", "copy it again"),
+        (["none.bin", "x.safetensors"], 1, "there is no file 'none.bin'", "first"),
+        (["folder", "x.safetensors"], 1, "has neither pytorch_model.bin nor", "name the file"),
+        (["list.pt", "x.bin"], 2, "does not end in .safetensors", "last"),
+        (["list.pt", "there.safetensors"], 2, "exists already", "--force"),
+        (["list.pt"], 2, "the following arguments are required: NEW", "--help"),
+        (["numbers.pt", "x.safetensors", "--threads", "2"], 2, "--threads means nothing to convert", "belongs to"),
+    ]:
+        before = sorted(os.listdir())
+        assert convert(*arguments) == status
+        printed = capsys.readouterr().err
+        assert words in printed
+        assert hint in printed
+        assert sorted(os.listdir()) == before
+    assert Path("there.safetensors").read_bytes() == b"precious"
+
+
+def test_an_interrupted_conversion_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
+) -> None:
+    torch.save(weights, tmp_path / "old.bin")
+
+    def stop(_: Any) -> memoryview:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("darelib.convert.tensor_bytes", stop)
+    assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors") == 130
+    assert os.listdir(tmp_path) == ["old.bin"]
+
+
+def test_without_torch_there_is_a_hint(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (tmp_path / "old.bin").write_bytes(b"x")
+    assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors") == 1
+    assert "torch is needed" in capsys.readouterr().err

@@ -140,6 +140,8 @@ class DareMerger:
         destination = find_output(output_file)
         with open_models(self.sources) as inputs:
             plan = self._plan(inputs, destination, force)
+            if plan.replaces:
+                LOG.info(f"replaces {output_file}: {plan.replaces}")
             with Interrupts() as interrupts:
                 # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
                 worker, identity = Worker.for_merge(plan, inputs, interrupts), plan.identity(inputs)
@@ -154,8 +156,10 @@ class DareMerger:
             LOG.warning(warning)
         return report
 
-    def plan(self, output_file: str | Path, *, force: bool = False, estimate: bool = False) -> Plan:
-        """Check everything and describe what merge would do; write nothing.
+    def plan(
+        self, output_file: str | Path, *, force: bool = False, resume: bool = False, estimate: bool = False
+    ) -> Plan:
+        """Check everything and describe what merge would do with the same force and resume; write nothing.
 
         estimate: also run the first jobs, for half a second, to estimate how long all of them will take.
         """
@@ -172,7 +176,7 @@ class DareMerger:
                 with Interrupts() as interrupts:
                     worker = Worker.for_merge(plan, inputs, interrupts)
                     sampled = measure_rate(plan.rounds(), worker, interrupts)
-            return describe_plan(plan, inputs, force, sampled)
+            return describe_plan(plan, inputs, resume, sampled)
 
     def analyze(self) -> AnalysisReport:
         """Look at every delta once, and report what the models are like and how they might be merged; write nothing."""
@@ -366,7 +370,7 @@ def run_merge_command(flags: dict[str, Any]) -> None:
     if request.output is None:
         raise ConfigError("there is no output", "give --output PATH, or output_file in [models]")
     if "dry_run" in flags:
-        plan = merger.plan(request.output, force="force" in flags, estimate=True)
+        plan = merger.plan(request.output, force="force" in flags, resume="resume" in flags, estimate=True)
         for warning in plan.warnings:
             LOG.warning(warning)
         print_result(plan.as_dict() if "json" in flags else str(plan))
@@ -405,14 +409,16 @@ def run_analyze_command(flags: dict[str, Any]) -> None:
         for path in filter(None, (plot, written)):
             check_apart(repr(str(path)), path.resolve(), used)
     report = merger.analyze()
-    if "json" in flags or merger.config.verbose:  # first: a disk that is full must not cost what was found
-        per_tensor = "per_tensor" in flags
-        print_result(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
-    if plot is not None:
-        plot_analysis(report, plot)
-        LOG.info(f"drew {plot}")
-    if written is not None:
-        write_suggestion(report, request, written)
+    try:
+        if written is not None:
+            write_suggestion(report, request, written)
+        if plot is not None:
+            plot_analysis(report, plot)
+            LOG.info(f"drew {plot}")
+    finally:  # a disk that is full must not cost what was found
+        if "json" in flags or merger.config.verbose:
+            per_tensor = "per_tensor" in flags
+            print_result(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
 
 
 def add_verify_options(add: Add) -> None:
@@ -535,10 +541,9 @@ def print_result(result: str | dict[str, Any]) -> None:
 
     try:
         print(result if isinstance(result, str) else json.dumps(result, indent=2), flush=True)
-    except BrokenPipeError:
-        raise
     except OSError as error:
-        LOG.warning(f"cannot print what was done: {error.strerror}")
+        if not isinstance(error, BrokenPipeError):  # whoever read our output has read enough
+            LOG.warning(f"cannot print what was done: {error.strerror}")
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the interpreter's last flush)
 
 
@@ -576,6 +581,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with suppress(ValueError):  # only a main thread may take signals
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, _stop)
+    command: Command | None = None
+    flags: dict[str, Any] = {}
     try:
         command, flags = parse_flags(arguments)
         importlib.import_module("darelib.models.checkpoint").raise_open_file_limit()
@@ -584,10 +591,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (KeyboardInterrupt, Terminated) as stopped:
         print("interrupted", file=sys.stderr)
+        if command is COMMANDS["merge"] and "dry_run" not in flags:
+            kept = "the same command goes on from here" if "resume" in flags else "with --resume, a merge can go on"
+            print(label("hint", kept, sys.stderr), file=sys.stderr)
         return 143 if isinstance(stopped, Terminated) else 130
-    except BrokenPipeError:  # whoever read our output has read enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the interpreter's last flush)
-        return 0
     except Exception as error:
         return explain(error)
     finally:

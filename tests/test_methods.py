@@ -218,10 +218,11 @@ def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
 
 
 def test_rules_that_are_never_used_are_reported(tmp_path: Path) -> None:
-    patterns = ("layer.*", "*nothing*", "layer.bias")
+    patterns = ("layer.*", "*nothing*", "layer.bias", "ead.we")
     assert warnings_of(tmp_path, rules=[{"match": pattern, "drop_rate": 0.5} for pattern in patterns]) == [
         "rule 2 ('*nothing*') matches no tensor",
         "rule 3 ('layer.bias') matches only tensors that an earlier rule takes",
+        "rule 4 ('ead.we') matches no tensor; did you mean '*ead.we*'?",
     ]
 
 
@@ -256,8 +257,9 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(models: lis
     ({"rules": [{"match": "*", "keep_ratio": 0.5}]}, 2, "keep_ratio means nothing to method linear"),
     ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
     ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
-    ({"weights": [0.0, 0.0], "method": "ties"}, 2, "must not be negative nor all 0"),
-    ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative nor all 0"),
+    ({"weights": [0.0, 0.0], "method": "ties"}, 2, "all weights are 0"),
+    ({"weights": [0.0, 0.0]}, 2, "all weights are 0"),
+    ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative"),
     ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),
     ({"rescale_q": 0.05}, 2, "rescale_q 0.05 is below 1 - drop_rate = 0.1"),
     ({"rescale_q": 0.2, "rules": [{"match": "*", "drop_rate": 0.5}]}, 2, "rescale_q 0.2 is below 1 - drop_rate"),

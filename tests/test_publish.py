@@ -245,7 +245,7 @@ def test_a_merge_killed_at_any_call_to_the_system_is_made_good_by_the_next(
 
 
 # The status and the messages of a process that gets a signal.
-STOPPED = {signal.SIGINT: (130, "interrupted\n"), signal.SIGTERM: (143, "interrupted\n"), 9: (-9, "")}
+STOPPED = {signal.SIGINT: (130, "interrupted\nhint: "), signal.SIGTERM: (143, "interrupted\nhint: "), 9: (-9, "")}
 
 
 def stop(process: subprocess.Popen[str], sent: signal.Signals, everybody: bool = False) -> None:
@@ -255,7 +255,10 @@ def stop(process: subprocess.Popen[str], sent: signal.Signals, everybody: bool =
         _, printed = process.communicate(timeout=2)
     finally:
         process.kill()
-    assert (process.returncode, printed) == STOPPED[sent]
+    status, words = STOPPED[sent]
+    assert process.returncode == status
+    assert printed.startswith(words)
+    assert printed.count("\n") == 2 * bool(words)
 
 
 @POSIX
@@ -331,7 +334,7 @@ def test_a_merge_stopped_at_any_moment_and_resumed_ends_with_the_same_bytes(
         else:
             assert contents(scene.output) == scene.old
             assert process.returncode == STOPPED[sent][0]
-            assert printed.endswith(STOPPED[sent][1])
+            assert STOPPED[sent][1] in printed
             assert "Traceback" not in printed
         assert set(scene.besides()) <= {scene.partial.name}
         resumed += len(scene.journal) > 0
@@ -578,6 +581,7 @@ def test_an_unfinished_merge_is_named_and_removed_without_resume_and_begun_where
         (["--resume", "--verbose"], "there is no unfinished merge to resume; starting from the beginning\n"),
     ):
         assert scene.run(*flags) == 0
-        assert scene.printed == told
+        assert scene.printed.endswith(told)
+        assert ("an earlier merge made" in scene.printed) == ("--verbose" in flags), "what is replaced is said"
         assert scene.broken() == []
         scene.reset()

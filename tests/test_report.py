@@ -110,6 +110,7 @@ def test_odd_models_are_warned_about_once_each() -> None:
     del lacking["scalar"]
     lacking["new\x1b[31m"] = torch.ones(1)
     assert merge(base, finetune(base, 1, 0.0005)).warnings == ()
+    assert merge(base, large, mixed, drop_rate=0).warnings == (), "where nothing is dropped, nothing is lost"
     first, second = merge(base, large, mixed).warnings
     assert re.search(r"m0.safetensors has large deltas: .* in [34] of 4 tensors", first)
     assert re.search(r"m1.safetensors has large deltas: .* in 1 of 4 tensors, .* worst: 'layer.bias' \(0.02\)", second)
@@ -201,15 +202,18 @@ def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Captu
     for words in ("lacks", "has more than the base:", "has in other shapes (overlap):"):
         assert f"\nmath.safetensors {words} 1 tensor\n" in plan
     assert "replace" not in plan
-    replaced = f"replace {human(Path('own.safetensors').stat().st_size)} that are there, NOT made by this tool\n"
+    replaced = f"replace {human(Path('own.safetensors').stat().st_size)} that something else made\n"
     assert replaced in planned(capsys, *overlap, "-o", "own.safetensors", "--force")
     assert dare.main(["-q", *MERGE, *overlap]) == 0
-    replaced = f"replace {human(OUT.stat().st_size)} that are there, made by this tool\n"
+    replaced = f"replace {human(OUT.stat().st_size)} that an earlier merge made\n"
     assert replaced in planned(capsys, *overlap)
     assert "unfinished" not in planned(capsys, *overlap)
     Path("out.safetensors.partial").mkdir()
     Path("out.safetensors.partial/journal").touch()
     assert "remove  an unfinished merge (or continue it" in planned(capsys, *overlap)
+    resumed = planned(capsys, *overlap, "--resume")
+    assert "resume  an unfinished merge" in resumed
+    assert "remove" not in resumed
 
 
 def test_a_plan_of_many_files_names_the_first_of_them(capsys: Capture) -> None:

@@ -12,7 +12,7 @@ from darelib.models.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEI
 from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorFile, file_sha256, open_regular
 from darelib.output.recipe import RECIPE_FILE, RECIPE_KEY
 from darelib.readers import MAX_TOML, Source, read_toml
-from darelib.text import ConfigError, DareError, as_text, list_names
+from darelib.text import ConfigError, DareError, as_text, human, list_names
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,9 @@ class Replaced:
 
     size: int
     made_by_dare: bool
+
+    def __str__(self) -> str:
+        return f"{human(self.size)} that {'an earlier merge' if self.made_by_dare else 'something else'} made"
 
 
 def describe_replaced(destination: Destination, force: bool) -> Replaced | None:

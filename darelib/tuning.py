@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
+
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass
@@ -42,5 +48,20 @@ TUNING: Final = Tuning()
 
 
 def count_cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many this process may use: those that it is bound to, and no more than its container's share of time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, math.ceil(min(_quotas(), default=cores))))
+
+
+def _quotas() -> Iterator[float]:
+    """The processor time that control groups grant, in cores: version 2 of them, this process's own and all above."""
+    with suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
+        for folder in (CONTROL_GROUPS / group, *(CONTROL_GROUPS / group).parents):
+            with suppress(OSError, ValueError):  # "max" is no number: there is no limit
+                quota, period = (folder / "cpu.max").read_text().split()
+                yield int(quota) / int(period)
+    with suppress(OSError, ValueError):  # version 1
+        quota, period = ((CONTROL_GROUPS / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(quota) > 0:  # -1: no limit
+            yield int(quota) / int(period)

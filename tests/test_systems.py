@@ -19,6 +19,7 @@ import dare
 from darelib.output import publish
 from darelib.output.lock import LOCK_WORDS
 from darelib.output.publish import MADE
+from darelib.tuning import count_cores
 from tests.scene import BOTH, POSIX, Patch, Scene, contents, launch, put, slow
 from tests.support import BF16, command, random_model, run_merge, save_directory, save_sharded
 
@@ -180,3 +181,19 @@ def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str])
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.safetensors").stat().st_size > 2 * size + 8 + len(header)
     (tmp_path / "out.safetensors").unlink()
+
+
+@pytest.mark.parametrize(("files", "cores"), [
+    ({"cpu.max": "150000 100000\n"}, 2), ({"cpu.max": "50000 100000\n"}, 1), ({"cpu.max": "max 100000\n"}, 8),
+    ({}, 8), ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8), ({"cpu.max": "9900000 100000"}, 8),
+])  # fmt: skip
+def test_a_container_s_share_of_the_processor_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr("darelib.tuning.CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert count_cores() == cores

@@ -1,11 +1,7 @@
 """What benchmark.py runs in processes of their own: a copy of the files, and a merge and an analysis in plain torch.
 
-    python benchmark_rivals.py copy THREADS OUTPUT INPUT...
-    python benchmark_rivals.py torch_merge METHOD DENSITY OUTPUT BASE MODEL...
-    python benchmark_rivals.py torch_analyze BASE MODEL...
-    python benchmark_rivals.py launch COMMAND...
-
-Modules that only one of them needs are imported there, so that the others start as fast as they can.
+The first argument is the name of the function. Modules that only one of them needs are imported there, so that the
+others start as fast as they can.
 """
 
 from __future__ import annotations
@@ -14,102 +10,73 @@ import os
 import sys
 import threading
 import time
-from contextlib import ExitStack, suppress
-
-TYPE_CHECKING = False  # as typing has it, whose import takes longer than all others together
-if TYPE_CHECKING:
-    from typing import Any
 
 CHUNK = 2 << 20
 
 
-def launch() -> None:
+def launch(*command: str) -> None:
     """Run a command, and print its exit status, wall time, CPU time and peak memory as JSON.
 
     A process's peak begins with the size of the process that started it, so this one has to be small.
     """
     import json
+    import resource
     import subprocess
 
-    # Should memory run out, the system is to take it from the command, not from others.
-    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")
     started = time.perf_counter()
-    status = subprocess.call(sys.argv[1:], stdout=sys.stderr)
-    run = {"wall_s": time.perf_counter() - started, "cpu_s": None, "peak_bytes": None}
-    with suppress(ImportError):  # on Windows
-        import resource
-
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        run["cpu_s"] = usage.ru_utime + usage.ru_stime
-        run["peak_bytes"] = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    print(json.dumps([status, run]))
+    status = subprocess.call(command, stdout=sys.stderr)
+    wall, usage = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(json.dumps([status, {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": peak}]))
 
 
-def copy_share(inputs: list[str], output: str, first: int, step: int) -> None:
-    """Take every `step`-th chunk: read it from all inputs into one buffer, and write what the last one had."""
-    buffer, size = memoryview(bytearray(CHUNK)), os.path.getsize(inputs[-1])
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(name, "rb", buffering=0)) for name in inputs]
-        target = stack.enter_context(open(output, "r+b", buffering=0)) if output else None
-        for offset in range(first * CHUNK, size, step * CHUNK):
-            for file in files:
-                file.seek(offset)
-                count = file.readinto(buffer)
-            if target:
-                target.seek(offset)
-                target.write(buffer[:count])
+def copy(threads: str, output: str, *names: str) -> None:
+    """Read all inputs and write one copy of the last."""
+    inputs, target = [os.open(name, os.O_RDONLY) for name in names], os.open(output, os.O_RDWR | os.O_CREAT)
 
+    def copy_share(first: int) -> None:
+        buffer = memoryview(bytearray(CHUNK))
+        for offset in range(first * CHUNK, os.path.getsize(inputs[-1]), int(threads) * CHUNK):
+            for file in inputs:
+                count = os.preadv(file, [buffer], offset)
+            os.pwrite(target, buffer[:count], offset)
 
-def copy() -> None:
-    """Read all inputs and write one copy of the last, or nothing if the output is an empty name."""
-    threads, output, inputs = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    if output:
-        with open(output, "wb") as file:
-            file.truncate(os.path.getsize(inputs[-1]))
-    workers = [threading.Thread(target=copy_share, args=(inputs, output, n, threads)) for n in range(threads)]
+    workers = [threading.Thread(target=copy_share, args=(number,)) for number in range(int(threads))]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    if output:
-        with open(output, "r+b") as file:
-            os.fsync(file.fileno())
+    if output != os.devnull:
+        os.fsync(target)
 
 
-def torch_analyze() -> None:
+def torch_analyze(*files: str) -> None:
     """What an analysis finds, as one would write it with torch: tensor by tensor, with a histogram for percentiles."""
     import torch
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    opened: list[Any] = [safe_open(name, framework="pt") for name in sys.argv[1:]]
-    base, *models = opened
-    found: dict[Any, Any] = {}
-    for name in base.keys():  # noqa: SIM118 (not a dictionary)
-        weights = base.get_tensor(name).float()
-        deltas = [model.get_tensor(name).float() - weights for model in models]
-        norm = weights.norm()
+    base, *models = map(load_file, files)
+    found: list[torch.Tensor] = []
+    for name, stored in base.items():
+        weights = stored.float()
+        deltas = [model[name].float() - weights for model in models]
         for i, delta in enumerate(deltas):
             size = delta.abs()
-            largest = size.max()
             counts = torch.histc(size.clamp(min=2.0**-40).log2(), 1024, -40, 24).cumsum(0) / size.numel()
-            shares = [which.float().mean() for which in (size == 0, size > 0.002, size < largest / 100)]
-            percentiles = [int((counts < share).sum()) for share in (0.5, 0.95, 0.99)]
-            found[name, i] = (size.mean(), size.std(), largest, *shares, *percentiles, delta.norm() / norm)
-            for k, other in enumerate(deltas[:i]):
-                both, opposed = (delta != 0) & (other != 0), delta.sign() * other.sign() < 0
-                sums = size + other.abs()
-                weighted = sums[both].sum(), sums[opposed].sum()
-                found[name, i, k] = ((delta * other).sum(), both.sum(), opposed.sum(), *weighted)
+            found += [(counts < share).sum() for share in (0.5, 0.95, 0.99)]
+            found += [which.float().mean() for which in (size == 0, size > 0.002, size < size.max() / 100)]
+            found += [size.mean(), size.std(), size.max(), delta.norm() / weights.norm()]
+            for other in deltas[:i]:
+                both, opposed, sums = (delta != 0) & (other != 0), delta.sign() * other.sign() < 0, size + other.abs()
+                found += [(delta * other).sum(), both.sum(), opposed.sum(), sums[both].sum(), sums[opposed].sum()]
     print(len(found))
 
 
-def torch_merge() -> None:
+def torch_merge(method: str, density: str, output: str, *files: str) -> None:
     """DARE as one writes it from the paper's formulas: load the models, go through their tensors, save the result."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    method, density, output, *files = sys.argv[1:]
     base, *models = map(load_file, files)
     merged = {}
     for name, weights in base.items():
@@ -135,4 +102,4 @@ def torch_merge() -> None:
 
 
 if __name__ == "__main__":
-    {"launch": launch, "copy": copy, "torch_analyze": torch_analyze, "torch_merge": torch_merge}[sys.argv.pop(1)]()
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -306,9 +306,10 @@ def test_the_tests_that_prove_the_promises_exist() -> None:
 
 
 def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
-    assert run_example("benchmark", "--report", STORED, "--markdown") in EVIDENCE
-    first = benchmark_report.load(STORED)["outcomes"][0]
-    times = [benchmark_report.value(benchmark_report.find(first, role)) for role in ("tool", "mergekit", "torch")]
+    printed = run_example("benchmark", "--report", STORED)
+    assert "\n".join(line for line in printed.splitlines() if line.startswith("|")) in EVIDENCE
+    first = json.loads(STORED.read_text())["outcomes"][0]
+    times = [benchmark_report.value(first, role) for role in ("tool", "mergekit", "torch")]
     assert "| **{:.1f} s** | {:.1f} s | not measured | not measured | {:.1f} s |".format(*times) in README
     for name, unit in QUALITY["units"].items():
         found = [quality_report.mean_cliffs(unit, arm) for arm in quality_report.SINGLE_ARMS]
@@ -386,24 +387,57 @@ def test_a_benchmark_prints_what_ran_out_of_memory_or_of_disk(folder: Path) -> N
     for code, trouble in {"raise MemoryError": "out of memory", "1 / 0": "failed"}.items():
         with pytest.raises(benchmark.Trouble, match=trouble):
             benchmark.measure([sys.executable, "-c", code], {})
-    with pytest.raises(benchmark.Trouble, match=r"MiB of disk are free, and .* MiB are needed"):
-        benchmark.check_room(folder, benchmark.Point(10**12))
-    outcome = benchmark_report.load(STORED)["outcomes"][0]
-    benchmark_report.find(outcome, "mergekit")["trouble"] = "out of memory"  # in a later run
+    with pytest.raises(SystemExit, match=r"MiB of disk are free, and .* MiB are needed"):
+        benchmark.measure_point(benchmark.Point(10**12), 1, None, folder)
+    outcome = json.loads(STORED.read_text())["outcomes"][0]
+    next(each for each in outcome["figures"] if each["role"] == "mergekit")["trouble"] = (
+        "out of memory"  # in a later run
+    )
     assert benchmark_report.rival(outcome, "mergekit") == "28.6 (14.6 x, then out of memory)"
 
 
 @pytest.mark.slow
-def test_a_small_benchmark_runs_continues_and_compares(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(benchmark, "star", lambda *_: [benchmark.Point(200_000), benchmark.Point(200_000, "ties")])
-    assert "plain torch script" in run(benchmark, "--whole --repeat 1 --json f.json --plot f.png")
-    assert run(benchmark, "--whole --repeat 1 --json f.json").count("measured before") == 2
-    assert run(benchmark, "--whole --repeat 2 --json f.json").startswith("f.json was measured with another repeat")
+def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(benchmark, "POINTS", [benchmark.Point(200_000), benchmark.Point(200_000, "ties")])
+    printed = run(benchmark, "--whole --repeat 1 --json f.json --plot f.png")
+    assert re.search(r"(?m)^\| ties \| \d.* \(\d+\.\d x\) \| \d+ \| n/a \| \d+ \|$", printed)
+    said = re.sub(r"(?m)^(run \d|warm-up:) .*\n", "", printed)
+    assert run(benchmark, "--report f.json") == said
+    assert "plain torch script" in run(benchmark, "--parameters 2e5 --repeat 1 --method analyze")
     printed = run(benchmark, f"--parameters 2e5 --repeat 1 --against {HERE}")
     assert re.match(r"(?s)0\n.*this checkout / the other: best time \d", printed)
     Path("dare.py").write_text("raise SystemExit('broken on purpose')")
     printed = run(benchmark, "--parameters 2e5 --repeat 1 --against .")
     assert re.match(r"(?s)1\n.*ended with status 1\nbroken on purpose", printed)
+
+
+@POSIX
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_benchmark_that_is_stopped_leaves_neither_a_process_nor_files(folder: Path, number: int) -> None:
+    import fcntl
+
+    Path("dare.py").write_text(
+        "import fcntl, time\nlock = open('lock', 'w')\nfcntl.flock(lock, fcntl.LOCK_EX)\ntime.sleep(600)"
+    )
+    words = [sys.executable, EXAMPLES / "benchmark.py", "--parameters", "2e5", "--against", "."]
+    process = subprocess.Popen(words, env=os.environ | {"TMPDIR": str(folder)})
+
+    def is_held() -> bool:
+        """Whether the program that is measured runs: the system frees a lock when a process ends."""
+        with Path("lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    wait_for(is_held, 60)
+    assert list(folder.glob("dare-benchmark-*")) != []
+    process.send_signal(number)
+    assert process.wait(timeout=30) == 128 + number
+    wait_for(lambda: not is_held())
+    assert list(folder.glob("dare-benchmark-*")) == []
 
 
 @pytest.mark.slow

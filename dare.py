@@ -133,7 +133,7 @@ class DareMerger:
         from darelib.output.destination import find_output
         from darelib.output.publish import Output, explain_write_errors
         from darelib.report import report_merge
-        from darelib.run import run_merge
+        from darelib.run import load_runner
         from darelib.run.worker import Worker
 
         started = time.perf_counter()
@@ -149,7 +149,7 @@ class DareMerger:
                     explain_write_errors(plan.output, resume),
                     Output(plan.output, plan.files, identity, resume) as output,
                 ):
-                    outcomes = run_merge(plan, worker, output, interrupts)
+                    outcomes = load_runner().run_merge(plan, worker, output, interrupts)
                     output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
         report = report_merge(plan, outcomes, str(output_file), time.perf_counter() - started)
         for warning in report.warnings:
@@ -185,7 +185,7 @@ class DareMerger:
         from darelib.models import check_unchanged, open_models
         from darelib.plan import plan_analysis
         from darelib.run.threads import run_rounds
-        from darelib.run.worker import Nowhere, Worker
+        from darelib.run.worker import Worker
 
         started = time.perf_counter()
         with open_models(self.sources) as inputs, Interrupts() as interrupts:
@@ -196,7 +196,7 @@ class DareMerger:
             size = sum(tensor.bytes_read for tensor in task.changed)
             with progress("analyzing", size, self.config.verbose) as advance:
                 jobs = task.jobs(task.changed, look_pass=0)
-                run_rounds([jobs], worker, Nowhere(), lambda outcome: advance(outcome.bytes_read), interrupts)
+                run_rounds([jobs], worker, lambda *_: None, lambda found: advance(found.bytes_read), interrupts)
             check_unchanged(inputs)
         for warning in task.warnings:
             LOG.warning(warning)
@@ -225,7 +225,7 @@ class DareMerger:
                 comparison.check_side_files()
                 worker = Worker.for_merge(plan, inputs, interrupts)
                 with progress("verifying", plan.bytes_to_read, self.config.verbose) as advance:
-                    run_rounds(plan.rounds(), worker, comparison, lambda o: advance(o.bytes_read), interrupts)
+                    run_rounds(plan.rounds(), worker, comparison.write_at, lambda o: advance(o.bytes_read), interrupts)
         return VerifyReport(str(output_file), len(plan.tensors), plan.size, time.perf_counter() - started)
 
     def _plan(self, inputs: Sequence[Input], destination: Destination, force: bool) -> MergePlan:

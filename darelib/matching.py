@@ -42,8 +42,8 @@ class TensorPlan:
         """What the method must find out about it before it is merged."""
         if not self.merged or not self.finetuned or not self.base.count:
             return None
-        bits = FORMATS[self.spec.real].bits
-        return METHODS[self.settings.method].look(self.settings, self.models, self.base.count, bits)
+        look = METHODS[self.settings.method].look(self.settings)
+        return look(self.settings, self.models, FORMATS[self.spec.real].bits) if look else None
 
     @property
     def length(self) -> int:

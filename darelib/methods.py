@@ -11,11 +11,11 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.drops import DROPS, RANDOM, Drop
 from darelib.formats import DIGIT_BITS
-from darelib.tuning import TUNING
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,25 +52,6 @@ class TensorSettings:
         return kept_whole and self.lambda_coeff == 1 and self.weights == (1,)
 
 
-class Look(Protocol):
-    """Finds out what must be known of one whole tensor before it is merged: in passes, each of them jobs in any order.
-
-    buffers are the kernels' (see darelib.kernels); jobs are taken one at a time, chunks from any thread.
-    """
-
-    kernel: str
-    passes: int
-
-    def describe(self, buffers: Any, number: int) -> None:
-        """Set what its kernel must know in this pass."""
-
-    def take_chunk(self, start: int, buffers: Any) -> None:
-        """Take what the kernel found in the chunk that starts there."""
-
-    def take_job(self, start: int, stop: int, buffers: Any) -> None:
-        """Take what the kernel found in a job; after the last job of a pass, draw the conclusion."""
-
-
 @dataclass(frozen=True)
 class Coefficients:
     """What a kernel multiplies by and compares with; a row for each model that has the tensor."""
@@ -89,8 +70,8 @@ class Method:
     kernel: str  # the kernel that merges a chunk
     settings: tuple[str, ...]  # those of the optional settings that mean something to it
     share: Callable[[Sequence[float] | None, int], tuple[float, ...]]  # the weights, from those given, if any
-    look: Callable[[TensorSettings, Sequence[int], int, int], Look | None]  # by models that have it, elements, bits
-    weigh: Callable[[TensorSettings, Sequence[int], Look | None], Coefficients]
+    look: Callable[[TensorSettings], type[Look] | None]  # what must be found out first
+    weigh: Callable[[TensorSettings, Sequence[int], Sequence[float] | None], Coefficients]  # by what was found
     show_weight: Callable[[TensorSettings, int], str] = lambda settings, i: f"{settings.weights[i]:.4g}"  # of a model
     models: int | None = None  # how many it takes, where it does not take any number
     shares_only: bool = False  # weights are shares of a whole: neither negative nor all 0
@@ -111,95 +92,98 @@ def weigh_for_look(settings: TensorSettings, models: Sequence[int]) -> Coefficie
     return weigh(settings, models, (1.0,) * len(settings.divisors))
 
 
-def count_jobs(elements: int) -> int:
-    return -(-elements // TUNING.job_elements)
-
-
 def rank_of_floor(keep_ratio: float, survivors: int) -> int:
     """Trim keeps so many of the surviving entries of a tensor, the largest, and all that equal the last of them."""
     return max(1, int(keep_ratio * survivors))
 
 
-class TrimLook:
+class Look:
+    """Finds out what must be known of one whole tensor before it is merged: in passes, each of them jobs in any order.
+
+    buffers are the kernels' (see darelib.kernels); jobs are taken one at a time, chunks from any thread.
+    """
+
+    kernel: str
+    passes = 1
+    found: tuple[float, ...] | None = None  # what weigh takes, after the last pass
+
+    def __init__(self, settings: TensorSettings, models: Sequence[int], bits: int) -> None:
+        """models: those that have the tensor. bits: of the floats to compute in."""
+        self.settings, self.models, self.bits = settings, models, bits
+
+    def describe(self, buffers: Any, number: int) -> None:
+        """Set what its kernel must know in this pass."""
+
+    def take_chunk(self, start: int, buffers: Any) -> None:
+        """Take what the kernel found in the chunk that starts there."""
+
+    def take_job(self, start: int, stop: int, buffers: Any) -> None:
+        """Take what the kernel found in a job."""
+
+    def conclude(self, number: int) -> None:
+        """Draw the conclusion of this pass, of which all jobs have been taken."""
+
+
+class TrimLook(Look):
     """The smallest |delta| that trim keeps, for each model: the digits of its bit pattern, one in each pass."""
 
     kernel = "count"
 
-    def __init__(self, settings: TensorSettings, models: Sequence[int], elements: int, bits: int) -> None:
+    def __init__(self, settings: TensorSettings, models: Sequence[int], bits: int) -> None:
+        super().__init__(settings, models, bits)
         self.passes = bits // DIGIT_BITS
-        self.floors = [0.0] * len(models)
-        self._keep_ratio, self._bits, self._jobs = settings.keep_ratio, bits, count_jobs(elements)
         self._prefixes = [0] * len(models)  # the digits found so far
         self._ranks = [0] * len(models)  # of the entry that is looked for, among those with that prefix
-        self._counts: NDArray[Any] | None = None
-        self._arrived = 0
-        self._pass = 0
+        self._counts: Any = 0
 
     def describe(self, buffers: Any, number: int) -> None:
-        buffers.tensor["shift"] = self._bits - (number + 1) * DIGIT_BITS
-        buffers.models["prefix"][: len(self.floors)] = self._prefixes
-
-    def take_chunk(self, start: int, buffers: Any) -> None:
-        pass
+        buffers.tensor["shift"] = self.bits - (number + 1) * DIGIT_BITS
+        buffers.models["prefix"][: len(self.models)] = self._prefixes
 
     def take_job(self, start: int, stop: int, buffers: Any) -> None:
-        import numpy as np
+        self._counts = self._counts + buffers.counts[: len(self.models)].astype("i8")
 
-        if self._counts is None:
-            self._counts = np.zeros((len(self.floors), 1 << DIGIT_BITS), np.int64)
-        self._counts += buffers.counts[: len(self.floors)]
-        self._arrived += 1
-        if self._arrived == self._jobs:
-            for row, counts in enumerate(self._counts):
-                self._find_digit(row, counts)
-            self._counts, self._arrived, self._pass = None, 0, self._pass + 1
+    def conclude(self, number: int) -> None:
+        for row, counts in enumerate(self._counts):
+            self._find_digit(row, counts, number)
+        self._counts = 0
+        if number == self.passes - 1:
+            (pattern, value), count = "Qd" if self.bits == 64 else "If", len(self.models)
+            self.found = struct.unpack(f"<{count}{value}", struct.pack(f"<{count}{pattern}", *self._prefixes))
 
-    def _find_digit(self, row: int, counts: NDArray[Any]) -> None:
+    def _find_digit(self, row: int, counts: NDArray[Any], number: int) -> None:
         """The digit of the last entry that is kept, counting from the largest down."""
-        import numpy as np
-
-        downwards = np.cumsum(counts[::-1])
-        if self._pass == 0:
-            self._ranks[row] = rank_of_floor(self._keep_ratio, int(downwards[-1]))
-        place = int(np.searchsorted(downwards, self._ranks[row]))
+        downwards = counts[::-1].cumsum()
+        if number == 0:
+            self._ranks[row] = rank_of_floor(self.settings.keep_ratio, int(downwards[-1]))
+        place = int(downwards.searchsorted(self._ranks[row]))
         if place == len(counts):  # nothing survived the drop, so there is nothing to trim
             return
         self._ranks[row] -= int(downwards[place - 1]) if place else 0
         self._prefixes[row] = self._prefixes[row] << DIGIT_BITS | (len(counts) - 1 - place)
-        if self._pass == self.passes - 1:
-            pattern, value = ("<Q", "<d") if self._bits == 64 else ("<I", "<f")
-            self.floors[row] = struct.unpack(value, struct.pack(pattern, self._prefixes[row]))[0]
 
 
-class ArcLook:
-    """Slerp's coefficients of the two thinned models, from their squared lengths and their scalar product."""
+class ArcLook(Look):
+    """The squared lengths and the scalar product of the two thinned models, between which slerp's arc goes."""
 
     kernel = "products"
-    passes = 1
 
-    def __init__(self, settings: TensorSettings, models: Sequence[int], elements: int, bits: int) -> None:
-        self.weights = (1 - settings.slerp_t, settings.slerp_t)
-        self._models = models
-        self._t, self._jobs = settings.slerp_t, count_jobs(elements)
-        self._chunks: dict[int, tuple[float, float, float]] = {}
-        self._arrived = 0
+    def __init__(self, settings: TensorSettings, models: Sequence[int], bits: int) -> None:
+        super().__init__(settings, models, bits)
+        self._chunks: dict[int, tuple[float, ...]] = {}
 
     def describe(self, buffers: Any, number: int) -> None:
-        buffers.models["arc_end"][: len(self._models)] = self._models
+        buffers.models["arc_end"][: len(self.models)] = self.models
 
     def take_chunk(self, start: int, buffers: Any) -> None:
-        found = buffers.tensor[0]
-        self._chunks[start] = float(found["square_0"]), float(found["square_1"]), float(found["product"])
+        self._chunks[start] = tuple(float(buffers.tensor[name][0]) for name in ("square_0", "square_1", "product"))
 
-    def take_job(self, start: int, stop: int, buffers: Any) -> None:
-        self._arrived += 1
-        if self._arrived == self._jobs:
-            chunks = [self._chunks[start] for start in sorted(self._chunks)]
-            self._chunks = {}
-            self.conclude(*(fold_neighbours([chunk[k] for chunk in chunks]) for k in range(3)))
+    def conclude(self, number: int) -> None:
+        self.found = fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)])
 
-    def conclude(self, first: float, second: float, product: float) -> None:
-        self.weights = slerp_weights(first, second, product, self._t)
+
+def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(fold_neighbours(list(column)) for column in zip(*chunks, strict=True))
 
 
 def fold_neighbours(values: list[float]) -> float:
@@ -210,6 +194,7 @@ def fold_neighbours(values: list[float]) -> float:
     return values[0]
 
 
+@lru_cache(64)
 def slerp_weights(first: float, second: float, product: float, t: float) -> tuple[float, float]:
     """The coefficients of two vectors, of these squared lengths and this scalar product, in their slerp at t.
 
@@ -243,13 +228,9 @@ def _equal_shares(given: Sequence[float] | None, count: int) -> tuple[float, ...
     return (1.0,) * count if given is None or count == 1 else tuple(map(float, given))  # a share of one is the whole
 
 
-def _weigh_ties(settings: TensorSettings, models: Sequence[int], look: Look | None) -> Coefficients:
-    return weigh(settings, models, floors=look.floors if isinstance(look, TrimLook) else None)
-
-
-def _weigh_slerp(settings: TensorSettings, models: Sequence[int], look: Look | None) -> Coefficients:
+def _weigh_slerp(settings: TensorSettings, models: Sequence[int], products: Sequence[float] | None) -> Coefficients:
     """The arc goes between base + kept_0 and base + kept_1, and what is merged is added to one whole base."""
-    weights = look.weights if isinstance(look, ArcLook) else (1 - settings.slerp_t, settings.slerp_t)
+    weights = slerp_weights(*products or (0.0, 0.0, 0.0), settings.slerp_t)
     return weigh(settings, models, weights, base_share=sum(weights) - 1)
 
 
@@ -260,7 +241,7 @@ METHODS: Final = {
         kernel="sum",
         settings=("weights",),
         share=_average,
-        look=lambda *_: None,
+        look=lambda _: None,
         weigh=lambda settings, models, _: weigh(settings, models),
     ),
     TIES: Method(
@@ -268,8 +249,8 @@ METHODS: Final = {
         kernel="elect",
         settings=("weights", "keep_ratio"),
         share=_equal_shares,
-        look=lambda settings, *tensor: TrimLook(settings, *tensor) if settings.keep_ratio < 1 else None,
-        weigh=_weigh_ties,
+        look=lambda settings: TrimLook if settings.keep_ratio < 1 else None,
+        weigh=lambda settings, models, floors: weigh(settings, models, floors=floors),
         shares_only=True,
     ),
     SLERP: Method(
@@ -277,7 +258,7 @@ METHODS: Final = {
         kernel="sum",
         settings=("slerp_t",),
         share=_average,
-        look=lambda *tensor: ArcLook(*tensor),
+        look=lambda _: ArcLook,
         weigh=_weigh_slerp,
         show_weight=lambda settings, _: f"slerp at {settings.slerp_t:g}",
         models=2,

@@ -315,28 +315,23 @@ class MergeReport:
         )
 
 
-class Ledger:
-    """What all jobs found, per model. Sums are made in the plan's order, so that they never differ."""
+def add_tallies(plan: MergePlan, outcomes: Sequence[Outcome]) -> list[dict[str, Tally]]:
+    """What all jobs counted, per model and tensor. Sums are made in the plan's order, so that they never differ."""
+    from darelib.run.worker import add_up
 
-    def __init__(self, plan: MergePlan, outcomes: Sequence[Outcome]) -> None:
-        from darelib.run.worker import Tally
-
-        order = {tensor.name: k for k, tensor in enumerate(plan.tensors)}
-        self.tallies: list[dict[str, Tally]] = [{} for _ in plan.models]  # of each merged tensor
-        self.differing: list[dict[str, None]] = [{} for _ in plan.models]  # copied tensors that differ
-        for outcome in sorted(outcomes, key=lambda outcome: (order[outcome.tensor], outcome.start)):
-            for i, tally in outcome.tallies.items():
-                self.tallies[i].setdefault(outcome.tensor, Tally()).add(tally)
-            for i in outcome.differing:
-                self.differing[i][outcome.tensor] = None
-        self.totals = [Tally() for _ in plan.models]
-        for total, tallies in zip(self.totals, self.tallies, strict=True):
-            for tally in tallies.values():
-                total.add(tally)
+    order = {tensor.name: k for k, tensor in enumerate(plan.tensors)}
+    found: list[dict[str, list[Tally]]] = [{} for _ in plan.models]
+    for outcome in sorted(outcomes, key=lambda outcome: (order[outcome.tensor], outcome.start)):
+        for i, tally in outcome.tallies.items():
+            found[i].setdefault(outcome.tensor, []).append(tally)
+    return [{name: add_up(tallies) for name, tallies in tensors.items()} for tensors in found]
 
 
 def report_merge(plan: MergePlan, outcomes: Sequence[Outcome], output: str, seconds: float) -> MergeReport:
-    ledger = Ledger(plan, outcomes)
+    from darelib.run.worker import Tally, add_up
+
+    by_tensor = add_tallies(plan, outcomes)
+    totals = [add_up([Tally(), *tallies.values()]) for tallies in by_tensor]
     return MergeReport(
         output=output,
         method=plan.config.method,
@@ -349,8 +344,8 @@ def report_merge(plan: MergePlan, outcomes: Sequence[Outcome], output: str, seco
         bytes_written=plan.size,
         seconds=seconds,
         delta_threshold=plan.config.delta_threshold,
-        models=tuple(report_model(plan, i, total) for i, total in enumerate(ledger.totals)),
-        warnings=(*plan.warnings, *find_oddities(plan, ledger)),
+        models=tuple(report_model(plan, i, total) for i, total in enumerate(totals)),
+        warnings=(*plan.warnings, *find_oddities(plan, outcomes, by_tensor, totals)),
     )
 
 
@@ -372,13 +367,14 @@ def report_model(plan: MergePlan, i: int, total: Tally) -> ModelReport:
     )
 
 
-def find_oddities(plan: MergePlan, ledger: Ledger) -> Iterator[str]:
+def find_oddities(
+    plan: MergePlan, outcomes: Sequence[Outcome], by_tensor: Sequence[Mapping[str, Tally]], totals: Sequence[Tally]
+) -> Iterator[str]:
     """What a person should know about each model, in a sentence or two at most."""
     for i, name in enumerate(plan.models):
-        if ledger.differing[i]:
-            names = sorted(ledger.differing[i])
+        if names := sorted({outcome.tensor for outcome in outcomes if i in outcome.differing}):
             yield f"{name} differs from the base in tensors that are copied, not merged: {list_names(names)}"
-        yield from find_odd_deltas(plan, name, ledger.tallies[i], ledger.totals[i])
+        yield from find_odd_deltas(plan, name, by_tensor[i], totals[i])
 
 
 def find_odd_deltas(plan: MergePlan, name: str, tallies: Mapping[str, Tally], total: Tally) -> Iterator[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -17,8 +16,9 @@ from darelib.analysis.report import DeltaStats, ModelAnalysis, PairAnalysis
 from darelib.formats import FORMATS
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
 from darelib.mask import TILE
-from darelib.methods import TensorSettings, count_jobs
+from darelib.methods import Look, TensorSettings
 from darelib.models.checkpoint import module_of
+from darelib.run.worker import add_up
 from darelib.text import DareError
 
 if TYPE_CHECKING:
@@ -89,12 +89,6 @@ class Deltas(NamedTuple):
     noise_squares: float = 0.0  # what dropping is expected to add
     peak: float = 0.0  # the largest |delta|
 
-    @classmethod
-    def of(cls, parts: Iterable[Deltas]) -> Deltas:
-        """All of them together. Not by sum(), whose rounding depends on the version of Python."""
-        *sums, peaks = zip(cls(), *parts, strict=True)
-        return cls._make((*(reduce(operator.add, values) for values in sums), max(peaks)))
-
     def stats(self, name: str, counts: NDArray[np.int64]) -> DeltaStats:
         """counts: how many are in each bin of |delta|."""
         count, weights = max(self.parameters, 1), math.sqrt(self.base_squares)
@@ -126,20 +120,16 @@ class Deltas(NamedTuple):
         return (below + part * inside) / max(self.parameters, 1)
 
 
-class MeasureLook:
+class MeasureLook(Look):
     """Takes what jobs find in a tensor. Sums are added in the order of the jobs' starts, so that they never differ."""
 
     kernel = "measure"
-    passes = 1
 
     def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
-        self._tensor, self._findings, self._jobs = tensor, findings, count_jobs(tensor.base.count)
+        self._tensor, self._findings = tensor, findings
         self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each job that has arrived, by its start
-        self._peaks: NDArray[Any] | int = 0
-        self._counts: NDArray[Any] | int = 0  # an array only from the first job to the last
-
-    def describe(self, buffers: Any, number: int) -> None: ...
-    def take_chunk(self, start: int, buffers: Any) -> None: ...
+        self._peaks: Any = 0
+        self._counts: Any = 0  # an array only from the first job to the last
 
     def take_job(self, start: int, stop: int, buffers: Any) -> None:
         models = len(self._tensor.finetuned)
@@ -154,13 +144,10 @@ class MeasureLook:
         self._sums[start] = sums | {"base_squares": buffers.tensor["base_squares"][:1].astype(float)}
         self._counts = self._counts + counts
         self._peaks = np.maximum(self._peaks, buffers.models["peak"][:models])  # bit patterns are ordered as values
-        if len(self._sums) == self._jobs:
-            self._conclude(np.asarray(self._counts))
-            self._sums, self._counts = {}, 0
 
-    def _conclude(self, counts: NDArray[np.int64]) -> None:
+    def conclude(self, number: int) -> None:
         tensor, real = self._tensor, FORMATS[self._tensor.spec.real]
-        in_order = [self._sums[start] for start in sorted(self._sums)]
+        in_order = [self._sums.pop(start) for start in sorted(self._sums)]
         sums = {name: reduce(np.add, (job[name] for job in in_order)) for name in in_order[0]}
         if not np.isfinite([*sums["squares"], *sums["base_squares"]]).all():
             raise DareError(
@@ -168,13 +155,14 @@ class MeasureLook:
                 f"{tensor.spec.real}",
                 "no trained model has such values; a merge can be made without an analysis",
             )
-        peaks, found = np.asarray(self._peaks).astype(real.raw).view(real.real), []
+        peaks, found = self._peaks.astype(real.raw).view(real.real), []
         for row, (i, info) in enumerate(tensor.finetuned):
             zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
             count, noise = min(info.count, tensor.base.count), squares * noise_of(tensor.settings, i) ** 2
             base_squares, peak = float(sums["base_squares"][0]), float(peaks[row])
             found.append(Deltas(1, count, int(zeros), int(above), size, squares, base_squares, noise, peak))
-            self._findings.take(i, tensor.name, found[-1], counts[row])
+            self._findings.take(i, tensor.name, found[-1], self._counts[row])
+        self._counts = 0
         if len(found) == 2:  # any two of them are the pair
             sums |= {name: sums[name][[1, 1]] for name in PAIR_SUMS}
         shared = [(0.0, 0.0, 0), *((a.squares, b.squares, a.parameters) for a, b in combinations(found, 2))]
@@ -206,7 +194,7 @@ class Findings:
         for name in names:
             for group in groups_of(name):
                 groups.setdefault(group, []).append(found[name])
-        sums = {group: Deltas.of(parts) for group, parts in groups.items()}
+        sums = {group: add_up([Deltas(), *parts]) for group, parts in groups.items()}
         cells: dict[str, dict[str, float]] = {}
         for (layer, kind), deltas in sums.items():
             if layer is not None and kind is not None:

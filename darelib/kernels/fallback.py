@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import partial
+from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
@@ -11,15 +12,15 @@ import numpy as np
 from darelib.formats import DIGIT_BITS, FORMATS
 from darelib.interrupts import Interrupts
 from darelib.kernels import Kernel, KernelSpec, plain
-from darelib.kernels.records import BINS, FIRST_BIN, LANES, Buffers
+from darelib.kernels.records import BINS, FIRST_BIN, Buffers
 from darelib.mask import TILE
-from darelib.methods import Coefficients
 
 Array = plain.Array
 
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
-    return {spec: expand if spec.kind == "expand" else partial(CHUNKS[spec.kind], spec) for spec in specs}
+    quiet = np.errstate(all="ignore")  # what is not finite is found in the result
+    return {spec: quiet(expand if spec.kind == "expand" else partial(CHUNKS[spec.kind], spec)) for spec in specs}
 
 
 def read_base(spec: KernelSpec, buffers: Buffers, count: int) -> Array:
@@ -34,12 +35,10 @@ def read_model(spec: KernelSpec, buffers: Buffers, i: int, count: int) -> Array:
 
 def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array) -> Array:
     values = read_model(spec, buffers, i, len(base))
-    with np.errstate(invalid="ignore", over="ignore"):
-        return values if buffers.models["is_delta"][i] else values - base
+    return values if buffers.models["is_delta"][i] else values - base
 
 
-def draw_mask(buffers: Buffers, i: int, first_tile: int, count: int) -> Array:
-    model = buffers.models[i]
+def draw_mask(model: Any, first_tile: int, count: int) -> Array:
     key = int(model["key_0"]), int(model["key_1"])
     return plain.draw_mask(key, int(model["limit"]) + 1, first_tile * TILE, count)
 
@@ -64,89 +63,73 @@ def note_delta(buffers: Buffers, i: int, delta: Array) -> None:
     model["size"] = add_sums(float(model["size"]), size)
 
 
-@np.errstate(all="ignore")
 def merge_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
     base, tensor, rows = read_base(spec, buffers, count), buffers.tensor[0], []
     tensor["base_size"] = add_sums(float(tensor["base_size"]), np.abs(base))
-    for i in range(models):
-        model, delta = buffers.models[i], find_delta(spec, buffers, i, base)
-        mask = draw_mask(buffers, i, first_tile, count)
+    for i, model in enumerate(buffers.models[:models]):
+        delta, mask = find_delta(spec, buffers, i, base), draw_mask(model, first_tile, count)
         note_delta(buffers, i, delta)
         model["kept"] += np.uint64(np.count_nonzero(mask))
         rows.append(plain.thin(delta, mask, float(model["scale"]), float(model["floor"])))
-    told = buffers.models[:models]
-    found = Coefficients(tuple(told["scale"]), tuple(told["weight"]), tuple(told["floor"]), float(tensor["base_share"]))
     if tensor["exact"]:
         values = read_model(spec, buffers, 0, count)
     else:
-        values = plain.apply(base, plain.combine(spec.kind, base, rows, found), float(tensor["lambda_coeff"]))
+        weights, share = buffers.models["weight"][:models].tolist(), float(tensor["base_share"])
+        values = plain.apply(base, plain.combine(spec.kind, base, rows, weights, share), float(tensor["lambda_coeff"]))
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
     buffers.output[: stored.nbytes] = stored.view(np.uint8)
 
 
-@np.errstate(all="ignore")
 def multiply_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
-    base, tensor = read_base(spec, buffers, count), buffers.tensor[0]
-    ends = [base, base]
-    for i in range(models):
-        mask, model = draw_mask(buffers, i, first_tile, count), buffers.models[i]
-        end = int(model["arc_end"])
-        ends[end] = ends[end] + plain.thin(find_delta(spec, buffers, i, base), mask, float(model["scale"]))
-    tensor["square_0"], tensor["square_1"] = plain.multiply(ends[0], ends[0]), plain.multiply(ends[1], ends[1])
-    tensor["product"] = plain.multiply(ends[0], ends[1])
+    base, tensor, kept = read_base(spec, buffers, count), buffers.tensor[0], {}
+    for i, model in enumerate(buffers.models[:models]):
+        delta, mask = find_delta(spec, buffers, i, base), draw_mask(model, first_tile, count)
+        kept[int(model["arc_end"])] = plain.thin(delta, mask, float(model["scale"]))
+    tensor["square_0"], tensor["square_1"], tensor["product"] = plain.multiply_ends(base, kept)
 
 
 def count_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
     base, shift = read_base(spec, buffers, count), buffers.tensor["shift"][0]
-    for i in range(models):
-        delta = find_delta(spec, buffers, i, base)[draw_mask(buffers, i, first_tile, count)]
+    for i, model in enumerate(buffers.models[:models]):
+        delta = find_delta(spec, buffers, i, base)[draw_mask(model, first_tile, count)]
         patterns = np.abs(delta).view(f"u{delta.itemsize}").astype(np.uint64) >> shift
-        patterns = patterns[patterns >> np.uint64(DIGIT_BITS) == buffers.models["prefix"][i]]
-        digits = (patterns & np.uint64(0xFFFF)).astype(np.int64)
-        buffers.counts[i] += np.bincount(digits, minlength=1 << DIGIT_BITS).astype(np.uint32)
+        patterns = patterns[patterns >> np.uint64(DIGIT_BITS) == model["prefix"]]
+        add_counts(buffers.counts[i], patterns & np.uint64(0xFFFF))
 
 
-@np.errstate(all="ignore")
+def add_counts(counts: Array, places: Array) -> None:
+    counts += np.bincount(places.astype(np.int64), minlength=len(counts)).astype(np.uint32)
+
+
 def measure_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
     base, tensor = read_base(spec, buffers, count), buffers.tensor[0]
-    tensor["base_size"] = add_sums(float(tensor["base_size"]), np.abs(base))
     tensor["base_squares"] = add_sums(float(tensor["base_squares"]), base * base)
     padding = -count % TILE  # zeros, which the kernels count with the others
     deltas = [find_delta(spec, buffers, i, base) for i in range(models)]
-    for i, delta in enumerate(deltas):
-        model = buffers.models[i]
+    for i, (model, delta) in enumerate(zip(buffers.models, deltas, strict=False)):
         note_delta(buffers, i, delta)
         model["zeros"] += np.uint64(np.count_nonzero(delta == 0) + padding)
         model["squares"] = add_sums(float(model["squares"]), delta * delta)
-        bins = np.clip(
-            (np.abs(delta).astype(np.float32).view(np.uint32) >> 19).astype(np.int64) - FIRST_BIN, 0, BINS - 1
-        )
-        counts = buffers.counts[i].reshape(LANES, BINS)
-        counts[0] += np.bincount(bins, minlength=BINS).astype(np.uint32)
-        counts[0, 0] += padding
-    pairs = [(one, other) for i, one in enumerate(deltas) for other in deltas[i + 1 :]]
-    for row, (one, other) in enumerate(pairs, 1):
-        pair = buffers.pairs[row]
-        note_conflict(pair, (one > 0) & (other < 0) | (one < 0) & (other > 0), (one != 0) & (other != 0), [one, other])
+        places = (np.abs(delta).astype(np.float32).view(np.uint32) >> 19).astype(np.int64) - FIRST_BIN
+        add_counts(buffers.counts[i, :BINS], places.clip(0, BINS - 1))  # in the first lane
+        buffers.counts[i, 0] += padding
+    for pair, (one, other) in zip(buffers.pairs[1:], combinations(deltas, 2), strict=False):
+        note_conflict(pair, [one, other])
         pair["product"] = add_sums(float(pair["product"]), one * other)
     if models > 2:
-        up, down = sum(1 * (delta > 0) for delta in deltas), sum(1 * (delta < 0) for delta in deltas)
-        note_conflict(buffers.pairs[0], (up > 0) & (down > 0), up + down > 1, deltas)
+        note_conflict(buffers.pairs[0], deltas)
 
 
-def note_conflict(pair: Any, opposed: Array, both: Array, deltas: list[Array]) -> None:
-    size = np.zeros_like(deltas[0])
-    for delta in deltas:
-        size = size + np.abs(delta)
-    zero = size.dtype.type(0)
-    pair["opposed"] += np.count_nonzero(opposed)
-    pair["both"] += np.count_nonzero(both)
-    pair["opposed_size"] = add_sums(float(pair["opposed_size"]), np.where(opposed, size, zero))
-    pair["both_size"] = add_sums(float(pair["both_size"]), np.where(both, size, zero))
+def note_conflict(pair: Any, deltas: list[Array]) -> None:
+    """Where any two of them have opposite signs, where several are not 0, and how large all are there."""
+    size = sum(np.abs(delta) for delta in deltas)
+    up, down = sum(1 * (delta > 0) for delta in deltas), sum(1 * (delta < 0) for delta in deltas)
+    for name, there in (("opposed", (up > 0) & (down > 0)), ("both", up + down > 1)):
+        pair[name] += np.count_nonzero(there)
+        pair[f"{name}_size"] = add_sums(float(pair[f"{name}_size"]), np.where(there, size, 0.0))
 
 
-@np.errstate(all="ignore")
 def expand(left: Array, right: Array, made: Array, first: int, ranks_before: int) -> None:
     """Elements of left @ right from one of the first row on, added to made in the order of the ranks."""
     total = np.zeros((left.shape[0], right.shape[1]), made.dtype)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 import torch
 
 from darelib.config import DareConfig
 from darelib.formats import DTYPES
-from darelib.mask import ROUNDS, TILE, mask_key
-from darelib.methods import METHODS, ArcLook, Coefficients, TrimLook, rank_of_floor, weigh_for_look
+from darelib.kernels import plain
+from darelib.mask import mask_key
+from darelib.methods import METHODS, ArcLook, Look, TrimLook, fold_columns, rank_of_floor
 from darelib.text import ConfigError, DareError, list_names
 from darelib.tuning import TUNING
 
@@ -84,11 +86,17 @@ class TensorMerge:
         self.real = torch.float64 if torch.float64 in types else torch.float32
 
     def run(self) -> Tensor:
-        flat = self.base.reshape(-1)
+        flat, models = self.base.reshape(-1), list(self.parts)
         output = torch.empty(flat.shape, dtype=self.dtype, device=flat.device)
-        coefficients = self._look(flat)
+        look = self.method.look(self.settings) if models and flat.numel() else None
+        coefficients = self.method.weigh(self.settings, models, LOOKS[look](self, flat) if look else None)
         for start, base in self._chunks(flat):
-            result = self._encode(self._merge_chunk(base, start, coefficients))
+            parts = {i: self._open(i, start, base) for i in models}
+            if models and self.settings.returns_model:
+                values = self.parts[0][start : start + len(base)].to(self.real)
+            else:
+                values = plain.merge_parts(self.settings, base, parts, coefficients)
+            result = self._encode(values)
             if not bool(torch.isfinite(result).all()):
                 raise DareError(
                     f"tensor {self.name!r} holds or gives a value that is not finite in {self.dtype}",
@@ -101,116 +109,46 @@ class TensorMerge:
         for start in range(0, flat.numel(), TUNING.memory_chunk):
             yield start, flat[start : start + TUNING.memory_chunk].to(self.real)
 
-    def _look(self, flat: Tensor) -> Coefficients:
-        """What must be known of the whole tensor, and the coefficients that follow from it."""
-        look = None
-        if self.parts and flat.numel():
-            bits = 64 if self.real == torch.float64 else 32
-            look = self.method.look(self.settings, list(self.parts), flat.numel(), bits)
-        if look is not None:
-            LOOKS[look.kernel](self, look, flat)
-        return self.method.weigh(self.settings, list(self.parts), look)
-
-    def _merge_chunk(self, base: Tensor, start: int, coefficients: Coefficients) -> Tensor:
-        rows = [
-            self._thin(i, base, start, scale, floor)
-            for i, scale, floor in zip(self.parts, coefficients.scales, coefficients.floors, strict=True)
-        ]
-        if len(self.parts) == 1 and self.settings.returns_model:
-            return self.parts[0][start : start + len(base)].to(self.real)
-        merged = base.new_tensor(coefficients.base_share) * base
-        for row in rows:
-            merged = merged + row
-        if self.method.kernel == "elect":
-            merged = self._elect(merged, rows, coefficients.weights)
-        change = base.new_tensor(self.settings.lambda_coeff) * merged
-        return torch.where(change == 0, base, base + change)
-
-    def _elect(self, merged: Tensor, rows: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        total, share, zero = torch.zeros_like(merged), torch.zeros_like(merged), merged.new_tensor(0.0)
-        for row, weight in zip(rows, weights, strict=True):
-            agrees = torch.where(merged >= 0, row > 0, row < 0)
-            total = total + torch.where(agrees, row, zero)
-            share = share + torch.where(agrees, merged.new_tensor(weight), zero)
-        return torch.where(share > 0, total / share, zero)
-
-    def _thin(self, i: int, base: Tensor, start: int, scale: float, floor: float = 0.0) -> Tensor:
-        delta, mask = self._delta_and_mask(i, base, start)
+    def _open(self, i: int, start: int, base: Tensor) -> tuple[Tensor, Tensor]:
+        """A model's delta and mask for a chunk of the base."""
+        delta = self.parts[i][start : start + len(base)].to(self.real) - base
         if not bool(torch.isfinite(delta).all()):
             raise DareError(
                 f"tensor {self.name!r} of the base or of model {i} holds a value that is not finite",
                 "such a model is broken; use a checkpoint from before that happened",
             )
-        kept = mask & (delta.abs() >= base.new_tensor(floor))
-        return torch.where(kept, delta * base.new_tensor(scale), base.new_tensor(0.0))
+        key, threshold = mask_key(self.seed + i, self.name), self.settings.drop.threshold(self.settings.drop_rates[i])
+        return delta, plain.draw_mask(key, threshold, start, len(base), partial(torch.arange, device=base.device))
 
-    def _delta_and_mask(self, i: int, base: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        delta = self.parts[i][start : start + len(base)].to(self.real) - base
-        bits = draw_bits(mask_key(self.seed + i, self.name), start, len(base), base.device)
-        return delta, bits < self.settings.drop.threshold(self.settings.drop_rates[i])
-
-    def _find_floors(self, look: TrimLook, flat: Tensor) -> None:
+    def _find_floors(self, flat: Tensor) -> list[float]:
         """Trim: finding one value is faster than sorting all, except on a GPU."""
-        for row, i in enumerate(self.parts):
-            found = (self._delta_and_mask(i, base, start) for start, base in self._chunks(flat))
-            sizes = torch.cat([delta[mask].abs() for delta, mask in found])
-            if len(sizes):
-                place = len(sizes) - rank_of_floor(self.settings.keep_ratio, len(sizes))
-                value = sizes.sort().values[place] if sizes.is_cuda else torch.kthvalue(sizes, place + 1).values
-                look.floors[row] = float(value)
+        floors = []
+        for i in self.parts:
+            opened = (self._open(i, start, base) for start, base in self._chunks(flat))
+            sizes = torch.cat([abs(delta[mask]) for delta, mask in opened])
+            rank = rank_of_floor(self.settings.keep_ratio, len(sizes))
+            if not len(sizes):
+                floors.append(0.0)
+            elif sizes.is_cuda:
+                floors.append(float(sizes.sort().values[-rank]))
+            else:
+                floors.append(float(sizes.kthvalue(len(sizes) - rank + 1).values))
+        return floors
 
-    def _find_products(self, look: ArcLook, flat: Tensor) -> None:
-        """Slerp: |end 0|^2, |end 1|^2 and end 0 . end 1, added up in the fixed order."""
-        sums: list[list[Tensor]] = [[], [], []]
-        scales = dict(zip(self.parts, weigh_for_look(self.settings, list(self.parts)).scales, strict=True))
-        for start, base in self._chunks(flat):
-            ends = [base + self._thin(i, base, start, scales[i]) if i in self.parts else base for i in range(2)]
-            for tiles, (left, right) in zip(sums, ((0, 0), (1, 1), (0, 1)), strict=True):
-                tiles.append(_fold_tiles(ends[left].double() * ends[right].double()))
-        look.conclude(*(_fold_neighbours(torch.cat(tiles)) for tiles in sums))
+    def _find_products(self, flat: Tensor) -> tuple[float, ...]:
+        chunks = [
+            plain.find_products(self.settings, base, {i: self._open(i, start, base) for i in self.parts})
+            for start, base in self._chunks(flat)
+        ]
+        return fold_columns(chunks)
 
     def _encode(self, values: Tensor) -> Tensor:
         if self.real == torch.float64 and self.dtype in (torch.bfloat16, torch.float16):
-            # torch rounds float64 to 16 bits by way of float32, twice; plain.round_to_odd says why this does not.
-            bits = values.to(torch.float32).view(torch.int32)
-            bits = bits - (bits.view(torch.float32).double().abs() > values.abs()).to(torch.int32)
-            bits = bits | (bits.view(torch.float32).double() != values).to(torch.int32)
-            values = bits.view(torch.float32)
+            values = plain.round_to_odd(values)  # torch goes by way of float32 and rounds twice
         return values.to(self.dtype)
 
 
-# How a look is done here, by the kernel that would do it.
-LOOKS: Final[dict[str, Callable[[TensorMerge, Any, Tensor], None]]] = {
-    TrimLook.kernel: TensorMerge._find_floors,
-    ArcLook.kernel: TensorMerge._find_products,
+LOOKS: Final[dict[type[Look], Callable[[TensorMerge, Tensor], Sequence[float]]]] = {
+    TrimLook: TensorMerge._find_floors,
+    ArcLook: TensorMerge._find_products,
 }
-
-
-def _fold_tiles(values: Tensor) -> Tensor:
-    tiles = torch.nn.functional.pad(values, (0, -len(values) % TILE)).reshape(-1, TILE)
-    while tiles.shape[1] > 1:
-        half = tiles.shape[1] // 2
-        tiles = tiles[:, :half] + tiles[:, half:]
-    return tiles[:, 0]
-
-
-def _fold_neighbours(sums: Tensor) -> float:
-    while len(sums) > 1:
-        sums = torch.nn.functional.pad(sums, (0, len(sums) % 2))
-        sums = sums[::2] + sums[1::2]
-    return float(sums)
-
-
-def draw_bits(key: tuple[int, int], start: int, count: int, device: torch.device) -> Tensor:
-    """The 16 random bits of count elements from a multiple of TILE on: what plain.draw_bits gives."""
-    tiles, low = -(-count // TILE), 0xFFFFFFFF
-    block = torch.arange(start // 8, start // 8 + tiles * (TILE // 8), device=device)
-    x0, x1, x2, x3 = block & low, block >> 32, torch.zeros_like(block), torch.zeros_like(block)
-    a, b = key
-    for _ in range(ROUNDS):
-        p0, p1 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
-        x0, x1 = ((p1 >> 32) & low) ^ x1 ^ a, p1 & low
-        x2, x3 = ((p0 >> 32) & low) ^ x3 ^ b, p0 & low
-        a, b = (a + 0x9E3779B9) & low, (b + 0xBB67AE85) & low
-    pieces = torch.stack([piece.to(torch.int32) for x in (x0, x1, x2, x3) for piece in (x & 0xFFFF, x >> 16)])
-    return pieces.reshape(8, tiles, TILE // 8).transpose(0, 1).reshape(-1)[:count]

@@ -10,7 +10,7 @@ from darelib.interrupts import Interrupts
 from darelib.kernels.records import Buffers
 from darelib.output.publish import Output
 from darelib.plan import Job, MergePlan
-from darelib.run.worker import Abandoned, Nowhere, Outcome, Worker, Writable
+from darelib.run.worker import Abandoned, Outcome, Worker, Write
 from darelib.text import LOG, human, progress
 from darelib.tuning import TUNING
 
@@ -31,22 +31,22 @@ def run_merge(plan: MergePlan, worker: Worker, output: Output, interrupts: Inter
                 output.note(outcome.as_entry())
 
         advance(size)
-        run_rounds(plan.rounds(done), worker, output, take, interrupts)
+        run_rounds(plan.rounds(done), worker, output.write_at, take, interrupts)
     return outcomes
 
 
 def run_rounds(
-    rounds: Iterable[Iterator[Job]], worker: Worker, output: Writable, done: Callable[[Outcome], None],
+    rounds: Iterable[Iterator[Job]], worker: Worker, write: Write, done: Callable[[Outcome], None],
     interrupts: Interrupts,
 ) -> None:  # fmt: skip
     """Run all jobs of a round before the next. done is called with what each found, one at a time."""
     buffers = [worker.make_buffers() for _ in range(worker.task.threads)]
     for jobs in rounds:
-        _run_round(jobs, worker, buffers, output, done, interrupts)
+        _run_round(jobs, worker, buffers, write, done, interrupts)
 
 
 def _run_round(
-    jobs: Iterator[Job], worker: Worker, buffers: list[Buffers], output: Writable, done: Callable[[Outcome], None],
+    jobs: Iterator[Job], worker: Worker, buffers: list[Buffers], write: Write, done: Callable[[Outcome], None],
     interrupts: Interrupts,
 ) -> None:  # fmt: skip
     """A thread for each set of buffers. Of several failures, the first in the jobs' order is raised."""
@@ -62,10 +62,10 @@ def _run_round(
                 if job is None:
                     return
                 number = job.number
-                outcome = worker.run(job, own, output)
+                outcome = worker.run(job, own, write)
                 with lock:
                     if job.look_pass is not None:
-                        worker.looks[job.tensor.name].take_job(job.start, job.stop, own)
+                        worker.take(job, own)
                     done(outcome)
         except Abandoned:
             pass
@@ -104,5 +104,5 @@ def measure_rate(rounds: Iterable[Iterator[Job]], worker: Worker, interrupts: In
             if time.perf_counter() - started > TUNING.sample_seconds:
                 return
 
-    run_rounds([take_some()], worker, Nowhere(), outcomes.append, interrupts)
+    run_rounds([take_some()], worker, lambda *_: None, outcomes.append, interrupts)
     return sum(outcome.bytes_read for outcome in outcomes), time.perf_counter() - started

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from functools import reduce
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,33 +18,25 @@ from darelib.interrupts import Interrupts
 from darelib.kernels import KernelSpec, load_kernels
 from darelib.kernels.records import Buffers
 from darelib.mask import TILE, mask_key
-from darelib.methods import METHODS, Look, weigh_for_look
+from darelib.methods import METHODS, Coefficients, Look, weigh_for_look
 from darelib.models import Input
 from darelib.models.checkpoint import QUANTISE_HINT
 from darelib.models.tensorfile import TensorInfo
 from darelib.plan import Job, MergePlan, Task, TensorPlan
 from darelib.text import DareError
 
-
-class Writable(Protocol):
-    """What jobs write to: an output, or something that compares."""
-
-    def write_at(self, file: int, view: memoryview, offset: int) -> None: ...
-
-
-class Nowhere:
-    """For jobs whose output nobody wants."""
-
-    def write_at(self, file: int, view: memoryview, offset: int) -> None:
-        pass
+# What jobs write by: the number of a file, what to write, and where; it may also only compare.
+Write: TypeAlias = Callable[[int, memoryview, int], None]
 
 
 class Abandoned(Exception):
     """A job that has to stop."""
 
 
-@dataclass
-class Tally:
+Sums = TypeVar("Sums", bound=NamedTuple)
+
+
+class Tally(NamedTuple):
     """What the kernels counted, for one model and one or all tensors."""
 
     parameters: int = 0
@@ -52,18 +47,19 @@ class Tally:
     expected: float = 0.0  # what the masks' thresholds say should be kept
     base_sum: float = 0.0
 
-    def add(self, other: Tally) -> None:
-        self.parameters += other.parameters
-        self.sum += other.sum
-        self.peak = max(self.peak, other.peak)
-        self.above += other.above
-        self.kept += other.kept
-        self.expected += other.expected
-        self.base_sum += other.base_sum
-
     @property
     def mean(self) -> float:
         return self.sum / self.parameters if self.parameters else 0.0
+
+
+def add_up(parts: Iterable[Sums]) -> Sums:
+    """Sums that are all of one kind, added up one after the other; of their peaks, the largest.
+
+    Not by sum(), whose rounding depends on the version of Python.
+    """
+    first, *others = parts
+    rows = zip(first._fields, zip(first, *others, strict=True), strict=True)
+    return first._make(max(row) if name == "peak" else reduce(operator.add, row) for name, row in rows)
 
 
 @dataclass
@@ -83,7 +79,7 @@ class Outcome:
 
     def as_entry(self) -> list[Any]:
         """For the journal."""
-        tallies = {str(i): list(vars(tally).values()) for i, tally in self.tallies.items()}
+        tallies = {str(i): list(tally) for i, tally in self.tallies.items()}
         return [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
 
     @classmethod
@@ -102,6 +98,7 @@ class Worker:
         """specs: the kernels that merge, if any; those of the looks and of the inputs come on top."""
         self.task, self.base, self.models, self.looks = task, inputs[0], inputs[1:], looks
         self.abandoned = threading.Event()  # set to make all jobs stop at once
+        self._looked = Counter[str]()  # by tensor: how many jobs of a pass have been taken
         tensors = {tensor.name: tensor for tensor in task.tensors}
         wanted = {*specs, *(tensors[name].look_spec(look) for name, look in looks.items())}
         wanted |= {spec for model in inputs for spec in model.specs}
@@ -117,10 +114,19 @@ class Worker:
         kinds = {look.kernel for look in self.looks.values()}
         return Buffers(len(self.models), self.task.chunk * self.task.itemsize, kinds)
 
-    def run(self, job: Job, buffers: Buffers, output: Writable) -> Outcome:
+    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         if job.look_pass is not None:
             return self._look(job, buffers, job.look_pass)
-        return self._merge(job, buffers, output) if job.tensor.merged else self._copy(job, buffers, output)
+        return self._merge(job, buffers, write) if job.tensor.merged else self._copy(job, buffers, write)
+
+    def take(self, job: Job, buffers: Buffers) -> None:
+        """Let a look take what a job found, one job at a time; after the last of a pass it draws its conclusion."""
+        name = job.tensor.name
+        self.looks[name].take_job(job.start, job.stop, buffers)
+        self._looked[name] += job.stop - job.start
+        if self._looked[name] == job.tensor.length:
+            del self._looked[name]
+            self.looks[name].conclude(job.look_pass or 0)
 
     def _chunks(self, job: Job) -> Iterator[tuple[int, int]]:
         """Where each chunk starts, and how long it is."""
@@ -132,7 +138,7 @@ class Worker:
     def _look(self, job: Job, buffers: Buffers, number: int) -> Outcome:
         tensor, look = job.tensor, self.looks[job.tensor.name]
         kernel = self.kernels[tensor.look_spec(look)]
-        self._describe(tensor, buffers, None)
+        self._describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models))
         look.describe(buffers, number)
         for start, count in self._chunks(job):
             self._load(tensor, start, count, buffers)
@@ -142,15 +148,15 @@ class Worker:
             self._explain_non_finite(job, buffers)
         return Outcome.of(job)
 
-    def _merge(self, job: Job, buffers: Buffers, output: Writable) -> Outcome:
-        tensor, spec = job.tensor, job.tensor.spec
+    def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+        tensor, spec, look = job.tensor, job.tensor.spec, self.looks.get(job.tensor.name)
         kernel, item, models = self.kernels[spec], FORMATS[spec.output].itemsize, len(tensor.finetuned)
-        self._describe(tensor, buffers, self.looks.get(tensor.name), merges=True)
-        offset = self._offset(tensor)
+        weigh, offset = METHODS[tensor.settings.method].weigh, self._offset(tensor)
+        self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, look.found if look else None))
         for start, count in self._chunks(job):
             self._load(tensor, start, count, buffers)
             kernel(buffers, count, models, start // TILE)
-            output.write_at(tensor.output.file, buffers.output.data[: count * item], offset + start * item)
+            write(tensor.output.file, buffers.output.data[: count * item], offset + start * item)
         peaks = self._peaks(tensor, buffers)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
             self._explain_non_finite(job, buffers)
@@ -159,11 +165,9 @@ class Worker:
     def _offset(self, tensor: TensorPlan) -> int:
         return len(self.task.files[tensor.output.file].header) + tensor.output.offset
 
-    def _describe(self, tensor: TensorPlan, buffers: Buffers, look: Look | None, merges: bool = False) -> None:
+    def _describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
         """Set what the kernels must know, and clear what they found before."""
-        settings, models = tensor.settings, tensor.models
-        method = METHODS[settings.method]
-        found = method.weigh(settings, models, look) if merges else weigh_for_look(settings, models)
+        settings = tensor.settings
         buffers.clear()
         for row, (i, info) in enumerate(tensor.finetuned):
             told = buffers.models[row]
@@ -174,7 +178,7 @@ class Worker:
         whole = buffers.tensor[0]
         whole["lambda_coeff"], whole["base_share"] = settings.lambda_coeff, found.base_share
         whole["threshold"] = self.task.config.delta_threshold
-        whole["exact"] = len(models) == 1 and not tensor.finetuned[0][1].is_delta and settings.returns_model
+        whole["exact"] = settings.returns_model and any(not info.is_delta for _, info in tensor.finetuned)
 
     def _load(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
         """Read a chunk of every input."""
@@ -219,7 +223,7 @@ class Worker:
         above, size = int(found["above"]), float(found["size"])
         return Tally(count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size)
 
-    def _copy(self, job: Job, buffers: Buffers, output: Writable) -> Outcome:
+    def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         outcome, tensor = Outcome.of(job), job.tensor
         for start, size in self._chunks(job):
             mine, theirs = buffers.base.data[:size], buffers.output.data[:size]
@@ -230,7 +234,7 @@ class Worker:
                     self.models[i].read_bytes(theirs, info, start)
                 if not alike or not np.array_equal(buffers.base[:size], buffers.output[:size]):
                     outcome.differing.add(i)
-            output.write_at(tensor.output.file, mine, self._offset(tensor) + start)
+            write(tensor.output.file, mine, self._offset(tensor) + start)
         if outcome.differing and tensor.quantised:
             name = self.models[min(outcome.differing)].name
             raise DareError(

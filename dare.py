@@ -250,8 +250,7 @@ def dare_drop(
 ) -> dict[str, torch.Tensor]:
     """Thin deltas: drop entries at random and rescale the rest. Tensors that are not floats are left as they are."""
     config = DareConfig(drop_rate=drop_rate, seed=seed, rescale=rescale)
-    dropped: dict[str, torch.Tensor] = _load_tensors().drop_deltas(task_vector, config)
-    return dropped
+    return _load_tensors().drop_deltas(task_vector, config)
 
 
 def dare_sparsify(
@@ -270,8 +269,7 @@ def dare_merge(
     config: DareConfig | None = None,
 ) -> dict[str, torch.Tensor]:
     """The merged state dict, by any method and rules: the bits that DareMerger writes for these names and settings."""
-    merged: dict[str, torch.Tensor] = _load_tensors().merge_tensors(base, finetuned, config or DareConfig())
-    return merged
+    return _load_tensors().merge_tensors(base, finetuned, config or DareConfig())
 
 
 def _load_tensors() -> Any:

@@ -294,8 +294,7 @@ class MergeReport:
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return data
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
         rows = [["model", "seed", "parameters", "drop rate", "dropped", "mean |delta|", "largest", "above"]]

@@ -296,7 +296,6 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
     with Interrupts() as interrupts:
         load_kernels([SUM], "numba", interrupts)
     usual, kinds = native.find_cache(), list[str]()
-    assert usual is not None
 
     def copy(spec: KernelSpec, folder: Path) -> subprocess.Popen[bytes]:
         kinds.append(spec.kind)
@@ -440,5 +439,4 @@ def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
     _, error = process.communicate(timeout=60)
     assert time.monotonic() - started < 2
     assert (process.returncode, error.splitlines()[0]) == (status, "interrupted")
-    shutil.rmtree(tmp_path / "cache")
     assert support.snapshot(tmp_path) == before

@@ -178,11 +178,9 @@ def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
             yield Advice("drop_rate", level, model.label, f"drop {rate:g} of {model.label}: {what}{reason}")
 
 
-def advise_on_tensors(evidence: Evidence) -> Iterator[Advice]:
-    return (Advice("rules", rule.verdict, None, rule.text) for rule in evidence.tensor_rules)
-
-
-def advise_on_method(evidence: Evidence) -> Iterator[Advice]:
+def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
+    """What is chosen already: for some tensors, and how to combine."""
+    yield from (Advice("rules", rule.verdict, None, rule.text) for rule in evidence.tensor_rules)
     yield Advice("method", evidence.method, None, f"method {evidence.method}: {evidence.why_method}")
 
 
@@ -194,7 +192,7 @@ def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
         yield Advice("balance", "uneven", None, text)
 
 
-RULES: Final = (advise_on_base, advise_on_rates, advise_on_tensors, advise_on_method, advise_on_balance)
+RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices, advise_on_balance)
 
 
 def judge_confidence(evidence: Evidence) -> str:

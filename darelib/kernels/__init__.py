@@ -46,10 +46,9 @@ def load_kernels(specs: Collection[KernelSpec], engine: str, interrupts: Interru
     """The kernels of an engine; auto: Numba's or, where that cannot be loaded, NumPy's."""
     name = "numba" if engine == "auto" else engine
     try:
-        found: dict[KernelSpec, Kernel] = importlib.import_module(ENGINES[name]).load_kernels(specs, interrupts)
+        return importlib.import_module(ENGINES[name]).load_kernels(specs, interrupts)
     except EngineUnavailable as error:
         if engine != "auto":
             raise DareError(f"the engine {engine} cannot be used: {error}", "use engine auto or plain") from None
         LOG.warning(f"Numba cannot be used ({error}), so NumPy computes: the same result, many times slower")
         return load_kernels(specs, "plain", interrupts)
-    return found

@@ -11,7 +11,7 @@ import llvmlite.binding as llvm
 import numpy as np
 
 from darelib.formats import DIGIT_BITS, FORMATS
-from darelib.kernels import KernelSpec
+from darelib.kernels import KernelSpec, tiles
 from darelib.kernels.records import (
     BASE_ROW,
     BINS,
@@ -26,19 +26,6 @@ from darelib.kernels.records import (
     SIZE_ROW,
     TENSOR,
     ZERO_ROW,
-)
-from darelib.kernels.tiles import (
-    DECODERS,
-    ENCODERS,
-    compare_all,
-    compare_signs,
-    draw,
-    elect,
-    find_bins,
-    fold,
-    fold_neighbours,
-    pad,
-    round_to_odd,
 )
 from darelib.mask import TILE
 
@@ -60,16 +47,16 @@ class Parts:
         self.real: Any = np.float64 if wide else np.float32
         self.unsigned: Any = np.uint64 if wide else np.uint32
         self.raw = [np.dtype(FORMATS[name].raw).type for name in (spec.base, spec.finetuned, spec.output)]
-        self.decode = inline(DECODERS[spec.base])
-        self.decode_finetuned = inline(DECODERS[spec.finetuned])
-        self.encode = inline(ENCODERS[spec.output])
+        self.decode = inline(tiles.DECODERS[spec.base])
+        self.decode_finetuned = inline(tiles.DECODERS[spec.finetuned])
+        self.encode = inline(tiles.ENCODERS[spec.output])
         if wide and FORMATS[spec.output].bits == 16:
             self.encode = self._encode_by_odd(self.encode)
         self.thin = self._thin_model(spec.kind == "elect")
         self.open = self._open_buffers()
 
     def _encode_by_odd(self, encode: Any) -> Any:
-        narrow = inline(round_to_odd)
+        narrow = inline(tiles.round_to_odd)
 
         def encode_by_odd(value: Any) -> Any:  # compiled
             return encode(narrow(value))
@@ -78,7 +65,7 @@ class Parts:
 
     def _open_buffers(self) -> Any:
         """Addresses as arrays, with zeros behind the last tile and in the row that stands in for a base of zeros."""
-        carray, real, pad_rows = numba.carray, self.real, inline(pad)
+        carray, real, pad_rows = numba.carray, self.real, inline(tiles.pad)
         base_raw, finetuned_raw, _ = self.raw
 
         def open_buffers(  # compiled
@@ -104,7 +91,7 @@ class Parts:
 
         They are added to a row, or, to elect signs, are what the row holds then.
         """
-        decode, draw_bits, real, unsigned = self.decode_finetuned, inline(draw), self.real, self.unsigned
+        decode, draw_bits, real, unsigned = self.decode_finetuned, inline(tiles.draw), self.real, self.unsigned
 
         def thin_model(  # compiled
             raw: Any, tile: int, model: Any, base: Any, bits: Any, size: Any, row: Any, threshold: Any
@@ -144,8 +131,9 @@ def build_merge(spec: KernelSpec) -> Any:
     """The loop that merges one chunk: decode, subtract, mask, combine, encode."""
     parts = Parts(spec)
     carray, real, unsigned, decode, encode = numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
-    open_buffers, thin_model, decode_finetuned, fold_tile = parts.open, parts.thin, parts.decode_finetuned, inline(fold)
-    output_raw, elect_signs, elects = parts.raw[2], inline(elect), spec.kind == "elect"
+    open_buffers, thin_model, decode_finetuned = parts.open, parts.thin, parts.decode_finetuned
+    fold_tile, elect_signs = inline(tiles.fold), inline(tiles.elect)
+    output_raw, elects = parts.raw[2], spec.kind == "elect"
 
     def merge_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
@@ -203,7 +191,7 @@ def build_products(spec: KernelSpec) -> Any:
     """The loop that gives slerp |end 0|^2, |end 1|^2 and end 0 . end 1, where an end of the arc is base + kept."""
     parts = Parts(spec)
     carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
-    fold_tile, fold_pairs = inline(fold), inline(fold_neighbours)
+    fold_tile, fold_pairs = inline(tiles.fold), inline(tiles.fold_neighbours)
 
     def multiply_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
@@ -251,7 +239,7 @@ def build_count(spec: KernelSpec) -> Any:
     parts = Parts(spec)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     base_raw, finetuned_raw, _ = parts.raw
-    draw_bits, decode_finetuned = inline(draw), parts.decode_finetuned
+    draw_bits, decode_finetuned = inline(tiles.draw), parts.decode_finetuned
 
     def count_chunk(  # compiled
         base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
@@ -294,8 +282,8 @@ def build_measure(spec: KernelSpec) -> Any:
     """The loop that gathers an analysis' figures. Zeros that pad a last tile are counted with the others."""
     parts = Parts(spec)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
-    decode_finetuned, open_buffers, fold_tile = parts.decode_finetuned, parts.open, inline(fold)
-    signs, mixed_signs, bin_tile = inline(compare_signs), inline(compare_all), inline(find_bins)
+    decode_finetuned, open_buffers, fold_tile = parts.decode_finetuned, parts.open, inline(tiles.fold)
+    signs, mixed_signs, bin_tile = inline(tiles.compare_signs), inline(tiles.compare_all), inline(tiles.find_bins)
 
     def measure_chunk(  # compiled
         base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
@@ -316,9 +304,7 @@ def build_measure(spec: KernelSpec) -> Any:
             for j in range(TILE):
                 value = decode(raw[j])
                 base[j] = value
-                size[j] = abs(value)
                 products[j] = value * value
-            tensor.base_size += fold_tile(size)
             tensor.base_squares += fold_tile(products)
             for i in range(models):
                 model = records[i]
@@ -435,5 +421,4 @@ def compile_object(spec: KernelSpec, machine: Any) -> bytes:
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
-    code: bytes = machine.emit_object(module)
-    return code
+    return machine.emit_object(module)

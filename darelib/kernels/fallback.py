@@ -23,14 +23,12 @@ def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[
     return {spec: quiet(expand if spec.kind == "expand" else partial(CHUNKS[spec.kind], spec)) for spec in specs}
 
 
-def read_base(spec: KernelSpec, buffers: Buffers, count: int) -> Array:
-    raw = buffers.base[: count * FORMATS[spec.base].itemsize]
-    return plain.decode(raw, spec.base, spec.real)
+def read(row: Array, dtype: str, real: str, count: int) -> Array:
+    return plain.decode(row[: count * FORMATS[dtype].itemsize], dtype, real)
 
 
 def read_model(spec: KernelSpec, buffers: Buffers, i: int, count: int) -> Array:
-    raw = buffers.finetuned[i, : count * FORMATS[spec.finetuned].itemsize]
-    return plain.decode(raw, spec.finetuned, spec.real)
+    return read(buffers.finetuned[i], spec.finetuned, spec.real, count)
 
 
 def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array) -> Array:
@@ -38,16 +36,19 @@ def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array) -> Array
     return values if buffers.models["is_delta"][i] else values - base
 
 
-def draw_mask(model: Any, first_tile: int, count: int) -> Array:
-    key = int(model["key_0"]), int(model["key_1"])
-    return plain.draw_mask(key, int(model["limit"]) + 1, first_tile * TILE, count)
+def open_model(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int) -> tuple[Array, Array]:
+    """Its delta and its mask."""
+    key_0, key_1, limit = (int(buffers.models[name][i]) for name in ("key_0", "key_1", "limit"))
+    mask = plain.draw_mask((key_0, key_1), limit + 1, first_tile * TILE, len(base))
+    return find_delta(spec, buffers, i, base), mask
 
 
-def add_sums(total: float, values: Array) -> float:
+def add_sums(record: Any, name: str, values: Array) -> None:
     """A running sum of tiles, in the kernels' order."""
+    total = float(record[name])
     for tile in plain.fold_tiles(values):
         total += float(tile)
-    return total
+    record[name] = total
 
 
 def find_peak(values: Array, so_far: Any) -> int:
@@ -60,14 +61,14 @@ def note_delta(buffers: Buffers, i: int, delta: Array) -> None:
     threshold = delta.dtype.type(buffers.tensor["threshold"][0])
     model["peak"] = find_peak(delta, model["peak"])
     model["above"] += np.uint64(np.count_nonzero(size > threshold))
-    model["size"] = add_sums(float(model["size"]), size)
+    add_sums(model, "size", size)
 
 
 def merge_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
-    base, tensor, rows = read_base(spec, buffers, count), buffers.tensor[0], []
-    tensor["base_size"] = add_sums(float(tensor["base_size"]), np.abs(base))
+    base, tensor, rows = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], []
+    add_sums(tensor, "base_size", np.abs(base))
     for i, model in enumerate(buffers.models[:models]):
-        delta, mask = find_delta(spec, buffers, i, base), draw_mask(model, first_tile, count)
+        delta, mask = open_model(spec, buffers, i, base, first_tile)
         note_delta(buffers, i, delta)
         model["kept"] += np.uint64(np.count_nonzero(mask))
         rows.append(plain.thin(delta, mask, float(model["scale"]), float(model["floor"])))
@@ -82,18 +83,18 @@ def merge_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, fir
 
 
 def multiply_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
-    base, tensor, kept = read_base(spec, buffers, count), buffers.tensor[0], {}
+    base, tensor, kept = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], {}
     for i, model in enumerate(buffers.models[:models]):
-        delta, mask = find_delta(spec, buffers, i, base), draw_mask(model, first_tile, count)
+        delta, mask = open_model(spec, buffers, i, base, first_tile)
         kept[int(model["arc_end"])] = plain.thin(delta, mask, float(model["scale"]))
     tensor["square_0"], tensor["square_1"], tensor["product"] = plain.multiply_ends(base, kept)
 
 
 def count_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
-    base, shift = read_base(spec, buffers, count), buffers.tensor["shift"][0]
+    base, shift = read(buffers.base, spec.base, spec.real, count), buffers.tensor["shift"][0]
     for i, model in enumerate(buffers.models[:models]):
-        delta = find_delta(spec, buffers, i, base)[draw_mask(model, first_tile, count)]
-        patterns = np.abs(delta).view(f"u{delta.itemsize}").astype(np.uint64) >> shift
+        delta, mask = open_model(spec, buffers, i, base, first_tile)
+        patterns = np.abs(delta[mask]).view(f"u{delta.itemsize}").astype(np.uint64) >> shift
         patterns = patterns[patterns >> np.uint64(DIGIT_BITS) == model["prefix"]]
         add_counts(buffers.counts[i], patterns & np.uint64(0xFFFF))
 
@@ -103,20 +104,20 @@ def add_counts(counts: Array, places: Array) -> None:
 
 
 def measure_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
-    base, tensor = read_base(spec, buffers, count), buffers.tensor[0]
-    tensor["base_squares"] = add_sums(float(tensor["base_squares"]), base * base)
+    base, tensor = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0]
+    add_sums(tensor, "base_squares", base * base)
     padding = -count % TILE  # zeros, which the kernels count with the others
     deltas = [find_delta(spec, buffers, i, base) for i in range(models)]
     for i, (model, delta) in enumerate(zip(buffers.models, deltas, strict=False)):
         note_delta(buffers, i, delta)
         model["zeros"] += np.uint64(np.count_nonzero(delta == 0) + padding)
-        model["squares"] = add_sums(float(model["squares"]), delta * delta)
+        add_sums(model, "squares", delta * delta)
         places = (np.abs(delta).astype(np.float32).view(np.uint32) >> 19).astype(np.int64) - FIRST_BIN
         add_counts(buffers.counts[i, :BINS], places.clip(0, BINS - 1))  # in the first lane
         buffers.counts[i, 0] += padding
     for pair, (one, other) in zip(buffers.pairs[1:], combinations(deltas, 2), strict=False):
         note_conflict(pair, [one, other])
-        pair["product"] = add_sums(float(pair["product"]), one * other)
+        add_sums(pair, "product", one * other)
     if models > 2:
         note_conflict(buffers.pairs[0], deltas)
 
@@ -127,7 +128,7 @@ def note_conflict(pair: Any, deltas: list[Array]) -> None:
     up, down = sum(1 * (delta > 0) for delta in deltas), sum(1 * (delta < 0) for delta in deltas)
     for name, there in (("opposed", (up > 0) & (down > 0)), ("both", up + down > 1)):
         pair[name] += np.count_nonzero(there)
-        pair[f"{name}_size"] = add_sums(float(pair[f"{name}_size"]), np.where(there, size, 0.0))
+        add_sums(pair, f"{name}_size", np.where(there, size, 0.0))
 
 
 def expand(left: Array, right: Array, made: Array, first: int, ranks_before: int) -> None:

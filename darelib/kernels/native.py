@@ -18,7 +18,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final
 
 from darelib.formats import FORMATS
@@ -49,17 +48,19 @@ def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[
     """The kernels as functions that run without the interpreter's lock; what was never compiled is compiled first."""
     wanted = sorted(set(specs) - _loaded.keys(), key=str)
     if wanted:
-        names, folder = {spec: f"dare.{spec}.{_identify()}.o" for spec in wanted}, find_cache()
-        codes = {spec: _read_object(folder / names[spec]) if folder else None for spec in wanted}
-        compiled = _compile([spec for spec, code in codes.items() if code is None], interrupts)
-        for spec, code in compiled.items():
-            _store(code, folder, names[spec])
-        _loaded.update({spec: _load(spec, compiled.get(spec) or codes[spec] or b"") for spec in wanted})
+        folder = find_cache()
+        paths = {spec: folder / f"dare.{spec}.{_identify()}.o" for spec in wanted}
+        codes = {spec: code for spec, path in paths.items() if (code := _read_object(path))}
+        for spec, code in _compile([spec for spec in wanted if spec not in codes], interrupts).items():
+            codes[spec] = code
+            _store(code, paths[spec])
+        _loaded.update({spec: _load(spec, code) for spec, code in codes.items()})
     return {spec: _loaded[spec] for spec in specs}
 
 
 @cache
 def _llvm() -> Any:
+    """llvmlite, whose binding can compile for this machine."""
     try:
         import llvmlite
         import llvmlite.binding as llvm
@@ -67,7 +68,7 @@ def _llvm() -> Any:
         raise EngineUnavailable(f"{type(error).__name__}: {error}") from None
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return SimpleNamespace(binding=llvm, version=llvmlite.__version__)
+    return llvmlite
 
 
 def host_features() -> str:
@@ -75,7 +76,7 @@ def host_features() -> str:
 
     Where it has vectors of 512 bits, LLVM would use half of them, to avoid a lower clock; the kernels gain by all.
     """
-    features: str = _llvm().binding.get_host_cpu_features().flatten()
+    features = _llvm().binding.get_host_cpu_features().flatten()
     return f"{features},-prefer-256-bit" if "+avx512f" in features else features
 
 
@@ -92,7 +93,7 @@ def _identify() -> str:
     llvm = _llvm()
     chosen = [os.environ.get(name) for name in FEATURE_VARIABLES]
     processor = repr((llvm.binding.get_process_triple(), llvm.binding.get_host_cpu_name(), host_features(), chosen))
-    made_by = hashlib.sha256(llvm.version.encode())
+    made_by = hashlib.sha256(llvm.__version__.encode())
     numba = importlib.util.find_spec("numba")
     try:
         for folder in (numba and numba.submodule_search_locations) or ():
@@ -104,17 +105,15 @@ def _identify() -> str:
     return f"{hashlib.sha256(processor.encode()).hexdigest()[:8]}.{made_by.hexdigest()[:16]}"
 
 
-def find_cache() -> Path | None:
+def find_cache() -> Path:
     """Where compiled kernels are kept: NUMBA_CACHE_DIR, or beside this file, or in the user's cache."""
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__pycache__")
-    users = os.path.expanduser(os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "dare"))
-    for folder in [chosen] if chosen else [beside, users]:
-        with suppress(OSError):
-            os.makedirs(folder, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return Path(folder)
-    return None
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(chosen)
+    beside = Path(__file__).absolute().parent / "__pycache__"
+    with suppress(OSError):
+        beside.mkdir(exist_ok=True)
+    users = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return beside if os.access(beside, os.W_OK) else Path(users, "dare")
 
 
 def _read_object(path: Path) -> bytes | None:
@@ -170,8 +169,8 @@ def _start_compiler(spec: KernelSpec, folder: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable or "python", "-P", "-c", COMPILE, str(folder / f"{spec}.o")]
     words += [spec.kind, spec.base, spec.finetuned, spec.output]
     with open(folder / f"{spec}.txt", "wb") as messages:
-        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": messages}
-        return subprocess.Popen(words, env=environment, start_new_session=True, **streams)
+        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": messages}
+        return subprocess.Popen(words, env=environment, start_new_session=True, **quiet)
 
 
 def compile_to(path: str, *words: str) -> None:
@@ -181,19 +180,18 @@ def compile_to(path: str, *words: str) -> None:
     Path(path).write_bytes(cpu.compile_object(KernelSpec(*words), _target_machine()))
 
 
-def _store(code: bytes, folder: Path | None, name: str) -> None:
+def _store(code: bytes, path: Path) -> None:
     """Keep what was compiled, if that can be done, and remove what other sources compiled for this processor."""
-    if folder is None:
-        return
-    partial = folder / f"{name}.{os.urandom(4).hex()}"
+    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(hashlib.sha256(code).digest() + code)
-        partial.replace(folder / name)
+        partial.replace(path)
     except OSError:
         with suppress(OSError):
             partial.unlink()
-    processor, made_by = name.split(".")[-3:-1]
-    for other in folder.glob(f"dare.*.{processor}.*"):
+    processor, made_by = path.name.split(".")[-3:-1]
+    for other in path.parent.glob(f"dare.*.{processor}.*"):
         if f".{processor}.{made_by}." not in other.name:
             with suppress(OSError):
                 other.unlink()

@@ -46,8 +46,7 @@ def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     size = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.zeros(size + 64, np.uint8)
     start = -room.ctypes.data % 64
-    found: NDArray[Any] = room[start : start + size].view(dtype).reshape(shape)
-    return found
+    return room[start : start + size].view(dtype).reshape(shape)
 
 
 class Buffers:

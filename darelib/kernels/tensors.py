@@ -21,14 +21,8 @@ Tensor = torch.Tensor
 
 def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
     """Deltas, thinned: a merge of one model whose base is 0. Tensors that are not floats are left as they are."""
-    config.check_models(1)
-    zeros = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in deltas.items()}
-    return {
-        name: TensorMerge(config, 1, name, zeros[name], {0: delta}).run()
-        if delta.is_floating_point()
-        else delta.clone()
-        for name, delta in deltas.items()
-    }
+    zeros = {n: d.new_zeros(()).expand(d.shape) if d.is_floating_point() else d for n, d in deltas.items()}
+    return merge_tensors(zeros, [deltas], config) if deltas else {}
 
 
 def merge_tensors(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from darelib.interrupts import Interrupts
 from darelib.kernels.records import Buffers
@@ -39,21 +40,14 @@ def run_rounds(
     rounds: Iterable[Iterator[Job]], worker: Worker, write: Write, done: Callable[[Outcome], None],
     interrupts: Interrupts,
 ) -> None:  # fmt: skip
-    """Run all jobs of a round before the next. done is called with what each found, one at a time."""
+    """Run all jobs of a round before the next. done is called with what each found, one at a time.
+
+    There are buffers for each thread. Of several failures, the first in the jobs' order is raised.
+    """
     buffers = [worker.make_buffers() for _ in range(worker.task.threads)]
-    for jobs in rounds:
-        _run_round(jobs, worker, buffers, write, done, interrupts)
+    lock, stop, failures = threading.Lock(), threading.Event(), dict[int, BaseException]()
 
-
-def _run_round(
-    jobs: Iterator[Job], worker: Worker, buffers: list[Buffers], write: Write, done: Callable[[Outcome], None],
-    interrupts: Interrupts,
-) -> None:  # fmt: skip
-    """A thread for each set of buffers. Of several failures, the first in the jobs' order is raised."""
-    lock, failures = threading.Lock(), dict[int, BaseException]()
-    stop = threading.Event()
-
-    def loop(own: Buffers) -> None:
+    def loop(jobs: Iterator[Job], own: Buffers) -> None:
         number = -1
         try:
             while not stop.is_set():
@@ -73,24 +67,19 @@ def _run_round(
             failures[number] = error
             stop.set()
 
-    threads = [threading.Thread(target=loop, args=(own,)) for own in buffers]
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(TUNING.poll_seconds)
-                interrupts.check()
-    except BaseException:
-        worker.abandoned.set()
-        raise
-    finally:
-        stop.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if failures:
-        raise failures[min(failures)]
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        try:
+            for jobs in rounds:
+                running = {pool.submit(loop, jobs, own) for own in buffers}
+                while running:
+                    running = wait(running, TUNING.poll_seconds).not_done
+                    interrupts.check()
+                if failures:
+                    raise failures[min(failures)]
+        except BaseException:
+            stop.set()
+            worker.abandoned.set()
+            raise
 
 
 def measure_rate(rounds: Iterable[Iterator[Job]], worker: Worker, interrupts: Interrupts) -> tuple[int, float]:

@@ -172,9 +172,6 @@ class ArcLook(Look):
         super().__init__(settings, models, bits)
         self._chunks: dict[int, tuple[float, ...]] = {}
 
-    def describe(self, buffers: Any, number: int) -> None:
-        buffers.models["arc_end"][: len(self.models)] = self.models
-
     def take_chunk(self, start: int, buffers: Any) -> None:
         self._chunks[start] = tuple(float(buffers.tensor[name][0]) for name in ("square_0", "square_1", "product"))
 

@@ -216,7 +216,7 @@ def build_products(spec: KernelSpec) -> Any:
                 model = records[i]
                 raw_finetuned = finetuned_all[i, start : start + TILE]
                 against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
-                end = ends[np.int64(model.arc_end)]
+                end = ends[np.int64(model.number)]
                 thin_model(raw_finetuned, first_tile + tile, model, against, bits, size, end, real(0))
             for which in range(3):
                 left, right = ends[1 if which == 1 else 0], ends[0 if which == 0 else 1]

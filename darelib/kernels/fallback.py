@@ -20,7 +20,7 @@ Array = plain.Array
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
     quiet = np.errstate(all="ignore")  # what is not finite is found in the result
-    return {spec: quiet(expand if spec.kind == "expand" else partial(CHUNKS[spec.kind], spec)) for spec in specs}
+    return {spec: quiet(partial(KERNELS[spec.kind], spec)) for spec in specs}
 
 
 def read(row: Array, dtype: str, real: str, count: int) -> Array:
@@ -86,7 +86,7 @@ def multiply_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, 
     base, tensor, kept = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], {}
     for i, model in enumerate(buffers.models[:models]):
         delta, mask = open_model(spec, buffers, i, base, first_tile)
-        kept[int(model["arc_end"])] = plain.thin(delta, mask, float(model["scale"]))
+        kept[int(model["number"])] = plain.thin(delta, mask, float(model["scale"]))
     tensor["square_0"], tensor["square_1"], tensor["product"] = plain.multiply_ends(base, kept)
 
 
@@ -131,7 +131,7 @@ def note_conflict(pair: Any, deltas: list[Array]) -> None:
         add_sums(pair, f"{name}_size", np.where(there, size, 0.0))
 
 
-def expand(left: Array, right: Array, made: Array, first: int, ranks_before: int) -> None:
+def expand(_: KernelSpec, left: Array, right: Array, made: Array, first: int, ranks_before: int) -> None:
     """Elements of left @ right from one of the first row on, added to made in the order of the ranks."""
     total = np.zeros((left.shape[0], right.shape[1]), made.dtype)
     flat = total.reshape(-1)[first : first + len(made)]
@@ -141,10 +141,7 @@ def expand(left: Array, right: Array, made: Array, first: int, ranks_before: int
     made[:] = flat
 
 
-CHUNKS: Final = {
-    "sum": merge_chunk,
-    "elect": merge_chunk,
-    "products": multiply_chunk,
-    "count": count_chunk,
-    "measure": measure_chunk,
-}
+KERNELS: Final[dict[str, Kernel]] = {
+    "sum": merge_chunk, "elect": merge_chunk, "products": multiply_chunk, "count": count_chunk,
+    "measure": measure_chunk, "expand": expand,
+}  # fmt: skip

@@ -8,7 +8,7 @@ end, and the functions above it are its steps. Those that ask for an array's lib
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,19 +16,10 @@ import numpy as np
 
 from darelib.formats import FORMATS, widen
 from darelib.mask import ROUNDS, TILE, mask_key
-from darelib.methods import (
-    METHODS,
-    ArcLook,
-    Coefficients,
-    TensorSettings,
-    TrimLook,
-    fold_neighbours,
-    rank_of_floor,
-    weigh_for_look,
-)
+from darelib.methods import METHODS, Coefficients, TensorSettings, fold_neighbours, rank_of_floor, weigh_for_look
 
 Array = Any  # of one dimension
-Parts = Mapping[int, tuple[Array, Array]]  # by the number of a model: its delta and its mask
+Part = tuple[Array, Array]  # a model's delta and mask
 
 
 def library(array: Array) -> Any:
@@ -128,10 +119,9 @@ def apply(base: Array, merged: Array, lambda_coeff: float) -> Array:
     return library(base).where(change == 0, base, base + change)
 
 
-def merge_parts(settings: TensorSettings, base: Array, parts: Parts, found: Coefficients) -> Array:
-    """The merged values of a tensor, or of a piece of it."""
-    numbers = zip(parts.values(), found.scales, found.floors, strict=True)
-    rows = [thin(delta, mask, scale, floor) for (delta, mask), scale, floor in numbers]
+def merge_parts(settings: TensorSettings, base: Array, parts: Iterable[Part], found: Coefficients) -> Array:
+    """The merged values of a tensor, or of a piece of it. parts: of each model that has it."""
+    rows = [thin(*part, *numbers) for part, *numbers in zip(parts, found.scales, found.floors, strict=True)]
     merged = combine(METHODS[settings.method].kernel, base, rows, found.weights, found.base_share)
     return apply(base, merged, settings.lambda_coeff)
 
@@ -162,18 +152,18 @@ def multiply_ends(base: Array, kept: Mapping[int, Array]) -> tuple[float, float,
     return multiply(ends[0], ends[0]), multiply(ends[1], ends[1]), multiply(ends[0], ends[1])
 
 
-def find_products(settings: TensorSettings, base: Array, parts: Parts) -> tuple[float, ...]:
+def find_products(settings: TensorSettings, base: Array, parts: Mapping[int, Part]) -> tuple[float, ...]:
     scales = weigh_for_look(settings, list(parts)).scales
     return multiply_ends(base, {i: thin(*parts[i], scale) for i, scale in zip(parts, scales, strict=True)})
 
 
-def find_floors(settings: TensorSettings, _: Array, parts: Parts) -> tuple[float, ...]:
+def find_floors(settings: TensorSettings, _: Array, parts: Mapping[int, Part]) -> tuple[float, ...]:
     """Trim: for each model, the smallest |delta| that is kept of those that survived the drop."""
     survivors = [np.sort(np.abs(delta[mask])) for delta, mask in parts.values()]
     return tuple(float(s[-rank_of_floor(settings.keep_ratio, len(s))]) if len(s) else 0.0 for s in survivors)
 
 
-LOOKS: Final = {ArcLook: find_products, TrimLook: find_floors}
+LOOKS: Final = {"products": find_products, "count": find_floors}  # by the kernels that do the same
 
 # --- the whole --------------------------------------------------------------------------------------------------------
 
@@ -192,5 +182,5 @@ def merge_tensor(
         parts[i] = value - start, draw_mask(mask_key(seed + i, name), threshold, 0, len(start))
     method = METHODS[settings.method]
     look = method.look(settings) if parts and len(start) else None
-    found = method.weigh(settings, list(parts), LOOKS[look](settings, start, parts) if look else None)
-    return encode(merge_parts(settings, start, parts, found), output)
+    found = method.weigh(settings, list(parts), LOOKS[look.kernel](settings, start, parts) if look else None)
+    return encode(merge_parts(settings, start, parts.values(), found), output)

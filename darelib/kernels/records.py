@@ -13,7 +13,7 @@ from darelib.mask import TILE
 
 # A record for each model. peak is the bit pattern of the largest |delta|.
 MODEL: Final = np.dtype(
-    [(name, "u8") for name in ("key_0", "key_1", "limit", "arc_end", "prefix", "is_delta")]
+    [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "is_delta")]
     + [(name, "f8") for name in ("scale", "weight", "floor")]
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
     + [(name, "f8") for name in ("size", "squares")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
 
 import torch
 
@@ -12,7 +11,7 @@ from darelib.config import DareConfig
 from darelib.formats import DTYPES
 from darelib.kernels import plain
 from darelib.mask import mask_key
-from darelib.methods import METHODS, ArcLook, Look, TrimLook, fold_columns, rank_of_floor
+from darelib.methods import METHODS, fold_columns, rank_of_floor
 from darelib.text import ConfigError, DareError, list_names
 from darelib.tuning import TUNING
 
@@ -83,13 +82,14 @@ class TensorMerge:
         flat, models = self.base.reshape(-1), list(self.parts)
         output = torch.empty(flat.shape, dtype=self.dtype, device=flat.device)
         look = self.method.look(self.settings) if models and flat.numel() else None
-        coefficients = self.method.weigh(self.settings, models, LOOKS[look](self, flat) if look else None)
+        finders: dict[str, Callable[[Tensor], Sequence[float]]]
+        finders = {"count": self._find_floors, "products": self._find_products}
+        coefficients = self.method.weigh(self.settings, models, finders[look.kernel](flat) if look else None)
         for start, base in self._chunks(flat):
-            parts = {i: self._open(i, start, base) for i in models}
+            parts = (self._open(i, start, base) for i in models)
+            values = plain.merge_parts(self.settings, base, parts, coefficients)
             if models and self.settings.returns_model:
                 values = self.parts[0][start : start + len(base)].to(self.real)
-            else:
-                values = plain.merge_parts(self.settings, base, parts, coefficients)
             result = self._encode(values)
             if not bool(torch.isfinite(result).all()):
                 raise DareError(
@@ -140,9 +140,3 @@ class TensorMerge:
         if self.real == torch.float64 and self.dtype in (torch.bfloat16, torch.float16):
             values = plain.round_to_odd(values)  # torch goes by way of float32 and rounds twice
         return values.to(self.dtype)
-
-
-LOOKS: Final[dict[type[Look], Callable[[TensorMerge, Tensor], Sequence[float]]]] = {
-    TrimLook: TensorMerge._find_floors,
-    ArcLook: TensorMerge._find_products,
-}

@@ -173,7 +173,7 @@ class Worker:
             told = buffers.models[row]
             told["key_0"], told["key_1"] = mask_key(self.task.config.seed + i, tensor.mask_names[row])
             told["limit"] = settings.drop.threshold(settings.drop_rates[i]) - 1
-            told["is_delta"] = info.is_delta
+            told["number"], told["is_delta"] = i, info.is_delta
             told["scale"], told["weight"], told["floor"] = found.scales[row], found.weights[row], found.floors[row]
         whole = buffers.tensor[0]
         whole["lambda_coeff"], whole["base_share"] = settings.lambda_coeff, found.base_share

@@ -61,8 +61,7 @@ class Buffers:
         self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
         self.counts = align((models, max((COUNTERS.get(kind, 0) for kind in kernels), default=0)), np.uint32)
         self.pairs = align((1 + models * (models - 1) // 2,), PAIR)
-        self._all: list[NDArray[Any]] = [self.base, self.finetuned, self.output, self.models, self.tensor]
-        self._all += [self.scratch, self.counts, self.pairs]
+        self._all: list[NDArray[Any]] = list(vars(self).values())  # in the order of a kernel's arguments
         self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
 
     def clear(self) -> None:

@@ -98,9 +98,8 @@ class Worker:
         """specs: the kernels that merge, if any; those of the looks and of the inputs come on top."""
         self.task, self.base, self.models, self.looks = task, inputs[0], inputs[1:], looks
         self.abandoned = threading.Event()  # set to make all jobs stop at once
-        self._looked = Counter[str]()  # by tensor: how many jobs of a pass have been taken
-        tensors = {tensor.name: tensor for tensor in task.tensors}
-        wanted = {*specs, *(tensors[name].look_spec(look) for name, look in looks.items())}
+        self._looked = Counter[str]()  # by tensor: of how many elements a pass has taken what was found
+        wanted = {*specs, *(tensor.look_spec(looks[tensor.name]) for tensor in task.tensors if tensor.name in looks)}
         wanted |= {spec for model in inputs for spec in model.specs}
         self.kernels = load_kernels(wanted, task.config.engine, interrupts)
         for model in inputs:

@@ -403,7 +403,7 @@ def run_analyze_command(flags: dict[str, Any]) -> None:
         raise ConfigError(f"{str(written)!r} exists already", "choose another name, or add --force to replace it")
     if plot or written:
         layouts = [(source.name, find_files(download(source))[1]) for source in merger.sources]
-        used = [(name, path) for name, layout in layouts for path in (layout.folder, *layout.files) if path]
+        used = [(name, path) for name, layout in layouts for path in layout.paths]
         for path in filter(None, (plot, written)):
             check_apart(repr(str(path)), path.resolve(), used)
     report = merger.analyze()
@@ -583,7 +583,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags: dict[str, Any] = {}
     try:
         command, flags = parse_flags(arguments)
-        importlib.import_module("darelib.models.checkpoint").raise_open_file_limit()
+        raise_open_file_limit()
         command.run(flags)
         sys.stdout.flush()
         return 0
@@ -600,6 +600,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         LOG.propagate = True
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def raise_open_file_limit() -> None:
+    """Let this process open many files: systems allow few unless asked, and models may have hundreds of shards."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = (
+            min(10_240, hard) if hard >= 0 else 10_240
+        )  # for ten models of hundreds of shards; macOS allows no more
+        if 0 <= soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def explain(error: Exception) -> int:

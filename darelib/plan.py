@@ -23,12 +23,21 @@ from darelib.kernels import KernelSpec
 from darelib.matching import Matcher
 from darelib.matching import TensorPlan as TensorPlan
 from darelib.methods import Look
-from darelib.models import Input
-from darelib.models.checkpoint import CONFIG_KEYS, WEIGHTS_FILE, path_hint
+from darelib.models import Input, explain_read_errors
+from darelib.models.checkpoint import KIND_KEYS, WEIGHTS_FILE, path_hint
 from darelib.models.hub import download
 from darelib.models.tensorfile import TensorInfo, header_bytes
-from darelib.output.destination import Destination, Replaced, check_output, describe_replaced, digest_of, list_files
-from darelib.output.directory import TOKENIZER_PATTERNS, collect_side_files, find_warnings, index_bytes
+from darelib.output.destination import (
+    Destination,
+    Replaced,
+    check_apart,
+    check_replaceable,
+    describe_replaced,
+    digest_of,
+    explain_place_errors,
+    list_files,
+)
+from darelib.output.directory import TOKENIZER_PATTERNS, collect_side_files, find_warnings, make_index
 from darelib.output.publish import PlannedFile
 from darelib.output.recipe import check_fingerprints, recipe_metadata, recipe_text
 from darelib.readers import Source
@@ -192,7 +201,7 @@ def plan_merge(
     if with_side_files:
         changes_type = any(tensor.output.dtype != tensor.base.dtype for tensor in tensors)
         dtype = config.dtype if config.dtype and changes_type else None
-        index = _make_index(tensors, files) if len(files) > 1 else None
+        index = make_index({tensor.name: tensor.output for tensor in tensors}, files) if len(files) > 1 else None
         side = collect_side_files(config, inputs, version, destination, files, index, dtype, tokenizer)
     models = range(len(inputs) - 1)
     return MergePlan(
@@ -224,19 +233,23 @@ def plan_output(
     tokenizer: Source | None, **options: Any,
 ) -> MergePlan:  # fmt: skip
     """A plan for an output that may be written, on a disk that has room for it."""
-    used = [(m.name, path) for m in inputs for path in (m.folder, *(file.path for file in m.files)) if path]
+    used = [(model.name, path) for model in inputs for path in model.paths]
     used += [(tokenizer.name, tokenizer.path)] if tokenizer else []
-    check_output(destination, used, force)
-    plan = plan_merge(config, inputs, destination, tokenizer=tokenizer, **options)
-    begun = [destination.partial / name for name in list_files(destination.partial)]
-    held = sum(getattr(path.lstat(), "st_blocks", 0) * 512 for path in begun)  # which is used again, or removed
-    free = shutil.disk_usage(plan.output.path.parent).free + held
-    if plan.size > free:
+    folder = destination.path.parent
+    with explain_place_errors(destination.name):
+        check_apart(f"the output {destination.name!r}", destination.path, used)
+        check_replaceable(destination, force)
+        begun = [destination.partial / name for name in list_files(destination.partial)]
+        held = sum(getattr(path.lstat(), "st_blocks", 0) * 512 for path in begun)  # which is used again, or removed
+        free, replaces = shutil.disk_usage(folder).free + held, describe_replaced(destination, force)
+    with explain_read_errors():
+        plan = plan_merge(config, inputs, destination, tokenizer=tokenizer, **options)
+        size = plan.size
+    if size > free:
         raise DareError(
-            f"the output needs {human(plan.size)} and {str(plan.output.path.parent)!r} has {human(free)} free",
+            f"the output needs {human(size)} and {str(folder)!r} has {human(free)} free",
             "make room, or write to another disk",
         )
-    replaces = describe_replaced(destination, force)
     return dataclasses.replace(plan, free=free, unfinished=bool(begun), replaces=replaces)
 
 
@@ -296,12 +309,6 @@ def assign_offsets(
     return placed, [PlannedFile(n, h, len(h) + size) for n, h, size in zip(names, headers, used, strict=True)]
 
 
-def _make_index(tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> bytes:
-    weight_map = {tensor.name: files[tensor.output.file].name for tensor in tensors}
-    outputs = [tensor.output for tensor in tensors]
-    return index_bytes(weight_map, sum(info.count for info in outputs), sum(info.nbytes for info in outputs))
-
-
 def find_odd_settings(config: DareConfig, inputs: Sequence[Input], tensors: Sequence[TensorPlan]) -> Iterator[str]:
     used = {id(tensor.rule) for tensor in tensors}
     for k, rule in enumerate(config.typed_rules, 1):
@@ -325,7 +332,7 @@ def find_odd_inputs(inputs: Sequence[Input]) -> Iterator[str]:
             yield f"{model.name} is the base itself, given as a model to merge"
         if any(have_same_files(model, earlier) for earlier in models[:i]):
             yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
-        for key in CONFIG_KEYS[:3]:
+        for key in KIND_KEYS:
             mine, theirs = base.config.get(key), model.config.get(key)
             if mine is not None and theirs is not None and mine != theirs:
                 yield (

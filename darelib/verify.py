@@ -84,12 +84,12 @@ class Comparison:
         if not hasattr(self._buffers, "found"):
             self._buffers.found = bytearray(self.plan.chunk * self.plan.itemsize)
         found = memoryview(self._buffers.found)[: len(view)]
-        done = 0
-        while done < len(found):
-            count = read_at(self.files[file].fileno(), found[done:], offset + done)
-            if count == 0:
-                raise self._differs(f"{self.plan.files[file].name!r} became shorter while it was read")
-            done += count
+        try:
+            done = read_at(self.files[file].fileno(), found, offset)
+        except OSError as error:
+            raise explain_os_error(error, str(self.files[file].name), "check the disk that it is on") from None
+        if done < len(found):
+            raise self._differs(f"{self.plan.files[file].name!r} became shorter while it was read")
         differs = np.frombuffer(found, np.uint8) != np.frombuffer(view, np.uint8)
         if differs.any():
             raise self._tensor_differs(file, offset + int(differs.argmax()))

@@ -278,6 +278,7 @@ def test_what_the_system_refuses_is_passed_on(models: Models, capsys: Capture, m
         Path.stat,
         snapshot(Path()),
     )
+    broken = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     base, folder = Path("base.safetensors"), Path().absolute()
     for owner, name, stand_in, complaint in (
         (Path, "open", denied, "cannot read 'base.safetensors': Permission denied"),
@@ -285,7 +286,8 @@ def test_what_the_system_refuses_is_passed_on(models: Models, capsys: Capture, m
         (Path, "stat", denied, "'out.safetensors' cannot be used: Permission denied"),
         (os, "access", lambda path, mode: Path(path) != folder, "is not writable"),
         (os, "fsync", denied, "cannot write 'out.safetensors': Permission denied"),
-        (tensorfile, "read_at", Mock(side_effect=OSError(errno.EIO, "Input/output error")), ": Input/output error"),
+        (tensorfile, "read_at", broken, "cannot read 'base.safetensors': Input/output error"),
+        (shutil, "disk_usage", broken, "the output 'out.safetensors' cannot be used: Input/output error"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stand_in)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,6 +163,14 @@ def test_other_inputs_are_an_error(tmp_path: Path, verify: Any) -> None:
     verify(scene.output, words="or the inputs were")  # other values under the same header show in the result
     weights.unlink()
     verify(scene.output, words="holds no model")
+
+
+def test_a_disk_that_fails_under_a_merged_model_is_an_error_about_that_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any
+) -> None:
+    scene = made(tmp_path, "file")
+    monkeypatch.setattr("darelib.verify.read_at", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    verify(scene.output, words=f"cannot read {str(scene.output)!r}: Input/output error")
 
 
 def test_settings_come_from_the_recipe_only(tmp_path: Path, verify: Any) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -36,8 +35,9 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 CONFIG_FILE: Final = "config.json"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
-# What is used of a model's configuration.
-CONFIG_KEYS: Final = ("model_type", "num_hidden_layers", "hidden_size", "tie_word_embeddings")
+# What is used of a model's configuration: what kind of model it is, and whether its head is its embedding.
+KIND_KEYS: Final = ("model_type", "num_hidden_layers", "hidden_size")
+CONFIG_KEYS: Final = (*KIND_KEYS, "tie_word_embeddings")
 # Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
 WEIGHT_SUFFIXES: Final = (
     ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data", ".ot",
@@ -47,9 +47,6 @@ CONVERT_DIRECTORY_HINT: Final = (
     "pickles can run any code, so convert it first: load it with transformers and save it again with save_pretrained"
 )
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
-# Enough for ten models of hundreds of shards, and as many as macOS allows.
-OPEN_FILES: Final = 10_240
-
 # The output heads that share the input embedding's values where a model's configuration ties them, and the embeddings.
 HEADS: Final = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
 EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
@@ -60,17 +57,6 @@ QUANTISED_NAMES: Final = re.compile(
 )
 QUANTISED_TYPES: Final = ("F4", "F6_", "F8_")
 INTEGERS: Final = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
-
-
-def raise_open_file_limit() -> None:
-    """Let this process open many files: systems allow few unless asked, and models may have hundreds of shards."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-        if 0 <= soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def module_of(name: str) -> str:
@@ -97,6 +83,11 @@ class Layout:
     files: tuple[Path, ...]
     folder: Path | None = None  # the model directory, where it has one
     weight_map: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All that must not be overwritten."""
+        return (self.folder, *self.files) if self.folder else self.files
 
 
 def find_checkpoint(source: Source) -> Layout:
@@ -181,7 +172,7 @@ class Checkpoint:
     held_bytes: int = 0  # what a thread that reads it holds, at most
 
     def __init__(self, source: Source, layout: Layout) -> None:
-        self.source, self.name, self.folder = source, source.name, layout.folder
+        self.source, self.name, self.folder, self.paths = source, source.name, layout.folder, layout.paths
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
         self._name_bytes = 0

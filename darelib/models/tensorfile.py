@@ -114,14 +114,19 @@ def file_sha256(path: Path) -> str | None:
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Read from a position into view, and return how many bytes there were."""
-    if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [view], offset)
-    with SEEK_LOCK:
-        os.lseek(descriptor, offset, os.SEEK_SET)
-        data = os.read(descriptor, len(view))
-    view[: len(data)] = data
-    return len(data)
+    """Fill view from a position on, and return how many bytes there were: fewer only where the file ends."""
+    done, count = 0, 1
+    while count and done < len(view):
+        if hasattr(os, "preadv"):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+        else:
+            with SEEK_LOCK:
+                os.lseek(descriptor, offset + done, os.SEEK_SET)
+                data = os.read(descriptor, len(view) - done)
+            count = len(data)
+            view[done : done + count] = data
+        done += count
+    return done
 
 
 class TensorFile:
@@ -192,13 +197,11 @@ class TensorFile:
 
     def read_into(self, view: memoryview, offset: int) -> None:
         try:
-            while view:
-                done = read_at(self._file.fileno(), view, offset)
-                if done == 0:
-                    raise InputChanged(f"{self.name!r} became shorter while it was read", CHANGED_HINT)
-                view, offset = view[done:], offset + done
+            done = read_at(self._file.fileno(), view, offset)
         except OSError as error:
             raise explain_os_error(error, self.name, "check the disk that it is on") from None
+        if done < len(view):
+            raise InputChanged(f"{self.name!r} became shorter while it was read", CHANGED_HINT)
 
     def check_unchanged(self) -> None:
         """Raise InputChanged if the file is not what it was when it was opened."""

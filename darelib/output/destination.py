@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,16 +36,13 @@ class Destination:
 def find_output(given: str | Path) -> Destination:
     """Where an output goes, if something can be written there at all."""
     path = Source.of(given).path
-    shown = repr(str(path))
     if path.suffix in (".gguf", ".json", ".toml", *PICKLE_SUFFIXES):
-        raise ConfigError(f"the output {shown} does not end in .safetensors", "use that suffix, or name a directory")
-    try:
+        hint = "use that suffix, or name a directory"
+        raise ConfigError(f"the output {str(path)!r} does not end in .safetensors", hint)
+    with explain_place_errors(str(path)):
         target = path.resolve()
         target.exists()  # which fails where the name is too long
         has_parent = target.parent.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DareError(f"the output {shown} cannot be used: {reason}", "give another path") from None
     if not has_parent:
         raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
     if not os.access(target.parent, os.W_OK):
@@ -52,10 +50,14 @@ def find_output(given: str | Path) -> Destination:
     return Destination(str(path), target, path.suffix.lower() != ".safetensors")
 
 
-def check_output(destination: Destination, inputs: Iterable[tuple[str, Path]], force: bool) -> None:
-    """Refuse an output that must not be written. inputs: as for check_apart."""
-    check_apart(f"the output {destination.name!r}", destination.path, inputs)
-    check_replaceable(destination, force)
+@contextmanager
+def explain_place_errors(name: str) -> Iterator[None]:
+    """What the system refuses where an output is to go, before anything is written there."""
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DareError(f"the output {name!r} cannot be used: {reason}", "give another path") from None
 
 
 def check_apart(what: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> None:

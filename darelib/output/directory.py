@@ -10,7 +10,6 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +18,7 @@ from darelib.methods import METHODS
 from darelib.models import Input
 from darelib.models.checkpoint import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, part_name
 from darelib.models.jsonfile import MAX_JSON, read_json
-from darelib.models.tensorfile import open_regular
+from darelib.models.tensorfile import TensorInfo, open_regular
 from darelib.output.destination import Destination, digest_of, is_weights, list_files
 from darelib.output.publish import PlannedFile
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
@@ -39,15 +38,7 @@ TOKENIZER_PATTERNS: Final = (
 )  # fmt: skip
 TOKENIZER_FILES: Final = re.compile("|".join(map(fnmatch.translate, TOKENIZER_PATTERNS)))
 
-MAX_TOKENIZER: Final = 1 << 28  # bytes; the largest known have 50 MB
-# The tables of a tokenizer.json: how they begin, what they hold, and their entries, each with the number of a token.
-STRING: Final = r'"(?:[^"\\]++|\\.)*+"'
-TOKEN_TABLES: Final = (
-    (r'"added_tokens"\s*+:\s*+\[', rf'(?:[^]"]++|{STRING})*+', rf'"id"\s*+:\s*+(\d{{1,15}})|{STRING}'),
-    (r'"vocab"\s*+:\s*+{', rf'(?:[^{{}}"]++|{STRING})*+', rf"{STRING}\s*+:\s*+(\d{{1,15}})"),
-)
-# A vocabulary that is a list: the place of an entry is its number.
-TOKEN_LIST: Final = (r'"vocab"\s*+:\s*+\[(?=\s*+\[)', rf'(?:[^]"]++|{STRING}|](?=\s*+,))*+', rf"\[\s*+{STRING}")
+MAX_TOKENIZER: Final = 1 << 26  # bytes; the largest known have 50 MB
 
 
 def collect_side_files(
@@ -127,9 +118,10 @@ def update_config(config: dict[str, Any], dtype: str, name: str) -> bytes:
     return written.getvalue().encode() + b"\n"
 
 
-def index_bytes(weight_map: Mapping[str, str], parameters: int, size: int) -> bytes:
-    """The index of a model in several files, as transformers writes it. weight_map: the file of each tensor."""
-    metadata = {"total_parameters": parameters, "total_size": size}
+def make_index(tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]) -> bytes:
+    """The index of a model in several files, as transformers writes it."""
+    weight_map, outputs = {name: files[info.file].name for name, info in tensors.items()}, tensors.values()
+    metadata = {"total_parameters": sum(t.count for t in outputs), "total_size": sum(t.nbytes for t in outputs)}
     return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
 
 
@@ -186,20 +178,13 @@ def find_warnings(destination: Destination, base: Input, tokenizer: Source | Non
 
 
 def highest_token(path: Path) -> int:
-    """The largest number of a token in a tokenizer.json; -1 if it is not known.
-
-    The file may have 50 MB. It is not parsed, which would take several hundred, but searched.
-    """
-    text = b""
-    with suppress(OSError), open_regular(path) as file:
-        text = file.read(MAX_TOKENIZER)
-    numbers = (int(entry[1]) for table in TOKEN_TABLES for entry in find_entries(text, *table) if entry[1])
-    return max(-1, sum(1 for _ in find_entries(text, *TOKEN_LIST)) - 1, max(numbers, default=-1))
-
-
-def find_entries(text: bytes, start: str, content: str, entry: str) -> Iterator[re.Match[bytes]]:
-    """The entries of the first table that begins like that."""
-    found = re.search(start.encode(), text)
-    inside = found and re.compile(content.encode()).match(text, found.end())
-    if inside:
-        yield from re.compile(entry.encode()).finditer(text, *inside.span())
+    """The largest number of a token in a tokenizer.json; -1 if it is not known."""
+    try:
+        with open_regular(path) as file:
+            tokenizer = json.loads(file.read(MAX_TOKENIZER))  # of a longer file, half is no JSON
+        vocabulary, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or ()
+        # In a vocabulary that is a list, the place of an entry is its number.
+        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        return int(max([-1, *numbers, *(token["id"] for token in added)]))
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, OverflowError):
+        return -1

@@ -6,7 +6,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from darelib.models.tensorfile import BINARY
 from darelib.output.journal import write_all
@@ -21,63 +21,50 @@ class Lock:
 
     def __init__(self, folder: Path, destination: str) -> None:
         self.folder, self.path, self.descriptor = folder, folder / LOCK_FILE, -1
-        made = False
+        made, content = False, ""
         try:
             while not self._holds_path():  # whoever had the lock may remove the folder at any moment
-                self.close()
+                self._close()
                 with suppress(FileExistsError):
                     os.mkdir(folder)
                     made = True
-                self._check_place()
+                if self._is_foreign():
+                    self._refuse()
                 with suppress(FileNotFoundError):
                     self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
-                    self._acquire(destination)
-            self._check_words()
+                    is_locked = try_lock(self.descriptor)
+                    content = os.read(self.descriptor, 100).decode(errors="replace")
+                    if not is_locked:
+                        self._refuse_second(content, destination)
+            # A lock of ours may have been cut short if there is nothing beside it.
+            if not content.startswith(LOCK_WORDS) and (self.leftovers() or not LOCK_WORDS.startswith(content)):
+                self._refuse()
+            os.lseek(self.descriptor, 0, os.SEEK_SET)
             words = f"{LOCK_WORDS} {os.getpid()}\n".encode()
             write_all(self.descriptor, words)
             os.ftruncate(self.descriptor, len(words))
         except BaseException:
-            if made and self.descriptor >= 0:
-                self.release(keep=False)
-            elif made:
-                with suppress(OSError):  # somebody else may be in it
-                    os.rmdir(folder)
-            self.close()
+            self.release(keep=not made)
             raise
 
-    def _check_place(self) -> None:
-        """Refuse what has the folder's name only by chance: a folder of ours has a lock before anything else."""
+    def _is_foreign(self) -> bool:
+        """Whether the folder has its name only by chance: one of ours has a lock before anything else."""
         try:
             names = os.listdir(self.folder)
-            foreign = bool(names) and not (LOCK_FILE in names and stat.S_ISREG(os.stat(self.path).st_mode))
+            return bool(names) and not (LOCK_FILE in names and stat.S_ISREG(os.stat(self.path).st_mode))
         except FileNotFoundError:  # it has just been removed, unless it is a link to nothing
-            foreign = os.path.islink(self.folder)
+            return os.path.islink(self.folder)
         except OSError:
-            foreign = True
-        if foreign:
-            raise self._refuse()
+            return True
 
-    def _check_words(self) -> None:
-        """Refuse a lock of somebody else. One of ours may have been cut short if there is nothing beside it."""
-        content = self._read()
-        if not content.startswith(LOCK_WORDS) and (self.has_leftovers() or not LOCK_WORDS.startswith(content)):
-            self.close()
-            raise self._refuse()
+    def _refuse(self) -> NoReturn:
+        self._close()  # what is not ours is not removed
+        raise DareError(f"{str(self.folder)!r} is in the way", "this tool did not make it; move it elsewhere")
 
-    def _refuse(self) -> DareError:
-        return DareError(f"{str(self.folder)!r} is in the way", "this tool did not make it; move it elsewhere")
-
-    def _acquire(self, destination: str) -> None:
-        if not try_lock(self.descriptor):
-            words = self._read().split()
-            self.close()
-            holder = f"process {words[-1]}" if words else "of an unknown process"
-            raise DareError(f"another merge ({holder}) is writing {destination!r}", "wait, or give another output")
-
-    def _read(self) -> str:
-        content = os.read(self.descriptor, 100).decode(errors="replace")
-        os.lseek(self.descriptor, 0, os.SEEK_SET)
-        return content
+    def _refuse_second(self, content: str, destination: str) -> NoReturn:
+        self._close()
+        holder = f"process {content.split()[-1]}" if content.split() else "of an unknown process"
+        raise DareError(f"another merge ({holder}) is writing {destination!r}", "wait, or give another output")
 
     def _holds_path(self) -> bool:
         """Whether the file that is locked is still the one that others would find."""
@@ -86,30 +73,24 @@ class Lock:
         except FileNotFoundError:
             return False
 
-    def has_leftovers(self) -> bool:
-        """Whether there is anything besides the lock, as an unfinished merge leaves it."""
-        return any(name != LOCK_FILE for name in os.listdir(self.folder))
-
-    def clear(self) -> None:
-        """Remove everything but the lock, as far as the system allows it."""
-        with suppress(OSError):
-            for name in os.listdir(self.folder):
-                if name != LOCK_FILE:
-                    remove(self.folder / name)
+    def leftovers(self) -> list[Path]:
+        """What there is besides the lock, as an unfinished merge leaves it."""
+        return [self.folder / name for name in os.listdir(self.folder) if name != LOCK_FILE]
 
     def release(self, keep: bool) -> None:
-        """Unlock, and remove the folder unless it has something to keep."""
+        """Unlock, and remove the folder unless it has something to keep. Without the lock, only an empty one goes."""
         with suppress(OSError):
-            if not (keep and self.has_leftovers()):
-                self.clear()  # while nobody else can have begun in it
+            if self.descriptor >= 0 and not (keep and self.leftovers()):
+                for path in self.leftovers():  # while nobody else can have begun in it
+                    remove(path)
                 if os.name == "nt":  # where open files cannot be removed
-                    self.close()
-                if not self.has_leftovers():  # the lock marks what could not be removed as ours
+                    self._close()
+                if not self.leftovers():  # the lock marks what could not be removed as ours
                     self.path.unlink(missing_ok=True)
-                os.rmdir(self.folder)
-        self.close()
+            os.rmdir(self.folder)
+        self._close()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             with suppress(OSError):

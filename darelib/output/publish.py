@@ -22,7 +22,7 @@ from darelib.interrupts import Interrupts
 from darelib.models.tensorfile import BINARY, SEEK_LOCK
 from darelib.output.destination import Destination, check_replaceable, digest_of
 from darelib.output.journal import Journal, describe_difference, write_all
-from darelib.output.lock import Lock
+from darelib.output.lock import Lock, remove
 from darelib.text import LOG, DareError, InputChanged
 from darelib.tuning import TUNING
 
@@ -162,7 +162,7 @@ class Output:
 
     def _continue(self, identity: dict[str, Any]) -> bool:
         """Continue what an earlier run left, if that is wanted and possible."""
-        if not self.lock.has_leftovers():
+        if not self.lock.leftovers():
             if self.resume:
                 LOG.info("there is no unfinished merge to resume; starting from the beginning")
             return False
@@ -188,7 +188,8 @@ class Output:
         return True
 
     def _begin(self, identity: dict[str, Any]) -> None:
-        self.lock.clear()
+        for path in self.lock.leftovers():
+            remove(path)
         self.journal = Journal(self.journal.path)
         if self.destination.directory:
             os.mkdir(self.made)

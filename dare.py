@@ -608,9 +608,7 @@ def raise_open_file_limit() -> None:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = (
-            min(10_240, hard) if hard >= 0 else 10_240
-        )  # for ten models of hundreds of shards; macOS allows no more
+        wanted = min(10_240, hard) if hard >= 0 else 10_240  # for ten models of hundreds of shards
         if 0 <= soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

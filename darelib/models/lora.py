@@ -16,7 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from darelib.config import is_count, is_number
 from darelib.formats import FORMATS, STORED_BITS, widen
@@ -36,13 +39,10 @@ from darelib.models.checkpoint import (
     quantised_modules,
 )
 from darelib.models.jsonfile import read_json
-from darelib.models.tensorfile import AGAIN_HINT, CHANGED_HINT, TensorInfo, file_sha256
+from darelib.models.tensorfile import AGAIN_HINT, CHANGED_HINT, MAX_NAME, TensorInfo, file_sha256
 from darelib.readers import Source
 from darelib.text import DareError, InputChanged, count_of, list_names
 from darelib.tuning import TUNING
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 UNLOAD_HINT: Final = "merge it into the base with PEFT's merge_and_unload, and use the result as a model"
 # Settings of PEFT that make an adapter something else than scale * B @ A, and what people call them.
@@ -56,10 +56,12 @@ OTHER_ADAPTERS: Final = {
 # adapter is not a change to the base that the user has.
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
 LORA_KEY: Final = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?", re.DOTALL)
-# Characters of all patterns of an adapter together. PEFT writes one for each module where their ranks differ.
-MAX_PATTERNS: Final = 1_000_000
-# Of those that are more than names: Python may take milliseconds to compile a few of their characters.
-MAX_ODD_PATTERNS: Final = 20_000
+# Where ranks differ, PEFT writes a pattern for each module, and there may be thousands: most patterns are plain names.
+PLAIN_PATTERN: Final = re.compile(r"(?:[\w-]|\\?\.)*+")
+# Characters of the others together: Python may take milliseconds to compile a few of them.
+MAX_PATTERNS: Final = 20_000
+
+Lookup: TypeAlias = Callable[[str, Any], Any]  # of a module, the value of the pattern that matches it, or a default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +94,8 @@ class LoraConfig:
     lora_alpha: float = 8
     use_rslora: bool = False
     fan_in_fan_out: bool = False
-    rank_pattern: Sequence[tuple[re.Pattern[str], int]] = ()
-    alpha_pattern: Sequence[tuple[re.Pattern[str], float]] = ()
+    rank_pattern: Lookup = lambda module, default: default
+    alpha_pattern: Lookup = lambda module, default: default
 
     @classmethod
     def of(cls, table: dict[str, Any], name: str) -> LoraConfig:
@@ -107,24 +109,18 @@ class LoraConfig:
             "rank_pattern": lambda v: isinstance(v, dict) and all(is_count(rank, 1) for rank in v.values()),
             "alpha_pattern": lambda v: isinstance(v, dict) and all(map(is_number, v.values())),
         }
-        given = {key: table[key] for key in tests if table.get(key) is not None}
+        given: dict[str, Any] = {key: table[key] for key in tests if table.get(key) is not None}
         for key, value in given.items():
             if not tests[key](value):
                 raise DareError(f"the adapter {name!r} has {key} = {value!r}", f"fix its {ADAPTER_CONFIG}")
-        patterns = {key: given[key] for key in ("rank_pattern", "alpha_pattern") if key in given}
-        keys = [key for pattern in patterns.values() for key in pattern]
-        odd = [key for key in keys if not re.fullmatch(r"(?:[\w-]|\\?\.)*+", key)]
-        if sum(map(len, keys)) > MAX_PATTERNS or sum(map(len, odd)) > MAX_ODD_PATTERNS:
-            raise DareError(f"the patterns in the {ADAPTER_CONFIG} of {name!r} are too long", "fix it")
-        return cls(**given | {key: _compile_patterns(pattern, name) for key, pattern in patterns.items()})
+            given[key] = _compile_patterns(value, name) if isinstance(value, dict) else value
+        return cls(**given)
 
     def rank(self, module: str) -> int:
-        return next((rank for pattern, rank in self.rank_pattern if pattern.match(module)), self.r)
+        return int(self.rank_pattern(module, self.r))
 
-    def scale(self, module: str) -> float:
-        rank = self.rank(module)
-        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.match(module)), self.lora_alpha)
-        return float(alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+    def scale(self, module: str, rank: int) -> float:
+        return float(self.alpha_pattern(module, self.lora_alpha)) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def _check_plain(table: dict[str, Any], name: str) -> None:
@@ -144,14 +140,27 @@ def _check_plain(table: dict[str, Any], name: str) -> None:
         )
 
 
-def _compile_patterns(patterns: Mapping[str, Any], name: str) -> tuple[tuple[re.Pattern[str], Any], ...]:
-    """As PEFT matches them: the first one that matches the end of the module's name."""
+def _compile_patterns(patterns: dict[str, Any], name: str) -> Lookup:
+    """As PEFT matches them: the first one that matches the end of the module's name, after a dot."""
+    odd = [key for key in patterns if not PLAIN_PATTERN.fullmatch(key)]
+    if sum(map(len, odd)) > MAX_PATTERNS or any(len(key) > 2 * MAX_NAME for key in patterns):
+        raise DareError(f"the patterns in the {ADAPTER_CONFIG} of {name!r} are too long", "fix it")
     try:
         with warnings.catch_warnings(action="ignore"):  # Python's, about brackets that may mean more some day
-            return tuple((re.compile(rf"(.*\.)?({key})$"), value) for key, value in patterns.items())
+            compiled = {key: re.compile(rf"(.*\.)?({key})$") for key in odd}
     except (re.error, OverflowError, RecursionError) as error:
         reason = f"a pattern in the {ADAPTER_CONFIG} of {name!r} is no regular expression: {error}"
         raise DareError(reason, "fix it") from None
+    order = {key: place for place, key in enumerate(patterns)}
+    plain = {key.replace("\\", ""): key for key in reversed(patterns) if key not in compiled}
+
+    def find(module: str, default: Any) -> Any:
+        ends = [module, *(module[dot.end() :] for dot in re.finditer(r"\.", module))]
+        matching = [plain[end] for end in ends if end in plain]
+        matching += [key for key, pattern in compiled.items() if pattern.match(module)]
+        return patterns[min(matching, key=order.__getitem__)] if matching else default
+
+    return find
 
 
 def find_adapter(source: Source) -> Layout | None:
@@ -207,8 +216,7 @@ class LoraAdapter(Checkpoint):
         ranks = sorted({pair.rank for pair in pairs})
         spread = f" of rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}" if ranks else ""
         self.note = f"LoRA{spread}, changes {count_of(len(self.tensors), 'tensor')}"
-        embeddings = [name for name in self.tensors if name.endswith(EMBEDDINGS)]
-        whole = [name for name in embeddings if not isinstance(self.tensors[name], LowRankTensor)]
+        whole = [n for n, i in self.tensors.items() if n.endswith(EMBEDDINGS) and not isinstance(i, LowRankTensor)]
         if whole and not any(name.endswith(HEADS) for name in base.tensors):
             self.warnings = (
                 f"{self.name} has its own {whole[0]!r}, and the base uses that as its output head too: both change, "
@@ -228,8 +236,6 @@ class LoraAdapter(Checkpoint):
         self._kernels, self._room = kernels, TUNING.expand_elements // readers
 
     def read(self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview) -> None:
-        import numpy as np
-
         if not isinstance(info, LowRankTensor):
             super().read(info, start, count, into)
         elif count:
@@ -237,8 +243,6 @@ class LoraAdapter(Checkpoint):
 
     def _expand(self, info: LowRankTensor, start: int, made: NDArray[Any]) -> None:
         """Fill made with elements of a product, by as many ranks at a time as there is room for."""
-        import numpy as np
-
         kernel = self._kernels[info.spec]
         rows = slice(start // info.columns, -(-(start + len(made)) // info.columns))
         step = max(1, self._room // max(info.columns, rows.stop - rows.start))
@@ -261,31 +265,23 @@ class LoraAdapter(Checkpoint):
         return cast("NDArray[Any]", self._held.right)
 
     def _read_matrix(self, stored: TensorInfo, rows: slice, columns: slice, info: LowRankTensor) -> NDArray[Any]:
-        """A part of one of the two matrices of a tensor, in the type that it is multiplied in."""
-        import numpy as np
+        """A part of one of the two matrices of a tensor, in the type that it is multiplied in.
 
-        part = self._read_part(stored, columns, rows).T if info.transposed else self._read_part(stored, rows, columns)
-        return np.ascontiguousarray(part, FORMATS[info.dtype].real)
-
-    def _read_part(self, info: TensorInfo, rows: slice, columns: slice) -> NDArray[Any]:
-        """A part of a stored matrix, as floats. Of more than two dimensions, all after the first are its columns."""
-        import numpy as np
-
-        width, item = info.count // info.shape[0], FORMATS[info.dtype].itemsize
+        Of more than two dimensions, all after the first are its columns.
+        """
+        rows, columns = (columns, rows) if info.transposed else (rows, columns)
+        width, item = stored.count // stored.shape[0], FORMATS[stored.dtype].itemsize
         height, wanted = rows.stop - rows.start, columns.stop - columns.start
-        whole_rows = 2 * wanted >= width  # one read of everything beats many small ones
-        raw = np.empty((height, width if whole_rows else wanted, item), np.uint8)
-        if whole_rows:
-            self.read_bytes(raw.reshape(-1).data, info, rows.start * width * item)
+        if 2 * wanted >= width:  # one read of everything beats many small ones
+            raw = np.empty((height, width, item), np.uint8)
+            self.read_bytes(raw.reshape(-1).data, stored, rows.start * width * item)
             raw = np.ascontiguousarray(raw[:, columns])
         else:
+            raw = np.empty((height, wanted, item), np.uint8)
             for k in range(height):
-                self.read_bytes(raw[k].reshape(-1).data, info, ((rows.start + k) * width + columns.start) * item)
-        return widen(raw.reshape(-1), info.dtype).reshape(height, wanted)
-
-    def close(self) -> None:
-        super().close()
-        self._held = threading.local()
+                self.read_bytes(raw[k].reshape(-1).data, stored, ((rows.start + k) * width + columns.start) * item)
+        part = widen(raw.reshape(-1), stored.dtype).reshape(height, wanted)
+        return np.ascontiguousarray(part.T if info.transposed else part, FORMATS[info.dtype].real)
 
 
 class ChangeFinder:
@@ -383,7 +379,7 @@ class ChangeFinder:
             rank=rank,
             columns=shape[1],
             transposed=transposed,
-            scale=self.config.scale(module),
+            scale=self.config.scale(module, rank),
             whole=whole,
         )
 

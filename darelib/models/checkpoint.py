@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from darelib.formats import STORED_BITS
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.jsonfile import read_json, read_weight_map
+from darelib.models.jsonfile import MAX_INDEX, read_json
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     GGUF_HINT,
+    MAX_NAME,
     MAX_NAMES,
     MAX_TENSORS,
     PICKLE_SUFFIXES,
@@ -78,11 +80,11 @@ def quantised_modules(tensors: Mapping[str, TensorInfo]) -> set[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which files make up a model, and which tensor is where according to its index."""
+    """Which files make up a model."""
 
     files: tuple[Path, ...]
     folder: Path | None = None  # the model directory, where it has one
-    weight_map: Mapping[str, str] = field(default_factory=dict)
+    weight_map: Mapping[str, str] = field(default_factory=dict)  # the file of each tensor, according to an index
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -121,11 +123,9 @@ def path_hint(source: Source) -> str:
 
 def _explain_no_weights(source: Source, names: list[str]) -> DareError:
     """What a directory without a model has instead."""
-    tensors = [name for name in names if name.endswith(".safetensors")]
-    broken = [name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names]
-    if broken:
+    if broken := [name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names]:
         return DareError(f"{broken[0]!r} in {source.name!r} is a broken link", "download the model again")
-    if tensors:
+    if tensors := [name for name in names if name.endswith(".safetensors")]:
         return DareError(
             f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but {list_names(tensors)}",
             "name the file, or put the index beside its shards",
@@ -138,20 +138,23 @@ def _explain_no_weights(source: Source, names: list[str]) -> DareError:
 
 
 def _find_by_index(source: Source, path: Path) -> Layout:
+    """The files that an index names, which must lie beside it."""
     shown = part_name(source, path)
-    weight_map = read_weight_map(path, shown)
-    if not weight_map:
+    weight_map = read_json(path, shown, MAX_INDEX).get("weight_map")
+    if not weight_map or not isinstance(weight_map, dict):
         raise DareError(f"{shown!r} is JSON without a weight_map", "give a model directory or its index file")
     plain: dict[str, str] = {}  # the files' names, as paths are written
     for tensor, file in weight_map.items():
+        if len(tensor) > MAX_NAME or (isinstance(file, str) and len(file) > MAX_NAME):
+            raise DareError(f"{shown!r} is not valid: it has names of more than {MAX_NAME:,} characters", AGAIN_HINT)
         if not isinstance(file, str) or not (file in plain or _is_inside(file)):
             raise DareError(
                 f"{shown!r} says that tensor {tensor!r} is in {file!r}, which is no file beside it",
                 "such an index may lead anywhere, so it is not followed; get the model from somewhere you trust",
             )
         plain[file] = plain.get(file) or PurePosixPath(file).as_posix()
-    places = {tensor: plain[file] for tensor, file in weight_map.items()}
-    return Layout(tuple(path.parent / name for name in sorted(set(plain.values()))), path.parent, places)
+    files = tuple(path.parent / name for name in sorted(set(plain.values())))
+    return Layout(files, path.parent, {tensor: plain[file] for tensor, file in weight_map.items()})
 
 
 def _is_inside(name: str) -> bool:
@@ -231,11 +234,10 @@ class Checkpoint:
         """What is used of a whole model's config.json, if it has one that can be read."""
         if self.folder is None or self.partial:
             return {}
-        try:
-            table = read_json(self.folder / CONFIG_FILE, CONFIG_FILE)
-        except DareError:
-            return {}
-        return {"text_config": _pick_settings(table.get("text_config")), **_pick_settings(table)} if table else {}
+        with suppress(DareError):
+            if table := read_json(self.folder / CONFIG_FILE, CONFIG_FILE):
+                return {"text_config": _pick_settings(table.get("text_config")), **_pick_settings(table)}
+        return {}
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         """Called once, before the first read. readers: how many readers share the memory for what read makes."""

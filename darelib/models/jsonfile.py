@@ -6,44 +6,30 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.models.tensorfile import AGAIN_HINT, MAX_NAME, explain_os_error, open_regular, reject_duplicates
+from darelib.models.tensorfile import AGAIN_HINT, explain_os_error, open_regular, reject_duplicates
 from darelib.text import DareError
 
 # So that a hostile file takes little memory.
 MAX_JSON: Final = 1 << 24  # bytes of a configuration
 MAX_INDEX: Final = 1 << 25  # bytes of an index: those of the largest models have 10 MB
 MAX_VALUES: Final = 300_000  # an index has one for each tensor
-JSON_DECODER: Final = json.JSONDecoder(object_pairs_hook=reject_duplicates)
-
-
-def parse_json(data: bytes, limit: int = MAX_JSON) -> dict[str, Any]:
-    """A JSON object in which no key is given twice; anything else, or too much of it, is a ValueError."""
-    values = sum(map(data.count, (b",", b"{", b"[")))  # at most: some may be in strings
-    is_wide = b"\\u" in data or not data.isascii()  # in memory, a letter takes four bytes then
-    if len(data) > (min(limit, MAX_JSON) if is_wide else limit) or values > MAX_VALUES:
-        raise ValueError("it is larger than any model's")
-    found = JSON_DECODER.decode(data.decode())
-    if not isinstance(found, dict):
-        raise ValueError("it is not a JSON object")
-    return found
 
 
 def read_json(path: Path, name: str, limit: int = MAX_JSON) -> dict[str, Any]:
-    """A JSON file. name: what to call it in messages."""
+    """A JSON object in which no key is given twice. name: what to call it in messages."""
     try:
         with open_regular(path) as file:
-            return parse_json(file.read(limit + 1), limit)
+            data = file.read(limit + 1)
+        values = sum(map(data.count, (b",", b"{", b"[")))  # at most: some may be in strings
+        is_wide = b"\\u" in data or not data.isascii()  # in memory, a letter takes four bytes then
+        if len(data) > (MAX_JSON if is_wide else limit) or values > MAX_VALUES:
+            raise ValueError("it is larger than any model's")
+        found = json.loads(data.decode(), object_pairs_hook=reject_duplicates)
+        if not isinstance(found, dict):
+            raise ValueError("it is not a JSON object")
+        return found
     except OSError as error:
         raise explain_os_error(error, name) from None
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise DareError(f"{name!r} is not valid: {reason}", AGAIN_HINT) from None
-
-
-def read_weight_map(path: Path, name: str) -> dict[str, Any]:
-    """Which tensor is in which file, according to the index of a model; empty where the index has no such table."""
-    weight_map = read_json(path, name, MAX_INDEX).get("weight_map")
-    weight_map = weight_map if isinstance(weight_map, dict) else {}
-    if any(isinstance(text, str) and len(text) > MAX_NAME for pair in weight_map.items() for text in pair):
-        raise DareError(f"{name!r} is not valid: it has names of more than {MAX_NAME:,} characters", AGAIN_HINT)
-    return weight_map

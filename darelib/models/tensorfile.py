@@ -141,20 +141,20 @@ class TensorFile:
             raise
         except OSError as error:
             raise explain_os_error(error, name) from None
+        start = bytearray(min(9, self.status.st_size))
         try:
-            text, data_start = self._read_header()
+            self.read_into(memoryview(start), 0)
+            text, data_start = self._read_header(start)
             self.tensors, self.metadata = parse_header(text, data_start, self.status.st_size, number)
         except BaseException as error:
-            broken = self._explain_broken(error) if isinstance(error, ValueError | RecursionError) else error
             self.close()
-            raise broken from None
+            raise (
+                self._explain_broken(error, start) if isinstance(error, ValueError | RecursionError) else error
+            ) from None
 
-    def _read_header(self) -> tuple[str, int]:
-        """The text of the header, and where the data behind it starts."""
-        size = self.status.st_size
-        start = bytearray(min(9, size))
-        self.read_into(memoryview(start), 0)
-        length = int.from_bytes(start[:8], "little")
+    def _read_header(self, start: bytearray) -> tuple[str, int]:
+        """The text of the header, and where the data behind it starts. start: the first bytes of the file."""
+        size, length = self.status.st_size, int.from_bytes(start[:8], "little")
         if size < 8:
             raise ValueError("it is too short for a header")
         if length > MAX_HEADER:
@@ -171,18 +171,16 @@ class TensorFile:
         _check_bulk(data)
         return data.decode(), 8 + length
 
-    def _explain_broken(self, error: Exception) -> DareError:
+    def _explain_broken(self, error: Exception, start: bytearray) -> DareError:
         """What a file that is not safetensors is instead, and what to do about it."""
-        start = bytearray(9)
-        first = bytes(start[: read_at(self._file.fileno(), memoryview(start), 0)])
-        if not first:
+        if not start:
             return DareError(f"{self.name!r} is empty", AGAIN_HINT)
-        pickled = first[:4] == b"PK\x03\x04" or (first[:1] == b"\x80" and first[8:] != b"{")
+        pickled = start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{")
         if pickled or self.path.suffix in PICKLE_SUFFIXES:
             return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", self._convert_hint())
-        if first[:4] == b"vers":
+        if start[:4] == b"vers":
             return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
-        if first[:4] == b"GGUF":
+        if start[:4] == b"GGUF":
             return DareError(f"{self.name!r} is a GGUF file", GGUF_HINT)
         reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
         return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", AGAIN_HINT)

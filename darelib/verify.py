@@ -74,9 +74,9 @@ class Comparison:
         paths = {as_text(name): self.folder / name for name in list_files(self.folder)}
         digests = read_digests(self.folder)
         for name in sorted(digests.keys() - {file.name for file in self.plan.files}):  # whose headers are compared
-            found = file_sha256(paths[name]) if name in paths else None
+            found = file_sha256(paths[name]) if name in paths else ""
             if found != digests[name]:
-                raise self._differs(f"{name!r} {'cannot be read' if found is None else 'differs'}")
+                raise self._differs(f"{name!r} {'differs' if found else 'cannot be read'}")
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
         import numpy as np

@@ -156,7 +156,7 @@ def stop_after(patch: Patch, ranges: int) -> None:
 
     def stopping(self: Output, file: int, view: memoryview, offset: int) -> None:
         if offset and (done := next(written)) > ranges:
-            wait_for(lambda: len(Journal(self.journal.path).done) - len(self.done) >= done - 1)
+            wait_for(lambda: len(Journal(self.journal.path).done) - len(self.journal.done) >= done - 1)
             raise KeyboardInterrupt
         write(self, file, view, offset)
 

@@ -111,9 +111,9 @@ def part_name(source: Source, path: Path) -> str:
     """What to call a file of a model, in terms of the name that the user gave."""
     if source.path == path:
         return source.name
-    folder = source.path if source.path.is_dir() else source.path.parent
-    inside = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
-    return f"{source.name}/{inside}" if source.path.is_dir() else os.path.join(os.path.dirname(source.name), inside)
+    if source.path.is_dir():
+        return f"{source.name}/{path.relative_to(source.path).as_posix()}"
+    return os.path.join(os.path.dirname(source.name), path.relative_to(source.path.parent).as_posix())
 
 
 def path_hint(source: Source) -> str:

@@ -155,7 +155,7 @@ def _compile_patterns(patterns: dict[str, Any], name: str) -> Lookup:
     plain = {key.replace("\\", ""): key for key in reversed(patterns) if key not in compiled}
 
     def find(module: str, default: Any) -> Any:
-        ends = [module, *(module[dot.end() :] for dot in re.finditer(r"\.", module))]
+        ends = (module[start.end() :] for start in re.finditer(r"^|\.", module))
         matching = [plain[end] for end in ends if end in plain]
         matching += [key for key, pattern in compiled.items() if pattern.match(module)]
         return patterns[min(matching, key=order.__getitem__)] if matching else default
@@ -199,7 +199,7 @@ class LoraAdapter(Checkpoint):
         try:
             self._config_path = layout.files[0].with_name(ADAPTER_CONFIG)
             table = read_json(self._config_path, part_name(source, self._config_path))
-            self._config_sha256 = file_sha256(self._config_path) or ""
+            self._config_sha256 = file_sha256(self._config_path)
             found = ChangeFinder(self.name, LoraConfig.of(table, self.name), base).find(self.tensors)
         except BaseException:
             self.close()
@@ -229,7 +229,7 @@ class LoraAdapter(Checkpoint):
 
     def check_unchanged(self) -> None:
         super().check_unchanged()
-        if (file_sha256(self._config_path) or "") != self._config_sha256:
+        if file_sha256(self._config_path) != self._config_sha256:
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:

@@ -104,13 +104,13 @@ def open_regular(path: Path) -> io.BufferedReader:
     return path.open("rb")
 
 
-def file_sha256(path: Path) -> str | None:
-    """The digest of a file's content; None if it cannot be read."""
+def file_sha256(path: Path) -> str:
+    """The digest of a file's content; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
-        return None
+        return ""
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:

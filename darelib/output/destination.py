@@ -90,7 +90,7 @@ def check_replaceable(destination: Destination, force: bool) -> None:
         raise DareError(f"{shown} is a file", "give a directory, or a file like merged.safetensors")
     if destination.directory:
         _check_directory(target, shown, force)
-    elif not force and not is_made_by_dare(target):
+    elif not force and not ((file := read_header(target)) and RECIPE_KEY in file.metadata):
         raise DareError(f"{shown} exists and was not made by this tool", "add --force to replace it")
 
 
@@ -125,12 +125,6 @@ def read_header(path: Path) -> TensorFile | None:
     return file
 
 
-def is_made_by_dare(path: Path) -> bool:
-    """Whether a file of tensors carries a recipe."""
-    file = read_header(path)
-    return file is not None and RECIPE_KEY in file.metadata
-
-
 def read_digests(folder: Path) -> dict[str, str]:
     """The files of a directory that this tool wrote, with their digests, by its recipe; none if it has no recipe."""
     try:
@@ -145,10 +139,10 @@ def digest_of(content: Path | bytes) -> str:
     """The digest that a recipe has of a file: of its content, or of the header where it holds tensors."""
     if isinstance(content, bytes):
         return hashlib.sha256(content).hexdigest()
-    if content.suffix != ".safetensors":
-        return file_sha256(content) or ""
-    file = read_header(content)
-    return file.header_sha256 if file else ""
+    if content.suffix == ".safetensors":
+        file = read_header(content)
+        return file.header_sha256 if file else ""
+    return file_sha256(content)
 
 
 def list_files(folder: Path) -> list[str]:

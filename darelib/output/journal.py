@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import zlib
@@ -19,23 +20,18 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.identity: dict[str, Any] | None = None
-        self.done: list[Any] = []
-        self.length = 0  # of the lines that are complete
+        self.path, self.length = path, 0  # of the lines that are complete
+        entries: list[Any] = []
         with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
             for line in file:
                 check, _, text = line.partition(b" ")
                 if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")) or not line.endswith(b"\n"):
                     break
-                entry = json.loads(text)
-                if self.identity is None and isinstance(entry, dict):
-                    self.identity = entry
-                elif self.identity is not None and isinstance(entry, list):
-                    self.done += entry
-                else:
-                    break
+                entries.append(json.loads(text))
                 self.length += len(line)
+        # After a first line that is damaged, what follows means nothing.
+        self.identity: dict[str, Any] | None = entries[0] if entries and isinstance(entries[0], dict) else None
+        self.done: list[Any] = list(itertools.chain(*entries[1:])) if self.identity else []
 
     def append(self, entry: Any) -> None:
         text = json.dumps(entry, separators=(",", ":")).encode()

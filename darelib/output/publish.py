@@ -53,8 +53,7 @@ class Flusher:
     def __init__(self, record: Callable[[list[Any]], None]) -> None:
         self._record = record
         self._dirty: set[int] = set()  # descriptors
-        self._written: list[Any] = []
-        self._on_disk: list[Any] = []  # and not recorded yet
+        self._written: list[Any] = []  # and not recorded yet
         self._error: OSError | None = None
         self._mutex = threading.Lock()
         self._stopped = threading.Event()
@@ -90,14 +89,12 @@ class Flusher:
 
     def _flush(self, record: bool) -> None:
         with self._mutex:
-            written, self._written = self._written, []
             dirty, self._dirty = self._dirty, set()
+            written, self._written = (self._written, []) if record else ([], self._written)
         for descriptor in dirty:
             os.fsync(descriptor)
-        self._on_disk += written
-        if record and self._on_disk:
-            self._record(self._on_disk)
-            self._on_disk = []
+        if written:
+            self._record(written)
 
     def stop(self, record: bool = False) -> None:
         self._stopped.set()
@@ -139,11 +136,6 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.discard(keep=self.resume and error is not None and not isinstance(error, InputChanged))
-
-    @property
-    def done(self) -> list[Any]:
-        """What an earlier run noted as done."""
-        return self.journal.done
 
     def _restore_replaced(self) -> None:
         """Undo what a crash between two renames left: the destination's old content without its name."""
@@ -229,9 +221,7 @@ class Output:
 
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
-        for parent in reversed(Path(name).parents):
-            with suppress(FileExistsError):
-                os.mkdir(self.made / parent)
+        os.makedirs((self.made / name).parent, exist_ok=True)
         descriptor = os.open(self.made / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
         try:
             for piece in read_pieces(content):

@@ -18,7 +18,7 @@ from darelib.tuning import TUNING
 
 def run_merge(plan: MergePlan, worker: Worker, output: Output, interrupts: Interrupts) -> list[Outcome]:
     """Run all jobs that an earlier run has not done. Gives what all jobs found, those of the earlier run included."""
-    outcomes = [Outcome.of_entry(entry) for entry in output.done]
+    outcomes = [Outcome.of_entry(entry) for entry in output.journal.done]
     done = {(outcome.tensor, outcome.start) for outcome in outcomes}
     size = sum(outcome.bytes_read for outcome in outcomes)
     if outcomes:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,18 @@ class Journal:
 
     def append(self, entry: Any) -> None:
         text = json.dumps(entry, separators=(",", ":")).encode()
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
-        try:
-            write_all(descriptor, b"%08x %s\n" % (zlib.crc32(text), text))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_synced(self.path, os.O_APPEND, [b"%08x %s\n" % (zlib.crc32(text), text)])
+
+
+def write_synced(path: Path, flags: int, pieces: Iterable[bytes]) -> None:
+    """Write a small file, and wait until it is on the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags | BINARY, 0o666)
+    try:
+        for piece in pieces:
+            write_all(descriptor, piece)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -6,7 +6,7 @@ import os
 import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 from darelib.models.tensorfile import BINARY
 from darelib.output.journal import write_all
@@ -21,6 +21,7 @@ class Lock:
 
     def __init__(self, folder: Path, destination: str) -> None:
         self.folder, self.path, self.descriptor = folder, folder / LOCK_FILE, -1
+        foreign = DareError(f"{str(folder)!r} is in the way", "this tool did not make it; move it elsewhere")
         made, content = False, ""
         try:
             while not self._holds_path():  # whoever had the lock may remove the folder at any moment
@@ -29,20 +30,24 @@ class Lock:
                     os.mkdir(folder)
                     made = True
                 if self._is_foreign():
-                    self._refuse()
+                    raise foreign
                 with suppress(FileNotFoundError):
                     self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
                     is_locked = try_lock(self.descriptor)
                     content = os.read(self.descriptor, 100).decode(errors="replace")
                     if not is_locked:
-                        self._refuse_second(content, destination)
+                        self._close()  # so that nothing of the other's is removed
+                        holder = f"process {content.split()[-1]}" if content.split() else "of an unknown process"
+                        words = f"another merge ({holder}) is writing {destination!r}"
+                        raise DareError(words, "wait, or give another output")
             # A lock of ours may have been cut short if there is nothing beside it.
             if not content.startswith(LOCK_WORDS) and (self.leftovers() or not LOCK_WORDS.startswith(content)):
-                self._refuse()
+                self._close()
+                raise foreign
             os.lseek(self.descriptor, 0, os.SEEK_SET)
-            words = f"{LOCK_WORDS} {os.getpid()}\n".encode()
-            write_all(self.descriptor, words)
-            os.ftruncate(self.descriptor, len(words))
+            mine = f"{LOCK_WORDS} {os.getpid()}\n".encode()
+            write_all(self.descriptor, mine)
+            os.ftruncate(self.descriptor, len(mine))
         except BaseException:
             self.release(keep=not made)
             raise
@@ -56,15 +61,6 @@ class Lock:
             return os.path.islink(self.folder)
         except OSError:
             return True
-
-    def _refuse(self) -> NoReturn:
-        self._close()  # what is not ours is not removed
-        raise DareError(f"{str(self.folder)!r} is in the way", "this tool did not make it; move it elsewhere")
-
-    def _refuse_second(self, content: str, destination: str) -> NoReturn:
-        self._close()
-        holder = f"process {content.split()[-1]}" if content.split() else "of an unknown process"
-        raise DareError(f"another merge ({holder}) is writing {destination!r}", "wait, or give another output")
 
     def _holds_path(self) -> bool:
         """Whether the file that is locked is still the one that others would find."""

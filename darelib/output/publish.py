@@ -21,7 +21,7 @@ from typing import Any, Final
 from darelib.interrupts import Interrupts
 from darelib.models.tensorfile import BINARY, SEEK_LOCK
 from darelib.output.destination import Destination, check_replaceable, digest_of
-from darelib.output.journal import Journal, describe_difference, write_all
+from darelib.output.journal import Journal, describe_difference, write_synced
 from darelib.output.lock import Lock, remove
 from darelib.text import LOG, DareError, InputChanged
 from darelib.tuning import TUNING
@@ -116,6 +116,7 @@ class Output:
         self.lock = Lock(destination.partial, destination.name)
         self.folder = self.lock.folder
         self.made = self.folder / MADE
+        self.paths = [self.made / file.name if destination.directory else self.made for file in files]
         self.journal = Journal(self.folder / JOURNAL_FILE)
         self.flusher = Flusher(self._record)
         self.note = self.flusher.note
@@ -149,9 +150,6 @@ class Output:
         elif self.made.exists():  # so the new one was not put there, but something else was
             raise DareError(f"the model that was at {str(target)!r} is in {str(old)!r}", "move one of them elsewhere")
 
-    def _path(self, file: PlannedFile) -> Path:
-        return self.made / file.name if self.destination.directory else self.made
-
     def _continue(self, identity: dict[str, Any]) -> bool:
         """Continue what an earlier run left, if that is wanted and possible."""
         if not self.lock.leftovers():
@@ -159,8 +157,7 @@ class Output:
                 LOG.info("there is no unfinished merge to resume; starting from the beginning")
             return False
         begun = self.journal.identity
-        paths = [self._path(file) for file in self.files]
-        sizes = [path.stat().st_size if path.is_file() else -1 for path in paths]
+        sizes = [path.stat().st_size if path.is_file() else -1 for path in self.paths]
         complete = begun is not None and sizes == [file.size for file in self.files]
         if not self.resume or begun is None:
             what = "is removed (--resume would continue it)" if complete else "is removed"
@@ -175,7 +172,7 @@ class Output:
             LOG.warning(f"the unfinished merge in {self.folder} cannot be continued: its files are not complete")
             return False
         os.truncate(self.journal.path, self.journal.length)
-        for path in paths:
+        for path in self.paths:
             self.descriptors.append(os.open(path, os.O_RDWR | BINARY))
         return True
 
@@ -185,8 +182,8 @@ class Output:
         self.journal = Journal(self.journal.path)
         if self.destination.directory:
             os.mkdir(self.made)
-        for file in self.files:
-            self.descriptors.append(os.open(self._path(file), os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666))
+        for file, path in zip(self.files, self.paths, strict=True):
+            self.descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666))
             reserve(self.descriptors[-1], file.size)
         for number, file in enumerate(self.files):
             self.write_at(number, memoryview(file.header), 0)
@@ -201,7 +198,7 @@ class Output:
     def _check_still_ours(self) -> None:
         """Somebody may have removed the folder by hand, and another merge may have begun in one of the same name."""
         opened = [self.lock.descriptor, *self.descriptors]
-        paths = [self.lock.path, *map(self._path, self.files)]
+        paths = [self.lock.path, *self.paths]
         with suppress(FileNotFoundError):
             if all(os.path.samestat(os.fstat(fd), path.stat()) for fd, path in zip(opened, paths, strict=True)):
                 return
@@ -222,13 +219,7 @@ class Output:
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
         os.makedirs((self.made / name).parent, exist_ok=True)
-        descriptor = os.open(self.made / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | BINARY, 0o666)
-        try:
-            for piece in read_pieces(content):
-                write_all(descriptor, piece)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_synced(self.made / name, os.O_TRUNC, read_pieces(content))
 
     def publish(
         self, side: Mapping[str, bytes | Path], digests: Mapping[str, str], check_inputs: Callable[[], None],

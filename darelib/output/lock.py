@@ -49,7 +49,9 @@ class Lock:
             write_all(self.descriptor, mine)
             os.ftruncate(self.descriptor, len(mine))
         except BaseException:
-            self.release(keep=not made)
+            if made:
+                self.release(keep=False)
+            self._close()
             raise
 
     def _is_foreign(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from darelib.models.jsonfile import read_weight_map
+from darelib.models.jsonfile import read_json
 from darelib.models.tensorfile import TensorInfo, header_bytes
 from darelib.output.newfile import write_new_file
 from darelib.text import ConfigError, DareError, count_of, human, install_hint, printable
@@ -91,7 +91,7 @@ def find_pickles(path: Path) -> list[Path]:
     if path.is_dir():
         path = next((path / name for name in (PICKLE_INDEX, PICKLE_FILE) if (path / name).exists()), path)
     if path.suffix == ".json":
-        files = sorted(set(map(str, read_weight_map(path, path.name).values())))
+        files = sorted(set(map(str, read_json(path, path.name).get("weight_map", {}).values())))
         return [path.parent / Path(name).name for name in files]
     if path.is_dir():
         raise DareError(f"{str(path)!r} has neither {PICKLE_FILE} nor {PICKLE_INDEX}", "name the file to convert")

@@ -1,0 +1,148 @@
+"""Tokenizers: which token has which number in each model, where models differ, and what they have together."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.models.tensorfile import open_regular
+from darelib.text import DareError, count_of, list_names
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+# What tokenizers were stored in before: compared as a whole.
+OLDER_FILES: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+# Bytes, and tokens: the largest known have 35 MB and 260,000.
+MAX_TOKENIZER: Final = 1 << 26
+MAX_TOKENS: Final = 1 << 22
+# The file is not parsed as a whole, which would take several hundred megabytes, mostly for merges: these are its tables
+# of tokens. A vocabulary is a table of numbers, or a list in which the place of a token is its number.
+STRING: Final = rb'"(?:[^"\\]++|\\.)*+"'
+ADDED_TABLE: Final = re.compile(rb'"added_tokens"\s*+:\s*+(\[(?:[^]"]++|' + STRING + rb")*+\])")
+VOCABULARY_TABLE: Final = re.compile(
+    rb'"vocab"\s*+:\s*+(\{(?:[^{}"]++|'
+    + STRING
+    + rb')*+\}|\[(?:\s*+,?\s*+\[(?:[^]["]++|'
+    + STRING
+    + rb")*+\])*+\s*+\])"
+)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of one model."""
+
+    trained: Mapping[str, int]  # what its tokenizer was trained to have
+    added: tuple[dict[str, Any], ...]  # what was added to it later, as tokenizer.json has it
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """All tokens with their numbers."""
+        return dict(self.trained) | {entry["content"]: entry["id"] for entry in self.added}
+
+    @property
+    def size(self) -> int:
+        """How many rows an embedding must have for it."""
+        return 1 + max(self.numbers.values(), default=-1)
+
+
+def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
+    """The tokens of the model in a directory; None where it has no tokenizer.json. name: what to call the model."""
+    if folder is None:
+        return None
+    try:
+        with open_regular(folder / TOKENIZER_FILE) as file:
+            data = file.read(MAX_TOKENIZER + 1)
+        found, listed = VOCABULARY_TABLE.search(data), ADDED_TABLE.search(data)
+        if len(data) > MAX_TOKENIZER or (found and found[1].count(b",") > 2 * MAX_TOKENS):
+            raise ValueError("it is larger than any model's")
+        if not found:
+            raise ValueError("it has no vocabulary")
+        trained = json.loads(found[1])
+        if isinstance(trained, list):
+            trained = {entry[0]: number for number, entry in enumerate(trained)}
+        added = tuple(json.loads(listed[1])) if listed else ()
+        vocabulary = Vocabulary(trained, added)
+        if not all(isinstance(number, int) and 0 <= number < MAX_TOKENS for number in vocabulary.numbers.values()):
+            raise ValueError("its tokens have no proper numbers")
+        return vocabulary
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error) or "something is missing"
+        raise DareError(f"{TOKENIZER_FILE} of {name!r} cannot be used: {reason}", "download it again") from None
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """What a file holds, as far as it counts here; None where there is none."""
+    try:
+        with open_regular(path) as file:
+            return file.read(MAX_TOKENIZER)
+    except OSError:
+        return None
+
+
+def describe_differences(base: Path | None, model: Path | None, base_name: str, name: str) -> str:
+    """How the tokens in one model directory differ from those in another, in words; empty: they do not."""
+    if base is None or model is None:
+        return ""
+    files = [(TOKENIZER_FILE, read_bytes(base / TOKENIZER_FILE), read_bytes(model / TOKENIZER_FILE))]
+    if None in files[0]:
+        files = [(file, read_bytes(base / file), read_bytes(model / file)) for file in OLDER_FILES]
+        differing = [file for file, mine, theirs in files if None not in (mine, theirs) and mine != theirs]
+        return f"{list_names(differing)} differ" if differing else ""
+    if files[0][1] == files[0][2]:
+        return ""
+    del files
+    mine, theirs = read_vocabulary(base, base_name), read_vocabulary(model, name)
+    return "" if mine is None or theirs is None else "; ".join(_compare(mine.numbers, theirs.numbers))
+
+
+def _compare(base: Mapping[str, int], model: Mapping[str, int]) -> Iterator[str]:
+    moved = [token for token, number in model.items() if base.get(token, number) != number]
+    more = [token for token in model if token not in base]
+    fewer = [token for token in base if token not in model]
+    for tokens, words in ((moved, "with other numbers"), (more, "that the base lacks"), (fewer, "fewer")):
+        if tokens:
+            yield f"{count_of(len(tokens), 'token')} {words} ({list_names(tokens)})"
+
+
+@dataclass(frozen=True)
+class Union:
+    """The base's tokens and what the models added, each token with one number."""
+
+    base: Vocabulary
+    models: tuple[Vocabulary | None, ...]  # None: a model without a tokenizer of its own has the base's
+    added: tuple[dict[str, Any], ...]  # the tokens that the base lacks, with their new numbers, in their order
+
+    @property
+    def size(self) -> int:
+        return max(self.base.size, 1 + max((entry["id"] for entry in self.added), default=-1))
+
+    @cached_property
+    def tokens(self) -> dict[int, str]:
+        numbers = self.base.numbers | {entry["content"]: entry["id"] for entry in self.added}
+        return {number: token for token, number in numbers.items()}
+
+
+def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> Union:
+    """Number the tokens that models added after the base's, in the order of the models and of their numbers."""
+    known, entries = set(base.numbers), list[dict[str, Any]]()
+    for name, model in models:
+        if model is None:
+            continue
+        if model.trained != base.trained:
+            words = "; ".join(_compare(base.trained, model.trained))
+            raise DareError(
+                f"{name!r} has another vocabulary than the base, not only other added tokens: {words}",
+                "such models have no tokens in common to merge by; use --tokenizer base, or leave it out",
+            )
+        for entry in sorted(model.added, key=lambda entry: int(entry["id"])):
+            if entry["content"] not in known:
+                known.add(entry["content"])
+                entries.append({**entry, "id": base.size + len(entries)})
+    return Union(base, tuple(model for _, model in models), tuple(entries))

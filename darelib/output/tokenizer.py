@@ -1,0 +1,190 @@
+"""The tokenizer and the chat template of a model directory: the base's, a model's, or a union."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.models import Input
+from darelib.models.checkpoint import path_hint
+from darelib.models.hub import download
+from darelib.models.jsonfile import read_json
+from darelib.models.vocabulary import (
+    ADDED_TABLE,
+    TOKENIZER_FILE,
+    Union,
+    describe_differences,
+    read_vocabulary,
+)
+from darelib.readers import Source
+from darelib.text import DareError
+
+BASE, UNION = "base", "union"
+CONFIG_FILE: Final = "tokenizer_config.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+TEMPLATE_PATTERNS: Final = ("chat_template*", "additional_chat_templates/*")
+TOKENIZER_PATTERNS: Final = (
+    "tokenizer*", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "tekken.json", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "bpe.codes", "normalizer.json", *TEMPLATE_PATTERNS,
+)  # fmt: skip
+# Lists of special tokens, by the names that versions of transformers give them.
+SPECIAL_LISTS: Final = ("additional_special_tokens", "extra_special_tokens")
+
+SideFiles = dict[str, bytes | Path]  # the content of each file, or what to copy
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Where an output's tokenizer and chat template come from."""
+
+    folder: Path | None = None  # of the tokenizer; None: the base's
+    name: str = BASE
+    template: Any = None  # None: the base's or, where it has none, that of the first model that has one
+    template_name: str = ""
+
+    @property
+    def given(self) -> list[str]:
+        """The settings by which the user has chosen."""
+        return ["tokenizer"] * (self.name != BASE) + ["chat_template"] * bool(self.template_name)
+
+
+def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> TokenizerChoice:
+    choice = TokenizerChoice()
+    if tokenizer is not None and tokenizer.name == UNION:
+        choice = TokenizerChoice(name=UNION)
+    elif tokenizer is not None and tokenizer.name != BASE:
+        folder = find_folder(tokenizer)
+        if folder is None or not tokenizer_files(folder):
+            raise DareError(f"there is no tokenizer in {tokenizer.name!r}", "tokenizer wants base, union or a model")
+        choice = TokenizerChoice(folder, tokenizer.name)
+    if template is None or template.name == BASE:
+        return choice
+    folder = find_folder(template)
+    found = template.path.read_text(encoding="utf-8") if folder is None else find_template(folder)
+    if found is None:
+        raise DareError(f"there is no chat template in {template.name!r}", "chat_template wants a model or a file")
+    return dataclasses.replace(choice, template=found, template_name=template.name)
+
+
+def find_folder(source: Source) -> Path | None:
+    """The directory of a model; None: it is a file that is not a model's."""
+    source = download(source, TOKENIZER_PATTERNS)
+    if not source.path.exists():
+        raise DareError(f"there is no file or directory {source.name!r}", path_hint(source))
+    if source.path.is_dir():
+        return source.path
+    return source.path.parent if source.path.suffix in (".safetensors", ".json") else None
+
+
+def tokenizer_files(folder: Path, patterns: Sequence[str] = TOKENIZER_PATTERNS) -> dict[str, Path]:
+    paths = {path.relative_to(folder).as_posix(): path for pattern in patterns for path in folder.glob(pattern)}
+    return {name: path for name, path in sorted(paths.items()) if path.is_file()}
+
+
+def find_template(folder: Path | None) -> Any:
+    """The chat template of a model: a text or, by name, several of them; None where there is none."""
+    if folder is None:
+        return None
+    if (folder / TEMPLATE_FILE).exists():
+        return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    if not (folder / CONFIG_FILE).exists():
+        return None
+    return read_json(folder / CONFIG_FILE, CONFIG_FILE).get("chat_template")
+
+
+def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Input], rows: int) -> Iterator[str]:
+    """Change the files of an output directory as chosen. Gives what to tell. rows: of its embedding, 0 if unknown."""
+    base, *models = inputs
+    if choice.folder is not None:
+        for name in [name for name in side if any(fnmatch.fnmatch(name, p) for p in TOKENIZER_PATTERNS)]:
+            del side[name]
+        side |= tokenizer_files(choice.folder)
+        vocabulary = read_vocabulary(choice.folder, choice.name)
+        if vocabulary is not None and 0 < rows < vocabulary.size:
+            raise DareError(
+                f"the tokenizer of {choice.name!r} has tokens up to {vocabulary.size - 1:,}, and the merged model "
+                f"rows for {rows:,}",
+                "--tokenizer union gives every token a row",
+            )
+    if choice.name == UNION:
+        add_tokens(side, base.union, [model.folder for model in models])
+    template, giver = choice.template, choice.template_name
+    if template is None and find_template(choice.folder or base.folder) is None:
+        found = ((find_template(model.folder), model.name) for model in models)
+        template, giver = next((pair for pair in found if pair[0] is not None), (None, ""))
+        if template is not None:
+            yield f"the chat template is that of {giver}: the base has none (--chat-template chooses another)"
+    if template is not None:
+        set_template(side, template)
+
+
+def set_template(side: SideFiles, template: Any) -> None:
+    for name in [name for name in side if any(fnmatch.fnmatch(name, pattern) for pattern in TEMPLATE_PATTERNS)]:
+        del side[name]
+    if CONFIG_FILE in side:  # which every version of transformers reads
+        edit_json(side, CONFIG_FILE, lambda table: table.update(chat_template=template))
+    else:
+        side[TEMPLATE_FILE] = str(template).encode()
+
+
+def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a JSON file, if there is one of that name."""
+    content = side.get(name)
+    if content is not None:
+        table = json.loads(content) if isinstance(content, bytes) else read_json(content, name)
+        edit(table)
+        side[name] = json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def add_tokens(side: SideFiles, union: Union, folders: Sequence[Path | None]) -> None:
+    """The base's tokenizer with the tokens that models added, in every file that lists tokens."""
+    path = side[TOKENIZER_FILE]
+    data = path.read_bytes() if isinstance(path, Path) else path
+    entries = b",\n    ".join(json.dumps(entry, ensure_ascii=False).encode() for entry in union.added)
+    listed = ADDED_TABLE.search(data)
+    if entries and listed:
+        before = data[: listed.end() - 1].rstrip()
+        comma = b"" if before.endswith(b"[") else b","
+        side[TOKENIZER_FILE] = before + comma + b"\n    " + entries + b"\n  " + data[listed.end() - 1 :]
+    elif entries:
+        side[TOKENIZER_FILE] = data.replace(b"{", b'{\n  "added_tokens": [' + entries + b"],", 1)
+    known = [read_json(f / CONFIG_FILE, CONFIG_FILE) for f in folders if f and (f / CONFIG_FILE).exists()]
+
+    def add_special(table: dict[str, Any]) -> None:
+        for key in SPECIAL_LISTS:
+            lists = [entry[key] for entry in (table, *known) if isinstance(entry.get(key), list)]
+            if lists:
+                table[key] = list({str(of(token)): token for tokens in lists for token in tokens}.values())
+
+    def of(token: Any) -> Any:
+        return token.get("content") if isinstance(token, Mapping) else token
+
+    def add_to_config(table: dict[str, Any]) -> None:
+        add_special(table)
+        if isinstance(table.get("added_tokens_decoder"), dict):
+            fields = ({key: value for key, value in entry.items() if key != "id"} for entry in union.added)
+            table["added_tokens_decoder"] |= {str(e["id"]): f for e, f in zip(union.added, fields, strict=True)}
+
+    edit_json(side, CONFIG_FILE, add_to_config)
+    edit_json(side, "special_tokens_map.json", add_special)
+    edit_json(side, "added_tokens.json", lambda table: table.update((e["content"], e["id"]) for e in union.added))
+
+
+def compare_tokenizers(choice: TokenizerChoice, inputs: Sequence[Input], directory: bool) -> Iterator[str]:
+    """Which models number their tokens otherwise than the base, and what that means for the output."""
+    base, *models = inputs
+    if choice.name == UNION:
+        return
+    for model in models:
+        words = describe_differences(base.folder, model.folder, base.name, model.name)
+        if not words:
+            continue
+        whose = "the base's" if choice.folder is None else f"that of {choice.name}"
+        what = f"the output's tokenizer is {whose}; --tokenizer union keeps all tokens" if directory else ""
+        rows = "rows of one number are merged, whatever token they stand for"
+        yield f"{model.name} has another tokenizer than {base.name}: {words}; {rows}{'; ' * bool(what)}{what}"

@@ -149,7 +149,7 @@ def list_programs(point: Point, files: list[Path], output: str, other: Path | No
         words = [*BARE, "copy", str(threads), output if merges else os.devnull, *others, base]
         found[f"floor-{kind}{ending}"] = f"floor, {count_of(threads, 'thread')}, {how}", words
     if kit_method and "mergekit" in INSTALLED:
-        models, dares = [{"model": str(file.parent)} for file in files], method != "slerp"
+        dares, models = method != "slerp", [{"model": str(file.parent)} for file in files]
         parameters = {"density": DENSITY, "weight": 1 / len(others)} if dares else {"t": 0.5}
         recipe = {"merge_method": kit_method, "dtype": DTYPES[point.dtype][0], "parameters": parameters}
         recipe |= {"base_model": models[0 if dares else 1]["model"], "models": models[1:]}

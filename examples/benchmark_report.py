@@ -101,7 +101,7 @@ def summarize(outcomes: list[Stored]) -> str:
     rows = [TITLES, ["---"] + ["---:"] * (len(TITLES) - 1)]
     for label, outcome in zip(list_labels(outcomes), outcomes, strict=True):
         slow, fast, tool = (value(outcome, role) for role in (*COPIES, "tool"))
-        fast = slow if math.isnan(fast) else fast  # there is only one
+        fast = slow if math.isnan(fast) else fast  # with one thread, there may be only one
         cells = [label, show(slow), show(fast), show(tool), f"{show(tool / slow)}, {show(tool / fast)}"]
         cells += [rival(outcome, "mergekit"), rival(outcome, "torch")]
         rows.append(cells + [show(value(outcome, role, "peak memory"), 0) for role in ("tool", "mergekit", "torch")])
@@ -111,10 +111,9 @@ def summarize(outcomes: list[Stored]) -> str:
 def print_end(results: Stored) -> None:
     if len(results["outcomes"]) > 1:
         print(f"\n{summarize(results['outcomes'])}")
-    machine, size = results["machine"], results["machine"]["memory_bytes"] / (1 << 30)
-    print(
-        f"\n{machine['system']}, {machine['processor']}, {count_of(machine['cores'], 'core')}, {size:.1f} GiB of memory"
-    )
+    machine, memory = results["machine"], results["machine"]["memory_bytes"] / (1 << 30)
+    cores = f"{count_of(machine['cores'], 'core')}, {memory:.1f} GiB of memory"
+    print(f"\n{machine['system']}, {machine['processor']}, {cores}")
     print(", ".join(f"{name} {version}" for name, version in results["versions"].items()))
 
 
@@ -139,7 +138,6 @@ def draw(outcomes: list[Stored], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(outcomes)), list_labels(outcomes))
     panels[0].set_ylim(len(outcomes) - 0.5, -0.5)
-    picture.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=11, frameon=False
-    )
+    named = panels[0].get_legend_handles_labels()
+    picture.legend(*named, loc="outside lower center", ncols=4, fontsize=11, frameon=False)
     picture.savefig(path, metadata={"Title" if path.suffix == ".svg" else "Software": "dare"})

@@ -151,7 +151,7 @@ def list_programs(point: Point, files: list[Path], output: str, other: Path | No
     if kit_method and "mergekit" in INSTALLED:
         dares, models = method != "slerp", [{"model": str(file.parent)} for file in files]
         parameters = {"density": DENSITY, "weight": 1 / len(others)} if dares else {"t": 0.5}
-        recipe = {"merge_method": kit_method, "dtype": DTYPES[point.dtype][0], "parameters": parameters}
+        recipe: dict[str, Any] = {"merge_method": kit_method, "dtype": DTYPES[point.dtype][0], "parameters": parameters}
         recipe |= {"base_model": models[0 if dares else 1]["model"], "models": models[1:]}
         written = files[0].with_name("mergekit.yaml")
         written.write_text(json.dumps(recipe))  # JSON is YAML, too

@@ -196,7 +196,7 @@ class DareMerger:
             size = sum(tensor.bytes_read for tensor in task.changed)
             with progress("analyzing", size, self.config.verbose) as advance:
                 jobs = task.jobs(task.changed, look_pass=0)
-                run_rounds([jobs], worker, lambda *_: None, lambda found: advance(found.bytes_read), interrupts)
+                run_rounds([jobs], worker, lambda *_: None, lambda job, _: advance(job.bytes_read), interrupts)
             check_unchanged(inputs)
         for warning in task.warnings:
             LOG.warning(warning)
@@ -225,7 +225,8 @@ class DareMerger:
                 comparison.check_side_files()
                 worker = Worker.for_merge(plan, inputs, interrupts)
                 with progress("verifying", plan.bytes_to_read, self.config.verbose) as advance:
-                    run_rounds(plan.rounds(), worker, comparison.write_at, lambda o: advance(o.bytes_read), interrupts)
+                    rounds, compare = plan.rounds(), comparison.write_at
+                    run_rounds(rounds, worker, compare, lambda job, _: advance(job.bytes_read), interrupts)
         return VerifyReport(str(output_file), len(plan.tensors), plan.size, time.perf_counter() - started)
 
     def _plan(self, inputs: Sequence[Input], destination: Destination, force: bool) -> MergePlan:

@@ -25,9 +25,9 @@ def run_merge(plan: MergePlan, worker: Worker, output: Output, interrupts: Inter
         LOG.info("continuing: %s of %s are done", human(size), human(plan.bytes_to_read))
     with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
 
-        def take(outcome: Outcome) -> None:
-            advance(outcome.bytes_read)
-            if not outcome.only_looked:
+        def take(job: Job, outcome: Outcome | None) -> None:
+            advance(job.bytes_read)
+            if outcome is not None:
                 outcomes.append(outcome)
                 output.note(outcome.as_entry())
 
@@ -37,10 +37,10 @@ def run_merge(plan: MergePlan, worker: Worker, output: Output, interrupts: Inter
 
 
 def run_rounds(
-    rounds: Iterable[Iterator[Job]], worker: Worker, write: Write, done: Callable[[Outcome], None],
+    rounds: Iterable[Iterator[Job]], worker: Worker, write: Write, done: Callable[[Job, Outcome | None], None],
     interrupts: Interrupts,
 ) -> None:  # fmt: skip
-    """Run all jobs of a round before the next. done is called with what each found, one at a time.
+    """Run all jobs of a round before the next. done is called with each and what it found, one at a time.
 
     There are buffers for each thread. Of several failures, the first in the jobs' order is raised.
     """
@@ -58,9 +58,9 @@ def run_rounds(
                 number = job.number
                 outcome = worker.run(job, own, write)
                 with lock:
-                    if job.look_pass is not None:
+                    if outcome is None:
                         worker.take(job, own)
-                    done(outcome)
+                    done(job, outcome)
         except Abandoned:
             pass
         except BaseException as error:
@@ -84,7 +84,7 @@ def run_rounds(
 
 def measure_rate(rounds: Iterable[Iterator[Job]], worker: Worker, interrupts: Interrupts) -> tuple[int, float]:
     """Bytes read, and seconds taken, by the first jobs. Where one fails, so would the merge."""
-    outcomes: list[Outcome] = []
+    sizes: list[int] = []
     started = time.perf_counter()
 
     def take_some() -> Iterator[Job]:
@@ -93,5 +93,5 @@ def measure_rate(rounds: Iterable[Iterator[Job]], worker: Worker, interrupts: In
             if time.perf_counter() - started > TUNING.sample_seconds:
                 return
 
-    run_rounds([take_some()], worker, lambda *_: None, outcomes.append, interrupts)
-    return sum(outcome.bytes_read for outcome in outcomes), time.perf_counter() - started
+    run_rounds([take_some()], worker, lambda *_: None, lambda job, _: sizes.append(job.bytes_read), interrupts)
+    return sum(sizes), time.perf_counter() - started

@@ -69,13 +69,8 @@ class Outcome:
     tensor: str
     start: int
     bytes_read: int
-    only_looked: bool = False  # nothing was written
     tallies: dict[int, Tally] = field(default_factory=dict)
     differing: set[int] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, job: Job, tallies: dict[int, Tally] | None = None) -> Outcome:
-        return cls(job.tensor.name, job.start, job.bytes_read, job.look_pass is not None, tallies or {})
 
     def as_entry(self) -> list[Any]:
         """For the journal."""
@@ -85,7 +80,7 @@ class Outcome:
     @classmethod
     def of_entry(cls, entry: list[Any]) -> Outcome:
         tensor, start, bytes_read, tallies, differing = entry
-        return cls(tensor, start, bytes_read, False, {int(i): Tally(*t) for i, t in tallies.items()}, set(differing))
+        return cls(tensor, start, bytes_read, {int(i): Tally(*t) for i, t in tallies.items()}, set(differing))
 
 
 class Worker:
@@ -113,9 +108,11 @@ class Worker:
         kinds = {look.kernel for look in self.looks.values()}
         return Buffers(len(self.models), self.task.chunk * self.task.itemsize, kinds)
 
-    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
+        """None: it only looked, and there is something to take."""
         if job.look_pass is not None:
-            return self._look(job, buffers, job.look_pass)
+            self._look(job, buffers, job.look_pass)
+            return None
         return self._merge(job, buffers, write) if job.tensor.merged else self._copy(job, buffers, write)
 
     def take(self, job: Job, buffers: Buffers) -> None:
@@ -134,7 +131,7 @@ class Worker:
                 raise Abandoned
             yield start, min(self.task.chunk, job.stop - start)
 
-    def _look(self, job: Job, buffers: Buffers, number: int) -> Outcome:
+    def _look(self, job: Job, buffers: Buffers, number: int) -> None:
         tensor, look = job.tensor, self.looks[job.tensor.name]
         kernel = self.kernels[tensor.look_spec(look)]
         self._describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models))
@@ -145,7 +142,6 @@ class Worker:
             look.take_chunk(start, buffers)
         if not np.isfinite(self._peaks(tensor, buffers)).all():
             self._explain_non_finite(job, buffers)
-        return Outcome.of(job)
 
     def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor, spec, look = job.tensor, job.tensor.spec, self.looks.get(job.tensor.name)
@@ -159,7 +155,8 @@ class Worker:
         peaks = self._peaks(tensor, buffers)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
             self._explain_non_finite(job, buffers)
-        return Outcome.of(job, {i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(tensor.models)})
+        tallies = {i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(tensor.models)}
+        return Outcome(tensor.name, job.start, job.bytes_read, tallies)
 
     def _offset(self, tensor: TensorPlan) -> int:
         return len(self.task.files[tensor.output.file].header) + tensor.output.offset
@@ -223,7 +220,7 @@ class Worker:
         return Tally(count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size)
 
     def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
-        outcome, tensor = Outcome.of(job), job.tensor
+        outcome, tensor = Outcome(job.tensor.name, job.start, job.bytes_read), job.tensor
         for start, size in self._chunks(job):
             mine, theirs = buffers.base.data[:size], buffers.output.data[:size]
             self.base.read_bytes(mine, tensor.base, start)

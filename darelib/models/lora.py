@@ -141,7 +141,10 @@ def _check_plain(table: dict[str, Any], name: str) -> None:
 
 
 def _compile_patterns(patterns: dict[str, Any], name: str) -> Lookup:
-    """As PEFT matches them: the first one that matches the end of the module's name, after a dot."""
+    """As PEFT matches them: the first one that matches the end of the module's name, after a dot.
+
+    But in a plain name a dot is only a dot, so that names are looked up, however many there are.
+    """
     odd = [key for key in patterns if not PLAIN_PATTERN.fullmatch(key)]
     if sum(map(len, odd)) > MAX_PATTERNS or any(len(key) > 2 * MAX_NAME for key in patterns):
         raise DareError(f"the patterns in the {ADAPTER_CONFIG} of {name!r} are too long", "fix it")

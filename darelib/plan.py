@@ -11,6 +11,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -240,8 +241,11 @@ def plan_output(
         check_apart(f"the output {destination.name!r}", destination.path, used)
         check_replaceable(destination, force)
         begun = [destination.partial / name for name in list_files(destination.partial)]
-        held = sum(getattr(path.lstat(), "st_blocks", 0) * 512 for path in begun)  # which is used again, or removed
-        free, replaces = shutil.disk_usage(folder).free + held, describe_replaced(destination, force)
+        free = shutil.disk_usage(folder).free
+        for path in begun:
+            with suppress(FileNotFoundError):  # of another merge, which has just ended
+                free += getattr(path.lstat(), "st_blocks", 0) * 512  # which is used again, or removed
+        replaces = describe_replaced(destination, force)
     with explain_read_errors():
         plan = plan_merge(config, inputs, destination, tokenizer=tokenizer, **options)
         size = plan.size

@@ -104,6 +104,7 @@ def test_no_name_reaches_a_terminal_as_more_than_text(tmp_path: Path, monkeypatc
     lines: dict[str, list[tuple[int, int]]] = {"plain": [], TRICK: []}
     for word, counts in lines.items():
         for status, *flags in make(word):
+            Path(f"out{END}").unlink(missing_ok=True)
             assert dare.main(flags) == status, flags
             out, err = capsys.readouterr()
             assert all(letter.isprintable() or letter == "\n" for letter in out + err), flags

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib
 import json
@@ -311,27 +310,32 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
     first = json.loads(STORED.read_text())["outcomes"][0]
     times = [benchmark_report.value(first, role) for role in ("tool", "mergekit", "torch")]
     assert "| **{:.1f} s** | {:.1f} s | not measured | not measured | {:.1f} s |".format(*times) in README
-    for name, unit in QUALITY["units"].items():
-        found = [quality_report.mean_cliffs(unit, arm) for arm in quality_report.SINGLE_ARMS]
-        cells = [f"{100 * mean(masks):.0f}" for masks in [*found, quality_report.cliffs(unit, "large", "DARE")]]
-        row = " | ".join([name.replace("/", ", width "), f"{unit['parameters']:,}", *cells])
-        assert f"| {row} |" in EVIDENCE
-    assert f"; {QUALITY['seconds']:.0f} s in all (side by side: chars/64 " in quality_report.report(QUALITY)
+    units, prose = quality_report.order(QUALITY), " ".join(EVIDENCE.split())
+    assert quality_report.cliffs_table(units) in EVIDENCE
+    assert f"these results took it {QUALITY['seconds']:.0f} s on an NVIDIA H200" in prose
     said = ["`linear` with DARE is {:.1f} points below", "it loses {:.1f} points", "it helps: {:.1f} points more"]
-    for (dropping, rival), words in zip(quality_report.RIVALS, said, strict=False):
-        found = quality_report.differences(QUALITY, dropping, rival).values()
-        assert words.format(abs(100 * mean(map(mean, found)))) in " ".join(EVIDENCE.split())
+    for arm, words in zip(quality_report.MERGE_ARMS, said, strict=False):
+        found = quality_report.differences(units, arm).values()
+        assert words.format(abs(100 * mean(map(mean, found)))) in prose
+    narrow = units["chars/256"]
+    ends = [100 * mean(quality_report.curve(narrow, narrow["skills"], arm)[-1]) for arm in ("DAREx-q", "DARE")]
+    assert "at 99%, chars of width 256 score {:.0f}% with it and {:.0f}% without".format(*ends) in prose
+    large = [
+        [mean(quality_report.cliffs(unit, ["large"], arm)) for arm in ("DAREx-q", "DARE")] for unit in units.values()
+    ]
+    assert f"and by up to {100 * max(q - plain for q, plain in large):.0f} with large ones" in prose
+    for family in ("chars", "digits"):
+        wider = [unit for name, unit in units.items() if name.startswith(family)]
+        found = [mean(quality_report.cliffs(unit, unit["skills"], "DARE")) for unit in wider]
+        assert found == sorted(found), "later the wider the model is"
 
 
 def test_verdicts_of_the_experiment_come_out_each_way() -> None:
-    chars = [*quality_report.by_family(QUALITY)["chars"].items()]
-    for step, said in {1: "+37.0 ± 6.1 points: as", -1: "-37.0 ± 6.1 points: not as"}.items():
-        assert f", by {said} the paper says." in "".join(quality_report.single_verdicts("chars", dict(chars[::step])))
-    for gain, said in {0.5: "helps in 24, hurts in 0,", -0.5: "helps in 0, hurts in 24,", 0: "hurts in 3,"}.items():
+    for gain, said in {0.5: "better in 24, worse in 0,", -0.5: "better in 0, worse in 24,", 0: "worse in 3,"}.items():
         results = json.loads(json.dumps(QUALITY))
         for arm in (arms["linear + DARE"] for unit in results["units"].values() for arms in unit["merged"].values()):
             arm["scores"] = [[score + gain for score in row] for row in arm["scores"]]
-        assert said in next(quality_report.merge_verdicts(results))
+        assert re.search(rf"\nlinear \+ DARE against average, lambda tuned, .*{said}", quality_report.report(results))
     told = {(0.1, 0.11, 0.12): 1, (-0.1, -0.11): -1, (0.1, -0.1, 0.2): 0, (0.009, 0.009): 0, (0.1, 0.1): 1, (0.5,): 0}
     assert {values: quality_report.direction(values) for values in told} == told
 
@@ -350,37 +354,43 @@ def quality() -> Any:
     """The experiment, as small as can be: what is learned does not matter here. It takes seconds to import."""
     pytest.importorskip("sklearn")
     module: Any = importlib.import_module("quality")
-    recipes = [module.Recipe(steps=3, rate=1e-2, batch=8)] * 3
-    plans = {"chars": module.Plan((4,), *recipes), "digits": module.Plan((4, 8), *recipes)}
+    recipes = [(3, 1e-2, 8)] * 3
     small = {"rates": (0.0, 0.9), "shifts": (0.0, 0.5), "merge_rates": (0.9,), "lambdas": (1.0,), "test_seeds": 2}
-    module.QUICK = dataclasses.replace(module.QUICK, plans=plans, **small)
+    module.QUICK = module.QUICK._replace(chars=((4,), *recipes), digits=((4, 8), *recipes), **small)
     return module
 
 
 @pytest.mark.slow
-def test_an_experiment_that_was_stopped_continues_to_the_same_results(quality: Any) -> None:
+def test_an_experiment_comes_out_the_same_again_and_a_report_trains_nothing(quality: Any) -> None:
     whole = run(quality, "--quick --out whole.json")
-    assert run(quality, "--report whole.json --plot picture.png") == whole, "a report trains nothing"
+    assert run(quality, "--report whole.json --plot picture.png") == whole
+    assert Path("picture.png").stat().st_size > 10_000
     results = json.loads(Path("whole.json").read_text())
-    del results["units"]["digits/8"]
-    Path("part.json").write_text(json.dumps(results))
-    assert run(quality, "--quick --out part.json") == whole
-    assert json.loads(Path("part.json").read_text())["units"].items() >= results["units"].items(), "measured once"
-    assert run(quality, "--out whole.json").startswith("whole.json holds results of other settings")
+    assert results["units"].keys() == {"chars/4", "digits/4", "digits/8"}
+    name, unit = quality.measure("digits/8", quality.QUICK)
+    assert json.loads(json.dumps(unit)) == results["units"][name]
 
 
 @pytest.mark.slow
 def test_what_is_chosen_never_sees_test_data_or_test_masks(quality: Any, monkeypatch: Patch) -> None:
-    seen: dict[str, set[int]] = {"validation": set(), "test": set()}
-    lab = SimpleNamespace(score=lambda seed, skill, part: seen[part].update(range(seed, seed + 3)) or 0.5)
+    lab, seeds, calls = quality.Lab.__new__(quality.Lab), [], []
+    lab.base, lab.experts, lab.skills = {}, {"rotated": {}}, {"rotated": "rotated"}
+    lab.model = SimpleNamespace(load_state_dict=seeds.append)
+    score = quality.torch.tensor([0.5])
+    lab.family = SimpleNamespace(right=lambda model, skill, part: calls.append((part, seeds[-1])) or score)
     monkeypatch.setattr(quality, "dare_merge", lambda base, experts, config: config.seed)
-    trial, configs = quality.Trial(lab, {}, [{}], ("rotated",)), quality.single_configs("DAREx-q", 0.9, quality.FULL)
-    assert (trial.choose(configs, 5), seen["test"]) == (configs[0], set()), "the first of equals"
-    trial.test(configs[0], 5)
-    assert len(seen["validation"] | seen["test"]) == 2 * 5 * 3, "no mask of three models is used twice"
-    arms = quality.merge_arms(2, quality.FULL)
-    lambdas = [{config.lambda_coeff for config in arms[arm]} for pair in quality_report.RIVALS for arm in pair]
-    assert lambdas == [set(quality.FULL.lambdas)] * 8, "DARE and its rivals choose from the same"
+    settings = quality.Settings(validation_seeds=5, test_seeds=5)
+    arms = quality.merge_arms(2, settings)
+    found = lab.tune(["rotated"], arms["linear + DARE"], settings)
+    assert (found["drop_rate"], found["lambda"]) == (0.3, 0.5), "the first of equals"
+    assert [part for part, _ in calls] == ["validation"] * 5 * 36 + ["test"] * 5, "what is chosen is chosen before"
+    masks = {
+        part: {seed + i for seen, seed in calls for i in range(3) if seen == part} for part in ("validation", "test")
+    }
+    assert len(masks["validation"] | masks["test"]) == 2 * 5 * 3, "no mask of three models is used twice"
+    pairs = [(arm, arm.split()[0]) for arm in quality_report.MERGE_ARMS]
+    lambdas = [{config.lambda_coeff for config in arms[arm]} for pair in pairs for arm in pair]
+    assert lambdas == [set(settings.lambdas)] * 8, "DARE and its rivals choose from the same"
 
 
 def test_a_benchmark_prints_what_ran_out_of_memory_or_of_disk(folder: Path) -> None:

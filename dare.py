@@ -43,8 +43,8 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -95,13 +95,13 @@ class DareMerger:
         merge_files: Sequence[str | Path | Source],
         config: DareConfig | None = None,
         *,
-        tokenizer_from: str | Path | Source | None = None,
-        fingerprints: Sequence[dict[str, Any]] = (),
+        tokenizer: str | Path | Source = "base",
+        chat_template: str | Path | Source | None = None,
     ) -> None:
         """A model is a file, a model directory, an index, a name on the Hub or, to be merged, a LoRA adapter.
 
-        tokenizer_from: the model whose tokenizer an output directory gets, instead of the base's.
-        fingerprints: what a recipe says of its inputs, base first; other files are then refused.
+        tokenizer: of an output directory: the "base"'s, a "union" of all tokens, each with its row, or a model's.
+        chat_template: a model or a file; None: the base's or, if it has none, that of the first model that has one.
         """
         from darelib.readers import Source
 
@@ -113,15 +113,27 @@ class DareMerger:
             raise ConfigError("config must be a DareConfig", "like DareConfig(drop_rate=0.9)")
         self.base = Source.of(base_file)
         self.models = tuple(Source.of(file) for file in merge_files)
-        self.tokenizer_from = None if tokenizer_from is None else Source.of(tokenizer_from)
+        self.tokenizer = Source.of(tokenizer)
+        self.chat_template = None if chat_template is None else Source.of(chat_template)
         self.config = config or DareConfig()
         self.config.check_models(len(self.models))
-        self.fingerprints = tuple(fingerprints)
         self.version = __version__  # that recipes name
 
     @property
     def sources(self) -> tuple[Source, ...]:
         return self.base, *self.models
+
+    @contextmanager
+    def _open(self) -> Iterator[list[Input]]:
+        """The base and the models, with the same number for each token if their tokenizers are to be united."""
+        from darelib.models import open_models
+
+        with open_models(self.sources) as inputs:
+            if self.tokenizer.name == "union":
+                from darelib.models.rows import unite_tokens
+
+                inputs = unite_tokens(inputs)
+            yield inputs
 
     def merge(self, output_file: str | Path, *, force: bool = False, resume: bool = False) -> MergeReport:
         """Merge into a file (if its name ends in .safetensors) or a model directory, and report what was done.
@@ -129,7 +141,7 @@ class DareMerger:
         force replaces an existing output that this tool did not make. resume continues an unfinished merge, and leaves
         one behind that can be continued if it is itself interrupted.
         """
-        from darelib.models import check_unchanged, open_models
+        from darelib.models import check_unchanged
         from darelib.output.destination import find_output
         from darelib.output.publish import Output, explain_write_errors
         from darelib.report import report_merge
@@ -138,7 +150,7 @@ class DareMerger:
 
         started = time.perf_counter()
         destination = find_output(output_file)
-        with open_models(self.sources) as inputs:
+        with self._open() as inputs:
             plan = self._plan(inputs, destination, force)
             if plan.replaces:
                 LOG.info(f"replaces {output_file}: {plan.replaces}")
@@ -163,14 +175,13 @@ class DareMerger:
 
         estimate: also run the first jobs, for half a second, to estimate how long all of them will take.
         """
-        from darelib.models import open_models
         from darelib.output.destination import find_output
         from darelib.report import describe_plan
         from darelib.run.threads import measure_rate
         from darelib.run.worker import Worker
 
         destination = find_output(output_file)
-        with open_models(self.sources) as inputs:
+        with self._open() as inputs:
             plan, sampled = self._plan(inputs, destination, force), None
             if estimate:
                 with Interrupts() as interrupts:
@@ -182,14 +193,14 @@ class DareMerger:
         """Look at every delta once, and report what the models are like and how they might be merged; write nothing."""
         from darelib.analysis.measure import Findings, MeasureLook
         from darelib.analysis.report import analysis_report
-        from darelib.models import check_unchanged, open_models
+        from darelib.models import check_unchanged
         from darelib.plan import plan_analysis
         from darelib.run.threads import run_rounds
         from darelib.run.worker import Worker
 
         started = time.perf_counter()
-        with open_models(self.sources) as inputs, Interrupts() as interrupts:
-            task = plan_analysis(self.config, inputs, self.fingerprints)
+        with self._open() as inputs, Interrupts() as interrupts:
+            task = plan_analysis(self.config, inputs)
             findings = Findings(len(self.models))
             looks = {tensor.name: MeasureLook(tensor, findings) for tensor in task.changed}
             worker = Worker(task, inputs, looks, (), interrupts)
@@ -208,8 +219,8 @@ class DareMerger:
 
         Of a directory, the files besides the tensors are compared with the digests in its recipe.
         """
-        from darelib.models import open_models
         from darelib.output.destination import Destination
+        from darelib.output.tokenizer import TokenizerChoice
         from darelib.plan import plan_merge
         from darelib.run.threads import run_rounds
         from darelib.run.worker import Worker
@@ -218,9 +229,9 @@ class DareMerger:
         started = time.perf_counter()
         path = Path(os.path.expanduser(output_file)).resolve()
         destination = Destination(str(output_file), path, path.is_dir())
-        with open_models(self.sources) as inputs, Interrupts() as interrupts:
-            options: dict[str, Any] = {"fingerprints": self.fingerprints, "version": self.version}
-            plan = plan_merge(self.config, inputs, destination, **options, with_side_files=False)
+        with self._open() as inputs, Interrupts() as interrupts:
+            tokens = TokenizerChoice(self.tokenizer.name)
+            plan = plan_merge(self.config, inputs, destination, tokens, self.version, with_side_files=False)
             with closing(Comparison(plan, str(output_file))) as comparison:
                 comparison.check_side_files()
                 worker = Worker.for_merge(plan, inputs, interrupts)
@@ -230,17 +241,11 @@ class DareMerger:
         return VerifyReport(str(output_file), len(plan.tensors), plan.size, time.perf_counter() - started)
 
     def _plan(self, inputs: Sequence[Input], destination: Destination, force: bool) -> MergePlan:
-        from darelib.plan import find_tokenizer, plan_output
+        from darelib.output.tokenizer import choose_tokenizer
+        from darelib.plan import plan_output
 
-        return plan_output(
-            self.config,
-            inputs,
-            destination,
-            force,
-            tokenizer=find_tokenizer(self.tokenizer_from),
-            fingerprints=self.fingerprints,
-            version=self.version,
-        )
+        tokenizer = choose_tokenizer(self.tokenizer, self.chat_template)
+        return plan_output(self.config, inputs, destination, tokenizer, force)
 
 
 # --- tensors in memory -----------------------------------------------------------------------------------------------
@@ -337,7 +342,7 @@ def add_settings(add: Add) -> None:
     trim = "ties: share of the surviving entries that trim keeps (default 1)"
     types = "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 (default: the base's)"
     shapes = "tensors of other shapes: error (default), overlap (merge common rows) or base"
-    add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration, or the recipe of an earlier merge")
+    add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration, or a merged model: its recipe")
     add_models(add)
     add("-o", "--output", metavar="PATH", help="where to write: a .safetensors file, or a model directory")
     add("--method", metavar="NAME", help=f"how to combine: {methods} (default linear)")
@@ -351,7 +356,8 @@ def add_settings(add: Add) -> None:
     add("--dtype", metavar="NAME", help=types)
     add("--mismatch", metavar="HOW", help=shapes)
     add("--max-shard-size", metavar="SIZE", help="largest size of one file of an output directory (default 5GB)")
-    add("--tokenizer-from", metavar="MODEL", help="take the output directory's tokenizer from here, not from the base")
+    add("--tokenizer", metavar="WHICH", help="of an output directory: base (default), union (all tokens), or a model's")
+    add("--chat-template", metavar="WHICH", help="of a model, or a file (default: the base's, else a model's)")
     add("--rule", dest="rules", metavar="RULE", action="append", help="PATTERN:SETTING=VALUE,... for matching tensors")
     add("--delta-threshold", metavar="X", type=float, help="warn where deltas are larger than this (default 0.002)")
     add("--seed", metavar="N", type=int, help="the first model's seed; model i uses N + i (default 42)")
@@ -388,25 +394,12 @@ def add_analyze_options(add: Add) -> None:
 
 
 def run_analyze_command(flags: dict[str, Any]) -> None:
-    from darelib.analysis.advice import write_suggestion
-    from darelib.analysis.plots import load_pyplot, plot_analysis
-    from darelib.models import find_files
-    from darelib.models.hub import download
-    from darelib.output.destination import check_apart
+    from darelib.analysis.files import check_places, write_suggestion
+    from darelib.analysis.plots import plot_analysis
 
     merger, request = make_merger(flags)
     plot, written = flags.get("plot"), flags.get("write_config")
-    if plot is not None:
-        load_pyplot(plot)
-    if written is not None and not written.absolute().parent.is_dir():
-        raise ConfigError(f"there is no directory for {str(written)!r}", "make it first")
-    if written is not None and "force" not in flags and os.path.lexists(written):
-        raise ConfigError(f"{str(written)!r} exists already", "choose another name, or add --force to replace it")
-    if plot or written:
-        layouts = [(source.name, find_files(download(source))[1]) for source in merger.sources]
-        used = [(name, path) for name, layout in layouts for path in layout.paths]
-        for path in filter(None, (plot, written)):
-            check_apart(repr(str(path)), path.resolve(), used)
+    check_places(merger.sources, plot, written, "force" in flags)
     report = merger.analyze()
     try:
         if written is not None:
@@ -427,30 +420,18 @@ def add_verify_options(add: Add) -> None:
 
 
 def run_verify_command(flags: dict[str, Any]) -> None:
-    """Check a merged model by its own recipe. Its inputs are called as they were then, wherever they are now."""
-    from darelib.output.recipe import read_recipe
-    from darelib.readers import Source
+    """Check a merged model by its own recipe."""
+    from darelib.output.recipe import locate_inputs, read_recipe
 
     if "path" not in flags:
         raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
     path = Path(os.path.expanduser(flags["path"]))
-    request = read_recipe(path)
+    request = locate_inputs(read_recipe(path), models_of(flags), path)
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
-    config = DareConfig(**request.dare | own, rules=request.rules)
-    LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
-    given = [flags.get("base") or request.base, *(flags.get("merge") or request.merge)]
-    if not request.inputs:
-        hint = "only what this tool has merged can be verified"
-        raise DareError(f"the recipe of {str(path)!r} names no inputs", hint)
-    if len(given) != len(request.inputs) or None in given:
-        count = len(request.inputs) - 1
-        raise ConfigError(f"the recipe of {str(path)!r} has {count} models", "give as many, in the same order")
-    names = [str(entry.get("file", "")) for entry in request.inputs]
-    sources = [dataclasses.replace(Source.of(source), name=name) for source, name in zip(given, names, strict=True)]
-    merger = DareMerger(sources[0], sources[1:], config, fingerprints=request.inputs)
+    merger = merger_for(dataclasses.replace(request, dare=request.dare | own))
     merger.version = request.version
     report = merger.verify(path)
-    if "json" in flags or config.verbose:
+    if "json" in flags or merger.config.verbose:
         print_result(report.as_dict() if "json" in flags else str(report))
 
 
@@ -521,17 +502,35 @@ def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
 
 
 def make_merger(flags: dict[str, Any]) -> tuple[DareMerger, Request]:
-    from darelib.readers import layer_flags
+    """The merger that a configuration, or the recipe of a merged model, and flags ask for."""
+    from darelib.output.recipe import locate_inputs, read_recipe
+    from darelib.readers import Request, layer_flags, load_request
 
-    request = layer_flags(flags)
+    request = Request()
+    if "config" in flags:
+        path = Path(os.path.expanduser(flags["config"]))
+        merged = path.suffix == ".safetensors" or path.is_dir()
+        request = read_recipe(path) if merged else load_request(path)
+    layered = layer_flags(request, flags)
+    if request.inputs:
+        layered = locate_inputs(layered, models_of(flags), path)
+    return merger_for(layered), layered
+
+
+def models_of(flags: dict[str, Any]) -> list[str]:
+    """The models that are given by flags, the base first."""
+    return [*([flags["base"]] if "base" in flags else []), *flags.get("merge", [])]
+
+
+def merger_for(request: Request) -> DareMerger:
     config = DareConfig(**request.dare, rules=request.rules)
     LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
     if request.base is None:
         raise ConfigError("there is no base model", "give --base MODEL, or base_file in [models] of a --config file")
     if not request.merge:
         raise ConfigError("there are no models to merge", "give --merge MODEL..., or merge_files in [models]")
-    tokenizer, fingerprints = request.tokenizer_from, request.inputs
-    return DareMerger(request.base, request.merge, config, tokenizer_from=tokenizer, fingerprints=fingerprints), request
+    tokenizer, template = request.tokenizer or "base", request.chat_template
+    return DareMerger(request.base, request.merge, config, tokenizer=tokenizer, chat_template=template)
 
 
 def print_result(result: str | dict[str, Any]) -> None:

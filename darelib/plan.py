@@ -25,8 +25,7 @@ from darelib.matching import Matcher
 from darelib.matching import TensorPlan as TensorPlan
 from darelib.methods import Look
 from darelib.models import Input, explain_read_errors
-from darelib.models.checkpoint import KIND_KEYS, WEIGHTS_FILE, path_hint
-from darelib.models.hub import download
+from darelib.models.checkpoint import KIND_KEYS, WEIGHTS_FILE
 from darelib.models.tensorfile import TensorInfo, header_bytes
 from darelib.output.destination import (
     Destination,
@@ -38,11 +37,11 @@ from darelib.output.destination import (
     explain_place_errors,
     list_files,
 )
-from darelib.output.directory import TOKENIZER_PATTERNS, collect_side_files, find_warnings, make_index
+from darelib.output.directory import collect_side_files, make_index
 from darelib.output.publish import PlannedFile
-from darelib.output.recipe import check_fingerprints, recipe_metadata, recipe_text
-from darelib.readers import Source
-from darelib.text import DareError, count_of, human, list_names
+from darelib.output.recipe import recipe_metadata, recipe_text
+from darelib.output.tokenizer import TokenizerChoice, compare_tokenizers
+from darelib.text import ConfigError, DareError, count_of, human, list_names
 from darelib.tuning import TUNING, count_cores
 
 
@@ -179,9 +178,9 @@ class MergePlan(Task):
         return plain
 
 
-def plan_analysis(config: DareConfig, inputs: Sequence[Input], fingerprints: Sequence[Mapping[str, Any]] = ()) -> Task:
+def plan_analysis(config: DareConfig, inputs: Sequence[Input]) -> Task:
     """One look at every tensor that a merge would change."""
-    matcher = match_inputs(config, inputs, fingerprints)
+    matcher = match_inputs(config, inputs)
     names = [model.name for model in inputs]
     threads = count_threads(config, matcher.tensors)
     warnings = (*find_odd_inputs(inputs), *find_odd_names(inputs, matcher), *matcher.warnings())
@@ -189,21 +188,27 @@ def plan_analysis(config: DareConfig, inputs: Sequence[Input], fingerprints: Seq
 
 
 def plan_merge(
-    config: DareConfig, inputs: Sequence[Input], destination: Destination, *, tokenizer: Source | None = None,
-    fingerprints: Sequence[Mapping[str, Any]] = (), version: str = __version__, with_side_files: bool = True,
+    config: DareConfig, inputs: Sequence[Input], destination: Destination, tokenizer: TokenizerChoice,
+    version: str = __version__, with_side_files: bool = True,
 ) -> MergePlan:  # fmt: skip
     """What goes where. with_side_files: also what a model directory has besides its tensors."""
-    matcher = match_inputs(config, inputs, fingerprints)
-    recipe = recipe_text(config, inputs, version)
+    matcher = match_inputs(config, inputs)
+    recipe = recipe_text(config, inputs, version, tokenizer)
     limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
     name = None if destination.directory else destination.path.name
     tensors, files = assign_offsets(matcher.tensors, limit, recipe_metadata(recipe), name)
-    side: dict[str, bytes | Path] = {}
-    if with_side_files:
-        changes_type = any(tensor.output.dtype != tensor.base.dtype for tensor in tensors)
-        dtype = config.dtype if config.dtype and changes_type else None
+    side, notes = dict[str, bytes | Path](), list[str]()
+    if tokenizer.settings and not destination.directory:
+        raise ConfigError(
+            f"{next(iter(tokenizer.settings))} means nothing to an output of one file", "name a directory"
+        )
+    if with_side_files and destination.directory:
         index = make_index({tensor.name: tensor.output for tensor in tensors}, files) if len(files) > 1 else None
-        side = collect_side_files(config, inputs, version, destination, files, index, dtype, tokenizer)
+        rows = matcher.embedding_rows()
+        changes: dict[str, Any] = {"vocab_size": rows} if tokenizer.unites else {}
+        if config.dtype and any(tensor.output.dtype != tensor.base.dtype for tensor in tensors):
+            changes["torch_dtype"] = config.dtype
+        side, notes = collect_side_files(config, inputs, version, files, changes, tokenizer, rows, index)
     models = range(len(inputs) - 1)
     return MergePlan(
         base=inputs[0].name,
@@ -217,7 +222,8 @@ def plan_merge(
             *find_odd_names(inputs, matcher),
             *find_odd_settings(config, inputs, tensors),
             *matcher.warnings(),
-            *find_warnings(destination, inputs[0], tokenizer, matcher.embedding_rows()),
+            *compare_tokenizers(tokenizer, inputs, destination.directory),
+            *notes,
         ),
         output=destination,
         recipe=recipe,
@@ -230,12 +236,11 @@ def plan_merge(
 
 
 def plan_output(
-    config: DareConfig, inputs: Sequence[Input], destination: Destination, force: bool, *,
-    tokenizer: Source | None, **options: Any,
-) -> MergePlan:  # fmt: skip
+    config: DareConfig, inputs: Sequence[Input], destination: Destination, tokenizer: TokenizerChoice, force: bool
+) -> MergePlan:
     """A plan for an output that may be written, on a disk that has room for it."""
     used = [(model.name, path) for model in inputs for path in model.paths]
-    used += [(tokenizer.name, tokenizer.path)] if tokenizer else []
+    used += tokenizer.paths
     folder = destination.path.parent
     with explain_place_errors(destination.name):
         check_apart(f"the output {destination.name!r}", destination.path, used)
@@ -247,7 +252,7 @@ def plan_output(
                 free += getattr(path.lstat(), "st_blocks", 0) * 512  # which is used again, or removed
         replaces = describe_replaced(destination, force)
     with explain_read_errors():
-        plan = plan_merge(config, inputs, destination, tokenizer=tokenizer, **options)
+        plan = plan_merge(config, inputs, destination, tokenizer)
         size = plan.size
     if size > free:
         raise DareError(
@@ -257,20 +262,7 @@ def plan_output(
     return dataclasses.replace(plan, free=free, unfinished=bool(begun), replaces=replaces)
 
 
-def find_tokenizer(given: Source | None) -> Source | None:
-    """The directory that the tokenizer is to come from."""
-    if given is None:
-        return None
-    source = download(given, TOKENIZER_PATTERNS)
-    if os.path.isfile(source.path):
-        source = dataclasses.replace(source, path=source.path.parent)
-    if not os.path.isdir(source.path):
-        raise DareError(f"there is no file or directory {source.name!r}", path_hint(source))
-    return source
-
-
-def match_inputs(config: DareConfig, inputs: Sequence[Input], fingerprints: Sequence[Mapping[str, Any]]) -> Matcher:
-    check_fingerprints(inputs, fingerprints)
+def match_inputs(config: DareConfig, inputs: Sequence[Input]) -> Matcher:
     base, *models = inputs
     for model in models:
         if not model.tensors.keys() & base.tensors.keys():

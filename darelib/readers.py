@@ -22,10 +22,14 @@ TOO_LONG: Final = f"it is longer than {MAX_TOML:,} bytes"
 LONG_KEY: Final = re.compile(
     r"""(?<![\w\\-])(?:(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}"""  # bare or quoted parts
 )
+# The files that a model in a directory is named by; the directory's name says more.
+MODEL_FILES: Final = (
+    "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "adapter_config.json",
+)  # fmt: skip
 # The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
-    "models": ("base_file", "merge_files", "output_file", "tokenizer_from"),
+    "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
     "rules": ("match", *RULE_SETTINGS),
     "recipe": ("version", "mask", "seeds", "inputs", "files"),
 }
@@ -43,7 +47,8 @@ FOREIGN_KEYS: Final = {
     "torch_dtype": "dtype",
     "random_seed": "seed",
     "base_model": "base_file under [models]",
-    "tokenizer_source": "tokenizer_from under [models]",
+    "tokenizer_source": "tokenizer under [models]",
+    "tokenizer_from": "tokenizer",
     "q": "rescale_q",
 }
 
@@ -54,7 +59,7 @@ class Source:
 
     name: str
     path: Path
-    pinned: str = ""  # for a model of the Hub: its name with the commit
+    recorded: str = ""  # what recipes call it, where that is not the last part of its path: its name on the Hub
 
     @classmethod
     def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
@@ -69,6 +74,12 @@ class Source:
         return cls(name, Path(folder or "", path))
 
 
+def recorded_name(source: Source) -> str:
+    """What a recipe calls a model: its name and commit on the Hub, or the last part of its path."""
+    path = Path(os.path.abspath(source.path))
+    return source.recorded or as_text(path.parent.name if path.name in MODEL_FILES else path.name)
+
+
 @dataclass(frozen=True)
 class Request:
     """What a configuration file, with flags on top, asks for."""
@@ -77,7 +88,8 @@ class Request:
     base: Source | None = None
     merge: tuple[Source, ...] = ()
     output: Path | None = None
-    tokenizer_from: Source | None = None
+    tokenizer: Source | None = None
+    chat_template: Source | None = None
     rules: tuple[Rule, ...] = ()
     inputs: tuple[dict[str, Any], ...] = ()  # fingerprints of base and models, where the file is a recipe
     version: str = ""  # of the tool that made the recipe
@@ -96,10 +108,7 @@ def load_request(path: Path) -> Request:
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file") from None
     except ValueError as error:
-        hint = "see merge_config.toml for an example"
-        if path.suffix == ".safetensors":
-            hint = "the recipe of a merged model is in its metadata, as dare_recipe; save that to a file first"
-        raise ConfigError(f"{path} is not valid TOML: {error}", hint) from None
+        raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
     return READERS.get(path.suffix, parse_request)(text, str(path), path.parent)
 
 
@@ -118,7 +127,7 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
     dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
     for key, value in dare.items():
         check_setting(key, value, f"{path}: [dare] {key}")
-    for key in ("base_file", "output_file", "tokenizer_from"):
+    for key in ("base_file", "output_file", "tokenizer", "chat_template"):
         if not isinstance(models.get(key, ""), str):
             raise ConfigError(
                 f"{path}: [models] {key} must be a path in quotes, not {models[key]!r}", f'write it as {key} = "PATH"'
@@ -134,7 +143,8 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         base=Source.of(models["base_file"], folder) if "base_file" in models else None,
         merge=tuple(Source.of(file, folder) for file in files),
         output=Source.of(models["output_file"], folder).path if "output_file" in models else None,
-        tokenizer_from=Source.of(models["tokenizer_from"], folder) if "tokenizer_from" in models else None,
+        tokenizer=Source.of(models["tokenizer"], folder) if "tokenizer" in models else None,
+        chat_template=Source.of(models["chat_template"], folder) if "chat_template" in models else None,
         rules=tuple(Rule.of(rule, f"{path}: rule {k}") for k, rule in enumerate(tables.get("rules", ()), 1)),
         inputs=_parse_fingerprints(path, recipe),
         version=str(recipe.get("version", "")),
@@ -169,7 +179,7 @@ def _explain_key(key: str, known: Iterable[str]) -> str:
 
 
 def _parse_fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The sizes and header digests that a recipe holds its inputs to."""
+    """The sizes and digests that a recipe holds its inputs to."""
     mask = recipe.get("mask", MASK_NAME)
     if mask != MASK_NAME:
         raise ConfigError(
@@ -182,9 +192,8 @@ def _parse_fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, An
     return tuple(inputs)
 
 
-def layer_flags(flags: Mapping[str, Any]) -> Request:
-    """Flags over the configuration file. Rules given by flags come before those of the file, so that they win."""
-    request = load_request(flags["config"]) if "config" in flags else Request()
+def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
+    """Flags over a configuration. Rules given by flags come before those of the file, so that they win."""
     dare = dict(request.dare)
     for name in CHECKS:
         if name in flags:
@@ -193,13 +202,12 @@ def layer_flags(flags: Mapping[str, Any]) -> Request:
             value = value[0] if isinstance(value, list) and len(value) == 1 and name != "weights" else value
             check_setting(name, value, flag_of(name))
             dare[name] = value
-    changes: dict[str, Any] = {name: Source.of(flags[name]) for name in ("base", "tokenizer_from") if name in flags}
+    names = ("base", "tokenizer", "chat_template")
+    changes: dict[str, Any] = {name: Source.of(flags[name]) for name in names if name in flags}
     if "merge" in flags:
         changes["merge"] = tuple(map(Source.of, flags["merge"]))
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path
-    if changes.keys() & {"base", "merge"}:
-        changes["inputs"] = ()
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
     return dataclasses.replace(request, dare=dare, rules=rules, **changes)
 

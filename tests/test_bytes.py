@@ -144,17 +144,23 @@ def write_models(table: str, kinds: str) -> Inputs:
 
 
 def merge(base: str, models: list[str], output: str = OUTPUT, resume: bool = False, **settings: Any) -> Any:
-    tokenizer = settings.pop("tokenizer_from", None)
-    merger = DareMerger(base, models, DareConfig(verbose=False, **settings), tokenizer_from=tokenizer)
-    merger.version = "0.1.0"  # recipes name it: a new version must not change the digests
+    tokenizer = settings.pop("tokenizer", "base")
+    merger = DareMerger(base, models, DareConfig(verbose=False, **settings), tokenizer=tokenizer)
     return merger.merge(output, resume=resume)
 
 
 def digest(output: str | Path) -> Any:
-    """Of a file, or of each file of a directory."""
-    if Path(output).is_file():
-        return hashlib.sha256(Path(output).read_bytes()).hexdigest()
-    return {f.relative_to(output).as_posix(): digest(f) for f in sorted(Path(output).rglob("*")) if f.is_file()}
+    """Of a file's tensors, or of each file of a directory. Recipes, which name versions, are only known to be there."""
+    path = Path(output)
+    if path.is_dir():
+        return {f.relative_to(path).as_posix(): digest(f) for f in sorted(path.rglob("*")) if f.is_file()}
+    content = path.read_bytes()
+    if path.suffix == ".safetensors":
+        start = 8 + struct.unpack("<Q", content[:8])[0]
+        header = json.loads(content[8:start])
+        del header["__metadata__"]
+        content = json.dumps(header).encode() + content[start:]
+    return "" if path.name in ("README.md", "dare_recipe.toml") else hashlib.sha256(content).hexdigest()
 
 
 def merge_files(settings: Settings, write_inputs: Any, *arguments: Any, engine: str) -> Any:
@@ -189,9 +195,9 @@ def thin_tensors(settings: Settings, kind: str, engine: str) -> list[str]:
 
 
 def collect_figures(data: Any) -> list[float]:
-    """The numbers of a report, in their order, without the time that it took."""
+    """The numbers of a report, in their order, without the time that it took and the size of the recipe."""
     if isinstance(data, dict):
-        data = [value for key, value in data.items() if key != "seconds"]
+        data = [value for key, value in data.items() if key not in ("seconds", "bytes_written")]
     if isinstance(data, list):
         return [number for part in data for number in collect_figures(part)]
     return [data] if isinstance(data, int | float) and not isinstance(data, bool) else []
@@ -361,7 +367,7 @@ DIRECTORIES: dict[str, Settings] = {
     "one file": {"output": "merged"},
     "shards": {**TIES, "keep_ratio": 0.5, "max_shard_size": "6kB", "output": "merged"},
     "types": {"dtype": "fp16", "rules": RULES, "max_shard_size": 5000, "output": "merged"},
-    "tokenizer": {**SLERP, "slerp_t": 0.25, "tokenizer_from": "models/one", "output": "merged"},
+    "tokenizer": {**SLERP, "slerp_t": 0.25, "tokenizer": "models/one", "output": "merged"},
 }
 OVERLAP, TIE = {"mismatch": "overlap"}, {"tie_word_embeddings": True}
 CASES: dict[str, Callable[..., Any]] = {

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from darelib.config import DareConfig
 from darelib.methods import LINEAR, METHODS, TIES
-from darelib.models.hub import download
-from darelib.output.directory import TOKENIZER_PATTERNS
-from darelib.output.recipe import path_from
-from darelib.readers import Request, Source
-from darelib.text import LOG, DareError, count_of, list_names, printable
+from darelib.text import count_of, list_names
 from darelib.tuning import TUNING
 
 if TYPE_CHECKING:
-    from darelib.analysis.report import AnalysisReport, DeltaStats, ModelAnalysis, PairAnalysis
+    from darelib.analysis.report import DeltaStats, ModelAnalysis, PairAnalysis
     from darelib.plan import Task
 
 # How much a fine-tune may differ from its base, |delta| / |weights| by Euclidean norm. Instruction tuning stays well
@@ -256,29 +250,3 @@ def make_patterns(names: Sequence[str], others: Collection[str]) -> list[str]:
 def escape(name: str) -> str:
     """A name as a pattern that matches it alone."""
     return re.sub(r"([*?[])", r"[\1]", name)
-
-
-def write_suggestion(report: AnalysisReport, request: Request, path: Path) -> None:
-    """Write the suggested settings as a complete configuration, with the reasons in comments."""
-    import tomli_w
-
-    assert request.base is not None
-    folder, base, tokenizer = path.absolute().parent.resolve(), download(request.base), request.tokenizer_from
-    own = f"{path.stem}_merged{'' if os.path.isdir(base.path) or tokenizer else '.safetensors'}"
-    models: dict[str, Any] = {"base_file": path_from(base, folder)}
-    models["merge_files"] = [path_from(download(model), folder) for model in request.merge]
-    models["output_file"] = path_from(Source(str(request.output), request.output), folder) if request.output else own
-    if tokenizer:
-        models["tokenizer_from"] = path_from(download(tokenizer, TOKENIZER_PATTERNS), folder)
-    reasons = "".join(f"# - {printable(advice.text)}\n" for advice in report.advice)
-    reasons = f"# Suggested by an analysis of the models:\n{reasons}# {printable(report.confidence)}\n"
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("x", encoding="utf-8") as file:  # a file that has this name already is not ours
-            file.write(f"{reasons}\n{report.suggestion}\n{tomli_w.dumps({'models': models})}")
-        partial.replace(path)
-    except OSError as error:
-        if not isinstance(error, FileExistsError):
-            partial.unlink(missing_ok=True)
-        raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it") from None
-    LOG.info(f"wrote {path}")

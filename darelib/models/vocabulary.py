@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,29 +78,19 @@ def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
         raise DareError(f"{TOKENIZER_FILE} of {name!r} cannot be used: {reason}", "download it again") from None
 
 
-def read_bytes(path: Path) -> bytes | None:
-    """What a file holds, as far as it counts here; None where there is none."""
-    try:
-        with open_regular(path) as file:
-            return file.read(MAX_TOKENIZER)
-    except OSError:
-        return None
-
-
-def describe_differences(base: Path | None, model: Path | None, base_name: str, name: str) -> str:
-    """How the tokens in one model directory differ from those in another, in words; empty: they do not."""
+def describe_differences(base: Path | None, model: Path | None, base_name: str, name: str) -> list[str]:
+    """How the tokens of a model directory differ from those of the base's, in words; none: they do not."""
     if base is None or model is None:
-        return ""
-    files = [(TOKENIZER_FILE, read_bytes(base / TOKENIZER_FILE), read_bytes(model / TOKENIZER_FILE))]
-    if None in files[0]:
-        files = [(file, read_bytes(base / file), read_bytes(model / file)) for file in OLDER_FILES]
-        differing = [file for file, mine, theirs in files if None not in (mine, theirs) and mine != theirs]
-        return f"{list_names(differing)} differ" if differing else ""
-    if files[0][1] == files[0][2]:
-        return ""
-    del files
-    mine, theirs = read_vocabulary(base, base_name), read_vocabulary(model, name)
-    return "" if mine is None or theirs is None else "; ".join(_compare(mine.numbers, theirs.numbers))
+        return []
+    if (base / TOKENIZER_FILE).exists() and (model / TOKENIZER_FILE).exists():
+        if filecmp.cmp(base / TOKENIZER_FILE, model / TOKENIZER_FILE, shallow=False):
+            return []
+        mine, theirs = read_vocabulary(base, base_name), read_vocabulary(model, name)
+        return list(_compare(mine.numbers, theirs.numbers)) if mine and theirs else []
+    pairs = {file: (base / file, model / file) for file in OLDER_FILES}
+    both = {file: pair for file, pair in pairs.items() if all(path.exists() for path in pair)}
+    differing = [file for file, pair in both.items() if not filecmp.cmp(*pair, shallow=False)]
+    return [f"its {list_names(differing)} differs"] if differing else []
 
 
 def _compare(base: Mapping[str, int], model: Mapping[str, int]) -> Iterator[str]:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import errno
-import fnmatch
 import hashlib
 import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import DareConfig
 from darelib.methods import METHODS
 from darelib.models import Input
-from darelib.models.checkpoint import ADAPTER_CONFIG, ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, part_name
+from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, part_name
 from darelib.models.jsonfile import MAX_JSON, read_json
-from darelib.models.tensorfile import TensorInfo, open_regular
-from darelib.output.destination import Destination, digest_of, is_weights, list_files
+from darelib.models.tensorfile import TensorInfo
+from darelib.output.destination import digest_of, is_weights, list_files
 from darelib.output.publish import PlannedFile
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
-from darelib.readers import Source
-from darelib.text import ConfigError, DareError, as_text, count_of
+from darelib.output.tokenizer import SideFiles, TokenizerChoice, place_tokenizer
+from darelib.readers import Source, recorded_name
+from darelib.text import DareError, as_text, count_of
 
 CARD_FILE: Final = "README.md"
 # Besides weights: what belongs to the base's own page or training, and not to a merged model.
@@ -31,46 +31,34 @@ NOT_COPIED: Final = re.compile(
     r"(?i)\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json|checkpoint-\d+|global_step\d+"
     r"|runs|wandb|__pycache__"
 )
-TOKENIZER_PATTERNS: Final = (
-    "tokenizer*", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "tekken.json", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "bpe.codes", "normalizer.json", "chat_template*",
-    "additional_chat_templates/*",
-)  # fmt: skip
-TOKENIZER_FILES: Final = re.compile("|".join(map(fnmatch.translate, TOKENIZER_PATTERNS)))
-
-MAX_TOKENIZER: Final = 1 << 26  # bytes; the largest known have 50 MB
 
 
 def collect_side_files(
-    config: DareConfig, inputs: Sequence[Input], version: str, destination: Destination, files: Sequence[PlannedFile],
-    index: bytes | None = None, dtype: str | None = None, tokenizer: Source | None = None,
-) -> dict[str, bytes | Path]:  # fmt: skip
-    """All files of an output besides the tensors, by name: their content, or what to copy.
+    config: DareConfig, inputs: Sequence[Input], version: str, files: Sequence[PlannedFile],
+    changes: dict[str, Any], tokenizer: TokenizerChoice, rows: int, index: bytes | None,
+) -> tuple[SideFiles, list[str]]:  # fmt: skip
+    """All files of a model directory besides the tensors, and what to tell about them.
 
-    index: for a model in several files. dtype: the type of the tensors, if it is not the base's.
+    changes: to config.json. rows: of the embedding, 0 if unknown. index: for a model in several files.
     """
-    if not destination.directory:
-        if tokenizer is not None:
-            raise ConfigError("tokenizer_from means nothing to an output of one file", "name a directory instead")
-        return {}
     base = inputs[0]
-    side: dict[str, bytes | Path] = dict(find_side_files(base.folder))
-    if tokenizer is not None:
-        side = {name: path for name, path in side.items() if not TOKENIZER_FILES.fullmatch(name)}
-        side |= tokenizer_files(tokenizer)
+    side: SideFiles = dict(find_side_files(base.folder))
+    notes = place_tokenizer(side, tokenizer, inputs, rows)
     if CONFIG_FILE in side and base.folder is not None:
         name = part_name(base.source, base.folder / CONFIG_FILE)
         table = read_json(base.folder / CONFIG_FILE, name)  # also where it is copied: it must be sound
-        if dtype is not None:
-            side[CONFIG_FILE] = update_config(table, dtype, name)
+        if changes:
+            side[CONFIG_FILE] = update_config(table, changes, name)
+    else:
+        notes.append(f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: loaders will want one")
     if index is not None:
         side[INDEX_FILE] = index
-    side[CARD_FILE] = model_card(config, inputs, recipe_text(config, inputs, version)).encode()
+    side[CARD_FILE] = model_card(config, inputs, recipe_text(config, inputs, version, tokenizer)).encode()
     written = {as_text(name): digest_of(content) for name, content in side.items()}
     written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
-    recipe = recipe_text(config, inputs, version, destination.path, dict(sorted(written.items())), tokenizer)
+    recipe = recipe_text(config, inputs, version, tokenizer, dict(sorted(written.items())))
     side[RECIPE_FILE] = seal(recipe.encode())
-    return dict(sorted(side.items()))
+    return dict(sorted(side.items())), notes
 
 
 def find_side_files(folder: Path | None) -> dict[str, Path]:
@@ -88,27 +76,22 @@ def find_side_files(folder: Path | None) -> dict[str, Path]:
     return found
 
 
-def tokenizer_files(source: Source) -> dict[str, Path]:
-    """The files of a model that make up its tokenizer."""
-    found = {name: path for name, path in find_side_files(source.path).items() if TOKENIZER_FILES.fullmatch(name)}
-    if not found:
-        raise DareError(f"there is no tokenizer in {source.name!r}", "tokenizer_from wants a model directory")
-    return found
+def update_config(config: dict[str, Any], changes: Mapping[str, Any], name: str) -> bytes:
+    """A model's config.json with other values of some settings, wherever it has them."""
 
-
-def update_config(config: dict[str, Any], dtype: str, name: str) -> bytes:
-    """A model's config.json with another type of tensors in it, wherever it names one."""
-
-    def update(table: dict[str, Any]) -> bool:
-        keys = [key for key in ("dtype", "torch_dtype") if key in table]
-        table |= dict.fromkeys(keys, dtype)
-        parts = [value for key, value in table.items() if key.endswith("_config") and isinstance(value, dict)]
-        return any([bool(keys), *(update(part) for part in parts if part is not table.get("quantization_config"))])
+    def update(table: dict[str, Any], keys: Sequence[str], value: Any) -> bool:
+        present = [key for key in keys if key in table]
+        table |= dict.fromkeys(present, value)
+        parts = [part for key, part in table.items() if key.endswith("_config") and isinstance(part, dict)]
+        parts = [part for part in parts if part is not table.get("quantization_config")]
+        return any([bool(present), *(update(part, keys, value) for part in parts)])
 
     written = io.StringIO()
     try:
-        if not update(config):
-            config["torch_dtype"] = dtype  # the name that all versions of transformers read
+        for key, value in changes.items():
+            # All versions of transformers read the older of the two names of the type.
+            if not update(config, ("dtype", "torch_dtype") if key == "torch_dtype" else (key,), value):
+                config[key] = value
         for piece in json.JSONEncoder(indent=2).iterencode(config):
             if written.tell() > MAX_JSON:
                 raise RecursionError  # with what is deep inside, the white space before it takes most of it
@@ -152,39 +135,11 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
     if config.rules:
         lines.append("Some tensors have settings of their own; they are in the recipe.")
     again = "This recipe makes the same tensors again, byte for byte, from the same inputs"
-    lines += ["", f"{again} (`{RECIPE_FILE}` has it with paths):", "", "```toml", recipe.rstrip("\n"), "```", ""]
+    lines += ["", f"{again}:", "", "```toml", recipe.rstrip("\n"), "```", ""]
     return "\n".join(lines)
 
 
 def card_name(source: Source) -> str:
     """What a card calls a model: its name on the Hub, or the last part of its path."""
-    if source.pinned:
-        return source.pinned.partition("@")[0]
-    path = Path(os.path.abspath(source.path))
-    in_directory = path.name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, ADAPTER_CONFIG)
-    return as_text(path.parent.name if in_directory else path.name.removesuffix(".safetensors"))
-
-
-def find_warnings(destination: Destination, base: Input, tokenizer: Source | None, rows: int) -> Iterator[str]:
-    """What to warn of in an output directory. rows: of the merged model's embedding, 0 if unknown."""
-    if not destination.directory:
-        return
-    if base.folder is None or not (base.folder / CONFIG_FILE).exists():
-        yield f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: loaders will want one"
-    if tokenizer is not None and rows and (path := tokenizer_files(tokenizer).get("tokenizer.json")):
-        highest = highest_token(path)
-        if highest >= rows:
-            yield f"the tokenizer knows tokens up to {highest:,}, and the merged model has rows for {rows:,} tokens"
-
-
-def highest_token(path: Path) -> int:
-    """The largest number of a token in a tokenizer.json; -1 if it is not known."""
-    try:
-        with open_regular(path) as file:
-            tokenizer = json.loads(file.read(MAX_TOKENIZER))  # of a longer file, half is no JSON
-        vocabulary, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens") or ()
-        # In a vocabulary that is a list, the place of an entry is its number.
-        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        return int(max([-1, *numbers, *(token["id"] for token in added)]))
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, OverflowError):
-        return -1
+    name = recorded_name(source)
+    return name.partition("@")[0] if "/" in name else name.removesuffix(".safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,12 @@ from typing import Any, Final
 
 from darelib.config import DareConfig
 from darelib.mask import MASK_NAME
-from darelib.models import Input
+from darelib.models import Input, open_models
+from darelib.models.hub import download
 from darelib.models.tensorfile import TensorFile, open_regular
-from darelib.readers import MAX_TOML, Request, Source, load_request, parse_request
-from darelib.text import ConfigError, DareError, as_text
+from darelib.output.tokenizer import WORDS, TokenizerChoice
+from darelib.readers import MAX_TOML, Request, Source, load_request, parse_request, recorded_name
+from darelib.text import ConfigError, DareError
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
 RECIPE_FILE: Final = "dare_recipe.toml"  # in a model directory
@@ -22,45 +25,35 @@ UNKNOWN_HINT: Final = "only what this tool has merged can be verified"
 
 
 def recipe_text(
-    config: DareConfig, inputs: Sequence[Input], version: str, place: Path | None = None,
-    files: Mapping[str, str] | None = None, tokenizer: Source | None = None,
+    config: DareConfig, inputs: Sequence[Input], version: str, tokenizer: TokenizerChoice,
+    files: Mapping[str, str] | None = None,
 ) -> str:  # fmt: skip
-    """Every setting that determines the tensors, and nothing else, as a configuration that makes them again.
+    """Every setting that determines the output, and nothing else, as a configuration that makes it again.
 
-    place: the directory that the recipe is for. Paths then lead from there to the models, and what determines the
-    directory's other files is in it too, with their digests (files).
+    Models are called by the last part of their path, so that the same merge gives the same bytes from any place, and
+    no path of this machine leaves it. files: the digests of a directory's other files.
     """
     import tomli_w
 
-    names = [path_from(model.source, place) for model in inputs]
+    names = [recorded_name(model.source) for model in inputs]
     dare, models = config.recipe_settings(), {"base_file": names[0], "merge_files": names[1:]}
     recipe: dict[str, Any] = {
         "version": version,
         "mask": MASK_NAME,
         "seeds": [config.seed + i for i in range(len(inputs) - 1)],
-        "inputs": [{"file": model.source.pinned or model.name, **model.fingerprint} for model in inputs],
+        "inputs": [{"file": name, **model.fingerprint} for name, model in zip(names, inputs, strict=True)],
     }
-    if place is not None:
+    if tokenizer.unites:
+        models["tokenizer"] = tokenizer.name
+    if files is not None:
+        models |= tokenizer.settings
         dare["max_shard_size"] = config.max_shard_size
-        models |= {"tokenizer_from": path_from(tokenizer, place)} if tokenizer else {}
-        recipe["files"] = dict(files or {})
+        recipe["files"] = dict(files)
     rules = [rule.as_table() for rule in config.typed_rules]
     text = tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
     if len(text.encode()) > MAX_TOML - 200:  # with its seal
         raise ConfigError(f"the recipe would be longer than {MAX_TOML:,} bytes", "give fewer rules, or larger shards")
     return text
-
-
-def path_from(source: Source, place: Path | None) -> str:
-    """What a recipe calls a model: what the user called it; in a directory, a path that leads from there to it."""
-    if source.pinned or place is None or os.path.isabs(os.path.expanduser(source.name)):
-        return source.pinned or source.name
-    physical = source.path.parent.resolve() / source.path.name  # a link itself is kept: what it leads to may move
-    try:
-        path = Path(os.path.relpath(physical, place)).as_posix()
-    except ValueError:  # on another drive
-        path = str(physical)
-    return as_text(path)
 
 
 def recipe_metadata(recipe: str) -> dict[str, str]:
@@ -104,20 +97,64 @@ def read_recipe(path: Path) -> Request:
         raise DareError(f"{str(path)!r} has no recipe", UNKNOWN_HINT)
     if file.metadata != recipe_metadata(recipe):
         raise _damaged(path)
-    return parse_request(recipe, f"the recipe of {path}", Path())
+    return parse_request(recipe, f"the recipe of {path}", path.parent)
 
 
 def _damaged(path: Path) -> DareError:
     return DareError(f"{str(path)!r} is not what its recipe makes: the recipe itself is damaged", "merge again")
 
 
-def check_fingerprints(inputs: Sequence[Input], fingerprints: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse inputs other than those that a recipe was made with. fingerprints: its [[recipe.inputs]], if any."""
-    for model, entry in zip(inputs, fingerprints, strict=False):
-        for key, value in model.fingerprint.items():
-            if entry.get(key, value) != value:
-                difference = f"its {key} is {value}, not {entry[key]}"
-                raise DareError(
-                    f"{model.name!r} is not the file that the recipe was made with: {difference}",
-                    "find that file, or remove the [recipe] table to merge this one",
-                )
+def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request:
+    """A recipe's request, with its inputs where they are now: among the models given, or by name.
+
+    Names are looked for beside the merged model (or the recipe's file, path) and in the working directory. Only what is
+    what it was is accepted, by its fingerprint.
+    """
+    if not request.inputs:
+        raise DareError(f"the recipe of {str(path)!r} names no inputs", UNKNOWN_HINT)
+    places, found = (path.absolute().parent, Path.cwd()), list[Source]()
+    for entry in request.inputs:
+        name, reasons = str(entry.get("file", "")), []
+        named = [Source(str(place / name), place / name) for place in places if name]
+        candidates = [*map(Source.of, given), *(source for source in named if source.path.exists())]
+        candidates += [Source.of(name)] if "@" in name and not candidates else []  # on the Hub
+        for candidate in candidates:
+            difference = describe_difference(candidate, entry, found[:1])
+            if not difference:
+                found.append(dataclasses.replace(download(candidate), recorded=name))
+                break
+            reasons.append(f"{candidate.name!r} is another one: {difference}")
+        else:
+            why = reasons[-1] if reasons else f"it is neither in {str(places[0])!r} nor in {str(places[1])!r}"
+            raise DareError(
+                f"cannot find {name!r}, which the recipe was made with: {why}",
+                "say where the models are with --base and --merge; to merge others, give a configuration of your own",
+            )
+    return dataclasses.replace(
+        request,
+        base=found[0],
+        merge=tuple(found[1:]),
+        tokenizer=_locate(request.tokenizer, found, places),
+        chat_template=_locate(request.chat_template, found, places),
+    )
+
+
+def _locate(source: Source | None, inputs: Sequence[Source], places: Sequence[Path]) -> Source | None:
+    """Where a tokenizer or a chat template is that a recipe names: it may be an input's."""
+    if source is None or source.name in WORDS:
+        return source
+    known = [model for model in inputs if model.recorded == source.name]
+    there = [Source(source.name, place / source.name) for place in places if (place / source.name).exists()]
+    return next(iter(known + there), source)
+
+
+def describe_difference(source: Source, entry: Mapping[str, Any], base: Sequence[Source]) -> str:
+    """What is not as a recipe says of an input; empty: it is that very model."""
+    try:
+        with open_models([*base, source]) as inputs:
+            for key, value in inputs[-1].fingerprint.items():
+                if entry.get(key, value) != value:
+                    return f"its {key} is {value}, not {entry[key]}"
+    except DareError as error:
+        return str(error)
+    return ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +21,10 @@ from darelib.models.vocabulary import (
     describe_differences,
     read_vocabulary,
 )
-from darelib.readers import Source
+from darelib.readers import Source, recorded_name
 from darelib.text import DareError
 
-BASE, UNION = "base", "union"
+BASE, UNION = WORDS = ("base", "union")
 CONFIG_FILE: Final = "tokenizer_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_PATTERNS: Final = ("chat_template*", "additional_chat_templates/*")
@@ -42,33 +42,43 @@ SideFiles = dict[str, bytes | Path]  # the content of each file, or what to copy
 class TokenizerChoice:
     """Where an output's tokenizer and chat template come from."""
 
-    folder: Path | None = None  # of the tokenizer; None: the base's
-    name: str = BASE
+    name: str = BASE  # base, union, or a model
+    folder: Path | None = None  # of that model
     template: Any = None  # None: the base's or, where it has none, that of the first model that has one
-    template_name: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)  # what a recipe says of it
+    paths: tuple[tuple[str, Path], ...] = ()  # what must not be written to, by the user's names
 
     @property
-    def given(self) -> list[str]:
-        """The settings by which the user has chosen."""
-        return ["tokenizer"] * (self.name != BASE) + ["chat_template"] * bool(self.template_name)
+    def unites(self) -> bool:
+        return self.name == UNION
 
 
 def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> TokenizerChoice:
-    choice = TokenizerChoice()
-    if tokenizer is not None and tokenizer.name == UNION:
-        choice = TokenizerChoice(name=UNION)
-    elif tokenizer is not None and tokenizer.name != BASE:
-        folder = find_folder(tokenizer)
+    name, folder, found = (tokenizer.name if tokenizer else BASE), None, None
+    sources = {"tokenizer": tokenizer, "chat_template": template}
+    given = {key: source for key, source in sources.items() if source is not None and source.name not in WORDS}
+    if "tokenizer" in given:
+        folder = find_folder(given["tokenizer"])
         if folder is None or not tokenizer_files(folder):
-            raise DareError(f"there is no tokenizer in {tokenizer.name!r}", "tokenizer wants base, union or a model")
-        choice = TokenizerChoice(folder, tokenizer.name)
-    if template is None or template.name == BASE:
-        return choice
-    folder = find_folder(template)
-    found = template.path.read_text(encoding="utf-8") if folder is None else find_template(folder)
+            raise DareError(f"there is no tokenizer in {name!r}", "tokenizer wants base, union or a model")
+    if "chat_template" in given:
+        found = read_template(given["chat_template"])
+    settings = {key: recorded_name(source) for key, source in given.items()} | (
+        {"tokenizer": UNION} if name == UNION else {}
+    )
+    return TokenizerChoice(name, folder, found, settings, tuple((s.name, s.path) for s in given.values()))
+
+
+def read_template(source: Source) -> Any:
+    """The chat template of a model, or in a file."""
+    try:
+        folder = find_folder(source)
+        found = source.path.read_text(encoding="utf-8") if folder is None else find_template(folder)
+    except (OSError, ValueError) as error:
+        raise DareError(f"cannot read the chat template {source.name!r}: {error}", "give a model or a text") from None
     if found is None:
-        raise DareError(f"there is no chat template in {template.name!r}", "chat_template wants a model or a file")
-    return dataclasses.replace(choice, template=found, template_name=template.name)
+        raise DareError(f"there is no chat template in {source.name!r}", "chat_template wants a model or a file")
+    return found
 
 
 def find_folder(source: Source) -> Path | None:
@@ -97,35 +107,40 @@ def find_template(folder: Path | None) -> Any:
     return read_json(folder / CONFIG_FILE, CONFIG_FILE).get("chat_template")
 
 
-def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Input], rows: int) -> Iterator[str]:
+def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Input], rows: int) -> list[str]:
     """Change the files of an output directory as chosen. Gives what to tell. rows: of its embedding, 0 if unknown."""
     base, *models = inputs
+    vocabulary = None
     if choice.folder is not None:
-        for name in [name for name in side if any(fnmatch.fnmatch(name, p) for p in TOKENIZER_PATTERNS)]:
-            del side[name]
+        remove(side, TOKENIZER_PATTERNS)
         side |= tokenizer_files(choice.folder)
-        vocabulary = read_vocabulary(choice.folder, choice.name)
+        with suppress(DareError):
+            vocabulary = read_vocabulary(choice.folder, choice.name)
         if vocabulary is not None and 0 < rows < vocabulary.size:
             raise DareError(
-                f"the tokenizer of {choice.name!r} has tokens up to {vocabulary.size - 1:,}, and the merged model "
+                f"the tokenizer of {choice.name!r} has tokens up to {vocabulary.size - 1:,}, and the merged model has "
                 f"rows for {rows:,}",
                 "--tokenizer union gives every token a row",
             )
-    if choice.name == UNION:
-        add_tokens(side, base.union, [model.folder for model in models])
-    template, giver = choice.template, choice.template_name
-    if template is None and find_template(choice.folder or base.folder) is None:
-        found = ((find_template(model.folder), model.name) for model in models)
-        template, giver = next((pair for pair in found if pair[0] is not None), (None, ""))
-        if template is not None:
-            yield f"the chat template is that of {giver}: the base has none (--chat-template chooses another)"
-    if template is not None:
-        set_template(side, template)
+    if choice.unites:
+        add_tokens(side, base.union, [model.folder for model in models])  # type: ignore[attr-defined]
+    if choice.template is not None:
+        set_template(side, choice.template)
+    elif find_template(choice.folder or base.folder) is None:
+        for model in models:
+            if (template := find_template(model.folder)) is not None:
+                set_template(side, template)
+                return [f"the chat template is that of {model.name}, since the base has none; --chat-template chooses"]
+    return []
+
+
+def remove(side: SideFiles, patterns: Sequence[str]) -> None:
+    for name in [name for name in side if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]:
+        del side[name]
 
 
 def set_template(side: SideFiles, template: Any) -> None:
-    for name in [name for name in side if any(fnmatch.fnmatch(name, pattern) for pattern in TEMPLATE_PATTERNS)]:
-        del side[name]
+    remove(side, TEMPLATE_PATTERNS)
     if CONFIG_FILE in side:  # which every version of transformers reads
         edit_json(side, CONFIG_FILE, lambda table: table.update(chat_template=template))
     else:
@@ -178,13 +193,16 @@ def add_tokens(side: SideFiles, union: Union, folders: Sequence[Path | None]) ->
 def compare_tokenizers(choice: TokenizerChoice, inputs: Sequence[Input], directory: bool) -> Iterator[str]:
     """Which models number their tokens otherwise than the base, and what that means for the output."""
     base, *models = inputs
-    if choice.name == UNION:
-        return
-    for model in models:
-        words = describe_differences(base.folder, model.folder, base.name, model.name)
-        if not words:
+    for model in models if not choice.unites else ():
+        try:
+            differences = describe_differences(base.folder, model.folder, base.name, model.name)
+        except DareError as error:
+            differences = [str(error)]
+        if not differences:
             continue
-        whose = "the base's" if choice.folder is None else f"that of {choice.name}"
-        what = f"the output's tokenizer is {whose}; --tokenizer union keeps all tokens" if directory else ""
-        rows = "rows of one number are merged, whatever token they stand for"
-        yield f"{model.name} has another tokenizer than {base.name}: {words}; {rows}{'; ' * bool(what)}{what}"
+        words = [f"{model.name} has another tokenizer than {base.name}: {'; '.join(differences)}"]
+        words.append("rows of the same number are merged, whatever tokens they stand for")
+        if directory:
+            whose = "the base's" if choice.folder is None else f"that of {choice.name}"
+            words.append(f"the output gets {whose} (--tokenizer union keeps all tokens)")
+        yield "; ".join(words)

@@ -29,6 +29,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
@@ -321,11 +322,10 @@ def measure(unit: str, settings: Settings) -> tuple[str, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    add = parser.add_argument
-    add("--quick", action="store_true", help="smaller models and fewer masks: minutes on two cores")
-    add("--out", metavar="FILE", type=Path, help="write the results here")
-    add("--report", metavar="FILE", type=Path, help="train nothing: table, verdicts and picture from a results file")
-    add("--plot", metavar="FILE", type=Path, help="draw the scores: a .png or .svg file")
+    parser.add_argument("--quick", action="store_true", help="smaller models and fewer masks: minutes on two cores")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the results here")
+    parser.add_argument("--report", metavar="FILE", type=Path, help="train nothing: report on a results file")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the scores: a .png or .svg file")
     options = parser.parse_args()
     if options.report:
         results = json.loads(options.report.read_text(encoding="utf-8"))
@@ -333,8 +333,8 @@ def main() -> None:
         started, settings = time.perf_counter(), QUICK if options.quick else Settings()
         # The longest first, so that none is waited for at the end.
         units = [f"{name}/{width}" for name in ("chars", "digits") for width in getattr(settings, name)[0][::-1]]
-        with get_context("spawn").Pool() as pool:
-            found = dict(pool.imap(partial(measure, settings=settings), units))
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            found = dict(pool.map(partial(measure, settings=settings), units))
         results = {"seconds": round(time.perf_counter() - started, 1), "units": found}
     if options.out:
         options.out.write_text(json.dumps(results) + "\n", encoding="utf-8")

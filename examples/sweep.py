@@ -358,7 +358,7 @@ class Bench:
     def merger(self, candidate: Candidate, config: DareConfig) -> DareMerger:
         models = [model.path for model in candidate.models]
         tokenizer = self.tokenizer_from.path if self.tokenizer_from else None
-        return DareMerger(self.base.path, models, config, tokenizer_from=tokenizer)
+        return DareMerger(self.base.path, models, config, tokenizer=tokenizer or "base")
 
     def output(self, folder: Path) -> Path:
         """Of the kind that the base is, so that what loads the base loads it."""
@@ -677,7 +677,7 @@ def winning_configuration(result: SweepResult, path: Path, output: Path | None =
     named |= {"merge_files": [model.path_from(place) for model in models]}
     named |= {"output_file": Model(str(target), target).path_from(place)}
     if result.tokenizer_from:
-        named["tokenizer_from"] = result.tokenizer_from.path_from(place)
+        named["tokenizer"] = result.tokenizer_from.path_from(place)
     tables: dict[str, Any] = {"models": named}
     tables["dare"] = settings_of(config) | {"verbose": result.config.verbose}
     tables["dare"] |= {name: getattr(config, name) for name in ("max_shard_size", "delta_threshold", "engine")}
@@ -809,7 +809,7 @@ def run(arguments: Sequence[str] | None) -> None:
         minimize=options.minimize,
         results=results,
         directory=options.directory,
-        tokenizer_from=Model.of(named["tokenizer_from"], beside) if "tokenizer_from" in named else None,
+        tokenizer_from=Model.of(named["tokenizer"], beside) if "tokenizer" in named else None,
     )
     print(result)
     output = beside / named["output_file"] if "output_file" in named else None

@@ -81,7 +81,8 @@ class Scene:
         self.output.parent.mkdir(parents=True)
         self._write_inputs()
         base, *paths = [str(self.inputs / model) for model in ("base", *models)]
-        self.arguments = ["-q", "--threads", "1", "-o", str(self.output), "-b", base, "-m", *paths]
+        self.models = ["-b", base, "-m", *paths]
+        self.arguments = ["-q", "--threads", "1", "-o", str(self.output), *self.models]
         self.arguments += ["--max-shard-size", "10kB"] if kind == "directory" else []
         self.arguments += ["--engine", "plain"] if "adapter" in models else []  # which needs kernels of its own
         self.old: Contents = {}

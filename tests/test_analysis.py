@@ -363,7 +363,7 @@ def test_the_command_analyses_and_suggests_what_merges(tmp_path: Path, capsys: C
     assert len(json.loads(printed[3])["models"][0]["tensors"]) == 6
     assert snapshot(tmp_path) == before
     suggested = tmp_path / "link" / "a.toml"
-    tokenizer = ["--force", "--tokenizer-from", "../chat"]
+    tokenizer = ["--force", "--tokenizer", "../chat"]
     for more, made in (([], "a_merged.safetensors"), (tokenizer, "a_merged/tokenizer.json")):
         assert run(*flags, "--write-config", suggested, "-q", *more) == 0
         assert suggested.read_text().startswith("# ")

@@ -61,7 +61,7 @@ def test_flags_beat_toml_and_toml_beats_defaults(models: Models, tmp_path: Path)
     assert dare.main([*flags, "-c", config]) == 0
     recipe = read_recipe(OUT)
     assert [recipe.dare[name] for name in ("drop_rate", "lambda_coeff", "weights")] == [0.25, -0.001, [-25.0]]
-    assert [model.name for model in recipe.merge] == [str(models[1])]
+    assert [model.name for model in recipe.merge] == [models[1].name]
 
 
 def test_paths_in_toml_are_relative_to_it(models: Models, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -165,7 +165,7 @@ def test_a_wrong_configuration_is_named(refused: Refused, text: str, complaint: 
     ("--drop-rte 0.5", "there is no option '--drop-rte'", "did you mean --drop-rate?"),
     ("--drop 0.5", "there is no option '--drop'", "did you mean --"),
     ("-c nowhere.toml", "there is no configuration file 'nowhere.toml'", "check the path"),
-    ("-c .", "cannot read '.'", "give --config"), ("c.toml", "'c.toml' is not expected here", "--config"),
+    ("-c /dev/null/x", "cannot read '/dev/null/x'", "give --config"), ("c.toml", "'c.toml' is not expected here", "--config"),
     ("verify", "there is nothing to verify", "verify PATH"), ("verfy x", "'verfy' is not expected", "verify"),
     ("verify x --seed 3", "--seed means nothing to verify", "it belongs to"),
     ("--verify x --resume", "--resume means nothing to verify", "it belongs to"),
@@ -268,7 +268,6 @@ def test_only_files_of_this_tool_are_replaced_without_force(models: Models, refu
     assert dare.main(["-q", *MERGE, "--force"]) == 0
     assert dare.main(["-q", *MERGE, "--seed", "1"]) == 0
     assert read_recipe(OUT).dare["seed"] == 1
-    refused(2, "the recipe of a merged model is in its metadata", "-c", str(OUT))
 
 
 def test_what_the_system_refuses_is_passed_on(models: Models, capsys: Capture, monkeypatch: Patch) -> None:
@@ -323,7 +322,7 @@ def test_what_is_nested_too_deeply_is_no_accident(pair: tuple[Path, Path], capsy
     flags = ["-q", "-b", "base", "-m", "math", "-o", "merged"]
     for text in ('{"x":' + "[" * 100_000, '{"added_tokens":[' + "[" * 30_000):
         Path("base/tokenizer.json").write_text(text)
-        assert dare.main([*flags, "--tokenizer-from", "base"]) == 0
+        assert dare.main([*flags, "--tokenizer", "./base"]) == 0
     fill({LOCK: b"dare is merging here: process 1\n"})
     fill({"merged.partial/journal": b"%08x %s\n" % (zlib.crc32(b"[" * 100_000), b"[" * 100_000)})
     assert dare.main([*flags, "--resume"]) == 0

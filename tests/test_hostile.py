@@ -159,7 +159,7 @@ RULES = st.fixed_dictionaries(
     {"match": st.text("*?[]!-layer.", max_size=6) | TOML_VALUES},
     optional={key: SETTINGS[key] | TOML_VALUES for key in RULE_SETTINGS},
 )
-ODD_MODELS = dict.fromkeys([*MODELS, "tokenizer_from"], TOML_VALUES | st.lists(TOML_VALUES))
+ODD_MODELS = dict.fromkeys([*MODELS, "tokenizer", "chat_template"], TOML_VALUES | st.lists(TOML_VALUES))
 ODD_RECIPE = dict.fromkeys(["version", "inputs", "mask", "files"], TOML_VALUES | st.lists(TOML_VALUES))
 CONFIGS = st.one_of(
     one_or_some(SETTINGS, TOML_VALUES).map(lambda table: {"dare": table}),
@@ -178,7 +178,7 @@ def test_any_configuration_is_answered(small: Paths, answer: Answer, text: bytes
     answer("-c", config, output=small[0].with_name("out" if folder else "out.safetensors"))
 
 
-@pytest.mark.parametrize("key", ["base_file", "merge_files", "output_file", "tokenizer_from"])
+@pytest.mark.parametrize("key", ["base_file", "merge_files", "output_file", "tokenizer", "chat_template"])
 def test_paths_that_cannot_be_are_refused_wherever_they_are_given(small: Paths, answer: Answer, key: str) -> None:
     for path in ("~\0", "a\0b", "x" * 5000, "~" + "x" * 5000, "base.safetensors/x", "y/" * 3000 + "z"):
         named = MODELS | {"output_file": "out", key: [path] if key == "merge_files" else path}
@@ -250,7 +250,7 @@ TOKENS = {"model": ODD_VALUES | st.fixed_dictionaries({"vocab": ODD_VALUES}), "a
 def test_any_tokenizer_is_no_obstacle(small: Paths, answer: Answer, table: Any) -> None:
     [base] = save(small[0].parent, embedded={"embed_tokens.weight": torch.ones(4, 3)})
     (small[1] / "tokenizer.json").write_text(json.dumps(table))
-    assert answer("-b", base, "-m", base, "--tokenizer-from", small[1], output=small[0].with_name("out")) == 0
+    assert answer("-b", base, "-m", base, "--tokenizer", small[1], output=small[0].with_name("out")) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only here may names be any bytes")

@@ -49,12 +49,12 @@ def test_shards_may_be_links_that_lead_somewhere(tmp_path: Path, snapshots: list
 
 
 def test_models_are_found_by_name_and_recipes_pin_their_commits(tmp_path: Path, snapshots: list[Path]) -> None:
-    out = merge_by_name("org/base", PINNED["math"], "--tokenizer-from", "org/base@main")
+    out = merge_by_name("org/base", PINNED["math"], "--tokenizer", "org/base@main")
     assert_same(tensors_in(out), define(BASE, [MATH]))
     assert (out / "tokenizer.json").read_text() == "{}"
     models = tomllib.loads((out / "dare_recipe.toml").read_text())["models"]
     assert (models["base_file"], models["merge_files"]) == (PINNED["base"], [PINNED["math"]])
-    assert models["tokenizer_from"] == PINNED["base"]
+    assert models["tokenizer"] == PINNED["base"]
     # The recipe makes the same again, from anywhere, as the user runs it.
     (tmp_path / "elsewhere").mkdir()
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}

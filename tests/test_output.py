@@ -102,18 +102,21 @@ def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, capsys: Captu
     for path in pair:
         fill(path, {"tokenizer_config.json": path.name, "LICENSE": path.name})
     fill(pair[0], {"vocab.txt": "of the base only"})
-    vocabulary = {"model": {"vocab": {f"t{k}": k for k in range(40)}}, "added_tokens": [{"id": 41}]}
+    vocabulary = {"model": {"vocab": {f"t{k}": k for k in range(40)}}, "added_tokens": [{"id": 41, "content": "x"}]}
     fill(pair[1], {"tokenizer.json": json.dumps(vocabulary)})
-    merge_directory(pair, tmp_path / "out", "--tokenizer-from", pair[1])
-    assert "knows tokens up to 41, and the merged model has rows for 40" in capsys.readouterr().err
+    words = ("has tokens up to 41, and the merged model has rows for 40", "--tokenizer union")
+    for word in words:
+        refused(pair, tmp_path / "x", word, flags=["--tokenizer", pair[1]])
+    fill(pair[1], {"tokenizer.json": json.dumps(vocabulary | {"added_tokens": []})})
+    merge_directory(pair, tmp_path / "out", "--tokenizer", pair[1])
     assert dare.main(["-q", "-c", str(tmp_path / "out" / "dare_recipe.toml"), "-o", str(tmp_path / "again")]) == 0
     for folder in (tmp_path / "out", tmp_path / "again"):
         assert set(list_files(folder)) == {*MADE, "config.json", "LICENSE", "tokenizer.json", "tokenizer_config.json"}
         assert [(folder / name).read_text() for name in ("tokenizer_config.json", "LICENSE")] == ["math", "base"]
     bare = save_directory(tmp_path / "bare", base)
-    refused(pair, tmp_path / "x", "there is no tokenizer in", flags=["--tokenizer-from", bare])
-    refused(pair, tmp_path / "x", "there is no file or directory", flags=["--tokenizer-from", tmp_path / "nowhere"])
-    words, flags = "tokenizer_from means nothing to an output of one file", ["--tokenizer-from", pair[1]]
+    refused(pair, tmp_path / "x", "there is no tokenizer in", flags=["--tokenizer", bare])
+    refused(pair, tmp_path / "x", "there is no file or directory", flags=["--tokenizer", tmp_path / "nowhere"])
+    words, flags = "tokenizer means nothing to an output of one file", ["--tokenizer", pair[1]]
     refused(pair, tmp_path / "x.safetensors", words, status=2, flags=flags)
 
 
@@ -213,7 +216,7 @@ def test_files_adapters_caches_and_tokenizers_are_inputs_too(pair: Pair, tmp_pat
     for output in (cached, cached.parent.parent / "blobs", tmp_path / "hub"):
         refused((pair[0], cached), output, "the input", status=2, always=True)
     fill(pair[1], {"tokenizer.json": "{}"})
-    refused((pair[0], adapter), pair[1], "is the input", flags=["--tokenizer-from", pair[1]], status=2, always=True)
+    refused((pair[0], adapter), pair[1], "is the input", flags=["--tokenizer", pair[1]], status=2, always=True)
 
 
 def test_inputs_of_the_same_name_are_both_kept(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 import tomllib
 from pathlib import Path
@@ -12,7 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dare
-from tests.support import assert_same, refuse, run_merge, tensors_in
+from tests.scene import contents
+from tests.support import finetune, refuse, run_merge
 
 Patch = pytest.MonkeyPatch
 
@@ -22,16 +24,30 @@ def recipe_of(path: Path) -> str:
         return str(file.metadata()["dare_recipe"])
 
 
+def digest_pages(data: bytes, header: bytes) -> str:
+    """As the documents have it: 256 pages of 4 KiB, page k at k / 256 of the way through the tensors."""
+    tensors = sorted((name, entry) for name, entry in json.loads(header[8:]).items() if name != "__metadata__")
+    ends = [entry["data_offsets"] for _, entry in tensors]
+    parts = [data[len(header) + start : len(header) + stop] for start, stop in ends if stop > start]
+    found = hashlib.sha256()
+    for k in range(256):
+        part, rest = parts[k * len(parts) // 256], k * len(parts) % 256
+        start = max(0, len(part) - 4096) * rest // 256
+        found.update(part[start : start + 4096])
+    return found.hexdigest()
+
+
 def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(models: list[Path], tmp_path: Path) -> None:
     run_merge(models[0], models[1:], tmp_path / "out.safetensors", drop_rate=0.75, seed=9)
     recipe = tomllib.loads(recipe_of(tmp_path / "out.safetensors"))
     assert (recipe["dare"]["drop_rate"], recipe["dare"]["seed"]) == (0.75, 9)
-    assert recipe["models"] == {"base_file": str(models[0]), "merge_files": [str(m) for m in models[1:]]}
+    assert recipe["models"] == {"base_file": models[0].name, "merge_files": [m.name for m in models[1:]]}
     assert (recipe["recipe"]["version"], recipe["recipe"]["seeds"]) == (dare.__version__, [9, 10])
     for entry, path in zip(recipe["recipe"]["inputs"], models, strict=True):
         data = path.read_bytes()
         header = data[: 8 + struct.unpack("<Q", data[:8])[0]]
-        assert entry == {"file": str(path), "size": len(data), "header_sha256": hashlib.sha256(header).hexdigest()}
+        digests = {"header_sha256": hashlib.sha256(header).hexdigest(), "content_sha256": digest_pages(data, header)}
+        assert entry == {"file": path.name, "size": len(data), **digests}
     others = {"threads": 1, "delta_threshold": 9, "engine": "plain", "max_shard_size": "1MB"}
     run_merge(models[0], models[1:], tmp_path / "other.safetensors", drop_rate=0.75, seed=9, **others)
     assert (tmp_path / "other.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
@@ -57,24 +73,55 @@ def test_a_recipe_makes_the_same_file_again(models: list[Path], tmp_path: Path, 
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "first.safetensors").read_bytes()
 
 
-@pytest.mark.usefixtures("pair")
-def test_the_recipe_of_a_directory_leads_to_its_models(tmp_path: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
+def test_the_same_merge_gives_the_same_bytes_from_any_place(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, output: str
+) -> None:
+    """Also what a merged directory has beside the tensors; and no path of this machine is in any of it."""
+    made = []
+    for number, (place, base, model) in enumerate([
+        (tmp_path, "base", "math"), (tmp_path, "base/model.safetensors", "./math/"), ("/", pair[0], pair[1]),
+        (pair[0], ".", "../math/model.safetensors"),
+    ]):  # fmt: skip
+        out = tmp_path / str(number) / output
+        out.parent.mkdir()
+        monkeypatch.chdir(place)
+        assert dare.main(["-q", "-b", str(base), "-m", str(model), "-o", str(out)]) == 0
+        made.append({path.name: path.read_bytes() for path in (out.iterdir() if out.is_dir() else [out])})
+    assert made[1:] == made[:1] * 3
+    assert not any(str(tmp_path).encode() in content for content in made[0].values())
+
+
+@pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
+def test_a_merged_model_is_a_configuration(pair: tuple[Path, Path], tmp_path: Path, output: str) -> None:
     (tmp_path / "results").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "results")
-    monkeypatch.chdir(tmp_path)
-    assert dare.main(["-b", "base", "-m", "math/model.safetensors", "-o", "link/merged", "--max-shard-size=9kB"]) == 0
-    monkeypatch.chdir("/")
-    first, second = tmp_path / "results" / "merged", tmp_path / "elsewhere"
-    assert str(tmp_path) not in (first / "dare_recipe.toml").read_text(), "its paths are relative to it"
-    assert dare.main(["-q", "-c", str(first / "dare_recipe.toml"), "-o", str(second)]) == 0
-    assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
-    assert_same(tensors_in(first), tensors_in(second))
+    first, second = tmp_path / "results" / output, tmp_path / output
+    flags = ["--drop-rate", "0.5", "--max-shard-size=9kB"]
+    assert dare.main(["-q", "-b", str(pair[0]), "-m", str(pair[1]), "-o", str(first), *flags]) == 0
+    where = ["--merge", str(pair[1]), "--base", str(pair[0])]
+    assert dare.main(["-q", "-c", str(first), "-o", str(second), *where]) == 0
+    assert contents(second) == contents(first)
+    assert dare.main(["-q", "-c", str(second), "-o", str(first)]) == 0, "the models are beside it"
+    assert contents(second) == contents(first)
+    if first.is_dir():
+        assert dare.main(["-q", "-c", str(second / "dare_recipe.toml"), "-o", str(first)]) == 0
+        assert contents(second) == contents(first)
 
 
 def test_a_recipe_refuses_other_inputs(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_merge(models[0], models[1:], tmp_path / "first.safetensors")
-    (tmp_path / "recipe.toml").write_text(recipe_of(tmp_path / "first.safetensors"))
-    save_file(load_file(models[2]) | {"more": load_file(models[0])["scalar"]}, models[2])
-    arguments = ["-c", str(tmp_path / "recipe.toml"), "-q", "-o", str(tmp_path / "again.safetensors")]
-    refuse(tmp_path, capsys, 1, "is not the file that the recipe was made with: its size is", arguments=arguments)
-    assert dare.main([*arguments, "--merge", str(models[1])]) == 0, "named anew, the models are taken as they are"
+    out, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    run_merge(models[0], models[1:], out)
+    (tmp_path / "recipe.toml").write_text(recipe_of(out))
+    kept = models[2].read_bytes()
+    other = finetune(load_file(models[0]), 9)
+    for config in (out, tmp_path / "recipe.toml"):
+        arguments = ["-c", config, "-q", "-o", again]
+        save_file(other, models[2])
+        refuse(tmp_path, capsys, 1, "its content_sha256 is", "--base and --merge", arguments=arguments)
+        save_file(other | {"more": other["scalar"].clone()}, models[2])
+        refuse(tmp_path, capsys, 1, "its size is", arguments=[*arguments, "--merge", *models[1:]])
+        models[2].unlink()
+        refuse(tmp_path, capsys, 1, "cannot find 'code.safetensors', which the", arguments=arguments)
+        models[2].write_bytes(kept)
+        assert dare.main([str(argument) for argument in arguments]) == 0
+        assert again.read_bytes() == out.read_bytes()

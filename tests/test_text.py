@@ -41,7 +41,7 @@ def name_files(word: str) -> Iterator[tuple[Any, ...]]:
     Path(at("config", ".toml")).write_text("[dare]\nx = 1")
     merge = ["-b", at("base"), "-o", at("out"), "-m"]
     yield from ((0, *merge, at("base"), *[at("model")] * 2, flag) for flag in ("--dry-run", "--json", "-v"))
-    yield from ((0, "verify", at("out")), (1, "verify", at("out"), "-b", at("model")), (1, "verify", at("absent")))
+    yield from ((0, "verify", at("out")), (1, "verify", at("out"), "-b", at("other")), (1, "verify", at("absent")))
     yield from ((0, *merge, at("shape"), "--mismatch", "overlap"), (0, *merge, at("model"), "-o", at("dir", "")))
     yield 0, "analyze", "--engine=plain", "-b", at("base"), "-m", at("model"), "--write-config", at("new", ".toml")
     yield from ((0, "verify", at("dir", "")), (1, "verify", at("empty", "")), (1, "verify", at("base")))
@@ -85,7 +85,7 @@ def write_words(word: str) -> Iterator[tuple[Any, ...]]:
     wrong = [{word: {}}, {"models": {word: 1}}, {"models": {"merge_files": [{word: 1}]}}, {"recipe": {"mask": word}}]
     wrong += [{"rules": [word]}, {"rules": [{word: 1}]}, {"dare": {word: 1}}, {"dare": {"method": word}}]
     wrong += [{"dare": {"drop_rate": [word]}}, {"dare": {"drop_rate": {word: word}}}]
-    missing = [{"models": models | t} for t in ({"base_file": word}, {"merge_files": [word]}, {"tokenizer_from": word})]
+    missing = [{"models": models | t} for t in ({"base_file": word}, {"merge_files": [word]}, {"tokenizer": word})]
     sound, other = {"rules": [{"match": word, "drop_rate": 0.5}]}, {"recipe": {"inputs": [{"size": word}]}}
     runs = [(1, {"models": models, **other}), (0, {"models": models, **sound}), *((1, table) for table in missing)]
     for status, table in (*((2, table) for table in wrong), *runs):

@@ -27,11 +27,12 @@ PLAIN = ("--engine", "plain")
 
 
 @pytest.fixture
-def verify(capsys: Capture) -> Any:
+def verify(capsys: Capture, tmp_path: Path, monkeypatch: Any) -> Any:
     """Verify a model: what it is, with these flags, and the words that must be printed if it is not what it was."""
 
     def check(path: Path, *flags: Any, words: str | None = None, status: int = 1) -> None:
         capsys.readouterr()
+        monkeypatch.chdir(tmp_path / "inputs" if (tmp_path / "inputs").exists() else "/")  # where models are looked for
         found, printed = dare.main(["verify", str(path), "-q", *map(str, flags)]), capsys.readouterr().err
         assert found == (0 if words is None else status), printed
         assert printed.startswith("" if words is None else "error: ")
@@ -108,8 +109,11 @@ def test_the_first_tensor_that_differs_is_named(tmp_path: Path, verify: Any, kin
     assert snapshot(scene.inputs) == scene.before
 
 
-def test_what_was_compared_is_printed_and_reported_to_scripts(tmp_path: Path, capsys: Capture) -> None:
+def test_what_was_compared_is_printed_and_reported_to_scripts(
+    tmp_path: Path, capsys: Capture, monkeypatch: Any
+) -> None:
     scene = made(tmp_path, "file")
+    monkeypatch.chdir(scene.inputs)
     for words in (["verify"], ["--verify"], ["merge", "--verify"]):
         assert dare.main([*words, str(scene.output)]) == 0
         assert f"verified {scene.output}: 4 tensors, " in capsys.readouterr().out
@@ -128,29 +132,35 @@ def test_what_was_compared_is_printed_and_reported_to_scripts(tmp_path: Path, ca
 def test_moved_inputs_and_outputs_are_found_where_they_are_now(tmp_path: Path, verify: Any, kind: str) -> None:
     scene = made(tmp_path, kind)
     moved = scene.output.rename(tmp_path / f"elsewhere{scene.output.suffix}")
-    verify(moved)  # absolute paths still lead there
+    verify(moved)
     scene.inputs.rename(tmp_path / "archive")
-    verify(moved, words="there is no file or directory")
+    verify(moved, words="cannot find 'base', which the recipe was made with")
     base, *models = (tmp_path / "archive" / name for name in ("base", "math", "code"))
     verify(moved, "--base", base, "--merge", *models)
-    verify(moved, "--base", base, "--merge", models[0], words="has 2 models", status=2)
-    verify(moved, "--base", base, "--merge", *reversed(models), words="is not what its recipe makes")
+    verify(moved, "--base", base, "--merge", *reversed(models))  # what they hold tells which is which
+    verify(moved, "--base", base, "--merge", models[0], words="cannot find 'code', which the recipe was made with")
+    copies = [path.rename(tmp_path / f"other {path.name}") for path in (base, *models)]
+    verify(moved, "--base", copies[0], "--merge", *copies[1:])  # whatever they are called
+    for path in copies:
+        path.rename(tmp_path / path.name.removeprefix("other "))
+    verify(moved)  # beside it
 
 
 def test_adapters_shards_and_another_tokenizer_are_verified(tmp_path: Path, verify: Any) -> None:
     shards, chat, tensors = tmp_path / "shards", tmp_path / "chat", finetune(random_model(dtype=BF16), 3)
     save_sharded(shards, tensors, [[name] for name in tensors])
     put(chat, {"tokenizer.json": b"{}"})
-    flags = ["--tokenizer-from", str(chat), "--merge", str(shards), "--rule", "*bias:drop_rate=0.5", "--dtype", "fp32"]
+    flags = ["--tokenizer", str(chat), "--merge", str(shards), "--rule", "*bias:drop_rate=0.5", "--dtype", "fp32"]
     scene = made(tmp_path, "directory", *flags, models=["adapter"])
     put(chat, {})
+    where = ["--merge", str(shards)]
     (scene.inputs / "base" / "tokenizer.json").write_text("changed")
-    verify(scene.output, *PLAIN)  # the tokenizer is held to its digest, not to what it was copied from
+    verify(scene.output, *PLAIN, *where)  # the tokenizer is held to its digest, not to what it was copied from
     (scene.output / "tokenizer.json").write_text("{ }")
-    verify(scene.output, *PLAIN, words="is not what its recipe makes: 'tokenizer.json' differs")
+    verify(scene.output, *PLAIN, *where, words="is not what its recipe makes: 'tokenizer.json' differs")
     config = scene.inputs / "adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": 4', '"lora_alpha": 8'))
-    verify(scene.output, *PLAIN, words="is not the file that the recipe was made with: its config_sha256")
+    verify(scene.output, *PLAIN, *where, words="adapter' is another one: its config_sha256 is")
 
 
 def test_other_inputs_are_an_error(tmp_path: Path, verify: Any) -> None:
@@ -158,9 +168,9 @@ def test_other_inputs_are_an_error(tmp_path: Path, verify: Any) -> None:
     weights = scene.inputs / "math" / "model.safetensors"
     tensors = load_file(weights)
     save_file(tensors | {"more": torch.zeros(3)}, weights, {"format": "pt"})
-    verify(scene.output, words="is not the file that the recipe was made with: its size")
+    verify(scene.output, words="math' is another one: its size is")
     save_file(finetune(tensors, 5, 0.05), weights, {"format": "pt"})
-    verify(scene.output, words="or the inputs were")  # other values under the same header show in the result
+    verify(scene.output, words="math' is another one: its content_sha256 is")
     weights.unlink()
     verify(scene.output, words="holds no model")
 
@@ -175,7 +185,7 @@ def test_a_disk_that_fails_under_a_merged_model_is_an_error_about_that_model(
 
 def test_settings_come_from_the_recipe_only(tmp_path: Path, verify: Any) -> None:
     for flags in (
-        "--output x", "--seed 1", "--config x", "--rule *:drop_rate=0", "--tokenizer-from x", "--lambda 1", "--force",
+        "--output x", "--seed 1", "--config x", "--rule *:drop_rate=0", "--tokenizer x", "--lambda 1", "--force",
         "--resume", "--dry-run", "--per-tensor",
     ):  # fmt: skip
         words = f"{flags.split()[0]} means nothing to verify"
@@ -202,7 +212,7 @@ def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, ver
 def test_verify_stops_when_it_is_told_to(tmp_path: Path) -> None:
     scene = made(tmp_path, "file")
     before = snapshot(tmp_path)
-    process = launch(SLOWLY.replace("0.05", "1"), "-q", "--threads", "1", "--verify", scene.output)
+    process = launch(SLOWLY.replace("0.05", "1"), "-q", "--threads", "1", "--verify", scene.output, *scene.models)
     assert process.stdout.readline() == "started\n"
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)

@@ -112,7 +112,8 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
     """
     if not request.inputs:
         raise DareError(f"the recipe of {str(path)!r} names no inputs", UNKNOWN_HINT)
-    places, found = (path.absolute().parent, Path.cwd()), list[Source]()
+    beside = path.absolute().parent.parent if path.name == RECIPE_FILE else path.absolute().parent
+    places, found = (beside, Path.cwd()), list[Source]()
     for entry in request.inputs:
         name, reasons = str(entry.get("file", "")), []
         named = [Source(str(place / name), place / name) for place in places if name]
@@ -129,6 +130,12 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
             raise DareError(
                 f"cannot find {name!r}, which the recipe was made with: {why}",
                 "say where the models are with --base and --merge; to merge others, give a configuration of your own",
+            )
+    for source in map(Source.of, given):
+        if source.path not in [model.path for model in found] and source.name not in [model.name for model in found]:
+            raise DareError(
+                f"{source.name!r} is none of the models that the recipe was made with",
+                "leave it out; to merge other models, give a configuration of your own",
             )
     return dataclasses.replace(
         request,

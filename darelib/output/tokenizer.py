@@ -56,7 +56,11 @@ class TokenizerChoice:
 def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> TokenizerChoice:
     name, folder, found = (tokenizer.name if tokenizer else BASE), None, None
     sources = {"tokenizer": tokenizer, "chat_template": template}
-    given = {key: source for key, source in sources.items() if source is not None and source.name not in WORDS}
+    given = {
+        key: download(source, TOKENIZER_PATTERNS)
+        for key, source in sources.items()
+        if source is not None and source.name not in WORDS
+    }
     if "tokenizer" in given:
         folder = find_folder(given["tokenizer"])
         if folder is None or not tokenizer_files(folder):
@@ -83,9 +87,12 @@ def read_template(source: Source) -> Any:
 
 def find_folder(source: Source) -> Path | None:
     """The directory of a model; None: it is a file that is not a model's."""
-    source = download(source, TOKENIZER_PATTERNS)
-    if not source.path.exists():
-        raise DareError(f"there is no file or directory {source.name!r}", path_hint(source))
+    try:
+        source.path.stat()
+    except FileNotFoundError:
+        raise DareError(f"there is no file or directory {source.name!r}", path_hint(source)) from None
+    except (OSError, ValueError) as error:
+        raise DareError(f"cannot read {source.name!r}: {error}", path_hint(source)) from None
     if source.path.is_dir():
         return source.path
     return source.path.parent if source.path.suffix in (".safetensors", ".json") else None

@@ -86,6 +86,12 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(ROOMS[name]), name)
 
 
+def check_config(config: DareConfig | None) -> DareConfig:
+    if config is not None and not isinstance(config, DareConfig):
+        raise ConfigError("config must be a DareConfig", "like DareConfig(drop_rate=0.9)")
+    return config or DareConfig()
+
+
 class DareMerger:
     """Merges models fine-tuned from one base: DareMerger(base, [first, second], config).merge(output)."""
 
@@ -109,13 +115,11 @@ class DareMerger:
             raise ConfigError("merge_files must be a list of files, not a single path", "put it in brackets")
         if not merge_files:
             raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
-        if config is not None and not isinstance(config, DareConfig):
-            raise ConfigError("config must be a DareConfig", "like DareConfig(drop_rate=0.9)")
         self.base = Source.of(base_file)
         self.models = tuple(Source.of(file) for file in merge_files)
         self.tokenizer = Source.of(tokenizer)
         self.chat_template = None if chat_template is None else Source.of(chat_template)
-        self.config = config or DareConfig()
+        self.config = check_config(config)
         self.config.check_models(len(self.models))
         self.version = __version__  # that recipes name
 
@@ -275,7 +279,7 @@ def dare_merge(
     config: DareConfig | None = None,
 ) -> dict[str, torch.Tensor]:
     """The merged state dict, by any method and rules: the bits that DareMerger writes for these names and settings."""
-    return _load_tensors().merge_tensors(base, finetuned, config or DareConfig())
+    return _load_tensors().merge_tensors(base, finetuned, check_config(config))
 
 
 def _load_tensors() -> Any:

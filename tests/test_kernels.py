@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 import dare
-from dare import DareConfig, DareError
+from dare import ConfigError, DareConfig, DareError
 from darelib.interrupts import Interrupts
 from darelib.kernels import KernelSpec, load_kernels, native, plain
 from darelib.kernels.records import Buffers
@@ -284,6 +285,35 @@ def test_parameters_that_want_gradients_are_merged_and_quantised_ones_copied() -
 def test_tensors_in_memory_are_refused_like_files(models: Any, complaint: str) -> None:
     with pytest.raises(DareError, match=complaint) as caught:
         dare.dare_merge({"w": torch.zeros(10)}, models, DareConfig(drop_rate=0.5))
+    assert caught.value.hint
+
+
+STATE: Any = {"w": torch.zeros(10)}
+
+
+@pytest.mark.parametrize(("call", "complaint"), [
+    (lambda: dare.dare_merge(STATE, [STATE], {}), "config must be a DareConfig"),
+    (lambda: dare.dare_merge(STATE, [STATE], 0.9), "config must be a DareConfig"),
+    (lambda: dare.dare_merge("base.safetensors", [STATE]), "the base must be a state dict, not of type str"),
+    (lambda: dare.dare_merge(torch.nn.Linear(2, 2), [STATE]), "the base must be a state dict, not of type Linear"),
+    (lambda: dare.dare_merge({}, [STATE]), "the base has no tensors"),
+    (lambda: dare.dare_merge({"w": np.zeros(10)}, [STATE]), "the base must map names to tensors, not 'w' to ndarray"),
+    (lambda: dare.dare_merge({0: torch.zeros(10)}, [STATE]), "the base must map names to tensors, not 0 to Tensor"),
+    (lambda: dare.dare_merge(STATE, "model.safetensors"), "finetuned must be a list of state dicts"),
+    (lambda: dare.dare_merge(STATE, Path("model")), "finetuned must be a list of state dicts"),
+    (lambda: dare.dare_merge(STATE, None), "finetuned must be a list of state dicts"),
+    (lambda: dare.dare_merge(STATE, [STATE, Path("model")]), "model 1 must be a state dict, not of type"),
+    (lambda: dare.dare_merge(STATE, [{**STATE, "v": None}]), "model 0 must map names to tensors, not 'v' to NoneType"),
+    (lambda: dare.dare_sparsify(Path("base"), STATE), "the base must be a state dict"),
+    (lambda: dare.dare_sparsify(STATE, "model"), "model 0 must be a state dict, not of type str"),
+    (lambda: dare.dare_sparsify(STATE, [STATE]), "model 0 must be a state dict, not of type list"),
+    (lambda: dare.dare_drop("delta"), "the task vector must be a state dict, not of type str"),
+    (lambda: dare.dare_drop({"w": 1.0}), "the task vector must map names to tensors, not 'w' to float"),
+    (lambda: dare.dare_drop(STATE, drop_rate=1.0), "drop_rate must be a number"),
+])  # fmt: skip
+def test_arguments_of_another_type_are_refused_with_a_sentence(call: Callable[[], Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{complaint}") as caught:
+        call()
     assert caught.value.hint
 
 

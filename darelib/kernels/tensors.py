@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -16,10 +17,12 @@ from darelib.text import ConfigError, DareError, list_names
 from darelib.tuning import TUNING
 
 Tensor = torch.Tensor
+STATE_DICT_HINT: Final = "give what model.state_dict() or safetensors.torch.load_file gives; DareMerger takes files"
 
 
 def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
     """Deltas, thinned: a merge of one model whose base is 0. Tensors that are not floats are left as they are."""
+    check_state_dict("the task vector", deltas)
     zeros = {n: d.new_zeros(()).expand(d.shape) if d.is_floating_point() else d for n, d in deltas.items()}
     return merge_tensors(zeros, [deltas], config) if deltas else {}
 
@@ -28,10 +31,14 @@ def merge_tensors(
     base: Mapping[str, Tensor], finetuned: Sequence[Mapping[str, Tensor]], config: DareConfig
 ) -> dict[str, Tensor]:
     """The merged state dict."""
-    if isinstance(finetuned, Mapping) or not finetuned:
+    if not isinstance(finetuned, Sequence) or isinstance(finetuned, str) or not finetuned:
         raise ConfigError("finetuned must be a list of state dicts with at least one in it", "put it in brackets")
     config.check_models(len(finetuned))
+    check_state_dict("the base", base)
+    if not base:
+        raise ConfigError("the base has no tensors", STATE_DICT_HINT)
     for i, model in enumerate(finetuned):
+        check_state_dict(f"model {i}", model)
         if not model.keys() & base.keys():
             raise DareError(
                 f"model {i} has no tensor in common with the base", f"the base has {list_names(list(base))}"
@@ -47,6 +54,15 @@ def merge_tensors(
         else:
             merged[name] = tensor.clone()
     return merged
+
+
+def check_state_dict(what: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{what} must be a state dict, not of type {type(given).__name__}", STATE_DICT_HINT)
+    for name, value in given.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise ConfigError(f"{what} must map names to tensors, not {name!r} to {kind}", STATE_DICT_HINT)
 
 
 def _check_alike(name: str, tensor: Tensor, i: int, part: Tensor) -> None:

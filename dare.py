@@ -343,6 +343,7 @@ def add_settings(add: Add) -> None:
     each: dict[str, Any] = {"type": float, "nargs": "+"}
     drops, methods = "share of each delta to drop, 0 <= P < 1 (default 0.9); one or one each", ", ".join(METHODS)
     q = "DAREx-q: divide by Q, 1 - P <= Q <= 1, instead of 1 - P; one or one each"
+    normalize = "divide by the sum of the weights, in ties of the models that agree (default: ties yes, linear no)"
     trim = "ties: share of the surviving entries that trim keeps (default 1)"
     types = "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 (default: the base's)"
     shapes = "tensors of other shapes: error (default), overlap (merge common rows) or base"
@@ -352,6 +353,7 @@ def add_settings(add: Add) -> None:
     add("--method", metavar="NAME", help=f"how to combine: {methods} (default linear)")
     add("--drop-rate", **each, metavar="P", help=drops)
     add("--weights", **each, metavar="W", help="one per model; linear: default 1/n each; ties: relative, default equal")
+    add("--normalize", action=argparse.BooleanOptionalAction, help=normalize)
     add("--lambda", dest="lambda_coeff", metavar="X", type=float, help="scale of the merged delta (default 1)")
     add("--no-rescale", action="store_false", dest="rescale", help="drop without rescaling (for study)")
     add("--rescale-q", **each, metavar="Q", help=q)

@@ -487,7 +487,7 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
     names |= {"output_file": "output", "rules": "rule"}
     keys = {names.get(key, key.replace("_", "-")) for key in (*CHECKS, *TABLES["models"], "rules")}
     own = {"help", "config", "force", "resume", "verify", "dry-run", "per-tensor", "plot", "write-config", "json"}
-    assert printed - own - {"quiet", "version"} == keys
+    assert printed - own - {"quiet", "version"} == keys | {"no-normalize"}
 
 
 def test_flags_beat_toml_and_toml_beats_defaults(example: Path, tmp_path: Path) -> None:

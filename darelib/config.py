@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 
 from darelib.drops import DROPS, RANDOM
 from darelib.formats import DTYPES, SHORT_DTYPES
-from darelib.methods import LINEAR, METHOD_SETTINGS, METHODS
+from darelib.methods import LINEAR, METHOD_SETTINGS, METHODS, add_up
 from darelib.methods import TensorSettings as TensorSettings
 from darelib.text import ConfigError, count_of, nearest
 
@@ -69,6 +69,7 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
         "a list of numbers, one per model",
         lambda v: isinstance(v, list | tuple) and _one_or_each(v, is_number),
     ),
+    "normalize": ("true or false", lambda v: isinstance(v, bool)),
     "lambda_coeff": ("a number", is_number),
     "rescale": ("true or false", lambda v: isinstance(v, bool)),
     "rescale_q": (
@@ -167,7 +168,8 @@ class DareConfig:
 
     method: str = LINEAR  # how the thinned deltas are combined: linear, ties or slerp
     drop_rate: float | Sequence[float] = 0.9  # share of each delta to drop; one for all models, or one per model
-    weights: Sequence[float] | None = None  # None: 1/n each (linear), equal (ties)
+    weights: Sequence[float] | None = None  # None: 1/n each, or equal shares where ties normalizes
+    normalize: bool | None = None  # divide by the sum of the weights (ties: of those that agree); None: ties only
     lambda_coeff: float = 1.0  # scale of the merged delta
     rescale: bool = True  # False: drop without rescaling
     rescale_q: float | Sequence[float] | None = None  # DAREx-q: divide by this instead of by the keep rate
@@ -230,14 +232,22 @@ class DareConfig:
                     raise ConfigError(
                         f"{where}{name} has {len(value)} values for {count} models", "give one for each model"
                     )
-        if method.shares_only and self.weights is not None and min(self.weights) < 0:
+        if method.shares_only and self.is_normalized and self.weights is not None and min(self.weights) < 0:
             raise ConfigError(
-                f"{self.method} weights must not be negative", "they are shares; lambda_coeff sets the size"
+                f"{self.method} weights must not be negative where they are normalized",
+                "they are shares, and lambda_coeff sets the size; or set normalize to false",
             )
         if self.weights is not None and not any(self.weights):
             raise ConfigError("all weights are 0, so nothing would be merged", "give the models weights above 0")
+        if self.weights is not None and self.is_normalized and not add_up(self.weights):
+            raise ConfigError("the weights add up to 0, so they cannot be normalized", "set normalize to false")
         for rule in (None, *self.typed_rules):
             self.for_rule(rule, count)
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether weights are divided by their sum."""
+        return METHODS[self.method].normalize if self.normalize is None else self.normalize
 
     @property
     def position(self) -> float:
@@ -272,7 +282,8 @@ class DareConfig:
             method=self.method,
             drop_rates=rates,
             divisors=tuple(self._divisor(p, q) for p, q in zip(rates, given, strict=True)),
-            weights=METHODS[self.method].share(self.weights, count),
+            weights=METHODS[self.method].share(self.weights, count, self.is_normalized),
+            normalize=self.is_normalized,
             lambda_coeff=float(choose("lambda_coeff")),
             keep_ratio=1.0 if ratio is None else float(ratio),
             slerp_t=self.position,
@@ -299,6 +310,8 @@ class DareConfig:
         for name in ("weights", "rescale_q", "keep_ratio", "dtype"):
             if getattr(self, name) is not None:
                 chosen[name] = _as_floats(getattr(self, name))
+        if self.is_normalized != METHODS[self.method].normalize:
+            chosen["normalize"] = self.is_normalized
         if self.mismatch != "error":
             chosen["mismatch"] = self.mismatch
         return chosen

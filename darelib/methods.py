@@ -9,8 +9,9 @@ import decimal
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +34,7 @@ class TensorSettings:
     drop_rates: tuple[float, ...]
     divisors: tuple[float, ...]  # what the kept deltas are divided by
     weights: tuple[float, ...]
+    normalize: bool  # whether weights are divided by their sum
     lambda_coeff: float
     keep_ratio: float  # share of the surviving entries that trim keeps
     slerp_t: float
@@ -57,24 +59,26 @@ class Coefficients:
     """What a kernel multiplies by and compares with; a row for each model that has the tensor."""
 
     scales: tuple[float, ...]  # of the kept deltas
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  # ties divides by those of the models that agree, added to the first share
     floors: tuple[float, ...]  # trim keeps what is at least as large
     base_share: float = 0.0  # how much of the base itself the merged delta gets
+    first_share: float = 0.0
 
 
 @dataclass(frozen=True)
 class Method:
     """One way to combine."""
 
-    card: str  # what happens to the thinned deltas, for a model card
+    card: Callable[[TensorSettings], str]  # what happens to the thinned deltas, for a model card
     kernel: str  # the kernel that merges a chunk
     settings: tuple[str, ...]  # those of the optional settings that mean something to it
-    share: Callable[[Sequence[float] | None, int], tuple[float, ...]]  # the weights, from those given, if any
+    share: Callable[[Sequence[float] | None, int, bool], tuple[float, ...]]  # the weights, from those given, if any
     look: Callable[[TensorSettings], type[Look] | None]  # what must be found out first
     weigh: Callable[[TensorSettings, Sequence[int], Sequence[float] | None], Coefficients]  # by what was found
     show_weight: Callable[[TensorSettings, int], str] = lambda settings, i: f"{settings.weights[i]:.4g}"  # of a model
     models: int | None = None  # how many it takes, where it does not take any number
-    shares_only: bool = False  # weights are shares of a whole: neither negative nor all 0
+    normalize: bool = False  # whether weights are divided by their sum, where the user does not say
+    shares_only: bool = False  # weights that are divided by their sum are shares of a whole: never negative
 
 
 def weigh(
@@ -217,12 +221,33 @@ def _sine(x: Decimal) -> Decimal:
     return total
 
 
-def _average(given: Sequence[float] | None, count: int) -> tuple[float, ...]:
-    return (1 / count,) * count if given is None else tuple(map(float, given))
+def add_up(weights: Sequence[float]) -> Fraction:
+    """The exact sum; 0 where only the rounding of the weights keeps it from that, as in 0.1 + 0.2 - 0.3."""
+    total, largest = sum(map(Fraction, weights), Fraction()), max(abs(Fraction(weight)) for weight in weights)
+    return total if abs(total) * 10**9 >= largest else Fraction()
 
 
-def _equal_shares(given: Sequence[float] | None, count: int) -> tuple[float, ...]:
-    return (1.0,) * count if given is None or count == 1 else tuple(map(float, given))  # a share of one is the whole
+def _average(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:
+    if given is None:
+        return (1 / count,) * count
+    return tuple(float(Fraction(w) / add_up(given)) for w in given) if normalize else tuple(map(float, given))
+
+
+def _equal_shares(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:
+    """Shares are divided by those of the models that agree, later. The share of an only model is the whole."""
+    if not normalize:
+        return _average(given, count, normalize)
+    return (1.0,) * count if given is None or count == 1 else tuple(map(float, given))
+
+
+def _weigh_ties(settings: TensorSettings, models: Sequence[int], floors: Sequence[float] | None) -> Coefficients:
+    found = weigh(settings, models, floors=floors)
+    return found if settings.normalize else replace(found, weights=(0.0,) * len(models), first_share=1.0)
+
+
+def _describe_ties(settings: TensorSettings) -> str:
+    how = "averaged" if settings.normalize else "summed up by weight"
+    return f"{how} over the models that agree on a sign, and added to the base"
 
 
 def _weigh_slerp(settings: TensorSettings, models: Sequence[int], products: Sequence[float] | None) -> Coefficients:
@@ -234,24 +259,25 @@ def _weigh_slerp(settings: TensorSettings, models: Sequence[int], products: Sequ
 LINEAR, TIES, SLERP = "linear", "ties", "slerp"
 METHODS: Final = {
     LINEAR: Method(
-        card="summed up by weight and added to the base",
+        card=lambda _: "summed up by weight and added to the base",
         kernel="sum",
-        settings=("weights",),
+        settings=("weights", "normalize"),
         share=_average,
         look=lambda _: None,
         weigh=lambda settings, models, _: weigh(settings, models),
     ),
     TIES: Method(
-        card="averaged over the models that agree on a sign, and added to the base",
+        card=_describe_ties,
         kernel="elect",
-        settings=("weights", "keep_ratio"),
+        settings=("weights", "normalize", "keep_ratio"),
         share=_equal_shares,
         look=lambda settings: TrimLook if settings.keep_ratio < 1 else None,
-        weigh=lambda settings, models, floors: weigh(settings, models, floors=floors),
+        weigh=_weigh_ties,
+        normalize=True,
         shares_only=True,
     ),
     SLERP: Method(
-        card="interpolated along the arc between the two",
+        card=lambda _: "interpolated along the arc between the two",
         kernel="sum",
         settings=("slerp_t",),
         share=_average,

@@ -131,7 +131,8 @@ class Plan:
     def _how(self) -> str:
         """What is the same for all tensors."""
         words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
-        words += [f"{name} {self.config[name]}" for name in ("slerp_t", "dtype") if name in self.config]
+        given = [name for name in ("slerp_t", "dtype", "normalize") if name in self.config]
+        words += [f"{name} {str(self.config[name]).lower()}" for name in given]
         if "weights" in METHODS[self.config["method"]].settings:
             words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
         return "; ".join(words)

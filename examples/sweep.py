@@ -193,9 +193,9 @@ def fit(config: DareConfig, **chosen: Any) -> DareConfig:
 
 def plain_average(config: DareConfig, count: int) -> DareConfig:
     """The baseline: no dropping anywhere. What rules say of lambda stays, such as which parts to leave alone."""
-    weights = config.weights if config.method == "linear" else None
-    if config.method == "ties" and config.weights:  # which are relative there
-        weights = tuple(weight / math.fsum(config.weights) for weight in config.weights)
+    weights = config.weights
+    if config.method == "ties" and config.is_normalized and weights:  # which are relative there
+        weights = tuple(weight / math.fsum(weights) for weight in weights)
     rules = tuple(Rule(rule.match, drop_rate=0.0, lambda_coeff=rule.lambda_coeff) for rule in rules_of(config))
     plain: dict[str, Any] = {"method": "linear", "drop_rate": 0.0, "lambda_coeff": 1.0, "rescale_q": None}
     average = fit(config, **plain, rescale=True, weights=weights, rules=rules)
@@ -212,7 +212,8 @@ def settings_of(config: DareConfig) -> dict[str, Any]:
             return [float(number) for number in value]
         return float(value) if type(value) is int else value
 
-    names = ("method", "drop_rate", "lambda_coeff", "rescale", "slerp_t", "weights", "rescale_q", "keep_ratio", "dtype")
+    names = ("method", "drop_rate", "lambda_coeff", "rescale", "slerp_t", "weights", "normalize", "rescale_q",
+             "keep_ratio", "dtype")  # fmt: skip
     given = {name: as_toml(getattr(config, name)) for name in names if getattr(config, name) is not None}
     return given | {"seed": config.seed} | ({"mismatch": config.mismatch} if config.mismatch != "error" else {})
 

@@ -338,6 +338,11 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     assert tables["dare"] == {**linear, "drop_rate": 0.9, "weights": [0.75, 0.25], **kept}, "to ties, they were shares"
     kept = {"keep_ratio": 0.5, "weights": [3, 1, 0]}
     assert advise(tmp_path, base, *models, **ties, **kept)[1]["dare"] == {**ties, "drop_rate": 0.9, **kept}
+    kept = {"weights": [3, -1, 0.5], "normalize": False}
+    assert advise(tmp_path, base, *models, **kept)[1]["dare"] == {**ties, "drop_rate": 0.9, **kept}
+    for kept in ({"weights": [3, 1], "normalize": False}, {"weights": [3, 1], "normalize": True}):
+        tables = advise(tmp_path, base, *models[:2], **ties, **kept)[1]
+        assert tables["dare"] == {**linear, "drop_rate": 0.9, **kept}, "they mean the same to linear"
 
 
 def run(*words: Any) -> int:

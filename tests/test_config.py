@@ -101,7 +101,8 @@ def test_a_recipe_that_could_not_be_read_again_is_not_written(models: Models, re
 @pytest.mark.parametrize(("setting", "values"), {
     "drop_rate": (1, -0.1, math.nan, "0.5", True, [], [0.5, 1]), "weights": (0.5, [], ["1"], [math.inf]),
     "lambda_coeff": (math.inf, "1"), "rescale": (1,), "rescale_q": (0, 1.5, []), "keep_ratio": (0, 1.5),
-    "slerp_t": (-1, 2), "max_shard_size": ("5 XB", "", -1), "delta_threshold": (0,), "seed": (1.5, -1, True),
+    "normalize": (1, "no"), "slerp_t": (-1, 2),
+    "max_shard_size": ("5 XB", "", -1), "delta_threshold": (0,), "seed": (1.5, -1, True),
     "threads": (0, 1.5), "engine": (1,), "verbose": (1,), "method": (2,), "dtype": (16,), "mismatch": (False,),
 }.items())  # fmt: skip
 def test_every_setting_is_checked_in_toml_and_in_scripts(refused: Refused, setting: str, values: Any) -> None:

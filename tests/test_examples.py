@@ -130,14 +130,17 @@ def test_a_combination_is_tried_once_and_only_if_it_makes_sense(models: Models, 
     assert tomllib.loads(sweep.winning_configuration(result, Path("best.toml")))["dare"]["rescale_q"] == 0.5
 
 
-def test_the_baseline_is_the_plain_average_whatever_the_rules_say(models: Models) -> None:
+@pytest.mark.parametrize(("normalize", "shares"), [(None, (0.75, 0.25)), (True, (0.75, 0.25)), (False, (3.0, 1.0))])
+def test_the_baseline_is_the_plain_average_whatever_the_rules_say(
+    models: Models, normalize: bool | None, shares: tuple[float, float]
+) -> None:
     rules, made = [{"match": "layer.*", "drop_rate": 0.5}, {"match": "head.*", "lambda_coeff": 0.0}], {}
-    config = DareConfig(method="ties", weights=(3.0, 1.0), rules=rules)
+    config = DareConfig(method="ties", weights=(3.0, 1.0), normalize=normalize, rules=rules)
     run_sweep(models, lambda path: len(made.setdefault(str(settings_of(path)), load_file(path))), {}, config=config)
     [average] = [tensors for settings, tensors in made.items() if "linear" in settings]
     base, first, second = ({name: tensor.float() for name, tensor in load_file(path).items()} for path in models)
     for name, found in average.items():
-        delta = 0.75 * (first[name] - base[name]) + 0.25 * (second[name] - base[name])
+        delta = shares[0] * (first[name] - base[name]) + shares[1] * (second[name] - base[name])
         expected = base[name] + (0 if name == "head.weight" else delta)
         assert (found == expected.to(found.dtype)).float().mean() > 0.999
 

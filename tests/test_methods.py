@@ -18,6 +18,7 @@ import dare
 from dare import ConfigError, DareConfig, DareMerger, Rule
 from darelib.config import RULE_SETTINGS
 from darelib.methods import slerp_weights
+from darelib.output.recipe import read_recipe
 from darelib.tuning import TUNING
 from tests import support
 from tests.support import BF16, F16, F32, F64, METHODS, assert_same, define, finetune, mask, merge, random_model
@@ -37,6 +38,9 @@ VARIATIONS: list[Config] = [
     {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.2},
     {"method": "ties", "drop_rate": [0.0, 0.5, 0.9], "keep_ratio": 0.7, "weights": [0.2, 0.5, 0.3]},
     {"method": "ties", "drop_rate": 0.3, "rescale_q": 0.9, "keep_ratio": 0.001},
+    {"weights": [1.0, -0.5, 2.5], "normalize": True},
+    {"method": "ties", "drop_rate": 0.5, "normalize": False},
+    {"method": "ties", "drop_rate": 0.3, "weights": [1.0, -0.5, 0.2], "keep_ratio": 0.5, "normalize": False},
     {"method": "slerp"},
     {"method": "slerp", "drop_rate": [0.3, 0.9], "slerp_t": 0.2, "lambda_coeff": 0.5},
 ]
@@ -88,6 +92,50 @@ def test_ties_averages_the_models_that_have_the_elected_sign(tmp_path: Path, wei
     config: Config = {"method": "ties", "drop_rate": 0, "weights": weights}
     for merged in (merge(tmp_path, base, *models, **config), define(base, models, **config)):
         assert merged["w"].tolist() == list(positions.values())
+
+
+@pytest.mark.parametrize(("weights", "positions"), [
+    ([1, 1], {(1, 3): 4, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (0, 3): 3, (0, -3): -3, (0, 0): 0}),
+    ([0.5, 3], {(1, -1): -3, (2, 4): 13, (8, -1): 4, (6, -1): 3, (0, 5): 15}),
+    ([1, -1], {(1, -3): 4, (4, 1): 4, (1, 4): -4, (2, 2): 2, (0, 3): -3, (-1, 3): -4}),
+    (None, {(1, 3): 2, (4, -1): 2, (-4, 1): -2, (0, 0): 0}),
+])  # fmt: skip
+def test_ties_that_does_not_normalize_adds_up_the_models_that_have_the_elected_sign(
+    tmp_path: Path, weights: Any, positions: Any
+) -> None:
+    base = {"w": torch.zeros(len(positions), dtype=BF16)}
+    models = [{"w": torch.tensor(column, dtype=BF16)} for column in zip(*positions, strict=True)]
+    config: Config = {"method": "ties", "drop_rate": 0, "weights": weights, "normalize": False}
+    for engine in ("numba", "plain"):
+        assert merge(tmp_path, base, *models, **config, engine=engine)["w"].tolist() == list(positions.values())
+    assert dare.dare_merge(base, models, DareConfig(**config))["w"].tolist() == list(positions.values())
+
+
+def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
+    base = random_model(1, BF16)
+    models = [finetune(base, seed, 0.1) for seed in (1, 2)]
+    del models[0]["head.weight"]
+    for weights, shares in (([1, 3], [0.25, 0.75]), ([3, -1], [1.5, -0.5]), ([1.7e308, 1.7e308], [0.5, 0.5])):
+        expected = merge(tmp_path, base, *models, weights=shares)
+        assert_same(merge(tmp_path, base, *models, weights=weights, normalize=True), expected)
+    assert_same(merge(tmp_path, base, models[1], weights=[0.3], drop_rate=0.0, normalize=True), models[1])
+
+
+@pytest.mark.parametrize(("flags", "recorded"), [
+    ("--normalize", True), ("--no-normalize", None),
+    ("--method ties --normalize", None), ("--method ties --no-normalize", False),
+])  # fmt: skip
+def test_normalize_is_recorded_where_it_is_not_the_default(
+    pair: tuple[Path, Path], tmp_path: Path, flags: str, recorded: bool | None, capsys: Capture
+) -> None:
+    output = tmp_path / "out"
+    words = ["-b", str(pair[0]), "-m", str(pair[1]), "-o", str(output), "--weights", "0.3", "--engine", "plain"]
+    assert dare.main([*words, *flags.split(), "--dry-run"]) == 0
+    assert (f"normalize {str(recorded).lower()}" in capsys.readouterr().out) == (recorded is not None)
+    assert dare.main([*words, *flags.split(), "-q"]) == 0
+    assert read_recipe(output).dare.get("normalize") == recorded
+    assert ("summed up by weight over the models" in (output / "README.md").read_text()) == (recorded is False)
+    assert dare.main(["verify", "-q", str(output)]) == 0
 
 
 @pytest.mark.parametrize("drop_rate", [0.0, 0.9])
@@ -260,6 +308,9 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(models: lis
     ({"weights": [0.0, 0.0], "method": "ties"}, 2, "all weights are 0"),
     ({"weights": [0.0, 0.0]}, 2, "all weights are 0"),
     ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative"),
+    ({"weights": [1.0, -1.0], "method": "ties", "normalize": True}, 2, "must not be negative"),
+    ({"weights": [0.1, 0.2, -0.3], "normalize": True}, 3, "the weights add up to 0"),
+    ({"normalize": False, "method": "slerp"}, 2, "normalize means nothing to method slerp"),
     ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),
     ({"rescale_q": 0.05}, 2, "rescale_q 0.05 is below 1 - drop_rate = 0.1"),
     ({"rescale_q": 0.2, "rules": [{"match": "*", "drop_rate": 0.5}]}, 2, "rescale_q 0.2 is below 1 - drop_rate"),

@@ -58,6 +58,8 @@ def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(models: li
     [
         "--drop-rate 0.6 --seed 3",
         "--method ties --weights 1 2 --keep-ratio 0.4 --lambda 0.9 --dtype float32 --mismatch overlap",
+        "--method ties --no-normalize --weights 1 -2",
+        "--normalize --weights 1 2",
         "--method slerp --slerp-t 0.3 --drop-rate 0.5 0.7 --rescale-q 0.6",
         "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 --rule *.weight:lambda_coeff=0.5",
     ],

@@ -212,6 +212,8 @@ def suggest(evidence: Evidence) -> str:
 
     config, method = evidence.config, evidence.method
     kept: dict[str, Any] = {key: getattr(config, key) for key in KEPT_SETTINGS} | {"weights": keep_weights(evidence)}
+    if "normalize" in METHODS[method].settings:
+        kept["normalize"] = config.normalize
     in_rules = ["match", "drop_rate", "lambda_coeff"]  # not rescale_q, which was found for another drop rate
     if "keep_ratio" in METHODS[method].settings:
         kept["keep_ratio"] = config.keep_ratio
@@ -228,11 +230,12 @@ def suggest(evidence: Evidence) -> str:
 
 def keep_weights(evidence: Evidence) -> list[float] | None:
     """The user's weights, as far as they mean the same to the suggested method: to some, only their ratios count."""
-    weights, before = list(evidence.config.weights or ()), METHODS[evidence.config.method]
-    only_ratios = METHODS[evidence.method].shares_only
-    if not any(weights) or (only_ratios and min(weights) < 0):
+    config, method = evidence.config, METHODS[evidence.method]
+    weights = list(config.weights or ())
+    only_ratios = method.normalize if config.normalize is None else config.normalize
+    if not any(weights) or (only_ratios and method.shares_only and min(weights) < 0):
         return None
-    return [w / math.fsum(weights) for w in weights] if before.shares_only and not only_ratios else weights
+    return [w / math.fsum(weights) for w in weights] if config.is_normalized and not only_ratios else weights
 
 
 def compact(values: list[float]) -> float | list[float]:

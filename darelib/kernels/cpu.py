@@ -167,7 +167,7 @@ def build_merge(spec: KernelSpec) -> Any:
                 for j in range(count - start, TILE):
                     model.kept -= np.uint64(bits[j] <= np.uint16(model.limit))
             if elects:
-                elect_signs(kept, records, merged, scratch[LEFT_ROW], scratch[RIGHT_ROW])
+                elect_signs(kept, records, merged, scratch[LEFT_ROW], scratch[RIGHT_ROW], real(tensor.first_share))
             if tensor.exact:
                 raw_finetuned = finetuned_all[0, start : start + TILE]
                 for j in range(TILE):

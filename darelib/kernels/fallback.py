@@ -75,8 +75,9 @@ def merge_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, fir
     if tensor["exact"]:
         values = read_model(spec, buffers, 0, count)
     else:
-        weights, share = buffers.models["weight"][:models].tolist(), float(tensor["base_share"])
-        values = plain.apply(base, plain.combine(spec.kind, base, rows, weights, share), float(tensor["lambda_coeff"]))
+        shares = float(tensor["base_share"]), float(tensor["first_share"])
+        merged = plain.combine(spec.kind, base, rows, buffers.models["weight"][:models].tolist(), *shares)
+        values = plain.apply(base, merged, float(tensor["lambda_coeff"]))
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
     buffers.output[: stored.nbytes] = stored.view(np.uint8)

@@ -96,10 +96,13 @@ def thin(delta: Array, mask: Array, scale: float, floor: float = 0.0) -> Array:
     return library(delta).where(mask & (abs(delta) >= floor), delta * scale, 0.0)
 
 
-def elect(merged: Array, rows: Sequence[Array], weights: Sequence[float]) -> Array:
-    """Ties: the sum's sign is elected at each position, positive at 0; the models of that sign are averaged."""
+def elect(merged: Array, rows: Sequence[Array], weights: Sequence[float], first_share: float) -> Array:
+    """Ties: the sum's sign is elected at each position, positive at 0; the models of that sign are averaged.
+
+    Or summed up: where the first share is 1 and all weights are 0, the division changes nothing.
+    """
     lib = library(merged)
-    total, share = lib.zeros_like(merged), lib.zeros_like(merged)
+    total, share = lib.zeros_like(merged), lib.full_like(merged, first_share)
     for row, weight in zip(rows, weights, strict=True):
         agrees = lib.where(merged >= 0, row > 0, row < 0)
         total, share = lib.where(agrees, total + row, total), lib.where(agrees, share + weight, share)
@@ -107,10 +110,12 @@ def elect(merged: Array, rows: Sequence[Array], weights: Sequence[float]) -> Arr
         return lib.where(share > 0, total / share, 0.0)
 
 
-def combine(kernel: str, base: Array, rows: Sequence[Array], weights: Sequence[float], base_share: float) -> Array:
+def combine(
+    kernel: str, base: Array, rows: Sequence[Array], weights: Sequence[float], base_share: float, first_share: float
+) -> Array:
     """The sum of the models' kept deltas, one after the other; or, to elect signs, an average by that sum."""
     merged = sum(rows, start=base_share * base)
-    return elect(merged, rows, weights) if kernel == "elect" else merged
+    return elect(merged, rows, weights, first_share) if kernel == "elect" else merged
 
 
 def apply(base: Array, merged: Array, lambda_coeff: float) -> Array:
@@ -122,7 +127,8 @@ def apply(base: Array, merged: Array, lambda_coeff: float) -> Array:
 def merge_parts(settings: TensorSettings, base: Array, parts: Iterable[Part], found: Coefficients) -> Array:
     """The merged values of a tensor, or of a piece of it. parts: of each model that has it."""
     rows = [thin(*part, *numbers) for part, *numbers in zip(parts, found.scales, found.floors, strict=True)]
-    merged = combine(METHODS[settings.method].kernel, base, rows, found.weights, found.base_share)
+    kernel, shares = METHODS[settings.method].kernel, (found.base_share, found.first_share)
+    merged = combine(kernel, base, rows, found.weights, *shares)
     return apply(base, merged, settings.lambda_coeff)
 
 

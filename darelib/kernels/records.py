@@ -18,10 +18,10 @@ MODEL: Final = np.dtype(
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
     + [(name, "f8") for name in ("size", "squares")]
 )
-# One record for the tensor. exact: the only model is taken as it is. shift: which bits trim counts by. square_0,
-# square_1 and product: of the ends of slerp's arc.
+# One record for the tensor. first_share: what ties adds weights to before it divides. exact: the only model is taken as
+# it is. shift: which bits trim counts by. square_0, square_1 and product: of the ends of slerp's arc.
 TENSOR: Final = np.dtype(
-    [(name, "f8") for name in ("lambda_coeff", "base_share", "threshold")]
+    [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "threshold")]
     + [(name, "u8") for name in ("exact", "shift", "peak")]
     + [(name, "f8") for name in ("base_size", "base_squares", "square_0", "square_1", "product")]
 )

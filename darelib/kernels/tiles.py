@@ -113,12 +113,12 @@ def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:  # compiled
         bits[lane + 896] = x3 >> np.uint64(16)
 
 
-def elect(kept: Any, models: Any, merged: Any, total: Any, share: Any) -> None:  # compiled
+def elect(kept: Any, models: Any, merged: Any, total: Any, share: Any, first_share: Any) -> None:  # compiled
     """Ties: elect each position's sign by the sum, then average, by weight, the models that agree with it."""
     zero = kept.dtype.type(0)  # a plain 0 would make float64 of float32
     for j in range(TILE):
         total[j] = zero
-        share[j] = zero
+        share[j] = first_share
     for i in range(len(models)):
         row = kept[i]
         for j in range(TILE):

@@ -120,7 +120,7 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
         "",
         f"Merged from `{names[0]}` and models fine-tuned from it by [DARE](https://arxiv.org/abs/2311.03099) (drop and "
         "rescale): most of what each fine-tune changed is dropped at random, the rest is rescaled, and what is left is "
-        f"{METHODS[config.method].card}.",
+        f"{METHODS[config.method].card(settings)}.",
         "",
         "| model | seed | dropped | kept deltas are divided by | weight |",
         "| --- | --- | --- | --- | --- |",

@@ -172,7 +172,8 @@ class Worker:
             told["number"], told["is_delta"] = i, info.is_delta
             told["scale"], told["weight"], told["floor"] = found.scales[row], found.weights[row], found.floors[row]
         whole = buffers.tensor[0]
-        whole["lambda_coeff"], whole["base_share"] = settings.lambda_coeff, found.base_share
+        whole["lambda_coeff"] = settings.lambda_coeff
+        whole["base_share"], whole["first_share"] = found.base_share, found.first_share
         whole["threshold"] = self.task.config.delta_threshold
         whole["exact"] = settings.returns_model and any(not info.is_delta for _, info in tensor.finetuned)
 

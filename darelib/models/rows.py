@@ -98,16 +98,17 @@ def unite_tokens(inputs: Sequence[Checkpoint]) -> list[Any]:
         raise DareError(f"{base.name!r} has no tokenizer.json", "for --tokenizer union, give a base with a tokenizer")
     union = unite(vocabulary, [(model.name, read_vocabulary(model.folder, model.name)) for model in models])
     united = [Rearranged(model, union) for model in inputs]
-    embedding = next((info for name, info in base.tensors.items() if name.endswith(EMBEDDINGS)), None)
+    embedding = next((name for name in base.tensors if name.endswith(EMBEDDINGS)), None)
     if embedding is None:
         raise DareError(f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base")
+    height = base.tensors[embedding].shape[:1]
     for name, info in base.tensors.items():
-        if name.endswith(ROW_TENSORS) and info.shape[:1] == embedding.shape[:1] and info.dtype in FORMATS:
-            _rearrange(name, united, union)
+        if name.endswith(ROW_TENSORS) and info.shape[:1] == height and info.dtype in FORMATS:
+            _rearrange(name, embedding, united, union)
     return united
 
 
-def _rearrange(name: str, united: Sequence[Rearranged], union: Union) -> None:
+def _rearrange(name: str, embedding: str, united: Sequence[Rearranged], union: Union) -> None:
     """Put the rows of one tensor into the order of the union, in all models.
 
     A token that the base lacks has the mean of the rows of the models that have it, and a model that lacks a token has
@@ -133,7 +134,8 @@ def _rearrange(name: str, united: Sequence[Rearranged], union: Union) -> None:
     numbers = number_rows(union, union.base, height, info.shape[0], base.name)
     base.rearrange(name, Rows(info, numbers, width, average), info.dtype)
     for model, vocabulary in zip(models, union.models, strict=True):
-        theirs = model.tensors.get(name)
+        stored = model.model.tensors
+        theirs = stored.get(name) or (stored.get(embedding) if name.endswith(HEADS) else None)  # a head may be tied
         if theirs is None or theirs.dtype not in FORMATS or theirs.shape[1:] != info.shape[1:]:
             continue
         numbers = number_rows(union, vocabulary or union.base, height, theirs.shape[0], model.name)
@@ -141,7 +143,8 @@ def _rearrange(name: str, united: Sequence[Rearranged], union: Union) -> None:
         no_change: Fill = lambda _, count, real: np.zeros(count, FORMATS[real].real)  # noqa: E731
         rows = Rows(theirs, numbers, width, no_change if theirs.is_delta else as_base)
         exact = theirs.is_delta or theirs.dtype == info.dtype or bool((numbers != NO_ROW).all())
-        model.rearrange(name, rows, theirs.dtype if exact else wider(theirs, info))
+        if name in stored:
+            model.rearrange(name, rows, theirs.dtype if exact else wider(theirs, info))
         givers += [] if theirs.is_delta else [(model, rows)]
     orphans = [union.tokens[n] for n in new if all(rows.numbers[n] == NO_ROW for _, rows in givers)]
     if orphans:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,9 @@ DIGIT_BITS: Final = 16
 # What people and config.json call the types that can be merged.
 DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 SHORT_DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+
+# What positions, masks and counters are stored as, and what torch calls that; another file may have them as floats.
+COUNTED: Final = {"BOOL": "bool", "I16": "int16", "I32": "int32", "I64": "int64"}
 
 
 @dataclass(frozen=True)
@@ -58,3 +62,8 @@ def widen(raw: NDArray[Any], dtype: str) -> NDArray[Any]:
     if dtype == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return raw.view(np.float16).astype(np.float32) if dtype == "F16" else raw.view(FORMATS[dtype].real)
+
+
+def is_counted(name: str, dtypes: Iterable[str]) -> bool:
+    """Whether a tensor that some models have as integers is one that was never trained, and not a quantised weight."""
+    return not name.endswith(("weight", "bias")) and not {*COUNTED, *COUNTED.values()}.isdisjoint(dtypes)

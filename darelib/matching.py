@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from darelib.config import DareConfig, Rule
-from darelib.formats import DTYPES, FORMATS
+from darelib.formats import DTYPES, FORMATS, is_counted
 from darelib.kernels import KernelSpec
 from darelib.methods import METHODS, Look, TensorSettings
 from darelib.models import Input
@@ -116,6 +116,7 @@ class Matcher:
                 mask_names.append(mask_name)
         if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
             found = []
+        merged &= all(theirs.dtype in FORMATS for _, theirs in found)
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
         rule = self.config.rule_for(mask_names[0] if len(set(mask_names)) == 1 else own)
@@ -139,7 +140,8 @@ class Matcher:
         if theirs.shape != info.shape:
             self._check_shapes(name, info, theirs, model)
             self.mismatched[i][name] = theirs.shape
-        if (theirs.dtype in FORMATS) != (info.dtype in FORMATS):
+        mixed = (theirs.dtype in FORMATS) != (info.dtype in FORMATS)
+        if mixed and not is_counted(name, (info.dtype, theirs.dtype)):
             raise DareError(
                 f"tensor {name!r} is {info.dtype} in {self.base.name!r} and {theirs.dtype} in {model.name!r}",
                 f"only {', '.join(FORMATS)} tensors can be merged, with one another",
@@ -158,7 +160,11 @@ class Matcher:
                 f"{message}: more than the number of rows differs", "--mismatch base keeps the base's tensor"
             )
         if not by_rows:
-            raise DareError(message, "only models fine-tuned from this very base can be merged")
+            raise DareError(
+                message,
+                "check that this is the right base; if it is (an inpainting model has more input channels), "
+                "--mismatch base keeps the base's tensor and merges the others",
+            )
         more = theirs.shape[0] - info.shape[0]
         raise DareError(
             f"{message}, {count_of(abs(more), 'row')} {'more' if more > 0 else 'fewer'}",

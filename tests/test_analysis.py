@@ -43,15 +43,26 @@ LAYERED = {"model.embed_tokens.weight": (50, 40)} | {f"model.layers.{k}.mlp.weig
 LAYERED |= {"model.norm.weight": (40,)}
 # Modules by the kind of their tensors; up to a bar, they are a layer.
 KINDS = {
-    "embedding": "model.embed_tokens transformer.wte transformer.wpe bert.embeddings.word_embeddings",
+    "embedding": "model.embed_tokens transformer.wte transformer.wpe bert.embeddings.word_embeddings embedder "
+    "cond_stage_model|.transformer.text_model.embeddings.token_embedding text_encoder_2|.shared "
+    "conditioner.embedders.0|.transformer.text_model.embeddings.token_embedding",
+    "text encoder": "cond_stage_model|.transformer.text_model.encoder.layers.0.mlp.fc1 text_encoder|.layers.1.q_proj "
+    "conditioner.embedders.1|.model.transformer.resblocks.3.ln_1 text_encoders.t5xxl|.encoder.block.0.layer.0.wi "
+    "text_model.encoder.layers.7|.self_attn.q_proj",
+    "VAE": "first_stage_model|.encoder.mid.attn_1.norm first_stage_model|.decoder.up.0.conv vae|.decoder.conv_out",
     "attention": "model.layers.12|.self_attn.q_proj h.0|.attn.c_attn encoder.block.0|.layer.0.SelfAttention.q "
-    "bert.encoder.layer.9|.attention.output.dense",
+    "bert.encoder.layer.9|.attention.output.dense unet.mid_block|.attentions.0.transformer_blocks.0.attn1.to_q "
+    "model.diffusion_model.output_blocks.11|.1.transformer_blocks.0.attn2.to_k double_blocks.18|.img_attn.qkv",
     "MLP": "model.layers.4|.mlp.experts.17.down_proj model.layers.5|.block_sparse_moe.gate h.1|.mlp.c_fc fc1 "
-    "bert.encoder.layer.10|.intermediate.dense encoder.block.1|.layer.1.DenseReluDense.wi",
+    "bert.encoder.layer.10|.intermediate.dense encoder.block.1|.layer.1.DenseReluDense.wi "
+    "model.diffusion_model.middle_block|.1.transformer_blocks.0.ff.net.2 double_blocks.2|.txt_mlp.0 "
+    "down_blocks.1|.attentions.0.transformer_blocks.0.ff.net.0.proj",
     "norm": "model.layers.3|.self_attn.q_norm model.layers.6|.post_attention_layernorm model.norm h.2|.ln_1 ln_f "
     "bert.embeddings.LayerNorm bert.encoder.layer.11|.output.LayerNorm",
     "head": "lm_head cls.predictions.decoder score",
-    "other": "something",
+    "other": "something model.diffusion_model.time_embed.0 model.diffusion_model.label_emb.0|.0 "
+    "single_blocks.37|.linear1 model.diffusion_model.input_blocks.4|.0.in_layers.2 time_embedding.linear_1 x_embedder.proj "
+    "up_blocks.3|.resnets.0.conv1",
 }
 
 
@@ -208,9 +219,9 @@ def test_tensors_are_told_apart_by_their_names(tmp_path: Path) -> None:
     expected = {module: kind for kind, modules in KINDS.items() for module in modules.split()}
     base = {f"{module.replace('|', '')}.weight": torch.ones(1) for module in expected}
     (model,) = analyze(tmp_path, base, base).models
-    found = {layer: [*kinds] for layer, kinds in model.cells.items()}
-    assert found == {module.split("|")[0]: [kind] for module, kind in expected.items()}
-    layers = ["h.0", "h.9", "h.10", f"h.{'1' * 5000}", "norm"]  # sorted by number
+    found = {(layer, kind) for layer, kinds in model.cells.items() for kind in kinds}
+    assert found == {(module.split("|")[0], kind) for module, kind in expected.items()}
+    layers = ["h.0", "h.9", "h.10", f"h.{'1' * 5000}", "in.2", "middle_block", "out.1", "norm"]  # sorted by number
     base = {f"{layer}.weight": torch.ones(1) for layer in reversed(layers)}
     long = {"_ln" * 21000: torch.ones(1), "fc" + "_" * 60000: torch.ones(1)}
     started = time.perf_counter()

@@ -144,6 +144,22 @@ def test_any_adapter_is_answered(small: Paths, answer: Answer, text: bytes, tens
     answer("-b", small[0], "-m", adapter, output=small[0].with_name("out.safetensors"))
 
 
+KOHYA_NAMES = st.tuples(
+    st.sampled_from(["lora_unet_layer", "lora_te_layer", "lora_te3_layer", "lora_unet_", "layer", "lora_unet_other"]),
+    st.sampled_from([".lora_down.weight", ".lora_up.weight", ".alpha", ".dora_scale", ".", ".lora_down", ""]),
+).map("".join)
+VALUES = st.sampled_from([torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool])
+
+
+@settings(max_examples=60, **FUZZED)
+@given(tensors=st.dictionaries(KOHYA_NAMES.filter(bool), st.tuples(SHAPES, VALUES), max_size=5))
+def test_any_lora_file_is_answered(small: Paths, answer: Answer, tensors: Any) -> None:
+    whole = {"lora_unet_layer.lora_down.weight": torch.ones(2, 3), "lora_unet_layer.lora_up.weight": torch.ones(4, 2)}
+    odd = {name: torch.ones(shape).to(kind) for name, (shape, kind) in tensors.items()}
+    [lora] = save(small[0].parent, lora=whole | odd)
+    answer("-b", small[0], "-m", lora, output=small[0].with_name("out.safetensors"))
+
+
 MODELS = {"base_file": "base.safetensors", "merge_files": [f"model/{INDEX}", "model"]}
 EACH = st.floats(0, 1) | st.lists(st.floats(0, 1), min_size=2, max_size=2)
 NUMBERS = EACH | st.floats() | st.integers(-(10**400), 10**400) | st.sampled_from([0, 1, 2, 2**63 - 1, True])

@@ -28,15 +28,26 @@ if TYPE_CHECKING:
 
 # What tensors do, by their names: the first pattern that is found in one.
 KINDS: Final = {
+    "text encoder": re.compile(
+        r"(^|\.)(cond_stage_model|conditioner|text_encoders?(_\d)?|text_model\.encoder)\.(?!.*(_embedding|\bshared)\b)"
+    ),
+    "VAE": re.compile(r"(^|\.)(first_stage_model|vae)\."),
     "norm": re.compile(r"norm|(^|[._])ln(_?\w+)?\.|(^|\.)bn\d*\.", re.IGNORECASE),
     "head": re.compile(r"(^|\.)(lm_head|head|classifier|score|embed_out|output_projection|predictions|cls)\."),
-    "embedding": re.compile(r"embed|(^|\.)(wte|wpe|shared)\."),
-    "attention": re.compile(r"att(entio)?n|(^|\.)(q|k|v|o|qkv|query|key|value)(_proj)?\.", re.IGNORECASE),
+    "embedding": re.compile(
+        r"(?<!time_)(?<!time_text_)(?<!label_)(?<!add_)embed(?!der)|(^|\.)(wte|wpe|shared|embedder)\."
+    ),
+    "attention": re.compile(r"att(entio)?n(?!.*\.ff\.)|(^|\.)(q|k|v|o|qkv|query|key|value)(_proj)?\.", re.IGNORECASE),
     "MLP": re.compile(
-        r"mlp|ffn|feed_?forward|expert|(^|\.)(fc\w*|gate|router|dense|intermediate|w[io123])(_\w+)?\.|dense"
+        r"mlp|ffn|feed_?forward|expert|(^|\.)(fc\w*|ff|gate|router|dense|intermediate|w[io123])(_\w+)?\.|dense"
     ),
     "other": re.compile(""),
 }
+# Where in a model a tensor is: all of a diffusion model's text encoder or VAE, else its name up to the first number.
+LAYER: Final = re.compile(
+    r"(?:cond_stage_model|text_encoder(?:_\d|s\.\w+)?|first_stage_model|vae)(?=\.)"
+    r"|(?:.*?\.)?(?:\d+|mid(?:dle)?_block)(?=\.)"
+)
 # How much of a name's end is searched: the patterns take time with the square of its length.
 SEARCHED: Final = 200
 # Where the bins of |delta| begin, and the last ends: 16 to a doubling, so that the middle of one is within 3.1% of all
@@ -54,8 +65,8 @@ def kind_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Where in the model a tensor is: its name up to the first number, or its module where there is none."""
-    found = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
+    """Where in the model a tensor is, as the start of its name; its module where there is nothing to go by."""
+    found = LAYER.match(name)
     return found[0] if found else module_of(name)
 
 
@@ -65,9 +76,9 @@ def groups_of(name: str) -> list[Group]:
 
 
 def natural(name: str) -> tuple[bool, list[tuple[str, int, str]]]:
-    """A key to sort layers by: numbers as numbers, however long, and names without one after them."""
+    """A key to sort layers by: numbers as numbers, however long, and what is no block after those that are."""
     parts = re.findall(r"(\D*)0*(\d*)", name)
-    return not name[-1:].isdigit(), [(text, len(number), number) for text, number in parts]
+    return not re.search(r"(\d|mid(dle)?_block)$", name), [(text, len(number), number) for text, number in parts]
 
 
 def noise_of(settings: TensorSettings, model: int) -> float:

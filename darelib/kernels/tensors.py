@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from darelib.config import DareConfig
-from darelib.formats import DTYPES
+from darelib.formats import DTYPES, is_counted
 from darelib.kernels import plain
 from darelib.mask import mask_key
 from darelib.methods import METHODS, fold_columns, rank_of_floor
@@ -49,7 +49,8 @@ def merge_tensors(
         for i, part in parts.items():
             _check_alike(name, tensor, i, part)
         quantised = tensor.element_size() == 1  # copied where equal, else refused
-        if tensor.is_floating_point() and not (quantised and all(_same_bytes(tensor, p) for p in parts.values())):
+        floats = all(part.is_floating_point() for part in (tensor, *parts.values()))
+        if floats and not (quantised and all(_same_bytes(tensor, p) for p in parts.values())):
             merged[name] = TensorMerge(config, len(finetuned), name, tensor, parts).run()
         else:
             merged[name] = tensor.clone()
@@ -66,7 +67,9 @@ def check_state_dict(what: str, given: object) -> None:
 
 
 def _check_alike(name: str, tensor: Tensor, i: int, part: Tensor) -> None:
-    if part.shape != tensor.shape or part.is_floating_point() != tensor.is_floating_point():
+    mixed = part.is_floating_point() != tensor.is_floating_point()
+    types = (str(dtype).removeprefix("torch.") for dtype in (tensor.dtype, part.dtype))
+    if part.shape != tensor.shape or (mixed and not is_counted(name, types)):
         raise DareError(
             f"tensor {name!r} is {list(tensor.shape)} of {tensor.dtype} in the base and {list(part.shape)} of "
             f"{part.dtype} in model {i}",

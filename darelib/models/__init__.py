@@ -8,7 +8,8 @@ from typing import Final, TypeAlias
 
 from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint, path_hint
 from darelib.models.hub import download
-from darelib.models.lora import LoraAdapter, find_adapter
+from darelib.models.kohya import KohyaAdapter, find_kohya
+from darelib.models.lora import PeftAdapter, find_adapter
 from darelib.models.tensorfile import explain_os_error
 from darelib.readers import Source
 from darelib.text import DareError, as_text
@@ -20,7 +21,8 @@ Finder: TypeAlias = Callable[[Source], Layout | None]  # the files of a source; 
 Opener: TypeAlias = Callable[[Source, Layout, Checkpoint | None], Input]  # without a base, it is to be the base
 # The kinds of input: the first one that finds files opens them.
 OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
-    (find_adapter, LoraAdapter),
+    (find_adapter, PeftAdapter),
+    (find_kohya, KohyaAdapter),
     (find_checkpoint, lambda source, layout, _: Checkpoint(source, layout)),
 )
 

@@ -188,7 +188,7 @@ def find_adapter(source: Source) -> Layout | None:
 
 
 class LoraAdapter(Checkpoint):
-    """A LoRA adapter, open for reading: its tensors are those of the base that it changes."""
+    """A LoRA adapter of any format, open for reading: its tensors are those of the base that it changes."""
 
     partial = True
 
@@ -200,16 +200,17 @@ class LoraAdapter(Checkpoint):
         self._room = 0  # elements of a matrix that a thread may hold
         self._held = threading.local()
         try:
-            self._config_path = layout.files[0].with_name(ADAPTER_CONFIG)
-            table = read_json(self._config_path, part_name(source, self._config_path))
-            self._config_sha256 = file_sha256(self._config_path)
-            found = ChangeFinder(self.name, LoraConfig.of(table, self.name), base).find(self.tensors)
+            found = self._find_changes(base)
         except BaseException:
             self.close()
             raise
         self.tensors = {name: info for name, info in found.items() if name in base.tensors}
         self.unused = tuple(name for name in found if name not in base.tensors)
         self._describe(base)
+
+    def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
+        """By the base's names, how what it changes is made from what is stored; what the base lacks has other names."""
+        raise NotImplementedError
 
     def _describe(self, base: Checkpoint) -> None:
         """Set what others ask about this kind of input."""
@@ -225,15 +226,6 @@ class LoraAdapter(Checkpoint):
                 f"{self.name} has its own {whole[0]!r}, and the base uses that as its output head too: both change, "
                 "where PEFT would leave the head as it was",
             )
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint | {"config_sha256": self._config_sha256}
-
-    def check_unchanged(self) -> None:
-        super().check_unchanged()
-        if file_sha256(self._config_path) != self._config_sha256:
-            raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         self._kernels, self._room = kernels, TUNING.expand_elements // readers
@@ -285,6 +277,25 @@ class LoraAdapter(Checkpoint):
                 self.read_bytes(raw[k].reshape(-1).data, stored, ((rows.start + k) * width + columns.start) * item)
         part = widen(raw.reshape(-1), stored.dtype).reshape(height, wanted)
         return np.ascontiguousarray(part.T if info.transposed else part, FORMATS[info.dtype].real)
+
+
+class PeftAdapter(LoraAdapter):
+    """A LoRA adapter of PEFT: its configuration is a file of its own."""
+
+    def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
+        self._config_path = self.files[0].path.with_name(ADAPTER_CONFIG)
+        table = read_json(self._config_path, part_name(self.source, self._config_path))
+        self._config_sha256 = file_sha256(self._config_path)
+        return ChangeFinder(self.name, LoraConfig.of(table, self.name), base).find(self.tensors)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return super().fingerprint | {"config_sha256": self._config_sha256}
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        if file_sha256(self._config_path) != self._config_sha256:
+            raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
 
 class ChangeFinder:

@@ -61,8 +61,8 @@ KINDS = {
     "bert.embeddings.LayerNorm bert.encoder.layer.11|.output.LayerNorm",
     "head": "lm_head cls.predictions.decoder score",
     "other": "something model.diffusion_model.time_embed.0 model.diffusion_model.label_emb.0|.0 "
-    "single_blocks.37|.linear1 model.diffusion_model.input_blocks.4|.0.in_layers.2 time_embedding.linear_1 x_embedder.proj "
-    "up_blocks.3|.resnets.0.conv1",
+    "single_blocks.37|.linear1 model.diffusion_model.input_blocks.4|.0.in_layers.2 time_embedding.linear_1 "
+    "x_embedder.proj up_blocks.3|.resnets.0.conv1",
 }
 
 

@@ -361,6 +361,7 @@ def add_settings(add: Add) -> None:
     add("--slerp-t", metavar="T", type=float, help="slerp: position between the two models (default 0.5)")
     add("--dtype", metavar="NAME", help=types)
     add("--mismatch", metavar="HOW", help=shapes)
+    add("--any-base", action="store_true", help="merge even if config.json says that the base is another kind of model")
     add("--max-shard-size", metavar="SIZE", help="largest size of one file of an output directory (default 5GB)")
     add("--tokenizer", metavar="WHICH", help="of an output directory: base (default), union (all tokens), or a model's")
     add("--chat-template", metavar="WHICH", help="of a model, or a file (default: the base's, else a model's)")

@@ -80,6 +80,7 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "slerp_t": ("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1),
     "dtype": (f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})", _is_word("dtype")),
     "mismatch": (f"one of {', '.join(MISMATCHES)}", _is_word("mismatch")),
+    "any_base": ("true or false", lambda v: isinstance(v, bool)),
     "max_shard_size": ("a size like 5GB or 500MiB, or a number of bytes", lambda v: parse_size(v) > 0),
     "delta_threshold": ("a number above 0", lambda v: is_number(v) and v > 0),
     "seed": ("a whole number from 0 to 2^63 - 1", lambda v: is_count(v, 0)),
@@ -177,6 +178,7 @@ class DareConfig:
     slerp_t: float | None = None  # slerp: position between the two models; None: 0.5
     dtype: str | None = None  # output type of float tensors, kept by its long name; None: the base's
     mismatch: str = "error"  # tensors of another shape: error; overlap: merge the common rows; base: keep the base's
+    any_base: bool = False  # True: merge even where config.json says that the base is another kind of model
     max_shard_size: str | int = "5GB"  # of each file's tensors, where the output is a directory
     delta_threshold: float = 0.002  # warn where deltas are larger; the paper's limit for safe dropping
     seed: int = 42  # the first model's seed; model i draws its mask with seed + i
@@ -314,4 +316,6 @@ class DareConfig:
             chosen["normalize"] = self.is_normalized
         if self.mismatch != "error":
             chosen["mismatch"] = self.mismatch
+        if self.any_base:
+            chosen["any_base"] = True
         return chosen

@@ -25,7 +25,7 @@ from darelib.matching import Matcher
 from darelib.matching import TensorPlan as TensorPlan
 from darelib.methods import Look
 from darelib.models import Input, explain_read_errors
-from darelib.models.checkpoint import KIND_KEYS, WEIGHTS_FILE
+from darelib.models.checkpoint import WEIGHTS_FILE, compare_configs
 from darelib.models.tensorfile import TensorInfo, header_bytes
 from darelib.output.destination import (
     Destination,
@@ -116,6 +116,7 @@ class MergePlan(Task):
     missing: tuple[tuple[str, ...], ...]  # per model: tensors of the base that it lacks
     extra: tuple[tuple[str, ...], ...]  # per model: tensors that the base lacks
     mismatched: tuple[tuple[str, ...], ...]  # per model: tensors that have another shape in the base
+    repeats_base: tuple[bool, ...]  # per model: whether it is the base itself
     free: int = 0  # bytes on the output's disk
     unfinished: bool = False  # whether an earlier merge to the same place left something
     replaces: Replaced | None = None  # what is at that place
@@ -232,6 +233,7 @@ def plan_merge(
         missing=tuple(map(matcher.missing, models)),
         extra=tuple(map(matcher.extra, models)),
         mismatched=tuple(map(tuple, matcher.mismatched)),
+        repeats_base=tuple(have_same_files(model, inputs[0]) for model in inputs[1:]),
     )
 
 
@@ -251,6 +253,8 @@ def plan_output(
             with suppress(FileNotFoundError):  # of another merge, which has just ended
                 free += getattr(path.lstat(), "st_blocks", 0) * 512  # which is used again, or removed
         replaces = describe_replaced(destination, force)
+    if not config.any_base:
+        check_kinds(inputs)
     with explain_read_errors():
         plan = plan_merge(config, inputs, destination, tokenizer)
         size = plan.size
@@ -260,6 +264,18 @@ def plan_output(
             "make room, or write to another disk",
         )
     return dataclasses.replace(plan, free=free, unfinished=bool(begun), replaces=replaces)
+
+
+def check_kinds(inputs: Sequence[Input]) -> None:
+    """Refuse models of another architecture: tensors of the same names and shapes may mean something else there."""
+    base, *models = inputs
+    for model in models:
+        differences = compare_configs(base.config, model.config)
+        if words := [words for key, words in differences.items() if key.endswith("model_type")]:
+            raise DareError(
+                f"{model.name!r} is another kind of model than {base.name!r}: {words[0]}",
+                "give the base that it was fine-tuned from, or add --any-base if you know that they fit",
+            )
 
 
 def match_inputs(config: DareConfig, inputs: Sequence[Input]) -> Matcher:
@@ -328,14 +344,9 @@ def find_odd_inputs(inputs: Sequence[Input]) -> Iterator[str]:
             yield f"{model.name} is the base itself, given as a model to merge"
         if any(have_same_files(model, earlier) for earlier in models[:i]):
             yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
-        for key in KIND_KEYS:
-            mine, theirs = base.config.get(key), model.config.get(key)
-            if mine is not None and theirs is not None and mine != theirs:
-                yield (
-                    f"{model.name} is another kind of model than {base.name}: its {key} is {theirs!r}, not {mine!r}; "
-                    "check that it was fine-tuned from it"
-                )
-                break
+        if differences := compare_configs(base.config, model.config):
+            words = f"configured differently from {base.name}: {', '.join(differences.values())}"
+            yield f"{model.name} is {words}; check that it was fine-tuned from it"
 
 
 def find_odd_names(inputs: Sequence[Input], matcher: Matcher) -> Iterator[str]:

@@ -374,7 +374,8 @@ def find_oddities(
     for i, name in enumerate(plan.models):
         if names := sorted({outcome.tensor for outcome in outcomes if i in outcome.differing}):
             yield f"{name} differs from the base in tensors that are copied, not merged: {list_names(names)}"
-        yield from find_odd_deltas(plan, name, by_tensor[i], totals[i])
+        if not plan.repeats_base[i]:  # of which the plan warns
+            yield from find_odd_deltas(plan, name, by_tensor[i], totals[i])
 
 
 def find_odd_deltas(plan: MergePlan, name: str, tallies: Mapping[str, Tally], total: Tally) -> Iterator[str]:

@@ -215,6 +215,7 @@ def settings_of(config: DareConfig) -> dict[str, Any]:
     names = ("method", "drop_rate", "lambda_coeff", "rescale", "slerp_t", "weights", "normalize", "rescale_q",
              "keep_ratio", "dtype")  # fmt: skip
     given = {name: as_toml(getattr(config, name)) for name in names if getattr(config, name) is not None}
+    given |= {"any_base": True} if config.any_base else {}
     return given | {"seed": config.seed} | ({"mismatch": config.mismatch} if config.mismatch != "error" else {})
 
 

@@ -200,6 +200,8 @@ def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
     figures = [deltas.mean().item(), deltas.max().item()]
     assert [model.total.mean, model.total.largest] == pytest.approx(figures, rel=1e-5)
     assert tomllib.loads(report.suggestion)["dare"]["drop_rate"] == 0.85, "it has less to spare"
+    texts = [advice.text for advice in report.advice if advice.about == "base"]
+    assert ["cannot be told from its deltas" in text for text in texts] == [True], "they are the same on any base"
     assert tomllib.loads(whole.suggestion)["dare"]["drop_rate"] == 0.9
 
 

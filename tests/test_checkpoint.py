@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dare
+from dare import DareConfig, DareMerger
 from darelib.tuning import TUNING
 from tests.support import (
     BF16,
@@ -303,7 +305,7 @@ def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
     tmp_path: Path, where: str, config: dict[str, Any]
 ) -> None:
     base, model = tied_models()
-    base_path = save_directory(tmp_path / "base", base, **(config if where == "base" else {"model_type": "x"}))
+    base_path = save_directory(tmp_path / "base", base, **(config if where == "base" else {"x": 1}))
     model_path = save_directory(tmp_path / "model", model, **(config if where == "model" else {}))
     for settings in SETTINGS[:3]:
         report = run_merge(base_path, [model_path], tmp_path / OUT, **settings)
@@ -427,3 +429,74 @@ def test_a_quantised_model_and_a_plain_one_are_not_merged(tmp_path: Path, check_
         check_refused(plain, packed, *complaints, flags=flags)
         check_refused(packed, plain, *complaints, flags=flags)
         check_refused(packed, odd, "is quantised", "'layer.", flags=flags)
+
+
+# --- a base of another kind ------------------------------------------------------------------------------------------
+
+ROPE: dict[str, Any] = {"rope_theta": 10000, "rope_scaling": None}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0}
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (ROPE, {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}),
+    (
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_scaling": None, "rope_parameters": {"rope_theta": 500000, "rope_type": "llama3", **LLAMA3}},
+    ),
+    (
+        {"rope_scaling": {"type": "su", "long_factor": [1, 2]}},
+        {"rope_scaling": {"rope_type": "longrope", "type": "su"}},
+    ),
+    ({"rope_theta": 1e6, "rope_scaling": 3}, {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+    ({"rms_norm_eps": 1e-5, "sliding_window": 4096}, {"hidden_size": 64, "sliding_window": None, "vocab_size": 3}),
+    ({"_name_or_path": "org/one", "vocab_size": 1, "hidden_size": [1]}, {"_name_or_path": "two", "hidden_size": 2}),
+    ({"text_config": {"hidden_size": 4}}, {"hidden_size": 5, "text_config": "hidden_size"}),
+]
+UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"d_ff": 4, "n_head": 2}, {"n_head": 3, "d_ff": 5}, "its d_ff is 5, not 4, its n_head is 3, not 2"),
+    (ROPE, ROPE | {"rope_theta": 5e5}, "its rope_theta is 500000.0, not 10000"),
+    (ROPE, {"rope_parameters": {"rope_theta": 5e5}}, "its rope_theta is 500000.0, not 10000"),
+    (ROPE, {"rope_scaling": {"type": "linear", "factor": 2}}, "its rope_scaling.rope_type is 'linear', not 'default'"),
+    ({"rope_scaling": LLAMA3}, {"rope_parameters": LLAMA3 | {"factor": 4}}, "its rope_scaling.factor is 4, not 8.0"),
+    ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, "its tie_word_embeddings is False, not True"),
+    ({"text_config": {"rms_norm_eps": 1e-5}}, {"text_config": {"rms_norm_eps": 1e-6}},
+     "its text_config.rms_norm_eps is 1e-06, not 1e-05"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mine", "theirs", "words"), [*((*pair, "") for pair in ALIKE), *UNLIKE])
+def test_what_shapes_computation_is_compared_with_the_base(
+    pair: tuple[Path, Path], tmp_path: Path, mine: dict[str, Any], theirs: dict[str, Any], words: str
+) -> None:
+    base, model = pair
+    for path, config in ((base, mine), (model, theirs)):
+        (path / "config.json").write_text(json.dumps(config))
+    merger = DareMerger(base, [model], DareConfig(verbose=False))
+    wanted = f"{model} is configured differently from {base}: {words}; check that it was fine-tuned from it"
+    assert merger.plan(tmp_path / OUT).warnings == ((wanted,) if words else ())
+    reverse = DareMerger(model, [base], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
+    assert len(reverse) == bool(words), "one warning, whatever differs"
+
+
+@pytest.mark.parametrize("part", ["", "text_config"])
+def test_a_base_of_another_architecture_is_refused_unless_the_user_knows(
+    pair: tuple[Path, Path], tmp_path: Path, check_refused: Callable[..., str], part: str
+) -> None:
+    for path, kind in zip(pair, ("llama", "qwen2"), strict=True):
+        config = {"model_type": kind}
+        (path / "config.json").write_text(json.dumps({part: config} if part else config))
+    words = "model_type is 'qwen2', not 'llama'\nhint: give the base that it was fine-tuned from, or add --any-base"
+    check_refused(*pair, "is another kind of model than", words)
+    arguments = ["-q", "-b", str(pair[0]), "-m", str(pair[1])]
+    assert dare.main(["analyze", *arguments]) == 0, "which is how to find out about a base"
+    out = tmp_path / "merged"
+    assert dare.main([*arguments, "-o", str(out), "--any-base"]) == 0
+    recipe = out / "dare_recipe.toml"
+    assert tomllib.loads(recipe.read_text())["dare"]["any_base"] is True
+    assert dare.main(["-q", "-c", str(recipe), "-o", str(tmp_path / "again")]) == 0
+    assert dare.main(["verify", "-q", str(out)]) == 0
+    (warning,) = run_merge(pair[0], [pair[1]], out, any_base=True).warnings
+    assert "model_type is 'qwen2', not 'llama'" in warning
+
+
+def test_a_base_that_is_also_a_model_gets_one_warning(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (warning,) = run_merge(pair[0], [pair[1], pair[0]], tmp_path / "out.safetensors").warnings
+    assert "is the base itself" in warning

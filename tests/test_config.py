@@ -104,6 +104,7 @@ def test_a_recipe_that_could_not_be_read_again_is_not_written(models: Models, re
     "normalize": (1, "no"), "slerp_t": (-1, 2),
     "max_shard_size": ("5 XB", "", -1), "delta_threshold": (0,), "seed": (1.5, -1, True),
     "threads": (0, 1.5), "engine": (1,), "verbose": (1,), "method": (2,), "dtype": (16,), "mismatch": (False,),
+    "any_base": (1,),
 }.items())  # fmt: skip
 def test_every_setting_is_checked_in_toml_and_in_scripts(refused: Refused, setting: str, values: Any) -> None:
     for value in values:
@@ -136,7 +137,7 @@ def test_what_was_probably_meant_is_hinted_at(refused: Refused, setting: str, va
     ("[dare]\ndrop_rat = 0.5", "there is no key 'drop_rat' in [dare]", "did you mean drop_rate?"),
     ("[dare]\ndensity = 0.1", "there is no key 'density' in [dare]", "here it is drop_rate = 1 - density"),
     ("merge_method = 'dare_ties'", "there is no table [merge_method]", 'here it is method: dare_linear is "linear"'),
-    ("[dare]\nzzz = 1", "there is no key 'zzz' in [dare]", "known here: delta_threshold, drop_rate"),
+    ("[dare]\nzzz = 1", "there is no key 'zzz' in [dare]", "known here: any_base, delta_threshold, drop_rate"),
     ("[dare]\ndrop_rate = ", "is not valid TOML", "see merge_config.toml"),
     ("[dare]\nseed = " + "1" * 5000, "is not valid TOML", "see merge_config.toml"),
     ("[model]\nx = 1", "there is no table [model]", "did you mean models?"),

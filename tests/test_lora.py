@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -257,6 +258,39 @@ def test_the_time_to_plan_grows_with_the_number_of_tensors_and_not_faster(tmp_pa
     merger = DareMerger(folder, [model], DareConfig(verbose=False, rules=rules, max_shard_size="20kB"))
     assert len(merger.plan(tmp_path / "out").files) == 17
     assert time.process_time() - started < 20  # about five; where it grows with the square, over a hundred
+
+
+def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, other = pair
+    cached = "/elsewhere/hub/models--org--BASE/snapshots/0123"
+    config = {"_name_or_path": "org/Called-2", "hidden_size": 64}
+    (base / "config.json").write_text(json.dumps(config))
+    (other / "config.json").write_text(json.dumps({"hidden_size": 32}))
+    copy = save_directory(tmp_path / "copies" / "base", random_model(), hidden_size=32)
+    monkeypatch.chdir(tmp_path)
+
+    def warn(stated: Any, given: Path = base) -> str:
+        adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=stated)
+        found = DareMerger(given, [adapter], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
+        return "; ".join(found)
+
+    same = (str(base), "base", "org/base", "Base/", cached, r"C:\models\base", "who/called-2")
+    for stated in (..., None, 3, "", "x" * 5000, *same):
+        assert warn(stated) == "", stated
+    assert warn("org/base", base / "model.safetensors") == ""
+    for stated in ("org/other", "//machine/share", "a\0b", "org/base/else"):
+        words = f"was trained on {stated!r}, and {base} is given as its base; check that they are the same model"
+        assert words in warn(stated)
+    for folder in (other, copy):
+        words = f"was trained on '{folder}', and {base} is configured differently from it (its hidden_size is 64, not"
+        assert words in warn(str(folder))
+    (base / "config.json").unlink()
+    assert warn("base", base / "model.safetensors") == "", "the directory that it is in"
+    link = tmp_path / "link"
+    link.symlink_to(base)
+    assert warn("org/base", link) == ""
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

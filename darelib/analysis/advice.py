@@ -29,6 +29,8 @@ BASE_TEXTS: Final = {
     "a few percent; find the model that it was trained from",
     "doubtful": "{base} may not be the base of {model}: {figure}, which is more than fine-tuning usually changes; it "
     "was trained for very long, or from another version",
+    "unknown": "whether {base} is the base of {model} cannot be told from its deltas, since an adapter has the same "
+    "ones on any base: {figure}",
     "right": "the base of {model} looks right: {figure}",
 }
 # Deltas whose mean is so many times delta_threshold cannot be dropped; those with this share above it have a tail.
@@ -46,7 +48,9 @@ HOT_LAYERS: Final = 8  # at most; if more of them have large deltas, the model h
 CONFLICTING: Final = 0.35
 OPPOSED_COSINE: Final = -0.1
 TIES_ADDS: Final = "; after dropping it adds up more than it averages, so try a lambda_coeff below 1"
-KEPT_SETTINGS: Final = ("seed", "lambda_coeff", "rescale", "dtype", "mismatch", "max_shard_size", "delta_threshold")
+KEPT_SETTINGS: Final = (
+    "seed", "lambda_coeff", "rescale", "dtype", "mismatch", "any_base", "max_shard_size", "delta_threshold",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,6 +160,7 @@ def advise_on_base(evidence: Evidence) -> Iterator[Advice]:
     for model in evidence.models:
         norm, is_changed = model.total.relative_norm, model.total.largest > 0
         related = "wrong" if norm > UNRELATED_NORM else "doubtful" if norm > RELATED_NORM else "right"
+        related = "unknown" if model.adapter else related
         verdict, figure = related if is_changed else "identical", f"its delta is {norm:.2%} of the weights by norm"
         text = BASE_TEXTS[verdict].format(base=evidence.base, model=model.label, figure=figure)
         yield Advice("base", verdict, model.label, text)
@@ -191,7 +196,7 @@ RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices, advise_on_ba
 
 def judge_confidence(evidence: Evidence) -> str:
     doubts, count = [], evidence.parameters
-    if any(model.total.relative_norm > RELATED_NORM for model in evidence.models):
+    if any(model.total.relative_norm > RELATED_NORM and not model.adapter for model in evidence.models):
         doubts.append("a base is in doubt, and with it all the rest")
     for model in evidence.models:
         ratios = (model.total.mean / evidence.threshold, model.total.share_above_threshold / TAIL_SHARE)

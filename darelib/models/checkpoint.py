@@ -37,11 +37,27 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 CONFIG_FILE: Final = "config.json"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
-# What is used of a model's configuration: what kind of model it is, and whether its head is its embedding.
-KIND_KEYS: Final = ("model_type", "num_hidden_layers", "hidden_size")
-CONFIG_KEYS: Final = (*KIND_KEYS, "tie_word_embeddings")
 # How much of a model's tensors is read to tell it from others: in 256 places, so that most tensors have one.
 PAGES, PAGE_BYTES = 256, 4096
+# What is used of a model's configuration: what shapes its computation, by the names that the families have for it.
+CONFIG_KEYS: Final = (
+    "model_type", "num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model",
+    "intermediate_size", "n_inner", "d_ff", "ffn_dim", "moe_intermediate_size", "num_attention_heads", "n_head",
+    "n_heads", "num_heads", "num_key_value_heads", "head_dim", "d_kv", "rope_theta", "rotary_emb_base",
+    "rope_local_base_freq", "partial_rotary_factor", "rotary_pct", "rotary_dim", "rms_norm_eps", "layer_norm_eps",
+    "layer_norm_epsilon", "norm_epsilon", "norm_eps", "hidden_act", "activation_function", "hidden_activation",
+    "tie_word_embeddings", "sliding_window", "attention_bias", "mlp_bias", "num_local_experts", "num_experts",
+    "n_routed_experts", "num_experts_per_tok", "attn_logit_softcapping", "final_logit_softcapping",
+    "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    "use_parallel_residual",
+)  # fmt: skip
+# What rope_scaling holds besides its type. Newer files have it in rope_parameters, with what used to lie outside.
+ROPE_KEYS: Final = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
+NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
 # Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
 WEIGHT_SUFFIXES: Final = (
     ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data", ".ot",
@@ -251,10 +267,7 @@ class Checkpoint:
         """What is used of a whole model's config.json, if it has one that can be read."""
         if self.folder is None or self.partial:
             return {}
-        with suppress(DareError):
-            if table := read_json(self.folder / CONFIG_FILE, CONFIG_FILE):
-                return {"text_config": _pick_settings(table.get("text_config")), **_pick_settings(table)}
-        return {}
+        return read_config(self.folder)
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         """Called once, before the first read. readers: how many readers share the memory for what read makes."""
@@ -277,7 +290,42 @@ class Checkpoint:
             file.close()
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """What is used of the config.json of a model directory, if it has one that can be read."""
+    with suppress(DareError):
+        if table := read_json(folder / CONFIG_FILE, CONFIG_FILE):
+            return {"text_config": _pick_settings(table.get("text_config")), **_pick_settings(table)}
+    return {}
+
+
 def _pick_settings(table: Any) -> dict[str, Any]:
     """The settings that are used, if they are short: a configuration may be long, and there may be many models."""
-    found = {key: table.get(key) for key in CONFIG_KEYS} if isinstance(table, dict) else {}
+    if not isinstance(table, dict):
+        return {}
+    found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
     return {k: v for k, v in found.items() if isinstance(v, str | int | float) and sys.getsizeof(v) < 1000}
+
+
+def _pick_rope(table: dict[str, Any]) -> dict[str, Any]:
+    """How positions are encoded, by the same names whether a file is old or new."""
+    plain = "rope_scaling" in table and table["rope_scaling"] is None
+    found: dict[str, Any] = {"rope_scaling.rope_type": "default"} if plain else {}
+    for rope in (table.get("rope_scaling"), table.get("rope_parameters")):
+        if isinstance(rope, dict):
+            found |= {key: rope[key] for key in CONFIG_KEYS if key in rope}
+            found |= {f"rope_scaling.{key}": rope[key] for key in ROPE_KEYS if key in rope}
+            kind = str(rope.get("rope_type", rope.get("type", "")))
+            found["rope_scaling.rope_type"] = OLD_ROPE_TYPES.get(kind, kind) or None
+    return found
+
+
+def compare_configs(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """What two configurations both state, but differently: by key, in words. What only one states is no difference."""
+    both = {key: value for key, value in mine.items() if key in theirs and key not in ("text_config", NAME_KEY)}
+    found = {
+        prefix + key: f"its {prefix}{key} is {theirs[key]!r}, not {value!r}"
+        for key, value in both.items()
+        if value != theirs[key]
+    }
+    parts = (mine.get("text_config", {}), theirs.get("text_config", {}))
+    return found | (compare_configs(*parts, "text_config.") if all(parts) else {})

@@ -12,10 +12,11 @@ import re
 import threading
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
@@ -30,13 +31,16 @@ from darelib.models.checkpoint import (
     EMBEDDINGS,
     HEADS,
     INDEX_FILE,
+    NAME_KEY,
     QUANTISE_HINT,
     WEIGHTS_FILE,
     Checkpoint,
     Layout,
+    compare_configs,
     module_of,
     part_name,
     quantised_modules,
+    read_config,
 )
 from darelib.models.jsonfile import read_json
 from darelib.models.tensorfile import AGAIN_HINT, CHANGED_HINT, MAX_NAME, TensorInfo, file_sha256
@@ -187,6 +191,32 @@ def find_adapter(source: Source) -> Layout | None:
     return Layout((folder / ADAPTER_FILE,), folder)
 
 
+def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
+    """What to warn of where an adapter states another base than it gets. Paths are as PEFT reads them."""
+    if not stated or not isinstance(stated, str) or len(stated) > 1000:  # which is no name
+        return
+    path, differences = base.folder or base.files[0].path, ""
+    path = path.parent if path.name == WEIGHTS_FILE else path
+    if not re.match(r"[/\\]{2}", stated) and os.path.isdir(stated):  # no adapter may have another machine asked
+        if os.path.samefile(stated, path):
+            return
+        stated = os.path.abspath(stated)
+        differences = ", ".join(compare_configs(read_config(Path(stated)), base.config).values())
+    hub_name, loaded_from = base.source.pinned.partition("@")[0], str(base.config.get(NAME_KEY, ""))
+    names = map(last_part, (hub_name, os.path.abspath(path), os.path.realpath(path), loaded_from))
+    if differences or last_part(stated) not in names:
+        how = f"is configured differently from it ({differences})" if differences else "is given as its base"
+        yield f"{name} was trained on {stated!r}, and {base.name} {how}; check that they are the same model"
+
+
+def last_part(name: str) -> str:
+    """What a path and a name on the Hub have in common for one model. In the Hub's cache, paths end in a commit."""
+    parts = re.split(r"[/\\]", name.rstrip("/\\"))
+    if parts[-2:-1] == ["snapshots"] and len(parts) > 2:
+        parts = parts[-3].split("--")
+    return parts[-1].lower().removesuffix(".safetensors")
+
+
 class LoraAdapter(Checkpoint):
     """A LoRA adapter of any format, open for reading: its tensors are those of the base that it changes."""
 
@@ -207,6 +237,7 @@ class LoraAdapter(Checkpoint):
         self.tensors = {name: info for name, info in found.items() if name in base.tensors}
         self.unused = tuple(name for name in found if name not in base.tensors)
         self._describe(base)
+        self.warnings += tuple(find_other_base(self.name, table.get("base_model_name_or_path"), base))
 
     def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
         """By the base's names, how what it changes is made from what is stored; what the base lacks has other names."""

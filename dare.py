@@ -122,6 +122,7 @@ class DareMerger:
         self.config = check_config(config)
         self.config.check_models(len(self.models))
         self.version = __version__  # that recipes name
+        self.published: MergeReport | None = None  # what merge has made, even if it is interrupted right after that
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -153,7 +154,7 @@ class DareMerger:
         from darelib.run.worker import Worker
 
         started = time.perf_counter()
-        destination = find_output(output_file)
+        destination, self.published = find_output(output_file), None
         with self._open() as inputs:
             plan = self._plan(inputs, destination, force)
             if plan.replaces:
@@ -167,9 +168,10 @@ class DareMerger:
                 ):
                     outcomes = load_runner().run_merge(plan, worker, output, interrupts)
                     output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
-        report = report_merge(plan, outcomes, str(output_file), time.perf_counter() - started)
-        for warning in report.warnings:
-            LOG.warning(warning)
+                report = report_merge(plan, outcomes, str(output_file), time.perf_counter() - started)
+                for warning in report.warnings:
+                    LOG.warning(warning)
+                self.published = report
         return report
 
     def plan(
@@ -387,7 +389,13 @@ def run_merge_command(flags: dict[str, Any]) -> None:
             LOG.warning(warning)
         print_result(plan.as_dict() if "json" in flags else str(plan))
         return
-    report = merger.merge(request.output, force="force" in flags, resume="resume" in flags)
+    try:
+        report = merger.merge(request.output, force="force" in flags, resume="resume" in flags)
+        ignore_signals()
+    except (KeyboardInterrupt, Terminated):
+        if merger.published is None:
+            raise
+        report = merger.published  # it came too late to stop anything
     if "json" in flags or merger.config.verbose:
         print_result(report.as_dict() if "json" in flags else str(report))
 
@@ -564,10 +572,15 @@ class Terminated(BaseException):
     """Somebody sent SIGTERM: to be handled like an interrupt."""
 
 
+def ignore_signals() -> None:
+    with suppress(ValueError):  # only a main thread gets them
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
 def _stop(number: int, _: object) -> NoReturn:
     """The first signal stops the merge; more of them must not stop it from tidying up."""
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_IGN)
+    ignore_signals()
     raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 

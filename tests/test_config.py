@@ -255,7 +255,10 @@ def test_outputs_that_cannot_be_written_are_refused(models: Models, refused: Ref
     os.link(models[0], "hard.safetensors")
     for output in ("base", "sub/../math", "./code", "soft", "hard"):
         refused(2, "is the input", *MERGE, "-o", f"{output}.safetensors", "--force")
-    refused(2, "does not end in .safetensors", *MERGE, "-o", "merged.bin")
+    for suffix in ("bin", "pt", "pth", "ckpt", "gguf", "safetensor", "safetensors2", "SafeTensor", "safetenosrs", "st"):
+        words = f"'merged.{suffix}' does not end in .safetensors\nhint: did you mean .safetensors?"
+        refused(2, words, *MERGE, "-o", f"merged.{suffix}")
+    refused(2, "cannot be written to standard output", *MERGE, "-o", "-")
     for output, words in {"nowhere/out": "does not exist", "taken": "is a directory", "loop": "loop"}.items():
         refused(1, words, *MERGE, "-o", f"{output}.safetensors")
     refused(1, "cannot be used: File name too long", *MERGE, "-o", "x" * 300)
@@ -298,6 +301,29 @@ def test_what_the_system_refuses_is_passed_on(models: Models, capsys: Capture, m
         assert complaint in error
         assert "bug" not in hint
         assert snapshot(Path()) == before
+
+
+def test_a_directory_that_may_not_be_read_is_not_missing(
+    pair: tuple[Path, Path], refused: Refused, monkeypatch: Patch
+) -> None:
+    """Neither is it looked for on the Hub."""
+    arguments = ["-o", "merged", "-m", "math", "-b"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda path, mode: Path(path) != Path("base"))
+        refused(1, "cannot read 'base': Permission denied\nhint: check its permissions", *arguments, "base")
+    stat = Path.stat
+
+    def deny(path: Path, **options: Any) -> os.stat_result:
+        if "locked" in path.parts:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", deny)  # and so Path.lstat
+        refused(1, "cannot read 'locked/base': Permission denied", *arguments, "locked/base")
+        refused(
+            1, "cannot read 'locked/base': Permission denied", *arguments, "base", "--tokenizer-from", "locked/base"
+        )
 
 
 def test_a_disk_that_fails_in_the_background_is_noticed(models: Models, refused: Refused, monkeypatch: Patch) -> None:

@@ -134,6 +134,10 @@ def test_the_model_card_has_front_matter_and_the_recipe(pair: Pair, tmp_path: Pa
         assert recipe == file.metadata()["dare_recipe"]
     run_merge(pair[0], [pair[1]] * 2, tmp_path / "slerp", method="slerp", slerp_t=0.25, engine="plain")
     assert "slerp at 0.25" in (tmp_path / "slerp" / "README.md").read_text()
+    rule = {"match": "*bias", "drop_rate": 0.5}
+    for rate, rules, words in ((0, [], "here nothing is dropped, and all that"), (0, [rule], "most of what each")):
+        run_merge(pair[0], [pair[1]], tmp_path / "all", drop_rate=rate, rules=rules, engine="plain")
+        assert words in (tmp_path / "all" / "README.md").read_text()
 
 
 def test_missing_and_odd_configurations_are_warned_about(models: list[Path], pair: Pair, tmp_path: Path) -> None:
@@ -295,8 +299,9 @@ def test_what_is_no_model_is_never_replaced(pair: Pair, tmp_path: Path, monkeypa
     for kind, names in (("file", ["file", "to-file"]), ("directory", ["folder.safetensors", "to-folder.safetensors"])):
         for name in names:
             refused(pair, tmp_path / name, f"{name}' is a {kind}", always=True)
-    for name in ("file/out", "nowhere/out"):
-        refused(pair, tmp_path / name, "does not exist", always=True)
+    for name in ("file/out", "file/deeper/out.safetensors"):
+        refused(pair, tmp_path / name, f"cannot be inside '{tmp_path / 'file'}', which is a file", always=True)
+    refused(pair, tmp_path / "nowhere" / "out", f"'{tmp_path / 'nowhere'}' does not exist", always=True)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     refused(pair, ".", "is the working directory", always=True)

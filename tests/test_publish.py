@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import itertools
+import json
 import os
 import random
 import shutil
@@ -107,7 +108,8 @@ def test_what_is_done_survives_a_failure_with_resume_and_is_continued_to_the_sam
         begun = contents(scene.partial)
     for which in fail_each(scene, call, "--resume"):
         broken = scene.broken(scene.partial)
-        finished = call == "rename"  # of all steps the last: there is nothing to continue
+        # The last steps begin with the journal's end, and then there is nothing to continue.
+        finished = call == "rename" or not (scene.partial / "journal").exists()
         broken += ["what was done is gone"] if scene.status and len(scene.journal) < done and not finished else []
         broken += ["not continued"] if scene.run("--resume") else []
         problems += [f"{which}: {what}" for what in broken + scene.broken()]
@@ -178,6 +180,48 @@ def test_a_disk_that_fails_in_the_background_after_the_last_range_fails_the_merg
     assert scene.run() == 1
     assert "Input/output error" in scene.printed
     assert scene.broken() == []
+
+
+@pytest.mark.parametrize("call", ["open", "fsync"])
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_directory_that_cannot_be_synced_is_an_error_unless_the_system_never_syncs_any(
+    tmp_path: Path, kind: str, call: str
+) -> None:
+    scene, open_file, failing = Scene(tmp_path, kind), os.open, set[int]()
+    is_last, seen = False, list[str]()
+
+    def is_chosen(path: Any) -> bool:
+        return os.path.isdir(path) and (Path(path) == scene.output.parent) == is_last
+
+    def open_or_fail(path: Any, flags: int, *mode: int) -> int:
+        if is_chosen(path) and call == "open":
+            raise OSError(error, os.strerror(error))
+        descriptor = open_file(path, flags, *mode)
+        (failing.add if is_chosen(path) else failing.discard)(descriptor)
+        return descriptor
+
+    def sync_or_fail(descriptor: int) -> None:
+        if descriptor in failing:
+            raise OSError(error, os.strerror(error))
+
+    for is_last in (False, True):  # before the output has its name, and after that
+        for error in (errno.EIO, errno.ENOSPC, errno.EINVAL, errno.ENOTSUP, errno.EACCES):
+            with Patch.context() as patch:
+                patch.setattr(os, "open", open_or_fail)
+                patch.setattr(os, "fsync", sync_or_fail)
+                scene.run("--resume")
+            unsupported = (errno.EINVAL, errno.ENOTSUP, *((errno.EACCES,) if call == "open" else ()))
+            assert scene.status == (error not in unsupported)
+            assert scene.broken(*([] if is_last else [scene.partial])) == []
+            assert (f"what is done is in {scene.partial}" in scene.printed) == scene.partial.exists()
+            if scene.status:
+                seen.append(scene.printed)
+                words = "is in place, but may not survive a power failure: its directory cannot be synced"
+                assert (words in scene.printed) == is_last
+                assert ("what was there before is unchanged" in scene.printed) == (not is_last)
+                assert os.strerror(error) in scene.printed
+            scene.reset()
+    assert len(seen) == (4 if call == "open" else 6)
 
 
 # --- processes that are killed or stopped ----------------------------------------------------------------------------
@@ -276,6 +320,43 @@ def test_a_signal_stops_a_merge_and_keeps_what_is_done_only_with_resume(
     assert scene.journal != []
     assert scene.run("--resume") == 0
     assert scene.broken() == []
+
+
+LATE = {
+    "renamed": "replace = publish.replace; publish.replace = lambda *paths: (replace(*paths), kill())",
+    "tidied": "discard = Output.discard; Output.discard = lambda self, keep: (discard(self, keep), kill())",
+    "closed": "close = Checkpoint.close; Checkpoint.close = lambda model: (close(model), kill())",
+    "returned": "show = dare.print_result; dare.print_result = lambda found: (kill(), show(found))",
+}
+
+
+@POSIX
+@BOTH
+@pytest.mark.parametrize("when", LATE)
+@pytest.mark.parametrize("sent", ["SIGINT", slow("SIGTERM")])
+def test_a_signal_that_comes_when_the_model_is_published_stops_nothing(
+    tmp_path: Path, sent: str, when: str, kind: str
+) -> None:
+    scene = Scene(tmp_path, kind)
+    kill = f"import signal; from darelib.output import publish; kill = lambda: os.kill(os.getpid(), signal.{sent})\n"
+    process = launch(kill + LATE[when], *scene.arguments, "--json")
+    printed, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    report = json.loads(printed.removeprefix("started\n").removesuffix("ended\n"))
+    assert report["output"] == str(scene.output)
+    assert scene.broken(status=0) == []
+
+
+@POSIX
+def test_in_a_script_a_signal_is_kept_until_the_model_is_published(models: list[Path], tmp_path: Path) -> None:
+    """Who stops a script wants it to stop; what was made is there."""
+    merger = DareMerger(models[0], models[1:], DareConfig(verbose=False))
+    with Patch.context() as patch:
+        patch.setattr(publish, "replace", lambda *paths: (os.replace(*paths), signal.raise_signal(signal.SIGINT)))
+        with pytest.raises(KeyboardInterrupt):
+            merger.merge(tmp_path / "out.safetensors")
+    assert merger.published is not None
+    assert (tmp_path / "out.safetensors").exists()
 
 
 BUSY = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from typing import Final, TypeAlias
@@ -30,6 +32,8 @@ OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
 def find_files(source: Source) -> tuple[Opener, Layout]:
     """What opens a source, and which files it has."""
     try:
+        if source.path.is_dir() and not os.access(source.path, os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         source.path.stat()
         return next((opener, layout) for find, opener in OPENERS if (layout := find(source)))
     except FileNotFoundError:

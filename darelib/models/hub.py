@@ -23,7 +23,7 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
     wanted: patterns of the files that are needed; None: all of a model but weights of other frameworks.
     """
     is_file = source.name.endswith((".safetensors", ".json", *PICKLE_SUFFIXES))
-    if is_file or not HUB_NAME.fullmatch(source.name) or os.path.lexists(source.path):
+    if is_file or not HUB_NAME.fullmatch(source.name) or not is_missing(source.path):
         return source
     repository, _, revision = source.name.partition("@")
     try:
@@ -46,6 +46,17 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
         raise _explain_failure(source, error) from None
     # The snapshot's directory has the name of its commit, which is what a recipe must hold, since branches move.
     return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
+
+
+def is_missing(path: Path) -> bool:
+    """Whether there is nothing at a path; where the system does not let us see that, there may be something."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _explain_failure(source: Source, error: Exception) -> DareError:

@@ -90,6 +90,7 @@ class TensorInfo:
 def explain_os_error(error: OSError, name: str, hint: str = "check its permissions") -> DareError:
     """What to tell a person about a file that cannot be read."""
     hints = {
+        errno.EACCES: "check its permissions, and those of the directories above it",
         errno.EINVAL: "give a .safetensors file or a model directory",
         errno.EMFILE: "raise the limit on open files, for example with: ulimit -n 4096",
         errno.ENFILE: "close other programs, or raise the system's limit on open files",

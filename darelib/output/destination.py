@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 
 from darelib.models.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE
@@ -36,18 +37,29 @@ class Destination:
 def find_output(given: str | Path) -> Destination:
     """Where an output goes, if something can be written there at all."""
     path = Source.of(given).path
-    if path.suffix in (".gguf", ".json", ".toml", *PICKLE_SUFFIXES):
-        hint = "use that suffix, or name a directory"
+    if path.name == "-":
+        raise ConfigError("a model cannot be written to standard output", "give a .safetensors file or a directory")
+    if is_misspelt(path.suffix.lower()):
+        hint = "did you mean .safetensors? Without such a suffix, it is a model directory"
         raise ConfigError(f"the output {str(path)!r} does not end in .safetensors", hint)
     with explain_place_errors(str(path)):
         target = path.resolve()
         target.exists()  # which fails where the name is too long
-        has_parent = target.parent.is_dir()
+        above = next(parent for parent in target.parents if parent.exists())
+        is_file, has_parent = not above.is_dir(), target.parent.exists()
+    if is_file:
+        raise DareError(f"the output cannot be inside {str(above)!r}, which is a file", "give another path")
     if not has_parent:
         raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
     if not os.access(target.parent, os.W_OK):
         raise DareError(f"the output's directory {str(target.parent)!r} is not writable", "choose another directory")
     return Destination(str(path), target, path.suffix.lower() != ".safetensors")
+
+
+def is_misspelt(suffix: str) -> bool:
+    """Whether somebody who gives an output this suffix wants a file, and not a directory."""
+    close = SequenceMatcher(None, suffix, ".safetensors").ratio() > 0.8 and suffix != ".safetensors"
+    return close or suffix in (".st", ".sft", ".gguf", ".json", ".toml", *PICKLE_SUFFIXES)
 
 
 @contextmanager

@@ -115,11 +115,14 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
     settings = config.general(len(models))
     lines = ["---", "base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
     lines += ["base_model_relation: merge", "library_name: transformers", "tags:", "- merge", "- dare", "---", ""]
+    rules = (None, *config.typed_rules)
+    drops = any(rate for rule in rules for rate in config.for_rule(rule, len(models)).drop_rates)
+    dropped = "most of what each fine-tune changed is dropped at random, the rest is rescaled, and what is left is"
     lines += [
         f"# A DARE merge of {count_of(len(models), 'model')}",
         "",
         f"Merged from `{names[0]}` and models fine-tuned from it by [DARE](https://arxiv.org/abs/2311.03099) (drop and "
-        "rescale): most of what each fine-tune changed is dropped at random, the rest is rescaled, and what is left is "
+        f"rescale): {dropped if drops else 'here nothing is dropped, and all that each fine-tune changed is'} "
         f"{METHODS[config.method].card(settings)}.",
         "",
         "| model | seed | dropped | kept deltas are divided by | weight |",

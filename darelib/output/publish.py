@@ -33,6 +33,9 @@ JOURNAL_FILE: Final = "journal"
 # What is reserved first, and the rate, in bytes a second, below which it must be done by writing zeros.
 RESERVED_BYTES: Final = 1 << 26
 ZEROS_PER_SECOND: Final = 8e9
+# How systems say that a directory cannot be synced at all, or not even opened, as on Windows.
+NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+NO_OPEN: Final = (*NO_SYNC, errno.EACCES, errno.EISDIR)
 
 
 @dataclass(frozen=True)
@@ -254,9 +257,17 @@ class Output:
         check_replaceable(self.destination, force)  # somebody may have put something there meanwhile
         # From here on what lies in the folder may be the old model, which must not be continued.
         self.journal.path.unlink()
+        self.resume = False
         sync_directory(self.folder)
         replace(self.made, self.destination.path)
-        sync_directory(self.destination.path.parent)
+        try:
+            sync_directory(self.destination.path.parent)
+        except OSError as error:
+            raise DareError(
+                f"{self.destination.name!r} is in place, but may not survive a power failure: its directory cannot be "
+                f"synced ({error.strerror or error})",
+                "check the disk, and merge again",
+            ) from None
 
     def discard(self, keep: bool = False) -> None:
         """Remove what is left, which may be what was replaced; or keep it, to be continued."""
@@ -277,7 +288,8 @@ def explain_write_errors(destination: Destination, resume: bool) -> Iterator[Non
     try:
         yield
     except OSError as error:
-        again = f"run again: what is done is in {destination.partial}" if resume else "try again"
+        kept = resume and os.path.exists(destination.partial / JOURNAL_FILE)
+        again = f"run again: what is done is in {destination.partial}" if kept else "try again"
         raise DareError(
             f"cannot write {destination.name!r}: {error.strerror or error}",
             f"what was there before is unchanged; fix that and {again}",
@@ -317,13 +329,18 @@ def read_pieces(content: bytes | Path) -> Iterator[bytes]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Not every system lets a directory be opened or synced."""
-    with suppress(OSError):
+    """Make the names in a directory durable, where the system lets a directory be opened and synced."""
+    folder = -1
+    try:
         folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (NO_SYNC if folder >= 0 else NO_OPEN):
+            raise
+    finally:
+        if folder >= 0:
+            with suppress(OSError):  # nothing was written through it
+                os.close(folder)
 
 
 def replace(made: Path, target: Path) -> None:

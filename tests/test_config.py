@@ -319,11 +319,10 @@ def test_a_directory_that_may_not_be_read_is_not_missing(
         return stat(path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "stat", deny)  # and so Path.lstat
-        refused(1, "cannot read 'locked/base': Permission denied", *arguments, "locked/base")
-        refused(
-            1, "cannot read 'locked/base': Permission denied", *arguments, "base", "--tokenizer-from", "locked/base"
-        )
+        patch.setattr(Path, "stat", deny)
+        patch.setattr(Path, "lstat", deny)
+        for words in (["locked/base"], ["base", "--tokenizer-from", "locked/base"]):
+            refused(1, "cannot read 'locked/base': Permission denied", *arguments, *words)
 
 
 def test_a_disk_that_fails_in_the_background_is_noticed(models: Models, refused: Refused, monkeypatch: Patch) -> None:

@@ -40,7 +40,7 @@ def find_output(given: str | Path) -> Destination:
     if path.name == "-":
         raise ConfigError("a model cannot be written to standard output", "give a .safetensors file or a directory")
     if is_misspelt(path.suffix.lower()):
-        hint = "did you mean .safetensors? Without such a suffix, it is a model directory"
+        hint = "did you mean .safetensors? A name without such a suffix makes a model directory"
         raise ConfigError(f"the output {str(path)!r} does not end in .safetensors", hint)
     with explain_place_errors(str(path)):
         target = path.resolve()

@@ -202,7 +202,7 @@ def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
             return
         stated = os.path.abspath(stated)
         differences = ", ".join(compare_configs(read_config(Path(stated)), base.config).values())
-    hub_name, loaded_from = base.source.pinned.partition("@")[0], str(base.config.get(NAME_KEY, ""))
+    hub_name, loaded_from = base.source.recorded.partition("@")[0], str(base.config.get(NAME_KEY, ""))
     names = map(last_part, (hub_name, os.path.abspath(path), os.path.realpath(path), loaded_from))
     if differences or last_part(stated) not in names:
         how = f"is configured differently from it ({differences})" if differences else "is given as its base"
@@ -237,7 +237,6 @@ class LoraAdapter(Checkpoint):
         self.tensors = {name: info for name, info in found.items() if name in base.tensors}
         self.unused = tuple(name for name in found if name not in base.tensors)
         self._describe(base)
-        self.warnings += tuple(find_other_base(self.name, table.get("base_model_name_or_path"), base))
 
     def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
         """By the base's names, how what it changes is made from what is stored; what the base lacks has other names."""
@@ -253,7 +252,7 @@ class LoraAdapter(Checkpoint):
         self.note = f"LoRA{spread}, changes {count_of(len(self.tensors), 'tensor')}"
         whole = [n for n, i in self.tensors.items() if n.endswith(EMBEDDINGS) and not isinstance(i, LowRankTensor)]
         if whole and not any(name.endswith(HEADS) for name in base.tensors):
-            self.warnings = (
+            self.warnings += (
                 f"{self.name} has its own {whole[0]!r}, and the base uses that as its output head too: both change, "
                 "where PEFT would leave the head as it was",
             )
@@ -317,6 +316,7 @@ class PeftAdapter(LoraAdapter):
         self._config_path = self.files[0].path.with_name(ADAPTER_CONFIG)
         table = read_json(self._config_path, part_name(self.source, self._config_path))
         self._config_sha256 = file_sha256(self._config_path)
+        self.warnings = tuple(find_other_base(self.name, table.get("base_model_name_or_path"), base))
         return ChangeFinder(self.name, LoraConfig.of(table, self.name), base).find(self.tensors)
 
     @property

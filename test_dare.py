@@ -335,7 +335,7 @@ def test_the_documents_code_runs(models: list[Path], tmp_path: Path, monkeypatch
     for block in others:
         exec(block, names)
     assert names["merged"].keys() == names["base"].keys()
-    assert dare.main(["--quiet", "--config", "recipe.toml", "--output", "again.safetensors"]) == 0
+    assert dare.main(["--quiet", "--config", "merged.safetensors", "--output", "again.safetensors"]) == 0
     assert Path("again.safetensors").read_bytes() == Path("merged.safetensors").read_bytes()
 
 

@@ -163,7 +163,7 @@ def test_a_directory_without_a_model_says_what_is_in_it(pair: Pair, tmp_path: Pa
         ("LICENSE", "holds no model", "model.safetensors or model.safetensors.index.json"),
         ("config.json", "holds no model", "model.safetensors or model.safetensors.index.json"),
         ("consolidated.00.pth", "holds PyTorch pickles", "convert"),
-        ("pytorch_model.bin", "holds PyTorch pickles", "convert", "save_pretrained"),
+        ("pytorch_model.bin", "holds PyTorch pickles", "dare.py convert"),
         ("model-Q4_K_M.gguf", "holds GGUF files", "merge the original model"),
         ("extra.safetensors", "'extra.safetensors'", "name the file"),
         ("consolidated.safetensors", "'consolidated.safetensors', 'extra.safetensors'", "name the file"),

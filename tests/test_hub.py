@@ -84,7 +84,7 @@ def test_without_the_hubs_library_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.chdir(tmp_path)
     complaint = "there is no file or directory 'org/name@main'"
-    assert len(check_refused(pair[0], "org/name@main", complaint, "dare-merge[hub]").splitlines()) == 2
+    assert len(check_refused(pair[0], "org/name@main", complaint, "huggingface_hub").splitlines()) == 2
     for name in ("org/name.safetensors", "org/model.json", "a/b/c", "../org/name", "name", "org/name@"):
         error = check_refused(name, pair[1], f"no file or directory {name!r}")
         assert "[hub]" not in error, "which no name on the Hub looks like"

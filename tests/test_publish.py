@@ -360,7 +360,9 @@ def test_in_a_script_a_signal_is_kept_until_the_model_is_published(models: list[
 
 
 BUSY = {
-    "planning": "darelib.plan.find_tokenizer = lambda _: (print('planning', file=sys.stderr), time.sleep(30))",
+    "planning": """
+darelib.output.tokenizer.choose_tokenizer = lambda *_: (print('planning', file=sys.stderr), time.sleep(30))
+""",
     "compiling": "",
     "merging": """
 run, read, TUNING.min_chunk, TUNING.max_chunk = threads.run_merge, Checkpoint.read, 1024, 1024

@@ -106,7 +106,7 @@ def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(tmp
     scene.interrupt(5)
     assert scene.run("--resume") == 0
     assert scene.broken() == []
-    assert (link.is_symlink(), dare.main(["verify", str(link), "-q"])) == (True, 0)
+    assert (link.is_symlink(), dare.main(["verify", str(link), "-q", *scene.models])) == (True, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", link.name, "place"]
 
 
@@ -122,7 +122,7 @@ def test_outputs_may_have_any_name_that_the_filesystem_allows(tmp_path: Path, na
     scene.interrupt(5)
     assert scene.run("--resume") == 0
     assert scene.broken() == []
-    assert dare.main(["verify", str(scene.output), "-q"]) == 0
+    assert dare.main(["verify", str(scene.output), "-q", *scene.models]) == 0
 
 
 def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(tmp_path: Path) -> None:

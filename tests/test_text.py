@@ -72,9 +72,13 @@ def name_tensors(word: str) -> Iterator[tuple[Any, ...]]:
     merge = ("-b", f"base{END}", "-o", f"out{END}", "-m")
     yield from ((0, *merge, file + END, flag) for file in ("large", "lacks") for flag in ("--json", "-v", "--dry-run"))
     yield 0, "analyze", "--engine=plain", "--per-tensor", "-b", f"base{END}", "-m", f"large{END}"
-    yield from ((0, *merge, str(sound)), (0, *merge, f"large{END}", "--rule", f"{word}*:lambda_coeff=0.5"))
+    yield from (
+        (0, *merge, str(sound)),
+        (0, *merge, f"kinds{END}"),
+        (0, *merge, f"large{END}", "--rule", f"{word}*:lambda_coeff=0.5"),
+    )
     yield from ((0, *merge, f"rows{END}", "--mismatch=overlap"), (0, *merge, f"copied{END}", "-b", f"more{END}"))
-    yield from ((1, *merge, file + END) for file in ("nan", "rows", "kinds", "none", "more"))
+    yield from ((1, *merge, file + END) for file in ("nan", "rows", "none", "more"))
     yield from ((1, *merge, str(path)) for path in (*broken, *sorted(Path().glob("broken*"))))
 
 

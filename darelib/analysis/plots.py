@@ -9,7 +9,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from darelib.text import ConfigError, DareError, clip
+from darelib.text import ConfigError, DareError, clip, install_hint
 
 if TYPE_CHECKING:
     from darelib.analysis.report import AnalysisReport, ModelAnalysis
@@ -32,8 +32,7 @@ def load_pyplot(path: Path) -> Any:
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
-        hint = "install it: uv sync --extra plot, or pip install matplotlib"
-        raise ConfigError("plots need matplotlib", hint) from None
+        raise ConfigError("plots need matplotlib", install_hint("plot")) from None
     matplotlib.use("Agg")  # which needs no display
     return importlib.import_module("matplotlib.pyplot")
 

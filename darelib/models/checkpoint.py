@@ -25,6 +25,7 @@ from darelib.models.tensorfile import (
     PICKLE_SUFFIXES,
     TensorFile,
     TensorInfo,
+    convert_hint,
 )
 from darelib.readers import Source
 from darelib.text import DareError, as_text, list_names
@@ -63,9 +64,6 @@ WEIGHT_SUFFIXES: Final = (
     ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data", ".ot",
     ".tflite", ".mlmodel", ".mlpackage", ".npz", ".npy", ".distcp", ".nemo", ".partial",
 )  # fmt: skip
-CONVERT_DIRECTORY_HINT: Final = (
-    "pickles can run any code, so convert it first: load it with transformers and save it again with save_pretrained"
-)
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 # The output heads that share the input embedding's values where a model's configuration ties them, and the embeddings.
 HEADS: Final = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
@@ -151,7 +149,7 @@ def _explain_no_weights(source: Source, names: list[str]) -> DareError:
     if any(name.endswith(".gguf") for name in names):
         return DareError(f"{source.name!r} holds GGUF files", GGUF_HINT)
     if any(name.endswith(PICKLE_SUFFIXES) for name in names):
-        return DareError(f"{source.name!r} holds PyTorch pickles, not safetensors files", CONVERT_DIRECTORY_HINT)
+        return DareError(f"{source.name!r} holds PyTorch pickles, not safetensors files", convert_hint(source.path))
     return DareError(f"the directory {source.name!r} holds no model", f"it should have {WEIGHTS_FILE} or {INDEX_FILE}")
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from darelib.models.checkpoint import WEIGHT_SUFFIXES, path_hint
 from darelib.models.tensorfile import PICKLE_SUFFIXES
 from darelib.readers import Source
-from darelib.text import DareError, nearest
+from darelib.text import DareError, install_hint, nearest
 
 # org/name, or org/name@revision
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -31,8 +31,7 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
     except ImportError:
         raise DareError(
             f"there is no file or directory {source.name!r}",
-            f"{path_hint(source)}; to take models from the Hugging Face Hub, install dare-merge[hub] "
-            "(uv run --extra hub)",
+            f"{path_hint(source)}; models of the Hugging Face Hub need huggingface_hub, {install_hint('hub')}",
         ) from None
     others = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in (".safetensors", ".index.json")]
     try:

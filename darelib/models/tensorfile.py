@@ -13,6 +13,7 @@ import math
 import operator
 import os
 import re
+import shlex
 import stat
 import struct
 import sys
@@ -40,11 +41,7 @@ ENTRY: Final = re.compile(rb"\{" + FIELD + rb"," + FIELD + rb"," + FIELD + rb"\}
 SPARE_MARKS: Final = 500_000
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-CONVERT_HINT: Final = (
-    'pickles can run any code, so convert it first: python -c "import torch, safetensors.torch as s; '
-    "s.save_file(torch.load(open('{}', 'rb'), weights_only=True), '{}')\""
-)
-GGUF_HINT: Final = "merge the original model, then convert the result"
+GGUF_HINT: Final = "its tensors are laid out for llama.cpp: merge the original model, then convert the result"
 AGAIN_HINT: Final = "download or save it again"
 CHANGED_HINT: Final = "do not change inputs during a merge; run it again"
 
@@ -130,6 +127,15 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> int:
     return done
 
 
+def convert_hint(path: Path) -> str:
+    """The command that converts a pickle, or a directory of them."""
+    name = path.as_posix()
+    new = f"{name}/model.safetensors" if path.is_dir() else f"{name.removesuffix(path.suffix)}.safetensors"
+    new = new if new != name else f"{name}.converted.safetensors"
+    command = f"dare.py convert {shlex.quote(name)} {shlex.quote(new)}"
+    return f"pickles can run any code, so convert it first, which runs none: {command}"
+
+
 class TensorFile:
     """One safetensors file, open for reading. number: which of its checkpoint's files it is."""
 
@@ -178,21 +184,13 @@ class TensorFile:
             return DareError(f"{self.name!r} is empty", AGAIN_HINT)
         pickled = start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{")
         if pickled or self.path.suffix in PICKLE_SUFFIXES:
-            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", self._convert_hint())
+            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", convert_hint(self.path))
         if start[:4] == b"vers":
             return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
         if start[:4] == b"GGUF":
             return DareError(f"{self.name!r} is a GGUF file", GGUF_HINT)
         reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
         return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", AGAIN_HINT)
-
-    def _convert_hint(self) -> str:
-        """A command for any shell, with the file's name in it unless a shell would misread that."""
-        name = self.path.as_posix()
-        if not re.fullmatch(r"[\w ./:@+,=-]+", name):
-            return CONVERT_HINT.format("in.bin", "out.safetensors")
-        stem = name.removesuffix(self.path.suffix) if self.path.suffix in PICKLE_SUFFIXES else f"{name}.converted"
-        return CONVERT_HINT.format(name, f"{stem}.safetensors")
 
     def read_into(self, view: memoryview, offset: int) -> None:
         try:

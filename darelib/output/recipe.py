@@ -116,8 +116,8 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
     places, found = (beside, Path.cwd()), list[Source]()
     for entry in request.inputs:
         name, reasons = str(entry.get("file", "")), []
-        named = [Source(str(place / name), place / name) for place in places if name]
-        candidates = [*map(Source.of, given), *(source for source in named if source.path.exists())]
+        paths = [path for place in places for path in (place / name, place) if name and path.name == name]
+        candidates = [*map(Source.of, given), *(Source(str(path), path) for path in paths if path.exists())]
         candidates += [Source.of(name)] if "@" in name and not candidates else []  # on the Hub
         for candidate in candidates:
             difference = describe_difference(candidate, entry, found[:1])

@@ -14,6 +14,7 @@ from darelib.models import Input
 from darelib.models.checkpoint import path_hint
 from darelib.models.hub import download
 from darelib.models.jsonfile import read_json
+from darelib.models.tensorfile import explain_os_error
 from darelib.models.vocabulary import (
     ADDED_TABLE,
     TOKENIZER_FILE,
@@ -91,8 +92,10 @@ def find_folder(source: Source) -> Path | None:
         source.path.stat()
     except FileNotFoundError:
         raise DareError(f"there is no file or directory {source.name!r}", path_hint(source)) from None
-    except (OSError, ValueError) as error:
-        raise DareError(f"cannot read {source.name!r}: {error}", path_hint(source)) from None
+    except OSError as error:
+        raise explain_os_error(error, source.name, path_hint(source)) from None
+    except ValueError as error:
+        raise DareError(f"{source.name!r} is not a path: {error}", "give a model, or a file") from None
     if source.path.is_dir():
         return source.path
     return source.path.parent if source.path.suffix in (".safetensors", ".json") else None
@@ -105,13 +108,12 @@ def tokenizer_files(folder: Path, patterns: Sequence[str] = TOKENIZER_PATTERNS) 
 
 def find_template(folder: Path | None) -> Any:
     """The chat template of a model: a text or, by name, several of them; None where there is none."""
-    if folder is None:
-        return None
-    if (folder / TEMPLATE_FILE).exists():
+    if folder is not None and (folder / TEMPLATE_FILE).exists():
         return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
-    if not (folder / CONFIG_FILE).exists():
-        return None
-    return read_json(folder / CONFIG_FILE, CONFIG_FILE).get("chat_template")
+    if folder is not None and (folder / CONFIG_FILE).exists():
+        with suppress(DareError):  # what is not JSON has no template
+            return read_json(folder / CONFIG_FILE, CONFIG_FILE).get("chat_template")
+    return None
 
 
 def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Input], rows: int) -> list[str]:

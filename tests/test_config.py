@@ -241,9 +241,8 @@ def test_the_command_that_converts_a_pickle_can_be_pasted(models: Models, refuse
     torch.save(load_file(models[1]), name)
     [line] = re.findall(r"which runs none: dare.py (convert .*)\n", refused(1, "", *MERGE, "-m", name))
     before = set(Path().iterdir())
-    subprocess.run(
-        ["sh", "-c", f"{shlex.join([sys.executable, str(HERE / 'dare.py')])} {line}"], check=True, timeout=60
-    )
+    program = shlex.join([sys.executable, str(support.HERE / "dare.py")])
+    subprocess.run(["sh", "-c", f"{program} {line}"], check=True, timeout=60)
     [made] = set(Path().iterdir()) - before
     assert made.suffix == ".safetensors"
     support.assert_same(load_file(made), load_file(models[1]))

@@ -109,9 +109,11 @@ def load_pickle(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"  # else as torch saved before 1.6, which cannot be mapped
-        others = get_unsafe_globals_in_checkpoint(path) if zipped else []
-        with safe_globals([(Inert, name) for name in others]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+            file.seek(0)
+            others = get_unsafe_globals_in_checkpoint(path) if zipped else []
+            mapped = zipped and path.suffix != ".safetensors"  # by which torch takes a path for such a file
+            with safe_globals([(Inert, name) for name in others]):
+                return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise DareError(f"there is no file {str(path)!r}", "give the file to convert first") from None
     except OSError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.models.jsonfile import read_json
-from darelib.models.tensorfile import TensorInfo, header_bytes
+from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular
 from darelib.output.newfile import write_new_file
 from darelib.text import ConfigError, DareError, count_of, human, install_hint, printable
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Where training scripts put the weights, beside optimizer states and counters.
 WRAPPERS: Final = ("state_dict", "model_state_dict", "model", "module")
+MAX_DEPTH: Final = 4  # of such tables in each other
 # What a directory of transformers' time before safetensors holds.
 PICKLE_FILE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 STORED_TYPES: Final = {
@@ -65,11 +66,15 @@ def convert(old: str | Path, new: str | Path, *, force: bool = False) -> Convert
     started, target = time.perf_counter(), Path(os.path.expanduser(new))
     if target.suffix != ".safetensors":
         raise ConfigError(f"{str(new)!r} does not end in .safetensors", "give the name of the new file last")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"there is no directory for {str(new)!r}", "make it first")
     if not force and os.path.lexists(target):
         raise ConfigError(f"{str(new)!r} exists already", "choose another name, or add --force to replace it")
     weights: dict[str, torch.Tensor] = {}
     left_out: list[str] = []
     for path in find_pickles(Path(os.path.expanduser(old))):
+        if path.exists() and target.exists() and path.samefile(target):
+            raise ConfigError(f"{str(new)!r} is the input", "choose another name")
         for name, value in find_weights(load_pickle(path)):
             if hasattr(value, "untyped_storage"):
                 weights[name] = value
@@ -91,8 +96,10 @@ def find_pickles(path: Path) -> list[Path]:
     if path.is_dir():
         path = next((path / name for name in (PICKLE_INDEX, PICKLE_FILE) if (path / name).exists()), path)
     if path.suffix == ".json":
-        files = sorted(set(map(str, read_json(path, path.name).get("weight_map", {}).values())))
-        return [path.parent / Path(name).name for name in files]
+        weight_map = read_json(path, path.name).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise DareError(f"{str(path)!r} is JSON without a weight_map", "name the file to convert")
+        return [path.parent / Path(name).name for name in sorted(set(map(str, weight_map.values())))]
     if path.is_dir():
         raise DareError(f"{str(path)!r} has neither {PICKLE_FILE} nor {PICKLE_INDEX}", "name the file to convert")
     return [path]
@@ -107,7 +114,7 @@ def load_pickle(path: Path) -> Any:
     from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             zipped = file.read(4) == b"PK\x03\x04"  # else as torch saved before 1.6, which cannot be mapped
             file.seek(0)
             others = get_unsafe_globals_in_checkpoint(path) if zipped else []
@@ -128,12 +135,9 @@ def load_pickle(path: Path) -> Any:
 
 def find_weights(content: Any) -> Iterator[tuple[str, Any]]:
     """The entries of a state dict, wherever in the content it is."""
-    if not isinstance(content, Mapping):
-        return
-    for key in WRAPPERS:
-        if isinstance(content.get(key), Mapping):
-            yield from find_weights(content[key])
-            return
+    for _ in range(MAX_DEPTH):
+        known = content if isinstance(content, Mapping) else {}
+        content = next((known[key] for key in WRAPPERS if isinstance(known.get(key), Mapping)), known)
     yield from ((str(name), value) for name, value in content.items())
 
 
@@ -142,7 +146,9 @@ def place_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
     infos, offset = {}, 0
     for name, tensor in weights.items():
         dtype = STORED_TYPES.get(str(tensor.dtype).removeprefix("torch."))
-        if dtype is None or str(tensor.layout) != "torch.strided" or tensor.is_quantized:
+        if name == "__metadata__" or not name.isprintable():
+            raise DareError(f"a tensor is called {name!r}", "safetensors files have no such names")
+        if dtype is None or str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.is_meta:
             raise DareError(
                 f"tensor {name!r} is {tensor.dtype} ({tensor.layout})", "safetensors files have no such type"
             )
@@ -154,4 +160,4 @@ def place_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -206,9 +206,9 @@ def plan_merge(
     if with_side_files and destination.directory:
         index = make_index({tensor.name: tensor.output for tensor in tensors}, files) if len(files) > 1 else None
         rows = matcher.embedding_rows()
-        changes: dict[str, Any] = {"vocab_size": rows} if tokenizer.unites else {}
+        changes: dict[str, tuple[Any, Any]] = {"vocab_size": inputs[0].heights} if tokenizer.unites else {}
         if config.dtype and any(tensor.output.dtype != tensor.base.dtype for tensor in tensors):
-            changes["torch_dtype"] = config.dtype
+            changes["torch_dtype"] = None, config.dtype
         side, notes = collect_side_files(config, inputs, version, files, changes, tokenizer, rows, index)
     models = range(len(inputs) - 1)
     return MergePlan(
@@ -223,7 +223,7 @@ def plan_merge(
             *find_odd_names(inputs, matcher),
             *find_odd_settings(config, inputs, tensors),
             *matcher.warnings(),
-            *compare_tokenizers(tokenizer, inputs, destination.directory),
+            *(compare_tokenizers(tokenizer, inputs, destination.directory) if with_side_files else ()),
             *notes,
         ),
         output=destination,

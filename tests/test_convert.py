@@ -106,6 +106,12 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: Capture, mo
     torch.save({"a": torch.ones(2), "b": Evil()}, "evil_old.pt", _use_new_zipfile_serialization=False)
     torch.save({"a": torch.ones(3).to_sparse()}, "sparse.pt")
     torch.save([torch.ones(3)], "list.pt")
+    torch.save({"a": torch.ones(3, device="meta")}, "meta.pt")
+    torch.save({"__metadata__": torch.ones(3)}, "named.pt")
+    loop: dict[str, Any] = {}
+    loop["model"] = loop
+    torch.save(loop, "loop.pt")
+    Path("index.json").write_text('{"weight_map": [1]}')
     torch.save({"lr": 0.1}, "numbers.pt")
     Path("junk.bin").write_bytes(b"junk" * 99)
     Path("torn.bin").write_bytes(Path("list.pt").read_bytes()[:200])
@@ -128,6 +134,11 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: Capture, mo
         (["folder", "x.safetensors"], 1, "has neither pytorch_model.bin nor", "name the file"),
         (["list.pt", "x.bin"], 2, "does not end in .safetensors", "last"),
         (["list.pt", "there.safetensors"], 2, "exists already", "--force"),
+        (["list.pt", "nowhere/x.safetensors"], 2, "there is no directory for", "make it first"),
+        (["meta.pt", "x.safetensors"], 1, "tensor 'a' is torch.float32", "no such type"),
+        (["named.pt", "x.safetensors"], 1, "a tensor is called '__metadata__'", "no such names"),
+        (["index.json", "x.safetensors"], 1, "is JSON without a weight_map", "name the file"),
+        (["loop.pt", "x.safetensors"], 1, "holds no tensors", "state_dict"),
         (["list.pt"], 2, "the following arguments are required: NEW", "--help"),
         (["numbers.pt", "x.safetensors", "--threads", "2"], 2, "--threads means nothing to convert", "belongs to"),
     ]:

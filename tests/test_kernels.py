@@ -479,3 +479,12 @@ def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
     assert time.monotonic() - started < 2
     assert (process.returncode, error.splitlines()[0]) == (status, "interrupted")
     assert support.snapshot(tmp_path) == before
+
+
+def test_tensors_of_any_class_are_merged() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    base, model = torch.randn(50), torch.randn(50)
+    merged = dare.dare_merge({"w": base.as_subclass(Own)}, [{"w": model.as_subclass(Own)}])
+    assert torch.equal(merged["w"], dare.dare_merge({"w": base}, [{"w": model}])["w"])

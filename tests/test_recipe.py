@@ -127,3 +127,11 @@ def test_a_recipe_refuses_other_inputs(models: list[Path], tmp_path: Path, capsy
         models[2].write_bytes(kept)
         assert dare.main([str(argument) for argument in arguments]) == 0
         assert again.read_bytes() == out.read_bytes()
+
+
+def test_equal_inputs_are_found_under_each_name(models: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(models[1].read_bytes())
+    out = tmp_path / "out.safetensors"
+    run_merge(models[0], [models[1], copy], out)
+    assert dare.main(["verify", "-q", str(out), "--merge", str(models[1]), str(copy)]) == 0

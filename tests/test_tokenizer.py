@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -211,6 +214,91 @@ def test_unigram_vocabularies_are_read(family: list[Path], tmp_path: Path) -> No
     assert [entry["id"] for entry in json.loads((output / "tokenizer.json").read_text())["added_tokens"]][-1] == 12
 
 
+def test_a_tokenizer_that_changed_is_another_input(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
+    """In a union it decides which rows are merged, so neither a recipe nor a resumed merge may take another one."""
+    flags = [
+        "-q",
+        "-b",
+        str(family[0]),
+        "-m",
+        *map(str, family[1:]),
+        "-o",
+        str(tmp_path / "out"),
+        "--tokenizer",
+        "union",
+    ]
+    assert dare.main(flags) == 0
+    again = ["-c", tmp_path / "out", "-o", tmp_path / "again"]
+    path, text = family[2] / "tokenizer.json", (family[2] / "tokenizer.json").read_text()
+    write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
+    refuse(tmp_path, capsys, 1, "is another one: its tokenizer_sha256 is", arguments=again)
+    refuse(tmp_path, capsys, 1, "is another one: its tokenizer_sha256 is", arguments=["verify", tmp_path / "out"])
+    path.write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("darelib.output.publish.Output.publish", Mock(side_effect=KeyboardInterrupt))
+        assert dare.main([*flags, "--resume", "--seed", "3"]) == 130
+    write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
+    assert dare.main([*flags, "--resume", "--seed", "3"]) == 1
+    assert "is another one" in capsys.readouterr().err
+
+
+def test_a_base_whose_numbers_have_gaps_is_not_united(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
+    write_tokenizer(family[0], {"<s>": 8, "</s>": 10})
+    flags = ["-b", family[0], "-m", family[1], "-o", tmp_path / "out", "--tokenizer", "union"]
+    refuse(tmp_path, capsys, 1, "are not numbered without gaps", arguments=flags)
+
+
+def test_other_vocabularies_of_a_configuration_stay(family: list[Path]) -> None:
+    table = {"text_config": {"vocab_size": 12}, "talker_config": {"vocab_size": 4096}}
+    (family[0] / "config.json").write_text(json.dumps(table))
+    output, _ = merge(family)
+    config = json.loads((output / "config.json").read_text())
+    assert config == {"text_config": {"vocab_size": 13}, "talker_config": {"vocab_size": 4096}}
+
+
+@pytest.mark.parametrize(
+    "text", ['"added_tokens":[' * 100_000, '"vocab":{' * 100_000, '{"added_tokens":[' + "{}," * 10**6]
+)
+def test_hostile_tokenizers_take_neither_time_nor_memory(family: list[Path], tmp_path: Path, text: str) -> None:
+    (family[1] / "tokenizer.json").write_text(text)
+    started = time.process_time()
+    flags = ["-q", "-b", str(family[0]), "-m", str(family[1]), "-o", str(tmp_path / "out"), "--mismatch", "overlap"]
+    assert dare.main(flags) == 0
+    assert time.process_time() - started < 5
+
+
+def test_a_tokenizer_s_own_files_are_replaced_and_no_others(family: list[Path], tmp_path: Path) -> None:
+    for name in ("assets/some.model", "tokenizer_code/notes.txt", "vocab.txt"):
+        (family[0] / name).parent.mkdir(exist_ok=True)
+        (family[0] / name).write_text("base")
+    DareMerger(family[0], [family[2]], DareConfig(verbose=False), tokenizer=family[2]).merge(tmp_path / "out")
+    assert not (tmp_path / "out" / "vocab.txt").exists()
+    assert (tmp_path / "out" / "assets" / "some.model").read_text() == "base"
+
+
+def test_templates_of_any_form_are_kept(family: list[Path], tmp_path: Path) -> None:
+    several = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
+    (family[0] / "tokenizer_config.json").unlink()
+    write_tokenizer(family[2], {"<s>": 8, "</s>": 9}, {"chat_template": several})
+    merger = DareMerger(family[0], [family[2]], DareConfig(verbose=False))
+    merger.merge(tmp_path / "out")
+    assert template_of(tmp_path / "out") == several
+    (family[0] / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
+    assert "chat template" not in str(merger.merge(tmp_path / "out").warnings)
+    assert (tmp_path / "out" / "chat_template.json").exists()
+    (family[2] / "tokenizer_config.json").unlink()
+    DareMerger(family[0], [family[2]], DareConfig(verbose=False), tokenizer=family[2]).merge(tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "of a processor", "the base's, where it has none"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_pipes_are_not_waited_for(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
+    os.mkfifo(tmp_path / "pipe.jinja")
+    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", tmp_path / "pipe.jinja"]
+    refuse(tmp_path, capsys, 1, "is not a regular file", arguments=flags)
+    assert dare.main(["convert", str(tmp_path / "pipe.jinja"), str(tmp_path / "x.safetensors")]) == 1
+
+
 TEMPLATE = "{% for m in messages %}<a>{{ m }}<b>{% endfor %}"
 
 
@@ -252,7 +340,7 @@ def test_chat_templates_that_are_not_there_are_refused(family: list[Path], tmp_p
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
     for output, given, status, words in (
         ("out", family[1], 1, "there is no chat template in"), ("out", tmp_path / "x", 1, "there is no file or"),
-        ("out", tmp_path / "binary.jinja", 1, "cannot read the chat template"),
+        ("out", tmp_path / "binary.jinja", 1, "is not UTF-8 text"),
         ("out.safetensors", family[1] / "tokenizer.json", 1, "there is no chat template in"),
     ):  # fmt: skip
         refuse(tmp_path, capsys, status, words, arguments=[*flags, given, "-o", tmp_path / output])

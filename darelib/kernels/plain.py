@@ -24,7 +24,7 @@ Part = tuple[Array, Array]  # a model's delta and mask
 
 def library(array: Array) -> Any:
     """NumPy or torch: the names that are used here mean the same in both."""
-    return sys.modules[type(array).__module__.partition(".")[0]]
+    return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
 
 
 # --- the mask ---------------------------------------------------------------------------------------------------------

@@ -183,6 +183,8 @@ def _is_inside(name: str) -> bool:
 class Checkpoint:
     """A model, open for reading: the tensors of all its files, by name. Every kind of input has these attributes."""
 
+    added: tuple[dict[str, Any], ...] = ()  # tokens of other models that it has rows for
+    heights: tuple[int, int] = (0, 0)  # of its embedding: the rows that are stored, and those that it has with them
     partial: ClassVar[bool] = False  # whether it holds only what it changes
     unused: tuple[str, ...] = ()  # what it holds that the base has no place for
     warnings: tuple[str, ...] = ()

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from darelib.formats import FORMATS
 from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
-from darelib.models.tensorfile import TensorInfo
-from darelib.models.vocabulary import Union, Vocabulary, read_vocabulary, unite
-from darelib.text import DareError, list_names
+from darelib.models.tensorfile import CHANGED_HINT, TensorInfo
+from darelib.models.vocabulary import Union, Vocabulary, digest_tokenizer, read_vocabulary, unite
+from darelib.text import DareError, InputChanged, list_names
 
 Values: TypeAlias = NDArray[Any]  # floats
 Fill: TypeAlias = Callable[[int, int, str], Values]  # makes up elements, by start, count and type
@@ -38,13 +38,24 @@ class Rows:
 class Rearranged:
     """A model with the rows of some tensors in another order. Everything else is as the model has it."""
 
-    def __init__(self, model: Checkpoint, union: Union) -> None:
-        self.model, self.union = model, union
-        self.tensors = dict(model.tensors)
+    def __init__(self, model: Checkpoint, added: tuple[dict[str, Any], ...]) -> None:
+        self.model, self.added = model, added  # the tokens that models added to the base's
+        self.tensors, self.heights = dict(model.tensors), (0, 0)
+        self._tokenizer = digest_tokenizer(model.folder)
         self._rows: dict[int, Rows] = {}  # by the identity of what is known of the tensor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """The tokenizer decides which rows are merged."""
+        return self.model.fingerprint | ({"tokenizer_sha256": self._tokenizer} if self._tokenizer else {})
+
+    def check_unchanged(self) -> None:
+        self.model.check_unchanged()
+        if digest_tokenizer(self.model.folder) != self._tokenizer:
+            raise InputChanged(f"the tokenizer of {self.model.name!r} changed while it was merged", CHANGED_HINT)
 
     def rearrange(self, name: str, rows: Rows, dtype: str) -> None:
         info = dataclasses.replace(rows.stored, dtype=dtype, shape=(len(rows.numbers), *rows.stored.shape[1:]))
@@ -97,14 +108,15 @@ def unite_tokens(inputs: Sequence[Checkpoint]) -> list[Any]:
     if vocabulary is None:
         raise DareError(f"{base.name!r} has no tokenizer.json", "for --tokenizer union, give a base with a tokenizer")
     union = unite(vocabulary, [(model.name, read_vocabulary(model.folder, model.name)) for model in models])
-    united = [Rearranged(model, union) for model in inputs]
-    embedding = next((name for name in base.tensors if name.endswith(EMBEDDINGS)), None)
+    united = [Rearranged(model, union.added) for model in inputs]
+    embedding = next((name for name, info in base.tensors.items() if name.endswith(EMBEDDINGS) and info.count), None)
     if embedding is None:
         raise DareError(f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base")
     height = base.tensors[embedding].shape[:1]
     for name, info in base.tensors.items():
         if name.endswith(ROW_TENSORS) and info.shape[:1] == height and info.dtype in FORMATS:
             _rearrange(name, embedding, united, union)
+    united[0].heights = height[0], united[0].tensors[embedding].shape[0]
     return united
 
 
@@ -143,8 +155,7 @@ def _rearrange(name: str, embedding: str, united: Sequence[Rearranged], union: U
         no_change: Fill = lambda _, count, real: np.zeros(count, FORMATS[real].real)  # noqa: E731
         rows = Rows(theirs, numbers, width, no_change if theirs.is_delta else as_base)
         exact = theirs.is_delta or theirs.dtype == info.dtype or bool((numbers != NO_ROW).all())
-        if name in stored:
-            model.rearrange(name, rows, theirs.dtype if exact else wider(theirs, info))
+        model.rearrange(name, rows, theirs.dtype if exact else wider(theirs, info))
         givers += [] if theirs.is_delta else [(model, rows)]
     orphans = [union.tokens[n] for n in new if all(rows.numbers[n] == NO_ROW for _, rows in givers)]
     if orphans:

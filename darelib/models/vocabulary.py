@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.models.tensorfile import open_regular
+from darelib.models.tensorfile import file_sha256, open_regular
 from darelib.text import DareError, count_of, list_names
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -20,17 +20,27 @@ OLDER_FILES: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.tx
 # Bytes, and tokens: the largest known have 35 MB and 260,000.
 MAX_TOKENIZER: Final = 1 << 26
 MAX_TOKENS: Final = 1 << 22
+MAX_ADDED: Final = 1 << 16
 # The file is not parsed as a whole, which would take several hundred megabytes, mostly for merges: these are its tables
 # of tokens. A vocabulary is a table of numbers, or a list in which the place of a token is its number.
 STRING: Final = rb'"(?:[^"\\]++|\\.)*+"'
-ADDED_TABLE: Final = re.compile(rb'"added_tokens"\s*+:\s*+(\[(?:[^]"]++|' + STRING + rb")*+\])")
+ADDED_START: Final = re.compile(rb'"added_tokens"\s*+:\s*+(?=\[)')
+ADDED_TABLE: Final = re.compile(rb'\[(?:[^]"]++|' + STRING + rb")*+\]")
+VOCABULARY_START: Final = re.compile(rb'"vocab"\s*+:\s*+(?=[{[])')
 VOCABULARY_TABLE: Final = re.compile(
-    rb'"vocab"\s*+:\s*+(\{(?:[^{}"]++|'
-    + STRING
-    + rb')*+\}|\[(?:\s*+,?\s*+\[(?:[^]["]++|'
-    + STRING
-    + rb")*+\])*+\s*+\])"
+    rb'\{(?:[^{}"]++|' + STRING + rb')*+\}|\[(?:\s*+,?\s*+\[(?:[^]["]++|' + STRING + rb")*+\])*+\s*+\]"
 )
+
+
+def find_table(data: bytes, start: re.Pattern[bytes], table: re.Pattern[bytes]) -> re.Match[bytes] | None:
+    """The first place where a table starts, if it is one: to look further would take forever in a hostile file."""
+    found = start.search(data)
+    return table.match(data, found.end()) if found else None
+
+
+def digest_tokenizer(folder: Path | None) -> str | None:
+    """What a recipe keeps of a tokenizer that decides which rows are merged."""
+    return file_sha256(folder / TOKENIZER_FILE) if folder and (folder / TOKENIZER_FILE).is_file() else None
 
 
 @dataclass(frozen=True)
@@ -58,15 +68,18 @@ def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
     try:
         with open_regular(folder / TOKENIZER_FILE) as file:
             data = file.read(MAX_TOKENIZER + 1)
-        found, listed = VOCABULARY_TABLE.search(data), ADDED_TABLE.search(data)
-        if len(data) > MAX_TOKENIZER or (found and found[1].count(b",") > 2 * MAX_TOKENS):
+        found = find_table(data, VOCABULARY_START, VOCABULARY_TABLE)
+        listed = find_table(data, ADDED_START, ADDED_TABLE)
+        if len(data) > MAX_TOKENIZER or (found and found[0].count(b",") > 2 * MAX_TOKENS):
             raise ValueError("it is larger than any model's")
+        if listed and listed[0].count(b"{") > MAX_ADDED:
+            raise ValueError("it has more added tokens than any model")
         if not found:
             raise ValueError("it has no vocabulary")
-        trained = json.loads(found[1])
+        trained = json.loads(found[0])
         if isinstance(trained, list):
             trained = {entry[0]: number for number, entry in enumerate(trained)}
-        added = tuple(json.loads(listed[1])) if listed else ()
+        added = tuple(json.loads(listed[0])) if listed else ()
         vocabulary = Vocabulary(trained, added)
         if not all(isinstance(number, int) and 0 <= number < MAX_TOKENS for number in vocabulary.numbers.values()):
             raise ValueError("its tokens have no proper numbers")
@@ -122,6 +135,8 @@ class Union:
 
 def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> Union:
     """Number the tokens that models added after the base's, in the order of the models and of their numbers."""
+    if base.size != len(base.numbers):  # loaders number added tokens one after the other, whatever the file says
+        raise DareError("the base's tokens are not numbered without gaps, so none can be added", "use --tokenizer base")
     known, entries = set(base.numbers), list[dict[str, Any]]()
     for name, model in models:
         if model is None:

@@ -35,11 +35,12 @@ NOT_COPIED: Final = re.compile(
 
 def collect_side_files(
     config: DareConfig, inputs: Sequence[Input], version: str, files: Sequence[PlannedFile],
-    changes: dict[str, Any], tokenizer: TokenizerChoice, rows: int, index: bytes | None,
+    changes: Mapping[str, tuple[Any, Any]], tokenizer: TokenizerChoice, rows: int, index: bytes | None,
 ) -> tuple[SideFiles, list[str]]:  # fmt: skip
     """All files of a model directory besides the tensors, and what to tell about them.
 
-    changes: to config.json. rows: of the embedding, 0 if unknown. index: for a model in several files.
+    changes: old and new values of settings in config.json. rows: of the embedding, 0 if unknown. index: for a model in
+    several files.
     """
     base = inputs[0]
     side: SideFiles = dict(find_side_files(base.folder))
@@ -76,21 +77,21 @@ def find_side_files(folder: Path | None) -> dict[str, Path]:
     return found
 
 
-def update_config(config: dict[str, Any], changes: Mapping[str, Any], name: str) -> bytes:
-    """A model's config.json with other values of some settings, wherever it has them."""
+def update_config(config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]], name: str) -> bytes:
+    """A model's config.json with other values of some settings, wherever it has the old one (None: any)."""
 
-    def update(table: dict[str, Any], keys: Sequence[str], value: Any) -> bool:
-        present = [key for key in keys if key in table]
+    def update(table: dict[str, Any], keys: Sequence[str], old: Any, value: Any) -> bool:
+        present = [key for key in keys if key in table and old in (None, table[key])]
         table |= dict.fromkeys(present, value)
         parts = [part for key, part in table.items() if key.endswith("_config") and isinstance(part, dict)]
         parts = [part for part in parts if part is not table.get("quantization_config")]
-        return any([bool(present), *(update(part, keys, value) for part in parts)])
+        return any([bool(present), *(update(part, keys, old, value) for part in parts)])
 
     written = io.StringIO()
     try:
-        for key, value in changes.items():
+        for key, (old, value) in changes.items():
             # All versions of transformers read the older of the two names of the type.
-            if not update(config, ("dtype", "torch_dtype") if key == "torch_dtype" else (key,), value):
+            if not update(config, ("dtype", "torch_dtype") if key == "torch_dtype" else (key,), old, value):
                 config[key] = value
         for piece in json.JSONEncoder(indent=2).iterencode(config):
             if written.tell() > MAX_JSON:

@@ -11,6 +11,7 @@ from darelib.text import DareError
 
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a file beside its name and then give it that name, replacing what had it."""
+    path = Path(os.path.realpath(path))  # a link stays one
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     made = False
     try:

@@ -14,6 +14,7 @@ from darelib.mask import MASK_NAME
 from darelib.models import Input, open_models
 from darelib.models.hub import download
 from darelib.models.tensorfile import TensorFile, open_regular
+from darelib.models.vocabulary import digest_tokenizer
 from darelib.output.tokenizer import WORDS, TokenizerChoice
 from darelib.readers import MAX_TOML, Request, Source, load_request, parse_request, recorded_name
 from darelib.text import ConfigError, DareError
@@ -112,31 +113,35 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
     """
     if not request.inputs:
         raise DareError(f"the recipe of {str(path)!r} names no inputs", UNKNOWN_HINT)
-    beside = path.absolute().parent.parent if path.name == RECIPE_FILE else path.absolute().parent
-    places, found = (beside, Path.cwd()), list[Source]()
+    folder = Path(os.path.abspath(path)).parent
+    places = (folder.parent if path.name == RECIPE_FILE else folder, Path.cwd())
+    found, used = list[Source](), set[str]()
     for entry in request.inputs:
-        name, reasons = str(entry.get("file", "")), []
+        name = str(entry.get("file", ""))
         paths = [path for place in places for path in (place / name, place) if name and path.name == name]
         candidates = [*map(Source.of, given), *(Source(str(path), path) for path in paths if path.exists())]
-        candidates += [Source.of(name)] if "@" in name and not candidates else []  # on the Hub
+        candidates += [Source.of(name)] if "@" in name and "/" in name else []  # on the Hub
+        fitting, reasons = list[Source](), list[str]()
         for candidate in candidates:
-            difference = describe_difference(candidate, entry, found[:1])
-            if not difference:
-                found.append(dataclasses.replace(download(candidate), recorded=name))
+            if fitting and candidate.name not in given:
                 break
-            reasons.append(f"{candidate.name!r} is another one: {difference}")
-        else:
+            if difference := describe_difference(candidate, entry, found[:1]):
+                reasons.append(f"{candidate.name!r} is another one: {difference}")
+            else:
+                fitting.append(candidate)
+        if not fitting:
             why = reasons[-1] if reasons else f"it is neither in {str(places[0])!r} nor in {str(places[1])!r}"
             raise DareError(
                 f"cannot find {name!r}, which the recipe was made with: {why}",
                 "say where the models are with --base and --merge; to merge others, give a configuration of your own",
             )
-    for source in map(Source.of, given):
-        if source.path not in [model.path for model in found] and source.name not in [model.name for model in found]:
-            raise DareError(
-                f"{source.name!r} is none of the models that the recipe was made with",
-                "leave it out; to merge other models, give a configuration of your own",
-            )
+        used |= {source.name for source in fitting}
+        found.append(dataclasses.replace(download(fitting[0]), recorded=name))
+    if strange := [name for name in given if name not in used]:
+        raise DareError(
+            f"{strange[0]!r} is none of the models that the recipe was made with",
+            "leave it out; to merge other models, give a configuration of your own",
+        )
     return dataclasses.replace(
         request,
         base=found[0],
@@ -159,7 +164,10 @@ def describe_difference(source: Source, entry: Mapping[str, Any], base: Sequence
     """What is not as a recipe says of an input; empty: it is that very model."""
     try:
         with open_models([*base, source]) as inputs:
-            for key, value in inputs[-1].fingerprint.items():
+            found = inputs[-1].fingerprint
+            if "tokenizer_sha256" in entry:
+                found |= {"tokenizer_sha256": digest_tokenizer(inputs[-1].folder)}
+            for key, value in found.items():
                 if entry.get(key, value) != value:
                     return f"its {key} is {value}, not {entry[key]}"
     except DareError as error:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,12 +14,13 @@ from darelib.models import Input
 from darelib.models.checkpoint import path_hint
 from darelib.models.hub import download
 from darelib.models.jsonfile import read_json
-from darelib.models.tensorfile import explain_os_error
+from darelib.models.tensorfile import explain_os_error, open_regular
 from darelib.models.vocabulary import (
+    ADDED_START,
     ADDED_TABLE,
     TOKENIZER_FILE,
-    Union,
     describe_differences,
+    find_table,
     read_vocabulary,
 )
 from darelib.readers import Source, recorded_name
@@ -33,6 +34,7 @@ TOKENIZER_PATTERNS: Final = (
     "tokenizer*", "tokenization_*.py", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "tekken.json", "*.model", "*.model.v*", "*.tiktoken", "*.spm", "bpe.codes", "normalizer.json", *TEMPLATE_PATTERNS,
 )  # fmt: skip
+MAX_TEMPLATE: Final = 1 << 20  # bytes
 # Lists of special tokens, by the names that versions of transformers give them.
 SPECIAL_LISTS: Final = ("additional_special_tokens", "extra_special_tokens")
 
@@ -78,9 +80,9 @@ def read_template(source: Source) -> Any:
     """The chat template of a model, or in a file."""
     try:
         folder = find_folder(source)
-        found = source.path.read_text(encoding="utf-8") if folder is None else find_template(folder)
-    except (OSError, ValueError) as error:
-        raise DareError(f"cannot read the chat template {source.name!r}: {error}", "give a model or a text") from None
+        found = read_text(source.path) if folder is None else find_template(folder)
+    except OSError as error:
+        raise explain_os_error(error, source.name, "give a model or a text") from None
     if found is None:
         raise DareError(f"there is no chat template in {source.name!r}", "chat_template wants a model or a file")
     return found
@@ -103,17 +105,37 @@ def find_folder(source: Source) -> Path | None:
 
 def tokenizer_files(folder: Path, patterns: Sequence[str] = TOKENIZER_PATTERNS) -> dict[str, Path]:
     paths = {path.relative_to(folder).as_posix(): path for pattern in patterns for path in folder.glob(pattern)}
-    return {name: path for name, path in sorted(paths.items()) if path.is_file()}
+    found = {name: path for name, path in sorted(paths.items()) if path.is_file()}
+    for path in found.values():
+        if not os.access(path, os.R_OK):  # to be known before the merge, not after it
+            raise DareError(f"cannot read {str(path)!r}", "check its permissions")
+    return found
 
 
 def find_template(folder: Path | None) -> Any:
     """The chat template of a model: a text or, by name, several of them; None where there is none."""
-    if folder is not None and (folder / TEMPLATE_FILE).exists():
-        return (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
-    if folder is not None and (folder / CONFIG_FILE).exists():
-        with suppress(DareError):  # what is not JSON has no template
-            return read_json(folder / CONFIG_FILE, CONFIG_FILE).get("chat_template")
+    if folder is None:
+        return None
+    if (folder / TEMPLATE_FILE).exists():
+        return read_text(folder / TEMPLATE_FILE)
+    for name in ("chat_template.json", CONFIG_FILE):
+        if (folder / name).exists():
+            with suppress(DareError):  # what is not JSON has no template
+                template = read_json(folder / name, name).get("chat_template")
+                if template is not None:
+                    return template
     return None
+
+
+def read_text(path: Path) -> str:
+    with open_regular(path) as file:
+        data = file.read(MAX_TEMPLATE + 1)
+    if len(data) > MAX_TEMPLATE:
+        raise DareError(f"the chat template {str(path)!r} is longer than {MAX_TEMPLATE:,} bytes", "choose another")
+    try:
+        return data.decode()
+    except ValueError as error:
+        raise DareError(f"the chat template {str(path)!r} is not UTF-8 text: {error}", "save it as UTF-8") from None
 
 
 def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Input], rows: int) -> list[str]:
@@ -121,7 +143,8 @@ def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[I
     base, *models = inputs
     vocabulary = None
     if choice.folder is not None:
-        remove(side, TOKENIZER_PATTERNS)
+        for name in tokenizer_files(base.folder) if base.folder else ():
+            side.pop(name, None)
         side |= tokenizer_files(choice.folder)
         with suppress(DareError):
             vocabulary = read_vocabulary(choice.folder, choice.name)
@@ -132,28 +155,26 @@ def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[I
                 "--tokenizer union gives every token a row",
             )
     if choice.unites:
-        add_tokens(side, base.union, [model.folder for model in models])  # type: ignore[attr-defined]
+        add_tokens(side, base.added, [model.folder for model in models])
     if choice.template is not None:
         set_template(side, choice.template)
     elif find_template(choice.folder or base.folder) is None:
-        for model in models:
+        for model in inputs:  # the base first, where the tokenizer is not its own
             if (template := find_template(model.folder)) is not None:
                 set_template(side, template)
-                return [f"the chat template is that of {model.name}, since the base has none; --chat-template chooses"]
+                whose = choice.name if choice.folder else "the base"
+                return [f"the chat template is that of {model.name}, since {whose} has none; --chat-template chooses"]
     return []
 
 
-def remove(side: SideFiles, patterns: Sequence[str]) -> None:
-    for name in [name for name in side if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]:
-        del side[name]
-
-
 def set_template(side: SideFiles, template: Any) -> None:
-    remove(side, TEMPLATE_PATTERNS)
-    if CONFIG_FILE in side:  # which every version of transformers reads
-        edit_json(side, CONFIG_FILE, lambda table: table.update(chat_template=template))
-    else:
-        side[TEMPLATE_FILE] = str(template).encode()
+    for name in [name for name in side if name.startswith(("chat_template", "additional_chat_templates/"))]:
+        del side[name]
+    if CONFIG_FILE not in side and isinstance(template, str):
+        side[TEMPLATE_FILE] = template.encode()
+        return
+    side.setdefault(CONFIG_FILE, b"{}")  # which every version of transformers reads
+    edit_json(side, CONFIG_FILE, lambda table: table.update(chat_template=template))
 
 
 def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -165,12 +186,12 @@ def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], Any])
         side[name] = json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def add_tokens(side: SideFiles, union: Union, folders: Sequence[Path | None]) -> None:
+def add_tokens(side: SideFiles, added: Sequence[dict[str, Any]], folders: Sequence[Path | None]) -> None:
     """The base's tokenizer with the tokens that models added, in every file that lists tokens."""
     path = side[TOKENIZER_FILE]
     data = path.read_bytes() if isinstance(path, Path) else path
-    entries = b",\n    ".join(json.dumps(entry, ensure_ascii=False).encode() for entry in union.added)
-    listed = ADDED_TABLE.search(data)
+    entries = b",\n    ".join(json.dumps(entry, ensure_ascii=False).encode() for entry in added)
+    listed = find_table(data, ADDED_START, ADDED_TABLE)
     if entries and listed:
         before = data[: listed.end() - 1].rstrip()
         comma = b"" if before.endswith(b"[") else b","
@@ -191,12 +212,12 @@ def add_tokens(side: SideFiles, union: Union, folders: Sequence[Path | None]) ->
     def add_to_config(table: dict[str, Any]) -> None:
         add_special(table)
         if isinstance(table.get("added_tokens_decoder"), dict):
-            fields = ({key: value for key, value in entry.items() if key != "id"} for entry in union.added)
-            table["added_tokens_decoder"] |= {str(e["id"]): f for e, f in zip(union.added, fields, strict=True)}
+            fields = ({key: value for key, value in entry.items() if key != "id"} for entry in added)
+            table["added_tokens_decoder"] |= {str(e["id"]): f for e, f in zip(added, fields, strict=True)}
 
     edit_json(side, CONFIG_FILE, add_to_config)
     edit_json(side, "special_tokens_map.json", add_special)
-    edit_json(side, "added_tokens.json", lambda table: table.update((e["content"], e["id"]) for e in union.added))
+    edit_json(side, "added_tokens.json", lambda table: table.update((e["content"], e["id"]) for e in added))
 
 
 def compare_tokenizers(choice: TokenizerChoice, inputs: Sequence[Input], directory: bool) -> Iterator[str]:

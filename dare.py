@@ -441,7 +441,10 @@ def run_verify_command(flags: dict[str, Any]) -> None:
     if "path" not in flags:
         raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
     path = Path(os.path.expanduser(flags["path"]))
-    request = locate_inputs(read_recipe(path), models_of(flags), path)
+    request = dataclasses.replace(read_recipe(path), chat_template=None)  # other files are held to their digests
+    if request.tokenizer and request.tokenizer.name != "union":
+        request = dataclasses.replace(request, tokenizer=None)
+    request = locate_inputs(request, models_of(flags), path)
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
     merger = merger_for(dataclasses.replace(request, dare=request.dare | own))
     merger.version = request.version
@@ -513,7 +516,10 @@ def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
     for other in COMMANDS:
         if word in build_parser(other)._option_string_actions:
             return ConfigError(f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}")
-    return ConfigError(f"there is no option {word!r}", nearest(word, parser._option_string_actions))
+    from darelib.readers import explain_key
+
+    hint = explain_key(word.lstrip("-").replace("-", "_"), ())
+    return ConfigError(f"there is no option {word!r}", hint or nearest(word, parser._option_string_actions))
 
 
 def make_merger(flags: dict[str, Any]) -> tuple[DareMerger, Request]:

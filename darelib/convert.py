@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -81,7 +82,8 @@ def convert(old: str | Path, new: str | Path, *, force: bool = False) -> Convert
             else:
                 left_out.append(name)
     if not weights:
-        raise DareError(f"{str(old)!r} holds no tensors", f"its weights should be under one of {', '.join(WRAPPERS)}")
+        hint = f"its weights should be under one of {', '.join(WRAPPERS)}; of a whole module, save the state_dict()"
+        raise DareError(f"{str(old)!r} holds no table of tensors", hint)
     infos = place_tensors(weights)
     header = header_bytes(infos, {"format": "pt"})
     size = len(header) + sum(info.nbytes for info in infos.values())
@@ -119,7 +121,8 @@ def load_pickle(path: Path) -> Any:
             file.seek(0)
             others = get_unsafe_globals_in_checkpoint(path) if zipped else []
             mapped = zipped and path.suffix != ".safetensors"  # by which torch takes a path for such a file
-            with safe_globals([(Inert, name) for name in others]):
+            with safe_globals([(Inert, name) for name in others]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 return torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         raise DareError(f"there is no file {str(path)!r}", "give the file to convert first") from None

@@ -168,8 +168,8 @@ class Matcher:
         more = theirs.shape[0] - info.shape[0]
         raise DareError(
             f"{message}, {count_of(abs(more), 'row')} {'more' if more > 0 else 'fewer'}",
-            "for added tokens, --mismatch overlap merges the rows that both have, --mismatch base keeps the base's "
-            "tensor; otherwise check that this is the right base",
+            "for added tokens, --tokenizer union keeps them, --mismatch overlap merges the rows that both have, "
+            "--mismatch base keeps the base's tensor; otherwise check that this is the right base",
         )
 
     def _tied_embedding(self, name: str, info: TensorInfo, model: Input) -> str | None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,6 +65,8 @@ class Source:
     def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
         if isinstance(given, Source):
             return given
+        if not isinstance(given, str | Path):
+            raise ConfigError(f"a model must be a path or a name, not {type(given).__name__}", "like 'models/base'")
         if not str(given):
             raise ConfigError("the path of a model is empty", "perhaps a variable of the shell is not set")
         name = as_text(given)  # the recipe, which names it, must be text
@@ -163,19 +165,22 @@ def _parse_tables(text: str, path: str) -> dict[str, Any]:
     for name, table in tables.items():
         if name not in TABLES:
             home = next((f"put {name} under [{t}]" for t, keys in TABLES.items() if name in keys), None)
-            raise ConfigError(f"{path}: there is no table [{name}]", home or _explain_key(name, TABLES))
+            raise ConfigError(f"{path}: there is no table [{name}]", home or explain_key(name, TABLES))
         if not isinstance(table, list if name == "rules" else dict):
             header = "[[rules]]" if name == "rules" else f"[{name}]"
             kind = "a list of tables" if name == "rules" else "a table"
             raise ConfigError(f"{path}: {name} must be {kind}", f"write {header} on a line of its own")
         for key in table if isinstance(table, dict) else ():
             if key not in TABLES[name]:
-                raise ConfigError(f"{path}: there is no key {key!r} in [{name}]", _explain_key(key, TABLES[name]))
+                raise ConfigError(f"{path}: there is no key {key!r} in [{name}]", explain_key(key, TABLES[name]))
     return tables
 
 
-def _explain_key(key: str, known: Iterable[str]) -> str:
-    return f"here it is {FOREIGN_KEYS[key]}" if key in FOREIGN_KEYS else nearest(key, known)
+def explain_key(key: str, known: Collection[str]) -> str:
+    """What a key of another tool is called here, or the known key that is spelled most like it."""
+    if key in FOREIGN_KEYS:
+        return f"here it is {FOREIGN_KEYS[key]}"
+    return nearest(key, known) if known else ""
 
 
 def _parse_fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, Any], ...]:

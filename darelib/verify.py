@@ -64,7 +64,7 @@ class Comparison:
         if size != planned.size:
             raise self._differs(f"{planned.name!r} is {size:,} bytes long, not {planned.size:,}")
         if file.read(len(planned.header)) != planned.header:
-            raise self._differs(f"the header of {planned.name!r} differs")
+            raise self._differs(f"the header of {planned.name!r} differs, as with other models or settings")
 
     def check_side_files(self) -> None:
         """Compare the other files of a directory with the digests in its recipe, whose own digest is its seal."""

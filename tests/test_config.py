@@ -165,6 +165,7 @@ def test_a_wrong_configuration_is_named(refused: Refused, text: str, complaint: 
     ("--drop-rate 90", "--drop-rate must be", "it is a share: 90% are 0.9"),
     ("--drop-rate much", "invalid float value: 'much'", "files go after --merge"),
     ("--drop-rte 0.5", "there is no option '--drop-rte'", "did you mean --drop-rate?"),
+    ("--density 0.1", "there is no option '--density'", "here it is drop_rate = 1 - density"),
     ("--drop 0.5", "there is no option '--drop'", "did you mean --"),
     ("-c nowhere.toml", "there is no configuration file 'nowhere.toml'", "check the path"),
     ("-c /dev/null/x", "cannot read '/dev/null/x'", "give --config"),
@@ -260,6 +261,7 @@ def test_outputs_that_cannot_be_written_are_refused(models: Models, refused: Ref
         words = f"'merged.{suffix}' does not end in .safetensors\nhint: did you mean .safetensors?"
         refused(2, words, *MERGE, "-o", f"merged.{suffix}")
     refused(2, "cannot be written to standard output", *MERGE, "-o", "-")
+    refused(2, "holds the input", *MERGE, "-o", os.path.abspath(os.sep))
     for output, words in {"nowhere/out": "does not exist", "taken": "is a directory", "loop": "loop"}.items():
         refused(1, words, *MERGE, "-o", f"{output}.safetensors")
     refused(1, "cannot be used: File name too long", *MERGE, "-o", "x" * 300)

@@ -488,3 +488,13 @@ def test_tensors_of_any_class_are_merged() -> None:
     base, model = torch.randn(50), torch.randn(50)
     merged = dare.dare_merge({"w": base.as_subclass(Own)}, [{"w": model.as_subclass(Own)}])
     assert torch.equal(merged["w"], dare.dare_merge({"w": base}, [{"w": model}])["w"])
+
+
+def test_tensors_that_share_their_values_stay_tied() -> None:
+    base, model = ({"embed.weight": torch.randn(30, 4), "b": torch.randn(5)} for _ in range(2))
+    for table in (base, model):
+        table["head.weight"] = table["embed.weight"]
+    merged = dare.dare_merge(base, [model])
+    assert merged["head.weight"] is merged["embed.weight"]
+    untied = dare.dare_merge(base, [model | {"head.weight": model["embed.weight"].clone()}])
+    assert not torch.equal(untied["head.weight"], untied["embed.weight"])

@@ -96,10 +96,11 @@ def test_a_union_gives_every_token_one_number_and_the_row_of_its_model(family: l
 
 @pytest.mark.parametrize("method", ["linear", "ties"])
 def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(family: list[Path], method: str) -> None:
-    _, merged = merge(family, method=method, drop_rate=0.9, lambda_coeff=3.0)
-    theirs = load_file(family[1] / "model.safetensors")
+    _, merged = merge(family, method=method, drop_rate=0.9, lambda_coeff=3.0, weights=[0.9, 0.1])
+    chat, tool = (load_file(folder / "model.safetensors") for folder in family[1:])
     for name in (EMBEDDING, HEAD):
-        assert same_bits(merged[name][10], theirs[name][10])
+        assert same_bits(merged[name][10], chat[name][10])
+        assert same_bits(merged[name][11], ((chat[name][11].float() + tool[name][10].float()) / 2).to(BF16))
 
 
 def test_models_of_other_types_and_heads_that_are_tied_unite_too(tmp_path: Path, family: list[Path]) -> None:
@@ -118,13 +119,15 @@ def test_models_of_other_types_and_heads_that_are_tied_unite_too(tmp_path: Path,
 
 
 def test_room_that_the_base_has_is_used_and_other_rows_stay_where_they_are(tmp_path: Path) -> None:
-    base = write_model(tmp_path / "base", 16, {}, 0, F32)
-    chat = write_model(tmp_path / "chat", 16, {"<a>": 12}, 1, F32)
-    output, merged = merge([tmp_path / "base", tmp_path / "chat"], drop_rate=0.0)
-    assert numbers_of(output)["<a>"] == 8
+    write_model(tmp_path / "base", 16, {}, 0, F32)
+    chat = write_model(tmp_path / "chat", 16, {"<a>": 8}, 1, F32)
+    tool = write_model(tmp_path / "tool", 16, {"<b>": 8}, 1, F32)
+    output, merged = merge([tmp_path / "base", tmp_path / "chat", tmp_path / "tool"], drop_rate=0.0)
+    assert [numbers_of(output)[token] for token in ("<a>", "<b>")] == [8, 9]
     assert json.loads((output / "config.json").read_text())["vocab_size"] == 16
-    assert same_bits(merged[EMBEDDING][8], chat[EMBEDDING][12])
-    assert same_bits(merged[EMBEDDING][12], base[EMBEDDING][12]), "where the model has a token, its row is that one's"
+    assert same_bits(merged[EMBEDDING][8], chat[EMBEDDING][8])
+    assert same_bits(merged[EMBEDDING][9], tool[EMBEDDING][8])
+    output, merged = merge([tmp_path / "base", tmp_path / "chat"], drop_rate=0.0)
     for row in (3, 13, 15):
         assert same_bits(merged[EMBEDDING][row], chat[EMBEDDING][row])
 
@@ -163,12 +166,12 @@ def test_what_cannot_be_united_is_refused(family: list[Path], tmp_path: Path, ca
     path = family[2] / "tokenizer.json"
     table, text = json.loads(path.read_text()), path.read_text()
     other = copy.deepcopy(table)
-    other["model"]["vocab"]["new word"] = 7
+    other["model"]["vocab"]["new word"] = other["model"]["vocab"].pop("t7")
     for content, words in (
         (json.dumps(other), "has another vocabulary than the base, not only other added tokens: 1 token that the base"),
         (text[:99], "tokenizer.json of"),
         (
-            json.dumps(table | {"added_tokens": [{"id": 40, "content": "<far>"}]}),
+            json.dumps(table | {"added_tokens": [{"id": k, "content": f"<{k}>"} for k in range(8, 41)]}),
             "has 41 tokens, and its embedding 12 rows",
         ),
         (json.dumps(table | {"added_tokens": [{"id": "x", "content": "<far>"}]}), "cannot be used: its tokens have no"),
@@ -189,10 +192,11 @@ def test_other_tokens_are_told_with_what_will_happen(family: list[Path], tmp_pat
 
     chat, tool = warnings()
     assert f"{family[1]} has another tokenizer than {family[0]}: 2 tokens that the base lacks ('<a>', '<b>')" in chat
-    assert "the output gets the base's (--tokenizer union keeps all tokens)" in chat
+    assert "the output gets the base's (--tokenizer union keeps added tokens)" in chat
     assert "2 tokens with other numbers ('</s>', '<s>'); 2 tokens that the base lacks ('<b>', '<c>')" in tool
     assert "rows of the same number are merged, whatever tokens they stand for" in tool
     assert f"the output gets that of {family[2]}" in warnings(("tokenizer", family[2]))[0]
+    assert f"{family[2]} has another tokenizer than {family[0]}" in str(warnings(("tokenizer", family[2])))
     assert warnings(("tokenizer", "union")) == []
     for folder in family[1:]:  # the same tokens, written otherwise
         table = json.loads((family[0] / "tokenizer.json").read_text())
@@ -245,7 +249,12 @@ def test_a_tokenizer_that_changed_is_another_input(family: list[Path], tmp_path:
 def test_a_base_whose_numbers_have_gaps_is_not_united(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
     write_tokenizer(family[0], {"<s>": 8, "</s>": 10})
     flags = ["-b", family[0], "-m", family[1], "-o", tmp_path / "out", "--tokenizer", "union"]
-    refuse(tmp_path, capsys, 1, "are not numbered without gaps", arguments=flags)
+    refuse(tmp_path, capsys, 1, "the numbers of the tokens of the base have gaps", arguments=flags)
+    write_tokenizer(family[0], {"<s>": 8, "</s>": 9})
+    write_tokenizer(family[1], {"<s>": 8, "</s>": 9, "<a>": 13})
+    refuse(tmp_path, capsys, 1, f"of {family[1]} have gaps", arguments=flags)
+    (family[1] / "tokenizer.json").unlink()
+    refuse(tmp_path, capsys, 1, "has 14 rows where the base has 12, and no tokenizer.json", arguments=flags)
 
 
 def test_other_vocabularies_of_a_configuration_stay(family: list[Path]) -> None:

@@ -43,9 +43,16 @@ def merge_tensors(
             raise DareError(
                 f"model {i} has no tensor in common with the base", f"the base has {list_names(list(base))}"
             )
-    merged = {}
+    merged: dict[str, Tensor] = {}
+    places: dict[
+        tuple[object, ...], str
+    ] = {}  # by where its values are, in the base and in the models: the tensor that was merged
     for name, tensor in base.items():
         parts = {i: model[name] for i, model in enumerate(finetuned) if name in model}
+        place = tuple((t.device, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, *parts.values()))
+        if tensor.numel() and (same := places.setdefault((*parts, *place), name)) != name:
+            merged[name] = merged[same]  # tied, as a head to its embedding
+            continue
         for i, part in parts.items():
             _check_alike(name, tensor, i, part)
         quantised = tensor.element_size() == 1  # copied where equal, else refused

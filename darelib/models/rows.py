@@ -150,13 +150,20 @@ def _rearrange(name: str, embedding: str, united: Sequence[Rearranged], union: U
         theirs = stored.get(name) or (stored.get(embedding) if name.endswith(HEADS) else None)  # a head may be tied
         if theirs is None or theirs.dtype not in FORMATS or theirs.shape[1:] != info.shape[1:]:
             continue
+        if vocabulary is None and theirs.shape[0] != info.shape[0]:
+            raise DareError(
+                f"{model.name!r} has {theirs.shape[0]:,} rows where the base has {info.shape[0]:,}, and no "
+                "tokenizer.json that says what they stand for",
+                "put its tokenizer.json beside it",
+            )
         numbers = number_rows(union, vocabulary or union.base, height, theirs.shape[0], model.name)
         as_base: Fill = lambda *where: read_values(base, base.tensors[name], *where)  # noqa: E731
         no_change: Fill = lambda _, count, real: np.zeros(count, FORMATS[real].real)  # noqa: E731
+        givers += [] if theirs.is_delta else [(model, Rows(theirs, numbers.copy(), width, no_change))]
+        numbers[new] = NO_ROW  # where the base has what the models give, none of them differs from it
         rows = Rows(theirs, numbers, width, no_change if theirs.is_delta else as_base)
         exact = theirs.is_delta or theirs.dtype == info.dtype or bool((numbers != NO_ROW).all())
         model.rearrange(name, rows, theirs.dtype if exact else wider(theirs, info))
-        givers += [] if theirs.is_delta else [(model, rows)]
     orphans = [union.tokens[n] for n in new if all(rows.numbers[n] == NO_ROW for _, rows in givers)]
     if orphans:
         raise DareError(f"no model has a row of {name!r} for {list_names(orphans)}", "use --tokenizer base")

@@ -21,6 +21,7 @@ OLDER_FILES: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.tx
 MAX_TOKENIZER: Final = 1 << 26
 MAX_TOKENS: Final = 1 << 22
 MAX_ADDED: Final = 1 << 16
+UNITE_HINT: Final = "use --tokenizer base, or leave it out"
 # The file is not parsed as a whole, which would take several hundred megabytes, mostly for merges: these are its tables
 # of tokens. A vocabulary is a table of numbers, or a list in which the place of a token is its number.
 STRING: Final = rb'"(?:[^"\\]++|\\.)*+"'
@@ -135,8 +136,10 @@ class Union:
 
 def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> Union:
     """Number the tokens that models added after the base's, in the order of the models and of their numbers."""
-    if base.size != len(base.numbers):  # loaders number added tokens one after the other, whatever the file says
-        raise DareError("the base's tokens are not numbered without gaps, so none can be added", "use --tokenizer base")
+    for name, vocabulary in (("the base", base), *models):
+        # Loaders number added tokens one after the other, whatever the file says.
+        if vocabulary is not None and vocabulary.size != len(set(vocabulary.numbers.values())):
+            raise DareError(f"the numbers of the tokens of {name} have gaps, so its rows are unknown", UNITE_HINT)
     known, entries = set(base.numbers), list[dict[str, Any]]()
     for name, model in models:
         if model is None:
@@ -145,7 +148,7 @@ def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> 
             words = "; ".join(_compare(base.trained, model.trained))
             raise DareError(
                 f"{name!r} has another vocabulary than the base, not only other added tokens: {words}",
-                "such models have no tokens in common to merge by; use --tokenizer base, or leave it out",
+                UNITE_HINT,
             )
         for entry in sorted(model.added, key=lambda entry: int(entry["id"])):
             if entry["content"] not in known:

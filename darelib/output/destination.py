@@ -45,7 +45,7 @@ def find_output(given: str | Path) -> Destination:
     with explain_place_errors(str(path)):
         target = path.resolve()
         target.exists()  # which fails where the name is too long
-        above = next(parent for parent in target.parents if parent.exists())
+        above = next((parent for parent in target.parents if parent.exists()), target)
         is_file, has_parent = not above.is_dir(), target.parent.exists()
     if is_file:
         raise DareError(f"the output cannot be inside {str(above)!r}, which is a file", "give another path")

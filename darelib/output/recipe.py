@@ -12,6 +12,7 @@ from typing import Any, Final
 from darelib.config import DareConfig
 from darelib.mask import MASK_NAME
 from darelib.models import Input, open_models
+from darelib.models.checkpoint import INDEX_FILE
 from darelib.models.hub import download
 from darelib.models.tensorfile import TensorFile, open_regular
 from darelib.models.vocabulary import digest_tokenizer
@@ -22,7 +23,7 @@ from darelib.text import ConfigError, DareError
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
 RECIPE_FILE: Final = "dare_recipe.toml"  # in a model directory
 RECIPE_SEAL: Final = "# SHA-256 of what is above: "
-UNKNOWN_HINT: Final = "only what this tool has merged can be verified"
+UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"
 
 
 def recipe_text(
@@ -84,6 +85,8 @@ def check_seal(folder: Path) -> None:
 
 def read_recipe(path: Path) -> Request:
     """The recipe of a merged file or directory, as a request to merge it again."""
+    if path.name in (RECIPE_FILE, INDEX_FILE) and path.is_file():
+        path = path.parent
     if os.path.isdir(path):
         check_seal(path)
         return load_request(path / RECIPE_FILE)
@@ -130,7 +133,8 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
             else:
                 fitting.append(candidate)
         if not fitting:
-            why = reasons[-1] if reasons else f"it is neither in {str(places[0])!r} nor in {str(places[1])!r}"
+            looked = " nor in ".join(repr(str(place)) for place in dict.fromkeys(places))
+            why = reasons[-1] if reasons else f"it is {'not' if places[0] == places[1] else 'neither'} in {looked}"
             raise DareError(
                 f"cannot find {name!r}, which the recipe was made with: {why}",
                 "say where the models are with --base and --merge; to merge others, give a configuration of your own",
@@ -146,18 +150,24 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
         request,
         base=found[0],
         merge=tuple(found[1:]),
-        tokenizer=_locate(request.tokenizer, found, places),
-        chat_template=_locate(request.chat_template, found, places),
+        tokenizer=_locate("tokenizer", request.tokenizer, found, places),
+        chat_template=_locate("chat_template", request.chat_template, found, places),
     )
 
 
-def _locate(source: Source | None, inputs: Sequence[Source], places: Sequence[Path]) -> Source | None:
+def _locate(what: str, source: Source | None, inputs: Sequence[Source], places: Sequence[Path]) -> Source | None:
     """Where a tokenizer or a chat template is that a recipe names: it may be an input's."""
     if source is None or source.name in WORDS:
         return source
     known = [model for model in inputs if model.recorded == source.name]
     there = [Source(source.name, place / source.name) for place in places if (place / source.name).exists()]
-    return next(iter(known + there), source)
+    given = [source] if source.path.exists() else []  # by a flag
+    if not known + there + given:
+        raise DareError(
+            f"cannot find {source.name!r}, the {what} of the recipe, beside it or in {str(places[1])!r}",
+            f"say where it is with --{what.replace('_', '-')}",
+        )
+    return (given + known + there)[0]
 
 
 def describe_difference(source: Source, entry: Mapping[str, Any], base: Sequence[Source]) -> str:

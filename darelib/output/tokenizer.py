@@ -223,16 +223,18 @@ def add_tokens(side: SideFiles, added: Sequence[dict[str, Any]], folders: Sequen
 def compare_tokenizers(choice: TokenizerChoice, inputs: Sequence[Input], directory: bool) -> Iterator[str]:
     """Which models number their tokens otherwise than the base, and what that means for the output."""
     base, *models = inputs
-    for model in models if not choice.unites else ():
+    others = [(model.name, model.folder) for model in models]
+    others += [(choice.name, choice.folder)] if choice.folder else []
+    for name, folder in dict.fromkeys(others) if not choice.unites else ():
         try:
-            differences = describe_differences(base.folder, model.folder, base.name, model.name)
+            differences = describe_differences(base.folder, folder, base.name, name)
         except DareError as error:
             differences = [str(error)]
         if not differences:
             continue
-        words = [f"{model.name} has another tokenizer than {base.name}: {'; '.join(differences)}"]
+        words = [f"{name} has another tokenizer than {base.name}: {'; '.join(differences)}"]
         words.append("rows of the same number are merged, whatever tokens they stand for")
         if directory:
             whose = "the base's" if choice.folder is None else f"that of {choice.name}"
-            words.append(f"the output gets {whose} (--tokenizer union keeps all tokens)")
+            words.append(f"the output gets {whose} (--tokenizer union keeps added tokens)")
         yield "; ".join(words)

@@ -54,7 +54,7 @@ from darelib import __version__
 from darelib.config import DareConfig, Rule
 from darelib.interrupts import Interrupts
 from darelib.methods import METHODS
-from darelib.text import LOG, ConfigError, DareError, install_hint, label, list_names, nearest, printable, progress
+from darelib.text import LOG, ConfigError, DareError, install_hint, label, nearest, printable, progress
 
 if TYPE_CHECKING:
     import torch
@@ -387,7 +387,7 @@ def run_merge_command(flags: dict[str, Any]) -> None:
         plan = merger.plan(request.output, force="force" in flags, resume="resume" in flags, estimate=True)
         for warning in plan.warnings:
             LOG.warning(warning)
-        print_result(plan.as_dict() if "json" in flags else str(plan))
+        show(plan, flags, True)
         return
     try:
         report = merger.merge(request.output, force="force" in flags, resume="resume" in flags)
@@ -396,8 +396,7 @@ def run_merge_command(flags: dict[str, Any]) -> None:
         if merger.published is None:
             raise
         report = merger.published  # it came too late to stop anything
-    if "json" in flags or merger.config.verbose:
-        print_result(report.as_dict() if "json" in flags else str(report))
+    show(report, flags, merger.config.verbose)
 
 
 def add_analyze_options(add: Add) -> None:
@@ -448,25 +447,19 @@ def run_verify_command(flags: dict[str, Any]) -> None:
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
     merger = merger_for(dataclasses.replace(request, dare=request.dare | own))
     merger.version = request.version
-    report = merger.verify(path)
-    if "json" in flags or merger.config.verbose:
-        print_result(report.as_dict() if "json" in flags else str(report))
+    show(merger.verify(path), flags, merger.config.verbose)
 
 
-def add_convert_options(add: Add) -> None:
-    add("old", metavar="OLD", help="a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin")
-    add("new", metavar="NEW", help="the .safetensors file to write")
-    add("--force", action="store_true", help="replace an existing file")
+def in_room(room: str, help: str) -> Command:
+    """A command that has a room of its own, which is imported when the command is used."""
 
+    def run(flags: dict[str, Any]) -> None:
+        report = importlib.import_module(room).run(flags)
+        for warning in report.warnings:
+            LOG.warning(warning)
+        show(report, flags, flags.get("verbose", True))
 
-def run_convert_command(flags: dict[str, Any]) -> None:
-    from darelib.convert import convert
-
-    report = convert(flags["old"], flags["new"], force="force" in flags)
-    if report.left_out:
-        LOG.warning(f"left out what is not a tensor: {list_names(report.left_out)}")
-    if "json" in flags or flags.get("verbose", True):
-        print_result(report.as_dict() if "json" in flags else str(report))
+    return Command(help, lambda add: importlib.import_module(room).add_options(add), run)
 
 
 @dataclass(frozen=True)
@@ -482,7 +475,7 @@ COMMANDS: Final = {
     "merge": Command("merge models (default)", add_merge_options, run_merge_command),
     "analyze": Command("show what models are like, and suggest settings", add_analyze_options, run_analyze_command),
     "verify": Command("make a merged model again from its recipe, and compare", add_verify_options, run_verify_command),
-    "convert": Command("write a PyTorch pickle as a .safetensors file", add_convert_options, run_convert_command),
+    "convert": in_room("darelib.convert", "write a PyTorch pickle as a .safetensors file"),
 }
 DEFAULT_COMMAND: Final = "merge"
 
@@ -552,6 +545,11 @@ def merger_for(request: Request) -> DareMerger:
         raise ConfigError("there are no models to merge", "give --merge MODEL..., or merge_files in [models]")
     tokenizer, template = request.tokenizer or "base", request.chat_template
     return DareMerger(request.base, request.merge, config, tokenizer=tokenizer, chat_template=template)
+
+
+def show(report: Any, flags: dict[str, Any], verbose: bool) -> None:
+    if "json" in flags or verbose:
+        print_result(report.as_dict() if "json" in flags else str(report))
 
 
 def print_result(result: str | dict[str, Any]) -> None:

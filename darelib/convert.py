@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from darelib.models.jsonfile import read_json
 from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular
 from darelib.output.newfile import write_new_file
-from darelib.text import ConfigError, DareError, count_of, human, install_hint, printable
+from darelib.text import ConfigError, DareError, count_of, human, install_hint, list_names, printable
 
 if TYPE_CHECKING:
     import torch
@@ -44,12 +44,27 @@ class ConvertReport:
     left_out: tuple[str, ...]  # entries that are no tensors
     seconds: float
 
+    @property
+    def warnings(self) -> list[str]:
+        return [f"left out what is not a tensor: {list_names(self.left_out)}"] if self.left_out else []
+
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
         tensors = count_of(self.tensors, "tensor")
         return f"wrote {printable(self.output)}: {tensors}, {human(self.bytes_written)}, in {self.seconds:.2f} s"
+
+
+def add_options(add: Callable[..., Any]) -> None:
+    add("old", metavar="OLD", help="a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin")
+    add("new", metavar="NEW", help="the .safetensors file to write")
+    add("--force", action="store_true", help="replace an existing file")
+
+
+def run(flags: dict[str, Any]) -> ConvertReport:
+    """The command."""
+    return convert(flags["old"], flags["new"], force="force" in flags)
 
 
 class Inert:

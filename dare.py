@@ -48,13 +48,14 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from darelib import __version__
 from darelib.config import DareConfig, Rule
 from darelib.interrupts import Interrupts
 from darelib.methods import METHODS
-from darelib.text import LOG, ConfigError, DareError, install_hint, label, nearest, printable, progress
+from darelib.text import LOG, ConfigError, DareError, Messages, install_hint, label, nearest, progress
+from darelib.tuning import raise_open_file_limit
 
 if TYPE_CHECKING:
     import torch
@@ -564,14 +565,6 @@ def print_result(result: str | dict[str, Any]) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the interpreter's last flush)
 
 
-class Messages(logging.StreamHandler[IO[str]]):
-    """Warnings and notes on stderr, one to a line, as the command's errors are."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        return label("warning", text, self.stream) if record.levelno >= logging.WARNING else printable(text)
-
-
 class Terminated(BaseException):
     """Somebody sent SIGTERM: to be handled like an interrupt."""
 
@@ -624,17 +617,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         LOG.propagate = True
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def raise_open_file_limit() -> None:
-    """Let this process open many files: systems allow few unless asked, and models may have hundreds of shards."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = min(10_240, hard) if hard >= 0 else 10_240  # for ten models of hundreds of shards
-        if 0 <= soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def explain(error: Exception) -> int:

@@ -52,6 +52,14 @@ def install_hint(extra: str) -> str:
     return f"install it: {sys.executable} -m pip install {EXTRAS[extra]}"
 
 
+class Messages(logging.StreamHandler[IO[str]]):
+    """Warnings and notes on stderr, one to a line, as the command's errors are."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        return label("warning", text, self.stream) if record.levelno >= logging.WARNING else printable(text)
+
+
 def as_text(name: str | Path) -> str:
     """A name that may hold bytes that are no text, as text."""
     return str(name).encode("utf-8", "backslashreplace").decode()

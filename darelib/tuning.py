@@ -65,3 +65,14 @@ def _quotas() -> Iterator[float]:
         quota, period = ((CONTROL_GROUPS / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         if int(quota) > 0:  # -1: no limit
             yield int(quota) / int(period)
+
+
+def raise_open_file_limit() -> None:
+    """Let this process open many files: systems allow few unless asked, and models may have hundreds of shards."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = min(10_240, hard) if hard >= 0 else 10_240  # for ten models of hundreds of shards
+        if 0 <= soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

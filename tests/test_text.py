@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import tomli_w
 import torch
 
 import dare
-from darelib.text import clip, duration, human, list_names, nearest
+from darelib.text import clip, duration, human, install_hint, list_names, nearest
 from tests.support import command, finetune, low_rank, random_model, save, save_sharded, write_adapter
 
 # Sets the title, clears the screen, begins lines, rings and deletes; the same in C1; turns around; separates; hides.
@@ -133,3 +134,13 @@ def test_figures_and_names_are_as_people_write_them() -> None:
     assert list_names(["a", "b\n", "c", "d", "e"]) == "'a', 'b\\n', 'c' and 2 more"
     assert nearest("lineer", ["ties", "linear"]) == "did you mean linear?"
     assert clip("model.layers." + "x" * 90 + ".weight") == "model.la..." + "x" * 38 + ".weight"
+
+
+def test_hints_to_install_fit_how_the_tool_was_installed(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("UV", "uv")
+    assert install_hint("torch") == "install it: uv run --extra torch python dare.py ..."
+    monkeypatch.delenv("UV")
+    assert install_hint("hub") == f"install it: {sys.executable} -m pip install huggingface_hub"
+    (tmp_path / "uv-receipt.toml").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert install_hint("plot") == f"install it: uv pip install --python {sys.executable} matplotlib"

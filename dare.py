@@ -18,12 +18,13 @@ darelib, is a room for each job:
     config, readers      DareConfig and its rules; TOML and flags
     methods, drops, mask what can be chosen, with every formula; r_i is 1 - drop rate, as exactly as the mask keeps it
     kernels/             the arithmetic: plain is its definition in NumPy, cpu and tensors the same for Numba and torch
-    models/              how weights come in: checkpoints, LoRA adapters, the Hub
+    models/              how weights come in: checkpoints, LoRA adapters, the Hub; tokens of several models
     matching, plan       which models change which tensors; what will be read, computed and written
     run/                 who does the jobs
-    output/              how a model comes out: publish (write, sync, rename), directory (card, tokenizer), recipe
+    output/              how a model comes out: publish (write, sync, rename), directory, tokenizer, recipe
     report, verify       what a merge will do and did; a merged model against its recipe
     analysis/            what the models are like, and what to do with them
+    convert              pickles as safetensors files
     text, formats, tuning, interrupts    words for people; stored types; sizes and intervals; signals
 """
 

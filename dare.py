@@ -209,7 +209,7 @@ class DareMerger:
         started = time.perf_counter()
         with self._open() as inputs, Interrupts() as interrupts:
             task = plan_analysis(self.config, inputs)
-            findings = Findings(len(self.models))
+            findings = Findings(task.seeds)
             looks = {tensor.name: MeasureLook(tensor, findings) for tensor in task.changed}
             worker = Worker(task, inputs, looks, (), interrupts)
             size = sum(tensor.bytes_read for tensor in task.changed)
@@ -477,6 +477,7 @@ COMMANDS: Final = {
     "merge": Command("merge models (default)", add_merge_options, run_merge_command),
     "analyze": Command("show what models are like, and suggest settings", add_analyze_options, run_analyze_command),
     "verify": Command("make a merged model again from its recipe, and compare", add_verify_options, run_verify_command),
+    "pack": in_room("darelib.pack", "store what a drop rate leaves of a fine-tune, for merges"),
     "convert": in_room("darelib.convert", "write a PyTorch pickle as a .safetensors file"),
 }
 DEFAULT_COMMAND: Final = "merge"

@@ -9,6 +9,7 @@ from typing import Any
 from darelib.config import DareConfig, Rule
 from darelib.formats import DTYPES, FORMATS, is_counted
 from darelib.kernels import KernelSpec
+from darelib.mask import MASK_BITS
 from darelib.methods import METHODS, Look, TensorSettings
 from darelib.models import Input
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, module_of, quantised_modules
@@ -113,7 +114,7 @@ class Matcher:
             if theirs is not None:
                 self._check_fits(name, info, theirs, i)
                 found.append((i, theirs))
-                mask_names.append(mask_name)
+                mask_names.append(mask_name if theirs.mask_name is None else theirs.mask_name)
         if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
             found = []
         merged &= all(theirs.dtype in FORMATS for _, theirs in found)
@@ -122,6 +123,8 @@ class Matcher:
         rule = self.config.rule_for(mask_names[0] if len(set(mask_names)) == 1 else own)
         if rule not in self._settings:
             self._settings[rule] = self.config.for_rule(rule, len(self.models))
+        for i, theirs in found:
+            self._check_rate(name, theirs, i, self._settings[rule])
         return TensorPlan(
             name=name,
             base=info,
@@ -145,6 +148,16 @@ class Matcher:
             raise DareError(
                 f"tensor {name!r} is {info.dtype} in {self.base.name!r} and {theirs.dtype} in {model.name!r}",
                 f"only {', '.join(FORMATS)} tensors can be merged, with one another",
+            )
+
+    def _check_rate(self, name: str, theirs: TensorInfo, i: int, settings: TensorSettings) -> None:
+        """Refuse to keep more of a tensor than is left of it. Masks of one seed are nested, so less is possible."""
+        if settings.drop.threshold(settings.drop_rates[i]) > theirs.threshold:
+            rate = 1 - theirs.threshold / (1 << MASK_BITS)
+            raise DareError(
+                f"{self.models[i].name!r} holds what a drop rate of {rate:.4g} has left of {name!r}, so it cannot be "
+                f"merged at {settings.drop_rates[i]:g}",
+                f"use a drop rate of {rate:.4g} or more, or the model itself",
             )
 
     def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Input) -> None:

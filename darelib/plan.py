@@ -39,7 +39,7 @@ from darelib.output.destination import (
 )
 from darelib.output.directory import collect_side_files, make_index
 from darelib.output.publish import PlannedFile
-from darelib.output.recipe import recipe_metadata, recipe_text
+from darelib.output.recipe import find_seeds, recipe_metadata, recipe_text
 from darelib.output.tokenizer import TokenizerChoice, compare_tokenizers
 from darelib.text import ConfigError, DareError, count_of, human, list_names
 from darelib.tuning import TUNING, count_cores
@@ -70,6 +70,7 @@ class Task:
     tensors: tuple[TensorPlan, ...]
     files: tuple[PlannedFile, ...]  # that will be written
     threads: int
+    seeds: tuple[int, ...]  # of each model's mask
     warnings: tuple[str, ...]
 
     @cached_property
@@ -184,8 +185,10 @@ def plan_analysis(config: DareConfig, inputs: Sequence[Input]) -> Task:
     matcher = match_inputs(config, inputs)
     names = [model.name for model in inputs]
     threads = count_threads(config, matcher.tensors)
-    warnings = (*find_odd_inputs(inputs), *find_odd_names(inputs, matcher), *matcher.warnings())
-    return Task(names[0], tuple(names[1:]), config, tuple(matcher.tensors), (), threads, warnings)
+    samples = [model.sample for model in inputs if model.sample]
+    warnings = (*find_odd_inputs(inputs), *find_odd_names(inputs, matcher), *matcher.warnings(), *samples)
+    seeds = find_seeds(config, inputs)
+    return Task(names[0], tuple(names[1:]), config, tuple(matcher.tensors), (), threads, seeds, warnings)
 
 
 def plan_merge(
@@ -218,10 +221,12 @@ def plan_merge(
         tensors=tuple(tensors),
         files=tuple(files),
         threads=count_threads(config, tensors),
+        seeds=find_seeds(config, inputs),
         warnings=(
             *find_odd_inputs(inputs),
             *find_odd_names(inputs, matcher),
             *find_odd_settings(config, inputs, tensors),
+            *find_odd_seeds(find_seeds(config, inputs), inputs),
             *matcher.warnings(),
             *(compare_tokenizers(tokenizer, inputs, destination.directory) if with_side_files else ()),
             *notes,
@@ -241,9 +246,18 @@ def plan_output(
     config: DareConfig, inputs: Sequence[Input], destination: Destination, tokenizer: TokenizerChoice, force: bool
 ) -> MergePlan:
     """A plan for an output that may be written, on a disk that has room for it."""
+    if not config.any_base:
+        check_kinds(inputs)
+    with explain_read_errors():
+        plan = plan_merge(config, inputs, destination, tokenizer)
+    return check_place(plan, inputs, tokenizer, force)
+
+
+def check_place(plan: MergePlan, inputs: Sequence[Input], tokenizer: TokenizerChoice, force: bool) -> MergePlan:
+    """Refuse an output that would overwrite what it must not, or for which there is no room. Notes what is there."""
     used = [(model.name, path) for model in inputs for path in model.paths]
     used += tokenizer.paths
-    folder = destination.path.parent
+    destination, folder = plan.output, plan.output.path.parent
     with explain_place_errors(destination.name):
         check_apart(f"the output {destination.name!r}", destination.path, used)
         check_replaceable(destination, force)
@@ -253,10 +267,7 @@ def plan_output(
             with suppress(FileNotFoundError):  # of another merge, which has just ended
                 free += getattr(path.lstat(), "st_blocks", 0) * 512  # which is used again, or removed
         replaces = describe_replaced(destination, force)
-    if not config.any_base:
-        check_kinds(inputs)
     with explain_read_errors():
-        plan = plan_merge(config, inputs, destination, tokenizer)
         size = plan.size
     if size > free:
         raise DareError(
@@ -335,6 +346,13 @@ def find_odd_settings(config: DareConfig, inputs: Sequence[Input], tensors: Sequ
     if not config.rescale and rate > 0:
         left = 1 / drop.keep_rate(rate)
         yield f"rescale is off: with {rate:g} of a delta dropped, what is left is {left:.3g} times too weak"
+
+
+def find_odd_seeds(seeds: Sequence[int], inputs: Sequence[Input]) -> Iterator[str]:
+    for i, seed in enumerate(seeds):
+        if seed in seeds[:i]:
+            first, second = inputs[1 + seeds.index(seed)].name, inputs[1 + i].name
+            yield f"{first} and {second} have one seed, {seed}, so that the same entries are dropped of both"
 
 
 def find_odd_inputs(inputs: Sequence[Input]) -> Iterator[str]:

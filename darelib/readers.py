@@ -31,7 +31,7 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
     "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
     "rules": ("match", *RULE_SETTINGS),
-    "recipe": ("version", "mask", "seeds", "inputs", "files"),
+    "recipe": ("version", "mask", "seeds", "inputs", "files", "packed"),
 }
 
 # What other tools and the papers call our settings.
@@ -95,6 +95,7 @@ class Request:
     rules: tuple[Rule, ...] = ()
     inputs: tuple[dict[str, Any], ...] = ()  # fingerprints of base and models, where the file is a recipe
     version: str = ""  # of the tool that made the recipe
+    packed: bool = False  # whether that is a packed model
 
 
 def load_request(path: Path) -> Request:
@@ -150,6 +151,7 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         rules=tuple(Rule.of(rule, f"{path}: rule {k}") for k, rule in enumerate(tables.get("rules", ()), 1)),
         inputs=_parse_fingerprints(path, recipe),
         version=str(recipe.get("version", "")),
+        packed=bool(recipe.get("packed")),
     )
 
 

@@ -50,7 +50,7 @@ START_UP, CENTRE = 1_000_000, 480_000_000  # parameters: one that shows how long
 # The whole comparison goes from the first point along one axis at a time: all combinations would take days.
 POINTS = [
     *(Point(CENTRE), Point(CENTRE, threads=1), Point(CENTRE, cold=True)),
-    *(Point(CENTRE, method) for method in ("ties", "slerp")),
+    *(Point(CENTRE, method) for method in ("ties", "slerp", "pack")),
     *(Point(CENTRE, method, models=5) for method in ("linear", "ties")),
     Point(CENTRE, dtype="fp32"),
     *(Point(size) for size in (START_UP, 100_000_000, 3_840_000_000)),
@@ -62,6 +62,7 @@ METHODS: dict[str, tuple[list[str], str]] = {
     "trim": (["--method", "ties", "--keep-ratio", "0.5"], ""),
     "slerp": (["--method", "slerp"], "slerp"),
     "analyze": (["analyze"], ""),
+    "pack": (["pack"], ""),
 }
 DTYPES = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}  # their names in torch, and bytes
 DENSITY = 0.1  # what mergekit and the torch script keep of the deltas: the tool's default
@@ -141,6 +142,8 @@ def list_programs(point: Point, files: list[Path], output: str, other: Path | No
         words += ["--merge", *others, *(["--output", output] if merges else [])]
         return words + (["--threads", str(point.threads)] if point.threads else [])
 
+    if method == "pack":
+        return list_packing(base, others, output)
     found = {"tool": (f"dare.py {method}", tool(ROOT, method))}
     if other:
         return found | {"against": (f"dare.py of {other}", tool(other, method))}
@@ -164,6 +167,28 @@ def list_programs(point: Point, files: list[Path], output: str, other: Path | No
     if merges and method != "linear":
         found["linear"] = "dare.py linear", tool(ROOT, "linear")
     return found
+
+
+def list_packing(base: str, models: list[str], output: str) -> Programs:
+    """To pack a model, and to merge packed ones, beside the merge of the models themselves."""
+    words = [sys.executable, str(ROOT / "dare.py")]
+    packed = [f"{Path(model).parent}-packed.safetensors" for model in models]
+
+    def pack(number: int, written: str) -> list[str]:
+        seed = ["--seed", str(42 + number)]  # as the merge of the models has it
+        return [*words, "pack", "-q", "--base", base, "--merge", models[number], "--output", written, *seed]
+
+    def merge(given: list[str]) -> list[str]:
+        return [*words, "-q", "--base", base, "--merge", *given, "--output", output]
+
+    for number, written in enumerate(packed):
+        subprocess.run(pack(number, written), check=True)
+    share = os.path.getsize(packed[0]) / os.path.getsize(models[0])
+    return {
+        "tool": (f"dare.py pack, to {share:.1%} of the size", pack(0, output)),
+        "packed": ("dare.py linear, packed models", merge(packed)),
+        "linear": ("dare.py linear", merge(models)),
+    }
 
 
 def measure_point(point: Point, repeat: int, other: Path | None, scratch: Path) -> Stored:

@@ -49,6 +49,17 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, jobs and chunks so small that tiny models have several of each."""
+    import darelib.models.packed
+    import darelib.pack
+
+    for module in (darelib.pack, darelib.models.packed):
+        monkeypatch.setattr(module, "BLOCK", 4096)
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 2048
+
+
+@pytest.fixture
 def check_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Checks that a merge of a base and a model is refused with these words and changes nothing. Gives the words."""
     from tests.support import refuse

@@ -149,7 +149,7 @@ class MeasureLook(Look):
         counts = buffers.counts[:models].reshape(models, LANES, BINS).sum(1, dtype=np.int64)
         # Zeros pad the last tile, and stand in for the rows that a model lacks.
         padding = -(stop - start) % TILE
-        surplus = [padding + max(0, stop - max(info.count, start)) for _, info in self._tensor.finetuned]
+        surplus = [padding + stop - start - info.seen(start, stop) for _, info in self._tensor.finetuned]
         sums["zeros"] -= surplus
         counts[:, 0] -= surplus
         self._sums[start] = sums | {"base_squares": buffers.tensor["base_squares"][:1].astype(float)}
@@ -166,29 +166,36 @@ class MeasureLook(Look):
                 f"{tensor.spec.real}",
                 "no trained model has such values; a merge can be made without an analysis",
             )
-        peaks, found = self._peaks.astype(real.raw).view(real.real), []
+        peaks, found, shares = self._peaks.astype(real.raw).view(real.real), list[Deltas](), list[float]()
         for row, (i, info) in enumerate(tensor.finetuned):
             zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
-            count, noise = min(info.count, tensor.base.count), squares * noise_of(tensor.settings, i) ** 2
-            base_squares, peak = float(sums["base_squares"][0]), float(peaks[row])
+            count, noise = info.seen(0, tensor.base.count), squares * noise_of(tensor.settings, i) ** 2
+            shares.append(count / max(1, min(info.count, tensor.base.count)))
+            base_squares, peak = float(sums["base_squares"][0]) * shares[-1], float(peaks[row])
             found.append(Deltas(1, count, int(zeros), int(above), size, squares, base_squares, noise, peak))
             self._findings.take(i, tensor.name, found[-1], self._counts[row])
         self._counts = 0
         if len(found) == 2:  # any two of them are the pair
             sums |= {name: sums[name][[1, 1]] for name in PAIR_SUMS}
-        shared = [(0.0, 0.0, 0), *((a.squares, b.squares, a.parameters) for a, b in combinations(found, 2))]
-        figures = np.vstack([*(sums[name] for name in PAIR_SUMS), *zip(*shared, strict=True)])
+        # Of a sample, by its share. Both of a pair are known where both samples meet: of one seed, one is in the other.
+        wholes = [(d.squares / (s or 1), d.parameters / (s or 1)) for d, s in zip(found, shares, strict=True)]
+        shared = [(0.0, 0.0, 0.0), *((a[0], b[0], a[1]) for a, b in combinations(wholes, 2))]
+        drawn = [(share, self._findings.seeds[i]) for share, (i, _) in zip(shares, tensor.finetuned, strict=True)]
+        meet = np.array([1.0, *((min(a, b) if s == t else a * b) or 1.0 for (a, s), (b, t) in combinations(drawn, 2))])
+        figures = np.vstack([*(sums[name] / meet for name in PAIR_SUMS), *zip(*shared, strict=True)])
         self._findings.pairs[tensor.name] = [i for i, _ in tensor.finetuned], figures
 
 
 class Findings:
     """What an analysis has found so far. Sums over tensors are made at the end, in the order of the tensors."""
 
-    def __init__(self, models: int) -> None:
-        self._deltas: list[dict[str, Deltas]] = [{} for _ in range(models)]  # per model, by tensor
-        self._stats: list[dict[str, DeltaStats]] = [{} for _ in range(models)]
+    def __init__(self, seeds: Sequence[int]) -> None:
+        """seeds: of each model's mask."""
+        self.seeds = seeds
+        self._deltas: list[dict[str, Deltas]] = [{} for _ in seeds]  # per model, by tensor
+        self._stats: list[dict[str, DeltaStats]] = [{} for _ in seeds]
         # Counts by size are kept for groups of tensors only: there may be very many tensors.
-        self._counts: list[dict[Group, NDArray[np.int64]]] = [{} for _ in range(models)]
+        self._counts: list[dict[Group, NDArray[np.int64]]] = [{} for _ in seeds]
         # By tensor: the models that have it; what compare_pair takes of any two of them, and of each pair, in columns.
         self.pairs: dict[str, tuple[list[int], NDArray[Any]]] = {}
 

@@ -22,7 +22,7 @@ class KernelSpec:
     """Which kernel: what it does, and the stored types that it reads and writes."""
 
     # sum or elect: merge a chunk; products: what slerp must know of it; count: what trim must; measure: what an
-    # analysis wants to know; expand: multiply an adapter's matrices.
+    # analysis wants to know; expand: multiply an adapter's matrices; pack: what the mask keeps.
     kind: str
     base: str
     finetuned: str

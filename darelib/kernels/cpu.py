@@ -9,12 +9,14 @@ from typing import Any, Final
 
 import llvmlite.binding as llvm
 import numpy as np
+from llvmlite import ir
 
 from darelib.formats import DIGIT_BITS, FORMATS
 from darelib.kernels import KernelSpec, tiles
 from darelib.kernels.records import (
     BASE_ROW,
     BINS,
+    DENSE_ROW,
     LANES,
     LEFT_ROW,
     MERGED_ROW,
@@ -30,6 +32,8 @@ from darelib.kernels.records import (
 from darelib.mask import TILE
 
 numba: Any = importlib.import_module("numba")  # whose types say less than its functions take
+importlib.import_module("numba.extending")
+EXPANDED: Final = 32  # entries of a packed model at a time
 
 
 @cache
@@ -37,6 +41,39 @@ def inline(function: Callable[..., Any]) -> Any:
     """A function that is compiled into the kernels that call it."""
     options = {"forceinline": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return numba.njit(**options)(function)
+
+
+def _expand_entries(_: Any, bits: Any, start: Any, limit: Any, entries: Any, place: Any, made: Any) -> Any:
+    """Put the next entries where the mask keeps them, for EXPANDED elements, and zeros elsewhere. Gives their number.
+
+    Processors have an instruction for this that no loop is compiled to; where they do not, LLVM makes a loop of it.
+    """
+    types, cgutils = numba.types, numba.core.cgutils
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def point(which: int, index: int) -> Any:
+            array = context.make_array(signature.args[which])(context, builder, values[which])
+            return cgutils.get_item_pointer(context, builder, signature.args[which], array, [values[index]])
+
+        item = context.get_data_type(entries.dtype)
+        words, vector = (ir.VectorType(kind, EXPANDED) for kind in (ir.IntType(16), item))
+        mask, number = ir.VectorType(ir.IntType(1), EXPANDED), ir.IntType(32)
+        first = builder.insert_element(ir.Constant(words, ir.Undefined), values[2], ir.Constant(number, 0))
+        zeros = ir.Constant(ir.VectorType(number, EXPANDED), [0] * EXPANDED)
+        limits = builder.shuffle_vector(first, ir.Constant(words, ir.Undefined), zeros)
+        drawn = builder.load(builder.bitcast(point(0, 1), words.as_pointer()), align=2)
+        kept = builder.icmp_unsigned("<=", drawn, limits)
+        kind = ir.FunctionType(vector, [item.as_pointer(), mask, vector])
+        name = f"llvm.masked.expandload.v{EXPANDED}i{item.width}"
+        load = cgutils.get_or_insert_function(builder.module, kind, name)
+        found = builder.call(load, [point(3, 4), kept, ir.Constant(vector, [0] * EXPANDED)])
+        builder.store(found, builder.bitcast(point(5, 1), vector.as_pointer()), align=2)
+        return builder.zext(builder.ctpop(builder.bitcast(kept, number)), ir.IntType(64))
+
+    return types.intp(bits, types.intp, types.uint16, entries, types.intp, made), generate
+
+
+expand_entries: Any = numba.extending.intrinsic(_expand_entries)
 
 
 class Parts:
@@ -52,6 +89,8 @@ class Parts:
         self.encode = inline(tiles.ENCODERS[spec.output])
         if wide and FORMATS[spec.output].bits == 16:
             self.encode = self._encode_by_odd(self.encode)
+        self.expand = expand_entries
+        self.unpack = self._unpack_tile()
         self.thin = self._thin_model(spec.kind == "elect")
         self.open = self._open_buffers()
 
@@ -91,18 +130,37 @@ class Parts:
 
         They are added to a row, or, to elect signs, are what the row holds then.
         """
-        decode, draw_bits, real, unsigned = self.decode_finetuned, inline(tiles.draw), self.real, self.unsigned
+        draw_bits, unpack_tile = inline(tiles.draw), self.unpack
+        thin_row, thin_packed = self._thin_row(apart, False), self._thin_row(apart, True)
 
         def thin_model(  # compiled
-            raw: Any, tile: int, model: Any, base: Any, bits: Any, size: Any, row: Any, threshold: Any
-        ) -> None:
+            values: Any, start: int, width: int, tile: int, model: Any, base: Any, bits: Any, dense: Any, size: Any,
+            row: Any, threshold: Any,
+        ) -> None:  # fmt: skip
             draw_bits(bits, tile, model.key_0, model.key_1)
+            if model.stored:
+                unpack_tile(values, width, model, bits, dense)
+                thin_packed(dense, model, base, bits, size, row, threshold)
+            else:
+                thin_row(values[start : start + TILE], model, base, bits, size, row, threshold)
+
+        return inline(thin_model)
+
+    def _thin_row(self, apart: bool, packed: bool) -> Any:
+        """packed: only some entries are there, and nothing has changed elsewhere."""
+        decode, real, unsigned = self.decode_finetuned, self.real, self.unsigned
+
+        def thin_row(
+            raw: Any, model: Any, base: Any, bits: Any, size: Any, row: Any, threshold: Any
+        ) -> None:  # compiled
             limit, floor, scale = np.uint16(model.limit), real(model.floor), real(model.scale)
-            peak = unsigned(model.peak)
+            stored, peak = np.uint16(model.stored - np.uint64(1)), unsigned(model.peak)
             above = np.uint32(0)
             survivors = np.uint32(0)
             for j in range(TILE):
                 delta = decode(raw[j]) - base[j]
+                if packed:
+                    delta = delta if bits[j] <= stored else real(0)
                 magnitude = abs(delta)
                 size[j] = magnitude
                 # Compared as integers, a NaN or an infinity is the largest of all, and the loop vectorises.
@@ -119,7 +177,22 @@ class Parts:
             model.above += np.uint64(above)
             model.kept += np.uint64(survivors)
 
-        return inline(thin_model)
+        return inline(thin_row)
+
+    def _unpack_tile(self) -> Any:
+        """The entries of one tile of a packed model, each in its place; elsewhere zeros."""
+        expand = self.expand
+
+        def unpack_tile(entries: Any, width: int, model: Any, bits: Any, dense: Any) -> None:  # compiled
+            stored, place = np.uint16(model.stored - np.uint64(1)), np.intp(model.next)
+            for start in range(0, TILE, EXPANDED):
+                place += expand(bits, start, stored, entries, place, dense)
+            for j in range(width, TILE):  # what pads a last tile
+                place -= np.intp(bits[j] <= stored)
+                dense[j] = 0
+            model.next = np.uint64(place)
+
+        return inline(unpack_tile)
 
     def compile(self, function: Callable[..., None]) -> Any:
         """All kernels have one signature: eight addresses and four whole numbers."""
@@ -133,7 +206,7 @@ def build_merge(spec: KernelSpec) -> Any:
     carray, real, unsigned, decode, encode = numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
     open_buffers, thin_model, decode_finetuned = parts.open, parts.thin, parts.decode_finetuned
     fold_tile, elect_signs = inline(tiles.fold), inline(tiles.elect)
-    output_raw, elects = parts.raw[2], spec.kind == "elect"
+    (_, finetuned_raw, output_raw), elects = parts.raw, spec.kind == "elect"
 
     def merge_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
@@ -144,6 +217,7 @@ def build_merge(spec: KernelSpec) -> Any:
         )
         tensor = tensors[0]
         output_all = carray(output_at, (1, tiles * TILE), output_raw)[0]
+        dense = scratch[DENSE_ROW].view(finetuned_raw)
         base, merged, size, kept = scratch[BASE_ROW], scratch[MERGED_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS:]
         threshold = real(tensor.threshold)
         lambda_coeff, base_share = real(tensor.lambda_coeff), real(tensor.base_share)
@@ -158,10 +232,11 @@ def build_merge(spec: KernelSpec) -> Any:
             tensor.base_size += fold_tile(size)
             for i in range(models):
                 model = records[i]
-                raw_finetuned = finetuned_all[i, start : start + TILE]
                 against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
-                row = kept[i] if elects else merged
-                thin_model(raw_finetuned, first_tile + tile, model, against, bits, size, row, threshold)
+                row, at = kept[i] if elects else merged, first_tile + tile
+                thin_model(
+                    finetuned_all[i], start, count - start, at, model, against, bits, dense, size, row, threshold
+                )
                 model.size += fold_tile(size)
                 # Of a last tile, what pads it was counted too.
                 for j in range(count - start, TILE):
@@ -191,7 +266,7 @@ def build_products(spec: KernelSpec) -> Any:
     """The loop that gives slerp |end 0|^2, |end 1|^2 and end 0 . end 1, where an end of the arc is base + kept."""
     parts = Parts(spec)
     carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
-    fold_tile, fold_pairs = inline(tiles.fold), inline(tiles.fold_neighbours)
+    fold_tile, fold_pairs, finetuned_raw = inline(tiles.fold), inline(tiles.fold_neighbours), parts.raw[1]
 
     def multiply_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
@@ -202,6 +277,7 @@ def build_products(spec: KernelSpec) -> Any:
         )
         tensor = tensors[0]
         sums = carray(output_at, (3, tiles), np.float64)
+        dense = scratch[DENSE_ROW].view(finetuned_raw)
         products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
         base, size, ends = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[LEFT_ROW : RIGHT_ROW + 1]
         for tile in range(tiles):
@@ -214,10 +290,9 @@ def build_products(spec: KernelSpec) -> Any:
                 ends[1, j] = value
             for i in range(models):
                 model = records[i]
-                raw_finetuned = finetuned_all[i, start : start + TILE]
                 against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
-                end = ends[np.int64(model.number)]
-                thin_model(raw_finetuned, first_tile + tile, model, against, bits, size, end, real(0))
+                end, at = ends[np.int64(model.number)], first_tile + tile
+                thin_model(finetuned_all[i], start, count - start, at, model, against, bits, dense, size, end, real(0))
             for which in range(3):
                 left, right = ends[1 if which == 1 else 0], ends[0 if which == 0 else 1]
                 for j in range(TILE):
@@ -239,7 +314,8 @@ def build_count(spec: KernelSpec) -> Any:
     parts = Parts(spec)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     base_raw, finetuned_raw, _ = parts.raw
-    draw_bits, decode_finetuned = inline(tiles.draw), parts.decode_finetuned
+    draw_bits, pick_kept, decode_finetuned = inline(tiles.draw), inline(tiles.pick), parts.decode_finetuned
+    unpack_tile = parts.unpack
 
     def count_chunk(  # compiled
         base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
@@ -250,25 +326,23 @@ def build_count(spec: KernelSpec) -> Any:
         records = carray(models_at, (models,), MODEL)
         shift = carray(tensor_at, (1,), TENSOR)[0].shift
         counts = carray(counts_at, (models, 1 << DIGIT_BITS), np.uint32)
-        rows = carray(scratch_at, (3, 2 * TILE), np.uint16)
-        bits, survives, picked = rows[0], rows[1], rows[2]
+        rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
+        bits, picked = rows[0], rows[1]
+        dense = carray(scratch_at, (DENSE_ROW + 1, SCRATCH_WIDTH), real)[DENSE_ROW].view(finetuned_raw)
         for start in range(0, count, TILE):
             width = count - start
             for i in range(models):
                 model = records[i]
                 draw_bits(bits, first_tile + start // TILE, model.key_0, model.key_1)
                 limit, prefix, minus_base = np.uint16(model.limit), model.prefix, model.is_delta == 0
-                for j in range(TILE):
-                    survives[j] = np.uint16(1) if bits[j] <= limit else np.uint16(0)
-                # Pick them without a branch, which no processor could predict.
-                found = np.uint64(0)
-                for j in range(TILE):
-                    picked[found] = j
-                    found += np.uint64(survives[j])
-                for k in range(found):
+                values = finetuned_all[i, start : start + TILE]
+                if model.stored:
+                    unpack_tile(finetuned_all[i], width, model, bits, dense)
+                    values = dense
+                for k in range(pick_kept(bits, limit, picked)):
                     place = np.int64(picked[k])
                     if place < width:
-                        delta = real(decode_finetuned(finetuned_all[i, start + place]))
+                        delta = real(decode_finetuned(values[place]))
                         if minus_base:
                             delta = real(delta - real(decode(base_all[start + place])))
                         pattern = np.uint64(real(abs(delta)).view(unsigned)) >> shift
@@ -284,10 +358,11 @@ def build_measure(spec: KernelSpec) -> Any:
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     decode_finetuned, open_buffers, fold_tile = parts.decode_finetuned, parts.open, inline(tiles.fold)
     signs, mixed_signs, bin_tile = inline(tiles.compare_signs), inline(tiles.compare_all), inline(tiles.find_bins)
+    draw_bits, unpack_tile, finetuned_raw = inline(tiles.draw), parts.unpack, parts.raw[1]
 
     def measure_chunk(  # compiled
         base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
-        pairs_at: Any, count: int, stride: int, models: int, _first_tile: int,
+        pairs_at: Any, count: int, stride: int, models: int, first_tile: int,
     ) -> None:  # fmt: skip
         tiles, base_all, finetuned_all, records, tensors, scratch, bins = open_buffers(
             base_at, finetuned_at, models_at, tensor_at, scratch_at, count, stride, models
@@ -295,6 +370,7 @@ def build_measure(spec: KernelSpec) -> Any:
         tensor = tensors[0]
         pairs = carray(pairs_at, (1 + models * (models - 1) // 2,), PAIR)
         counts = carray(counts_at, (models, LANES, BINS), np.uint32)
+        dense = scratch[DENSE_ROW].view(finetuned_raw)
         base, size, deltas = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS:]
         left, right, products = scratch[LEFT_ROW], scratch[RIGHT_ROW], scratch[MERGED_ROW]
         threshold = real(tensor.threshold)
@@ -314,10 +390,15 @@ def build_measure(spec: KernelSpec) -> Any:
                 peak = unsigned(model.peak)
                 zeros = np.uint32(0)
                 over = np.uint32(0)
+                stored = np.uint16(model.stored - np.uint64(1))
+                if model.stored:
+                    draw_bits(bins, first_tile + tile, model.key_0, model.key_1)
+                    unpack_tile(finetuned_all[i], count - start, model, bins, dense)
+                    raw_finetuned = dense
                 for j in range(TILE):
-                    delta = decode_finetuned(raw_finetuned[j]) - against[j]
-                    magnitude = abs(delta)
+                    delta = decode_finetuned(raw_finetuned[j]) - against[j] if bins[j] <= stored else real(0)
                     delta_row[j] = delta
+                    magnitude = abs(delta)
                     size[j] = magnitude
                     products[j] = delta * delta
                     pattern = real(magnitude).view(unsigned)
@@ -399,9 +480,35 @@ def build_expand(spec: KernelSpec) -> Any:
     return parts.compile(expand_chunk)
 
 
+def build_pack(spec: KernelSpec) -> Any:
+    """The loop that picks the entries of a chunk that the mask keeps."""
+    parts = Parts(spec)
+    carray, raw, draw_bits, pick_kept = numba.carray, parts.raw[1], inline(tiles.draw), inline(tiles.pick)
+
+    def pack_chunk(  # compiled
+        _base: Any, finetuned_at: Any, output_at: Any, models_at: Any, _tensor: Any, scratch_at: Any, _counts: Any,
+        _pairs: Any, count: int, _stride: int, _models: int, first_tile: int,
+    ) -> None:  # fmt: skip
+        given = carray(finetuned_at, (1, count), raw)[0]
+        made = carray(output_at, (1, count), raw)[0]
+        model = carray(models_at, (1,), MODEL)[0]
+        rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
+        bits, picked = rows[0], rows[1]
+        kept: Any = np.int64(0)
+        for start in range(0, count, TILE):
+            draw_bits(bits, first_tile + start // TILE, model.key_0, model.key_1)
+            for k in range(pick_kept(bits, np.uint16(model.limit), picked)):
+                if start + picked[k] < count:
+                    made[kept] = given[start + picked[k]]
+                    kept += 1
+        model.kept = kept
+
+    return parts.compile(pack_chunk)
+
+
 BUILDERS: Final = {
     "sum": build_merge, "elect": build_merge, "products": build_products, "count": build_count,
-    "measure": build_measure, "expand": build_expand,
+    "measure": build_measure, "expand": build_expand, "pack": build_pack,
 }  # fmt: skip
 
 

@@ -31,16 +31,26 @@ def read_model(spec: KernelSpec, buffers: Buffers, i: int, count: int) -> Array:
     return read(buffers.finetuned[i], spec.finetuned, spec.real, count)
 
 
-def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array) -> Array:
-    values = read_model(spec, buffers, i, len(base))
-    return values if buffers.models["is_delta"][i] else values - base
+def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int) -> Array:
+    model, values = buffers.models[i], read_model(spec, buffers, i, len(base))
+    if not model["stored"]:
+        return values if model["is_delta"] else values - base
+    mask, delta, first = find_mask(buffers, i, len(base), first_tile, "stored"), np.zeros_like(base), int(model["next"])
+    entries = values[first : first + np.count_nonzero(mask)]
+    delta[mask] = entries - base[mask]
+    model["next"] += len(entries)
+    return delta
 
 
 def open_model(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int) -> tuple[Array, Array]:
     """Its delta and its mask."""
-    key_0, key_1, limit = (int(buffers.models[name][i]) for name in ("key_0", "key_1", "limit"))
-    mask = plain.draw_mask((key_0, key_1), limit + 1, first_tile * TILE, len(base))
-    return find_delta(spec, buffers, i, base), mask
+    return find_delta(spec, buffers, i, base, first_tile), find_mask(buffers, i, len(base), first_tile)
+
+
+def find_mask(buffers: Buffers, i: int, count: int, first_tile: int, which: str = "limit") -> Array:
+    """which: limit, of the merge's own mask, or stored, of the one by which a model was packed."""
+    key_0, key_1, below = (int(buffers.models[name][i]) for name in ("key_0", "key_1", which))
+    return plain.draw_mask((key_0, key_1), below + (which == "limit"), first_tile * TILE, count)
 
 
 def add_sums(record: Any, name: str, values: Array) -> None:
@@ -108,7 +118,7 @@ def measure_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, f
     base, tensor = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0]
     add_sums(tensor, "base_squares", base * base)
     padding = -count % TILE  # zeros, which the kernels count with the others
-    deltas = [find_delta(spec, buffers, i, base) for i in range(models)]
+    deltas = [find_delta(spec, buffers, i, base, first_tile) for i in range(models)]
     for i, (model, delta) in enumerate(zip(buffers.models, deltas, strict=False)):
         note_delta(buffers, i, delta)
         model["zeros"] += np.uint64(np.count_nonzero(delta == 0) + padding)
@@ -142,7 +152,14 @@ def expand(_: KernelSpec, left: Array, right: Array, made: Array, first: int, ra
     made[:] = flat
 
 
+def pack_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
+    size, raw = count * FORMATS[spec.finetuned].itemsize, FORMATS[spec.finetuned].raw
+    kept = buffers.finetuned[0][:size].view(raw)[find_mask(buffers, 0, count, first_tile)]
+    buffers.output[: kept.nbytes] = kept.view(np.uint8)
+    buffers.models["kept"][0] = len(kept)
+
+
 KERNELS: Final[dict[str, Kernel]] = {
     "sum": merge_chunk, "elect": merge_chunk, "products": multiply_chunk, "count": count_chunk,
-    "measure": measure_chunk, "expand": expand,
+    "measure": measure_chunk, "expand": expand, "pack": pack_chunk,
 }  # fmt: skip

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from darelib.mask import TILE
 
-# A record for each model. peak is the bit pattern of the largest |delta|.
+# A record for each model. peak is the bit pattern of the largest |delta|. stored: of a packed model, the threshold of
+# the mask whose entries are all that it has, one after the other; next: which of them comes next.
 MODEL: Final = np.dtype(
-    [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "is_delta")]
+    [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "is_delta", "stored", "next")]
     + [(name, "f8") for name in ("scale", "weight", "floor")]
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
     + [(name, "f8") for name in ("size", "squares")]
@@ -29,7 +30,7 @@ TENSOR: Final = np.dtype(
 PAIR: Final = np.dtype([(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")])
 
 # Rows of scratch, each as wide as a tile, before the models' own. Rows of exactly 4 KiB would share cache sets.
-BITS_ROW, BASE_ROW, MERGED_ROW, SIZE_ROW, LEFT_ROW, RIGHT_ROW, ZERO_ROW, SCRATCH_ROWS = range(8)
+BITS_ROW, BASE_ROW, MERGED_ROW, SIZE_ROW, LEFT_ROW, RIGHT_ROW, ZERO_ROW, DENSE_ROW, SCRATCH_ROWS = range(9)
 SCRATCH_WIDTH: Final = TILE + 80
 # An analysis counts |delta| by size: 16 bins to each doubling, the first for all below 2^-40. Neighbours are counted in
 # different lanes, since adding to what was just added to would wait for it.

@@ -113,6 +113,15 @@ def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:  # compiled
         bits[lane + 896] = x3 >> np.uint64(16)
 
 
+def pick(bits: Any, limit: Any, picked: Any) -> Any:  # compiled
+    """The places of a tile that a mask keeps, in order. Without branches, which no processor could predict."""
+    found = np.uint64(0)
+    for j in range(TILE):
+        picked[found] = j
+        found += np.uint64(bits[j] <= limit)
+    return found
+
+
 def elect(kept: Any, models: Any, merged: Any, total: Any, share: Any, first_share: Any) -> None:  # compiled
     """Ties: elect each position's sign by the sum, then average, by weight, the models that agree with it."""
     zero = kept.dtype.type(0)  # a plain 0 would make float64 of float32

@@ -12,6 +12,7 @@ from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint, path_
 from darelib.models.hub import download
 from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.lora import PeftAdapter, find_adapter
+from darelib.models.packed import PackedModel, find_packed
 from darelib.models.tensorfile import explain_os_error
 from darelib.readers import Source
 from darelib.text import DareError, as_text
@@ -25,6 +26,7 @@ Opener: TypeAlias = Callable[[Source, Layout, Checkpoint | None], Input]  # with
 OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
     (find_adapter, PeftAdapter),
     (find_kohya, KohyaAdapter),
+    (find_packed, PackedModel),
     (find_checkpoint, lambda source, layout, _: Checkpoint(source, layout)),
 )
 

@@ -185,6 +185,9 @@ class Checkpoint:
 
     added: tuple[dict[str, Any], ...] = ()  # tokens of other models that it has rows for
     heights: tuple[int, int] = (0, 0)  # of its embedding: the rows that are stored, and those that it has with them
+    keeps_metadata: ClassVar[bool] = False  # of its files
+    seed: int | None = None  # of its mask, if that was decided before
+    sample: str = ""  # says of what the figures are, if they are not of all deltas
     partial: ClassVar[bool] = False  # whether it holds only what it changes
     unused: tuple[str, ...] = ()  # what it holds that the base has no place for
     warnings: tuple[str, ...] = ()
@@ -211,7 +214,8 @@ class Checkpoint:
         except FileNotFoundError:
             raise DareError(f"{self.name!r} lacks its file {path.name!r}", AGAIN_HINT) from None
         self.files.append(file)
-        file.metadata.clear()  # which may be large, and means nothing to a merge
+        if not self.keeps_metadata:
+            file.metadata.clear()  # which may be large, and means nothing to a merge
         for name, info in file.tensors.items():
             if name in self.tensors:
                 first = self.files[self.tensors[name].file].path.name
@@ -280,6 +284,9 @@ class Checkpoint:
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of a stored tensor, from one of them on."""
         self.files[info.file].read_into(view, info.offset + start)
+
+    def take(self, info: TensorInfo, count: int, used: int) -> None:
+        """For kinds of input that do not hold all elements: how many of a chunk were among those that were read."""
 
     def check_unchanged(self) -> None:
         for file in self.files:

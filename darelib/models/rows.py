@@ -148,6 +148,8 @@ def _rearrange(name: str, embedding: str, united: Sequence[Rearranged], union: U
     for model, vocabulary in zip(models, union.models, strict=True):
         stored = model.model.tensors
         theirs = stored.get(name) or (stored.get(embedding) if name.endswith(HEADS) else None)  # a head may be tied
+        if theirs is not None and theirs.mask_name is not None:
+            raise DareError(f"{model.name!r} is packed, so that its rows cannot be moved", "give the model itself")
         if theirs is None or theirs.dtype not in FORMATS or theirs.shape[1:] != info.shape[1:]:
             continue
         if vocabulary is None and theirs.shape[0] != info.shape[0]:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.formats import STORED_BITS
+from darelib.mask import MASK_BITS
 from darelib.text import DareError, InputChanged
 
 # The safetensors library refuses larger headers.
@@ -74,6 +75,20 @@ class TensorInfo:
     def stored_bytes(self) -> int:
         """What must be read for it."""
         return self.nbytes
+
+    @property
+    def threshold(self) -> int:
+        """Entries whose mask bits are below it are stored: all of them, unless they were thinned before."""
+        return 1 << MASK_BITS
+
+    @property
+    def mask_name(self) -> str | None:
+        """What its mask is drawn by, if that was decided before."""
+        return None
+
+    def seen(self, start: int, stop: int) -> int:
+        """How many elements of a range it holds: it may have fewer rows."""
+        return max(0, min(stop, self.count) - start)
 
     def place_of(self, element: int) -> list[int]:
         """The indices of an element, of any number of dimensions: NumPy knows 64."""

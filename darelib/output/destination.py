@@ -11,6 +11,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 from darelib.models.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE
+from darelib.models.packed import PACKED_KEY
 from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorFile, file_sha256, open_regular
 from darelib.output.recipe import RECIPE_FILE, RECIPE_KEY
 from darelib.readers import MAX_TOML, Source, read_toml
@@ -102,7 +103,7 @@ def check_replaceable(destination: Destination, force: bool) -> None:
         raise DareError(f"{shown} is a file", "give a directory, or a file like merged.safetensors")
     if destination.directory:
         _check_directory(target, shown, force)
-    elif not force and not ((file := read_header(target)) and RECIPE_KEY in file.metadata):
+    elif not force and not ((file := read_header(target)) and {RECIPE_KEY, PACKED_KEY} & file.metadata.keys()):
         raise DareError(f"{shown} exists and was not made by this tool", "add --force to replace it")
 
 

@@ -20,7 +20,7 @@ from darelib.models.jsonfile import MAX_JSON, read_json
 from darelib.models.tensorfile import TensorInfo
 from darelib.output.destination import digest_of, is_weights, list_files
 from darelib.output.publish import PlannedFile
-from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
+from darelib.output.recipe import RECIPE_FILE, find_seeds, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice, place_tokenizer
 from darelib.readers import Source, recorded_name
 from darelib.text import DareError, as_text, count_of
@@ -113,7 +113,7 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
     """A README.md as the Hugging Face Hub wants it, with the recipe in words and as it is."""
     names = [card_name(model.source) for model in inputs]
     models = names[1:]
-    settings = config.general(len(models))
+    settings, seeds = config.general(len(models)), find_seeds(config, inputs)
     lines = ["---", "base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
     lines += ["base_model_relation: merge", "library_name: transformers", "tags:", "- merge", "- dare", "---", ""]
     rules = (None, *config.typed_rules)
@@ -132,7 +132,7 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
     for i, name in enumerate(models):
         weight = METHODS[config.method].show_weight(settings, i)
         rate, divisor = settings.drop_rates[i], settings.divisors[i]
-        lines.append(f"| `{name}` | {config.seed + i} | {rate:.4g} | {divisor:.4g} | {weight} |")
+        lines.append(f"| `{name}` | {seeds[i]} | {rate:.4g} | {divisor:.4g} | {weight} |")
     lines += ["", f"The merged delta is multiplied by {config.lambda_coeff:g} and added to the base."]
     if settings.keep_ratio < 1:
         lines.append(f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor is kept.")

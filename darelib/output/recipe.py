@@ -42,7 +42,7 @@ def recipe_text(
     recipe: dict[str, Any] = {
         "version": version,
         "mask": MASK_NAME,
-        "seeds": [config.seed + i for i in range(len(inputs) - 1)],
+        "seeds": list(find_seeds(config, inputs)),
         "inputs": [{"file": name, **model.fingerprint} for name, model in zip(names, inputs, strict=True)],
     }
     if tokenizer.unites:
@@ -56,6 +56,11 @@ def recipe_text(
     if len(text.encode()) > MAX_TOML - 200:  # with its seal
         raise ConfigError(f"the recipe would be longer than {MAX_TOML:,} bytes", "give fewer rules, or larger shards")
     return text
+
+
+def find_seeds(config: DareConfig, inputs: Sequence[Input]) -> tuple[int, ...]:
+    """The seed of each model's mask: the first one's and up, unless it was decided before."""
+    return tuple(config.seed + i if model.seed is None else model.seed for i, model in enumerate(inputs[1:]))
 
 
 def recipe_metadata(recipe: str) -> dict[str, str]:
@@ -114,6 +119,8 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
     Names are looked for beside the merged model (or the recipe's file, path) and in the working directory. Only what is
     what it was is accepted, by its fingerprint.
     """
+    if request.packed:
+        raise DareError(f"{str(path)!r} is a packed model", "it can only be merged: give it to --merge")
     if not request.inputs:
         raise DareError(f"the recipe of {str(path)!r} names no inputs", UNKNOWN_HINT)
     folder = Path(os.path.abspath(path)).parent

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from darelib.formats import FORMATS, widen
 from darelib.interrupts import Interrupts
-from darelib.kernels import KernelSpec, load_kernels
+from darelib.kernels import Kernel, KernelSpec, load_kernels
 from darelib.kernels.records import Buffers
 from darelib.mask import TILE, mask_key
 from darelib.methods import METHODS, Coefficients, Look, weigh_for_look
@@ -46,10 +46,11 @@ class Tally(NamedTuple):
     kept: int = 0
     expected: float = 0.0  # what the masks' thresholds say should be kept
     base_sum: float = 0.0
+    seen: int = 0  # of the parameters, those whose deltas are known
 
     @property
     def mean(self) -> float:
-        return self.sum / self.parameters if self.parameters else 0.0
+        return self.sum / self.seen if self.seen else 0.0
 
 
 def add_up(parts: Iterable[Sums]) -> Sums:
@@ -138,7 +139,7 @@ class Worker:
         look.describe(buffers, number)
         for start, count in self._chunks(job):
             self._load(tensor, start, count, buffers)
-            kernel(buffers, count, len(tensor.finetuned), start // TILE)
+            self._compute(kernel, tensor, start, count, buffers)
             look.take_chunk(start, buffers)
         if not np.isfinite(self._peaks(tensor, buffers)).all():
             self._explain_non_finite(job, buffers)
@@ -150,7 +151,7 @@ class Worker:
         self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, look.found if look else None))
         for start, count in self._chunks(job):
             self._load(tensor, start, count, buffers)
-            kernel(buffers, count, models, start // TILE)
+            self._compute(kernel, tensor, start, count, buffers)
             write(tensor.output.file, buffers.output.data[: count * item], offset + start * item)
         peaks = self._peaks(tensor, buffers)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
@@ -167,15 +168,23 @@ class Worker:
         buffers.clear()
         for row, (i, info) in enumerate(tensor.finetuned):
             told = buffers.models[row]
-            told["key_0"], told["key_1"] = mask_key(self.task.config.seed + i, tensor.mask_names[row])
+            told["key_0"], told["key_1"] = mask_key(self.task.seeds[i], tensor.mask_names[row])
             told["limit"] = settings.drop.threshold(settings.drop_rates[i]) - 1
             told["number"], told["is_delta"] = i, info.is_delta
+            told["stored"] = 0 if info.mask_name is None else info.threshold
             told["scale"], told["weight"], told["floor"] = found.scales[row], found.weights[row], found.floors[row]
         whole = buffers.tensor[0]
         whole["lambda_coeff"] = settings.lambda_coeff
         whole["base_share"], whole["first_share"] = found.base_share, found.first_share
         whole["threshold"] = self.task.config.delta_threshold
         whole["exact"] = settings.returns_model and any(not info.is_delta for _, info in tensor.finetuned)
+
+    def _compute(self, kernel: Kernel, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
+        kernel(buffers, count, len(tensor.finetuned), start // TILE)
+        for row, (i, info) in enumerate(tensor.finetuned):
+            if buffers.models["stored"][row]:
+                self.models[i].take(info, count, int(buffers.models["next"][row]))
+                buffers.models["next"][row] = 0
 
     def _load(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
         """Read a chunk of every input."""
@@ -187,7 +196,8 @@ class Worker:
             values, item = buffers.finetuned[row], wanted.itemsize
             stored = self._read(self.models[i], info, start, present, values)
             if info.dtype != dtype:
-                values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
+                with np.errstate(all="ignore"):  # of a packed model, what follows its entries is anything
+                    values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
             if info.is_delta:
                 values[present * item : count * item] = 0
             elif present < count and tensor.base.dtype == dtype:
@@ -218,7 +228,8 @@ class Worker:
         kept = int(found["kept"]) - round((job.stop - job.start - count) * rate)
         base_size = float(buffers.tensor["base_size"][0])
         above, size = int(found["above"]), float(found["size"])
-        return Tally(count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size)
+        seen = info.seen(job.start, job.stop)
+        return Tally(count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size, seen)
 
     def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         outcome, tensor = Outcome(job.tensor.name, job.start, job.bytes_read), job.tensor
@@ -226,6 +237,8 @@ class Worker:
             mine, theirs = buffers.base.data[:size], buffers.output.data[:size]
             self.base.read_bytes(mine, tensor.base, start)
             for i, info in tensor.finetuned:
+                if info.mask_name is not None:
+                    continue  # packed, since only another model has integers here: not all of it is known
                 alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
                 if alike:
                     self.models[i].read_bytes(theirs, info, start)
@@ -246,12 +259,13 @@ class Worker:
         for model, info in [(self.base, tensor.base), *((self.models[i], info) for i, info in tensor.finetuned)]:
             for start, count in self._chunks(job):
                 present = max(0, min(count, info.count - start))
+                buffers.base[:] = 0  # a packed model has fewer entries
                 values = widen(self._read(model, info, start, present, buffers.base), info.dtype)
                 bad = np.flatnonzero(~np.isfinite(values))
                 if bad.size:
-                    place = tensor.base.place_of(start + int(bad[0]))
+                    place = f" at {tensor.base.place_of(start + int(bad[0]))}" if info.mask_name is None else ""
                     raise DareError(
-                        f"{model.name!r}: tensor {tensor.name!r} holds {values[bad[0]]} at {place}",
+                        f"{model.name!r}: tensor {tensor.name!r} holds {values[bad[0]]}{place}",
                         "such a model is broken; use a checkpoint from before that happened",
                     )
         raise DareError(

@@ -1,0 +1,355 @@
+"""Packed models merge bit for bit like the fine-tunes they are made of, and nothing else is accepted as one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import dare
+from dare import DareConfig, DareError, DareMerger, dare_sparsify
+from darelib.tuning import TUNING
+from tests.fuzz import FUZZED
+from tests.scene import POSIX, contents, launch, stop_after
+from tests.support import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    METHODS,
+    assert_same,
+    finetune,
+    low_rank,
+    random_model,
+    refuse,
+    run_merge,
+    save,
+    save_directory,
+    tensors_in,
+    write_adapter,
+)
+
+Capture = pytest.CaptureFixture[str]
+Refusal = Callable[..., str]
+PLAIN = ("--engine", "plain")
+pytestmark = pytest.mark.usefixtures("small_blocks")
+TYPES = st.sampled_from([BF16, F16, F32, F64])
+
+
+def pack(base: Path, model: Path, output: Path, *flags: Any) -> Path:
+    words = ["pack", "-b", base, "-m", model, "-o", output, *PLAIN, *flags]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert dare.main([str(word) for word in words]) == 0
+    return output
+
+
+def pack_all(paths: list[Path], rate: float, seed: int = 42, *flags: Any) -> list[Path]:
+    """Every model with the seed that it has at its place in the list."""
+    base, *models = paths
+    return [
+        pack(base, model, base.parent / f"packed{i}.safetensors", "--drop-rate", rate, "--seed", seed + i, *flags)
+        for i, model in enumerate(models)
+    ]
+
+
+def table_of(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    table: dict[str, Any] = json.loads(header["__metadata__"]["dare_packed"])
+    return table
+
+
+def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
+    """Merges of packed models and of the originals must give the same tensors, bit for bit."""
+    made = []
+    for models in (paths[1:], packed):
+        run_merge(paths[0], models, paths[0].parent / "out.safetensors", **config)
+        made.append(load_file(paths[0].parent / "out.safetensors"))
+    assert_same(*made)
+
+
+# --- a merge of packed models is a merge of the models ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["numba", "plain"])
+@pytest.mark.parametrize("config", METHODS, ids=lambda config: "-".join(map(str, config.values())))
+@pytest.mark.parametrize(
+    "dtype", [BF16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (F16, F32, F64))], ids=str
+)
+def test_every_method_gives_the_bits_of_the_originals(
+    tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, engine: str
+) -> None:
+    base = random_model(0, dtype, {"layer.weight": (97, 131), "bias": (131,), "scalar": (), "none": (0, 4)})
+    paths = save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
+    packed = pack_all(paths, 0.5, 42, "--engine", engine)
+    for elements, threads in ((8192, 1), (2048, 3)):
+        TUNING.job_elements = elements
+        compare(paths, packed, engine=engine, threads=threads, **config)
+        compare(paths, [packed[0], paths[2]], engine=engine, threads=threads, **config)  # one of them packed
+
+
+@settings(max_examples=40, **FUZZED)
+@given(data=st.data())
+def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals(tmp_path: Path, data: Any) -> None:
+    shapes = {f"t{k}": data.draw(st.sampled_from([(), (1,), (0,), (4095,), (4096,), (3, 1367), (9001,)])) for k in "ab"}
+    base = random_model(0, data.draw(TYPES, "base"), shapes)
+    tunes = [{n: t.to(data.draw(TYPES)) for n, t in finetune(base, k, 0.01).items()} for k in (1, 2)]
+    paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
+    low, high = sorted(data.draw(st.tuples(*[st.floats(0, 0.9999)] * 2), "rates"))
+    seed, rule = data.draw(st.integers(0, 2**63 - 3)), data.draw(st.floats(0, 0.99), "rule")
+    packed = pack_all(paths, low, seed, "--rule", f"tb:drop_rate={rule!r}")
+    method = data.draw(st.sampled_from(METHODS)) | {"drop_rate": high, "seed": seed, "engine": "plain"}
+    compare(paths, packed, rules=[{"match": "tb", "drop_rate": rule}], **method)
+
+
+@given(rate=st.floats(0, 0.999), dtype=TYPES, seed=st.integers(0, 1000))
+@settings(max_examples=15, **FUZZED)
+def test_one_packed_model_alone_gives_what_dare_sparsify_gives(
+    tmp_path: Path, rate: float, dtype: torch.dtype, seed: int
+) -> None:
+    base = random_model(0, dtype, {"w": (70, 90)})
+    paths = save(tmp_path, base=base, math=finetune(base, 1))
+    packed = pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", rate, "--seed", seed)
+    run_merge(paths[0], [packed], tmp_path / "out.safetensors", drop_rate=rate, engine="plain", seed=99)
+    expected = dare_sparsify(base, load_file(paths[1]), drop_rate=rate, seed=seed)
+    assert_same(load_file(tmp_path / "out.safetensors"), expected)
+
+
+def test_its_seed_is_its_own_at_any_place_and_one_seed_for_two_is_a_warning(models: list[Path]) -> None:
+    packed, made = pack_all(models, 0.5), []
+    for order in (packed, packed[::-1]):
+        report = run_merge(models[0], order, models[0].with_name("out.safetensors"), seed=7, engine="plain")
+        made.append(load_file(models[0].with_name("out.safetensors")))
+        assert [model.seed for model in report.models] == [42 + packed.index(path) for path in order]
+        assert not any("seed" in warning for warning in report.warnings)
+    assert_same(*made)  # since a + b is b + a
+    compare(models, packed, engine="plain")
+    other = pack(models[0], models[2], packed[1].with_name("same.safetensors"), "--drop-rate", 0.5)
+    report = run_merge(models[0], [packed[0], other], models[0].with_name("out.safetensors"), engine="plain")
+    assert any("have one seed, 42" in warning for warning in report.warnings)
+
+
+def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal) -> None:
+    packed = pack(*models[:2], models[0].with_name("packed.safetensors"), "--drop-rate", 0.5)
+    check_refused(models[0], packed, "a drop rate of 0.5", "cannot be merged at 0.3", flags=("--drop-rate", "0.3"))
+    check_refused(models[0], packed, "'layer.bias'", flags=("--rule", "*bias:drop_rate=0.2"))
+    with pytest.raises(DareError, match=r"cannot be merged at 0\.4"):
+        DareMerger(models[0], [packed, models[2]], DareConfig(drop_rate=[0.4, 0.1])).plan("out.safetensors")
+    run_merge(models[0], [packed, models[2]], packed.with_name("out.safetensors"), drop_rate=[0.5, 0.1])
+
+
+def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
+    """Integers, and other shapes; what the base lacks too, so that it is reported as of the original."""
+    base = random_model(0, BF16, {"embed.weight": (40, 60), "w": (70, 90)}) | {"ids": torch.arange(9)}
+    tunes = [{**finetune(base, k, 0.01), "ids": torch.arange(9) + k} for k in (1, 2)]
+    tunes[0] |= random_model(5, BF16, {"embed.weight": (43, 60), "more": (3,)})
+    paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
+    packed = pack_all(paths, 0.5, 42, "--mismatch", "overlap")
+    found = load_file(packed[0])
+    for name in ("embed.weight", "ids", "more"):
+        assert torch.equal(found[name], tunes[0][name])
+    assert len(found["w"]) < 0.6 * 6300
+    compare(paths, packed, mismatch="overlap", engine="plain")
+    reports = [run_merge(paths[0], m, tmp_path / "out.safetensors", mismatch="overlap") for m in (paths[1:], packed)]
+    assert [m.extra_tensors for m in reports[0].models] == [m.extra_tensors for m in reports[1].models]
+
+
+def test_what_another_model_has_as_integers_is_the_base_s(tmp_path: Path) -> None:
+    base = random_model(0, F32, {"w": (70, 90)}) | {"position_ids": torch.arange(5000.0)}
+    tunes = [{**finetune(base, k), "position_ids": base["position_ids"].to(kind)} for k, kind in ((1, F32), (2, F64))]
+    tunes[1]["position_ids"] = tunes[1]["position_ids"].long()
+    paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
+    packed = [*pack_all(paths[:2], 0.5), paths[2]]
+    compare(paths, packed, engine="plain")
+    report = run_merge(paths[0], packed, tmp_path / "out.safetensors", engine="plain")
+    assert not any("packed0" in warning for warning in report.warnings)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
+    base = random_model(0, BF16, {"model.embed_tokens.weight": (64, 100), "w": (9,)})
+    head = {"lm_head.weight": "model.embed_tokens.weight"}
+    made = [base, finetune(base, 1), finetune(base, 2)]
+    for k, tensors in enumerate(made):
+        whole = tensors | {h: tensors[e].clone() for h, e in head.items() if stored or k == 0}
+        save_directory(tmp_path / f"m{k}", whole, model_type="llama", tie_word_embeddings=True)
+    paths = [tmp_path / f"m{k}" for k in range(3)]
+    packed = [pack(paths[0], path, tmp_path / f"p{i}", "--seed", 42 + i) for i, path in enumerate(paths[1:])]
+    compare(paths, packed, engine="plain")
+    merged = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    names = {n: e.get("mask_name") for n, e in table_of(packed[0] / "packed.safetensors")["tensors"].items()}
+    assert names.get("lm_head.weight") == (head["lm_head.weight"] if stored else None)
+
+
+# --- everything else that takes a model ------------------------------------------------------------------------------
+
+
+def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(pair: Any, tmp_path: Path) -> None:
+    for k, folder in enumerate(pair):
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
+        (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+        (folder / "notes.txt").write_text(str(k))
+    base, math = pair
+    packed = pack(base, math, tmp_path / "packed", "--rule", "*bias:drop_rate=0")
+    copied = ("config.json", "notes.txt", "tokenizer.json")
+    assert sorted(contents(packed)) == ["README.md", *copied[:1], "dare_recipe.toml", *copied[1:2],
+                                        "packed.safetensors", *copied[2:]]  # fmt: skip
+    assert all((packed / name).read_bytes() == (math / name).read_bytes() for name in copied)
+    assert "base_model: " in (packed / "README.md").read_text()
+    assert not any(str(tmp_path).encode() in content for content in contents(packed).values())
+    for model in (math, packed):
+        run_merge(base, [model], tmp_path / f"{model.name}-merged", rules=[{"match": "*bias", "drop_rate": 0}])
+    assert_same(tensors_in(tmp_path / "math-merged"), tensors_in(tmp_path / "packed-merged"))
+    assert dare.main(["verify", str(packed)]) == 1
+    before = contents(packed)
+    pack(base, math, packed, "--rule", "*bias:drop_rate=0")  # which may replace what it made
+    assert contents(packed) == before
+
+
+def test_dry_run_verify_and_resume_take_packed_models(
+    models: list[Path], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+    packed, out = pack_all(models, 0.9, 7), models[0].with_name("out.safetensors")
+    words = ["-b", str(models[0]), "-m", *map(str, packed), "-o", str(out), *PLAIN, "--threads", "1"]
+    assert dare.main([*words, "--dry-run"]) == 0
+    assert "packed at drop rate 0.9, seed 7" in capsys.readouterr().out.replace("0.8999", "0.9").replace(
+        "0.9001", "0.9"
+    )
+    assert dare.main(words) == 0
+    whole = out.read_bytes()
+    monkeypatch.chdir(out.parent)
+    assert dare.main(["verify", str(out)]) == 0
+    out.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 4)
+        assert dare.main([*words, "--resume"]) == 130
+    assert dare.main([*words, "--resume"]) == 0
+    assert out.read_bytes() == whole
+    assert dare.main(["--config", str(out), "--output", "again.safetensors", *PLAIN]) == 0
+    assert Path("again.safetensors").read_bytes() == whole
+
+
+def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> None:
+    base = random_model(0, F32, {"a.weight": (200, 300), "b.weight": (150, 200)})
+    tunes = [finetune(base, k, 0.004) for k in (1, 2)]
+    tunes[1] = {name: 0.5 * (tunes[0][name] + tensor) for name, tensor in tunes[1].items()}
+    paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
+    reports = []
+    for found in (paths[1:], pack_all(paths, 0.5)):
+        merger = DareMerger(paths[0], found, DareConfig(engine="plain", verbose=False))
+        reports.append((merger.analyze(), merger.merge(tmp_path / "out.safetensors")))
+    (whole, merged), (sample, sampled) = reports
+    assert sum("a random sample" in warning for warning in sample.warnings) == 2
+    assert not any("sample" in warning for warning in whole.warnings)
+    same = DareMerger(paths[0], pack_all([*paths[:2], paths[1]], 0.5), DareConfig(engine="plain", verbose=False))
+    twice = pack(*paths[:2], tmp_path / "twice.safetensors", "--drop-rate", 0.7)
+    nested = DareMerger(paths[0], [same.models[0], twice], same.config).analyze().pairs[0]
+    assert same.analyze().pairs[0].cosine == pytest.approx(1, rel=0.03)
+    assert nested.cosine == pytest.approx(1, rel=0.03)  # of one seed, one sample is in the other
+    for one, other in zip(whole.models, sample.models, strict=True):
+        for stats, estimate in zip((one.total, *one.tensors), (other.total, *other.tensors), strict=True):
+            assert estimate.parameters == pytest.approx(0.5 * stats.parameters, rel=0.05)
+            for field in ("mean", "standard_deviation", "relative_norm", "relative_noise"):
+                assert getattr(estimate, field) == pytest.approx(getattr(stats, field), rel=0.04), field
+            assert estimate.p95 == pytest.approx(stats.p95, rel=0.08)
+    for field in ("cosine", "share_both", "sign_conflict", "weighted_sign_conflict"):
+        assert getattr(sample.pairs[0], field) == pytest.approx(getattr(whole.pairs[0], field), abs=0.02), field
+    assert whole.pairs[0].cosine > 0.6
+    for one, other in zip(merged.models, sampled.models, strict=True):
+        assert other.mean_delta == pytest.approx(one.mean_delta, rel=0.02)
+        assert other.share_above_threshold == pytest.approx(one.share_above_threshold, rel=0.05)
+        assert other.dropped_share == one.dropped_share
+    assert ["large deltas" in w for w in merged.warnings] == ["large deltas" in w for w in sampled.warnings]
+
+
+# --- what cannot be packed, or merged --------------------------------------------------------------------------------
+
+
+def test_what_is_small_already_and_other_bases_are_refused(
+    models: list[Path], tmp_path: Path, capsys: Capture, check_refused: Refusal
+) -> None:
+    packed = pack(*models[:2], tmp_path / "packed.safetensors")
+    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
+    capsys.readouterr()
+    for model, words in ((adapter, "a LoRA adapter"), (packed, "packed already")):
+        arguments = ["pack", "-b", models[0], "-m", model, "-o", tmp_path / "out.safetensors"]
+        refuse(tmp_path, capsys, 1, words, arguments=arguments)
+    check_refused(models[2], packed, "was packed against 'base.safetensors'", "another base")
+    check_refused(packed, models[1], "is a packed model")
+    refuse(tmp_path, capsys, 2, "one model", arguments=["pack", "-b", models[0], "-o", tmp_path / "out.safetensors"])
+
+
+def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsys: Capture) -> None:
+    from tests.test_tokenizer import write_model
+
+    for k, name in enumerate(("base", "math")):
+        write_model(tmp_path / name, 12, {"<s>": 8, "</s>": 9} | ({"<a>": 10} if k else {}), k)
+    packed = pack(*pair, tmp_path / "packed")
+    capsys.readouterr()
+    words = ["-b", pair[0], "-m", packed, "-o", tmp_path / "out", "--tokenizer", "union", "-q"]
+    refuse(tmp_path, capsys, 1, "is packed, so that its rows cannot be moved", arguments=words)
+
+
+def test_a_configuration_that_says_how_to_merge_can_be_packed_by(models: list[Path], tmp_path: Path) -> None:
+    text = '[dare]\nmethod = "ties"\nkeep_ratio = 0.3\ndrop_rate = 0.5\n[[rules]]\nmatch = "*bias"\nkeep_ratio = 1.0\n'
+    (tmp_path / "c.toml").write_text(text + '[[rules]]\nmatch = "scalar"\ndrop_rate = 0.0\n')
+    packed = pack(*models[:2], tmp_path / "packed.safetensors", "--config", tmp_path / "c.toml")
+    rates = {name: entry["drop_rate"] for name, entry in table_of(packed)["tensors"].items()}
+    assert rates == {"layer.weight": 0.5, "layer.bias": 0.5, "head.weight": 0.5, "scalar": 0.0}
+
+
+# --- packing that does not end well ----------------------------------------------------------------------------------
+
+
+def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes(
+    models: list[Path], tmp_path: Path
+) -> None:
+    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+    whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
+    out, before = tmp_path / "out" / "out.safetensors", sorted(os.listdir(tmp_path))
+    out.parent.mkdir()
+    words = ["pack", "-b", str(models[0]), "-m", str(models[1]), "-o", str(out), *PLAIN, "--threads", "1"]
+    for flags, left in (((), 0), (("--resume",), 1)):
+        with pytest.MonkeyPatch.context() as patch:
+            stop_after(patch, 5)
+            assert dare.main([*words, *flags]) == 130
+        assert len(os.listdir(out.parent)) == left
+    assert dare.main([*words, "--resume"]) == 0
+    assert os.listdir(out.parent) == [out.name]
+    assert out.read_bytes() == whole
+    assert sorted({*os.listdir(tmp_path)} - {"out"}) == before
+
+
+@POSIX
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
+    models: list[Path], tmp_path: Path, how: signal.Signals
+) -> None:
+    whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
+    out = tmp_path / "place" / "out.safetensors"
+    out.parent.mkdir()
+    stuck = "put = Output.write_at\nOutput.write_at = lambda *a: (put(*a), print('written', flush=True), time.sleep(1))"
+    process = launch(stuck, "pack", "-b", models[0], "-m", models[1], "-o", out, *PLAIN)
+    assert process.stdout is not None
+    assert [process.stdout.readline().strip() for _ in range(2)] == ["started", "written"]
+    process.send_signal(how)
+    process.communicate(timeout=60)
+    assert not out.exists()
+    assert how == signal.SIGKILL or os.listdir(out.parent) == []
+    pack(*models[:2], out)
+    assert os.listdir(out.parent) == [out.name]
+    assert out.read_bytes() == whole

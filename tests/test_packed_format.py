@@ -1,0 +1,220 @@
+"""The format of packed models: what is not sound is refused, and docs/packed.md is enough to write a reader."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import darelib.models.packed
+import darelib.pack
+from dare import DareError
+from darelib.mask import keep_threshold
+from darelib.tuning import TUNING
+from tests.fuzz import FUZZED, with_header
+from tests.support import (
+    BF16,
+    F64,
+    HERE,
+    assert_same,
+    finetune,
+    mask,
+    random_model,
+    raw,
+    run_merge,
+    save,
+)
+from tests.test_packed import PLAIN, pack, table_of
+
+Capture = pytest.CaptureFixture[str]
+Refusal = Callable[..., str]
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+# --- files that are not what they say --------------------------------------------------------------------------------
+
+
+def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) -> None:
+    """Change the table of a packed model, or give another, and its header."""
+    data, table = path.read_bytes(), table_of(path)
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    made = edit(table, header)
+    header["__metadata__"]["dare_packed"] = (
+        made if isinstance(made, str) else json.dumps(table if made is None else made)
+    )
+    path.write_bytes(with_header(json.dumps(header), data[start:]))
+
+
+def put(place: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], Any]:
+    """Replace a field of the table, or of its entry for w."""
+
+    def edit(table: dict[str, Any], header: dict[str, Any]) -> None:
+        entry = table["tensors"]["w"]
+        (table if place in table else entry)[place] = value(entry[place]) if callable(value) else value
+
+    return edit
+
+
+EDITS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "no JSON": lambda *_: "{", "a list": lambda *_: "[]", "a number": lambda *_: "7", "deep": lambda *_: "[" * 100_000,
+    "no version": lambda table, _: {key: value for key, value in table.items() if key != "version"},
+    "a later version": put("version", 2), "another mask": put("mask", "mt19937"), "a negative seed": put("seed", -1),
+    "a huge seed": put("seed", 1 << 63), "a seed of text": put("seed", "42"), "a true seed": put("seed", True),
+    "another seed": put("seed", 43), "another base": put("base", {"file": "other"}), "no base": put("base", None),
+    "tensors in a list": put("tensors", []), "an entry of text": lambda t, _: t["tensors"].update(w="x"),
+    "a tensor too many": lambda t, _: t["tensors"].update(v=t["tensors"]["w"]),
+    "an integer": lambda t, _: t["tensors"].update(ids=t["tensors"]["w"]),
+    "a tensor of no base": lambda t, h: (t["tensors"].update(x=t["tensors"]["w"]), h.update(x=h.pop("w")), None)[2],
+    "no values": lambda _, header: (header.pop("w"), None)[1],
+    "more rows": put("shape", [100, 100]), "fewer rows": put("shape", [98, 100]), "flat": put("shape", [9900]),
+    "a huge shape": put("shape", [1 << 62, 1 << 62]), "a shape of text": put("shape", "99"), "a side": put("shape", 9),
+    "a rate of 1": put("drop_rate", 1.0), "a negative rate": put("drop_rate", -0.1), "no rate": put("drop_rate", None),
+    "a rate that is no number": put("drop_rate", math.nan), "a lower rate": put("drop_rate", 0.4),
+    "a higher rate": put("drop_rate", 0.6), "a rate of text": put("drop_rate", "0.5"),
+    "too few counts": put("counts", lambda c: c[:-1]), "too many counts": put("counts", lambda c: [*c, c[-1]]),
+    "no counts": put("counts", []), "counts of text": put("counts", lambda c: [*map(str, c)]),
+    "counts that fall": put("counts", lambda c: [c[0], c[2], c[1], c[3]]),
+    "a count that is off": put("counts", lambda c: [c[0], c[1] + 1, *c[2:]]),
+    "counts beyond a block": put("counts", lambda c: [0, 4097, *c[2:]]), "true counts": put("counts", [False] * 4),
+    "counts from 1": put("counts", lambda c: [1, *c[1:]]), "less in all": put("counts", lambda c: [*c[:-1], c[-1] - 1]),
+    "another mask name": lambda t, _: t["tensors"]["w"].update(mask_name="v"),
+    "no mask name": lambda t, _: t["tensors"]["w"].update(mask_name=""),
+    "half a surrogate": lambda t, _: t["tensors"]["w"].update(mask_name="\ud800"),
+    "a mask of 7": lambda t, _: t["tensors"]["w"].update(mask_name=7),
+}  # fmt: skip
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> tuple[Path, Path]:
+    base = random_model(0, BF16, {"w": (99, 100)}) | {"ids": torch.arange(9)}
+    paths = save(tmp_path, base=base, math={**finetune(base, 1), "ids": torch.arange(9)})
+    return paths[0], pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", 0.5)
+
+
+@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("engine", ["plain", "numba"])
+def test_a_table_that_does_not_fit_is_refused(
+    victim: tuple[Path, Path], capsys: Capture, check_refused: Refusal, how: str, engine: str
+) -> None:
+    rewrite(victim[1], EDITS[how])
+    capsys.readouterr()
+    check_refused(*victim, "packed.safetensors'", flags=("--engine", engine, "--mismatch", "overlap"))
+
+
+def test_values_that_are_cut_or_broken_are_refused(
+    victim: tuple[Path, Path], capsys: Capture, check_refused: Refusal
+) -> None:
+    packed = victim[1]
+    data, before = packed.read_bytes(), load_file(packed)
+    capsys.readouterr()
+    for size in (0, 5, 100, len(data) - 4000, len(data) - 1):
+        packed.write_bytes(data[:size])
+        check_refused(*victim, "packed.safetensors'")
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    save_file({"w": before["w"][:-7].clone(), "ids": before["ids"]}, packed, header["__metadata__"])
+    check_refused(*victim, "its counts of 'w'")
+    before["w"][-1] = math.nan
+    save_file(before, packed, header["__metadata__"])
+    check_refused(*victim, "tensor 'w' holds nan\n", flags=(*PLAIN, "--drop-rate", "0.5"))
+
+
+PLACES = ["version", "mask", "seed", "base", "tensors", "w", "shape", "drop_rate", "counts"]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["shape", "counts"]), inner),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60, **FUZZED)
+@given(value=JSON, place=st.sampled_from(PLACES))
+def test_any_other_value_is_refused_or_means_the_same(tmp_path: Path, value: Any, place: str) -> None:
+    base = random_model(0, BF16, {"w": (50, 100)})
+    paths = save(tmp_path, base=base, math=finetune(base, 1))
+    packed = pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", 0.5)
+    run_merge(paths[0], [packed], tmp_path / "sound.safetensors", engine="plain")
+    if place == "w":
+        rewrite(packed, lambda table, _: table["tensors"].update(w=value))
+    else:
+        rewrite(packed, put(place, value))
+    try:
+        run_merge(paths[0], [packed], tmp_path / "out.safetensors", engine="plain")
+    except DareError:
+        return
+    assert_same(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "sound.safetensors"))
+
+
+# --- the format, as docs/packed.md has it ----------------------------------------------------------------------------
+
+
+def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
+    """Philox4x32-7 at the counters (block, 0, 0, 0), as eight 16-bit pieces for each."""
+    low = np.uint64(0xFFFFFFFF)
+    c = [blocks & low, blocks >> np.uint64(32), np.zeros_like(blocks), np.zeros_like(blocks)]
+    for r in range(7):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        k0, k1 = (np.uint64((k + r * w) % 2**32) for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        c = [(b >> np.uint64(32)) ^ c[1] ^ k0, b & low, (a >> np.uint64(32)) ^ c[3] ^ k1, a & low]
+    return np.stack([word >> np.uint64(shift) & np.uint64(0xFFFF) for word in c for shift in (0, 16)])
+
+
+def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
+    """By tensor: the positions of its entries, and their bytes. Written from the page, with nothing of the tool."""
+    data = path.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:start])
+    table = json.loads(header.pop("__metadata__")["dare_packed"])
+    assert (table["version"], table["mask"]) == (1, "philox4x32-7/16")
+    found = {}
+    for name, entry in table["tensors"].items():
+        text = f"{table['seed']}:{entry.get('mask_name', name)}".encode()
+        key = struct.unpack("<II", hashlib.blake2b(text, digest_size=8).digest())
+        j = np.arange(math.prod(entry["shape"]), dtype=np.uint64)
+        tile, k = j // np.uint64(1024), j % np.uint64(1024)
+        pieces = philox(key, np.uint64(128) * tile + k % np.uint64(128))
+        below = max(1, round((1 - entry["drop_rate"]) * 65536))
+        kept = pieces[(k // np.uint64(128)).astype(int), np.arange(len(j))] < below
+        blocks = range(0, len(j), 1 << 20)
+        assert entry["counts"] == [*(np.count_nonzero(kept[:at]) for at in blocks), np.count_nonzero(kept)]
+        first, last = header[name]["data_offsets"]
+        found[name] = np.flatnonzero(kept), data[start + first : start + last]
+    return found
+
+
+def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (darelib.pack, darelib.models.packed):
+        monkeypatch.setattr(module, "BLOCK", 1 << 20)  # as it is
+    TUNING.job_elements, TUNING.max_chunk = 1 << 22, 1 << 18
+    base = random_model(0, BF16, {"large": (1030, 1031), "small": (7, 9), "one": (), "none": (0,)})
+    base["wide"] = random_model(1, F64, {"": (50, 60)})[""]
+    tuned = finetune(base, 1)
+    paths = save(tmp_path, base=base, math=tuned)
+    flags = ("--drop-rate", 0.93, "--seed", 5, "--rule", "small:drop_rate=0.999999", "--rule", "wide:drop_rate=0.3")
+    found = read_packed(pack(*paths, tmp_path / "packed.safetensors", *flags))
+    rates = {"large": 0.93, "one": 0.93, "none": 0.93, "small": 0.999999, "wide": 0.3}
+    assert found.keys() == tuned.keys()
+    for name, (positions, values) in found.items():
+        kept = mask(5, name, tuned[name].numel(), rates[name])
+        assert np.array_equal(positions, np.flatnonzero(kept))
+        assert values == raw(tuned[name].reshape(-1)[torch.from_numpy(positions)]).tobytes()
+
+
+def test_the_page_says_what_the_code_does() -> None:
+    page = (HERE / "docs" / "packed.md").read_text()
+    fields = ("version", "mask", "seed", "base", "tensors", "shape", "drop_rate", "counts", "mask_name")
+    assert all(f"`{field}`" in page for field in fields)
+    assert "max(1, round((1 - p) * 65536))" in page
+    assert keep_threshold(0.9999999) == 1

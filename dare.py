@@ -18,13 +18,13 @@ darelib, is a room for each job:
     config, readers      DareConfig and its rules; TOML and flags
     methods, drops, mask what can be chosen, with every formula; r_i is 1 - drop rate, as exactly as the mask keeps it
     kernels/             the arithmetic: plain is its definition in NumPy, cpu and tensors the same for Numba and torch
-    models/              how weights come in: checkpoints, LoRA adapters, the Hub; tokens of several models
+    models/              how weights come in: checkpoints, LoRA adapters, packed models, the Hub; tokens of several models
     matching, plan       which models change which tensors; what will be read, computed and written
     run/                 who does the jobs
     output/              how a model comes out: publish (write, sync, rename), directory, tokenizer, recipe
     report, verify       what a merge will do and did; a merged model against its recipe
     analysis/            what the models are like, and what to do with them
-    convert              pickles as safetensors files
+    pack, convert        packed models; pickles as safetensors files
     text, formats, tuning, interrupts    words for people; stored types; sizes and intervals; signals
 """
 
@@ -106,7 +106,7 @@ class DareMerger:
         tokenizer: str | Path | Source = "base",
         chat_template: str | Path | Source | None = None,
     ) -> None:
-        """A model is a file, a model directory, an index, a name on the Hub or, to be merged, a LoRA adapter.
+        """A model is a file, a model directory, an index, a name on the Hub or, to be merged, a LoRA adapter or a packed model.
 
         tokenizer: of an output directory: the "base"'s, a "union" of all tokens, each with its row, or a model's.
         chat_template: a model or a file; None: the base's or, if it has none, that of the first model that has one.

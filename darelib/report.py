@@ -360,7 +360,7 @@ def report_model(plan: MergePlan, i: int, total: Tally) -> ModelReport:
         dropped_share=(total.parameters - total.kept) / count,
         mean_delta=total.mean,
         largest_delta=total.peak,
-        share_above_threshold=total.above / max(total.seen, 1),
+        share_above_threshold=total.above / count,
         missing_tensors=plan.missing[i],
         extra_tensors=plan.extra[i],
         mismatched_tensors=plan.mismatched[i],
@@ -383,7 +383,7 @@ def find_odd_deltas(plan: MergePlan, name: str, tallies: Mapping[str, Tally], to
     large = sorted(((tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold), reverse=True)
     if total.parameters and total.peak == 0:
         yield f"{name} is identical to the base {plan.base}: it only dilutes the others; leave it out"
-    elif total.parameters and total.mean > UNRELATED_RATIO * total.base_sum / total.parameters:
+    elif total.sum > UNRELATED_RATIO * total.base_sum:
         yield (
             f"{plan.base} does not look like the base of {name}: the mean |delta| is {total.mean:.3g} where the mean "
             f"|weight| is {total.base_sum / total.parameters:.3g}; check that {name} was fine-tuned from it"
@@ -392,6 +392,6 @@ def find_odd_deltas(plan: MergePlan, name: str, tallies: Mapping[str, Tally], to
         worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
         yield (
             f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of {len(tallies):,} "
-            f"tensors, and {total.above / max(total.seen, 1):.1%} of its parameters do; worst: {worst}. DARE may lose "
+            f"tensors, and {total.above / total.parameters:.1%} of its parameters do; worst: {worst}. DARE may lose "
             "what it learned: lower the drop rate, and check that the base is the right one"
         )

@@ -169,17 +169,22 @@ class MeasureLook(Look):
         peaks, found, shares = self._peaks.astype(real.raw).view(real.real), list[Deltas](), list[float]()
         for row, (i, info) in enumerate(tensor.finetuned):
             zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
-            count, noise = info.seen(0, tensor.base.count), squares * noise_of(tensor.settings, i) ** 2
-            shares.append(count / max(1, min(info.count, tensor.base.count)))
-            base_squares, peak = float(sums["base_squares"][0]) * shares[-1], float(peaks[row])
-            found.append(Deltas(1, count, int(zeros), int(above), size, squares, base_squares, noise, peak))
-            self._findings.take(i, tensor.name, found[-1], self._counts[row])
+            seen, count = info.seen(0, tensor.base.count), min(info.count, tensor.base.count)
+            shares.append(seen / max(1, count))
+            part = count / max(1, seen)  # what is found in a sample stands for so much
+            zeros, above, size, squares = (round(zeros * part), round(above * part), size * part, squares * part)
+            base_squares, peak = float(sums["base_squares"][0]) * bool(seen), float(peaks[row])
+            noise = squares * noise_of(tensor.settings, i) ** 2
+            found.append(
+                Deltas(1, count * bool(seen), int(zeros), int(above), size, squares, base_squares, noise, peak)
+            )
+            ranks = np.rint(np.cumsum(self._counts[row]) * part).astype(np.int64)
+            self._findings.take(i, tensor.name, found[-1], np.diff(ranks, prepend=0))
         self._counts = 0
         if len(found) == 2:  # any two of them are the pair
             sums |= {name: sums[name][[1, 1]] for name in PAIR_SUMS}
-        # Of a sample, by its share. Both of a pair are known where both samples meet: of one seed, one is in the other.
-        wholes = [(d.squares / (s or 1), d.parameters / (s or 1)) for d, s in zip(found, shares, strict=True)]
-        shared = [(0.0, 0.0, 0.0), *((a[0], b[0], a[1]) for a, b in combinations(wholes, 2))]
+        # Both of a pair are known where their samples meet: of one seed, one is in the other.
+        shared = [(0.0, 0.0, 0), *((a.squares, b.squares, a.parameters) for a, b in combinations(found, 2))]
         drawn = [(share, self._findings.seeds[i]) for share, (i, _) in zip(shares, tensor.finetuned, strict=True)]
         meet = np.array([1.0, *((min(a, b) if s == t else a * b) or 1.0 for (a, s), (b, t) in combinations(drawn, 2))])
         figures = np.vstack([*(sums[name] / meet for name in PAIR_SUMS), *zip(*shared, strict=True)])

@@ -46,11 +46,10 @@ class Tally(NamedTuple):
     kept: int = 0
     expected: float = 0.0  # what the masks' thresholds say should be kept
     base_sum: float = 0.0
-    seen: int = 0  # of the parameters, those whose deltas are known
 
     @property
     def mean(self) -> float:
-        return self.sum / self.seen if self.seen else 0.0
+        return self.sum / self.parameters if self.parameters else 0.0
 
 
 def add_up(parts: Iterable[Sums]) -> Sums:
@@ -227,9 +226,9 @@ class Worker:
         # What stands in for rows that it lacks is not its own.
         kept = int(found["kept"]) - round((job.stop - job.start - count) * rate)
         base_size = float(buffers.tensor["base_size"][0])
-        above, size = int(found["above"]), float(found["size"])
-        seen = info.seen(job.start, job.stop)
-        return Tally(count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size, seen)
+        sample = count / (info.seen(job.start, job.stop) or 1)  # above 1, where not all deltas are known
+        above, size = round(int(found["above"]) * sample), float(found["size"]) * sample
+        return Tally(count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size)
 
     def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         outcome, tensor = Outcome(job.tensor.name, job.start, job.bytes_read), job.tensor

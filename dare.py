@@ -106,7 +106,7 @@ class DareMerger:
         tokenizer: str | Path | Source = "base",
         chat_template: str | Path | Source | None = None,
     ) -> None:
-        """A model is a file, a model directory, an index, a name on the Hub or, to be merged, a LoRA adapter or a packed model.
+        """A model is a file, a directory, an index, a name on the Hub or, to be merged, a LoRA adapter or packed model.
 
         tokenizer: of an output directory: the "base"'s, a "union" of all tokens, each with its row, or a model's.
         chat_template: a model or a file; None: the base's or, if it has none, that of the first model that has one.

@@ -18,7 +18,7 @@ darelib, is a room for each job:
     config, readers      DareConfig and its rules; TOML and flags
     methods, drops, mask what can be chosen, with every formula; r_i is 1 - drop rate, as exactly as the mask keeps it
     kernels/             the arithmetic: plain is its definition in NumPy, cpu and tensors the same for Numba and torch
-    models/              how weights come in: checkpoints, LoRA adapters, packed models, the Hub; tokens of several models
+    models/              how weights come in: checkpoints, adapters, packed models, the Hub; tokens of several models
     matching, plan       which models change which tensors; what will be read, computed and written
     run/                 who does the jobs
     output/              how a model comes out: publish (write, sync, rename), directory, tokenizer, recipe

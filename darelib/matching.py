@@ -9,7 +9,6 @@ from typing import Any
 from darelib.config import DareConfig, Rule
 from darelib.formats import DTYPES, FORMATS, is_counted
 from darelib.kernels import KernelSpec
-from darelib.mask import MASK_BITS
 from darelib.methods import METHODS, Look, TensorSettings
 from darelib.models import Input
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, module_of, quantised_modules
@@ -113,6 +112,7 @@ class Matcher:
                 self.tied[i][name] = embedding
             if theirs is not None:
                 self._check_fits(name, info, theirs, i)
+                self._check_mask(name, theirs, mask_name, model)
                 found.append((i, theirs))
                 mask_names.append(mask_name if theirs.mask_name is None else theirs.mask_name)
         if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
@@ -150,14 +150,23 @@ class Matcher:
                 f"only {', '.join(FORMATS)} tensors can be merged, with one another",
             )
 
+    def _check_mask(self, name: str, theirs: TensorInfo, mask_name: str, model: Input) -> None:
+        """A packed model's mask was drawn when it was packed, and its head may have been tied then, or not."""
+        if theirs.mask_name not in (None, mask_name):
+            raise DareError(
+                f"{model.name!r} was packed with {name!r} thinned like {theirs.mask_name!r}, and now it is merged like "
+                f"{mask_name!r}: the base's configuration says otherwise about tied embeddings",
+                "give the base with the configuration that it had then, or the model itself",
+            )
+
     def _check_rate(self, name: str, theirs: TensorInfo, i: int, settings: TensorSettings) -> None:
         """Refuse to keep more of a tensor than is left of it. Masks of one seed are nested, so less is possible."""
         if settings.drop.threshold(settings.drop_rates[i]) > theirs.threshold:
-            rate = 1 - theirs.threshold / (1 << MASK_BITS)
+            rate = theirs.drop_rate
             raise DareError(
-                f"{self.models[i].name!r} holds what a drop rate of {rate:.4g} has left of {name!r}, so it cannot be "
+                f"{self.models[i].name!r} holds what a drop rate of {rate:g} has left of {name!r}, so it cannot be "
                 f"merged at {settings.drop_rates[i]:g}",
-                f"use a drop rate of {rate:.4g} or more, or the model itself",
+                f"use a drop rate of {rate:g} or more, or the model itself",
             )
 
     def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Input) -> None:

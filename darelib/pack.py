@@ -12,22 +12,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from darelib import __version__
 from darelib.config import DareConfig, Rule
-from darelib.formats import FORMATS
+from darelib.formats import FORMATS, widen
 from darelib.interrupts import Interrupts
 from darelib.kernels import KernelSpec, load_kernels
 from darelib.kernels.records import Buffers
 from darelib.mask import MASK_NAME, TILE, mask_key
+from darelib.matching import ties_embeddings
 from darelib.models import Input, check_unchanged, explain_read_errors, open_models
 from darelib.models.packed import BLOCK, PACKED_FILE, PACKED_KEY, VERSION
 from darelib.models.tensorfile import TensorInfo, header_bytes
-from darelib.output.destination import digest_of, find_output
+from darelib.output.destination import check_replaceable, digest_of, explain_place_errors, find_output
 from darelib.output.directory import CARD_FILE, card_name, find_side_files
 from darelib.output.publish import Output, PlannedFile, explain_write_errors
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
-from darelib.plan import Job, MergePlan, TensorPlan, check_place, plan_merge
+from darelib.plan import Job, MergePlan, TensorPlan, check_kinds, check_place, plan_merge
 from darelib.readers import Request, Source, layer_flags, load_request, recorded_name
 from darelib.run.threads import run_merge
 from darelib.run.worker import Abandoned, Outcome, Write
@@ -35,6 +39,10 @@ from darelib.text import ConfigError, DareError, as_text, count_of, human, print
 from darelib.tuning import TUNING
 
 SETTINGS: Final = ("drop_rate", "seed", "mismatch", "any_base", "threads", "engine", "verbose")
+
+
+# The bits that are all set in what is not finite.
+EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +70,13 @@ class PackReport:
 def add_options(add: Callable[..., Any]) -> None:
     add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration with such settings")
     add("-b", "--base", metavar="MODEL", help="the model that it was fine-tuned from")
-    add("-m", "--merge", metavar="MODEL", nargs=1, help="the fine-tuned model")
+    add("-m", "--merge", metavar="MODEL", nargs="+", help="the fine-tuned model")
     add("-o", "--output", metavar="PATH", help="where to write: a .safetensors file, or a model directory")
     add("--drop-rate", metavar="P", type=float, nargs=1, help="share to drop (default 0.9); merges need this or more")
     add("--seed", metavar="N", type=int, help="the seed of its mask, for all merges (default 42)")
     add("--rule", dest="rules", metavar="RULE", action="append", help="PATTERN:drop_rate=P for matching tensors")
     add("--mismatch", metavar="HOW", help="tensors of other shapes: error (default), or overlap (kept whole)")
+    add("--any-base", action="store_true", help="pack a model of another model_type than the base's")
     add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
     add("--engine", metavar="NAME", help="what computes: auto (default), numba, or plain (NumPy: the same, but slow)")
     add("--force", action="store_true", help="replace an existing output that this tool did not make")
@@ -77,8 +86,10 @@ def add_options(add: Callable[..., Any]) -> None:
 def run(flags: dict[str, Any]) -> PackReport:
     """The command."""
     request = layer_flags(load_request(flags["config"]) if "config" in flags else Request(), flags)
-    if request.base is None or len(request.merge) != 1 or request.output is None:
-        raise ConfigError("pack needs one model", "give --base MODEL --merge MODEL --output PATH")
+    if request.base is None or not request.merge or request.output is None:
+        raise ConfigError("pack needs a base, a model and an output", "give --base MODEL --merge MODEL --output PATH")
+    if len(request.merge) > 1:
+        raise ConfigError(f"pack takes one model, not {len(request.merge)}", "pack one after the other")
     config = choose_settings(request)
     return pack(
         request.base, request.merge[0], config, request.output, force="force" in flags, resume="resume" in flags
@@ -111,6 +122,10 @@ def pack(
         if inputs[1].partial or inputs[1].seed is not None:
             kind = "a LoRA adapter, which is small already" if inputs[1].partial else "packed already"
             raise DareError(f"{model.name!r} is {kind}", "merge it as it is")
+        if not config.any_base:
+            check_kinds(inputs)
+        with explain_place_errors(destination.name):  # before there is any work
+            check_replaceable(destination, force)
         with explain_read_errors():
             plan = plan_merge(config, inputs, destination, TokenizerChoice(), with_side_files=False)
             plan = keep_own_tensors(plan, inputs[1])
@@ -173,10 +188,23 @@ class Packer:
         for start, width in self._chunks(job):
             row = buffers.finetuned[0] if tensor.merged else buffers.output
             self.model.read_bytes(row[: width * item].data, theirs, start * item)
+            if tensor.merged:
+                self._check_finite(tensor, start, row[: width * item].view(f"u{item}"))
             kept = self._pick(job, start, width, buffers) if tensor.merged else width
             write(tensor.output.file, buffers.output.data[: kept * item], place)
             place += kept * item
         return Outcome(tensor.name, job.start, job.bytes_read)
+
+    def _check_finite(self, tensor: TensorPlan, start: int, raw: NDArray[Any]) -> None:
+        """What is dropped is never seen again, so that nobody else could tell that the model is broken."""
+        dtype = tensor.finetuned[0][1].dtype
+        bad = np.flatnonzero((raw & raw.dtype.type(EXPONENTS[dtype])) == EXPONENTS[dtype])
+        if bad.size:
+            value, place = widen(raw[bad[:1]], dtype)[0], tensor.base.place_of(start + int(bad[0]))
+            raise DareError(
+                f"{self.model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
+                "such a model is broken; use a checkpoint from before that happened",
+            )
 
     def _offset(self, tensor: TensorPlan) -> int:
         return len(self.task.files[tensor.output.file].header) + tensor.output.offset
@@ -234,6 +262,8 @@ def place_entries(plan: MergePlan, inputs: Sequence[Input], packer: Packer) -> M
         offset += output.nbytes
     base = {"file": recorded_name(inputs[0].source), **inputs[0].fingerprint}
     table = {"version": VERSION, "mask": MASK_NAME, "seed": plan.seeds[0], "base": base, "tensors": described}
+    if (tied := ties_embeddings(inputs[1].config)) is not None:
+        table["tie_word_embeddings"] = tied
     metadata = {"format": "pt", PACKED_KEY: json.dumps(table, separators=(",", ":"))}
     header = header_bytes({tensor.name: tensor.output for tensor in tensors}, metadata)
     name = PACKED_FILE if plan.output.directory else plan.output.path.name

@@ -352,7 +352,8 @@ def find_odd_seeds(seeds: Sequence[int], inputs: Sequence[Input]) -> Iterator[st
     for i, seed in enumerate(seeds):
         if seed in seeds[:i]:
             first, second = inputs[1 + seeds.index(seed)].name, inputs[1 + i].name
-            yield f"{first} and {second} have one seed, {seed}, so that the same entries are dropped of both"
+            words = f"{first} and {second} have one seed, {seed}, so that the same entries are dropped of both"
+            yield f"{words}; use another --seed, or pack again with one"
 
 
 def find_odd_inputs(inputs: Sequence[Input]) -> Iterator[str]:
@@ -361,7 +362,7 @@ def find_odd_inputs(inputs: Sequence[Input]) -> Iterator[str]:
         if have_same_files(model, base):
             yield f"{model.name} is the base itself, given as a model to merge"
         if any(have_same_files(model, earlier) for earlier in models[:i]):
-            yield f"{model.name} is given more than once; each time gets its own mask and counts fully"
+            yield f"{model.name} is given more than once; each time counts fully"
         if differences := compare_configs(base.config, model.config):
             words = f"configured differently from {base.name}: {', '.join(differences.values())}"
             yield f"{model.name} is {words}; check that it was fine-tuned from it"

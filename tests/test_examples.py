@@ -413,7 +413,7 @@ def test_a_benchmark_prints_what_ran_out_of_memory_or_of_disk(folder: Path) -> N
 def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
     monkeypatch.setattr(benchmark, "POINTS", [benchmark.Point(200_000), benchmark.Point(200_000, "ties")])
     printed = run(benchmark, "--whole --repeat 1 --json f.json --plot f.png")
-    assert re.search(r"(?m)^\| ties \| \d.* \(\d+\.\d x\) \| \d+ \| n/a \| \d+ \|$", printed)
+    assert re.search(r"(?m)^\| ties \| \d.* \(\d+\.\d x\) \|.* \|$", printed)
     said = re.sub(r"(?m)^(run \d|warm-up:) .*\n", "", printed)
     assert run(benchmark, "--report f.json") == said
     assert "plain torch script" in run(benchmark, "--parameters 2e5 --repeat 1 --method analyze")

@@ -291,7 +291,13 @@ def test_what_is_small_already_and_other_bases_are_refused(
         refuse(tmp_path, capsys, 1, words, arguments=arguments)
     check_refused(models[2], packed, "was packed against 'base.safetensors'", "another base")
     check_refused(packed, models[1], "is a packed model")
-    refuse(tmp_path, capsys, 2, "one model", arguments=["pack", "-b", models[0], "-o", tmp_path / "out.safetensors"])
+    refuse(
+        tmp_path,
+        capsys,
+        2,
+        "pack needs a base, a model and an output",
+        arguments=["pack", "-b", models[0], "-o", tmp_path / "out.safetensors"],
+    )
 
 
 def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -354,3 +360,50 @@ def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
     pack(*models[:2], out)
     assert os.listdir(out.parent) == [out.name]
     assert out.read_bytes() == whole
+
+
+def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    """The mask of a tied head is its embedding's; whether it is tied, the base's configuration says."""
+    base = random_model(dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)})
+    tied = save_directory(tmp_path / "tied", base, tie_word_embeddings=True)
+    bare = tmp_path / "bare.safetensors"
+    bare.write_bytes((tied / "model.safetensors").read_bytes())
+    model = save(tmp_path, model=finetune(base, 1))[0]
+    for packed_with, merged_with in ((bare, tied), (tied, bare)):
+        packed = pack(packed_with, model, tmp_path / "packed.safetensors", "--force")
+        arguments = ["-b", merged_with, "-m", packed, "-o", tmp_path / "out.safetensors"]
+        refuse(tmp_path, capsys, 1, "says otherwise about tied embeddings", arguments=arguments)
+        compare([packed_with, model], [packed])
+
+
+def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
+    base = random_model(dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)})
+    model = finetune(base, 1)
+    del model["lm_head.weight"]
+    folder, path = save_directory(tmp_path / "model", model, tie_word_embeddings=True), save(tmp_path, base=base)[0]
+    compare([path, folder], [pack(path, folder, tmp_path / "packed.safetensors")])
+
+
+def test_a_broken_fine_tune_is_not_packed(tmp_path: Path, capsys: Capture) -> None:
+    """Not even where the bad value would be dropped: nobody could tell later."""
+    base = random_model(dtype=BF16)
+    for dtype, value in ((BF16, float("inf")), (F16, float("nan")), (F32, float("-inf")), (F64, float("nan"))):
+        model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
+        model["head.weight"][3, 5] = value
+        paths = save(tmp_path, base=base, model=model)
+        arguments = ["pack", "-b", paths[0], "-m", paths[1], "-o", tmp_path / "x.safetensors", *PLAIN]
+        refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
+
+
+def test_mistakes_with_packing_are_explained(pair: tuple[Path, Path], tmp_path: Path, capsys: Capture) -> None:
+    arguments = ["pack", "-b", pair[0], "-o", tmp_path / "x", *PLAIN, "-m", pair[1]]
+    refuse(tmp_path, capsys, 2, "pack takes one model, not 2", arguments=[*arguments, pair[1]])
+    (pair[0] / "config.json").write_text('{"model_type": "llama"}')
+    (pair[1] / "config.json").write_text('{"model_type": "qwen2"}')
+    refuse(tmp_path, capsys, 1, "is another kind of model", "--any-base", arguments=arguments)
+    packed = pack(pair[0], pair[1], tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.12344)
+    refuse(tmp_path, capsys, 1, "is a packed model", "--merge", arguments=["verify", packed])
+    merge = ["-b", pair[0], "-m", packed, "-o", tmp_path / "out.safetensors", "--any-base", "--drop-rate"]
+    refuse(tmp_path, capsys, 1, "use a drop rate of 0.12344 or more", arguments=[*merge, "0.1"])
+    (pair[1] / "packed.safetensors").write_bytes(packed.read_bytes())
+    run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", any_base=True, drop_rate=0.0)  # the model, not that

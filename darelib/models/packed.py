@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -17,13 +19,14 @@ from darelib.config import is_count
 from darelib.formats import FORMATS
 from darelib.kernels.plain import draw_mask
 from darelib.mask import MASK_BITS, MASK_NAME, keep_threshold, mask_key
-from darelib.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, Layout
+from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, Layout
 from darelib.models.tensorfile import AGAIN_HINT, MAX_HEADER, TensorInfo, open_regular
 from darelib.readers import Source
 from darelib.text import DareError
 
 PACKED_KEY: Final = "dare_packed"  # in the metadata of a file
 PACKED_FILE: Final = "packed.safetensors"  # in a model directory
+IN_METADATA: Final = re.compile(rf'"{PACKED_KEY}"\s*:\s*"'.encode())  # a text, and no tensor of that name
 VERSION: Final = 1
 BLOCK: Final = 1 << 20  # elements between two counts of the entries that are kept before
 
@@ -33,6 +36,7 @@ class PackedTensor(TensorInfo):
     """A tensor of which only the entries are stored that a mask keeps."""
 
     stored: TensorInfo  # the entries, one after the other
+    drop_rate: float
     threshold: int  # of the mask: an entry is stored where its bits are below it
     mask_name: str  # what the mask is drawn by
     counts: tuple[int, ...]  # the entries before each block, and all of them
@@ -51,17 +55,17 @@ class PackedTensor(TensorInfo):
 def find_packed(source: Source) -> Layout | None:
     """The file of a packed model; None: the source is something else, or cannot be read, which its reader explains."""
     folder = source.path if source.path.is_dir() else None
-    if folder and (folder / WEIGHTS_FILE).exists():
+    if folder and any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)):
         return None
     path, header = source.path / PACKED_FILE if folder else source.path, b""
     with suppress(OSError), open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length if length <= MAX_HEADER else 0)
-    if f'"{PACKED_KEY}"'.encode() not in header and folder is None:
+    if not IN_METADATA.search(header):
         return None
     if folder is None and path.name == PACKED_FILE and (path.parent / CONFIG_FILE).exists():
         folder = path.parent
-    return Layout((path,), folder) if header else None
+    return Layout((path,), folder)
 
 
 class PackedModel(Checkpoint):
@@ -91,9 +95,10 @@ class PackedModel(Checkpoint):
                 )
             self.seed = self._check(table["seed"], is_count(table["seed"], 0), "seed")
             packed = {name: self._read_entry(name, entry, base) for name, entry in table["tensors"].items()}
-            stated = dict(table["base"])
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DareError(f"{self.name!r} is not a sound packed model: {error!r}", AGAIN_HINT) from None
+            stated, self._tied = dict(table["base"]), table.get("tie_word_embeddings")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            words = "something in its table is missing, or of another type than it should be"
+            raise DareError(f"{self.name!r} is not a sound packed model: {words}", AGAIN_HINT) from None
         for key, value in base.fingerprint.items():
             if stated.get(key) != value:
                 raise DareError(
@@ -102,10 +107,17 @@ class PackedModel(Checkpoint):
                     "give the base that it was packed against",
                 )
         self.tensors |= packed
-        rates = sorted({1 - tensor.threshold / (1 << MASK_BITS) for tensor in packed.values()})
-        span = " to ".join(f"{rate:.4g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:])))
+        rates = sorted({tensor.drop_rate for tensor in packed.values()})
+        span = " to ".join(f"{rate:g}" for rate in dict.fromkeys((*rates[:1], *rates[-1:])))
         self.note = f"packed at drop rate {span}, seed {self.seed}" if rates else "packed"
         self.sample = f"{self.name} is packed, so its figures are those of the entries that it holds, a random sample"
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """That of its directory; what decides about its head was stored with it."""
+        tied = {"tie_word_embeddings": self._tied} if isinstance(self._tied, bool) else {}
+        found: dict[str, Any] = Checkpoint.config.func(self)  # type: ignore[attr-defined]
+        return found | tied
 
     def _check(self, value: Any, sound: bool, what: str) -> Any:
         if not sound:
@@ -134,6 +146,7 @@ class PackedModel(Checkpoint):
             dtype=stored.dtype,
             shape=shape,
             stored=stored,
+            drop_rate=rate,
             threshold=keep_threshold(rate),
             mask_name=mask_name,
             counts=counts,
@@ -144,22 +157,23 @@ class PackedModel(Checkpoint):
         if not isinstance(info, PackedTensor):
             super().read(info, start, count, into)
             return
-        held, raw, item, block = self._held, np.frombuffer(into, np.uint8), FORMATS[info.dtype].itemsize, start // BLOCK
-        if getattr(held, "key", None) != (info, block) or held.place != start:
-            before, after = info.counts[block : block + 2]
-            held.entries = np.empty((after - before) * item, np.uint8)
-            self.read_bytes(held.entries.data, info.stored, before * item)
-            held.key, held.place, held.used = (info, block), start, 0
-            if skipped := start % BLOCK:  # the chunks before are somebody else's
+        held, item, block = self._held, FORMATS[info.dtype].itemsize, start // BLOCK
+        if getattr(held, "key", None) != (info, start):
+            held.used, skipped = 0, start % BLOCK
+            if skipped:  # the chunks before are somebody else's
                 key = mask_key(self.seed or 0, info.mask_name)
-                held.used = int(np.count_nonzero(draw_mask(key, info.threshold, block * BLOCK, skipped)))
-        entries = held.entries[held.used * item : (held.used + count) * item]
-        raw[: len(entries)] = entries
+                held.used = int(np.count_nonzero(draw_mask(key, info.threshold, start - skipped, skipped)))
+        before, after = info.counts[block : block + 2]
+        held.start, held.total = start, after - before
+        size = max(0, min(count, held.total - held.used)) * item
+        self.read_bytes(np.frombuffer(into, np.uint8)[:size].data, info.stored, (before + held.used) * item)
 
     def take(self, info: TensorInfo, count: int, used: int) -> None:
         """So many entries belonged to the chunk that was read last."""
         held = self._held
-        held.used, held.place = held.used + used, held.place + count
-        total = len(held.entries) // FORMATS[info.dtype].itemsize
-        if held.used > total or ((held.place % BLOCK == 0 or held.place == info.count) and held.used != total):
+        held.used, stop = held.used + used, held.start + count
+        ends = stop % BLOCK == 0 or stop == info.count
+        if held.used > held.total or (ends and held.used != held.total):
             raise DareError(f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT)
+        held.key = info, stop
+        held.used = 0 if stop % BLOCK == 0 else held.used

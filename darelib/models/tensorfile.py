@@ -77,6 +77,11 @@ class TensorInfo:
         return self.nbytes
 
     @property
+    def drop_rate(self) -> float:
+        """By which it was thinned before."""
+        return 0.0
+
+    @property
     def threshold(self) -> int:
         """Entries whose mask bits are below it are stored: all of them, unless they were thinned before."""
         return 1 << MASK_BITS

@@ -108,7 +108,7 @@ def check_replaceable(destination: Destination, force: bool) -> None:
 
 
 def _check_directory(target: Path, shown: str, force: bool) -> None:
-    names = os.listdir(target)
+    status, names = target.stat(), os.listdir(target)
     if os.path.samestat(target.stat(), os.stat(os.curdir)):
         raise DareError(f"{shown} is the working directory", "name a directory in it")
     is_model = any(name in names for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE))
@@ -122,6 +122,9 @@ def _check_directory(target: Path, shown: str, force: bool) -> None:
         raise DareError(f"{shown} exists and was not made by this tool", "add --force to replace it all")
     names = [name for name in list_files(target) if name != RECIPE_FILE]
     if others := [name for name in names if ours.get(as_text(name)) != digest_of(target / name)]:
+        if not os.path.samestat(status, target.stat()):  # another merge has just put its own there
+            _check_directory(target, shown, force)
+            return
         raise DareError(
             f"{shown} also holds {list_names(others)}, which this tool did not write, or not like that",
             "move that elsewhere, or add --force to replace it all",

@@ -14,6 +14,7 @@ from darelib.mask import MASK_NAME
 from darelib.models import Input, open_models
 from darelib.models.checkpoint import INDEX_FILE
 from darelib.models.hub import download
+from darelib.models.packed import PACKED_KEY
 from darelib.models.tensorfile import TensorFile, open_regular
 from darelib.models.vocabulary import digest_tokenizer
 from darelib.output.tokenizer import WORDS, TokenizerChoice
@@ -102,6 +103,8 @@ def read_recipe(path: Path) -> Request:
         raise DareError(f"cannot read {str(path)!r}: {reason}", "give a merged model, a file or a directory") from None
     file.close()
     recipe = file.metadata.get(RECIPE_KEY)
+    if PACKED_KEY in file.metadata:
+        raise DareError(f"{str(path)!r} is a packed model", "it can only be merged: give it to --merge")
     if recipe is None:
         raise DareError(f"{str(path)!r} has no recipe", UNKNOWN_HINT)
     if file.metadata != recipe_metadata(recipe):

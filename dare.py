@@ -134,9 +134,10 @@ class DareMerger:
     def _open(self) -> Iterator[list[Input]]:
         """The base and the models, with the same number for each token if their tokenizers are to be united."""
         from darelib.models import open_models
+        from darelib.readers import UNION
 
         with open_models(self.sources) as inputs:
-            if self.tokenizer.name == "union":
+            if self.tokenizer.name == UNION:
                 from darelib.models.rows import unite_tokens
 
                 inputs = unite_tokens(inputs)
@@ -410,10 +411,10 @@ def add_analyze_options(add: Add) -> None:
 
 
 def run_analyze_command(flags: dict[str, Any]) -> None:
+    merger, request = make_merger(flags)
     from darelib.analysis.files import check_places, write_suggestion
     from darelib.analysis.plots import plot_analysis
 
-    merger, request = make_merger(flags)
     plot, written = flags.get("plot"), flags.get("write_config")
     check_places(merger.sources, plot, written, "force" in flags)
     report = merger.analyze()
@@ -438,12 +439,13 @@ def add_verify_options(add: Add) -> None:
 def run_verify_command(flags: dict[str, Any]) -> None:
     """Check a merged model by its own recipe."""
     from darelib.output.recipe import locate_inputs, read_recipe
+    from darelib.readers import UNION
 
     if "path" not in flags:
         raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
     path = Path(os.path.expanduser(flags["path"]))
     request = dataclasses.replace(read_recipe(path), chat_template=None)  # other files are held to their digests
-    if request.tokenizer and request.tokenizer.name != "union":
+    if request.tokenizer and request.tokenizer.name != UNION:
         request = dataclasses.replace(request, tokenizer=None)
     request = locate_inputs(request, models_of(flags), path)
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
@@ -461,7 +463,7 @@ def in_room(room: str, help: str) -> Command:
             LOG.warning(warning)
         show(report, flags, flags.get("verbose", True))
 
-    return Command(help, lambda add: importlib.import_module(room).add_options(add), run)
+    return Command(help, lambda add: importlib.import_module(room).add_options(add), run, room)
 
 
 @dataclass(frozen=True)
@@ -471,6 +473,7 @@ class Command:
     help: str
     add_options: Callable[[Add], None]
     run: Callable[[dict[str, Any]], None]  # by the flags that are given
+    room: str = ""  # where it is, if not here: to be imported only when it is used
 
 
 COMMANDS: Final = {
@@ -509,8 +512,8 @@ def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
         return ConfigError(
             f"{word!r} is not expected here", f"did you mean {parser.prog} {close[0]}?" if close else files
         )
-    for other in COMMANDS:
-        if word in build_parser(other)._option_string_actions:
+    for other, command in COMMANDS.items():
+        if not command.room and word in build_parser(other)._option_string_actions:
             return ConfigError(f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}")
     from darelib.readers import explain_key
 
@@ -520,16 +523,19 @@ def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
 
 def make_merger(flags: dict[str, Any]) -> tuple[DareMerger, Request]:
     """The merger that a configuration, or the recipe of a merged model, and flags ask for."""
-    from darelib.output.recipe import locate_inputs, read_recipe
     from darelib.readers import Request, layer_flags, load_request
 
-    request = Request()
-    if "config" in flags:
-        path = Path(os.path.expanduser(flags["config"]))
-        merged = path.suffix == ".safetensors" or path.is_dir()
-        request = read_recipe(path) if merged else load_request(path)
+    request, path = Request(), Path(os.path.expanduser(flags.get("config", "")))
+    if "config" in flags and (path.suffix == ".safetensors" or path.is_dir()):
+        from darelib.output.recipe import read_recipe
+
+        request = read_recipe(path)
+    elif "config" in flags:
+        request = load_request(path)
     layered = layer_flags(request, flags)
     if request.inputs:
+        from darelib.output.recipe import locate_inputs
+
         layered = locate_inputs(layered, models_of(flags), path)
     return merger_for(layered), layered
 

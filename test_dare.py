@@ -352,8 +352,11 @@ def test_tensors_in_memory_without_torch_are_refused_with_what_to_install(monkey
 # --- nothing changes for the rest of the process ----------------------------------------------------------------------
 
 
-def test_help_loads_nothing_heavy() -> None:
-    code = "import sys, dare\ntry: dare.main(['--help'])\nexcept SystemExit: print(sorted(sys.modules))"
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--drop-rat", "1"], ["-c", "nowhere.toml"], ["analyze", "--seed", "-1"]]
+)
+def test_help_and_wrong_usage_load_nothing_heavy(words: list[str]) -> None:
+    code = f"import sys, dare\ntry: dare.main({words})\nexcept SystemExit: pass\nprint(sorted(sys.modules))"
     loaded = run("-c", code).stdout.splitlines()[-1]
     assert "'dare'" in loaded
     for heavy in ("torch", "numba", "numpy", "rich", "llvmlite", "safetensors", "yaml"):

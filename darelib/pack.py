@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -34,13 +34,11 @@ from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan import Job, MergePlan, TensorPlan, check_kinds, check_place, plan_merge
 from darelib.readers import Request, Source, layer_flags, load_request, recorded_name
 from darelib.run.threads import run_merge
-from darelib.run.worker import Abandoned, Outcome, Write
+from darelib.run.worker import BROKEN_HINT, JobWorker, Outcome, Write
 from darelib.text import ConfigError, DareError, as_text, count_of, human, printable
 from darelib.tuning import TUNING
 
 SETTINGS: Final = ("drop_rate", "seed", "mismatch", "any_base", "threads", "engine", "verbose")
-
-
 # The bits that are all set in what is not finite.
 EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
 
@@ -136,18 +134,19 @@ def pack(
         plan = check_place(plan, inputs, TokenizerChoice(), force)
         identity = plan.identity(inputs)
         with explain_write_errors(destination, resume), Output(destination, plan.files, identity, resume) as output:
-            run_merge(plan, worker, output, interrupts)  # type: ignore[arg-type]
+            run_merge(plan, worker, output, interrupts)
             output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
         size = inputs[1].size
     seconds = time.perf_counter() - started
     return PackReport(str(output_file), len(plan.tensors), size, plan.size, seconds, plan.warnings)
 
 
-class Packer:
+class Packer(JobWorker):
     """Runs jobs: each writes the entries that the mask keeps of one range, or copies one that is not thinned."""
 
     def __init__(self, plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts) -> None:
-        self.task, self.model, self.abandoned = plan, inputs[1], threading.Event()
+        super().__init__(plan)
+        self.model = inputs[1]
         specs = {pack_spec(tensor) for tensor in plan.tensors if is_thinned(tensor)}
         self.kernels = load_kernels(specs, plan.config.engine, interrupts)
         self.before: dict[tuple[str, int], int] = {}  # by tensor and place: how many entries are kept before it
@@ -163,7 +162,7 @@ class Packer:
 
         def count(job: Job) -> int:
             local.buffers = getattr(local, "buffers", None) or self.make_buffers()
-            return sum(self._pick(job, start, width, local.buffers) for start, width in self._chunks(job))
+            return sum(self._pick(job, start, width, local.buffers) for start, width in self.chunks(job))
 
         with ThreadPoolExecutor(self.task.threads) as pool:
             try:
@@ -182,10 +181,10 @@ class Packer:
     def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor = job.tensor
         [(_, theirs)] = tensor.finetuned
-        item, place = FORMATS[theirs.dtype].itemsize if tensor.merged else 1, self._offset(tensor) + job.start
+        item, place = FORMATS[theirs.dtype].itemsize if tensor.merged else 1, self.offset(tensor) + job.start
         if tensor.merged:
-            place = self._offset(tensor) + self.before[tensor.name, job.start] * item
-        for start, width in self._chunks(job):
+            place = self.offset(tensor) + self.before[tensor.name, job.start] * item
+        for start, width in self.chunks(job):
             row = buffers.finetuned[0] if tensor.merged else buffers.output
             self.model.read_bytes(row[: width * item].data, theirs, start * item)
             if tensor.merged:
@@ -203,17 +202,8 @@ class Packer:
             value, place = widen(raw[bad[:1]], dtype)[0], tensor.base.place_of(start + int(bad[0]))
             raise DareError(
                 f"{self.model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
-                "such a model is broken; use a checkpoint from before that happened",
+                BROKEN_HINT,
             )
-
-    def _offset(self, tensor: TensorPlan) -> int:
-        return len(self.task.files[tensor.output.file].header) + tensor.output.offset
-
-    def _chunks(self, job: Job) -> Iterator[tuple[int, int]]:
-        for start in range(job.start, job.stop, self.task.chunk):
-            if self.abandoned.is_set():
-                raise Abandoned
-            yield start, min(self.task.chunk, job.stop - start)
 
     def _pick(self, job: Job, start: int, width: int, buffers: Buffers) -> int:
         """Put what is kept of a chunk at the start of the output's row. Gives how many that are."""
@@ -285,6 +275,8 @@ def make_side_files(plan: MergePlan, inputs: Sequence[Input], file: PlannedFile)
     ).encode()
     written = {as_text(name): digest_of(content) for name, content in side.items()}
     written[file.name] = hashlib.sha256(file.header).hexdigest()
-    text = recipe_text(plan.config, inputs, __version__, TokenizerChoice(), dict(sorted(written.items())))
-    side[RECIPE_FILE] = seal(text.replace("[recipe]\n", "[recipe]\npacked = true\n", 1).encode())
+    files = dict(sorted(written.items()))
+    side[RECIPE_FILE] = seal(
+        recipe_text(plan.config, inputs, __version__, TokenizerChoice(), files, packed=True).encode()
+    )
     return side

@@ -34,6 +34,8 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
     "recipe": ("version", "mask", "seeds", "inputs", "files", "packed"),
 }
 
+# What a tokenizer may be besides a model's: the base's, or all models' tokens together.
+BASE, UNION = WORDS = ("base", "union")
 # What other tools and the papers call our settings.
 FOREIGN_KEYS: Final = {
     "density": "drop_rate = 1 - density",

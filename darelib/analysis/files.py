@@ -12,8 +12,8 @@ from darelib.models import find_files
 from darelib.models.hub import download
 from darelib.output.destination import check_apart
 from darelib.output.newfile import write_new_file
-from darelib.output.tokenizer import TOKENIZER_PATTERNS, WORDS
-from darelib.readers import Request, Source
+from darelib.output.tokenizer import TOKENIZER_PATTERNS
+from darelib.readers import WORDS, Request, Source
 from darelib.text import LOG, ConfigError, as_text, printable
 
 if TYPE_CHECKING:

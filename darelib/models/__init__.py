@@ -31,19 +31,26 @@ OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
 )
 
 
-def find_files(source: Source) -> tuple[Opener, Layout]:
-    """What opens a source, and which files it has."""
+@contextmanager
+def explain_path(source: Source) -> Iterator[None]:
+    """What is wrong with a path that the user gave, as an error that says so."""
     try:
-        if source.path.is_dir() and not os.access(source.path, os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         source.path.stat()
-        return next((opener, layout) for find, opener in OPENERS if (layout := find(source)))
+        yield
     except FileNotFoundError:
         raise DareError(f"there is no file or directory {source.name!r}", path_hint(source)) from None
     except OSError as error:
         raise explain_os_error(error, source.name, path_hint(source)) from None
     except ValueError as error:
         raise DareError(f"{source.name!r} is not a path: {error}", "give a .safetensors file or a directory") from None
+
+
+def find_files(source: Source) -> tuple[Opener, Layout]:
+    """What opens a source, and which files it has."""
+    with explain_path(source):
+        if source.path.is_dir() and not os.access(source.path, os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return next((opener, layout) for find, opener in OPENERS if (layout := find(source)))
 
 
 @contextmanager

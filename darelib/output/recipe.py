@@ -17,8 +17,8 @@ from darelib.models.hub import download
 from darelib.models.packed import PACKED_KEY
 from darelib.models.tensorfile import TensorFile, open_regular
 from darelib.models.vocabulary import digest_tokenizer
-from darelib.output.tokenizer import WORDS, TokenizerChoice
-from darelib.readers import MAX_TOML, Request, Source, load_request, parse_request, recorded_name
+from darelib.output.tokenizer import TokenizerChoice
+from darelib.readers import MAX_TOML, WORDS, Request, Source, load_request, parse_request, recorded_name
 from darelib.text import ConfigError, DareError
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
@@ -29,12 +29,12 @@ UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"
 
 def recipe_text(
     config: DareConfig, inputs: Sequence[Input], version: str, tokenizer: TokenizerChoice,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str] | None = None, packed: bool = False,
 ) -> str:  # fmt: skip
     """Every setting that determines the output, and nothing else, as a configuration that makes it again.
 
     Models are called by the last part of their path, so that the same merge gives the same bytes from any place, and
-    no path of this machine leaves it. files: the digests of a directory's other files.
+    no path of this machine leaves it. files: the digests of a directory's other files. packed: it is a packed model's.
     """
     import tomli_w
 
@@ -51,7 +51,7 @@ def recipe_text(
     if files is not None:
         models |= tokenizer.settings
         dare["max_shard_size"] = config.max_shard_size
-        recipe["files"] = dict(files)
+        recipe |= {"files": dict(files)} | ({"packed": True} if packed else {})
     rules = [rule.as_table() for rule in config.typed_rules]
     text = tomli_w.dumps({"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe})
     if len(text.encode()) > MAX_TOML - 200:  # with its seal
@@ -184,9 +184,9 @@ def describe_difference(source: Source, entry: Mapping[str, Any], base: Sequence
     """What is not as a recipe says of an input; empty: it is that very model."""
     try:
         with open_models([*base, source]) as inputs:
-            found = inputs[-1].fingerprint
+            found = dict(inputs[-1].fingerprint)
             if "tokenizer_sha256" in entry:
-                found |= {"tokenizer_sha256": digest_tokenizer(inputs[-1].folder)}
+                found["tokenizer_sha256"] = digest_tokenizer(inputs[-1].folder)
             for key, value in found.items():
                 if entry.get(key, value) != value:
                     return f"its {key} is {value}, not {entry[key]}"

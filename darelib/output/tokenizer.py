@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.models import Input
-from darelib.models.checkpoint import path_hint
+from darelib.models import Input, explain_path
 from darelib.models.hub import download
 from darelib.models.jsonfile import read_json
 from darelib.models.tensorfile import explain_os_error, open_regular
@@ -23,10 +22,9 @@ from darelib.models.vocabulary import (
     find_table,
     read_vocabulary,
 )
-from darelib.readers import Source, recorded_name
+from darelib.readers import BASE, UNION, WORDS, Source, recorded_name
 from darelib.text import DareError
 
-BASE, UNION = WORDS = ("base", "union")
 CONFIG_FILE: Final = "tokenizer_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_PATTERNS: Final = ("chat_template*", "additional_chat_templates/*")
@@ -90,17 +88,10 @@ def read_template(source: Source) -> Any:
 
 def find_folder(source: Source) -> Path | None:
     """The directory of a model; None: it is a file that is not a model's."""
-    try:
-        source.path.stat()
-    except FileNotFoundError:
-        raise DareError(f"there is no file or directory {source.name!r}", path_hint(source)) from None
-    except OSError as error:
-        raise explain_os_error(error, source.name, path_hint(source)) from None
-    except ValueError as error:
-        raise DareError(f"{source.name!r} is not a path: {error}", "give a model, or a file") from None
-    if source.path.is_dir():
-        return source.path
-    return source.path.parent if source.path.suffix in (".safetensors", ".json") else None
+    with explain_path(source):
+        if source.path.is_dir():
+            return source.path
+        return source.path.parent if source.path.suffix in (".safetensors", ".json") else None
 
 
 def tokenizer_files(folder: Path, patterns: Sequence[str] = TOKENIZER_PATTERNS) -> dict[str, Path]:

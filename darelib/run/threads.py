@@ -11,12 +11,12 @@ from darelib.interrupts import Interrupts
 from darelib.kernels.records import Buffers
 from darelib.output.publish import Output
 from darelib.plan import Job, MergePlan
-from darelib.run.worker import Abandoned, Outcome, Worker, Write
+from darelib.run.worker import Abandoned, JobWorker, Outcome, Write
 from darelib.text import LOG, human, progress
 from darelib.tuning import TUNING
 
 
-def run_merge(plan: MergePlan, worker: Worker, output: Output, interrupts: Interrupts) -> list[Outcome]:
+def run_merge(plan: MergePlan, worker: JobWorker, output: Output, interrupts: Interrupts) -> list[Outcome]:
     """Run all jobs that an earlier run has not done. Gives what all jobs found, those of the earlier run included."""
     outcomes = [Outcome.of_entry(entry) for entry in output.journal.done]
     done = {(outcome.tensor, outcome.start) for outcome in outcomes}
@@ -37,7 +37,7 @@ def run_merge(plan: MergePlan, worker: Worker, output: Output, interrupts: Inter
 
 
 def run_rounds(
-    rounds: Iterable[Iterator[Job]], worker: Worker, write: Write, done: Callable[[Job, Outcome | None], None],
+    rounds: Iterable[Iterator[Job]], worker: JobWorker, write: Write, done: Callable[[Job, Outcome | None], None],
     interrupts: Interrupts,
 ) -> None:  # fmt: skip
     """Run all jobs of a round before the next. done is called with each and what it found, one at a time.
@@ -82,7 +82,7 @@ def run_rounds(
             raise
 
 
-def measure_rate(rounds: Iterable[Iterator[Job]], worker: Worker, interrupts: Interrupts) -> tuple[int, float]:
+def measure_rate(rounds: Iterable[Iterator[Job]], worker: JobWorker, interrupts: Interrupts) -> tuple[int, float]:
     """Bytes read, and seconds taken, by the first jobs. Where one fails, so would the merge."""
     sizes: list[int] = []
     started = time.perf_counter()

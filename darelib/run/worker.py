@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ from darelib.text import DareError
 
 # What jobs write by: the number of a file, what to write, and where; it may also only compare.
 Write: TypeAlias = Callable[[int, memoryview, int], None]
+
+
+BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
 
 
 class Abandoned(Exception):
@@ -83,16 +86,45 @@ class Outcome:
         return cls(tensor, start, bytes_read, {int(i): Tally(*t) for i, t in tallies.items()}, set(differing))
 
 
-class Worker:
-    """Runs jobs of one task: any of them, in any order, in any thread that brings its own buffers."""
+class JobWorker:
+    """What runs the jobs of one task: any of them, in any order, in any thread that brings its own buffers."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.abandoned = threading.Event()  # set to make all jobs stop at once
+
+    def make_buffers(self) -> Buffers:
+        raise NotImplementedError
+
+    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
+        """None: it only looked, and there is something to take."""
+        raise NotImplementedError
+
+    def take(self, job: Job, buffers: Buffers) -> None:
+        """Take what a job that only looked has found, one job at a time."""
+
+    def chunks(self, job: Job) -> Iterator[tuple[int, int]]:
+        """Where each chunk starts, and how long it is."""
+        for start in range(job.start, job.stop, self.task.chunk):
+            if self.abandoned.is_set():
+                raise Abandoned
+            yield start, min(self.task.chunk, job.stop - start)
+
+    def offset(self, tensor: TensorPlan) -> int:
+        """Where a tensor starts in its file."""
+        return len(self.task.files[tensor.output.file].header) + tensor.output.offset
+
+
+class Worker(JobWorker):
+    """Runs the jobs of a merge, of its looks, or of an analysis."""
 
     def __init__(
         self, task: Task, inputs: Sequence[Input], looks: Mapping[str, Look], specs: Collection[KernelSpec],
         interrupts: Interrupts,
     ) -> None:  # fmt: skip
         """specs: the kernels that merge, if any; those of the looks and of the inputs come on top."""
-        self.task, self.base, self.models, self.looks = task, inputs[0], inputs[1:], looks
-        self.abandoned = threading.Event()  # set to make all jobs stop at once
+        super().__init__(task)
+        self.base, self.models, self.looks = inputs[0], inputs[1:], looks
         self._looked = Counter[str]()  # by tensor: of how many elements a pass has taken what was found
         wanted = {*specs, *(tensor.look_spec(looks[tensor.name]) for tensor in task.tensors if tensor.name in looks)}
         wanted |= {spec for model in inputs for spec in model.specs}
@@ -124,19 +156,12 @@ class Worker:
             del self._looked[name]
             self.looks[name].conclude(job.look_pass or 0)
 
-    def _chunks(self, job: Job) -> Iterator[tuple[int, int]]:
-        """Where each chunk starts, and how long it is."""
-        for start in range(job.start, job.stop, self.task.chunk):
-            if self.abandoned.is_set():
-                raise Abandoned
-            yield start, min(self.task.chunk, job.stop - start)
-
     def _look(self, job: Job, buffers: Buffers, number: int) -> None:
         tensor, look = job.tensor, self.looks[job.tensor.name]
         kernel = self.kernels[tensor.look_spec(look)]
         self._describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models))
         look.describe(buffers, number)
-        for start, count in self._chunks(job):
+        for start, count in self.chunks(job):
             self._load(tensor, start, count, buffers)
             self._compute(kernel, tensor, start, count, buffers)
             look.take_chunk(start, buffers)
@@ -146,9 +171,9 @@ class Worker:
     def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor, spec, look = job.tensor, job.tensor.spec, self.looks.get(job.tensor.name)
         kernel, item, models = self.kernels[spec], FORMATS[spec.output].itemsize, len(tensor.finetuned)
-        weigh, offset = METHODS[tensor.settings.method].weigh, self._offset(tensor)
+        weigh, offset = METHODS[tensor.settings.method].weigh, self.offset(tensor)
         self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, look.found if look else None))
-        for start, count in self._chunks(job):
+        for start, count in self.chunks(job):
             self._load(tensor, start, count, buffers)
             self._compute(kernel, tensor, start, count, buffers)
             write(tensor.output.file, buffers.output.data[: count * item], offset + start * item)
@@ -157,9 +182,6 @@ class Worker:
             self._explain_non_finite(job, buffers)
         tallies = {i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(tensor.models)}
         return Outcome(tensor.name, job.start, job.bytes_read, tallies)
-
-    def _offset(self, tensor: TensorPlan) -> int:
-        return len(self.task.files[tensor.output.file].header) + tensor.output.offset
 
     def _describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
         """Set what the kernels must know, and clear what they found before."""
@@ -232,7 +254,7 @@ class Worker:
 
     def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         outcome, tensor = Outcome(job.tensor.name, job.start, job.bytes_read), job.tensor
-        for start, size in self._chunks(job):
+        for start, size in self.chunks(job):
             mine, theirs = buffers.base.data[:size], buffers.output.data[:size]
             self.base.read_bytes(mine, tensor.base, start)
             for i, info in tensor.finetuned:
@@ -243,7 +265,7 @@ class Worker:
                     self.models[i].read_bytes(theirs, info, start)
                 if not alike or not np.array_equal(buffers.base[:size], buffers.output[:size]):
                     outcome.differing.add(i)
-            write(tensor.output.file, mine, self._offset(tensor) + start)
+            write(tensor.output.file, mine, self.offset(tensor) + start)
         if outcome.differing and tensor.quantised:
             name = self.models[min(outcome.differing)].name
             raise DareError(
@@ -256,7 +278,7 @@ class Worker:
         """Name the first value that no merge can use. Off the fast path, so it reads again and looks with NumPy."""
         tensor = job.tensor
         for model, info in [(self.base, tensor.base), *((self.models[i], info) for i, info in tensor.finetuned)]:
-            for start, count in self._chunks(job):
+            for start, count in self.chunks(job):
                 present = max(0, min(count, info.count - start))
                 buffers.base[:] = 0  # a packed model has fewer entries
                 values = widen(self._read(model, info, start, present, buffers.base), info.dtype)
@@ -265,7 +287,7 @@ class Worker:
                     place = f" at {tensor.base.place_of(start + int(bad[0]))}" if info.mask_name is None else ""
                     raise DareError(
                         f"{model.name!r}: tensor {tensor.name!r} holds {values[bad[0]]}{place}",
-                        "such a model is broken; use a checkpoint from before that happened",
+                        BROKEN_HINT,
                     )
         raise DareError(
             f"merging tensor {tensor.name!r} gives values beyond the range of {tensor.output.dtype}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final, cast
 
-from darelib.drops import DROPS, RANDOM
+from darelib.drops import Thinning
 from darelib.formats import DTYPES, SHORT_DTYPES
 from darelib.methods import LINEAR, METHOD_SETTINGS, METHODS, add_up
 from darelib.methods import TensorSettings as TensorSettings
@@ -282,8 +282,7 @@ class DareConfig:
         ratio = choose("keep_ratio")
         return TensorSettings(
             method=self.method,
-            drop_rates=rates,
-            divisors=tuple(self._divisor(p, q) for p, q in zip(rates, given, strict=True)),
+            thinnings=tuple(Thinning(p, divisor=self._divisor(p, q)) for p, q in zip(rates, given, strict=True)),
             weights=METHODS[self.method].share(self.weights, count, self.is_normalized),
             normalize=self.is_normalized,
             lambda_coeff=float(choose("lambda_coeff")),
@@ -301,7 +300,7 @@ class DareConfig:
             )
         if not self.rescale:
             return 1.0
-        return DROPS[RANDOM].keep_rate(rate) if q is None else q
+        return Thinning(rate).keep_rate if q is None else q
 
     def recipe_settings(self) -> dict[str, Any]:
         """The settings that determine the output's bytes, as a [dare] table."""

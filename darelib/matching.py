@@ -161,7 +161,7 @@ class Matcher:
 
     def _check_rate(self, name: str, theirs: TensorInfo, i: int, settings: TensorSettings) -> None:
         """Refuse to keep more of a tensor than is left of it. Masks of one seed are nested, so less is possible."""
-        if settings.drop.threshold(settings.drop_rates[i]) > theirs.threshold:
+        if settings.thinnings[i].threshold > theirs.threshold:
             rate = theirs.drop_rate
             raise DareError(
                 f"{self.models[i].name!r} holds what a drop rate of {rate:g} has left of {name!r}, so it cannot be "

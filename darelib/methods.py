@@ -15,7 +15,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from darelib.drops import DROPS, RANDOM, Drop
+from darelib.drops import Thinning
 from darelib.formats import DIGIT_BITS
 
 if TYPE_CHECKING:
@@ -31,18 +31,20 @@ class TensorSettings:
     """How to merge one tensor, all rules considered. What there is one of per model is in the order of the models."""
 
     method: str
-    drop_rates: tuple[float, ...]
-    divisors: tuple[float, ...]  # what the kept deltas are divided by
+    thinnings: tuple[Thinning, ...]
     weights: tuple[float, ...]
     normalize: bool  # whether weights are divided by their sum
     lambda_coeff: float
     keep_ratio: float  # share of the surviving entries that trim keeps
     slerp_t: float
-    drop_name: str = RANDOM
 
     @property
-    def drop(self) -> Drop:
-        return DROPS[self.drop_name]
+    def drop_rates(self) -> tuple[float, ...]:
+        return tuple(thinning.drop_rate for thinning in self.thinnings)
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        return tuple(thinning.divisor for thinning in self.thinnings)
 
     @property
     def returns_model(self) -> bool:

@@ -209,7 +209,7 @@ class Packer(JobWorker):
         """Put what is kept of a chunk at the start of the output's row. Gives how many that are."""
         tensor, told = job.tensor, buffers.models[0]
         told["key_0"], told["key_1"] = mask_key(self.task.seeds[0], tensor.mask_names[0])
-        told["limit"] = tensor.settings.drop.threshold(tensor.settings.drop_rates[0]) - 1
+        told["limit"] = tensor.settings.thinnings[0].threshold - 1
         self.kernels[pack_spec(tensor)](buffers, width, 1, start // TILE)
         return int(told["kept"])
 

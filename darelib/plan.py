@@ -342,9 +342,9 @@ def find_odd_settings(config: DareConfig, inputs: Sequence[Input], tensors: Sequ
             why = "matches only tensors that an earlier rule takes" if shadowed else why
             yield f"rule {k} ({list_names(rule.match)}) {why}"
     settings = {id(tensor.settings): tensor.settings for tensor in tensors}.values()
-    rate, drop = max(((rate, s.drop) for s in settings for rate in s.drop_rates), key=lambda pair: pair[0])
-    if not config.rescale and rate > 0:
-        left = 1 / drop.keep_rate(rate)
+    most = max((thinning for s in settings for thinning in s.thinnings), key=lambda thinning: thinning.drop_rate)
+    if not config.rescale and most.drop_rate > 0:
+        rate, left = most.drop_rate, 1 / most.keep_rate
         yield f"rescale is off: with {rate:g} of a delta dropped, what is left is {left:.3g} times too weak"
 
 

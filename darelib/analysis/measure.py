@@ -83,7 +83,7 @@ def natural(name: str) -> tuple[bool, list[tuple[str, int, str]]]:
 
 def noise_of(settings: TensorSettings, model: int) -> float:
     """The expected distance of a thinned delta from the delta, relative to it: sqrt(p / (1 - p)) if rescaled."""
-    kept, divisor = settings.drop.keep_rate(settings.drop_rates[model]), settings.divisors[model]
+    kept, divisor = settings.thinnings[model].keep_rate, settings.thinnings[model].divisor
     return math.sqrt(kept * (1 / divisor - 1) ** 2 + 1 - kept)
 
 

@@ -182,7 +182,7 @@ def merge_tensor(
     real = "F64" if "F64" in (dtype, output, *(kind for _, kind in finetuned.values())) else "F32"
     start, parts = decode(base, dtype, real), {}
     for i, (raw, kind) in finetuned.items():
-        value, threshold = decode(raw, kind, real), settings.drop.threshold(settings.drop_rates[i])
+        value, threshold = decode(raw, kind, real), settings.thinnings[i].threshold
         if settings.returns_model:
             return encode(value, output)
         parts[i] = value - start, draw_mask(mask_key(seed + i, name), threshold, 0, len(start))

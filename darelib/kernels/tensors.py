@@ -137,7 +137,7 @@ class TensorMerge:
                 f"tensor {self.name!r} of the base or of model {i} holds a value that is not finite",
                 "such a model is broken; use a checkpoint from before that happened",
             )
-        key, threshold = mask_key(self.seed + i, self.name), self.settings.drop.threshold(self.settings.drop_rates[i])
+        key, threshold = mask_key(self.seed + i, self.name), self.settings.thinnings[i].threshold
         return delta, plain.draw_mask(key, threshold, start, len(base), partial(torch.arange, device=base.device))
 
     def _find_floors(self, flat: Tensor) -> list[float]:

@@ -190,7 +190,7 @@ class Worker(JobWorker):
         for row, (i, info) in enumerate(tensor.finetuned):
             told = buffers.models[row]
             told["key_0"], told["key_1"] = mask_key(self.task.seeds[i], tensor.mask_names[row])
-            told["limit"] = settings.drop.threshold(settings.drop_rates[i]) - 1
+            told["limit"] = settings.thinnings[i].threshold - 1
             told["number"], told["is_delta"] = i, info.is_delta
             told["stored"] = 0 if info.mask_name is None else info.threshold
             told["scale"], told["weight"], told["floor"] = found.scales[row], found.weights[row], found.floors[row]
@@ -244,7 +244,7 @@ class Worker(JobWorker):
         i, info = job.tensor.finetuned[row]
         found, settings = buffers.models[row], job.tensor.settings
         count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
-        rate = settings.drop.keep_rate(settings.drop_rates[i])
+        rate = settings.thinnings[i].keep_rate
         # What stands in for rows that it lacks is not its own.
         kept = int(found["kept"]) - round((job.stop - job.start - count) * rate)
         base_size = float(buffers.tensor["base_size"][0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from functools import lru_cache
 from typing import Final
 
 # All of these are part of the mask's definition: never change them. Elements that one tile spans; Philox4x32 passes
@@ -24,6 +25,7 @@ def keep_rate(drop_rate: float) -> float:
     return keep_threshold(drop_rate) / (1 << MASK_BITS)
 
 
+@lru_cache(1 << 14)  # a search merges the same tensors again and again
 def mask_key(seed: int, name: str) -> tuple[int, int]:
     """Philox's key for one model and one tensor: a digest, so that related seeds and names give unrelated masks."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()

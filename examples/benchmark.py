@@ -11,6 +11,7 @@
     uv run examples/benchmark.py --parameters 0.48e9 --against ../another-checkout
     uv run --with mergekit examples/benchmark.py --whole --json figures.json
     uv run examples/benchmark.py --report figures.json --plot figures.png
+    uv run examples/benchmark.py --gpu
 
 A Llama-shaped base and its fine-tunes are made up in a temporary directory, which should be on a disk, not in memory:
 set TMPDIR to choose it. All programs work on the same files, each in a fresh process, in turn, several times over. The
@@ -259,12 +260,20 @@ def main() -> None:
     add("--models", type=int, default=2, metavar="N", help="number of fine-tunes (default 2)")
     add("--dtype", choices=list(DTYPES), default="bf16", help="type of the tensors (default bf16)")
     add("--against", type=Path, metavar="DIR", help="compare with another checkout of the tool, and with nothing else")
+    add(
+        "--gpu", action="store_true", help="measure tensors in the memory of a CUDA GPU instead, 1e9 parameters or more"
+    )
     add("--whole", action="store_true", help="measure the whole comparison, in about an hour")
     add("--repeat", type=int, default=3, metavar="N", help="runs of each program (default 3)")
     add("--json", type=Path, metavar="FILE", help="write all figures to this file")
     add("--report", type=Path, metavar="FILE", help="measure nothing; print what such a file holds")
     add("--plot", type=Path, metavar="FILE", help="draw times and memory: a .png or .svg file")
     arguments = parser.parse_args()
+    if arguments.gpu:
+        import benchmark_gpu
+
+        benchmark_gpu.run(describe, int(max(arguments.parameters, 1e9)), arguments.json)
+        return
     if arguments.report:
         results = json.loads(arguments.report.read_text())
         for outcome in results["outcomes"]:

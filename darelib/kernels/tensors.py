@@ -1,22 +1,24 @@
-"""Tensors in memory: the same merge, bit for bit, by torch's operations on any device."""
+"""Tensors in memory: the same merge, bit for bit, by torch's operations on any device, or a GPU's own kernels."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Final
+from functools import cache, partial
+from typing import Any, Final
 
 import torch
 
-from darelib.config import DareConfig
+from darelib.config import DareConfig, Rule
 from darelib.formats import DTYPES, is_counted
 from darelib.kernels import plain
 from darelib.mask import mask_key
-from darelib.methods import METHODS, fold_columns, rank_of_floor
-from darelib.text import ConfigError, DareError, list_names
+from darelib.methods import METHODS, TensorSettings, fold_columns, rank_of_floor
+from darelib.text import LOG, ConfigError, DareError, list_names
 from darelib.tuning import TUNING
 
 Tensor = torch.Tensor
+KNOWN: Final = {getattr(torch, kind) for kind in DTYPES}
 STATE_DICT_HINT: Final = "give what model.state_dict() or safetensors.torch.load_file gives; DareMerger takes files"
 
 
@@ -28,9 +30,10 @@ def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, T
 
 
 def merge_tensors(
-    base: Mapping[str, Tensor], finetuned: Sequence[Mapping[str, Tensor]], config: DareConfig
-) -> dict[str, Tensor]:
-    """The merged state dict."""
+    base: Mapping[str, Tensor], finetuned: Sequence[Mapping[str, Tensor]], config: DareConfig,
+    out: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The merged state dict. out: tensors to write it into, which may be the base's."""
     if not isinstance(finetuned, Sequence) or isinstance(finetuned, str) or not finetuned:
         raise ConfigError("finetuned must be a list of state dicts with at least one in it", "put it in brackets")
     config.check_models(len(finetuned))
@@ -43,25 +46,133 @@ def merge_tensors(
             raise DareError(
                 f"model {i} has no tensor in common with the base", f"the base has {list_names(list(base))}"
             )
-    merged: dict[str, Tensor] = {}
-    places: dict[
-        tuple[object, ...], str
-    ] = {}  # by where its values are, in the base and in the models: the tensor that was merged
-    for name, tensor in base.items():
-        parts = {i: model[name] for i, model in enumerate(finetuned) if name in model}
-        place = tuple((t.device, t.data_ptr(), t.shape, t.stride(), t.dtype) for t in (tensor, *parts.values()))
-        if tensor.numel() and (same := places.setdefault((*parts, *place), name)) != name:
-            merged[name] = merged[same]  # tied, as a head to its embedding
-            continue
-        for i, part in parts.items():
-            _check_alike(name, tensor, i, part)
+    return StateMerge(base, finetuned, config, out).run()
+
+
+@cache
+def _load_gpu() -> Any:
+    """The kernels for GPUs, if they can be used; that they cannot is said once."""
+    try:
+        return importlib.import_module("darelib.kernels.gpu")
+    except ImportError as error:
+        LOG.warning(f"Triton cannot be used ({error}), so torch's operations merge: the same result, far slower")
+        return None
+
+
+class StateMerge:
+    """The merge of all tensors: by a GPU's kernels where they are made for them, by torch's operations elsewhere."""
+
+    def __init__(
+        self, base: Mapping[str, Tensor], finetuned: Sequence[Mapping[str, Tensor]], config: DareConfig,
+        out: Mapping[str, Tensor] | None,
+    ) -> None:  # fmt: skip
+        self.base, self.finetuned, self.config, self.out = base, finetuned, config, out
+        self.dtype = getattr(torch, config.dtype) if config.dtype else None
+        self.merged: dict[str, Tensor] = {}
+        self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
+        self.places: dict[tuple[object, ...], str] = {}  # by where the values are, in the base and in the models
+        self.chosen: dict[Rule | None, TensorSettings] = {}
+
+    def run(self) -> dict[str, Tensor]:
+        """All merged tensors, in the order of the base."""
+        if self.out is not None:
+            check_state_dict("out", self.out)
+        wanted = self.config.engine == "auto" and any(tensor.is_cuda for tensor in self.base.values())
+        if gpu := _load_gpu() if wanted else None:
+            self._merge_on_gpu(gpu)
+        for name in self.base:
+            if name not in self.merged and name not in self.tied:
+                self._merge_one(name)
+        for name, same in self.tied.items():
+            self.merged[name] = self.merged[same] if self.out is None else self.out[name].copy_(self.merged[same])
+        return {name: self.merged[name] for name in self.base}
+
+    def _merge_on_gpu(self, gpu: Any) -> None:
+        """Merge the tensors that all models have, on one GPU, in the usual types."""
+        common = set(self.base).intersection(*self.finetuned, *([self.out] if self.out is not None else []))
+        names = [n for n, tensor in self.base.items() if n in common and tensor.is_cuda and tensor.is_floating_point()]
+        merge, waiting, size = gpu.Merge(), list[str](), 0
+        for name in names if len(self.finetuned) <= gpu.MOST_MODELS else ():
+            waiting.append(name)
+            size += self.base[name].numel()
+            if size >= gpu.BATCH_ELEMENTS or name == names[-1]:
+                columns = self._find_columns(gpu, waiting)
+                merge.add(columns, [self._choose(name) for name in waiting], self.config.seed)
+                waiting, size = [], 0
+        if broken := merge.finish():
+            raise self._explain(broken)
+
+    def _find_columns(self, gpu: Any, names: list[str]) -> Any:
+        """What the kernels must know of some tensors, without those that they cannot or need not merge."""
+        models = [[model[name] for name in names] for model in (self.base, *self.finetuned)]
+        outputs = [self._make_place(name) for name in names]
+        columns = gpu.Columns(names, [*models, outputs])
+        for k, name in enumerate(names):
+            kind = columns.kinds[k]
+            if kind is not None and kind[-1] == (self.dtype or kind[2]):
+                place = (kind, models[0][k].shape, columns.addresses[k, :-1].tobytes())
+                if (same := self.places.setdefault(place, name)) == name:
+                    self.merged[name] = outputs[k]
+                    continue
+                self.tied[name] = same
+            columns.kinds[k] = None
+        return columns
+
+    def _make_place(self, name: str) -> Tensor:
+        if self.out is not None:
+            return self.out[name]
+        tensor = self.base[name]
+        return torch.empty(tensor.shape, dtype=self.dtype or tensor.dtype, device=tensor.device)
+
+    def _merge_one(self, name: str) -> None:
+        tensor, parts = self.base[name], self._find_parts(name, self.base[name])
+        if self.out is not None:
+            self._check_place(name, tensor, self.out)
+        every = [tensor, *parts.values()]
+        place = (*parts, *((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in every))
+        if tensor.numel() and (same := self.places.setdefault(place, name)) != name:
+            self.tied[name] = same
+            return
         quantised = tensor.element_size() == 1  # copied where equal, else refused
-        floats = all(part.is_floating_point() for part in (tensor, *parts.values()))
-        if floats and not (quantised and all(_same_bytes(tensor, p) for p in parts.values())):
-            merged[name] = TensorMerge(config, len(finetuned), name, tensor, parts).run()
-        else:
-            merged[name] = tensor.clone()
-    return merged
+        floats = all(part.is_floating_point() for part in every)
+        if not floats or (quantised and all(_same_bytes(tensor, p) for p in parts.values())):
+            self.merged[name] = tensor.clone() if self.out is None else self.out[name].copy_(tensor)
+            return
+        self.merged[name] = self._make_place(name)
+        moved = {i: part.detach().to(tensor.device) for i, part in parts.items()}
+        merge = TensorMerge(name, self._choose(name), self.config.seed, tensor.detach(), moved)
+        merge.run(self.merged[name].detach())
+
+    def _choose(self, name: str) -> TensorSettings:
+        rule = self.config.rule_for(name)
+        if rule not in self.chosen:
+            self.chosen[rule] = self.config.for_rule(rule, len(self.finetuned))
+        return self.chosen[rule]
+
+    def _explain(self, name: str) -> DareError:
+        """What is wrong with a tensor that has given a value that is not finite."""
+        broken = (i for i, part in self._find_parts(name, self.base[name]).items() if not bool(part.isfinite().all()))
+        return explain_broken(name, next(broken, None), self.merged[name].dtype)
+
+    def _find_parts(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
+        parts = {i: model[name] for i, model in enumerate(self.finetuned) if name in model}
+        for i, part in parts.items():
+            if part.shape != tensor.shape or part.dtype != tensor.dtype:
+                _check_alike(name, tensor, i, part)
+        return parts
+
+    def _check_place(self, name: str, tensor: Tensor, out: Mapping[str, Tensor]) -> None:
+        """Refuse to write a tensor where it does not fit."""
+        place = out.get(name)
+        wanted = self.config.dtype or str(tensor.dtype).removeprefix("torch.")
+        if place is None:
+            raise DareError(f"out has no tensor {name!r}", "give it a tensor for each of the base's")
+        if place.shape != tensor.shape or place.device != tensor.device or place.dtype != getattr(torch, wanted):
+            raise DareError(
+                f"tensor {name!r} of out is {list(place.shape)} of {place.dtype} on {place.device}, and the merged one "
+                f"is {list(tensor.shape)} of torch.{wanted} on {tensor.device}",
+                "give it a tensor of that shape and type; the config's dtype sets the type",
+            )
 
 
 def check_state_dict(what: str, given: object) -> None:
@@ -88,25 +199,36 @@ def _same_bytes(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.to(one.device).view(torch.uint8))
 
 
+def explain_broken(name: str, model: int | None, dtype: torch.dtype) -> DareError:
+    """What to say of a value that is not finite: of a model's delta, or of the result."""
+    if model is not None:
+        return DareError(
+            f"tensor {name!r} of the base or of model {model} holds a value that is not finite",
+            "such a model is broken; use a checkpoint from before that happened",
+        )
+    return DareError(
+        f"tensor {name!r} holds or gives a value that is not finite in {dtype}",
+        "such a model is broken, or the drop rate too high for the type",
+    )
+
+
 class TensorMerge:
     """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits are the same."""
 
-    def __init__(self, config: DareConfig, count: int, name: str, base: Tensor, parts: dict[int, Tensor]) -> None:
-        self.seed, self.name = config.seed, name
-        self.settings = config.for_tensor(name, count)
-        self.method = METHODS[config.method]
-        self.base = base.detach()
-        self.parts = {i: part.detach().to(base.device).reshape(-1) for i, part in parts.items()}
-        self.dtype = getattr(torch, config.dtype) if config.dtype else base.dtype
-        types = {self.dtype, base.dtype, *(part.dtype for part in parts.values())}
-        known = {getattr(torch, kind) for kind in DTYPES}
-        if not types <= known:
-            raise DareError(f"tensor {name!r} is of a type that cannot be merged: {types - known}", "convert it first")
-        self.real = torch.float64 if torch.float64 in types else torch.float32
+    def __init__(self, name: str, settings: TensorSettings, seed: int, base: Tensor, parts: dict[int, Tensor]) -> None:
+        self.name, self.settings, self.seed, self.base = name, settings, seed, base
+        self.method = METHODS[settings.method]
+        self.parts = {i: part.reshape(-1) for i, part in parts.items()}
 
-    def run(self) -> Tensor:
+    def run(self, output: Tensor) -> None:
+        self.dtype = output.dtype
+        types = {self.dtype, self.base.dtype, *(part.dtype for part in self.parts.values())}
+        if not types <= KNOWN:
+            unknown = types - KNOWN
+            raise DareError(f"tensor {self.name!r} is of a type that cannot be merged: {unknown}", "convert it first")
+        self.real = torch.float64 if torch.float64 in types else torch.float32
         flat, models = self.base.reshape(-1), list(self.parts)
-        output = torch.empty(flat.shape, dtype=self.dtype, device=flat.device)
+        target = output.view(-1) if output.is_contiguous() else torch.empty_like(flat, dtype=self.dtype)
         look = self.method.look(self.settings) if models and flat.numel() else None
         finders: dict[str, Callable[[Tensor], Sequence[float]]]
         finders = {"count": self._find_floors, "products": self._find_products}
@@ -118,12 +240,10 @@ class TensorMerge:
                 values = self.parts[0][start : start + len(base)].to(self.real)
             result = self._encode(values)
             if not bool(torch.isfinite(result).all()):
-                raise DareError(
-                    f"tensor {self.name!r} holds or gives a value that is not finite in {self.dtype}",
-                    "such a model is broken, or the drop rate too high for the type",
-                )
-            output[start : start + len(base)] = result
-        return output.reshape(self.base.shape)
+                raise explain_broken(self.name, None, self.dtype)
+            target[start : start + len(base)] = result
+        if not output.is_contiguous():
+            output.copy_(target.reshape(output.shape))
 
     def _chunks(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
         for start in range(0, flat.numel(), TUNING.memory_chunk):
@@ -133,10 +253,7 @@ class TensorMerge:
         """A model's delta and mask for a chunk of the base."""
         delta = self.parts[i][start : start + len(base)].to(self.real) - base
         if not bool(torch.isfinite(delta).all()):
-            raise DareError(
-                f"tensor {self.name!r} of the base or of model {i} holds a value that is not finite",
-                "such a model is broken; use a checkpoint from before that happened",
-            )
+            raise explain_broken(self.name, i, self.dtype)
         key, threshold = mask_key(self.seed + i, self.name), self.settings.thinnings[i].threshold
         return delta, plain.draw_mask(key, threshold, start, len(base), partial(torch.arange, device=base.device))
 

@@ -1,0 +1,451 @@
+"""The kernels for CUDA GPUs, written for Triton: many tensors in one launch, at the speed of the device's memory.
+
+The arithmetic is that of darelib.kernels.plain, to the bit: nothing is contracted to a fused multiply-add, divisions
+are rounded to nearest, and constants above 2^31 are arrays of uint32, since a literal would become an int64. A lane
+draws one Philox block, whose eight pieces belong to elements 128 apart, so that lanes side by side load elements side
+by side. What Triton compiles is marked `# compiled`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from darelib.formats import DTYPES, FORMATS
+from darelib.mask import ROUNDS, TILE, mask_key
+from darelib.methods import METHODS, Coefficients, TensorSettings, weigh_for_look
+
+triton: Any = importlib.import_module("triton")
+tl: Any = importlib.import_module("triton.language")
+Tensor = torch.Tensor
+constexpr: Any = tl.constexpr
+
+SHORT_NAMES: Final = {getattr(torch, name): short for name, short in DTYPES.items()}
+TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+MOST_MODELS: Final = 16  # a kernel is unrolled over them
+MOST_ELEMENTS: Final = 1 << 31  # of a tensor: what 32 bits can count
+BATCH_ELEMENTS: Final = 1 << 28  # of the tensors in one launch, while which the next ones are prepared
+WARPS: Final = 4  # of a program
+# Trim looks for its floor some bits at a time: from which bit on it counts in each pass, and how many. Many values are
+# equal, and adding to one counter takes turns: so there are several of each.
+DIGITS: Final = ((20, 11), (10, 10), (0, 10))
+REPLICAS: Final = 64
+COUNTED_ROWS: Final = 64  # models of tensors in one launch that counts: 32 MB
+
+PIECES = constexpr(8)
+LANES = constexpr(TILE // 8)
+TILE_SIZE = constexpr(TILE)
+PHILOX_ROUNDS = constexpr(ROUNDS)
+BINS, COPIES = constexpr(1 << 11), constexpr(REPLICAS)
+# Of a tensor's row in a table, the first places: addresses and sizes; coefficients. A model's follow, three each.
+PLACES = constexpr(5)  # base, output, elements, first program, first sum
+NUMBERS = constexpr(4)  # lambda, base share, first share, what the output type rounds to infinity
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def draw(key, block):  # compiled
+    """The Philox block of each lane: four words, of two pieces each."""
+    x0, x1 = block.to(tl.uint32), (block >> 32).to(tl.uint32)
+    x2, x3 = tl.zeros_like(x0), tl.zeros_like(x0)
+    k0, k1 = key.to(tl.uint32) + x2, (key >> 32).to(tl.uint32) + x2
+    m0, m1 = tl.full(x0.shape, 0xD2511F53, tl.uint32), tl.full(x0.shape, 0xCD9E8D57, tl.uint32)
+    w0, w1 = tl.full(x0.shape, 0x9E3779B9, tl.uint32), tl.full(x0.shape, 0xBB67AE85, tl.uint32)
+    for _ in tl.static_range(PHILOX_ROUNDS):
+        p0, p1 = x0 * m0, x2 * m1
+        x0, x2 = tl.umulhi(x2, m1) ^ x1 ^ k0, tl.umulhi(x0, m0) ^ x3 ^ k1
+        x1, x3 = p1, p0
+        k0, k1 = k0 + w0, k1 + w1
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def locate(owners, places, lanes, WIDTH: constexpr, EVEN: constexpr, GROUP: constexpr):  # compiled
+    """Which tensor this program works on, its row of places, the first tile, how many elements are left; the lanes'."""
+    program = tl.program_id(0)
+    tensor = tl.load(owners + program).to(tl.int64)
+    place = places + tensor * WIDTH
+    tile = (program - tl.load(place + 3)) * GROUP
+    # Wide loads give several neighbours to one thread. Lanes that are loaded, too, draw the mask in that very thread.
+    lane = tl.arange(0, GROUP * LANES)
+    lane = tl.load(lanes + lane) if EVEN else lane
+    left = tl.minimum(tl.load(place + 2) - tile * TILE_SIZE, GROUP * TILE_SIZE).to(tl.int32)
+    return (
+        tensor,
+        place,
+        tile,
+        left,
+        tile * LANES + lane,
+        tl.arange(0, GROUP * LANES) // LANES * TILE_SIZE + tl.arange(0, GROUP * LANES) % LANES,
+    )
+
+
+@triton.jit
+def point(address, tile, TYPE: constexpr, EVEN: constexpr):  # compiled
+    """To the first element of a tile. EVEN: addresses are fit for wide loads, and programs have no element too many."""
+    pointer = address.to(tl.pointer_type(TYPE)) + tile * TILE_SIZE
+    return tl.multiple_of(pointer, 16) if EVEN else pointer
+
+
+@triton.jit
+def load_values(pointer, offset, left, EVEN: constexpr):  # compiled
+    values = tl.load(pointer + offset) if EVEN else tl.load(pointer + offset, mask=offset < left, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def open_models(place, tile, block, TYPES: constexpr, EVEN: constexpr):  # compiled
+    """Of each model: where its values are, the mask's limit as the upper half of a word, and its Philox blocks."""
+    models = ()
+    for i in tl.static_range(len(TYPES)):
+        mine = place + PLACES + 3 * i
+        words = draw(tl.load(mine + 1), block)
+        models = models + ((point(tl.load(mine), tile, TYPES[i], EVEN), tl.load(mine + 2).to(tl.uint32), words),)
+    return models
+
+
+@triton.jit
+def load_numbers(number, N: constexpr):  # compiled
+    """Of each model: its scale, its weight and its floor."""
+    numbers = ()
+    for i in tl.static_range(N):
+        own = number + NUMBERS + 3 * i
+        numbers = numbers + ((tl.load(own), tl.load(own + 1), tl.load(own + 2)),)
+    return numbers
+
+
+@triton.jit
+def find_delta(model, h: constexpr, offset, left, base, EVEN: constexpr):  # compiled
+    """For piece h: a model's values, their deltas, and whether the mask keeps them: its bits are at most the limit."""
+    pointer, limit, words = model
+    word = words[h // 2]
+    value = load_values(pointer, offset, left, EVEN)
+    return value, value - base, (word if h % 2 else word << 16) <= limit
+
+
+@triton.jit
+def largest(values, peak):  # compiled
+    """The larger magnitude, or NaN where one is."""
+    return tl.maximum(tl.abs(values), peak, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def merge_kernel(  # compiled
+    owners, places, lanes, numbers, flags, ELECTS: constexpr, HALVES: constexpr, TRIMS: constexpr, EXACT: constexpr,
+    BASE: constexpr, FINETUNED: constexpr, OUTPUT: constexpr, EVEN: constexpr, GROUP: constexpr,
+):  # fmt: skip
+    N: constexpr = len(FINETUNED)
+    tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
+    number = numbers + tensor * (NUMBERS + 3 * N)
+    lambda_coeff, base_share, first_share = tl.load(number), tl.load(number + 1), tl.load(number + 2)
+    base_at, output_at = point(tl.load(place), tile, BASE, EVEN), point(tl.load(place + 1), tile, OUTPUT, EVEN)
+    models, coefficients = open_models(place, tile, block, FINETUNED, EVEN), load_numbers(number, N)
+    peak = tl.zeros(start.shape, tl.float32)
+    highest = tl.zeros(start.shape, tl.float32)
+    for h in tl.static_range(PIECES):
+        offset = start + h * LANES
+        base = load_values(base_at, offset, left, EVEN)
+        merged, value, rows = base_share * base, base, ()
+        for i in tl.static_range(N):
+            scale, _, floor = coefficients[i]
+            value, delta, kept = find_delta(models[i], h, offset, left, base, EVEN)
+            peak = largest(delta, peak)
+            if TRIMS:
+                kept &= tl.abs(delta) >= floor
+            row = tl.where(kept, delta * scale, 0.0)
+            merged += row
+            rows = rows + (row,)
+        if ELECTS:  # where the sum is negative, all is turned round
+            turned = merged < 0
+            total, share = tl.zeros_like(base), tl.zeros_like(base) + first_share
+            for i in tl.static_range(N):
+                row = tl.where(turned, -rows[i], rows[i])
+                total += tl.maximum(row, 0.0)
+                share += tl.where(row > 0, coefficients[i][1], 0.0)
+            if HALVES:  # a division takes as long as all the rest
+                merged = tl.where(share > 1, total * 0.5, total)
+            else:
+                merged = tl.where(share > 0, tl.div_rn(total, share), 0.0)
+            merged = tl.where(turned, -merged, merged)
+        if not EXACT:
+            change = lambda_coeff * merged
+            value = tl.where(change == 0, base, base + change)
+        highest = largest(value, highest)
+        if EVEN:
+            tl.store(output_at + offset, value.to(OUTPUT))
+        else:
+            tl.store(output_at + offset, value.to(OUTPUT), mask=offset < left)
+    broken = tl.where((peak < float("inf")) & (highest < tl.load(number + 3)), 0, 1)
+    tl.atomic_or(flags + tensor + tl.zeros_like(broken), broken, mask=broken != 0)
+
+
+@triton.jit
+def fold_pieces(rows):  # compiled
+    """The sum of eight pieces, by halves."""
+    fours = (rows[0] + rows[4], rows[1] + rows[5], rows[2] + rows[6], rows[3] + rows[7])
+    return (fours[0] + fours[2]) + (fours[1] + fours[3])
+
+
+@triton.jit
+def fold_tiles(first, second, product, GROUP: constexpr):  # compiled
+    """Three sums of each tile, and one of them again, from their lanes by halves. A sum of two has no order."""
+    values = tl.join(tl.join(first, second), tl.join(product, product))
+    for k in tl.static_range(7):
+        values = tl.sum(tl.reshape(values, (GROUP, 2, LANES >> (k + 1), 2, 2)), 1)
+    return tl.permute(tl.reshape(values, (GROUP, 2, 2)), (0, 2, 1)).reshape((GROUP, 4))
+
+
+@triton.jit
+def products_kernel(  # compiled
+    owners, places, lanes, numbers, sums, length, BASE: constexpr, FINETUNED: constexpr, EVEN: constexpr,
+    GROUP: constexpr,
+):  # fmt: skip
+    """For slerp: for each tile |end 0|^2, |end 1|^2 and end 0 . end 1."""
+    N: constexpr = len(FINETUNED)
+    tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
+    base_at, models = point(tl.load(place), tile, BASE, EVEN), open_models(place, tile, block, FINETUNED, EVEN)
+    coefficients = load_numbers(numbers + tensor * (NUMBERS + 3 * N), N)
+    firsts, seconds, products = (), (), ()
+    for h in tl.static_range(PIECES):
+        offset = start + h * LANES
+        base = load_values(base_at, offset, left, EVEN)
+        first, second = base, base
+        for i in tl.static_range(N):
+            _, delta, kept = find_delta(models[i], h, offset, left, base, EVEN)
+            end = base + tl.where(kept, delta * coefficients[i][0], 0.0)
+            if i == 0:
+                first = end
+            else:
+                second = end
+        one, other = first.to(tl.float64), second.to(tl.float64)
+        firsts, seconds, products = firsts + (one * one,), seconds + (other * other,), products + (one * other,)
+    tiles, which = tile + tl.arange(0, GROUP)[:, None], tl.arange(0, 4)[None, :]
+    inside = (tiles * TILE_SIZE < tl.load(place + 2)) & (which < 3)
+    found = fold_tiles(fold_pieces(firsts), fold_pieces(seconds), fold_pieces(products), GROUP)
+    tl.store(sums + tl.load(place + 4) + tiles + which * length, found, mask=inside)
+
+
+@triton.jit
+def count_kernel(  # compiled
+    owners, places, lanes, prefixes, counts, SHIFT: constexpr, WIDTH: constexpr, BASE: constexpr,
+    FINETUNED: constexpr, EVEN: constexpr, GROUP: constexpr,
+):  # fmt: skip
+    """For trim: count, by some bits of the pattern, the surviving |delta| whose higher bits are those found so far."""
+    N: constexpr = len(FINETUNED)
+    tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
+    base_at, models = point(tl.load(place), tile, BASE, EVEN), open_models(place, tile, block, FINETUNED, EVEN)
+    for h in tl.static_range(PIECES):
+        offset = start + h * LANES
+        base = load_values(base_at, offset, left, EVEN)
+        for i in tl.static_range(N):
+            _, delta, kept = find_delta(models[i], h, offset, left, base, EVEN)
+            pattern = tl.abs(delta).to(tl.uint32, bitcast=True) >> SHIFT
+            kept &= (pattern >> WIDTH) == tl.load(prefixes + tensor * N + i).to(tl.uint32)
+            if not EVEN:
+                kept &= offset < left
+            row = counts + ((tensor * N + i) * COPIES + tl.program_id(0) % COPIES) * BINS
+            digit = (pattern & ((1 << WIDTH) - 1)).to(tl.int32)
+            tl.atomic_add(row + digit, tl.full(digit.shape, 1, tl.int32), mask=kept, sem="relaxed")
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def can_merge_on(device: torch.device) -> bool:
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+
+
+@lru_cache
+def number_lanes(device: torch.device, count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+class Columns:
+    """What must be known of all tensors, by base, models and output: read in bulk, since there may be thousands."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Sequence[Tensor]]) -> None:
+        self.names, self.group = names, 4 if len(tensors) <= 4 else 2
+        self.addresses = np.array([list(map(Tensor.data_ptr, column)) for column in tensors], np.uint64).T
+        self.counts = np.array(list(map(Tensor.numel, tensors[0])))
+        dtypes, devices = ([list(map(attrgetter(name), column)) for column in tensors] for name in ("dtype", "device"))
+        shapes = [list(map(attrgetter("shape"), column)) for column in tensors]
+        dense = zip(*[map(Tensor.is_contiguous, column) for column in tensors], strict=True)
+        even = (self.counts % (self.group * TILE) == 0) & (self.addresses % 16 == 0).all(1)
+        self.kinds: list[tuple[Any, ...] | None] = []  # what those share that one launch merges; None: no kernel can
+        for k, (types, places, sides, whole) in enumerate(
+            zip(*map(zip_all, (dtypes, devices, shapes)), dense, strict=True)
+        ):
+            fits = 0 < self.counts[k] < MOST_ELEMENTS and len(set(places)) == len(set(sides)) == 1 and all(whole)
+            fits = fits and can_merge_on(places[0]) and TYPES.keys() >= set(types)
+            self.kinds.append((places[0], bool(even[k]), *types) if fits else None)
+
+
+def zip_all(columns: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    return zip(*columns, strict=True)
+
+
+class Batch:
+    """Tensors that one launch merges: all of one kind."""
+
+    def __init__(self, columns: Columns, rows: Any, settings: list[TensorSettings], seed: int) -> None:
+        self.rows, self.settings, self.method = rows, settings, METHODS[settings[0].method]
+        self.device, even, base, *types, output = columns.kinds[rows[0]]
+        self.models = range(len(types))
+        counts, addresses, group = columns.counts[rows], columns.addresses[rows], columns.group
+        self.options = {"BASE": TYPES[base], "FINETUNED": tuple(TYPES[kind] for kind in types), "EVEN": even}
+        self.options |= {"GROUP": group, "num_warps": WARPS, "enable_fp_fusion": False}
+        self.lanes = number_lanes(self.device, group * LANES.value)
+        self.output, self.limit = TYPES[output], FORMATS[SHORT_NAMES[output]].limit
+        self.exact = bool(types) and settings[0].returns_model
+        look = self.method.look(settings[0]) if types and not self.exact else None
+        self.look = look and look.kernel
+        # Sums of tiles are folded by pairs of neighbours, all tensors' at once: so each begins at a multiple of what it
+        # takes, a power of two.
+        self.depths = [(int(tiles) - 1).bit_length() for tiles in -(-counts // TILE)]
+        self.first_sums, self.sums = np.zeros(len(rows), np.int64), 0
+        for k in sorted(range(len(rows)), key=lambda k: -self.depths[k]):
+            self.first_sums[k] = self.sums
+            self.sums += 1 << self.depths[k]
+        self.sums += -self.sums % (1 << max(self.depths))
+        programs = -(-counts // (group * TILE))
+        self.programs = int(programs.sum())
+        places = np.empty((len(rows), PLACES.value + 3 * len(types)), np.uint64)
+        places[:, :5] = np.stack(
+            [addresses[:, 0], addresses[:, -1], counts, programs.cumsum() - programs, self.first_sums], 1
+        )
+        for i in self.models:
+            keys = [mask_key(seed + i, columns.names[k]) for k in rows]
+            places[:, 5 + 3 * i] = addresses[:, 1 + i]
+            places[:, 6 + 3 * i] = [low | high << 32 for low, high in keys]
+            limits = {each: (each.thinnings[i].threshold << 16) - 1 for each in set(settings)}
+            places[:, 7 + 3 * i] = [limits[each] for each in settings]
+        self.places = self._upload(places.view(np.int64))
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=self.device)
+        self.owners = numbers.repeat_interleave(self._upload(programs), output_size=self.programs)
+        self.flags = torch.zeros(len(rows), dtype=torch.int32, device=self.device)
+        self.floors: Tensor | None = None
+        self.products: Tensor | None = None
+
+    def _upload(self, values: Any) -> Tensor:
+        return torch.from_numpy(values).to(self.device, non_blocking=True)
+
+    def _launch(self, kernel: Any, *tables: Any, **options: Any) -> None:
+        with torch.cuda.device(self.device):
+            kernel[(self.programs,)](self.owners, self.places, self.lanes, *tables, **options, **self.options)
+
+    def _numbers(self, weigh: Callable[..., Coefficients], found: Sequence[Any] | None = None) -> Tensor:
+        """The coefficients of all tensors. found: what was found out about each."""
+        known: dict[int, list[float]] = {}  # by settings
+        rows = []
+        for k, settings in enumerate(self.settings):
+            row = None if found else known.get(id(settings))
+            if row is None:
+                each = weigh(settings, self.models, found[k] if found else None)
+                row = [settings.lambda_coeff, each.base_share, each.first_share, self.limit]
+                for numbers in zip(each.scales, each.weights, each.floors, strict=True):
+                    row += numbers
+                known[id(settings)] = row
+            rows.append(row)
+        with np.errstate(over="ignore"):  # no float32 is infinite before it is
+            return self._upload(np.array(rows).astype(np.float32))
+
+    def find_out(self) -> None:
+        """Queue what must be found out before the merge; nothing is waited for."""
+        if self.look == "count":
+            self.floors = self._find_floors()
+        elif self.look == "products":
+            self.products = self._find_products()
+
+    def _find_products(self) -> Tensor:
+        sums = torch.zeros((3, self.sums), dtype=torch.float64, device=self.device)
+        numbers = self._numbers(lambda settings, models, _: weigh_for_look(settings, models))
+        self._launch(products_kernel, numbers, sums, self.sums)
+        levels = [sums]
+        for _ in range(max(self.depths)):
+            levels.append(levels[-1][:, 0::2] + levels[-1][:, 1::2])
+        starts = np.cumsum([0, *(level.shape[1] for level in levels)])
+        wanted = starts[self.depths] + (self.first_sums >> self.depths)
+        return torch.cat(levels, dim=1)[:, self._upload(wanted)].T
+
+    def _find_floors(self) -> Tensor:
+        """The smallest |delta| that trim keeps, for each tensor and model: some bits of its pattern in each pass."""
+        ratios = self._upload(np.repeat([each.keep_ratio for each in self.settings], len(self.models)))
+        prefixes = ranks = torch.zeros(len(ratios), dtype=torch.int64, device=self.device)
+        counts = torch.empty((len(ratios), REPLICAS, BINS.value), dtype=torch.int32, device=self.device)
+        for shift, width in DIGITS:
+            counts.zero_()
+            self._launch(count_kernel, prefixes, counts, SHIFT=shift, WIDTH=width)
+            downwards = counts.sum(1).flip(1).cumsum(1)
+            if shift == DIGITS[0][0]:
+                ranks = (ratios * downwards[:, -1]).long().clamp(min=1)
+            place = torch.searchsorted(downwards, ranks[:, None]).clamp(max=BINS.value - 1)
+            ranks = ranks - torch.where(place > 0, downwards.gather(1, (place - 1).clamp(min=0)), 0)[:, 0]
+            prefixes = (prefixes << width) | (BINS.value - 1 - place[:, 0])
+        return prefixes.int().view(torch.float32).reshape(-1, len(self.models))
+
+    def merge(self, found: Sequence[Any] | None = None) -> None:
+        """Queue the merge. found: what slerp has found, for each tensor."""
+        numbers = self._numbers(self.method.weigh, found)
+        if self.floors is not None:
+            numbers[:, NUMBERS.value + 2 :: 3] = self.floors
+        # Two equal shares are halves of the whole.
+        halves = len(self.models) <= 2 and all(s.normalize and set(s.weights) == {1} for s in set(self.settings))
+        options = {"ELECTS": self.method.kernel == "elect", "TRIMS": self.floors is not None, "EXACT": self.exact}
+        self._launch(merge_kernel, numbers, self.flags, HALVES=halves, OUTPUT=self.output, **options)
+
+
+def make_batches(columns: Columns, settings: Sequence[TensorSettings], seed: int) -> Iterator[Batch]:
+    """Tensors of one kind, with settings that need the same kernels."""
+    looks = {each: METHODS[each.method].look(each) for each in set(settings)}
+    exact = {each: each.returns_model for each in looks}
+    waiting: dict[tuple[Any, ...], list[int]] = {}
+    sizes = Counter[tuple[Any, ...]]()
+    for k, (kind, each) in enumerate(zip(columns.kinds, settings, strict=True)):
+        if kind is None:
+            continue
+        look = looks[each]
+        group = (kind, look, exact[each])
+        rows = waiting.setdefault(group, [])
+        rows.append(k)
+        sizes[group] += int(columns.counts[k])
+        counted = len(rows) * (len(kind) - 4) if look and look.kernel == "count" else 0
+        if sizes[group] >= BATCH_ELEMENTS or counted >= COUNTED_ROWS:
+            yield Batch(columns, waiting.pop(group), [settings[k] for k in rows], seed)
+            del sizes[group]
+    for rows in waiting.values():
+        yield Batch(columns, rows, [settings[k] for k in rows], seed)
+
+
+class Merge:
+    """The merges that are queued. The GPU is waited for once, at the end; where slerp must look first, once more."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[Batch, Columns]] = []
+
+    def add(self, columns: Columns, settings: Sequence[TensorSettings], seed: int) -> None:
+        for batch in make_batches(columns, settings, seed):
+            batch.find_out()
+            self.batches.append((batch, columns))
+            if batch.products is None:
+                batch.merge()
+
+    def finish(self) -> str | None:
+        """The first tensor that turned out to hold or give a value that is not finite, if any does."""
+        looking = [(batch, batch.products) for batch, _ in self.batches if batch.products is not None]
+        for (batch, _), found in zip(looking, [products.tolist() for _, products in looking], strict=True):
+            batch.merge(found)
+        flags = [batch.flags.tolist() for batch, _ in self.batches]
+        pairs = zip(self.batches, flags, strict=True)
+        return next((columns.names[batch.rows[f.index(1)]] for (batch, columns), f in pairs if 1 in f), None)

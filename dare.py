@@ -282,9 +282,14 @@ def dare_merge(
     base: Mapping[str, torch.Tensor],
     finetuned: Sequence[Mapping[str, torch.Tensor]],
     config: DareConfig | None = None,
+    *,
+    out: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The merged state dict, by any method and rules: the bits that DareMerger writes for these names and settings."""
-    return _load_tensors().merge_tensors(base, finetuned, check_config(config))
+    """The merged state dict, by any method and rules: the bits that DareMerger writes for these names and settings.
+
+    out: tensors to write it into, such as a live model's or the base's own, so that nothing new is allocated.
+    """
+    return _load_tensors().merge_tensors(base, finetuned, check_config(config), out)
 
 
 def _load_tensors() -> Any:

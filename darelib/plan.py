@@ -84,7 +84,8 @@ class Task:
         """Elements at a time: what fits the buffers' budget, as a power of two. The output does not depend on it."""
         buffers = self.threads * (len(self.models) + 2)
         fitting = TUNING.buffer_bytes // (buffers * self.itemsize)
-        return max(TUNING.min_chunk, min(TUNING.max_chunk, 1 << max(fitting.bit_length() - 1, 0)))
+        most = TUNING.max_chunk * (4 if self.threads >= TUNING.many_threads else 1)
+        return max(TUNING.min_chunk, min(most, 1 << max(fitting.bit_length() - 1, 0)))
 
     @cached_property
     def changed(self) -> tuple[TensorPlan, ...]:

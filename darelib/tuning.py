@@ -19,6 +19,9 @@ class Tuning:
     # the caches, and large enough that calls cost nothing. Powers of two.
     max_chunk: int = 1 << 18
     min_chunk: int = 1 << 14
+    # With so many threads, chunks are four times as large: after each read, kernel and write a thread waits for
+    # Python's lock, and to wake those that wait takes longer than what they are woken for.
+    many_threads: int = 8
     # A job is several chunks, so that what Python does for it costs nothing. It does not depend on the number of
     # threads, so that a merge can be resumed with another one.
     job_elements: int = 1 << 22

@@ -9,6 +9,7 @@ by side. What Triton compiles is marked `# compiled`.
 from __future__ import annotations
 
 import importlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -28,6 +29,7 @@ Tensor = torch.Tensor
 constexpr: Any = tl.constexpr
 
 SHORT_NAMES: Final = {getattr(torch, name): short for name, short in DTYPES.items()}
+TRAITS: Final = attrgetter("shape", "device", "dtype")
 TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MOST_MODELS: Final = 16  # a kernel is unrolled over them
 MOST_ELEMENTS: Final = 1 << 31  # of a tensor: what 32 bits can count
@@ -279,21 +281,26 @@ class Columns:
         self.names, self.group = names, 4 if len(tensors) <= 4 else 2
         self.addresses = np.array([list(map(Tensor.data_ptr, column)) for column in tensors], np.uint64).T
         self.counts = np.array(list(map(Tensor.numel, tensors[0])))
-        dtypes, devices = ([list(map(attrgetter(name), column)) for column in tensors] for name in ("dtype", "device"))
-        shapes = [list(map(attrgetter("shape"), column)) for column in tensors]
-        dense = zip(*[map(Tensor.is_contiguous, column) for column in tensors], strict=True)
         even = (self.counts % (self.group * TILE) == 0) & (self.addresses % 16 == 0).all(1)
-        self.kinds: list[tuple[Any, ...] | None] = []  # what those share that one launch merges; None: no kernel can
-        for k, (types, places, sides, whole) in enumerate(
-            zip(*map(zip_all, (dtypes, devices, shapes)), dense, strict=True)
-        ):
-            fits = 0 < self.counts[k] < MOST_ELEMENTS and len(set(places)) == len(set(sides)) == 1 and all(whole)
-            fits = fits and can_merge_on(places[0]) and TYPES.keys() >= set(types)
-            self.kinds.append((places[0], bool(even[k]), *types) if fits else None)
+        traits = [list(map(TRAITS, column)) for column in tensors]
+        dense = [list(map(Tensor.is_contiguous, column)) for column in tensors]
+        known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+        # What those share that one launch merges; None: no kernel can.
+        self.kinds: list[tuple[Any, ...] | None] = []
+        for evenly, each, whole in zip(even.tolist(), zip(*traits, strict=True), zip(*dense, strict=True), strict=True):
+            key = (evenly, whole, each)
+            if key not in known:
+                shapes, devices, types = (set(column) for column in zip(*each, strict=True))
+                fits = len(shapes) == len(devices) == 1 and all(whole) and types <= TYPES.keys()
+                fits = fits and 0 < math.prod(each[0][0]) < MOST_ELEMENTS and can_merge_on(each[0][1])
+                known[key] = (each[0][1], evenly, *(dtype for *_, dtype in each)) if fits else None
+            self.kinds.append(known[key])
 
 
-def zip_all(columns: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-    return zip(*columns, strict=True)
+@lru_cache(64)
+def name_owners(device: torch.device, programs: tuple[int, ...]) -> Tensor:
+    """For each program, the tensor that it works on. Searches merge the same tensors again and again."""
+    return torch.from_numpy(np.repeat(np.arange(len(programs), dtype=np.int32), programs)).to(device)
 
 
 class Batch:
@@ -311,20 +318,13 @@ class Batch:
         self.exact = bool(types) and settings[0].returns_model
         look = self.method.look(settings[0]) if types and not self.exact else None
         self.look = look and look.kernel
-        # Sums of tiles are folded by pairs of neighbours, all tensors' at once: so each begins at a multiple of what it
-        # takes, a power of two.
-        self.depths = [(int(tiles) - 1).bit_length() for tiles in -(-counts // TILE)]
-        self.first_sums, self.sums = np.zeros(len(rows), np.int64), 0
-        for k in sorted(range(len(rows)), key=lambda k: -self.depths[k]):
-            self.first_sums[k] = self.sums
-            self.sums += 1 << self.depths[k]
-        self.sums += -self.sums % (1 << max(self.depths))
-        programs = -(-counts // (group * TILE))
-        self.programs = int(programs.sum())
-        places = np.empty((len(rows), PLACES.value + 3 * len(types)), np.uint64)
-        places[:, :5] = np.stack(
-            [addresses[:, 0], addresses[:, -1], counts, programs.cumsum() - programs, self.first_sums], 1
-        )
+        self.tiles, programs = -(-counts // TILE), -(-counts // (group * TILE))
+        self.programs, self.owners = int(programs.sum()), name_owners(self.device, tuple(programs.tolist()))
+        places = np.zeros((len(rows), PLACES.value + 3 * len(types)), np.uint64)
+        places[:, 0], places[:, 1], places[:, 2] = addresses[:, 0], addresses[:, -1], counts
+        places[:, 3] = programs.cumsum() - programs
+        if self.look == "products":
+            places[:, 4] = self._place_sums()
         for i in self.models:
             keys = [mask_key(seed + i, columns.names[k]) for k in rows]
             places[:, 5 + 3 * i] = addresses[:, 1 + i]
@@ -332,11 +332,22 @@ class Batch:
             limits = {each: (each.thinnings[i].threshold << 16) - 1 for each in set(settings)}
             places[:, 7 + 3 * i] = [limits[each] for each in settings]
         self.places = self._upload(places.view(np.int64))
-        numbers = torch.arange(len(rows), dtype=torch.int32, device=self.device)
-        self.owners = numbers.repeat_interleave(self._upload(programs), output_size=self.programs)
         self.flags = torch.zeros(len(rows), dtype=torch.int32, device=self.device)
         self.floors: Tensor | None = None
         self.products: Tensor | None = None
+
+    def _place_sums(self) -> Any:
+        """Where each tensor's sums of tiles begin: at a multiple of what they take, a power of two.
+
+        So all tensors' can be folded at once, by pairs of neighbours.
+        """
+        self.depths = [(tiles - 1).bit_length() for tiles in self.tiles.tolist()]
+        self.first_sums, self.sums = np.zeros(len(self.rows), np.int64), 0
+        for k in sorted(range(len(self.rows)), key=lambda k: -self.depths[k]):
+            self.first_sums[k] = self.sums
+            self.sums += 1 << self.depths[k]
+        self.sums += -self.sums % (1 << max(self.depths))
+        return self.first_sums
 
     def _upload(self, values: Any) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
@@ -408,18 +419,17 @@ class Batch:
 
 def make_batches(columns: Columns, settings: Sequence[TensorSettings], seed: int) -> Iterator[Batch]:
     """Tensors of one kind, with settings that need the same kernels."""
-    looks = {each: METHODS[each.method].look(each) for each in set(settings)}
-    exact = {each: each.returns_model for each in looks}
+    traits = {each: (METHODS[each.method].look(each), each.returns_model) for each in set(settings)}
     waiting: dict[tuple[Any, ...], list[int]] = {}
     sizes = Counter[tuple[Any, ...]]()
     for k, (kind, each) in enumerate(zip(columns.kinds, settings, strict=True)):
         if kind is None:
             continue
-        look = looks[each]
-        group = (kind, look, exact[each])
+        group = (kind, traits[each])
         rows = waiting.setdefault(group, [])
         rows.append(k)
         sizes[group] += int(columns.counts[k])
+        look = traits[each][0]
         counted = len(rows) * (len(kind) - 4) if look and look.kernel == "count" else 0
         if sizes[group] >= BATCH_ELEMENTS or counted >= COUNTED_ROWS:
             yield Batch(columns, waiting.pop(group), [settings[k] for k in rows], seed)

@@ -107,10 +107,11 @@ class StateMerge:
         models = [[model[name] for name in names] for model in (self.base, *self.finetuned)]
         outputs = [self._make_place(name) for name in names]
         columns = gpu.Columns(names, [*models, outputs])
+        addresses = columns.addresses[:, :-1].tolist()
         for k, name in enumerate(names):
             kind = columns.kinds[k]
             if kind is not None and kind[-1] == (self.dtype or kind[2]):
-                place = (kind, models[0][k].shape, columns.addresses[k, :-1].tobytes())
+                place = (kind, models[0][k].shape, *addresses[k])
                 if (same := self.places.setdefault(place, name)) == name:
                     self.merged[name] = outputs[k]
                     continue
@@ -144,7 +145,7 @@ class StateMerge:
         merge.run(self.merged[name].detach())
 
     def _choose(self, name: str) -> TensorSettings:
-        rule = self.config.rule_for(name)
+        rule = self.config.rule_for(name) if self.config.rules else None
         if rule not in self.chosen:
             self.chosen[rule] = self.config.for_rule(rule, len(self.finetuned))
         return self.chosen[rule]

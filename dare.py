@@ -16,6 +16,7 @@ This file is the front door: DareMerger.merge shows how a merge flows, COMMANDS 
 darelib, is a room for each job:
 
     config, readers      DareConfig and its rules; TOML and flags
+    gradients            numbers that change over the layers
     methods, drops, mask what can be chosen, with every formula; r_i is 1 - drop rate, as exactly as the mask keeps it
     kernels/             the arithmetic: plain is its definition in NumPy, cpu and tensors the same for Numba and torch
     models/              how weights come in: checkpoints, adapters, packed models, the Hub; tokens of several models
@@ -25,6 +26,7 @@ darelib, is a room for each job:
     report, verify       what a merge will do and did; a merged model against its recipe
     analysis/            what the models are like, and what to do with them
     pack, convert        packed models; pickles as safetensors files
+    mergekit, yamlfile   what another tool's configurations ask for
     text, formats, tuning, interrupts    words for people; stored types; sizes and intervals; signals
 """
 
@@ -53,6 +55,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from darelib import __version__
 from darelib.config import DareConfig, Rule
+from darelib.drops import DROPS
 from darelib.interrupts import Interrupts
 from darelib.methods import METHODS
 from darelib.text import LOG, ConfigError, DareError, Messages, install_hint, label, nearest, progress
@@ -211,8 +214,8 @@ class DareMerger:
         with self._open() as inputs, Interrupts() as interrupts:
             task = plan_analysis(self.config, inputs)
             findings = Findings(task.seeds)
-            looks = {tensor.name: MeasureLook(tensor, findings) for tensor in task.changed}
-            worker = Worker(task, inputs, looks, (), interrupts)
+            passes = {tensor.name: [(MeasureLook(tensor, findings), 0)] for tensor in task.changed}
+            worker = Worker(task, inputs, passes, (), interrupts)
             size = sum(tensor.bytes_read for tensor in task.changed)
             with progress("analyzing", size, self.config.verbose) as advance:
                 jobs = task.jobs(task.changed, look_pass=0)
@@ -355,20 +358,33 @@ def add_settings(add: Add) -> None:
     q = "DAREx-q: divide by Q, 1 - P <= Q <= 1, instead of 1 - P; one or one each"
     normalize = "divide by the sum of the weights, in ties of the models that agree (default: ties yes, linear no)"
     trim = "ties: share of the surviving entries that trim keeps (default 1)"
+    which = f"what to drop: {', '.join(DROPS)} (default random); one or one each"
+    rescale = "what is kept: expectation (default of random, della), l1 (restore the sum of |delta|) or none"
     types = "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 (default: the base's)"
     shapes = "tensors of other shapes: error (default), overlap (merge common rows) or base"
-    add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration, or a merged model: its recipe")
+    add(
+        "-c",
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="TOML configuration, mergekit's YAML, or a merged model: its recipe",
+    )
     add_models(add)
     add("-o", "--output", metavar="PATH", help="where to write: a .safetensors file, or a model directory")
     add("--method", metavar="NAME", help=f"how to combine: {methods} (default linear)")
     add("--drop-rate", **each, metavar="P", help=drops)
+    add("--drop", metavar="NAME", nargs="+", help=which)
+    add("--gamma", **each, metavar="G", help="breadcrumbs: share of the largest to drop as well (default 0.01)")
+    add("--epsilon", **each, metavar="E", help="della: keep with 1 - P - E (smallest) to 1 - P + E (default 0.15)")
     add("--weights", **each, metavar="W", help="one per model; linear: default 1/n each; ties: relative, default equal")
     add("--normalize", action=argparse.BooleanOptionalAction, help=normalize)
     add("--lambda", dest="lambda_coeff", metavar="X", type=float, help="scale of the merged delta (default 1)")
-    add("--no-rescale", action="store_false", dest="rescale", help="drop without rescaling (for study)")
+    add("--rescale", metavar="HOW", help=rescale)
+    add("--no-rescale", action="store_false", dest="rescale", help="the same as --rescale none")
     add("--rescale-q", **each, metavar="Q", help=q)
     add("--keep-ratio", metavar="R", type=float, help=trim)
     add("--slerp-t", metavar="T", type=float, help="slerp: position between the two models (default 0.5)")
+    add("--threshold", metavar="X", type=float, help="ram: a smaller |delta| counts as none (default 1e-5)")
     add("--dtype", metavar="NAME", help=types)
     add("--mismatch", metavar="HOW", help=shapes)
     add("--any-base", action="store_true", help="merge even if config.json says that the base is another kind of model")
@@ -385,10 +401,16 @@ def add_merge_options(add: Add) -> None:
     add("--force", action="store_true", help="replace an existing output that this tool did not make")
     add("--resume", action="store_true", help="continue an unfinished merge; if interrupted, leave one to continue")
     add("--dry-run", action="store_true", help="print the plan, with an estimate of the time, and write nothing")
+    add("--write-config", metavar="FILE", type=Path, help="write the settings and models as TOML, and merge nothing")
 
 
 def run_merge_command(flags: dict[str, Any]) -> None:
     merger, request = make_merger(flags)
+    if "write_config" in flags:
+        from darelib.output.configfile import write_request
+
+        write_request(request, flags["write_config"], "force" in flags)
+        return
     if request.output is None:
         raise ConfigError("there is no output", "give --output PATH, or output_file in [models]")
     if "dry_run" in flags:

@@ -486,11 +486,11 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
     with pytest.raises(SystemExit, match="0"):
         dare.main(["--help"])
     printed = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
-    names = {"lambda_coeff": "lambda", "rescale": "no-rescale", "base_file": "base", "merge_files": "merge"}
+    names = {"lambda_coeff": "lambda", "base_file": "base", "merge_files": "merge"}
     names |= {"output_file": "output", "rules": "rule"}
     keys = {names.get(key, key.replace("_", "-")) for key in (*CHECKS, *TABLES["models"], "rules")}
     own = {"help", "config", "force", "resume", "verify", "dry-run", "per-tensor", "plot", "write-config", "json"}
-    assert printed - own - {"quiet", "version"} == keys | {"no-normalize"}
+    assert printed - own - {"quiet", "version"} == keys | {"no-normalize", "no-rescale"}
 
 
 def test_flags_beat_toml_and_toml_beats_defaults(example: Path, tmp_path: Path) -> None:

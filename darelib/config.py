@@ -6,17 +6,21 @@ import dataclasses
 import fnmatch
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Final, cast
+from functools import lru_cache
+from typing import Any, Final, TypeAlias, cast
 
-from darelib.drops import Thinning
+from darelib.drops import DROPS, EXPECTATION, L1, NONE, RANDOM, RESCALES, Thinning
 from darelib.formats import DTYPES, SHORT_DTYPES
-from darelib.methods import LINEAR, METHOD_SETTINGS, METHODS, add_up
+from darelib.gradients import Gradient, depth_of, find_depths, freeze, value_at
+from darelib.methods import LINEAR, METHOD_SETTINGS, METHODS, SLERP, add_up
 from darelib.methods import TensorSettings as TensorSettings
 from darelib.text import ConfigError, count_of, nearest
 
+# A number, or one that changes over the layers: {"gradient": [0.9, 0.5, 0.9]}.
+Number: TypeAlias = float | Gradient | Mapping[str, Sequence[float]]
 MISMATCHES: Final = ("error", "overlap", "base")
 ENGINES: Final = ("auto", "numba", "plain")
 SIZE_UNITS: Final = {"": 1, "B": 1} | {
@@ -27,6 +31,8 @@ SIZE_UNITS: Final = {"": 1, "B": 1} | {
 # The words that a setting may be, where it is one.
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "method": tuple(METHODS),
+    "drop": tuple(DROPS),
+    "rescale": RESCALES,
     "dtype": (*DTYPES, *SHORT_DTYPES),
     "mismatch": MISMATCHES,
     "engine": ENGINES,
@@ -43,8 +49,15 @@ def is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
 
 
-def _one_or_each(value: object, accepts: Callable[[Any], bool]) -> bool:
-    return all(map(accepts, value)) and len(value) > 0 if isinstance(value, list | tuple) else accepts(value)
+def _one_or_each(accepts: Callable[[Any], bool]) -> Callable[[object], bool]:
+    return lambda value: all(map(accepts, value)) and len(value) > 0 if isinstance(value, tuple) else accepts(value)
+
+
+def _number(accepts: Callable[[Any], bool] = lambda _: True) -> Callable[[object], bool]:
+    """Of a number that may change over the layers."""
+    return lambda value: all(
+        is_number(number) and accepts(number) for number in (value.numbers if isinstance(value, Gradient) else (value,))
+    )
 
 
 def _is_word(name: str) -> Callable[[object], bool]:
@@ -63,21 +76,34 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "method": (f"one of {', '.join(METHODS)}", _is_word("method")),
     "drop_rate": (
         "a number from 0 up to but not including 1, or one such number per model",
-        lambda v: _one_or_each(v, lambda p: is_number(p) and 0 <= p < 1),
+        _one_or_each(_number(lambda p: 0 <= p < 1)),
+    ),
+    "drop": (f"one of {', '.join(DROPS)}, or one such word per model", _one_or_each(_is_word("drop"))),
+    "gamma": (
+        "a number from 0 up to but not including 1, or one such number per model",
+        _one_or_each(_number(lambda share: 0 <= share < 1)),
+    ),
+    "epsilon": (
+        "a number from 0 up to but not including 0.5, or one such number per model",
+        _one_or_each(_number(lambda e: 0 <= e < 0.5)),
     ),
     "weights": (
         "a list of numbers, one per model",
-        lambda v: isinstance(v, list | tuple) and _one_or_each(v, is_number),
+        lambda v: isinstance(v, tuple) and _one_or_each(_number())(v),
     ),
     "normalize": ("true or false", lambda v: isinstance(v, bool)),
-    "lambda_coeff": ("a number", is_number),
-    "rescale": ("true or false", lambda v: isinstance(v, bool)),
+    "lambda_coeff": ("a number", _number()),
+    "rescale": (
+        f"one of {', '.join(RESCALES)}, or true or false",
+        lambda v: isinstance(v, bool) or _is_word("rescale")(v),
+    ),
     "rescale_q": (
         "a number above 0 and at most 1, or one such number per model",
-        lambda v: _one_or_each(v, lambda q: is_number(q) and 0 < q <= 1),
+        _one_or_each(_number(lambda q: 0 < q <= 1)),
     ),
-    "keep_ratio": ("a number above 0 and at most 1", lambda v: is_number(v) and 0 < v <= 1),
-    "slerp_t": ("a number from 0 to 1", lambda v: is_number(v) and 0 <= v <= 1),
+    "keep_ratio": ("a number above 0 and at most 1", _number(lambda r: 0 < r <= 1)),
+    "slerp_t": ("a number from 0 to 1", _number(lambda t: 0 <= t <= 1)),
+    "threshold": ("a number from 0 up", lambda v: is_number(v) and v >= 0),
     "dtype": (f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})", _is_word("dtype")),
     "mismatch": (f"one of {', '.join(MISMATCHES)}", _is_word("mismatch")),
     "any_base": ("true or false", lambda v: isinstance(v, bool)),
@@ -89,16 +115,23 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "verbose": ("true or false", lambda v: isinstance(v, bool)),
 }
 # What a rule may set for the tensors that it matches.
-RULE_SETTINGS: Final = ("drop_rate", "rescale_q", "lambda_coeff", "keep_ratio")
+RULE_SETTINGS: Final = (
+    "drop_rate", "rescale_q", "lambda_coeff", "keep_ratio", "drop", "gamma", "epsilon", "rescale", "weights",
+    "normalize", "slerp_t",
+)  # fmt: skip
+# What there may be one of per model.
+PER_MODEL: Final = ("drop_rate", "drop", "gamma", "epsilon", "rescale_q", "weights")
 
 
 def check_setting(name: str, value: object, where: str) -> None:
     wanted, accepts = CHECKS[name]
-    if not accepts(value):
+    if not accepts(freeze(value)):
         is_word = isinstance(value, str) and name in CHOICES
         hint = nearest(str(value).lower(), CHOICES[name]) if is_word else "--help says what it does"
         if name == "drop_rate" and is_number(value) and 2 <= cast(float, value) < 100:
             hint = f"it is a share: {cast(float, value):g}% are {cast(float, value) / 100:g}"
+        if "gradient" in repr(value):
+            hint = "only numbers change over the layers, like {gradient = [0.9, 0.5, 0.9]}, and each of them must fit"
         raise ConfigError(f"{where} must be {wanted}, not {value!r}", hint)
     size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
     if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
@@ -112,10 +145,17 @@ class Rule:
     """Other settings for the tensors whose names match one of some glob patterns. None: as for all the others."""
 
     match: tuple[str, ...]
-    drop_rate: float | tuple[float, ...] | None = None
-    rescale_q: float | tuple[float, ...] | None = None
-    lambda_coeff: float | None = None
-    keep_ratio: float | None = None
+    drop_rate: Number | Sequence[Number] | None = None
+    rescale_q: Number | Sequence[Number] | None = None
+    lambda_coeff: Number | None = None
+    keep_ratio: Number | None = None
+    drop: str | Sequence[str] | None = None
+    gamma: Number | Sequence[Number] | None = None
+    epsilon: Number | Sequence[Number] | None = None
+    rescale: bool | str | None = None
+    weights: Sequence[Number] | None = None
+    normalize: bool | None = None
+    slerp_t: Number | None = None
 
     def __post_init__(self) -> None:
         match = (self.match,) if isinstance(self.match, str) else self.match
@@ -125,7 +165,7 @@ class Rule:
         for name in RULE_SETTINGS:
             if getattr(self, name) is not None:
                 check_setting(name, getattr(self, name), name)
-                object.__setattr__(self, name, _freeze(getattr(self, name)))
+                object.__setattr__(self, name, freeze(getattr(self, name)))
         if all(getattr(self, name) is None for name in RULE_SETTINGS):
             raise ConfigError("it sets nothing", f"give it one of {', '.join(RULE_SETTINGS)}")
 
@@ -146,36 +186,74 @@ class Rule:
 
     def as_table(self) -> dict[str, Any]:
         given = {name: getattr(self, name) for name in RULE_SETTINGS if getattr(self, name) is not None}
-        return {"match": list(self.match), **{name: _as_floats(value) for name, value in given.items()}}
+        return {"match": list(self.match), **{name: as_toml(value) for name, value in given.items()}}
 
     def matches(self, name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.match)
+        return _compile_globs(self.match)(name) is not None
 
 
-def _freeze(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+@lru_cache(4096)
+def _compile_globs(patterns: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
+    """Rules may hold thousands of patterns, and every tensor asks all rules; fnmatch remembers only a few hundred."""
+    return re.compile("|".join(map(fnmatch.translate, patterns))).match
 
 
-def _as_floats(value: Any) -> Any:
-    """Numbers as floats, so that 1 and 1.0 make the same recipe."""
+def as_toml(value: Any) -> Any:
+    """A setting as in TOML, with numbers as floats, so that 1 and 1.0 make the same recipe."""
+    if isinstance(value, Gradient):
+        return {"gradient": as_toml(value.numbers)}
     if isinstance(value, tuple):
-        return [float(number) for number in value]
-    return float(value) if isinstance(value, int) else value
+        return [as_toml(entry) for entry in value]
+    return float(value) if is_number(value) else value
+
+
+def name_rescale(rescale: bool | str | None, drop: str) -> str:
+    """How what a drop keeps is rescaled, from what is set: None is its own way."""
+    if isinstance(rescale, bool):
+        return EXPECTATION if rescale else NONE
+    return rescale or DROPS[drop].rescale
+
+
+def make_thinning(
+    drop_rate: float, drop: str, gamma: float, epsilon: float, rescale: bool | str | None, q: float | None
+) -> Thinning:
+    """How one model's delta is thinned. q: what is to be divided by, instead of the rate at which the mask keeps."""
+    # The tolerance allows for 1 - 0.9 being a little less than 0.1.
+    if q is not None and q < 1 - drop_rate - 1e-9:
+        raise ConfigError(
+            f"rescale_q {q:g} is below 1 - drop_rate = {1 - drop_rate:g}, which would more than undo the dropping",
+            "DAREx-q wants 1 - drop_rate <= q <= 1; a rule with a drop rate of its own may need its own q",
+        )
+    low, high = 1 - drop_rate - epsilon, 1 - drop_rate + epsilon
+    if "epsilon" in DROPS[drop].settings and drop_rate > 0 and not (low > 1e-9 and high < 1 - 1e-9):
+        raise ConfigError(
+            f"with drop_rate {drop_rate:g} and epsilon {epsilon:g}, {drop} would keep entries with probabilities from "
+            f"{low:.4g} to {high:.4g}",
+            "1 - drop_rate - epsilon must be above 0, and 1 - drop_rate + epsilon below 1: change one of the two",
+        )
+    word, divisor = name_rescale(rescale, drop), 1.0
+    if drop == RANDOM and word == EXPECTATION:
+        divisor = Thinning(drop_rate).keep_rate if q is None else q
+    return Thinning(drop_rate, drop, gamma, epsilon, word, divisor)
 
 
 @dataclass(frozen=True)
 class DareConfig:
     """How to merge. Every field is also a key of [dare] in TOML (rules: [[rules]]) and a flag of the command."""
 
-    method: str = LINEAR  # how the thinned deltas are combined: linear, ties or slerp
-    drop_rate: float | Sequence[float] = 0.9  # share of each delta to drop; one for all models, or one per model
-    weights: Sequence[float] | None = None  # None: 1/n each, or equal shares where ties normalizes
+    method: str = LINEAR  # how the thinned deltas are combined: linear, ties, slerp or ram
+    drop_rate: Number | Sequence[Number] = 0.9  # share of each delta to drop; one for all models, or one per model
+    weights: Sequence[Number] | None = None  # None: 1/n each, or equal shares where ties normalizes
     normalize: bool | None = None  # divide by the sum of the weights (ties: of those that agree); None: ties only
-    lambda_coeff: float = 1.0  # scale of the merged delta
-    rescale: bool = True  # False: drop without rescaling
-    rescale_q: float | Sequence[float] | None = None  # DAREx-q: divide by this instead of by the keep rate
-    keep_ratio: float | None = None  # ties: share of the surviving entries that trim keeps; None: all
-    slerp_t: float | None = None  # slerp: position between the two models; None: 0.5
+    lambda_coeff: Number = 1.0  # scale of the merged delta
+    rescale: bool | str | None = None  # of what is kept: expectation (True), l1, none (False); None: by drop
+    rescale_q: Number | Sequence[Number] | None = None  # DAREx-q: divide by this instead of by the keep rate
+    keep_ratio: Number | None = None  # ties: share of the surviving entries that trim keeps; None: all
+    slerp_t: Number | None = None  # slerp: position between the two models; None: 0.5
+    drop: str | Sequence[str] = RANDOM  # what to drop: random, magnitude, breadcrumbs or della; one, or one per model
+    gamma: Number | Sequence[Number] | None = None  # breadcrumbs: share of the largest to drop; None: 0.01
+    epsilon: Number | Sequence[Number] | None = None  # della: keep with 1 - drop_rate +- this, by size; None: 0.15
+    threshold: float | None = None  # ram: a model changes an entry if |delta| is at least this; None: 1e-5
     dtype: str | None = None  # output type of float tensors, kept by its long name; None: the base's
     mismatch: str = "error"  # tensors of another shape: error; overlap: merge the common rows; base: keep the base's
     any_base: bool = False  # True: merge even where config.json says that the base is another kind of model
@@ -192,7 +270,7 @@ class DareConfig:
             value = getattr(self, setting.name)
             if setting.name in CHECKS and (value is not None or setting.default is not None):
                 check_setting(setting.name, value, setting.name)
-            object.__setattr__(self, setting.name, _freeze(value))
+            object.__setattr__(self, setting.name, freeze(value))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
         if not isinstance(self.rules, list | tuple):
@@ -214,8 +292,60 @@ class DareConfig:
                 fitting = "method " + " or ".join(m for m, entry in METHODS.items() if name in entry.settings)
                 verb = "mean" if name == "weights" else "means"
                 raise ConfigError(f"{name} {verb} nothing to method {self.method}", f"use {fitting}, or leave it out")
-        if is_set("rescale_q") and not self.rescale:
-            raise ConfigError("rescale_q means nothing when rescale is off", "leave one of the two out")
+        for where, rule in self._scopes():
+            self._check_drops(where, rule)
+            users = set(self._drops(rule)) if rule else self._all_drops
+            for name in ("gamma", "epsilon"):
+                if getattr(rule or self, name) is not None and not any(name in DROPS[d].settings for d in users):
+                    [fitting] = (drop for drop, entry in DROPS.items() if name in entry.settings)
+                    raise ConfigError(
+                        f"{where}{name} means nothing to drop {' and '.join(sorted(users))}",
+                        f"use drop {fitting}, or leave it out",
+                    )
+
+    def _check_drops(self, where: str, rule: Rule | None) -> None:
+        """Refuse what does not go with what is dropped of the tensors that a rule is for."""
+        drops = self._drops(rule)
+        other = next((drop for drop in drops if drop != RANDOM), None)
+        exact = next((drop for drop in drops if DROPS[drop].rescale != EXPECTATION), None)
+        rescale = self._choose(rule, "rescale")
+        if other and not METHODS[self.method].any_drop:
+            fitting = " or ".join(name for name, method in METHODS.items() if method.any_drop)
+            raise ConfigError(
+                f"{where}method {self.method} goes with drop random only, not {other}", f"use method {fitting}"
+            )
+        if other and self._choose(rule, "keep_ratio") not in (None, 1):
+            raise ConfigError(
+                f"{where}keep_ratio goes with drop random only, not {other}",
+                "drop_rate alone says how much is kept; in a rule, keep_ratio = 1 turns trim off",
+            )
+        if exact and rescale in (True, EXPECTATION):
+            raise ConfigError(
+                f"{where}rescale {str(rescale).lower()} means nothing to drop {exact}, which drops nothing at random",
+                'use rescale "l1" or "none", or leave it out',
+            )
+        if self._choose(rule, "rescale_q") is not None and (other or rescale in (False, NONE, L1)):
+            why = f"to drop {other}" if other else "when rescale is off" if rescale != L1 else "when rescale is l1"
+            raise ConfigError(f"{where}rescale_q means nothing {why}", "leave one of the two out")
+
+    def _scopes(self) -> list[tuple[str, Rule | None]]:
+        """What settings are resolved for: the tensors without a rule, and those of each rule; how to name them."""
+        return [("", None), *((f"rule {k}: ", rule) for k, rule in enumerate(self.typed_rules, 1))]
+
+    def _choose(self, rule: Rule | None, name: str) -> Any:
+        own = getattr(rule, name, None)
+        return getattr(self, name) if own is None else own
+
+    def _gather(self, rule: Rule | None) -> tuple[Any, ...]:
+        return tuple(self._choose(rule, name) for name in RULE_SETTINGS)
+
+    def _drops(self, rule: Rule | None) -> tuple[str, ...]:
+        drop = self._choose(rule, "drop")
+        return drop if isinstance(drop, tuple) else (drop,)
+
+    @property
+    def _all_drops(self) -> set[str]:
+        return {drop for _, rule in self._scopes() for drop in self._drops(rule)}
 
     @property
     def typed_rules(self) -> tuple[Rule, ...]:
@@ -227,24 +357,36 @@ class DareConfig:
         if method.models not in (None, count):
             others = " or ".join(name for name, entry in METHODS.items() if entry.models is None)
             raise ConfigError(f"method {self.method} takes {method.models} models, not {count}", f"use {others}")
-        for where, holder in [("", self), *((f"rule {k}: ", rule) for k, rule in enumerate(self.typed_rules, 1))]:
-            for name in ("drop_rate", "weights", "rescale_q"):
-                value = getattr(holder, name, None)
+        for where, rule in self._scopes():
+            for name in PER_MODEL:
+                value = getattr(rule or self, name)
                 if isinstance(value, tuple) and len(value) != count:
                     raise ConfigError(
                         f"{where}{name} has {len(value)} values for {count} models", "give one for each model"
                     )
-        if method.shares_only and self.is_normalized and self.weights is not None and min(self.weights) < 0:
+        if self.weights is not None and not any(self.weights):
+            raise ConfigError("all weights are 0, so nothing would be merged", "give the models weights above 0")
+        self.resolve_all(count)
+
+    def resolve_all(self, count: int) -> list[TensorSettings]:
+        """The settings of all rules, and of no rule, wherever the lines of gradients meet."""
+        found = []
+        for where, rule in self._scopes():
+            for depth in sorted(find_depths(self._gather(rule))):
+                try:
+                    found.append(self.for_rule(rule, count, depth))
+                except ConfigError as error:
+                    raise ConfigError(f"{where}{error}", error.hint) from None
+        return found
+
+    def _check_weights(self, weights: Sequence[float], normalize: bool) -> None:
+        if METHODS[self.method].shares_only and normalize and min(weights) < 0:
             raise ConfigError(
                 f"{self.method} weights must not be negative where they are normalized",
                 "they are shares, and lambda_coeff sets the size; or set normalize to false",
             )
-        if self.weights is not None and not any(self.weights):
-            raise ConfigError("all weights are 0, so nothing would be merged", "give the models weights above 0")
-        if self.weights is not None and self.is_normalized and not add_up(self.weights):
+        if normalize and any(weights) and not add_up(weights):
             raise ConfigError("the weights add up to 0, so they cannot be normalized", "set normalize to false")
-        for rule in (None, *self.typed_rules):
-            self.for_rule(rule, count)
 
     @property
     def is_normalized(self) -> bool:
@@ -252,65 +394,74 @@ class DareConfig:
         return METHODS[self.method].normalize if self.normalize is None else self.normalize
 
     @property
-    def position(self) -> float:
-        """Where slerp stops between its two models."""
-        return 0.5 if self.slerp_t is None else float(self.slerp_t)
+    def averages(self) -> bool:
+        """Whether the base itself may be one of the models: it then counts."""
+        return self.method == SLERP or (self.method == LINEAR and self.is_normalized)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any setting changes over the layers."""
+        return any(len(find_depths(self._gather(rule))) > 1 for _, rule in self._scopes())
 
     def general(self, count: int) -> TensorSettings:
-        """The settings of the tensors that no rule matches."""
+        """The settings of the tensors that no rule matches, outside of the layers."""
         return self.for_rule(None, count)
 
     def rule_for(self, name: str) -> Rule | None:
         """The first rule that matches a tensor's name."""
         return next((rule for rule in self.typed_rules if rule.matches(name)), None)
 
-    def for_tensor(self, name: str, count: int) -> TensorSettings:
-        """The settings of one tensor, by the first rule that matches its name."""
-        return self.for_rule(self.rule_for(name), count)
+    def for_tensor(self, name: str, count: int, layers: Mapping[str, int]) -> TensorSettings:
+        """The settings of one tensor, by the first rule that matches its name. layers: see count_layers."""
+        return self.for_rule(self.rule_for(name), count, depth_of(name, layers))
 
-    def for_rule(self, rule: Rule | None, count: int) -> TensorSettings:
-        """The settings of the tensors that a rule is for."""
+    def for_rule(self, rule: Rule | None, count: int, depth: float = 0.0) -> TensorSettings:
+        """The settings of the tensors that a rule is for, from depth 0 in the first layer to 1 in the last."""
 
-        def choose(name: str) -> Any:
-            own = getattr(rule, name, None)
-            return getattr(self, name) if own is None else own
+        def choose(name: str, default: Any = None) -> Any:
+            value = self._choose(rule, name)
+            return default if value is None else value_at(value, depth)
 
-        def each(value: Any) -> tuple[Any, ...]:
+        def each(name: str, default: Any = None) -> tuple[Any, ...]:
+            value = choose(name, default)
             return value if isinstance(value, tuple) else (value,) * count
 
-        rates, given = each(choose("drop_rate")), each(choose("rescale_q"))
-        ratio = choose("keep_ratio")
+        drops, rescales = each("drop_rate"), each("rescale")
+        shapes = each("drop"), each("gamma", Thinning.gamma), each("epsilon", Thinning.epsilon)
+        weights, normalize = choose("weights"), choose("normalize", METHODS[self.method].normalize)
+        scale = float(choose("lambda_coeff"))
+        if weights is not None:
+            self._check_weights(weights, normalize)
+            if not any(weights):  # the base's tensor, whatever the method
+                weights, scale = None, 0.0
         return TensorSettings(
             method=self.method,
-            thinnings=tuple(Thinning(p, divisor=self._divisor(p, q)) for p, q in zip(rates, given, strict=True)),
-            weights=METHODS[self.method].share(self.weights, count, self.is_normalized),
-            normalize=self.is_normalized,
-            lambda_coeff=float(choose("lambda_coeff")),
-            keep_ratio=1.0 if ratio is None else float(ratio),
-            slerp_t=self.position,
+            thinnings=tuple(map(make_thinning, drops, *shapes, rescales, each("rescale_q"))),
+            weights=METHODS[self.method].share(weights, count, normalize),
+            normalize=normalize,
+            lambda_coeff=scale,
+            keep_ratio=float(choose("keep_ratio", 1)),
+            slerp_t=float(choose("slerp_t", 0.5)),
+            threshold=float(choose("threshold", TensorSettings.threshold)),
         )
-
-    def _divisor(self, rate: float, q: float | None) -> float:
-        """What the kept deltas are divided by: q, or the rate at which the mask keeps them."""
-        # The tolerance allows for 1 - 0.9 being a little less than 0.1.
-        if q is not None and q < 1 - rate - 1e-9:
-            raise ConfigError(
-                f"rescale_q {q:g} is below 1 - drop_rate = {1 - rate:g}, which would more than undo the dropping",
-                "DAREx-q wants 1 - drop_rate <= q <= 1; a rule with a drop rate of its own may need its own q",
-            )
-        if not self.rescale:
-            return 1.0
-        return Thinning(rate).keep_rate if q is None else q
 
     def recipe_settings(self) -> dict[str, Any]:
         """The settings that determine the output's bytes, as a [dare] table."""
-        chosen: dict[str, Any] = {"method": self.method, "drop_rate": _as_floats(self.drop_rate), "seed": self.seed}
-        chosen |= {"lambda_coeff": float(self.lambda_coeff), "rescale": self.rescale}
-        if "slerp_t" in METHODS[self.method].settings:
-            chosen["slerp_t"] = self.position
-        for name in ("weights", "rescale_q", "keep_ratio", "dtype"):
+        chosen: dict[str, Any] = {"method": self.method, "drop_rate": as_toml(self.drop_rate), "seed": self.seed}
+        chosen["lambda_coeff"] = as_toml(self.lambda_coeff)
+        drops = self._all_drops
+        words = {name_rescale(self.rescale, drop) for drop in drops}
+        if len(words) == 1:  # else each drop's own
+            [word] = words
+            chosen["rescale"] = {EXPECTATION: True, NONE: False}.get(word, word) if drops == {RANDOM} else word
+        for name, default in (("slerp_t", 0.5), ("threshold", TensorSettings.threshold)):
+            if name in METHODS[self.method].settings:
+                chosen[name] = as_toml(default if getattr(self, name) is None else getattr(self, name))
+        for name in ("weights", "rescale_q", "keep_ratio", "dtype", "gamma", "epsilon"):
             if getattr(self, name) is not None:
-                chosen[name] = _as_floats(getattr(self, name))
+                chosen[name] = as_toml(getattr(self, name))
+        if set(self._drops(None)) != {RANDOM}:
+            chosen["drop"] = as_toml(self.drop)
         if self.is_normalized != METHODS[self.method].normalize:
             chosen["normalize"] = self.is_normalized
         if self.mismatch != "error":

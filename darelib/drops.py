@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from darelib.mask import keep_rate, keep_threshold
+from darelib.mask import MASK_BITS, keep_rate, keep_threshold
 
-RANDOM: Final = "random"  # DARE's own
+# DARE's own; the largest are kept; neither the largest nor the smallest; the larger, the more likely.
+RANDOM, MAGNITUDE, BREADCRUMBS, DELLA = "random", "magnitude", "breadcrumbs", "della"
+# What is kept is divided by the probability to keep it; or multiplied so that the sum of |delta| stays what it was.
+EXPECTATION, L1, NONE = RESCALES = ("expectation", "l1", "none")
+# A sum of |delta| that is smaller cannot be restored.
+LEAST_SUM: Final = 1e-7
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A way to choose what is kept of a tensor."""
+    """A way to choose what is kept of a tensor: by its mask's bits alone, by size, or by both."""
 
-    threshold: Callable[[float], int]  # by drop rate: an element whose 16 mask bits are below it is kept
-    keep_rate: Callable[[float], float]  # by drop rate: the share that is kept, and the default divisor of the rest
-
-
-DROPS: Final = {RANDOM: Drop(keep_threshold, keep_rate)}
+    threshold: Callable[[float], int] = lambda _: 1 << MASK_BITS  # by drop rate: what has mask bits below it is kept
+    keep_rate: Callable[[float], float] = lambda rate: 1 - rate  # by drop rate: the share that is kept
+    rescale: str = EXPECTATION  # where the user does not say
+    settings: tuple[str, ...] = ()  # those of the optional settings that mean something to it
+    # By size: of n entries, counted from the largest down, the number of the last that is kept, then of the first.
+    ends: Callable[[Thinning, int], tuple[int, int]] | None = None
+    # By size and bits: for ranks in a row of so many entries, from the smallest up, thresholds of their own.
+    thresholds: Callable[[Thinning, Any, int], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -28,12 +37,76 @@ class Thinning:
 
     drop_rate: float = 0.0
     drop: str = RANDOM
-    divisor: float = 1.0  # of what is kept
+    gamma: float = 0.01  # breadcrumbs: share of the largest to drop
+    epsilon: float = 0.15  # della: how far the probabilities to keep lie around 1 - drop_rate
+    rescale: str = EXPECTATION
+    divisor: float = 1.0  # of what is kept, where that is one number and known beforehand
+
+    @property
+    def scheme(self) -> Drop:
+        """Where nothing is dropped, all schemes are one."""
+        return DROPS[self.drop if self.drop_rate else RANDOM]
 
     @property
     def threshold(self) -> int:
-        return DROPS[self.drop].threshold(self.drop_rate)
+        return self.scheme.threshold(self.drop_rate)
 
     @property
     def keep_rate(self) -> float:
-        return DROPS[self.drop].keep_rate(self.drop_rate)
+        return self.scheme.keep_rate(self.drop_rate)
+
+    @property
+    def restores_sum(self) -> bool:
+        return self.rescale == L1 and self.drop_rate > 0
+
+    @property
+    def divides_each(self) -> bool:
+        """Whether each entry is divided by its own probability to be kept."""
+        return self.rescale == EXPECTATION and self.scheme.thresholds is not None
+
+    def list_ends(self, count: int) -> tuple[int, ...]:
+        """The last and the first that are kept of so many entries, by size, if any are."""
+        last, first = self.scheme.ends(self, count) if self.scheme.ends else (0, 1)
+        return (last, first) if last >= first else ()
+
+    def find_bounds(self, sizes: Sequence[float]) -> tuple[float, float] | None:
+        """Between which |delta| is kept, where that is by size. sizes: of those at the ends."""
+        low, high = sizes or (math.inf, math.inf)
+        return (low, high) if self.scheme.ends else None
+
+    def find_thresholds(self, ranks: Any, width: int) -> Any:
+        """ranks: as float64, in an array of NumPy or torch."""
+        return self.scheme.thresholds(self, ranks, width) if self.scheme.thresholds else None
+
+    def find_factor(self, size: float, kept: float) -> float:
+        """What is kept is multiplied by it. size, kept: the sums of |delta| before and after."""
+        return size / kept if self.restores_sum and min(size, kept) >= LEAST_SUM else 1.0
+
+
+def _share_of(count: int, share: float) -> int:
+    return int(share * count + 1e-9)  # since (1 - 0.9) * 10 is a little less than 1
+
+
+def _largest(thinning: Thinning, count: int) -> tuple[int, int]:
+    return max(1, _share_of(count, 1 - thinning.drop_rate)), 1
+
+
+def _middle(thinning: Thinning, count: int) -> tuple[int, int]:
+    """Below the largest, unless too few would be left. Without any, the first comes after the last."""
+    kept = _share_of(count, 1 - thinning.drop_rate)
+    last = min(count, kept + _share_of(count, thinning.gamma))
+    return last, last - kept + 1
+
+
+def _rise(thinning: Thinning, ranks: Any, width: int) -> Any:
+    places = ranks / (width - 1) if width > 1 else ranks + 0.5
+    rates = (1 - thinning.drop_rate - thinning.epsilon) + 2 * thinning.epsilon * places
+    return (rates * (1 << MASK_BITS)).round().clip(1)
+
+
+DROPS: Final = {
+    RANDOM: Drop(keep_threshold, keep_rate),
+    MAGNITUDE: Drop(rescale=NONE, ends=_largest),
+    BREADCRUMBS: Drop(rescale=NONE, settings=("gamma",), ends=_middle),
+    DELLA: Drop(settings=("epsilon",), thresholds=_rise),
+}

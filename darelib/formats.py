@@ -18,6 +18,7 @@ STORED_BITS: Final = {
 }  # fmt: skip
 # Trim finds its threshold 16 bits of the magnitude at a time, by counting how many entries have each value of them.
 DIGIT_BITS: Final = 16
+NO_PREFIX: Final = (1 << 64) - 1  # of no entry
 # What people and config.json call the types that can be merged.
 DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 SHORT_DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from darelib.config import DareConfig, Rule
+from darelib.drops import RANDOM
 from darelib.formats import DTYPES, FORMATS, is_counted
+from darelib.gradients import count_layers, depth_of
 from darelib.kernels import KernelSpec
-from darelib.methods import METHODS, Look, TensorSettings
+from darelib.methods import METHODS, Found, Look, TensorSettings, choose_looks
 from darelib.models import Input
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, module_of, quantised_modules
 from darelib.models.tensorfile import TensorInfo
 from darelib.text import LISTED, DareError, count_of
+
+# A longer row would take more memory than all else.
+MAX_RANKED: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)  # there may be very many
@@ -38,12 +43,21 @@ class TensorPlan:
     def look_spec(self, look: Look) -> KernelSpec:
         return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
 
-    def make_look(self) -> Look | None:
-        """What the method must find out about it before it is merged."""
-        if not self.merged or not self.finetuned or not self.base.count:
+    def list_passes(self) -> list[tuple[Look, int]]:
+        """How it must be looked at before it is merged: the looks, one after the other, and the passes of each."""
+        if not self.merged or not self.base.count:
+            return []
+        found, bits = Found(), FORMATS[self.spec.real].bits
+        kinds = choose_looks(self.settings, self.models) if self.finetuned else ()
+        looks = [kind(self.settings, self.models, self.base.count, bits, found) for kind in kinds]
+        return [(look, number) for look in looks for number in range(look.passes)]
+
+    @property
+    def rank_spec(self) -> KernelSpec | None:
+        """The kernel that ranks its entries, if a drop wants that."""
+        if not self.merged or not any(self.settings.thinnings[i].scheme.thresholds for i in self.models):
             return None
-        look = METHODS[self.settings.method].look(self.settings)
-        return look(self.settings, self.models, FORMATS[self.spec.real].bits) if look else None
+        return KernelSpec("rank", self.base.dtype, self.spec.finetuned, self.spec.real)
 
     @property
     def length(self) -> int:
@@ -63,7 +77,8 @@ class Matcher:
         self.config, self.base, self.models = config, inputs[0], inputs[1:]
         self.mismatched: list[dict[str, tuple[int, ...]]] = [{} for _ in self.models]  # and their shapes
         self.tied: list[dict[str, str]] = [{} for _ in self.models]  # by head: the embedding that stands in for it
-        self._settings: dict[Rule | None, TensorSettings] = {}
+        self._layers = count_layers(self.base.tensors)
+        self._settings: dict[tuple[Rule | None, float], TensorSettings] = {}
         self._quantised = quantised_modules(self.base.tensors)
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
         for model in self.models:
@@ -120,11 +135,12 @@ class Matcher:
         merged &= all(theirs.dtype in FORMATS for _, theirs in found)
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
-        rule = self.config.rule_for(mask_names[0] if len(set(mask_names)) == 1 else own)
-        if rule not in self._settings:
-            self._settings[rule] = self.config.for_rule(rule, len(self.models))
+        known = mask_names[0] if len(set(mask_names)) == 1 else own
+        key = rule, depth = self.config.rule_for(known), depth_of(known, self._layers)
+        if key not in self._settings:
+            self._settings[key] = self.config.for_rule(rule, len(self.models), depth)
         for i, theirs in found:
-            self._check_rate(name, theirs, i, self._settings[rule])
+            self._check_drop(name, theirs, i, self._settings[key])
         return TensorPlan(
             name=name,
             base=info,
@@ -132,7 +148,7 @@ class Matcher:
             mask_names=tuple(mask_names),
             output=TensorInfo(dtype, info.shape),
             merged=merged,
-            settings=self._settings[rule],
+            settings=self._settings[key],
             spec=choose_kernel(self.config.method, info, [theirs for _, theirs in found], dtype),
             quantised=quantised,
             rule=rule,
@@ -159,8 +175,21 @@ class Matcher:
                 "give the base with the configuration that it had then, or the model itself",
             )
 
-    def _check_rate(self, name: str, theirs: TensorInfo, i: int, settings: TensorSettings) -> None:
-        """Refuse to keep more of a tensor than is left of it. Masks of one seed are nested, so less is possible."""
+    def _check_drop(self, name: str, theirs: TensorInfo, i: int, settings: TensorSettings) -> None:
+        """Refuse a drop that must see more of a tensor than there is, or keep more. Less is possible: masks nest."""
+        thinning = settings.thinnings[i]
+        if theirs.mask_name is not None and (thinning.drop != RANDOM or thinning.restores_sum):
+            what = "rescale l1" if thinning.drop == RANDOM else f"drop {thinning.drop}"
+            raise DareError(
+                f"{self.models[i].name!r} is packed, and {what} must see all of {name!r}",
+                "give the model itself, or use drop random with another rescale",
+            )
+        if thinning.scheme.thresholds and theirs.count and theirs.shape and theirs.shape[-1] > MAX_RANKED:
+            raise DareError(
+                f"drop {thinning.drop} ranks the entries of a row, and those of {name!r} have {theirs.shape[-1]:,}, "
+                f"more than {MAX_RANKED:,}",
+                f"give it another drop by a rule: {name}:drop={RANDOM}",
+            )
         if settings.thinnings[i].threshold > theirs.threshold:
             rate = theirs.drop_rate
             raise DareError(

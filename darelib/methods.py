@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.drops import Thinning
-from darelib.formats import DIGIT_BITS
+from darelib.formats import DIGIT_BITS, NO_PREFIX
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,6 +37,7 @@ class TensorSettings:
     lambda_coeff: float
     keep_ratio: float  # share of the surviving entries that trim keeps
     slerp_t: float
+    threshold: float = 1e-5  # ram: a smaller |delta| is none
 
     @property
     def drop_rates(self) -> tuple[float, ...]:
@@ -53,7 +54,18 @@ class TensorSettings:
         It is then taken as it is; computing it would lose bits where the base is much larger.
         """
         kept_whole = self.drop_rates == (0,) and self.divisors == (1,) and self.keep_ratio == 1
+        kept_whole = kept_whole and "threshold" not in METHODS[self.method].settings
         return kept_whole and self.lambda_coeff == 1 and self.weights == (1,)
+
+
+@dataclass
+class Found:
+    """What looks have found out about one tensor so far. For each model that has it, unless it says otherwise."""
+
+    bounds: tuple[tuple[float, float] | None, ...] = ()  # the smallest and largest |delta| of those that the drop keeps
+    factors: tuple[float, ...] = ()  # that restore the sum of |delta|
+    floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
+    products: tuple[float, ...] = (0.0, 0.0, 0.0)  # squared lengths and scalar product of the ends of slerp's arc
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,8 @@ class Coefficients:
 
     scales: tuple[float, ...]  # of the kept deltas
     weights: tuple[float, ...]  # ties divides by those of the models that agree, added to the first share
-    floors: tuple[float, ...]  # trim keeps what is at least as large
+    bounds: tuple[tuple[float, float] | None, ...]  # of the |delta| that the drop keeps, where it is by size
+    floors: tuple[float, ...]  # trim and ram keep what is at least as large
     base_share: float = 0.0  # how much of the base itself the merged delta gets
     first_share: float = 0.0
 
@@ -75,27 +88,30 @@ class Method:
     kernel: str  # the kernel that merges a chunk
     settings: tuple[str, ...]  # those of the optional settings that mean something to it
     share: Callable[[Sequence[float] | None, int, bool], tuple[float, ...]]  # the weights, from those given, if any
-    look: Callable[[TensorSettings], type[Look] | None]  # what must be found out first
-    weigh: Callable[[TensorSettings, Sequence[int], Sequence[float] | None], Coefficients]  # by what was found
+    look: Callable[[TensorSettings], type[Look] | None]  # what must be found out first, beside what drops want
+    weigh: Callable[[TensorSettings, Sequence[int], Found], Coefficients]
     show_weight: Callable[[TensorSettings, int], str] = lambda settings, i: f"{settings.weights[i]:.4g}"  # of a model
     models: int | None = None  # how many it takes, where it does not take any number
+    any_drop: bool = True  # whether it goes with other drops than random
     normalize: bool = False  # whether weights are divided by their sum, where the user does not say
     shares_only: bool = False  # weights that are divided by their sum are shares of a whole: never negative
 
 
 def weigh(
-    settings: TensorSettings, models: Sequence[int], weights: Sequence[float] | None = None,
-    floors: Sequence[float] | None = None, base_share: float = 0.0,
+    settings: TensorSettings, models: Sequence[int], found: Found, weights: Sequence[float] | None = None,
+    base_share: float = 0.0,
 ) -> Coefficients:  # fmt: skip
-    """A model's kept deltas are multiplied by its weight over its divisor."""
-    weights = settings.weights if weights is None else weights
-    scales = tuple(weights[i] / settings.divisors[i] for i in models)
-    return Coefficients(scales, tuple(weights[i] for i in models), tuple(floors or (0.0,) * len(models)), base_share)
+    """A model's kept deltas are multiplied by its weight over its divisor, and by what restores their sum."""
+    weights, none = settings.weights if weights is None else weights, (None,) * len(models)
+    factors = found.factors or (1.0,) * len(models)
+    scales = tuple(weights[i] / settings.divisors[i] * factor for i, factor in zip(models, factors, strict=True))
+    floors = found.floors or (0.0,) * len(models)
+    return Coefficients(scales, tuple(weights[i] for i in models), found.bounds or none, floors, base_share)
 
 
-def weigh_for_look(settings: TensorSettings, models: Sequence[int]) -> Coefficients:
+def weigh_for_look(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
     """Looks see the thinned deltas as they are, without weights."""
-    return weigh(settings, models, (1.0,) * len(settings.divisors))
+    return weigh(settings, models, found, (1.0,) * len(settings.divisors))
 
 
 def rank_of_floor(keep_ratio: float, survivors: int) -> int:
@@ -111,11 +127,13 @@ class Look:
 
     kernel: str
     passes = 1
-    found: tuple[float, ...] | None = None  # what weigh takes, after the last pass
 
-    def __init__(self, settings: TensorSettings, models: Sequence[int], bits: int) -> None:
-        """models: those that have the tensor. bits: of the floats to compute in."""
-        self.settings, self.models, self.bits = settings, models, bits
+    def __init__(self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found) -> None:
+        """models: those that have the tensor. count: its entries. bits: of the floats to compute in.
+
+        found: what earlier looks have found, and where this one adds to it.
+        """
+        self.settings, self.models, self.count, self.bits, self.found = settings, models, count, bits, found
 
     def describe(self, buffers: Any, number: int) -> None:
         """Set what its kernel must know in this pass."""
@@ -130,59 +148,143 @@ class Look:
         """Draw the conclusion of this pass, of which all jobs have been taken."""
 
 
-class TrimLook(Look):
-    """The smallest |delta| that trim keeps, for each model: the digits of its bit pattern, one in each pass."""
+@dataclass
+class Digits:
+    """The bit pattern of one entry that is looked for, as far as it is known."""
+
+    number: int  # of the entry, counted from the largest down, among those that begin like it
+    prefix: int = 0
+
+    def find_next(self, counts: NDArray[Any]) -> None:
+        """counts: by the next digit, of the entries that begin like it."""
+        downwards = counts[::-1].cumsum()
+        place = int(downwards.searchsorted(self.number))
+        self.number -= int(downwards[place - 1]) if place else 0
+        self.prefix = self.prefix << DIGIT_BITS | (len(counts) - 1 - place)
+
+
+class SizeLook(Look):
+    """For each model, up to two of its |delta| by their numbers in order of size: a digit of each in each pass."""
 
     kernel = "count"
 
-    def __init__(self, settings: TensorSettings, models: Sequence[int], bits: int) -> None:
-        super().__init__(settings, models, bits)
+    def __init__(self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found) -> None:
+        super().__init__(settings, models, count, bits, found)
         self.passes = bits // DIGIT_BITS
-        self._prefixes = [0] * len(models)  # the digits found so far
-        self._ranks = [0] * len(models)  # of the entry that is looked for, among those with that prefix
+        self._wanted: list[list[Digits]] = []
         self._counts: Any = 0
 
     def describe(self, buffers: Any, number: int) -> None:
         buffers.tensor["shift"] = self.bits - (number + 1) * DIGIT_BITS
-        buffers.models["prefix"][: len(self.models)] = self._prefixes
+        for told, wanted in zip(buffers.models, self._wanted, strict=False):
+            told["prefix"], told["prefix_2"] = [*(digits.prefix for digits in wanted), NO_PREFIX, NO_PREFIX][:2]
 
     def take_job(self, start: int, stop: int, buffers: Any) -> None:
         self._counts = self._counts + buffers.counts[: len(self.models)].astype("i8")
 
     def conclude(self, number: int) -> None:
-        for row, counts in enumerate(self._counts):
-            self._find_digit(row, counts, number)
+        counts = self._counts.reshape(len(self.models), 2, -1)
+        if number == 0:
+            sums = [int(first.sum()) for first, _ in counts]
+            self._wanted = [[*map(Digits, self.number(*each))] for each in zip(self.models, sums, strict=True)]
+        for wanted, halves in zip(self._wanted, counts, strict=True):
+            alike = len({digits.prefix for digits in wanted}) == 1  # both were counted together
+            for digits, half in zip(wanted, halves[[0, 0]] if alike else halves, strict=False):
+                digits.find_next(half)
         self._counts = 0
         if number == self.passes - 1:
-            (pattern, value), count = "Qd" if self.bits == 64 else "If", len(self.models)
-            self.found = struct.unpack(f"<{count}{value}", struct.pack(f"<{count}{pattern}", *self._prefixes))
+            self.tell([[self._value_of(digits.prefix) for digits in wanted] for wanted in self._wanted])
 
-    def _find_digit(self, row: int, counts: NDArray[Any], number: int) -> None:
-        """The digit of the last entry that is kept, counting from the largest down."""
-        downwards = counts[::-1].cumsum()
-        if number == 0:
-            self._ranks[row] = rank_of_floor(self.settings.keep_ratio, int(downwards[-1]))
-        place = int(downwards.searchsorted(self._ranks[row]))
-        if place == len(counts):  # nothing survived the drop, so there is nothing to trim
-            return
-        self._ranks[row] -= int(downwards[place - 1]) if place else 0
-        self._prefixes[row] = self._prefixes[row] << DIGIT_BITS | (len(counts) - 1 - place)
+    def _value_of(self, pattern: int) -> float:
+        (integer, real) = "Qd" if self.bits == 64 else "If"
+        return float(struct.unpack(f"<{real}", struct.pack(f"<{integer}", pattern))[0])
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        """Which entries of a model to find, of so many, counted from the largest down."""
+        raise NotImplementedError
+
+    def tell(self, values: list[list[float]]) -> None:
+        raise NotImplementedError
 
 
-class ArcLook(Look):
+class BoundsLook(SizeLook):
+    """The smallest and the largest |delta| that a drop by size keeps, for each model that has such a drop."""
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        return self.settings.thinnings[model].list_ends(self.count)
+
+    def tell(self, values: list[list[float]]) -> None:
+        pairs = zip(self.models, values, strict=True)
+        self.found.bounds = tuple(self.settings.thinnings[i].find_bounds(sizes) for i, sizes in pairs)
+
+
+class TrimLook(SizeLook):
+    """The smallest |delta| that trim keeps of those that survive the drop, for each model."""
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        return (rank_of_floor(self.settings.keep_ratio, survivors),) if survivors else ()
+
+    def tell(self, values: list[list[float]]) -> None:
+        self.found.floors = tuple(each[0] if each else 0.0 for each in values)
+
+
+class ChunkLook(Look):
+    """Adds up what a kernel finds in each chunk, in the chunks' order."""
+
+    def __init__(self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found) -> None:
+        super().__init__(settings, models, count, bits, found)
+        self._chunks: dict[int, tuple[float, ...]] = {}
+
+    def take_chunk(self, start: int, buffers: Any) -> None:
+        self._chunks[start] = tuple(map(float, self.read(buffers)))
+
+    def conclude(self, number: int) -> None:
+        self.tell(fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)]))
+
+    def read(self, buffers: Any) -> Sequence[float]:
+        raise NotImplementedError
+
+    def tell(self, sums: tuple[float, ...]) -> None:
+        raise NotImplementedError
+
+
+class SumsLook(ChunkLook):
+    """The sums of |delta| before and after the drop, for each model."""
+
+    kernel = "sums"
+
+    def read(self, buffers: Any) -> Sequence[float]:
+        return [*buffers.models["size"][: len(self.models)], *buffers.models["kept_size"][: len(self.models)]]
+
+    def tell(self, sums: tuple[float, ...]) -> None:
+        self.found.factors = find_factors(self.settings, self.models, sums)
+
+
+def find_factors(settings: TensorSettings, models: Sequence[int], sums: Sequence[float]) -> tuple[float, ...]:
+    """sums: of |delta|, for each model, then of what is kept of it, for each model."""
+    pairs = zip(sums[: len(models)], sums[len(models) :], strict=True)
+    return tuple(settings.thinnings[i].find_factor(*pair) for i, pair in zip(models, pairs, strict=True))
+
+
+class ArcLook(ChunkLook):
     """The squared lengths and the scalar product of the two thinned models, between which slerp's arc goes."""
 
     kernel = "products"
 
-    def __init__(self, settings: TensorSettings, models: Sequence[int], bits: int) -> None:
-        super().__init__(settings, models, bits)
-        self._chunks: dict[int, tuple[float, ...]] = {}
+    def read(self, buffers: Any) -> Sequence[float]:
+        return [buffers.tensor[name][0] for name in ("square_0", "square_1", "product")]
 
-    def take_chunk(self, start: int, buffers: Any) -> None:
-        self._chunks[start] = tuple(float(buffers.tensor[name][0]) for name in ("square_0", "square_1", "product"))
+    def tell(self, sums: tuple[float, ...]) -> None:
+        self.found.products = sums
 
-    def conclude(self, number: int) -> None:
-        self.found = fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)])
+
+def choose_looks(settings: TensorSettings, models: Sequence[int]) -> list[type[Look]]:
+    """What must be found out about a tensor that these models have, one after the other."""
+    thinnings = [settings.thinnings[i] for i in models]
+    looks: list[type[Look]] = [BoundsLook] if any(thinning.scheme.ends for thinning in thinnings) else []
+    looks += [SumsLook] if any(thinning.restores_sum for thinning in thinnings) else []
+    own = METHODS[settings.method].look(settings)
+    return looks + ([own] if own else [])
 
 
 def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
@@ -247,9 +349,9 @@ def _equal_shares(given: Sequence[float] | None, count: int, normalize: bool) ->
     return (1.0,) * count if given is None or count == 1 else tuple(map(float, given))
 
 
-def _weigh_ties(settings: TensorSettings, models: Sequence[int], floors: Sequence[float] | None) -> Coefficients:
-    found = weigh(settings, models, floors=floors)
-    return found if settings.normalize else replace(found, weights=(0.0,) * len(models), first_share=1.0)
+def _weigh_ties(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    told = weigh(settings, models, found)
+    return told if settings.normalize else replace(told, weights=(0.0,) * len(models), first_share=1.0)
 
 
 def _describe_ties(settings: TensorSettings) -> str:
@@ -257,13 +359,17 @@ def _describe_ties(settings: TensorSettings) -> str:
     return f"{how} over the models that agree on a sign, and added to the base"
 
 
-def _weigh_slerp(settings: TensorSettings, models: Sequence[int], products: Sequence[float] | None) -> Coefficients:
+def _weigh_slerp(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
     """The arc goes between base + kept_0 and base + kept_1, and what is merged is added to one whole base."""
-    weights = slerp_weights(*products or (0.0, 0.0, 0.0), settings.slerp_t)
-    return weigh(settings, models, weights, base_share=sum(weights) - 1)
+    weights = slerp_weights(*found.products, settings.slerp_t)
+    return weigh(settings, models, found, weights, base_share=sum(weights) - 1)
 
 
-LINEAR, TIES, SLERP = "linear", "ties", "slerp"
+def _weigh_ram(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    return replace(weigh(settings, models, found), floors=(settings.threshold,) * len(models))
+
+
+LINEAR, TIES, SLERP, RAM = "linear", "ties", "slerp", "ram"
 METHODS: Final = {
     LINEAR: Method(
         card=lambda _: "summed up by weight and added to the base",
@@ -271,7 +377,7 @@ METHODS: Final = {
         settings=("weights", "normalize"),
         share=_average,
         look=lambda _: None,
-        weigh=lambda settings, models, _: weigh(settings, models),
+        weigh=weigh,
     ),
     TIES: Method(
         card=_describe_ties,
@@ -292,6 +398,17 @@ METHODS: Final = {
         weigh=_weigh_slerp,
         show_weight=lambda settings, _: f"slerp at {settings.slerp_t:g}",
         models=2,
+        any_drop=False,
+    ),
+    RAM: Method(  # arXiv 2601.13572
+        card=lambda settings: f"averaged where they are at least {settings.threshold:g}, and added to the base",
+        kernel="average",
+        settings=("weights", "threshold"),
+        share=_equal_shares,
+        look=lambda _: None,
+        weigh=_weigh_ram,
+        normalize=True,
+        shares_only=True,
     ),
 }
 # The settings that mean something to some methods only.

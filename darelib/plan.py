@@ -19,7 +19,9 @@ from typing import Any
 
 from darelib import __version__
 from darelib.config import DareConfig, parse_size
+from darelib.drops import DROPS, NONE
 from darelib.formats import FORMATS
+from darelib.gradients import count_layers
 from darelib.kernels import KernelSpec
 from darelib.matching import Matcher
 from darelib.matching import TensorPlan as TensorPlan
@@ -88,6 +90,11 @@ class Task:
         return max(TUNING.min_chunk, min(most, 1 << max(fitting.bit_length() - 1, 0)))
 
     @cached_property
+    def ranked(self) -> int:
+        """Elements of the longest row that entries are ranked in, if any."""
+        return max((tensor.base.width for tensor in self.tensors if tensor.rank_spec), default=0)
+
+    @cached_property
     def changed(self) -> tuple[TensorPlan, ...]:
         """The tensors that some model changes."""
         return tuple(tensor for tensor in self.tensors if tensor.merged and tensor.base.count and tensor.finetuned)
@@ -134,15 +141,15 @@ class MergePlan(Task):
 
     def passes(self, tensor: TensorPlan) -> int:
         """How often a tensor is looked at before it is merged."""
-        look = tensor.make_look()
-        return look.passes if look else 0
+        return len(tensor.list_passes())
 
-    def make_looks(self) -> dict[str, Look]:
-        return {tensor.name: look for tensor in self.tensors if (look := tensor.make_look())}
+    def list_passes(self) -> dict[str, list[tuple[Look, int]]]:
+        return {tensor.name: passes for tensor in self.tensors if (passes := tensor.list_passes())}
 
     def specs(self) -> set[KernelSpec]:
-        """The kernels that merge."""
-        return {tensor.spec for tensor in self.tensors if tensor.merged and tensor.base.count}
+        """The kernels that merge, and those that rank what is merged."""
+        merged = [tensor for tensor in self.tensors if tensor.merged and tensor.base.count]
+        return {spec for tensor in merged for spec in (tensor.spec, tensor.rank_spec) if spec}
 
     def rounds(self, done: Collection[tuple[str, int]] = ()) -> Iterator[Iterator[Job]]:
         """Sets of jobs, each to be finished before the next: for a batch of tensors, look, look again, merge."""
@@ -187,7 +194,7 @@ def plan_analysis(config: DareConfig, inputs: Sequence[Input]) -> Task:
     names = [model.name for model in inputs]
     threads = count_threads(config, matcher.tensors)
     samples = [model.sample for model in inputs if model.sample]
-    warnings = (*find_odd_inputs(inputs), *find_odd_names(inputs, matcher), *matcher.warnings(), *samples)
+    warnings = (*find_odd_inputs(config, inputs), *find_odd_names(inputs, matcher), *matcher.warnings(), *samples)
     seeds = find_seeds(config, inputs)
     return Task(names[0], tuple(names[1:]), config, tuple(matcher.tensors), (), threads, seeds, warnings)
 
@@ -224,7 +231,7 @@ def plan_merge(
         threads=count_threads(config, tensors),
         seeds=find_seeds(config, inputs),
         warnings=(
-            *find_odd_inputs(inputs),
+            *find_odd_inputs(config, inputs),
             *find_odd_names(inputs, matcher),
             *find_odd_settings(config, inputs, tensors),
             *find_odd_seeds(find_seeds(config, inputs), inputs),
@@ -343,10 +350,14 @@ def find_odd_settings(config: DareConfig, inputs: Sequence[Input], tensors: Sequ
             why = "matches only tensors that an earlier rule takes" if shadowed else why
             yield f"rule {k} ({list_names(rule.match)}) {why}"
     settings = {id(tensor.settings): tensor.settings for tensor in tensors}.values()
-    most = max((thinning for s in settings for thinning in s.thinnings), key=lambda thinning: thinning.drop_rate)
-    if not config.rescale and most.drop_rate > 0:
+    thinnings = {thinning for s in settings for thinning in s.thinnings}
+    weak = [t for t in thinnings if t.rescale == NONE != DROPS[t.drop].rescale and t.drop_rate > 0]
+    if weak:
+        most = max(weak, key=lambda thinning: thinning.drop_rate)
         rate, left = most.drop_rate, 1 / most.keep_rate
         yield f"rescale is off: with {rate:g} of a delta dropped, what is left is {left:.3g} times too weak"
+    if config.has_gradients and not count_layers(inputs[0].tensors):
+        yield "no tensor's name has the number of a layer in it, so each gradient has its first value everywhere"
 
 
 def find_odd_seeds(seeds: Sequence[int], inputs: Sequence[Input]) -> Iterator[str]:
@@ -357,10 +368,10 @@ def find_odd_seeds(seeds: Sequence[int], inputs: Sequence[Input]) -> Iterator[st
             yield f"{words}; use another --seed, or pack again with one"
 
 
-def find_odd_inputs(inputs: Sequence[Input]) -> Iterator[str]:
+def find_odd_inputs(config: DareConfig, inputs: Sequence[Input]) -> Iterator[str]:
     base, *models = inputs
     for i, model in enumerate(models):
-        if have_same_files(model, base):
+        if have_same_files(model, base) and not config.averages:
             yield f"{model.name} is the base itself, given as a model to merge"
         if any(have_same_files(model, earlier) for earlier in models[:i]):
             yield f"{model.name} is given more than once; each time counts fully"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
 import tomllib
@@ -10,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from darelib.config import CHECKS, RULE_SETTINGS, Rule, check_setting
 from darelib.mask import MASK_NAME
@@ -22,6 +23,7 @@ TOO_LONG: Final = f"it is longer than {MAX_TOML:,} bytes"
 LONG_KEY: Final = re.compile(
     r"""(?<![\w\\-])(?:(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){64}"""  # bare or quoted parts
 )
+YAML_SUFFIXES: Final = (".yaml", ".yml")  # of mergekit's configurations
 # The files that a model in a directory is named by; the directory's name says more.
 MODEL_FILES: Final = (
     "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "adapter_config.json",
@@ -35,7 +37,8 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.
-BASE, UNION = WORDS = ("base", "union")
+BASE, UNION = ("base", "union")
+AUTO: Final = "auto"  # the chat template that most models have
 # What other tools and the papers call our settings.
 FOREIGN_KEYS: Final = {
     "density": "drop_rate = 1 - density",
@@ -77,6 +80,16 @@ class Source:
             path = Path(os.path.expanduser(given))
         return cls(name, Path(folder or "", path))
 
+    @property
+    def is_word(self) -> bool:
+        """Whether a tokenizer or a chat template is a word, or the template itself, and not a path."""
+        return self.name in (BASE, UNION, AUTO) or is_template(self.name)
+
+
+def is_template(text: str) -> bool:
+    """Whether a text is a chat template, and not the path of one."""
+    return "{{" in text or "{%" in text
+
 
 def recorded_name(source: Source) -> str:
     """What a recipe calls a model: its name and commit on the Hub, or the last part of its path."""
@@ -98,6 +111,7 @@ class Request:
     inputs: tuple[dict[str, Any], ...] = ()  # fingerprints of base and models, where the file is a recipe
     version: str = ""  # of the tool that made the recipe
     packed: bool = False  # whether that is a packed model
+    notes: Mapping[str, str] = field(default_factory=dict)  # on settings: what a written configuration says of them
 
 
 def load_request(path: Path) -> Request:
@@ -113,7 +127,8 @@ def load_request(path: Path) -> Request:
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", "see merge_config.toml for an example") from None
+        kind = "YAML" if path.suffix in YAML_SUFFIXES else "TOML"
+        raise ConfigError(f"{path} is not valid {kind}: {error}", "see merge_config.toml for an example") from None
     return READERS.get(path.suffix, parse_request)(text, str(path), path.parent)
 
 
@@ -157,8 +172,16 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
     )
 
 
+def _parse_yaml(text: str, path: str, folder: Path) -> Request:
+    """A configuration of mergekit's, whose room is above this one: it has to look at models."""
+    return cast(Request, importlib.import_module("darelib.mergekit").parse_yaml(text, path, folder))
+
+
 # What reads a configuration, by the suffix of its file; any other suffix is read as TOML.
-READERS: Final[Mapping[str, Callable[[str, str, Path], Request]]] = {".toml": parse_request}
+READERS: Final[Mapping[str, Callable[[str, str, Path], Request]]] = {
+    ".toml": parse_request,
+    **dict.fromkeys(YAML_SUFFIXES, _parse_yaml),
+}
 
 
 def _parse_tables(text: str, path: str) -> dict[str, Any]:
@@ -223,7 +246,7 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
 
 def flag_of(name: str) -> str:
     """The flag of a setting, or of an option of the command."""
-    others = {"lambda_coeff": "--lambda", "rules": "--rule", "rescale": "--no-rescale"}
+    others = {"lambda_coeff": "--lambda", "rules": "--rule"}
     return others.get(name, f"--{name.replace('_', '-')}")
 
 

@@ -6,16 +6,18 @@ import dataclasses
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import DareConfig, Rule
+from darelib.drops import DROPS, EXPECTATION, NONE, RANDOM
 from darelib.mask import MASK_BITS
 from darelib.methods import METHODS, TensorSettings
 from darelib.models import Input
 from darelib.output.destination import Replaced
-from darelib.plan import MergePlan
+from darelib.plan import MergePlan, TensorPlan
 from darelib.text import LISTED, clip, count_of, duration, human, list_names, printable, table
 from darelib.tuning import TUNING
 
@@ -70,7 +72,7 @@ class PlannedRule:
     tensors: int
     parameters: int
     settings: TensorSettings
-    words: str  # the settings that count
+    words: str  # the settings that count; where they change over the layers, from the least to the most
 
     @property
     def label(self) -> str:
@@ -108,6 +110,9 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        for rule in data["rules"]:  # their numbers as lists, too, which are easier to read out
+            thinnings = rule["settings"]["thinnings"]
+            rule["settings"] |= {f"{name}s": [t[name] for t in thinnings] for name in ("drop_rate", "divisor")}
         return data
 
     def __str__(self) -> str:
@@ -131,8 +136,8 @@ class Plan:
     def _how(self) -> str:
         """What is the same for all tensors."""
         words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
-        given = [name for name in ("slerp_t", "dtype", "normalize") if name in self.config]
-        words += [f"{name} {str(self.config[name]).lower()}" for name in given]
+        given = [name for name in ("slerp_t", "threshold", "dtype", "normalize") if name in self.config]
+        words += [f"{name} {show_setting(self.config[name])}" for name in given]
         if "weights" in METHODS[self.config["method"]].settings:
             words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
         return "; ".join(words)
@@ -209,32 +214,55 @@ def describe_plan(
 
 def describe_rules(plan: MergePlan) -> Iterator[PlannedRule]:
     """How many tensors each rule is for; last, those that no rule is for."""
-    sizes: dict[int, list[int]] = {}
+    tensors: dict[int, list[TensorPlan]] = {}
     for tensor in plan.tensors:
         if tensor.merged:
-            sizes.setdefault(id(tensor.rule), []).append(tensor.base.count)
+            tensors.setdefault(id(tensor.rule), []).append(tensor)
     for rule in (*plan.config.typed_rules, None):
-        own = sizes.get(id(rule), [])
+        own = tensors.get(id(rule), [])
         if rule or own:
             settings = plan.config.for_rule(rule, len(plan.models))
-            words = describe_settings(settings, plan.config, rule)
-            yield PlannedRule(rule.match if rule else (), len(own), sum(own), settings, words)
+            used = list({id(tensor.settings): tensor.settings for tensor in own}.values()) or [settings]
+            words, parameters = describe_settings(used, plan.config, rule), sum(tensor.base.count for tensor in own)
+            yield PlannedRule(rule.match if rule else (), len(own), parameters, settings, words)
 
 
-def describe_settings(settings: TensorSettings, config: DareConfig, rule: Rule | None) -> str:
-    """The settings that count."""
-    if settings.lambda_coeff == 0:
+def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: Rule | None) -> str:
+    """The settings that count, of tensors that one rule is for."""
+    if not any(settings.lambda_coeff for settings in used):
         return "lambda 0: as in the base"
 
-    def show(values: Sequence[float]) -> str:
-        return ", ".join(f"{value:g}" for value in (values if len(set(values)) > 1 else values[:1]))
+    def show(find: Callable[[TensorSettings], Sequence[float]]) -> str:
+        spans = [sorted({min(column), max(column)}) for column in zip(*map(find, used), strict=True)]
+        words = [" to ".join(f"{value:.4g}" for value in span) for span in spans]
+        return ", ".join(words if len(set(words)) > 1 else words[:1])
 
-    words = [f"drop rate {show(settings.drop_rates)}"]
+    general, thinnings = config.general(len(used[0].thinnings)), used[0].thinnings
+    kinds = list(dict.fromkeys(thinning.drop for thinning in thinnings))
+    rescales = {thinning.rescale for thinning in thinnings if thinning.rescale != DROPS[thinning.drop].rescale}
+    words = [f"drop rate {show(lambda s: s.drop_rates)}" + (f" by {', '.join(kinds)}" if kinds != [RANDOM] else "")]
+    for name in dict.fromkeys(name for kind in kinds for name in DROPS[kind].settings):
+        words.append(f"{name} {show(partial(list_own, name))}")
     q = config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q
-    words += ["not rescaled"] if not config.rescale else [f"rescale_q {show(settings.divisors)}"] if q else []
-    words += [f"lambda {settings.lambda_coeff:g}"] if settings.lambda_coeff != 1 else []
-    words += [f"keep_ratio {settings.keep_ratio:g}"] if settings.keep_ratio < 1 else []
+    words += ["not rescaled"] if NONE in rescales else ["rescaled by l1"] if rescales else []
+    words += [f"rescale_q {show(lambda s: s.divisors)}"] if q else []
+    words += [f"lambda {show(lambda s: [s.lambda_coeff])}"] if {s.lambda_coeff for s in used} != {1} else []
+    words += [f"keep_ratio {show(lambda s: [s.keep_ratio])}"] if {s.keep_ratio for s in used} != {1} else []
+    words += [f"weights {show(lambda s: s.weights)}"] if {s.weights for s in used} != {general.weights} else []
+    words += [f"normalize {str(used[0].normalize).lower()}"] if used[0].normalize != general.normalize else []
+    words += [f"slerp_t {show(lambda s: [s.slerp_t])}"] if {s.slerp_t for s in used} != {general.slerp_t} else []
     return "; ".join(words)
+
+
+def list_own(name: str, settings: TensorSettings) -> list[float]:
+    return [getattr(thinning, name) for thinning in settings.thinnings]
+
+
+def show_setting(value: Any) -> str:
+    """A setting as in TOML, in words."""
+    if isinstance(value, dict):
+        return f"{', '.join(f'{number:g}' for number in value['gradient'])} over the layers"
+    return str(value).lower()
 
 
 def estimate_memory(plan: MergePlan, inputs: Sequence[Input]) -> int:
@@ -242,8 +270,8 @@ def estimate_memory(plan: MergePlan, inputs: Sequence[Input]) -> int:
     from darelib.kernels.records import Buffers
 
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    kinds = {look.kernel for look in plan.make_looks().values()}
-    buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds).nbytes
+    kinds = {look.kernel for passes in plan.list_passes().values() for look, _ in passes}
+    buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
     held = min(sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads)
     return PROCESS_BYTES + known + plan.threads * (buffers + held)
 
@@ -260,6 +288,7 @@ class ModelReport:
     seed: int
     parameters: int
     drop_rate: float  # as asked for, rules apart
+    drop: str
     exact_drop_rate: float  # what the masks' thresholds amount to, over all tensors
     dropped_share: float  # what the mask really dropped; trim comes on top
     mean_delta: float
@@ -271,9 +300,10 @@ class ModelReport:
 
     @property
     def drop_rates(self) -> str:
-        """The rate that was asked for and, where rules have it otherwise, what it comes to."""
-        by_rules = abs(self.exact_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
-        return f"{self.drop_rate:g}" + (f" ({self.exact_drop_rate:.3g} by rules)" if by_rules else "")
+        """The rate that was asked for and, where rules or layers have it otherwise, what it comes to."""
+        varies = abs(self.exact_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
+        drop = f" by {self.drop}" if self.drop != RANDOM else ""
+        return f"{self.drop_rate:g}{drop}" + (f" ({self.exact_drop_rate:.3g} in all)" if varies else "")
 
 
 @dataclass(frozen=True)
@@ -335,7 +365,7 @@ def report_merge(plan: MergePlan, outcomes: Sequence[Outcome], output: str, seco
     return MergeReport(
         output=output,
         method=plan.config.method,
-        lambda_coeff=float(plan.config.lambda_coeff),
+        lambda_coeff=plan.config.general(len(plan.models)).lambda_coeff,
         files=tuple(file.name for file in plan.files),
         side_files=tuple(plan.side),
         tensors=len(plan.tensors),
@@ -350,13 +380,14 @@ def report_merge(plan: MergePlan, outcomes: Sequence[Outcome], output: str, seco
 
 
 def report_model(plan: MergePlan, i: int, total: Tally) -> ModelReport:
-    count, rate = max(total.parameters, 1), plan.config.general(len(plan.models)).drop_rates[i]
+    count, thinning = max(total.parameters, 1), plan.config.general(len(plan.models)).thinnings[i]
     return ModelReport(
         name=plan.models[i],
         seed=plan.seeds[i],
         parameters=total.parameters,
-        drop_rate=rate,
-        exact_drop_rate=1 - total.expected / total.parameters if total.parameters else rate,
+        drop_rate=thinning.drop_rate,
+        drop=thinning.drop,
+        exact_drop_rate=1 - total.expected / total.parameters if total.parameters else thinning.drop_rate,
         dropped_share=(total.parameters - total.kept) / count,
         mean_delta=total.mean,
         largest_delta=total.peak,
@@ -375,10 +406,12 @@ def find_oddities(
         if names := sorted({outcome.tensor for outcome in outcomes if i in outcome.differing}):
             yield f"{name} differs from the base in tensors that are copied, not merged: {list_names(names)}"
         if not plan.repeats_base[i]:  # of which the plan warns
-            yield from find_odd_deltas(plan, name, by_tensor[i], totals[i])
+            yield from find_odd_deltas(plan, i, by_tensor[i], totals[i])
 
 
-def find_odd_deltas(plan: MergePlan, name: str, tallies: Mapping[str, Tally], total: Tally) -> Iterator[str]:
+def find_odd_deltas(plan: MergePlan, i: int, tallies: Mapping[str, Tally], total: Tally) -> Iterator[str]:
+    name, kinds = plan.models[i], {tensor.settings.thinnings[i].drop for tensor in plan.changed}
+    at_random = any(DROPS[kind].rescale == EXPECTATION for kind in kinds)  # which large deltas do not tolerate
     threshold = plan.config.delta_threshold
     large = sorted(((tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold), reverse=True)
     if total.parameters and total.peak == 0:
@@ -388,7 +421,7 @@ def find_odd_deltas(plan: MergePlan, name: str, tallies: Mapping[str, Tally], to
             f"{plan.base} does not look like the base of {name}: the mean |delta| is {total.mean:.3g} where the mean "
             f"|weight| is {total.base_sum / total.parameters:.3g}; check that {name} was fine-tuned from it"
         )
-    elif large and total.kept < total.parameters:  # where nothing is dropped, nothing can be lost
+    elif large and at_random and total.kept < total.parameters:  # where nothing is dropped, nothing can be lost
         worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
         yield (
             f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of {len(tallies):,} "

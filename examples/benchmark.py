@@ -51,7 +51,7 @@ START_UP, CENTRE = 1_000_000, 480_000_000  # parameters: one that shows how long
 # The whole comparison goes from the first point along one axis at a time: all combinations would take days.
 POINTS = [
     *(Point(CENTRE), Point(CENTRE, threads=1), Point(CENTRE, cold=True)),
-    *(Point(CENTRE, method) for method in ("ties", "slerp", "pack")),
+    *(Point(CENTRE, method) for method in ("ties", "slerp", "pack", "magnitude", "breadcrumbs", "della")),
     *(Point(CENTRE, method, models=5) for method in ("linear", "ties")),
     Point(CENTRE, dtype="fp32"),
     *(Point(size) for size in (START_UP, 100_000_000, 3_840_000_000)),
@@ -62,6 +62,9 @@ METHODS: dict[str, tuple[list[str], str]] = {
     "ties": (["--method", "ties"], "dare_ties"),
     "trim": (["--method", "ties", "--keep-ratio", "0.5"], ""),
     "slerp": (["--method", "slerp"], "slerp"),
+    "magnitude": (["--method", "ties", "--drop", "magnitude", "--drop-rate", "0.5"], "ties"),
+    "breadcrumbs": (["--drop", "breadcrumbs", "--drop-rate", "0.5"], "breadcrumbs"),
+    "della": (["--drop", "della", "--rescale", "l1", "--drop-rate", "0.5"], "della_linear"),
     "analyze": (["analyze"], ""),
     "pack": (["pack"], ""),
 }
@@ -136,7 +139,8 @@ def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]
 def list_programs(point: Point, files: list[Path], output: str, other: Path | None) -> Programs:
     """What is compared, in the order of the table."""
     base, *others = map(str, files)
-    method, kit_method, merges = point.method, METHODS[point.method][1], point.method != "analyze"
+    method, (flags, kit_method), merges = point.method, METHODS[point.method], point.method != "analyze"
+    density = 1 - float(flags[-1]) if "--drop-rate" in flags else DENSITY
 
     def tool(root: Path, method: str) -> list[str]:
         words = [sys.executable, str(root / "dare.py"), *METHODS[method][0], "--quiet", "--base", base]
@@ -154,7 +158,7 @@ def list_programs(point: Point, files: list[Path], output: str, other: Path | No
         found[f"floor-{kind}{ending}"] = f"floor, {count_of(threads, 'thread')}, {how}", words
     if kit_method and "mergekit" in INSTALLED:
         dares, models = method != "slerp", [{"model": str(file.parent)} for file in files]
-        parameters = {"density": DENSITY, "weight": 1 / len(others)} if dares else {"t": 0.5}
+        parameters = {"density": density, "weight": 1 / len(others)} if dares else {"t": 0.5}
         recipe: dict[str, Any] = {"merge_method": kit_method, "dtype": DTYPES[point.dtype][0], "parameters": parameters}
         recipe |= {"base_model": models[0 if dares else 1]["model"], "models": models[1:]}
         written = files[0].with_name("mergekit.yaml")
@@ -162,7 +166,7 @@ def list_programs(point: Point, files: list[Path], output: str, other: Path | No
         words = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(written), output]
         words += ["--no-copy-tokenizer", "--no-write-model-card", "--quiet"]
         found["mergekit"] = f"mergekit {kit_method}{'' if dares else ' (no dropping)'}", words
-    if method != "trim":
+    if method != "trim" and "--drop" not in flags:
         words = ["torch_merge", method, str(DENSITY), output] if merges else ["torch_analyze"]
         found["torch"] = "plain torch script", [sys.executable, RIVALS, *words, base, *others]
     if merges and method != "linear":

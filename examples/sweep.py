@@ -51,6 +51,9 @@ from sweep_command import Command, EvaluationFailed
 from sweep_plot import draw, load_matplotlib, show
 
 from dare import ConfigError, DareConfig, DareError, DareMerger, Rule
+from darelib.drops import DROPS, EXPECTATION
+from darelib.gradients import value_at
+from darelib.methods import METHODS
 
 # In the head of every file that is written here, so that files of others are not overwritten.
 MARK: Final = "Written by examples/sweep.py"
@@ -126,6 +129,7 @@ class Grid:
     """The values to combine. None: as the configuration has it."""
 
     drop_rate: Sequence[Any] | None = None
+    drop: Sequence[Any] | None = None
     method: Sequence[str] | None = None
     lambda_coeff: Sequence[float] | None = None
     rescale_q: Sequence[Any] | None = None
@@ -164,7 +168,7 @@ class Candidate:
 
     @property
     def is_random(self) -> bool:
-        return len(self.configs) > 0 and drops(self.configs[0])
+        return len(self.configs) > 0 and draws(self.configs[0])
 
 
 def rules_of(config: DareConfig) -> tuple[Rule, ...]:
@@ -172,69 +176,58 @@ def rules_of(config: DareConfig) -> tuple[Rule, ...]:
 
 
 def drops(config: DareConfig) -> bool:
-    """Whether anything is dropped anywhere; if not, the seed means nothing."""
+    """Whether anything is dropped anywhere."""
     rates = [config.drop_rate, *(rule.drop_rate for rule in rules_of(config))]
     return any(any(rate) if isinstance(rate, tuple) else bool(rate) for rate in rates)
 
 
+def draws(config: DareConfig) -> bool:
+    """Whether anything is dropped at random; if not, the seed means nothing."""
+    given = [config.drop, *(rule.drop for rule in rules_of(config))]
+    names = {name for drop in given for name in ((drop,) if isinstance(drop, str) else drop or ())}
+    return drops(config) and any(DROPS[name].rescale == EXPECTATION for name in names)
+
+
 def fit(config: DareConfig, **chosen: Any) -> DareConfig:
     """The configuration with other settings, less what means nothing to the method: that would be an error."""
-    method, rules = chosen.get("method", config.method), rules_of(config)
-    if method != "ties":
-        chosen["keep_ratio"] = None
+    method, rules = METHODS[chosen.get("method", config.method)], rules_of(config)
+    if odd := {"keep_ratio", "slerp_t", "threshold"} - set(method.settings):
+        chosen |= dict.fromkeys(odd)
         # Its own lambda is what a rule that set nothing else is left with: without it, later rules would match.
         plain = {"lambda_coeff": chosen.get("lambda_coeff", config.lambda_coeff)}
-        own = [{k: v for k, v in rule.as_table().items() if k not in ("match", "keep_ratio")} for rule in rules]
+        own = [{k: v for k, v in rule.as_table().items() if k not in ("match", *odd)} for rule in rules]
         rules = tuple(Rule(rule.match, **(settings or plain)) for rule, settings in zip(rules, own, strict=True))
-    if method != "slerp":
-        chosen["slerp_t"] = None
     return dataclasses.replace(config, **{"rules": rules, "verbose": False, **chosen})
 
 
 def plain_average(config: DareConfig, count: int) -> DareConfig:
     """The baseline: no dropping anywhere. What rules say of lambda stays, such as which parts to leave alone."""
-    weights = config.weights
+    weights = value_at(config.weights, 0.0)
     if config.method == "ties" and config.is_normalized and weights:  # which are relative there
         weights = tuple(weight / math.fsum(weights) for weight in weights)
     rules = tuple(Rule(rule.match, drop_rate=0.0, lambda_coeff=rule.lambda_coeff) for rule in rules_of(config))
     plain: dict[str, Any] = {"method": "linear", "drop_rate": 0.0, "lambda_coeff": 1.0, "rescale_q": None}
-    average = fit(config, **plain, rescale=True, weights=weights, rules=rules)
+    plain |= {"drop": "random", "gamma": None, "epsilon": None, "rescale": None}
+    average = fit(config, **plain, weights=weights, rules=rules)
     average.check_models(count)
     return average
 
 
-def settings_of(config: DareConfig) -> dict[str, Any]:
-    """What determines a merge's tensors, as a [dare] table."""
-
-    def as_toml(value: Any) -> Any:
-        """Numbers as floats, so that 1 and 1.0 are the same."""
-        if isinstance(value, tuple):
-            return [float(number) for number in value]
-        return float(value) if type(value) is int else value
-
-    names = ("method", "drop_rate", "lambda_coeff", "rescale", "slerp_t", "weights", "normalize", "rescale_q",
-             "keep_ratio", "dtype")  # fmt: skip
-    given = {name: as_toml(getattr(config, name)) for name in names if getattr(config, name) is not None}
-    given |= {"any_base": True} if config.any_base else {}
-    return given | {"seed": config.seed} | ({"mismatch": config.mismatch} if config.mismatch != "error" else {})
-
-
 def meaning(config: DareConfig) -> dict[str, Any]:
     """The same for two spellings of one merge."""
-    settings = settings_of(config) | {"rules": [rule.as_table() for rule in rules_of(config)]}
+    settings = config.recipe_settings() | {"rules": [rule.as_table() for rule in rules_of(config)]}
     if not drops(config):
-        for name in ("seed", "rescale", "rescale_q"):  # q may only be 1 there
-            settings.pop(name, None)
-        settings["rules"] = [
-            {k: v for k, v in r.items() if k not in ("drop_rate", "rescale_q")} for r in settings["rules"]
-        ]
+        odd = ("seed", "drop_rate", "rescale", "rescale_q", "drop", "gamma", "epsilon")  # q may only be 1 there
+        settings = {name: value for name, value in settings.items() if name not in odd}
+        settings["rules"] = [{k: v for k, v in rule.items() if k not in odd} for rule in settings["rules"]]
     return {name: value for name, value in settings.items() if (name, value) != ("keep_ratio", 1)}
 
 
 def name_of(config: DareConfig) -> str:
     values = {"drop": config.drop_rate, "lambda": config.lambda_coeff, "q": config.rescale_q, "keep": config.keep_ratio}
     given = (f"{name} {show(value)}" for name, value in values.items() if value is not None)
-    return ", ".join((config.method, *given))
+    drop = config.drop if isinstance(config.drop, str) else "/".join(config.drop)
+    return ", ".join((config.method, *([drop] if drop != "random" else []), *given))
 
 
 def combinations(grid: Grid, config: DareConfig, models: tuple[Model, ...]) -> Iterator[Candidate]:
@@ -251,7 +244,7 @@ def combinations(grid: Grid, config: DareConfig, models: tuple[Model, ...]) -> I
             first = fit(config, **chosen)
             first.check_models(len(models))
             # Model i draws with seed + i, so that seeds which share no mask are as far apart as there are models.
-            seeds = [first.seed + k * len(models) for k in range(grid.seeds if drops(first) else 1)]
+            seeds = [first.seed + k * len(models) for k in range(grid.seeds if draws(first) else 1)]
             configs = tuple(dataclasses.replace(first, seed=seed) for seed in seeds)
         except ConfigError as error:
             left_out.append(str(error))
@@ -269,8 +262,8 @@ def combinations(grid: Grid, config: DareConfig, models: tuple[Model, ...]) -> I
 
 def alone(source: Model, config: DareConfig) -> Candidate:
     """A model by itself. An adapter is no model until it is merged into its base."""
-    plain = fit(config, method="linear", drop_rate=0.0, lambda_coeff=1.0, rescale_q=None)
-    plain = dataclasses.replace(plain, rescale=True, weights=None, rules=())
+    plain = fit(config, method="linear", drop_rate=0.0, lambda_coeff=1.0, rescale_q=None, rescale=None, rules=())
+    plain = dataclasses.replace(plain, rescale=None, weights=None, rules=())
     is_adapter = source.folder is not None and (source.folder / "adapter_config.json").exists()
     return Candidate(f"{source.name} alone", "alone", (source,), (plain,) if is_adapter else ())
 
@@ -618,7 +611,7 @@ class SweepResult:
         if not best.spread:
             one = "there is only one seed; give --seeds 3 or more"
             why = "all its seeds score the same" if best.spread == 0 else one
-            why = why if best.candidate.is_random else "neither drops anything"
+            why = why if best.candidate.is_random else "neither drops anything at random"
             return f"{what}, {gain}. Whether that is more than chance cannot be told from seeds: {why}."
         test = f"t test over {len(best.scores)} seeds, p = {self.probability:.2g} with allowance for the choice"
         if self.distinguishable:
@@ -681,7 +674,7 @@ def winning_configuration(result: SweepResult, path: Path, output: Path | None =
     if result.tokenizer_from:
         named["tokenizer"] = result.tokenizer_from.path_from(place)
     tables: dict[str, Any] = {"models": named}
-    tables["dare"] = settings_of(config) | {"verbose": result.config.verbose}
+    tables["dare"] = config.recipe_settings() | {"verbose": result.config.verbose}
     tables["dare"] |= {name: getattr(config, name) for name in ("max_shard_size", "delta_threshold", "engine")}
     tables["dare"] |= {"threads": config.threads} if config.threads else {}
     if config.rules:
@@ -740,7 +733,8 @@ def build_parser() -> Parser:
     add("-m", "--merge", metavar="MODEL", nargs="+", help="the fine-tuned models, instead of the configuration's")
     add("-e", "--evaluate", metavar="COMMAND", required=True, help="prints a score; {model} is replaced by a path")
     add("--drop-rate", metavar="P", **numbers, help="drop rates to try")
-    add("--method", metavar="NAME", nargs="+", help="methods to try: linear, ties, slerp")
+    add("--drop", metavar="NAME", nargs="+", help=f"what to drop, to try: {', '.join(DROPS)}")
+    add("--method", metavar="NAME", nargs="+", help=f"methods to try: {', '.join(METHODS)}")
     add("--lambda", metavar="X", **numbers, dest="lambda_coeff", help="scales of the merged delta to try")
     add("--rescale-q", metavar="Q", **numbers, help="DAREx-q: divisors to try, where 1 - P <= Q <= 1")
     add("--keep-ratio", metavar="R", **numbers, help="ties: shares that trim keeps, to try")

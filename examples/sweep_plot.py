@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dare import DareError
+from darelib.gradients import Gradient
 
 if TYPE_CHECKING:
     from sweep import Row, SweepResult
@@ -30,12 +31,19 @@ def load_matplotlib() -> Any:
 
 def place_on_axis(drop_rate: Any) -> float:
     """By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99."""
-    rate = statistics.fmean(drop_rate) if isinstance(drop_rate, tuple) else drop_rate
-    return -math.log10(1 - rate)
+    return -math.log10(1 - average(drop_rate))
+
+
+def average(value: Any) -> float:
+    """Of a number, of one per model, of one that changes over the layers."""
+    parts = value.numbers if isinstance(value, Gradient) else value
+    return statistics.fmean(map(average, parts)) if isinstance(parts, tuple) else parts
 
 
 def show(value: Any) -> str:
-    return "/".join(f"{number:g}" for number in value) if isinstance(value, tuple) else f"{value:g}"
+    if isinstance(value, Gradient):
+        return "..".join(map(show, value.numbers))
+    return "/".join(map(show, value)) if isinstance(value, tuple) else f"{value:g}"
 
 
 def lines_of(result: SweepResult) -> dict[str, list[Row]]:

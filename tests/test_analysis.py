@@ -356,6 +356,16 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     for kept in ({"weights": [3, 1], "normalize": False}, {"weights": [3, 1], "normalize": True}):
         tables = advise(tmp_path, base, *models[:2], **ties, **kept)[1]
         assert tables["dare"] == {**linear, "drop_rate": 0.9, **kept}, "they mean the same to linear"
+    usual = analyze(tmp_path, base, *models[:2])
+    found = analyze(tmp_path, base, *models[:2], drop=["magnitude", "random"], rescale="l1", engine="auto")
+    for one, other, drop in zip(found.models, usual.models, ("magnitude", "random"), strict=True):
+        assert one.total.relative_noise == pytest.approx(other.total.relative_noise, rel=1e-3)
+        assert (one.drop, one.total.mean, one.histogram) == (drop, other.total.mean, other.histogram)
+    assert "dropping 0.9 at random, instead of by magnitude, would add noise of 3 times its delta" in str(found)
+    for dropped in ({"drop": "magnitude", "rescale": "none"}, {"drop": "della", "epsilon": 0.05, "rescale": "l1"}):
+        tables = advise(tmp_path, base, *models[:2], **dropped, lambda_coeff={"gradient": [1, 0.5]})[1]
+        assert tables["dare"] == {**linear, "drop_rate": 0.9, "lambda_coeff": {"gradient": [1.0, 0.5]}}
+    assert advise(tmp_path, base, *models[:2], rescale="l1")[1]["dare"] == {**linear, "drop_rate": 0.9, "rescale": "l1"}
 
 
 def run(*words: Any) -> int:

@@ -101,7 +101,8 @@ def test_a_recipe_that_could_not_be_read_again_is_not_written(models: Models, re
 @pytest.mark.parametrize(("setting", "values"), {
     "drop_rate": (1, -0.1, math.nan, "0.5", True, [], [0.5, 1]), "weights": (0.5, [], ["1"], [math.inf]),
     "lambda_coeff": (math.inf, "1"), "rescale": (1,), "rescale_q": (0, 1.5, []), "keep_ratio": (0, 1.5),
-    "normalize": (1, "no"), "slerp_t": (-1, 2),
+    "normalize": (1, "no"), "slerp_t": (-1, 2), "drop": (1, [], ["random", "no"]), "gamma": (1, -0.1, "0.1"),
+    "epsilon": (0.5, -0.1, [0.6]), "threshold": (-1, "1"),
     "max_shard_size": ("5 XB", "", -1), "delta_threshold": (0,), "seed": (1.5, -1, True),
     "threads": (0, 1.5), "engine": (1,), "verbose": (1,), "method": (2,), "dtype": (16,), "mismatch": (False,),
     "any_base": (1,),
@@ -115,9 +116,83 @@ def test_every_setting_is_checked_in_toml_and_in_scripts(refused: Refused, setti
             DareConfig(**{setting: value})
 
 
+@pytest.mark.parametrize("table", [
+    {"drop_rate": {"gradient": [0.5, 1]}}, {"drop_rate": {"gradient": []}}, {"drop_rate": {"gradient": 0.5}},
+    {"gamma": {"gradient": [0.5] * 1001}},
+    {"drop_rate": [{"gradient": ["x"]}, 0.5]}, {"weights": {"gradient": [1, 2]}}, {"seed": {"gradient": [1, 2]}},
+    {"slerp_t": {"gradient": [0, 1], "layers": 2}}, {"rescale": {"gradient": [0, 1]}}, {"drop": {"gradient": [0, 1]}},
+], ids=lambda table: str(table)[:50])  # fmt: skip
+def test_a_gradient_of_what_the_setting_cannot_be_is_refused(refused: Refused, table: Any) -> None:
+    Path("c.toml").write_text(tomli_w.dumps({"dare": table}))
+    error = refused(2, "hint: only numbers change over the layers, like {gradient", "-c", "c.toml")
+    assert error.startswith(f"error: c.toml: [dare] {next(iter(table))} must be ")
+
+
+@pytest.mark.parametrize(("config", "complaint", "hint"), [
+    ({"drop": "magnitude", "method": "slerp"}, "method slerp goes with drop random only", "use method linear or ties"),
+    ({"drop": ["random", "della"], "drop_rate": 0.5, "method": "ties", "keep_ratio": 0.5}, "not della", "trim off"),
+    ({"drop": "magnitude", "rescale": True}, "rescale true means nothing to drop magnitude", '"l1" or "none"'),
+    ({"drop": "breadcrumbs", "rescale": "expectation"}, "rescale expectation means nothing to", '"l1" or "none"'),
+    ({"rules": [{"match": "*", "drop": "magnitude"}], "rescale": True}, "rule 1: rescale true means", '"l1" or "none"'),
+    ({"drop": "della", "drop_rate": 0.5, "rescale_q": 0.6}, "rescale_q means nothing to drop della", "leave one"),
+    ({"rescale": "l1", "rescale_q": 0.6}, "rescale_q means nothing when rescale is l1", "leave one"),
+    ({"rules": [{"match": "*", "rescale": "none", "rescale_q": 0.6}]}, "rule 1: rescale_q means nothing", "leave one"),
+    ({"gamma": 0.1}, "gamma means nothing to drop random", "use drop breadcrumbs"),
+    ({"epsilon": 0.1, "drop": ["magnitude", "random"]}, "nothing to drop magnitude and random", "use drop della"),
+    ({"rules": [{"match": "*", "gamma": 0.1}, {"match": "*", "drop": "breadcrumbs"}]}, "rule 1: gamma", "breadcrumbs"),
+    ({"drop": "della"}, "with drop_rate 0.9 and epsilon 0.15, della would keep", "must be above 0"),
+    ({"drop": "della", "drop_rate": 0.5, "epsilon": {"gradient": [0.1, 0.45, 0.499]}, "rules": [
+        {"match": "*", "drop_rate": 0.52}]}, "rule 1: with drop_rate 0.52 and epsilon 0.499", "below 1"),
+    ({"drop": ["random"]}, "drop has 1 values for 2 models", "one for each"),
+    ({"rules": [{"match": "*", "weights": [1.0]}]}, "rule 1: weights has 1 values for 2 models", "one for each"),
+    ({"method": "ties", "rules": [{"match": "*", "weights": [1, {"gradient": [1, -1, 1]}]}]}, "rule 1: ties weights",
+     "normalize to false"),
+    ({"rescale_q": 0.5, "drop_rate": {"gradient": [0.9, 0.4, 0.9]}}, "rescale_q 0.5 is below 1 - drop_rate = 0.6", "q"),
+    ({"rules": [{"match": "*", "slerp_t": 0.5}]}, "slerp_t means nothing to method linear", "use method slerp"),
+], ids=str)  # fmt: skip
+def test_what_does_not_go_with_a_drop_is_refused(config: dict[str, Any], complaint: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
+        DareMerger("base.safetensors", ["model.safetensors"] * 2, DareConfig(**config))
+    assert hint in caught.value.hint
+
+
+def test_what_goes_with_each_drop_is_accepted() -> None:
+    breadcrumbs, della = {"match": "a", "drop": "breadcrumbs"}, {"match": "b", "drop": "della", "drop_rate": [0.5, 0]}
+    for config in (
+        {"drop": ["random", "magnitude"], "rescale": "l1", "rules": [breadcrumbs, della]},
+        {"gamma": 0.1, "epsilon": 0.4, "rules": [breadcrumbs, della]},
+        {"method": "ties", "keep_ratio": 0.5, "rules": [breadcrumbs | {"keep_ratio": 1}]},
+        {"rescale": True, "rules": [della, breadcrumbs | {"rescale": False}]},
+    ):
+        DareConfig(**config).check_models(2)
+
+
+@pytest.mark.parametrize(("config", "recorded"), [
+    ({}, True), ({"rescale": True}, True), ({"rescale": "expectation"}, True), ({"rescale": "none"}, False),
+    ({"rescale": "l1"}, "l1"), ({"drop": ["random", "random"]}, True), ({"drop": "magnitude"}, "none"),
+    ({"drop": "magnitude", "rescale": False}, "none"), ({"drop": ["magnitude", "random"]}, None),
+    ({"rules": [{"match": "*", "drop": "magnitude"}]}, None), ({"drop": "della", "drop_rate": 0.5}, "expectation"),
+], ids=str)  # fmt: skip
+def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], recorded: Any) -> None:
+    config = DareConfig(**config)
+    table = config.recipe_settings()
+    assert table.get("rescale") == recorded
+    again = DareConfig(**table, rules=config.rules)
+    assert (again.recipe_settings(), again.general(2)) == (table, config.general(2))
+    assert ("drop" in table) == (config.drop not in ("random", ("random", "random")))
+
+
+def test_a_flag_beats_the_rescale_of_a_file(models: Models, tmp_path: Path) -> None:
+    config = str(write_config(tmp_path, drop_rate=0.5, verbose=False, engine="plain", rescale="none"))
+    for flags, recorded in (([], False), (["--rescale", "expectation"], True), (["--no-rescale"], False)):
+        assert dare.main(["-c", config, *flags]) == 0
+        assert read_recipe(OUT).dare["rescale"] is recorded
+
+
 @pytest.mark.parametrize(("setting", "value", "hint"), [
     ("method", "tie", "did you mean ties?"), ("method", "Linear", "did you mean linear?"),
-    ("method", "dare", "known here: linear, slerp, ties"), ("dtype", "bfloat", "did you mean bfloat16?"),
+    ("method", "dare", "known here: linear, ram, slerp, ties"), ("dtype", "bfloat", "did you mean bfloat16?"),
+    ("drop", "magnitud", "did you mean magnitude?"), ("rescale", "L1", "did you mean l1?"),
     ("dtype", "BF16", "did you mean bf16?"), ("mismatch", "overlaps", "did you mean overlap?"),
     ("engine", "Plain", "did you mean plain?"), ("max_shard_size", "5", "write 5GB, or 5B if you mean it"),
     ("max_shard_size", " 999 ", "write 999GB, or 999B if you mean it"),
@@ -137,7 +212,7 @@ def test_what_was_probably_meant_is_hinted_at(refused: Refused, setting: str, va
     ("[dare]\ndrop_rat = 0.5", "there is no key 'drop_rat' in [dare]", "did you mean drop_rate?"),
     ("[dare]\ndensity = 0.1", "there is no key 'density' in [dare]", "here it is drop_rate = 1 - density"),
     ("merge_method = 'dare_ties'", "there is no table [merge_method]", 'here it is method: dare_linear is "linear"'),
-    ("[dare]\nzzz = 1", "there is no key 'zzz' in [dare]", "known here: any_base, delta_threshold, drop_rate"),
+    ("[dare]\nzzz = 1", "there is no key 'zzz' in [dare]", "known here: any_base, delta_threshold, drop, drop_rate"),
     ("[dare]\ndrop_rate = ", "is not valid TOML", "see merge_config.toml"),
     ("[dare]\nseed = " + "1" * 5000, "is not valid TOML", "see merge_config.toml"),
     ("[model]\nx = 1", "there is no table [model]", "did you mean models?"),
@@ -166,7 +241,7 @@ def test_a_wrong_configuration_is_named(refused: Refused, text: str, complaint: 
     ("--drop-rate much", "invalid float value: 'much'", "files go after --merge"),
     ("--drop-rte 0.5", "there is no option '--drop-rte'", "did you mean --drop-rate?"),
     ("--density 0.1", "there is no option '--density'", "here it is drop_rate = 1 - density"),
-    ("--drop 0.5", "there is no option '--drop'", "did you mean --"),
+    ("--drops 0.5", "there is no option '--drops'", "did you mean --"), ("--drop 0.5", "one of random", "known here"),
     ("-c nowhere.toml", "there is no configuration file 'nowhere.toml'", "check the path"),
     ("-c /dev/null/x", "cannot read '/dev/null/x'", "give --config"),
     ("c.toml", "'c.toml' is not expected here", "--config"),

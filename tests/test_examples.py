@@ -120,6 +120,21 @@ def test_a_sweep_finds_a_known_optimum_and_ranks_everything(models: Models, fold
     assert snapshot(folder) == before, "nothing is left behind"
 
 
+def test_a_sweep_tries_drops_and_draws_seeds_only_where_they_mean_something(models: Models, folder: Path) -> None:
+    settings: Any = {"rules": [{"match": "*bias", "slerp_t": 0.2, "drop_rate": 0}], "slerp_t": {"gradient": [0, 1]}}
+    config = DareConfig(drop_rate={"gradient": [0.5, 0.8]}, method="slerp", **settings)
+    grid = {"drop": ("random", "magnitude", "della"), "method": ("ties", "slerp"), "seeds": 2}
+    tried: list[Any] = []
+    result = run_sweep(models, lambda path: len(tried.append(settings_of(path)) or tried), grid, config=config)
+    names = {row.name: row.wanted for row in result.rows if row.candidate.kind == "grid"}
+    assert names == {
+        "ties, drop 0.5..0.8, lambda 1": 2, "ties, magnitude, drop 0.5..0.8, lambda 1": 1,
+        "ties, della, drop 0.5..0.8, lambda 1": 2, "slerp, drop 0.5..0.8, lambda 1": 2,
+    }  # fmt: skip
+    best = tomllib.loads(sweep.winning_configuration(result, Path("best.toml")))["dare"]
+    assert (best["drop"], best["drop_rate"]) == ("della", {"gradient": [0.5, 0.8]})
+
+
 def test_a_combination_is_tried_once_and_only_if_it_makes_sense(models: Models, caplog: Any) -> None:
     grid = {"drop_rate": (0.9, 0.5, 0.9, 0), "rescale_q": (0.1, 0.5, 1), "keep_ratio": (0.5,), "seeds": 1}
     result = run_sweep(models, lambda path: -abs(settings_of(path).get("rescale_q", 9) - 0.4), grid)

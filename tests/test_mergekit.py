@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from safetensors.torch import load_file
 
-from tests.support import F32, Tensors, assert_same, finetune, merge, random_model, save_directory
+import dare
+from tests.support import (
+    F32,
+    Tensors,
+    assert_same,
+    finetune,
+    low_rank,
+    merge,
+    random_model,
+    save_directory,
+    tensors_in,
+    write_adapter,
+)
 
 pytest.importorskip("mergekit")
 
@@ -104,3 +119,344 @@ def test_slerp_equals_mergekit_within_rounding(tmp_path: Path, t: float) -> None
     merged = merge(tmp_path, base, *models, drop_rate=0.0, method="slerp", slerp_t=t)
     for name in merged:
         np.testing.assert_allclose(merged[name], theirs[name], rtol=2e-6, atol=1e-8)
+
+
+# --- the same file, given to both ------------------------------------------------------------------------------------
+
+LAYERS = 4
+DEEP: dict[str, tuple[int, ...]] = {
+    name.replace("layers.0", f"layers.{layer}"): shape for layer in range(LAYERS) for name, shape in SHAPES.items()
+}
+# What nothing random is in, by what it shows. $b is the base, $m1 ... its fine-tunes, $l1 and $l2 adapters on it.
+TWO = """
+base_model: $b
+models:
+  - model: $m1
+    parameters: {weight: 0.7, density: 0.53}
+  - model: $m2
+    parameters: {weight: 0.4, density: 0.31}
+dtype: float32
+"""
+FILTERS = """
+base_model: $b
+models:
+  - model: $b
+  - model: $m1
+    parameters:
+      density: [1, 0.71, 0.13]
+      weight: 1.0
+  - model: $m2
+    parameters:
+      density: 0.47
+      weight: [0.1, 0.3, 0.7, 1]
+  - model: $m3
+    parameters:
+      density: 0.33
+      weight:
+        - filter: mlp
+          value: 0.5
+        - value: 0.25
+dtype: float32
+"""
+OVERLAPPING = """
+base_model: $b
+models:
+  - model: $m1
+    parameters:
+      weight:
+        - {filter: layers.1, value: 0.9}
+        - {filter: self_attn.q, value: [0.2, 0.8]}
+        - {filter: _proj, value: 0.6}
+        - filter: "*"
+          value: 0.3
+      density: [{filter: proj.w, value: 0.51}, {filter: mlp.up, value: 0.23}]
+  - model: $m2
+    parameters: {weight: [{filter: attn.q_p, value: 0.35}]}
+parameters:
+  weight: 0.45
+  density:
+    - {filter: norm, value: 1.0}
+    - {filter: q_proj.weight, value: 0.77}
+    - {value: 0.61}
+  lambda: [{filter: lm_head, value: 0.5}, {value: 1.1}]
+dtype: float32
+"""
+SLICES = """
+base_model: $b
+slices:
+  - sources:
+      - {model: $b, layer_range: [0, 1]}
+      - {model: $m1, layer_range: [0, 1], parameters: {weight: 0.9}}
+      - {model: $m2, layer_range: [0, 1]}
+    parameters: {weight: 0.2, density: 0.57}
+  - sources:
+      - {model: $b, layer_range: [1, 4]}
+      - {model: $m1, layer_range: [1, 4]}
+      - {model: $m2, layer_range: [1, 4], parameters: {weight: [0.1, 0.9]}}
+    parameters: {density: [{filter: mlp, value: [0.9, 0.37]}, {filter: norm, value: 0.83}]}
+parameters:
+  weight: [0.3, 0.6, 0.8]
+  density: 0.43
+dtype: float32
+"""
+SLERP = """
+merge_method: slerp
+base_model: $m1
+$models
+parameters:
+  t: $t
+dtype: float32
+"""
+ARC = "models: [{model: $m1}, {model: $m2}]"
+SLICED_ARC = "slices: [{sources: [{model: $m1, layer_range: [0, 4]}, {model: $m2, layer_range: [0, 4]}]}]"
+HALVES = """
+slices:
+  - sources: [{model: $m2, layer_range: [0, 2]}, {model: $m1, layer_range: [0, 2]}]
+    parameters: {t: [0.1, 0.4]}
+  - sources: [{model: $m2, layer_range: [2, 4]}, {model: $m1, layer_range: [2, 4]}]
+"""
+GRADIENT = """
+    - filter: self_attn
+      value: [0, 0.5, 0.3, 0.7, 1]
+    - filter: mlp
+      value: [1, 0.5, 0.7, 0.3, 0]
+    - value: 0.5
+"""
+LORAS = """
+base_model: $b
+models:
+  - {model: $b+$l1, parameters: {weight: 0.8}}
+  - {model: {model: $b, lora: $l2}, parameters: {weight: 0.6}}
+dtype: float32
+"""
+LINEAR_BASE = """
+merge_method: linear
+base_model: $b
+models: [{model: $m1}, {model: $m2}]
+parameters: {weight: [{filter: mlp, value: [0.2, 1.4]}, {value: 0.4}]}
+dtype: float32
+"""
+LINEAR_FILTERS = """
+merge_method: linear
+models:
+  - {model: $m1, parameters: {weight: [{filter: down, value: [0.1, 0.9]}, {value: 1}]}}
+  - {model: $m3, parameters: {weight: [{filter: proj, value: 3}, {value: 2}]}}
+dtype: float32
+"""
+LINEAR_ADAPTERS = """
+merge_method: linear
+models: [{model: $b+$l1}, {model: $m1}]
+parameters: {weight: 0.5, normalize: false}
+dtype: float32
+"""
+EXACT = {
+    "task arithmetic": "merge_method: task_arithmetic" + TWO,
+    "task arithmetic, filters": "merge_method: task_arithmetic" + FILTERS,
+    "task arithmetic, overlapping filters": "merge_method: task_arithmetic" + OVERLAPPING,
+    "task arithmetic, slices": "merge_method: task_arithmetic" + SLICES,
+    "task arithmetic, adapters": "merge_method: task_arithmetic" + LORAS,
+    "task arithmetic, weight 0": "merge_method: task_arithmetic" + TWO.replace("0.7", "[0, 0.3]").replace(
+        "0.4", "[{filter: lm_head, value: 0.4}, {value: [0, 1]}]"),
+    "task arithmetic, normalized": "merge_method: task_arithmetic\nparameters: {normalize: true, lambda: 1e-1}" + TWO,
+    "ties": "merge_method: ties" + TWO,
+    "ties, filters": "merge_method: ties" + FILTERS,
+    "ties, overlapping filters": "merge_method: ties" + OVERLAPPING,
+    "ties, slices": "merge_method: ties" + SLICES,
+    "ties, adapters": "merge_method: ties\nparameters: {density: 0.41}" + LORAS,
+    "ties, not normalized": "merge_method: ties\nparameters: {normalize: false, int8_mask: true, lambda: 0.7}" + TWO,
+    "ties, rescaled": "merge_method: ties\nparameters: {rescale: true}" + FILTERS,
+    "breadcrumbs": "merge_method: breadcrumbs" + TWO,
+    "breadcrumbs, filters": "merge_method: breadcrumbs\nparameters: {gamma: [0.03, 0.11]}" + FILTERS,
+    "breadcrumbs, slices": "merge_method: breadcrumbs" + SLICES,
+    "breadcrumbs, rescaled": "merge_method: breadcrumbs\nparameters: {rescale: true, normalize: true}" + TWO,
+    "breadcrumbs_ties": "merge_method: breadcrumbs_ties" + TWO,
+    "breadcrumbs_ties, filters": "merge_method: breadcrumbs_ties" + FILTERS,
+    "breadcrumbs_ties, overlapping filters": "merge_method: breadcrumbs_ties" + OVERLAPPING,
+    "breadcrumbs_ties, wide": "merge_method: breadcrumbs_ties\nparameters: {gamma: 0.6}" + FILTERS,
+    "dare_linear, dense": "merge_method: dare_linear" + TWO.replace("0.53", "1").replace("0.31", "1"),
+    "dare_ties, dense": "merge_method: dare_ties" + LORAS,
+    "della, dense": "merge_method: della" + LORAS,
+    "linear": "merge_method: linear" + TWO.replace("base_model: $b", "").replace(", density: 0.53", "").replace(
+        ", density: 0.31", ""),
+    "linear, with a base": LINEAR_BASE,
+    "linear, filters": LINEAR_FILTERS,
+    "linear, adapters": LINEAR_ADAPTERS,
+    "slerp": SLERP.replace("$models", ARC).replace("$t", "0.3"),
+    "slerp, filters and gradients": SLERP.replace("$models", ARC).replace("$t", GRADIENT),
+    "slerp, one slice": SLERP.replace("$models", SLICED_ARC).replace("$t", GRADIENT),
+    "slerp, two slices": SLERP.replace("$models", HALVES).replace("$t", GRADIENT),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small Llama, three fine-tunes and two adapters, by the names that the files above call them by."""
+    folder = tmp_path_factory.mktemp("zoo")
+    base = random_model(0, F32, DEEP)
+    models = {"b": base} | {f"m{k}": finetune(base, k, 0.02) for k in (1, 2, 3)}
+    config = {**CONFIG, "num_hidden_layers": LAYERS}
+    paths = {name: save_directory(folder / name, tensors, **config) for name, tensors in models.items()}
+    for k in (1, 2):
+        modules = [
+            f"model.layers.{layer}.{part}" for layer in range(LAYERS) for part in ("self_attn.q_proj", "mlp.up_proj")
+        ]
+        tensors = {key: t for m in modules for key, t in low_rank(m, DEEP[f"{m}.weight"], seed=k + hash_of(m)).items()}
+        config = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "up_proj"], "bias": "none"}
+        paths[f"l{k}"] = write_adapter(folder / f"l{k}", tensors, base_model_name_or_path=str(paths["b"]), **config)
+    return paths
+
+
+def hash_of(name: str) -> int:
+    return sum(map(ord, name))
+
+
+def run_theirs(file: Path, output: Path, seed: int = 0) -> Tensors:
+    from mergekit.config import MergeConfiguration
+    from mergekit.merge import run_merge
+    from mergekit.options import MergeOptions
+
+    options = MergeOptions(
+        write_model_card=False, copy_tokenizer=False, cuda=False, random_seed=seed, quiet=True,
+        lora_merge_cache=str(output / "adapters"), lora_merge_dtype="float32",
+    )  # fmt: skip
+    run_merge(MergeConfiguration.model_validate(yaml.safe_load(file.read_text())), str(output), options)
+    return tensors_in(output)
+
+
+def run_ours(file: Path, output: Path, *flags: str) -> Tensors:
+    assert dare.main(["--config", str(file), "--output", str(output), "-q", *flags]) == 0
+    return tensors_in(output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXACT)
+def test_the_same_file_gives_the_same_tensors(case: str, zoo: dict[str, Path], tmp_path: Path) -> None:
+    file = tmp_path / "merge.yaml"
+    file.write_text(Template(EXACT[case]).substitute(zoo))
+    ours, theirs = run_ours(file, tmp_path / "ours"), run_theirs(file, tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=2e-6 * 0.05, err_msg=name)
+    toml = tmp_path / "merge.toml"
+    assert dare.main(["-c", str(file), "-q", "--write-config", str(toml)]) == 0
+    assert_same(run_ours(toml, tmp_path / "again"), ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["task_arithmetic", "linear"])
+def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> None:
+    """Each model has a token of its own, which keeps the row that it has there."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    base, paths = random_model(0, F32, SHAPES), dict[str, Path]()
+    for k, name in enumerate(("b", "m1", "m2")):
+        tensors = finetune(base, k, 0.02) if k else dict(base)
+        for table in ("model.embed_tokens.weight", "lm_head.weight") if k else ():
+            tensors[table] = torch.cat([tensors[table], random_model(k, F32, {table: (1, HIDDEN)})[table]])
+        paths[name] = save_directory(tmp_path / name, tensors, **CONFIG | {"vocab_size": VOCABULARY + bool(k)})
+        words = {"<unk>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<unk>")))
+        tokenizer.add_tokens([f"<{name}>"] if k else [])
+        tokenizer.save_pretrained(paths[name])
+    file = tmp_path / "merge.yaml"
+    text = f"merge_method: {method}\nbase_model: $b\nmodels: [{{model: $b}}, {{model: $m1}}, {{model: $m2}}]\n"
+    file.write_text(Template(text + "parameters: {weight: 0.4}\ntokenizer_source: union\n").substitute(paths))
+    ours, theirs = run_ours(file, tmp_path / "ours"), run_theirs(file, tmp_path / "theirs")
+    for made, folder in ((ours, "ours"), (theirs, "theirs")):  # mergekit adds the tokens in any order
+        added = PreTrainedTokenizerFast.from_pretrained(tmp_path / folder).get_added_vocab()
+        rows = [*range(VOCABULARY), added["<m1>"], added["<m2>"]]
+        made |= {table: made[table][rows] for table in ("model.embed_tokens.weight", "lm_head.weight")}
+    for name in theirs:
+        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+# --- what is random: the same distribution
+
+WIDTH, TOKENS = 64, 8192
+SIZES = CONFIG | {"vocab_size": TOKENS, "hidden_size": WIDTH, "intermediate_size": WIDTH}
+TALL: dict[str, tuple[int, ...]] = {
+    name: (TOKENS, WIDTH) if shape[0] == VOCABULARY else (WIDTH,) * len(shape) for name, shape in SHAPES.items()
+}
+MEASURED = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], list[np.ndarray]]:
+    """A base of zeros and two models whose rows hold each of some sizes once: their directories, and the deltas."""
+    folder, random = tmp_path_factory.mktemp("crowd"), np.random.default_rng(7)
+    zeros = {name: torch.zeros(shape) for name, shape in TALL.items()}
+    paths, deltas = {"b": save_directory(folder / "b", zeros, **SIZES)}, []
+    for k in (1, 2):
+        sizes = random.permuted(np.tile(np.arange(1, WIDTH + 1) / 4096, (len(MEASURED) * TOKENS, 1)), axis=1)
+        deltas.append((sizes * random.choice([-1, 1], sizes.shape)).astype("f4"))
+        tensors = zeros | dict(zip(MEASURED, torch.from_numpy(deltas[-1]).split(TOKENS), strict=True))
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        paths[f"m{k}"] = save_directory(folder / f"m{k}", tensors, **SIZES)
+    return paths, deltas
+
+
+def draw(text: str, paths: dict[str, Path], folder: Path, seeds: int) -> list[np.ndarray]:
+    """What both tools make of a file with so many seeds: an axis for the seeds, and the rows of both tensors."""
+    file, drawn = folder / "merge.yaml", ([], [])
+    file.write_text(Template(text).substitute(paths))
+    for seed in range(seeds):
+        theirs = run_theirs(file, folder / f"theirs{seed}", seed)
+        ours = run_ours(file, folder / f"ours{seed}", "--seed", str(1000 * seed))
+        for made, tensors in zip(drawn, (ours, theirs), strict=True):
+            made.append(torch.cat([tensors[name] for name in MEASURED]).numpy())
+    return [np.array(made, "f8") for made in drawn]
+
+
+def compare_moments(ours: np.ndarray, theirs: np.ndarray, groups: np.ndarray) -> None:
+    """The mean and the mean square of each group must differ by no more than chance."""
+    for power in (1, 2):
+        found = []
+        for made in (ours**power, theirs**power):
+            flat = made.reshape(len(made), -1)
+            count = np.bincount(groups.reshape(-1)) * len(made)
+            mean = sum(np.bincount(groups.reshape(-1), row) for row in flat) / count
+            square = sum(np.bincount(groups.reshape(-1), row**2) for row in flat) / count
+            found.append((mean, (square - mean**2) / count))
+        (mean, error), (other, other_error) = found
+        assert (np.abs(mean - other) <= 5 * np.sqrt(error + other_error) + 1e-12).all(), power
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rescale", ["true", "false"])
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties", "della", "della_linear"])
+def test_random_merges_have_mergekits_mean_and_variance(
+    method: str, rescale: str, crowd: tuple[dict[str, Path], list[np.ndarray]], tmp_path: Path
+) -> None:
+    paths, (first, second) = crowd
+    text = f"merge_method: {method}\nparameters: {{rescale: {rescale}}}" + TWO
+    ours, theirs = draw(text, paths, tmp_path, 2)
+    sign = np.sign(first)  # so that means are not 0
+    of_all = np.zeros(first.shape, int)
+    by_size = np.searchsorted(np.arange(1, 9) / 512, np.abs(first)) * 2 + (first * second > 0)
+    for groups in (of_all, by_size):
+        compare_moments(ours * sign, theirs * sign, groups)
+    with pytest.raises(AssertionError):
+        compare_moments(ours * sign * 1.02, theirs * sign, of_all)
+
+
+@pytest.mark.slow
+def test_della_keeps_entries_with_mergekits_probabilities(
+    crowd: tuple[dict[str, Path], list[np.ndarray]], tmp_path: Path
+) -> None:
+    paths, (delta, _) = crowd
+    density, epsilon = 0.5, 0.2
+    text = "merge_method: della_linear\nbase_model: $b\nmodels: [{model: $m1}]\n"
+    text += f"parameters: {{weight: 1, density: {density}, epsilon: {epsilon}, rescale: false}}\ndtype: float32"
+    ranks = np.round(np.abs(delta) * 4096).astype(int) - 1
+    expected = density - epsilon + 2 * epsilon * np.arange(WIDTH) / (WIDTH - 1)
+    count = 2 * len(delta)
+
+    def distance(made: np.ndarray, probabilities: np.ndarray) -> float:
+        """Chi squared, with as many degrees of freedom as there are ranks."""
+        kept = sum(np.bincount(ranks.reshape(-1), (row != 0).reshape(-1)) for row in made)
+        return float(((kept - count * probabilities) ** 2 / (count * probabilities * (1 - probabilities))).sum())
+
+    most = WIDTH + 6 * (2 * WIDTH) ** 0.5
+    for made in draw(text, paths, tmp_path, 2):
+        assert distance(made, expected) < most < distance(made, expected * 1.02)

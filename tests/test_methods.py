@@ -265,6 +265,57 @@ def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
     assert_same(dare.dare_merge(base, [model], DareConfig(rules=rules)), merged)
 
 
+LAYERS = ("embed.weight", *(f"model.layers.{k}.mlp.{k % 2}.weight" for k in range(5)), "blocks.0.bias", "norm.weight")
+DEPTHS = dict(zip(LAYERS, (0, 0, 0.25, 0.5, 0.75, 1, 1, 0), strict=True))
+
+
+@pytest.mark.parametrize(("gradient", "at"), [
+    ({"drop_rate": {"gradient": [0.8, 0.4, 0.8]}}, lambda t: {"drop_rate": 0.8 - 0.8 * min(t, 1 - t)}),
+    ({"drop_rate": [0.5, {"gradient": [0.2, 0.6]}]}, lambda t: {"drop_rate": [0.5, 0.2 + 0.4 * t]}),
+    ({"lambda_coeff": {"gradient": [1, 0]}, "rescale_q": {"gradient": [0.6, 1.0]}, "drop_rate": 0.5},
+     lambda t: {"lambda_coeff": 1 - t, "rescale_q": 0.6 + 0.4 * t}),
+    ({"method": "ties", "keep_ratio": {"gradient": [0.25, 0.75]}, "drop_rate": 0.5},
+     lambda t: {"keep_ratio": 0.25 + t / 2}),
+    ({"method": "slerp", "slerp_t": {"gradient": [0.25, 0.75]}}, lambda t: {"slerp_t": 0.25 + t / 2}),
+    ({"weights": [1, {"gradient": [-1, 3]}]}, lambda t: {"weights": [1, 4 * t - 1]}),
+    ({"drop": "breadcrumbs", "gamma": {"gradient": [0, 0.4]}, "drop_rate": 0.5}, lambda t: {"gamma": 0.4 * t}),
+    ({"drop": ["della", "magnitude"], "epsilon": {"gradient": [0.1, 0.3]}, "drop_rate": 0.5, "rescale": "l1"},
+     lambda t: {"epsilon": 0.1 + 0.2 * t}),
+    ({"lambda_coeff": {"gradient": [0.5]}}, lambda t: {"lambda_coeff": 0.5}),
+])  # fmt: skip
+def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, at: Any) -> None:
+    base = random_model(0, F32, dict.fromkeys(LAYERS, (40, 50)))
+    models = [finetune(base, 1), finetune(base, 2)]
+    rules = [{"match": name, **at(depth)} for name, depth in DEPTHS.items()]
+    plain = {name: value for name, value in gradient.items() if name not in at(0)}
+    wanted = merge(tmp_path, base, *models, **plain, rules=rules)
+    everywhere = {name: value for name, value in gradient.items() if name in at(0)}
+    for config in (gradient, plain | {"rules": [{"match": "*", **everywhere}]}):
+        merged = merge(tmp_path, base, *models, **config)
+        for name in LAYERS:
+            assert torch.allclose(merged[name], wanted[name], rtol=0, atol=1e-8), name
+        assert_same(dare.dare_merge(base, models, DareConfig(**config)), merged)
+
+
+@pytest.mark.parametrize("settings", [
+    {"weights": [0.3, -2.0]}, {"weights": [1.0, 2.0], "normalize": True}, {"rescale": "none", "drop_rate": 0.5},
+    {"method": "ties", "normalize": False}, {"method": "slerp", "slerp_t": 0.2},
+], ids=str)  # fmt: skip
+def test_a_rule_for_all_tensors_is_like_the_settings_themselves(tmp_path: Path, settings: Config) -> None:
+    base = random_model(0, BF16)
+    models = [finetune(base, 1), finetune(base, 2)]
+    rule = {name: value for name, value in settings.items() if name != "method"}
+    method = {"method": settings.get("method", "linear")}
+    wanted = merge(tmp_path, base, *models, **settings)
+    assert_same(merge(tmp_path, base, *models, **method, rules=[{"match": "*", **rule}]), wanted)
+
+
+def test_gradients_over_no_layers_are_reported(tmp_path: Path) -> None:
+    words = "no tensor's name has the number of a layer in it, so each gradient has its first value everywhere"
+    assert warnings_of(tmp_path, drop_rate={"gradient": [0.9, 0.5]}) == [words]
+    assert warnings_of(tmp_path, rules=[{"match": "*", "drop_rate": [{"gradient": [0.9, 0.5]}]}]) == [words]
+
+
 def test_rules_that_are_never_used_are_reported(tmp_path: Path) -> None:
     patterns = ("layer.*", "*nothing*", "layer.bias", "ead.we")
     assert warnings_of(tmp_path, rules=[{"match": pattern, "drop_rate": 0.5} for pattern in patterns]) == [
@@ -336,7 +387,7 @@ def test_wrong_rules_are_named_with_the_flag_or_the_file(models: list[Path], tmp
         "*:drop_rate=3": "drop_rate must be a number", "*:seed=3": "has no key 'seed'",
     }.items():  # fmt: skip
         support.refuse(tmp_path, capsys, 2, f"--rule {rule!r}", complaint, arguments=["--rule", rule])
-    config = support.write_config(tmp_path, '[[rules]]\nmatch = "*"\ndrop = 1\n')
-    support.refuse(tmp_path, capsys, 2, f"error: {config}: rule 1 has no key 'drop'", arguments=["-c", config])
+    config = support.write_config(tmp_path, '[[rules]]\nmatch = "*"\ndrops = 1\n')
+    support.refuse(tmp_path, capsys, 2, f"error: {config}: rule 1 has no key 'drops'", arguments=["-c", config])
     config.write_text(config.read_text().replace("[[rules]]", "[rules]"))
     support.refuse(tmp_path, capsys, 2, "write [[rules]]", arguments=["-c", config])

@@ -140,6 +140,45 @@ def test_the_model_card_has_front_matter_and_the_recipe(pair: Pair, tmp_path: Pa
         assert words in (tmp_path / "all" / "README.md").read_text()
 
 
+def test_the_model_card_says_what_was_dropped(pair: Pair, tmp_path: Path) -> None:
+    config: dict[str, Any] = {"drop": ["della", "breadcrumbs", "random"], "drop_rate": 0.5, "engine": "plain"}
+    run_merge(pair[0], [pair[1]] * 3, tmp_path / "out", **config)
+    card = (tmp_path / "out" / "README.md").read_text()
+    for words in (
+        "by [DELLA](https://arxiv.org/abs/2406.11617) and [Model Breadcrumbs](", "at random, small ones more often",
+        "| 42 | 0.5 (della, epsilon 0.15) | the probability to keep each | 0.3333 |", "the rest is rescaled, and what",
+        "| 43 | 0.5 (breadcrumbs, gamma 0.01) | 1 | 0.3333 |", "| 44 | 0.5 | 0.5 | 0.3333 |",
+    ):  # fmt: skip
+        assert words in card
+    run_merge(pair[0], [pair[1]], tmp_path / "out", drop="magnitude", drop_rate=0.5, engine="plain")
+    assert "the smallest first, and what is left is" in (tmp_path / "out" / "README.md").read_text()
+    run_merge(pair[0], [pair[1]], tmp_path / "out", drop="magnitude", rescale="l1", engine="plain")
+    assert "| 0.9 (magnitude) | what restores the sum of sizes | 1 |" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("config", "words"), [
+    ({}, "`merge_method: dare_linear`, `density: 0.1`, `lambda: 1`, `normalize: false`"),
+    ({"method": "ties", "drop_rate": [0.5, 0.6]}, "`merge_method: dare_ties`, `density: 0.5, 0.4`"),
+    ({"drop_rate": 0, "lambda_coeff": 0.5}, "`merge_method: task_arithmetic`, `density: 1`, `lambda: 0.5`"),
+    ({"method": "ties", "drop_rate": 0, "keep_ratio": 0.3}, "`merge_method: ties`, `density: 0.3`"),
+    ({"method": "slerp", "drop_rate": 0}, "`merge_method: slerp`."),
+    ({"method": "ties", "keep_ratio": 0.3}, None), ({"method": "slerp"}, None),
+    ({"drop_rate": {"gradient": [0.5, 0.8]}}, "`density: 0.5`"),
+    ({"drop": "magnitude", "method": "ties"}, "`merge_method: ties`, `density: 0.1`, `lambda: 1`, `normalize: true`"),
+    ({"drop": "della", "drop_rate": 0.5}, "`merge_method: della_linear`, `density: 0.5`"),
+    ({"drop": "breadcrumbs", "method": "ties"}, "`merge_method: breadcrumbs_ties`, `density: 0.1`"),
+    ({"drop_rate": {"gradient": [0, 0.8]}}, "`merge_method: dare_linear`, `density: 1`"),
+    ({"rules": [{"match": "*", "drop": "magnitude"}]}, None),
+    ({"drop": "magnitude"}, None), ({"drop": ["della", "random"], "drop_rate": 0.5}, None),
+], ids=str)  # fmt: skip
+def test_the_model_card_says_it_in_the_words_of_mergekit(pair: Pair, tmp_path: Path, config: Any, words: Any) -> None:
+    run_merge(pair[0], [pair[1]] * 2, tmp_path / "out", **config, engine="plain")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert words in card if words else "mergekit" not in card
+    assert ("change over the layers" in card) == ("gradient" in str(config))
+    assert "\nbase_model_relation: merge\n" in card
+
+
 def test_missing_and_odd_configurations_are_warned_about(models: list[Path], pair: Pair, tmp_path: Path) -> None:
     report = run_merge(models[0], models[1:], tmp_path / "bare")
     assert any("has no config.json beside it" in warning for warning in report.warnings)

@@ -61,6 +61,11 @@ def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(models: li
         "--method ties --no-normalize --weights 1 -2",
         "--normalize --weights 1 2",
         "--method slerp --slerp-t 0.3 --drop-rate 0.5 0.7 --rescale-q 0.6",
+        "--rule *.weight:drop_rate={gradient=[0.1,0.9]},weights=[1,{gradient=[0.5,-3]}],normalize=true --drop-rate .5",
+        "--drop magnitude della --drop-rate .5 --epsilon .2 --rescale l1 --rule *bias:drop='breadcrumbs',gamma=0.2",
+        "--drop breadcrumbs random --drop-rate .5 --gamma .1 .2 --method ties --rule *.weight:rescale='none'",
+        "--method ram --threshold 1e-4 --weights 1 2 --drop-rate .5 --rule *bias:weights=[3,1]",
+        "--method slerp --drop-rate .5 --rule *bias:slerp_t={gradient=[0,1]},rescale=false --rule *:slerp_t=0.7",
         "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 --rule *.weight:lambda_coeff=0.5",
     ],
 )

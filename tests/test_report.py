@@ -92,7 +92,7 @@ def test_the_report_prints_as_a_table_and_is_plain_data(models: Models) -> None:
     assert lines[0].split()[:3] == ["model", "seed", "parameters"]
     for line, path, rate in zip(lines[1:3], models[1:], (0.9, 0.8), strict=True):
         assert line.startswith(str(path))
-        assert f"  {rate:g} ({(rate * (total - head) + 0.5 * head) / total:.3g} by rules)  " in line
+        assert f"  {rate:g} ({(rate * (total - head) + 0.5 * head) / total:.3g} in all)  " in line
     assert lines[3].startswith("(method ties, lambda 0.5; above: ")
     speed = human((report.bytes_read + report.bytes_written) / report.seconds)
     assert lines[4].startswith(f"merged 2 models into {OUT}: 4 tensors, ")
@@ -100,7 +100,7 @@ def test_the_report_prints_as_a_table_and_is_plain_data(models: Models) -> None:
     data = json.loads(json.dumps(report.as_dict()))
     assert [model["seed"] for model in data["models"]] == [42, 43]
     TUNING.least_for_rate = 10**9
-    assert not any(word in str(run_merge(models[0], models[1:], OUT)) for word in ("by rules", "copied", "/s)"))
+    assert not any(word in str(run_merge(models[0], models[1:], OUT)) for word in ("in all", "copied", "/s)"))
 
 
 def test_odd_models_are_warned_about_once_each() -> None:
@@ -170,6 +170,34 @@ def test_the_plan_shows_models_rules_files_and_needs(mixture: Models, tmp_path: 
     assert any(line.startswith(f"disk    {written} needed, ") for line in lines)
     assert any(re.match(r"time    .+ to read .* and compute on \d+ threads?, ", line) for line in lines)
     assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--drop", "magnitude", "--rescale", "l1"], "drop rate 0.9 by magnitude; rescaled by l1"),
+    (["--drop", "magnitude", "random"], "drop rate 0.9 by magnitude, random"),
+    (["--drop", "breadcrumbs", "--gamma", ".1", ".2", "--no-rescale"], "drop rate 0.9 by breadcrumbs; gamma 0.1, 0.2"),
+    (["--drop", "della", "--drop-rate", ".5", "--no-rescale"], "drop rate 0.5 by della; epsilon 0.15; not rescaled"),
+    (["--rule", "*:weights=[1,{gradient=[0,2]}],lambda_coeff={gradient=[0.1,0.5]},normalize=true"],
+     "drop rate 0.9; lambda 0.1 to 0.5; weights 0.3333 to 1, 0 to 0.6667; normalize true"),
+    (["--method", "slerp", "--rule", "*:slerp_t={gradient=[0,1]}"], "drop rate 0.9; slerp_t 0 to 1"),
+], ids=str)  # fmt: skip
+def test_the_plan_says_what_is_dropped_and_how_it_changes_over_the_layers(
+    tmp_path: Path, flags: list[str], words: str
+) -> None:
+    base = random_model(shapes={f"layers.{k}.weight": (3, 4) for k in range(3)})
+    paths = save(tmp_path, base=base, a=finetune(base, 1), b=finetune(base, 2))
+    flags = ["-b", str(paths[0]), "-m", *map(str, paths[1:]), *flags]
+    merger = dare.make_merger(dare.parse_flags(flags)[1])[0]
+    assert [rule.words for rule in merger.plan(tmp_path / OUT).rules if rule.tensors] == [words]
+
+
+def test_large_deltas_are_only_warned_about_where_they_may_be_dropped(tmp_path: Path) -> None:
+    base = random_model()
+    paths = save(tmp_path, base=base, tuned=finetune(base, 1, 0.01))
+    for drop, warned in (("random", True), ("della", True), ("magnitude", False)):
+        report = run_merge(paths[0], paths[1:], tmp_path / OUT, drop=drop, drop_rate=0.5, engine="plain")
+        assert any("has large deltas" in warning for warning in report.warnings) == warned
+        assert (f" 0.5 by {drop}  " in str(report)) == (drop != "random")
 
 
 def test_the_plan_is_plain_data_and_what_the_merge_then_does(mixture: Models) -> None:

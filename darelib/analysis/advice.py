@@ -10,7 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from darelib.config import DareConfig
+from darelib.config import DareConfig, as_toml
+from darelib.drops import EXPECTATION, RANDOM
+from darelib.gradients import Gradient, value_at
 from darelib.methods import LINEAR, METHODS, TIES
 from darelib.text import count_of, list_names
 from darelib.tuning import TUNING
@@ -49,7 +51,7 @@ CONFLICTING: Final = 0.35
 OPPOSED_COSINE: Final = -0.1
 TIES_ADDS: Final = "; after dropping it adds up more than it averages, so try a lambda_coeff below 1"
 KEPT_SETTINGS: Final = (
-    "seed", "lambda_coeff", "rescale", "dtype", "mismatch", "any_base", "max_shard_size", "delta_threshold",
+    "seed", "lambda_coeff", "dtype", "mismatch", "any_base", "max_shard_size", "delta_threshold",
 )  # fmt: skip
 
 
@@ -217,12 +219,15 @@ def suggest(evidence: Evidence) -> str:
 
     config, method = evidence.config, evidence.method
     kept: dict[str, Any] = {key: getattr(config, key) for key in KEPT_SETTINGS} | {"weights": keep_weights(evidence)}
+    if config.drop == RANDOM:  # the advice is about that; what goes with other drops need not go with it
+        kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
     if "normalize" in METHODS[method].settings:
         kept["normalize"] = config.normalize
     in_rules = ["match", "drop_rate", "lambda_coeff"]  # not rescale_q, which was found for another drop rate
     if "keep_ratio" in METHODS[method].settings:
         kept["keep_ratio"] = config.keep_ratio
         in_rules.append("keep_ratio")
+    kept = {key: as_toml(value) if isinstance(value, Gradient) else value for key, value in kept.items()}
     table = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
     text = tomli_w.dumps({"dare": {"method": method, "drop_rate": compact(evidence.rates), **table}})
     own = [{key: value for key, value in r.as_table().items() if key in in_rules} for r in config.typed_rules]
@@ -236,7 +241,7 @@ def suggest(evidence: Evidence) -> str:
 def keep_weights(evidence: Evidence) -> list[float] | None:
     """The user's weights, as far as they mean the same to the suggested method: to some, only their ratios count."""
     config, method = evidence.config, METHODS[evidence.method]
-    weights = list(config.weights or ())
+    weights = list(value_at(config.weights or (), 0.0))
     only_ratios = method.normalize if config.normalize is None else config.normalize
     if not any(weights) or (only_ratios and method.shares_only and min(weights) < 0):
         return None

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import numpy as np
 
 from darelib.analysis.report import DeltaStats, ModelAnalysis, PairAnalysis
+from darelib.drops import L1, RANDOM
 from darelib.formats import FORMATS
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
 from darelib.mask import TILE
-from darelib.methods import Look, TensorSettings
+from darelib.methods import Found, Look, TensorSettings
 from darelib.models.checkpoint import module_of
 from darelib.run.worker import add_up
 from darelib.text import DareError
@@ -82,8 +83,13 @@ def natural(name: str) -> tuple[bool, list[tuple[str, int, str]]]:
 
 
 def noise_of(settings: TensorSettings, model: int) -> float:
-    """The expected distance of a thinned delta from the delta, relative to it: sqrt(p / (1 - p)) if rescaled."""
-    kept, divisor = settings.thinnings[model].keep_rate, settings.thinnings[model].divisor
+    """The expected distance of a thinned delta from the delta, relative to it: sqrt(p / (1 - p)) if rescaled.
+
+    Of other drops, which depend on the sizes, it is what dropping as much at random would give.
+    """
+    thinning = settings.thinnings[model]
+    kept = thinning.keep_rate
+    divisor = thinning.divisor if thinning.drop == RANDOM and thinning.rescale != L1 else kept
     return math.sqrt(kept * (1 / divisor - 1) ** 2 + 1 - kept)
 
 
@@ -137,7 +143,7 @@ class MeasureLook(Look):
     kernel = "measure"
 
     def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
-        self._tensor, self._findings = tensor, findings
+        self._tensor, self._findings, self.found = tensor, findings, Found()  # it looks at deltas as they are
         self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each job that has arrived, by its start
         self._peaks: Any = 0
         self._counts: Any = 0  # an array only from the first job to the last
@@ -228,7 +234,8 @@ class Findings:
         changed = [int(sizes[0]) - total.zeros, *sizes[1:].tolist()]
         return ModelAnalysis(
             name=task.models[model], label=label, adapter=partial, drop_rate=settings.drop_rates[model],
-            expected_noise=noise_of(settings, model), total=total.stats(label, sizes),
+            drop=settings.thinnings[model].drop, expected_noise=noise_of(settings, model),
+            total=total.stats(label, sizes),
             kinds=tuple(sums[None, kind].stats(kind, counts[None, kind]) for kind in kinds),
             layers=tuple(sums[layer, None].stats(layer, counts[layer, None]) for layer in layers),
             cells={layer: cells[layer] for layer in layers},

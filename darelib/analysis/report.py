@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.analysis.advice import RULES, Advice, Evidence, judge_confidence, suggest
+from darelib.drops import RANDOM
 from darelib.text import human, printable, table
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class ModelAnalysis:
     label: str  # a shorter name
     adapter: bool
     drop_rate: float  # as it is set now, rules apart
+    drop: str
     expected_noise: float  # of dropping at that rate, / |delta|: sqrt(p / (1 - p)) where it is rescaled
     total: DeltaStats
     kinds: tuple[DeltaStats, ...]
@@ -121,11 +123,12 @@ class AnalysisReport:
             f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about what is below 1% of "
             "the largest; norm: |delta| / |weights|; noise: what dropping adds, / |weights|)"
         ]
-        notes += [
-            f"{printable(model.label)}: dropping {model.drop_rate:g} is expected to add noise of "
-            f"{model.expected_noise:.3g} times its delta, which is {model.total.relative_noise:.3g} of the weights"
-            for model in self.models
-        ]
+        for model in self.models:
+            would = "is expected to" if model.drop == RANDOM else f"at random, instead of by {model.drop}, would"
+            notes.append(
+                f"{printable(model.label)}: dropping {model.drop_rate:g} {would} add noise of "
+                f"{model.expected_noise:.3g} times its delta, which is {model.total.relative_noise:.3g} of the weights"
+            )
         return "\n".join([stats_table("model", [model.total for model in self.models]), *notes])
 
     def _pairs(self) -> str:

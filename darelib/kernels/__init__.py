@@ -21,8 +21,9 @@ class EngineUnavailable(Exception):
 class KernelSpec:
     """Which kernel: what it does, and the stored types that it reads and writes."""
 
-    # sum or elect: merge a chunk; products: what slerp must know of it; count: what trim must; measure: what an
-    # analysis wants to know; expand: multiply an adapter's matrices; pack: what the mask keeps.
+    # sum, elect or average: merge a chunk; products: what slerp must know of it; count: what drops by size and trim
+    # must; sums: what restores them; rank: the limits of its elements' mask bits; measure: what an analysis wants to
+    # know; expand: multiply an adapter's matrices; pack: what the mask keeps.
     kind: str
     base: str
     finetuned: str
@@ -38,7 +39,8 @@ class KernelSpec:
 
 
 # The module of each engine; its load_kernels(specs, interrupts) gives a kernel for each spec, to be called as
-# kernel(buffers, count, models, first_tile), or to expand as kernel(left, right, made, first, ranks_before).
+# kernel(buffers, count, models, first_tile), or to expand as kernel(left, right, made, first, ranks_before), or to rank
+# as kernel(base, values, by_rank, order, limits, skipped, is_delta).
 ENGINES: Final = {"numba": "darelib.kernels.native", "plain": "darelib.kernels.fallback"}
 
 

@@ -42,9 +42,15 @@ def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_ti
     return delta
 
 
-def open_model(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int) -> tuple[Array, Array]:
-    """Its delta and its mask."""
-    return find_delta(spec, buffers, i, base, first_tile), find_mask(buffers, i, len(base), first_tile)
+def open_model(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int) -> plain.Part:
+    model, delta = buffers.models[i], find_delta(spec, buffers, i, base, first_tile)
+    if model["bounded"]:
+        return delta, plain.is_within(delta, (float(model["low"]), float(model["high"]))), None
+    if not model["ranked"]:
+        return delta, find_mask(buffers, i, len(base), first_tile), None
+    key, thresholds = (int(model["key_0"]), int(model["key_1"])), buffers.limits[i, : len(base)].astype(np.int32) + 1
+    bits = plain.draw_bits(key, first_tile, -(-len(base) // TILE))[: len(base)]
+    return delta, bits < thresholds, plain.as_divisors(thresholds, delta) if model["divided"] else None
 
 
 def find_mask(buffers: Buffers, i: int, count: int, first_tile: int, which: str = "limit") -> Array:
@@ -78,10 +84,10 @@ def merge_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, fir
     base, tensor, rows = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], []
     add_sums(tensor, "base_size", np.abs(base))
     for i, model in enumerate(buffers.models[:models]):
-        delta, mask = open_model(spec, buffers, i, base, first_tile)
+        delta, mask, divisors = open_model(spec, buffers, i, base, first_tile)
         note_delta(buffers, i, delta)
         model["kept"] += np.uint64(np.count_nonzero(mask))
-        rows.append(plain.thin(delta, mask, float(model["scale"]), float(model["floor"])))
+        rows.append(plain.thin(delta, mask, divisors, float(model["scale"]), float(model["floor"])))
     if tensor["exact"]:
         values = read_model(spec, buffers, 0, count)
     else:
@@ -96,18 +102,39 @@ def merge_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, fir
 def multiply_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
     base, tensor, kept = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], {}
     for i, model in enumerate(buffers.models[:models]):
-        delta, mask = open_model(spec, buffers, i, base, first_tile)
-        kept[int(model["number"])] = plain.thin(delta, mask, float(model["scale"]))
+        part = open_model(spec, buffers, i, base, first_tile)
+        kept[int(model["number"])] = plain.thin(*part, float(model["scale"]))
     tensor["square_0"], tensor["square_1"], tensor["product"] = plain.multiply_ends(base, kept)
 
 
 def count_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
     base, shift = read(buffers.base, spec.base, spec.real, count), buffers.tensor["shift"][0]
     for i, model in enumerate(buffers.models[:models]):
-        delta, mask = open_model(spec, buffers, i, base, first_tile)
+        delta, mask, _ = open_model(spec, buffers, i, base, first_tile)
         patterns = np.abs(delta[mask]).view(f"u{delta.itemsize}").astype(np.uint64) >> shift
-        patterns = patterns[patterns >> np.uint64(DIGIT_BITS) == model["prefix"]]
-        add_counts(buffers.counts[i], patterns & np.uint64(0xFFFF))
+        prefixes = dict.fromkeys((int(model["prefix"]), int(model["prefix_2"])))  # once, where they are equal
+        for half, prefix in zip(buffers.counts[i].reshape(2, -1), prefixes, strict=False):
+            fitting = patterns[patterns >> np.uint64(DIGIT_BITS) == np.uint64(prefix)]
+            add_counts(half, fitting & np.uint64(0xFFFF))
+
+
+def add_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
+    base = read(buffers.base, spec.base, spec.real, count)
+    for i, model in enumerate(buffers.models[:models]):
+        part = open_model(spec, buffers, i, base, first_tile)
+        model["size"], model["kept_size"] = plain.add_sizes({i: part}, {i: plain.thin(*part, float(model["scale"]))})
+
+
+def rank(
+    spec: KernelSpec, base: Array, values: Array, by_rank: Array, _: Array, limits: Array, skipped: int, is_delta: bool
+) -> None:
+    """The limits of elements of whole rows, but for some at the start and at the end, from those by rank."""
+    width = len(by_rank)
+    count = -(-(skipped + len(limits)) // width) * width
+    delta = read(values, spec.finetuned, spec.real, count)
+    if not is_delta:
+        delta = delta - read(base, spec.base, spec.real, count)
+    limits[:] = by_rank[plain.rank(delta, width)][skipped : skipped + len(limits)]
 
 
 def add_counts(counts: Array, places: Array) -> None:
@@ -160,6 +187,6 @@ def pack_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, firs
 
 
 KERNELS: Final[dict[str, Kernel]] = {
-    "sum": merge_chunk, "elect": merge_chunk, "products": multiply_chunk, "count": count_chunk,
-    "measure": measure_chunk, "expand": expand, "pack": pack_chunk,
+    "sum": merge_chunk, "elect": merge_chunk, "average": merge_chunk, "products": multiply_chunk, "count": count_chunk,
+    "sums": add_chunk, "rank": rank, "measure": measure_chunk, "expand": expand, "pack": pack_chunk,
 }  # fmt: skip

@@ -21,7 +21,16 @@ import torch
 
 from darelib.formats import DTYPES, FORMATS
 from darelib.mask import ROUNDS, TILE, mask_key
-from darelib.methods import METHODS, Coefficients, TensorSettings, weigh_for_look
+from darelib.methods import (
+    METHODS,
+    ArcLook,
+    Coefficients,
+    Found,
+    TensorSettings,
+    TrimLook,
+    choose_looks,
+    weigh_for_look,
+)
 
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
@@ -269,6 +278,14 @@ def can_merge_on(device: torch.device) -> bool:
     )
 
 
+def can_merge(settings: TensorSettings) -> bool:
+    """Whether there are kernels for these settings: for random drops, and the usual ways to combine."""
+    schemes = [thinning.scheme for thinning in settings.thinnings]
+    looks = choose_looks(settings, range(len(schemes)))
+    fitting = METHODS[settings.method].kernel in ("sum", "elect") and {*looks} <= {TrimLook, ArcLook}
+    return fitting and not any(scheme.ends or scheme.thresholds for scheme in schemes)
+
+
 @lru_cache
 def number_lanes(device: torch.device, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
@@ -363,7 +380,7 @@ class Batch:
         for k, settings in enumerate(self.settings):
             row = None if found else known.get(id(settings))
             if row is None:
-                each = weigh(settings, self.models, found[k] if found else None)
+                each = weigh(settings, self.models, Found(products=found[k]) if found else Found())
                 row = [settings.lambda_coeff, each.base_share, each.first_share, self.limit]
                 for numbers in zip(each.scales, each.weights, each.floors, strict=True):
                     row += numbers
@@ -381,7 +398,7 @@ class Batch:
 
     def _find_products(self) -> Tensor:
         sums = torch.zeros((3, self.sums), dtype=torch.float64, device=self.device)
-        numbers = self._numbers(lambda settings, models, _: weigh_for_look(settings, models))
+        numbers = self._numbers(weigh_for_look)
         self._launch(products_kernel, numbers, sums, self.sums)
         levels = [sums]
         for _ in range(max(self.depths)):

@@ -30,6 +30,8 @@ from darelib.tuning import TUNING, count_cores
 SOURCES: Final = (
     "kernels/__init__.py",
     "kernels/cpu.py",
+    "kernels/looks.py",
+    "kernels/parts.py",
     "kernels/records.py",
     "kernels/tiles.py",
     "formats.py",
@@ -202,7 +204,7 @@ def _load(spec: KernelSpec, code: bytes) -> Kernel:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 10, *[ctypes.c_ssize_t] * 4)
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * 4)
     function = prototype(engine.get_function_address("kernel"))
     slots = ctypes.create_string_buffer(16)  # for a returned value and an exception, of which there are none
     where, itemsize = ctypes.addressof(slots), FORMATS[spec.finetuned].itemsize
@@ -214,7 +216,15 @@ def _load(spec: KernelSpec, code: bytes) -> Kernel:
     def expand(left: Any, right: Any, made: Any, first: int, ranks_before: int, _owners: Any = (engine, slots)) -> None:
         before = ctypes.c_int64(ranks_before)
         addresses = [*(array.ctypes.data for array in (left, right, made)), ctypes.addressof(before)]
-        function(where, where + 8, *addresses, 0, 0, 0, 0, len(made), right.shape[1], left.shape[1], first)
+        function(where, where + 8, *addresses, 0, 0, 0, 0, 0, len(made), right.shape[1], left.shape[1], first)
+
+    def rank(
+        base: Any, values: Any, by_rank: Any, order: Any, limits: Any, skipped: int, is_delta: bool,
+        _owners: Any = (engine, slots),
+    ) -> None:  # fmt: skip
+        addresses = [array.ctypes.data for array in (base, values, by_rank, order, limits)]
+        function(where, where + 8, *addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
 
     # The engine owns the code and the function writes to its slots: they live as long as these functions do.
-    return expand if spec.kind == "expand" else run_chunk
+    others: dict[str, Kernel] = {"expand": expand, "rank": rank}
+    return others.get(spec.kind, run_chunk)

@@ -14,12 +14,27 @@ from typing import Any, Final
 
 import numpy as np
 
+from darelib.drops import Thinning
 from darelib.formats import FORMATS, widen
-from darelib.mask import ROUNDS, TILE, mask_key
-from darelib.methods import METHODS, Coefficients, TensorSettings, fold_neighbours, rank_of_floor, weigh_for_look
+from darelib.mask import MASK_BITS, ROUNDS, TILE, mask_key
+from darelib.methods import (
+    METHODS,
+    ArcLook,
+    BoundsLook,
+    Coefficients,
+    Found,
+    SumsLook,
+    TensorSettings,
+    TrimLook,
+    choose_looks,
+    find_factors,
+    fold_neighbours,
+    rank_of_floor,
+    weigh_for_look,
+)
 
 Array = Any  # of one dimension
-Part = tuple[Array, Array]  # a model's delta and mask
+Part = tuple[Array, Array, Array | None]  # a model's delta, what is kept of it, and what each entry is divided by
 
 
 def library(array: Array) -> Any:
@@ -91,20 +106,58 @@ def round_to_odd(values: Array) -> Array:
 # --- thinning and combining -------------------------------------------------------------------------------------------
 
 
-def thin(delta: Array, mask: Array, scale: float, floor: float = 0.0) -> Array:
-    """kept = mask * delta * scale, where scale is the weight over the keep rate; trim drops what is below the floor."""
-    return library(delta).where(mask & (abs(delta) >= floor), delta * scale, 0.0)
+def is_within(delta: Array, bounds: tuple[float, float]) -> Array:
+    return (abs(delta) >= bounds[0]) & (abs(delta) <= bounds[1])
 
 
-def elect(merged: Array, rows: Sequence[Array], weights: Sequence[float], first_share: float) -> Array:
+def rank(delta: Array, width: int) -> Array:
+    """The rank of each entry in its row, 0 for the smallest |delta|; of equal ones, the first comes first."""
+    lib, rows = library(delta), abs(delta).reshape(-1, width)
+    order = lib.argsort(rows, **({"kind": "stable"} if lib is np else {"stable": True}))
+    return lib.argsort(order).reshape(-1)
+
+
+def find_thresholds(thinning: Thinning, delta: Array, width: int) -> Array:
+    """What is kept has mask bits below it: one threshold for all, or, by its rank, one for each entry of whole rows."""
+    if not thinning.scheme.thresholds:
+        return thinning.threshold
+    lib = library(delta)
+    return thinning.find_thresholds(lib.asarray(rank(delta, width), dtype=lib.float64), width)
+
+
+def keep(thinning: Thinning, delta: Array, bits: Array, thresholds: Array, bounds: tuple[float, float] | None) -> Part:
+    """What a drop keeps of a delta: what lies within bounds, or has mask bits below a threshold."""
+    if bounds:
+        return delta, is_within(delta, bounds), None
+    return delta, bits < thresholds, as_divisors(thresholds, delta) if thinning.divides_each else None
+
+
+def as_divisors(thresholds: Array, delta: Array) -> Array:
+    """The probabilities by which they keep, in the type to compute in."""
+    return library(delta).asarray(thresholds, dtype=delta.dtype) / (1 << MASK_BITS)
+
+
+def thin(delta: Array, mask: Array, divisors: Array | None, scale: float, floor: float = 0.0) -> Array:
+    """kept = mask * delta * scale, where scale is the weight over the keep rate; trim drops what is below the floor.
+
+    divisors: by which each entry is divided, where they differ.
+    """
+    scaled = delta * scale if divisors is None else delta * scale / divisors
+    return library(delta).where(mask & (abs(delta) >= floor), scaled, 0.0)
+
+
+def elect(
+    merged: Array, rows: Sequence[Array], weights: Sequence[float], first_share: float, any_sign: bool = False
+) -> Array:
     """Ties: the sum's sign is elected at each position, positive at 0; the models of that sign are averaged.
 
+    Ram, of any sign: all that have a delta there.
     Or summed up: where the first share is 1 and all weights are 0, the division changes nothing.
     """
     lib = library(merged)
     total, share = lib.zeros_like(merged), lib.full_like(merged, first_share)
     for row, weight in zip(rows, weights, strict=True):
-        agrees = lib.where(merged >= 0, row > 0, row < 0)
+        agrees = row != 0 if any_sign else lib.where(merged >= 0, row > 0, row < 0)
         total, share = lib.where(agrees, total + row, total), lib.where(agrees, share + weight, share)
     with np.errstate(divide="ignore", invalid="ignore"):
         return lib.where(share > 0, total / share, 0.0)
@@ -113,9 +166,9 @@ def elect(merged: Array, rows: Sequence[Array], weights: Sequence[float], first_
 def combine(
     kernel: str, base: Array, rows: Sequence[Array], weights: Sequence[float], base_share: float, first_share: float
 ) -> Array:
-    """The sum of the models' kept deltas, one after the other; or, to elect signs, an average by that sum."""
+    """The sum of the models' kept deltas, one after the other; or an average, perhaps by the sign of that sum."""
     merged = sum(rows, start=base_share * base)
-    return elect(merged, rows, weights, first_share) if kernel == "elect" else merged
+    return elect(merged, rows, weights, first_share, kernel == "average") if kernel != "sum" else merged
 
 
 def apply(base: Array, merged: Array, lambda_coeff: float) -> Array:
@@ -158,35 +211,81 @@ def multiply_ends(base: Array, kept: Mapping[int, Array]) -> tuple[float, float,
     return multiply(ends[0], ends[0]), multiply(ends[1], ends[1]), multiply(ends[0], ends[1])
 
 
-def find_products(settings: TensorSettings, base: Array, parts: Mapping[int, Part]) -> tuple[float, ...]:
-    scales = weigh_for_look(settings, list(parts)).scales
-    return multiply_ends(base, {i: thin(*parts[i], scale) for i, scale in zip(parts, scales, strict=True)})
+def thin_for_look(settings: TensorSettings, parts: Mapping[int, Part], found: Found) -> dict[int, Array]:
+    scales = weigh_for_look(settings, list(parts), found).scales
+    return {i: thin(*parts[i], scale) for i, scale in zip(parts, scales, strict=True)}
 
 
-def find_floors(settings: TensorSettings, _: Array, parts: Mapping[int, Part]) -> tuple[float, ...]:
+def find_products(settings: TensorSettings, base: Array, parts: Mapping[int, Part], found: Found) -> None:
+    found.products = multiply_ends(base, thin_for_look(settings, parts, found))
+
+
+def find_size(delta: Array, number: int) -> float:
+    """One |delta|, counted from the largest down."""
+    return float(np.sort(np.abs(delta))[-number])
+
+
+def find_floors(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
     """Trim: for each model, the smallest |delta| that is kept of those that survived the drop."""
-    survivors = [np.sort(np.abs(delta[mask])) for delta, mask in parts.values()]
-    return tuple(float(s[-rank_of_floor(settings.keep_ratio, len(s))]) if len(s) else 0.0 for s in survivors)
+    survivors = [delta[mask] for delta, mask, _ in parts.values()]
+    found.floors = tuple(
+        find_size(kept, rank_of_floor(settings.keep_ratio, len(kept))) if len(kept) else 0.0 for kept in survivors
+    )
 
 
-LOOKS: Final = {"products": find_products, "count": find_floors}  # by the kernels that do the same
+def find_bounds(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
+    """Drops by size: for each model that has one, the smallest and the largest |delta| that is kept."""
+    bounds = []
+    for i, (delta, *_) in parts.items():
+        thinning = settings.thinnings[i]
+        bounds.append(thinning.find_bounds([find_size(delta, number) for number in thinning.list_ends(len(delta))]))
+    found.bounds = tuple(bounds)
+
+
+def find_sums(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
+    """The factors that restore the sums of |delta|."""
+    found.factors = find_factors(settings, list(parts), add_sizes(parts, thin_for_look(settings, parts, found)))
+
+
+def add_sizes(parts: Mapping[int, Part], kept: Mapping[int, Array]) -> list[float]:
+    """The sums of |delta|, then those of what is kept, in float64: tiles by halves, then pairs of neighbours."""
+    sums = []
+    for row in (*(delta for delta, *_ in parts.values()), *kept.values()):
+        lib = library(row)
+        sums.append(fold_neighbours(fold_tiles(lib.asarray(abs(row), dtype=lib.float64)).tolist()))
+    return sums
+
+
+LOOKS: Final = {BoundsLook: find_bounds, SumsLook: find_sums, TrimLook: find_floors, ArcLook: find_products}
 
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 
 def merge_tensor(
     name: str, base: Array, dtype: str, finetuned: Mapping[int, tuple[Array, str]], output: str,
-    settings: TensorSettings, seed: int,
+    settings: TensorSettings, seed: int, width: int,
 ) -> Array:  # fmt: skip
-    """One whole tensor, from stored values to stored values. finetuned: by number, the models that have it."""
+    """One whole tensor, from stored values to stored values. finetuned: by number, the models that have it.
+
+    width: the last of its dimensions, 1 where it has none.
+    """
     real = "F64" if "F64" in (dtype, output, *(kind for _, kind in finetuned.values())) else "F32"
-    start, parts = decode(base, dtype, real), {}
+    start, deltas, found = decode(base, dtype, real), {}, Found()
     for i, (raw, kind) in finetuned.items():
-        value, threshold = decode(raw, kind, real), settings.thinnings[i].threshold
+        value = decode(raw, kind, real)
         if settings.returns_model:
             return encode(value, output)
-        parts[i] = value - start, draw_mask(mask_key(seed + i, name), threshold, 0, len(start))
-    method = METHODS[settings.method]
-    look = method.look(settings) if parts and len(start) else None
-    found = method.weigh(settings, list(parts), LOOKS[look.kernel](settings, start, parts) if look else None)
-    return encode(merge_parts(settings, start, parts.values(), found), output)
+        deltas[i] = value - start
+
+    def open_parts() -> dict[int, Part]:
+        parts = {}
+        for (i, delta), bounds in zip(deltas.items(), found.bounds or (None,) * len(deltas), strict=True):
+            bits = draw_bits(mask_key(seed + i, name), 0, -(-len(delta) // TILE))[: len(delta)]
+            thinning = settings.thinnings[i]
+            parts[i] = keep(thinning, delta, bits, find_thresholds(thinning, delta, width), bounds)
+        return parts
+
+    for look in choose_looks(settings, list(deltas)) if deltas and len(start) else ():
+        LOOKS[look](settings, start, open_parts(), found)
+    coefficients = METHODS[settings.method].weigh(settings, list(deltas), found)
+    return encode(merge_parts(settings, start, open_parts().values(), coefficients), output)

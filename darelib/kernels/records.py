@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from darelib.mask import TILE
 
 # A record for each model. peak is the bit pattern of the largest |delta|. stored: of a packed model, the threshold of
-# the mask whose entries are all that it has, one after the other; next: which of them comes next.
+# the mask whose entries are all that it has, one after the other; next: which of them comes next. bounded: what lies
+# between low and high is kept. ranked: each element has a limit of its own; divided: by which it is rescaled, too.
 MODEL: Final = np.dtype(
-    [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "is_delta", "stored", "next")]
-    + [(name, "f8") for name in ("scale", "weight", "floor")]
+    [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "prefix_2", "is_delta", "stored", "next")]
+    + [(name, "u8") for name in ("bounded", "ranked", "divided")]
+    + [(name, "f8") for name in ("scale", "weight", "floor", "low", "high")]
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
-    + [(name, "f8") for name in ("size", "squares")]
+    + [(name, "f8") for name in ("size", "kept_size", "squares")]
 )
 # One record for the tensor. first_share: what ties adds weights to before it divides. exact: the only model is taken as
-# it is. shift: which bits trim counts by. square_0, square_1 and product: of the ends of slerp's arc.
+# it is. shift: which bits sizes are counted by. square_0, square_1 and product: of the ends of slerp's arc.
 TENSOR: Final = np.dtype(
     [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "threshold")]
     + [(name, "u8") for name in ("exact", "shift", "peak")]
@@ -30,7 +32,8 @@ TENSOR: Final = np.dtype(
 PAIR: Final = np.dtype([(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")])
 
 # Rows of scratch, each as wide as a tile, before the models' own. Rows of exactly 4 KiB would share cache sets.
-BITS_ROW, BASE_ROW, MERGED_ROW, SIZE_ROW, LEFT_ROW, RIGHT_ROW, ZERO_ROW, DENSE_ROW, SCRATCH_ROWS = range(9)
+(BITS_ROW, BASE_ROW, MERGED_ROW, SIZE_ROW, LEFT_ROW, RIGHT_ROW, ZERO_ROW, DENSE_ROW, DIVISOR_ROW,
+ SCRATCH_ROWS) = range(10)  # fmt: skip
 SCRATCH_WIDTH: Final = TILE + 80
 # An analysis counts |delta| by size: 16 bins to each doubling, the first for all below 2^-40. Neighbours are counted in
 # different lanes, since adding to what was just added to would wait for it.
@@ -38,8 +41,11 @@ BINS: Final = 1024
 BINS_PER_OCTAVE: Final = 16
 FIRST_BIN: Final = (127 - 40) * BINS_PER_OCTAVE - 1  # as the float32 pattern without its low bits
 LANES: Final = 4
+# The entries of a row are ranked by so many bits of their pattern at a time.
+SORT_BITS: Final = 11
+WIDEST: Final = 8  # bytes of an element
 # Counters per model, by kernel.
-COUNTERS: Final = {"count": 1 << 16, "measure": LANES * BINS}
+COUNTERS: Final = {"count": 2 << 16, "measure": LANES * BINS}
 
 
 def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
@@ -51,9 +57,12 @@ def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 
 
 class Buffers:
-    """One thread's buffers, made once and used for every job. kernels: the kinds that will use them."""
+    """One thread's buffers, made once and used for every job.
 
-    def __init__(self, models: int, row_bytes: int, kernels: Collection[str]) -> None:
+    kernels: the kinds that will use them. ranked: elements of the longest row that entries are ranked in, if any.
+    """
+
+    def __init__(self, models: int, row_bytes: int, kernels: Collection[str], ranked: int = 0) -> None:
         self.base = align((row_bytes,), np.uint8)
         self.finetuned = align((models, row_bytes), np.uint8)
         self.output = align((row_bytes,), np.uint8)
@@ -62,8 +71,14 @@ class Buffers:
         self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
         self.counts = align((models, max((COUNTERS.get(kind, 0) for kind in kernels), default=0)), np.uint32)
         self.pairs = align((1 + models * (models - 1) // 2,), PAIR)
+        self.limits = align((models, row_bytes // 2 if ranked else 0), np.uint16)
         self._all: list[NDArray[Any]] = list(vars(self).values())  # in the order of a kernel's arguments
         self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
+        # Whole rows, of which those at the ends may be in other chunks, too: of the base and of one model.
+        self.rows = align((2, row_bytes + 2 * ranked * WIDEST if ranked else 0), np.uint8)
+        # For each entry of a row two patterns and two places, then counters.
+        self.order = align((3 * ranked + (1 << SORT_BITS) if ranked else 0,), np.uint64)
+        self._all += [self.rows, self.order]
 
     def clear(self) -> None:
         """Forget what kernels have found, and what they had to know."""

@@ -11,9 +11,23 @@ import torch
 
 from darelib.config import DareConfig, Rule
 from darelib.formats import DTYPES, is_counted
+from darelib.gradients import count_layers, depth_of
 from darelib.kernels import plain
-from darelib.mask import mask_key
-from darelib.methods import METHODS, TensorSettings, fold_columns, rank_of_floor
+from darelib.mask import TILE, mask_key
+from darelib.methods import (
+    METHODS,
+    ArcLook,
+    BoundsLook,
+    Found,
+    Look,
+    SumsLook,
+    TensorSettings,
+    TrimLook,
+    choose_looks,
+    find_factors,
+    fold_columns,
+    rank_of_floor,
+)
 from darelib.text import LOG, ConfigError, DareError, list_names
 from darelib.tuning import TUNING
 
@@ -71,7 +85,8 @@ class StateMerge:
         self.merged: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
         self.places: dict[tuple[object, ...], str] = {}  # by where the values are, in the base and in the models
-        self.chosen: dict[Rule | None, TensorSettings] = {}
+        self.layers = count_layers(base) if config.has_gradients else {}
+        self.chosen: dict[tuple[Rule | None, float], TensorSettings] = {}
 
     def run(self) -> dict[str, Tensor]:
         """All merged tensors, in the order of the base."""
@@ -96,21 +111,21 @@ class StateMerge:
             waiting.append(name)
             size += self.base[name].numel()
             if size >= gpu.BATCH_ELEMENTS or name == names[-1]:
-                columns = self._find_columns(gpu, waiting)
-                merge.add(columns, [self._choose(name) for name in waiting], self.config.seed)
+                settings = [self._choose(name) for name in waiting]
+                merge.add(self._find_columns(gpu, waiting, settings), settings, self.config.seed)
                 waiting, size = [], 0
         if broken := merge.finish():
             raise self._explain(broken)
 
-    def _find_columns(self, gpu: Any, names: list[str]) -> Any:
+    def _find_columns(self, gpu: Any, names: list[str], settings: list[TensorSettings]) -> Any:
         """What the kernels must know of some tensors, without those that they cannot or need not merge."""
         models = [[model[name] for name in names] for model in (self.base, *self.finetuned)]
         outputs = [self._make_place(name) for name in names]
         columns = gpu.Columns(names, [*models, outputs])
-        addresses = columns.addresses[:, :-1].tolist()
+        addresses, taken = columns.addresses[:, :-1].tolist(), {each: gpu.can_merge(each) for each in set(settings)}
         for k, name in enumerate(names):
             kind = columns.kinds[k]
-            if kind is not None and kind[-1] == (self.dtype or kind[2]):
+            if kind is not None and kind[-1] == (self.dtype or kind[2]) and taken[settings[k]]:
                 place = (kind, models[0][k].shape, *addresses[k])
                 if (same := self.places.setdefault(place, name)) == name:
                     self.merged[name] = outputs[k]
@@ -146,9 +161,10 @@ class StateMerge:
 
     def _choose(self, name: str) -> TensorSettings:
         rule = self.config.rule_for(name) if self.config.rules else None
-        if rule not in self.chosen:
-            self.chosen[rule] = self.config.for_rule(rule, len(self.finetuned))
-        return self.chosen[rule]
+        key = rule, depth_of(name, self.layers) if self.layers else 0.0
+        if key not in self.chosen:
+            self.chosen[key] = self.config.for_rule(rule, len(self.finetuned), key[1])
+        return self.chosen[key]
 
     def _explain(self, name: str) -> DareError:
         """What is wrong with a tensor that has given a value that is not finite."""
@@ -217,8 +233,8 @@ class TensorMerge:
     """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits are the same."""
 
     def __init__(self, name: str, settings: TensorSettings, seed: int, base: Tensor, parts: dict[int, Tensor]) -> None:
-        self.name, self.settings, self.seed, self.base = name, settings, seed, base
-        self.method = METHODS[settings.method]
+        self.name, self.settings, self.seed, self.found = name, settings, seed, Found()
+        self.method, self.base, self.flat = METHODS[settings.method], base, base.reshape(-1)
         self.parts = {i: part.reshape(-1) for i, part in parts.items()}
 
     def run(self, output: Tensor) -> None:
@@ -228,12 +244,17 @@ class TensorMerge:
             unknown = types - KNOWN
             raise DareError(f"tensor {self.name!r} is of a type that cannot be merged: {unknown}", "convert it first")
         self.real = torch.float64 if torch.float64 in types else torch.float32
-        flat, models = self.base.reshape(-1), list(self.parts)
-        target = output.view(-1) if output.is_contiguous() else torch.empty_like(flat, dtype=self.dtype)
-        look = self.method.look(self.settings) if models and flat.numel() else None
-        finders: dict[str, Callable[[Tensor], Sequence[float]]]
-        finders = {"count": self._find_floors, "products": self._find_products}
-        coefficients = self.method.weigh(self.settings, models, finders[look.kernel](flat) if look else None)
+        flat, models = self.flat, list(self.parts)
+        # The output may be the base, of which ranks need whole rows.
+        ranked = any(thinning.scheme.thresholds for thinning in self.settings.thinnings)
+        at_once = output.is_contiguous() and not ranked
+        target = output.view(-1) if at_once else torch.empty_like(flat, dtype=self.dtype)
+        finders: dict[type[Look], Callable[[Tensor], None]]
+        finders = {BoundsLook: self._find_bounds, SumsLook: self._find_sums}
+        finders |= {TrimLook: self._find_floors, ArcLook: self._find_products}
+        for look in choose_looks(self.settings, models) if models and flat.numel() else ():
+            finders[look](flat)
+        coefficients = self.method.weigh(self.settings, models, self.found)
         for start, base in self._chunks(flat):
             parts = (self._open(i, start, base) for i in models)
             values = plain.merge_parts(self.settings, base, parts, coefficients)
@@ -243,42 +264,69 @@ class TensorMerge:
             if not bool(torch.isfinite(result).all()):
                 raise explain_broken(self.name, None, self.dtype)
             target[start : start + len(base)] = result
-        if not output.is_contiguous():
+        if not at_once:
             output.copy_(target.reshape(output.shape))
 
     def _chunks(self, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
         for start in range(0, flat.numel(), TUNING.memory_chunk):
             yield start, flat[start : start + TUNING.memory_chunk].to(self.real)
 
-    def _open(self, i: int, start: int, base: Tensor) -> tuple[Tensor, Tensor]:
-        """A model's delta and mask for a chunk of the base."""
+    def _open(self, i: int, start: int, base: Tensor) -> plain.Part:
+        """A model's delta, and what is kept of it, for a chunk of the base."""
         delta = self.parts[i][start : start + len(base)].to(self.real) - base
         if not bool(torch.isfinite(delta).all()):
             raise explain_broken(self.name, i, self.dtype)
-        key, threshold = mask_key(self.seed + i, self.name), self.settings.thinnings[i].threshold
-        return delta, plain.draw_mask(key, threshold, start, len(base), partial(torch.arange, device=base.device))
+        thinning, stop = self.settings.thinnings[i], start + len(base)
+        tiles, arange = -(-len(base) // TILE), partial(torch.arange, device=base.device)
+        bits = plain.draw_bits(mask_key(self.seed + i, self.name), start // TILE, tiles, arange)[: len(base)]
+        thresholds = thinning.threshold
+        if thinning.scheme.thresholds:  # by ranks, which whole rows decide
+            width = self.base.shape[-1] if self.base.shape else 1
+            first = start // width * width
+            rows = slice(first, -(-stop // width) * width)
+            whole = self.parts[i][rows].to(self.real) - self.flat[rows].to(self.real)
+            thresholds = plain.find_thresholds(thinning, whole, width)[start - first : stop - first]
+        bounds = dict(zip(self.parts, self.found.bounds, strict=False)).get(i)
+        return plain.keep(thinning, delta, bits, thresholds, bounds)
 
-    def _find_floors(self, flat: Tensor) -> list[float]:
-        """Trim: finding one value is faster than sorting all, except on a GPU."""
-        floors = []
+    def _find_size(self, sizes: Tensor, number: int) -> float:
+        """One of them, counted from the largest down: finding it is faster than sorting all, except on a GPU."""
+        if sizes.is_cuda:
+            return float(sizes.sort().values[-number])
+        return float(sizes.kthvalue(len(sizes) - number + 1).values)
+
+    def _list_sizes(self, flat: Tensor, i: int) -> Tensor:
+        """|delta| of what is kept of a model."""
+        opened = (self._open(i, start, base) for start, base in self._chunks(flat))
+        return torch.cat([abs(delta[mask]) for delta, mask, _ in opened])
+
+    def _find_bounds(self, flat: Tensor) -> None:
+        bounds = []
         for i in self.parts:
-            opened = (self._open(i, start, base) for start, base in self._chunks(flat))
-            sizes = torch.cat([abs(delta[mask]) for delta, mask in opened])
-            rank = rank_of_floor(self.settings.keep_ratio, len(sizes))
-            if not len(sizes):
-                floors.append(0.0)
-            elif sizes.is_cuda:
-                floors.append(float(sizes.sort().values[-rank]))
-            else:
-                floors.append(float(sizes.kthvalue(len(sizes) - rank + 1).values))
-        return floors
+            thinning = self.settings.thinnings[i]
+            ends = thinning.list_ends(flat.numel())
+            sizes = self._list_sizes(flat, i) if ends else flat
+            bounds.append(thinning.find_bounds([self._find_size(sizes, number) for number in ends]))
+        self.found.bounds = tuple(bounds)
 
-    def _find_products(self, flat: Tensor) -> tuple[float, ...]:
-        chunks = [
-            plain.find_products(self.settings, base, {i: self._open(i, start, base) for i in self.parts})
-            for start, base in self._chunks(flat)
-        ]
-        return fold_columns(chunks)
+    def _find_sums(self, flat: Tensor) -> None:
+        chunks = []
+        for start, base in self._chunks(flat):
+            parts = {i: self._open(i, start, base) for i in self.parts}
+            chunks.append(tuple(plain.add_sizes(parts, plain.thin_for_look(self.settings, parts, self.found))))
+        self.found.factors = find_factors(self.settings, list(self.parts), fold_columns(chunks))
+
+    def _find_floors(self, flat: Tensor) -> None:
+        sizes = (self._list_sizes(flat, i) for i in self.parts)
+        ranks = ((each, rank_of_floor(self.settings.keep_ratio, len(each))) for each in sizes)
+        self.found.floors = tuple(self._find_size(each, rank) if len(each) else 0.0 for each, rank in ranks)
+
+    def _find_products(self, flat: Tensor) -> None:
+        chunks = []
+        for start, base in self._chunks(flat):
+            parts = {i: self._open(i, start, base) for i in self.parts}
+            chunks.append(plain.multiply_ends(base, plain.thin_for_look(self.settings, parts, self.found)))
+        self.found.products = fold_columns(chunks)
 
     def _encode(self, values: Tensor) -> Tensor:
         if self.real == torch.float64 and self.dtype in (torch.bfloat16, torch.float16):

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.kernels.records import BINS, FIRST_BIN
+from darelib.kernels.records import BINS, FIRST_BIN, SORT_BITS
 from darelib.mask import ROUNDS, TILE
 
 # --- stored values --------------------------------------------------------------------------------------------------
@@ -122,8 +122,82 @@ def pick(bits: Any, limit: Any, picked: Any) -> Any:  # compiled
     return found
 
 
-def elect(kept: Any, models: Any, merged: Any, total: Any, share: Any, first_share: Any) -> None:  # compiled
-    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree with it."""
+def choose_by_rank(bits: Any, limits: Any, divisors: Any) -> Any:  # compiled
+    """Instead of random bits, those of a mask that keeps what they keep by limits of their own. Gives its limit."""
+    for j in range(TILE):
+        divisors[j] = (limits[j] + np.float32(1)) / np.float32(65536)
+        bits[j] = np.uint16(bits[j] > limits[j])
+    return np.uint16(0)
+
+
+def rank_row(patterns: Any, places: Any, counts: Any, by_rank: Any, limits: Any, first: int) -> None:  # compiled
+    """Give each entry of a row the limit of its rank, of equal patterns the first first; first: its place in limits.
+
+    patterns and places have two rows each: the first what to sort, the second to work in. A radix sort, by no more
+    bits than differ: of 16-bit models' deltas, few do.
+    """
+    width, differing = patterns.shape[1], np.uint64(0)
+    for j in range(width):
+        differing |= np.uint64(patterns[0, j] ^ patterns[0, 0])
+    bits = np.uint64(8 if width < 1024 else SORT_BITS)
+    last, low, now = (np.uint64(1) << bits) - np.uint64(1), np.uint64(0), 0
+    while True:
+        while differing and not differing & np.uint64(1):
+            differing >>= np.uint64(1)
+            low += np.uint64(1)
+        keys, others, before, after = patterns[now], patterns[1 - now], places[now], places[1 - now]
+        for k in range(last + np.uint64(1)):
+            counts[k] = 0
+        for j in range(width):
+            counts[(np.uint64(keys[j]) >> low) & last] += np.uint32(1)
+        total = np.uint32(0)
+        for k in range(last + np.uint64(1)):
+            total, counts[k] = np.uint32(total + counts[k]), total
+        differing >>= bits
+        if not differing:
+            break
+        for j in range(width):
+            key = keys[j]
+            bucket = (np.uint64(key) >> low) & last
+            rank = counts[bucket]
+            counts[bucket] = np.uint32(rank + np.uint32(1))
+            others[rank] = key
+            after[rank] = before[j]
+        now = 1 - now
+        low += bits
+    for j in range(width):  # the last time, what is found is the rank itself
+        bucket = (np.uint64(keys[j]) >> low) & last
+        rank = counts[bucket]
+        counts[bucket] = np.uint32(rank + np.uint32(1))
+        place = first + np.int64(before[j])
+        if place >= 0 and place < len(limits):
+            limits[place] = by_rank[rank]
+
+
+def rank_short_row(patterns: Any, places: Any, by_rank: Any, limits: Any, first: int) -> None:  # compiled
+    """The same for a few entries, in one row: counting would take longer."""
+    for j in range(1, len(patterns)):
+        key, place = patterns[j], places[j]
+        k = j
+        while k > 0 and patterns[k - 1] > key:
+            patterns[k] = patterns[k - 1]
+            places[k] = places[k - 1]
+            k -= 1
+        patterns[k] = key
+        places[k] = place
+    for j in range(len(patterns)):
+        where = first + np.int64(places[j])
+        if where >= 0 and where < len(limits):
+            limits[where] = by_rank[j]
+
+
+def elect(
+    kept: Any, models: Any, merged: Any, total: Any, share: Any, first_share: Any, any_sign: bool
+) -> None:  # compiled
+    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree with it.
+
+    Or, of any sign, those that have a delta there.
+    """
     zero = kept.dtype.type(0)  # a plain 0 would make float64 of float32
     for j in range(TILE):
         total[j] = zero
@@ -136,7 +210,7 @@ def elect(kept: Any, models: Any, merged: Any, total: Any, share: Any, first_sha
         row = kept[i]
         weight = kept.dtype.type(models[i].weight)
         for j in range(TILE):
-            agrees = (row[j] > 0) if merged[j] >= 0 else (row[j] < 0)
+            agrees = row[j] != 0 if any_sign else (row[j] > 0) if merged[j] >= 0 else (row[j] < 0)
             total[j] += row[j] if agrees else zero
             share[j] += weight if agrees else zero
     for j in range(TILE):

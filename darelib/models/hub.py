@@ -22,8 +22,7 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
 
     wanted: patterns of the files that are needed; None: all of a model but weights of other frameworks.
     """
-    is_file = source.name.endswith((".safetensors", ".json", *PICKLE_SUFFIXES))
-    if is_file or not HUB_NAME.fullmatch(source.name) or not is_missing(source.path):
+    if not is_on_hub(source):
         return source
     repository, _, revision = source.name.partition("@")
     try:
@@ -45,6 +44,12 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
         raise _explain_failure(source, error) from None
     # The snapshot's directory has the name of its commit, which is what a recipe must hold, since branches move.
     return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
+
+
+def is_on_hub(source: Source) -> bool:
+    """Whether a source is a name on the Hub, as far as one can tell from here."""
+    is_file = source.name.endswith((".safetensors", ".json", *PICKLE_SUFFIXES))
+    return not is_file and HUB_NAME.fullmatch(source.name) is not None and is_missing(source.path)
 
 
 def is_missing(path: Path) -> bool:

@@ -68,6 +68,11 @@ class TensorInfo:
         return math.prod(self.shape)
 
     @property
+    def width(self) -> int:
+        """Elements of a row, along the last dimension."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
     def nbytes(self) -> int:
         return -(-self.count * STORED_BITS[self.dtype] // 8)
 

@@ -8,12 +8,13 @@ import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import DareConfig
-from darelib.methods import METHODS
+from darelib.drops import BREADCRUMBS, DELLA, DROPS, EXPECTATION, L1, MAGNITUDE, NONE, RANDOM, Thinning
+from darelib.methods import LINEAR, METHODS, SLERP, TIES, TensorSettings
 from darelib.models import Input
 from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, part_name
 from darelib.models.jsonfile import MAX_JSON, read_json
@@ -31,6 +32,22 @@ NOT_COPIED: Final = re.compile(
     r"(?i)\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json|checkpoint-\d+|global_step\d+"
     r"|runs|wandb|__pycache__"
 )
+# For a card: whose way of dropping it is, and what it does.
+DROP_WORDS: Final = {
+    RANDOM: ("[DARE](https://arxiv.org/abs/2311.03099) (drop and rescale)", "at random"),
+    MAGNITUDE: ("the trim of [TIES](https://arxiv.org/abs/2306.01708)", "by size, the smallest first"),
+    BREADCRUMBS: (
+        "[Model Breadcrumbs](https://arxiv.org/abs/2312.06795)",
+        "by size, the smallest and the largest",
+    ),
+    DELLA: ("[DELLA](https://arxiv.org/abs/2406.11617)", "at random, small ones more often than large ones"),
+}
+# What mergekit calls a method and a drop together; "": where nothing is dropped.
+MERGEKIT_METHODS: Final = {
+    (LINEAR, ""): "task_arithmetic", (TIES, ""): "ties", (SLERP, ""): "slerp", (TIES, MAGNITUDE): "ties",
+    (LINEAR, RANDOM): "dare_linear", (TIES, RANDOM): "dare_ties", (LINEAR, BREADCRUMBS): "breadcrumbs",
+    (TIES, BREADCRUMBS): "breadcrumbs_ties", (LINEAR, DELLA): "della_linear", (TIES, DELLA): "della",
+}  # fmt: skip
 
 
 def collect_side_files(
@@ -116,14 +133,11 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
     settings, seeds = config.general(len(models)), find_seeds(config, inputs)
     lines = ["---", "base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
     lines += ["base_model_relation: merge", "library_name: transformers", "tags:", "- merge", "- dare", "---", ""]
-    rules = (None, *config.typed_rules)
-    drops = any(rate for rule in rules for rate in config.for_rule(rule, len(models)).drop_rates)
-    dropped = "most of what each fine-tune changed is dropped at random, the rest is rescaled, and what is left is"
+    used = [t for own in config.resolve_all(len(models)) for t in own.thinnings if t.drop_rate]
     lines += [
         f"# A DARE merge of {count_of(len(models), 'model')}",
         "",
-        f"Merged from `{names[0]}` and models fine-tuned from it by [DARE](https://arxiv.org/abs/2311.03099) (drop and "
-        f"rescale): {dropped if drops else 'here nothing is dropped, and all that each fine-tune changed is'} "
+        f"Merged from `{names[0]}` and models fine-tuned from it by {describe_drops(used)} "
         f"{METHODS[config.method].card(settings)}.",
         "",
         "| model | seed | dropped | kept deltas are divided by | weight |",
@@ -131,16 +145,53 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
     ]
     for i, name in enumerate(models):
         weight = METHODS[config.method].show_weight(settings, i)
-        rate, divisor = settings.drop_rates[i], settings.divisors[i]
-        lines.append(f"| `{name}` | {seeds[i]} | {rate:.4g} | {divisor:.4g} | {weight} |")
-    lines += ["", f"The merged delta is multiplied by {config.lambda_coeff:g} and added to the base."]
+        dropped, divisor = describe_thinning(settings.thinnings[i])
+        lines.append(f"| `{name}` | {seeds[i]} | {dropped} | {divisor} | {weight} |")
+    lines += ["", f"The merged delta is multiplied by {settings.lambda_coeff:g} and added to the base."]
     if settings.keep_ratio < 1:
         lines.append(f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor is kept.")
     if config.rules:
         lines.append("Some tensors have settings of their own; they are in the recipe.")
+    if config.has_gradients:
+        lines.append("Some settings change over the layers, as the recipe says; here they are as outside of them.")
+    if words := describe_for_mergekit(settings, {thinning.drop for thinning in used}):
+        lines += ["", f"In the words of [mergekit](https://github.com/arcee-ai/mergekit): {words}."]
     again = "This recipe makes the same tensors again, byte for byte, from the same inputs"
     lines += ["", f"{again}:", "", "```toml", recipe.rstrip("\n"), "```", ""]
     return "\n".join(lines)
+
+
+def describe_drops(used: Sequence[Thinning]) -> str:
+    """What is dropped of the deltas, up to "... and what is left is". used: all that drop something."""
+    whose, how = zip(*(DROP_WORDS[drop] for drop in dict.fromkeys(t.drop for t in used) or (RANDOM,)), strict=True)
+    if not used:
+        return f"{whose[0]}: here nothing is dropped, and all that each fine-tune changed is"
+    rescaled = "the rest is rescaled, " if any(t.rescale != NONE for t in used) else ""
+    dropped = f"most of what each fine-tune changed is dropped {', or '.join(how)}, {rescaled}and what is left is"
+    return f"{' and '.join(whose)}: {dropped}"
+
+
+def describe_thinning(thinning: Thinning) -> tuple[str, str]:
+    """What is dropped of a model, and what the rest is divided by."""
+    own = "".join(f", {name} {getattr(thinning, name):.4g}" for name in DROPS[thinning.drop].settings)
+    dropped = f"{thinning.drop_rate:.4g}" + (f" ({thinning.drop}{own})" if thinning.drop != RANDOM else "")
+    if thinning.rescale == L1 and thinning.drop_rate:
+        return dropped, "what restores the sum of sizes"
+    each = thinning.rescale == EXPECTATION and thinning.drop == DELLA and thinning.drop_rate
+    return dropped, "the probability to keep each" if each else f"{thinning.divisor:.4g}"
+
+
+def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> str:
+    """The method and its densities as mergekit has them; empty where it has no such method."""
+    [drop, *others] = drops or ("",)
+    name = MERGEKIT_METHODS.get((settings.method, drop))
+    trimmed = settings.keep_ratio < 1  # which is all the dropping that its ties does
+    if others or name is None or (trimmed and drop):
+        return ""
+    densities = dict.fromkeys(f"{settings.keep_ratio if trimmed else 1 - rate:.4g}" for rate in settings.drop_rates)
+    words = [f"merge_method: {name}", f"density: {', '.join(densities)}", f"lambda: {settings.lambda_coeff:g}"]
+    words += [f"normalize: {str(settings.normalize).lower()}"]
+    return ", ".join(f"`{word}`" for word in words if name != "slerp" or word.startswith("merge"))
 
 
 def card_name(source: Source) -> str:

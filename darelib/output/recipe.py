@@ -18,7 +18,7 @@ from darelib.models.packed import PACKED_KEY
 from darelib.models.tensorfile import TensorFile, open_regular
 from darelib.models.vocabulary import digest_tokenizer
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.readers import MAX_TOML, WORDS, Request, Source, load_request, parse_request, recorded_name
+from darelib.readers import MAX_TOML, Request, Source, load_request, parse_request, recorded_name
 from darelib.text import ConfigError, DareError
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
@@ -167,7 +167,7 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
 
 def _locate(what: str, source: Source | None, inputs: Sequence[Source], places: Sequence[Path]) -> Source | None:
     """Where a tokenizer or a chat template is that a recipe names: it may be an input's."""
-    if source is None or source.name in WORDS:
+    if source is None or source.is_word:
         return source
     known = [model for model in inputs if model.recorded == source.name]
     there = [Source(source.name, place / source.name) for place in places if (place / source.name).exists()]

@@ -22,7 +22,7 @@ from darelib.models.vocabulary import (
     find_table,
     read_vocabulary,
 )
-from darelib.readers import BASE, UNION, WORDS, Source, recorded_name
+from darelib.readers import AUTO, BASE, UNION, Source, is_template, recorded_name
 from darelib.text import DareError
 
 CONFIG_FILE: Final = "tokenizer_config.json"
@@ -60,8 +60,10 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     given = {
         key: download(source, TOKENIZER_PATTERNS)
         for key, source in sources.items()
-        if source is not None and source.name not in WORDS
+        if source is not None and not source.is_word
     }
+    if tokenizer and (name == AUTO or is_template(name)):
+        raise DareError(f"there is no tokenizer {name!r}", "tokenizer wants base, union or a model")
     if "tokenizer" in given:
         folder = find_folder(given["tokenizer"])
         if folder is None or not tokenizer_files(folder):
@@ -71,6 +73,8 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     settings = {key: recorded_name(source) for key, source in given.items()} | (
         {"tokenizer": UNION} if name == UNION else {}
     )
+    if template is not None and (template.name == AUTO or is_template(template.name)):
+        found = settings["chat_template"] = template.name
     return TokenizerChoice(name, folder, found, settings, tuple((s.name, s.path) for s in given.values()))
 
 
@@ -147,8 +151,11 @@ def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[I
             )
     if choice.unites:
         add_tokens(side, base.added, [model.folder for model in models])
-    if choice.template is not None:
-        set_template(side, choice.template)
+    template = choice.template
+    if template == AUTO:
+        template = most_common([find_template(model.folder) for model in inputs])
+    if template is not None:
+        set_template(side, template)
     elif find_template(choice.folder or base.folder) is None:
         for model in inputs:  # the base first, where the tokenizer is not its own
             if (template := find_template(model.folder)) is not None:
@@ -156,6 +163,12 @@ def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[I
                 whose = choice.name if choice.folder else "the base"
                 return [f"the chat template is that of {model.name}, since {whose} has none; --chat-template chooses"]
     return []
+
+
+def most_common(templates: Sequence[Any]) -> Any:
+    """What most of those that there are have in common: of several, the first; None where there are none."""
+    found = [template for template in templates if template is not None]
+    return max(found, key=found.count, default=None)
 
 
 def set_template(side: SideFiles, template: Any) -> None:

@@ -7,18 +7,19 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.drops import Thinning
 from darelib.formats import FORMATS, widen
 from darelib.interrupts import Interrupts
 from darelib.kernels import Kernel, KernelSpec, load_kernels
 from darelib.kernels.records import Buffers
 from darelib.mask import TILE, mask_key
-from darelib.methods import METHODS, Coefficients, Look, weigh_for_look
+from darelib.methods import METHODS, Coefficients, Found, Look, weigh_for_look
 from darelib.models import Input
 from darelib.models.checkpoint import QUANTISE_HINT
 from darelib.models.tensorfile import TensorInfo
@@ -86,6 +87,13 @@ class Outcome:
         return cls(tensor, start, bytes_read, {int(i): Tally(*t) for i, t in tallies.items()}, set(differing))
 
 
+@lru_cache(16)
+def find_limits(thinning: Thinning, width: int) -> NDArray[np.uint16]:
+    """By rank in a row: the largest mask bits of what is kept."""
+    thresholds = thinning.find_thresholds(np.arange(width, dtype=np.float64), width)
+    return (thresholds - 1).astype(np.uint16)
+
+
 class JobWorker:
     """What runs the jobs of one task: any of them, in any order, in any thread that brings its own buffers."""
 
@@ -119,14 +127,14 @@ class Worker(JobWorker):
     """Runs the jobs of a merge, of its looks, or of an analysis."""
 
     def __init__(
-        self, task: Task, inputs: Sequence[Input], looks: Mapping[str, Look], specs: Collection[KernelSpec],
-        interrupts: Interrupts,
+        self, task: Task, inputs: Sequence[Input], passes: Mapping[str, Sequence[tuple[Look, int]]],
+        specs: Collection[KernelSpec], interrupts: Interrupts,
     ) -> None:  # fmt: skip
-        """specs: the kernels that merge, if any; those of the looks and of the inputs come on top."""
+        """passes: by tensor, the looks before its merge. specs: the kernels that merge, if any; others come on top."""
         super().__init__(task)
-        self.base, self.models, self.looks = inputs[0], inputs[1:], looks
+        self.base, self.models, self.passes = inputs[0], inputs[1:], passes
         self._looked = Counter[str]()  # by tensor: of how many elements a pass has taken what was found
-        wanted = {*specs, *(tensor.look_spec(looks[tensor.name]) for tensor in task.tensors if tensor.name in looks)}
+        wanted = {*specs, *(t.look_spec(look) for t in task.tensors for look, _ in passes.get(t.name, ()))}
         wanted |= {spec for model in inputs for spec in model.specs}
         self.kernels = load_kernels(wanted, task.config.engine, interrupts)
         for model in inputs:
@@ -134,32 +142,33 @@ class Worker(JobWorker):
 
     @classmethod
     def for_merge(cls, plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts) -> Worker:
-        return cls(plan, inputs, plan.make_looks(), plan.specs(), interrupts)
+        return cls(plan, inputs, plan.list_passes(), plan.specs(), interrupts)
 
     def make_buffers(self) -> Buffers:
-        kinds = {look.kernel for look in self.looks.values()}
-        return Buffers(len(self.models), self.task.chunk * self.task.itemsize, kinds)
+        kinds = {look.kernel for passes in self.passes.values() for look, _ in passes}
+        ranked = self.task.ranked if any(spec.kind == "rank" for spec in self.kernels) else 0
+        return Buffers(len(self.models), self.task.chunk * self.task.itemsize, kinds, ranked)
 
     def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
         """None: it only looked, and there is something to take."""
         if job.look_pass is not None:
-            self._look(job, buffers, job.look_pass)
+            self._look(job, buffers, *self.passes[job.tensor.name][job.look_pass])
             return None
         return self._merge(job, buffers, write) if job.tensor.merged else self._copy(job, buffers, write)
 
     def take(self, job: Job, buffers: Buffers) -> None:
         """Let a look take what a job found, one job at a time; after the last of a pass it draws its conclusion."""
         name = job.tensor.name
-        self.looks[name].take_job(job.start, job.stop, buffers)
+        look, number = self.passes[name][job.look_pass or 0]
+        look.take_job(job.start, job.stop, buffers)
         self._looked[name] += job.stop - job.start
         if self._looked[name] == job.tensor.length:
             del self._looked[name]
-            self.looks[name].conclude(job.look_pass or 0)
+            look.conclude(number)
 
-    def _look(self, job: Job, buffers: Buffers, number: int) -> None:
-        tensor, look = job.tensor, self.looks[job.tensor.name]
-        kernel = self.kernels[tensor.look_spec(look)]
-        self._describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models))
+    def _look(self, job: Job, buffers: Buffers, look: Look, number: int) -> None:
+        tensor, kernel = job.tensor, self.kernels[job.tensor.look_spec(look)]
+        self._describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, look.found))
         look.describe(buffers, number)
         for start, count in self.chunks(job):
             self._load(tensor, start, count, buffers)
@@ -169,10 +178,11 @@ class Worker(JobWorker):
             self._explain_non_finite(job, buffers)
 
     def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
-        tensor, spec, look = job.tensor, job.tensor.spec, self.looks.get(job.tensor.name)
+        tensor, spec, passes = job.tensor, job.tensor.spec, self.passes.get(job.tensor.name)
         kernel, item, models = self.kernels[spec], FORMATS[spec.output].itemsize, len(tensor.finetuned)
         weigh, offset = METHODS[tensor.settings.method].weigh, self.offset(tensor)
-        self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, look.found if look else None))
+        found = passes[-1][0].found if passes else Found()
+        self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, found))
         for start, count in self.chunks(job):
             self._load(tensor, start, count, buffers)
             self._compute(kernel, tensor, start, count, buffers)
@@ -189,8 +199,11 @@ class Worker(JobWorker):
         buffers.clear()
         for row, (i, info) in enumerate(tensor.finetuned):
             told = buffers.models[row]
+            thinning, bounds = settings.thinnings[i], found.bounds[row]
             told["key_0"], told["key_1"] = mask_key(self.task.seeds[i], tensor.mask_names[row])
-            told["limit"] = settings.thinnings[i].threshold - 1
+            told["limit"], told["bounded"] = thinning.threshold - 1, bounds is not None
+            told["low"], told["high"] = bounds or (0.0, 0.0)
+            told["ranked"], told["divided"] = thinning.scheme.thresholds is not None, thinning.divides_each
             told["number"], told["is_delta"] = i, info.is_delta
             told["stored"] = 0 if info.mask_name is None else info.threshold
             told["scale"], told["weight"], told["floor"] = found.scales[row], found.weights[row], found.floors[row]
@@ -209,22 +222,42 @@ class Worker(JobWorker):
 
     def _load(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
         """Read a chunk of every input."""
-        dtype = tensor.spec.finetuned
-        wanted = FORMATS[dtype]
+        self._rank(tensor, start, count, buffers)
         base = self._read(self.base, tensor.base, start, count, buffers.base)
+        for row in range(len(tensor.finetuned)):
+            self._load_model(tensor, row, start, base, buffers.finetuned[row], count)
+
+    def _rank(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
+        """Find the mask's limits for a chunk of the models whose drops want ranks, which whole rows decide."""
+        spec, width = tensor.rank_spec, tensor.base.width
+        if spec not in self.kernels:
+            return
+        first, stop = start // width * width, -(-(start + count) // width) * width
+        base, values = self._read(self.base, tensor.base, first, stop - first, buffers.rows[0]), buffers.rows[1]
         for row, (i, info) in enumerate(tensor.finetuned):
-            present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
-            values, item = buffers.finetuned[row], wanted.itemsize
-            stored = self._read(self.models[i], info, start, present, values)
-            if info.dtype != dtype:
-                with np.errstate(all="ignore"):  # of a packed model, what follows its entries is anything
-                    values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
-            if info.is_delta:
-                values[present * item : count * item] = 0
-            elif present < count and tensor.base.dtype == dtype:
-                values[present * item : count * item] = base[present * item :]
-            elif present < count:
-                values.view(wanted.real)[present:count] = widen(base, tensor.base.dtype)[present:]
+            if tensor.settings.thinnings[i].scheme.thresholds:
+                self._load_model(tensor, row, first, base, values, stop - first)
+                limits = find_limits(tensor.settings.thinnings[i], width)
+                found = buffers.limits[row, :count]
+                self.kernels[spec](base, values, limits, buffers.order, found, start - first, info.is_delta)
+
+    def _load_model(
+        self, tensor: TensorPlan, row: int, start: int, base: NDArray[np.uint8], values: NDArray[np.uint8], count: int
+    ) -> None:
+        """Read elements of one model into values. base: the same of the base, for rows that the model lacks."""
+        (i, info), dtype = tensor.finetuned[row], tensor.spec.finetuned
+        wanted, item = FORMATS[dtype], FORMATS[dtype].itemsize
+        present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
+        stored = self._read(self.models[i], info, start, present, values)
+        if info.dtype != dtype:
+            with np.errstate(all="ignore"):  # of a packed model, what follows its entries is anything
+                values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
+        if info.is_delta:
+            values[present * item : count * item] = 0
+        elif present < count and tensor.base.dtype == dtype:
+            values[present * item : count * item] = base[present * item :]
+        elif present < count:
+            values.view(wanted.real)[present:count] = widen(base, tensor.base.dtype)[present:]
 
     def _read(
         self, model: Input, info: TensorInfo, start: int, count: int, buffer: NDArray[np.uint8]
@@ -245,8 +278,9 @@ class Worker(JobWorker):
         found, settings = buffers.models[row], job.tensor.settings
         count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
         rate = settings.thinnings[i].keep_rate
-        # What stands in for rows that it lacks is not its own.
-        kept = int(found["kept"]) - round((job.stop - job.start - count) * rate)
+        # What stands in for rows that it lacks, deltas of 0, is not its own.
+        lacking = (job.stop - job.start - count) * (found["low"] == 0 if found["bounded"] else rate)
+        kept = int(found["kept"]) - round(lacking)
         base_size = float(buffers.tensor["base_size"][0])
         sample = count / (info.seen(job.start, job.stop) or 1)  # above 1, where not all deltas are known
         above, size = round(int(found["above"]) * sample), float(found["size"]) * sample

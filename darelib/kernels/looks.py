@@ -1,0 +1,301 @@
+"""The kernels that only look, written for Numba: what must be known of a whole tensor, to merge it or to analyse it."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from darelib.formats import DIGIT_BITS
+from darelib.kernels import KernelSpec, tiles
+from darelib.kernels.parts import Parts, inline, numba
+from darelib.kernels.records import (
+    BASE_ROW,
+    BINS,
+    DENSE_ROW,
+    DIVISOR_ROW,
+    LANES,
+    LEFT_ROW,
+    MERGED_ROW,
+    MODEL,
+    PAIR,
+    RIGHT_ROW,
+    SCRATCH_ROWS,
+    SCRATCH_WIDTH,
+    SIZE_ROW,
+    SORT_BITS,
+    TENSOR,
+    ZERO_ROW,
+)
+from darelib.mask import TILE
+
+INSERTED: Final = 32  # so few entries of a row are sorted one by one
+
+
+def build_products(spec: KernelSpec) -> Any:
+    """The loop that gives slerp |end 0|^2, |end 1|^2 and end 0 . end 1, where an end of the arc is base + kept."""
+    parts = Parts(spec)
+    carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
+    fold_tile, fold_pairs, finetuned_raw = inline(tiles.fold), inline(tiles.fold_neighbours), parts.raw[1]
+
+    def multiply_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
+        _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
+    ) -> None:  # fmt: skip
+        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
+            base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
+        )
+        tensor = tensors[0]
+        sums = carray(output_at, (3, tiles), np.float64)
+        dense = scratch[DENSE_ROW].view(finetuned_raw)
+        products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
+        base, size, ends = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[LEFT_ROW : RIGHT_ROW + 1]
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[start : start + TILE]
+            for j in range(TILE):
+                value = decode(raw[j])
+                base[j] = value
+                ends[0, j] = value
+                ends[1, j] = value
+            for i in range(models):
+                model = records[i]
+                against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
+                end, at = ends[np.int64(model.number)], first_tile + tile
+                thin_model(
+                    finetuned_all[i], start, count - start, at, model, against, bits, limits[i], dense, size,
+                    scratch[DIVISOR_ROW], end, real(0),
+                )  # fmt: skip
+            for which in range(3):
+                left, right = ends[1 if which == 1 else 0], ends[0 if which == 0 else 1]
+                for j in range(TILE):
+                    products[j] = np.float64(left[j]) * np.float64(right[j])
+                sums[which, tile] = fold_tile(products)
+        tensor.square_0 = fold_pairs(sums[0])
+        tensor.square_1 = fold_pairs(sums[1])
+        tensor.product = fold_pairs(sums[2])
+
+    return parts.compile(multiply_chunk)
+
+
+def build_sums(spec: KernelSpec) -> Any:
+    """The loop that adds up, for each model, |delta| and what is kept of it."""
+    parts = Parts(spec)
+    carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
+    fold_tile, fold_pairs, finetuned_raw = inline(tiles.fold), inline(tiles.fold_neighbours), parts.raw[1]
+
+    def add_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
+        _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
+    ) -> None:  # fmt: skip
+        tiles, base_all, finetuned_all, records, _, scratch, bits, limits = open_buffers(
+            base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
+        )
+        sums = carray(output_at, (2, tiles), np.float64)
+        dense = scratch[DENSE_ROW].view(finetuned_raw)
+        wide = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
+        base, size, kept = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[LEFT_ROW]
+        for i in range(models):
+            model = records[i]
+            against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
+            for tile in range(tiles):
+                start = tile * TILE
+                raw = base_all[start : start + TILE]
+                for j in range(TILE):
+                    base[j] = decode(raw[j])
+                thin_model(
+                    finetuned_all[i], start, count - start, first_tile + tile, model, against, bits, limits[i], dense,
+                    size, scratch[DIVISOR_ROW], kept, real(0),
+                )  # fmt: skip
+                for which in range(2):
+                    row = size if which == 0 else kept
+                    for j in range(TILE):
+                        wide[j] = np.float64(abs(row[j]))
+                    sums[which, tile] = fold_tile(wide)
+            model.size = fold_pairs(sums[0])
+            model.kept_size = fold_pairs(sums[1])
+
+    return parts.compile(add_chunk)
+
+
+def build_rank(spec: KernelSpec) -> Any:
+    """The loop that ranks the entries of each row by |delta|, and looks up their limits by rank."""
+    parts = Parts(spec)
+    carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
+    (base_raw, finetuned_raw, _), decode_finetuned = parts.raw, parts.decode_finetuned
+    rank_row, rank_short_row = inline(tiles.rank_row), inline(tiles.rank_short_row)
+
+    def rank_rows(  # compiled
+        base_at: Any, values_at: Any, by_rank_at: Any, order_at: Any, limits_at: Any, _scratch: Any, _counts: Any,
+        _pairs: Any, _limits: Any, count: int, width: int, skipped: int, is_delta: int,
+    ) -> None:  # fmt: skip
+        rows = (skipped + count + width - 1) // width
+        base_all = carray(base_at, (rows, width), base_raw)
+        values_all = carray(values_at, (rows, width), finetuned_raw)
+        by_rank = carray(by_rank_at, (1, width), np.uint16)[0]
+        limits = carray(limits_at, (1, count), np.uint16)[0]
+        patterns = carray(order_at, (2, width), unsigned)
+        places = carray(order_at, (6, width), np.uint32)[4:]
+        counts = carray(order_at, (6 * width + (1 << SORT_BITS),), np.uint32)[6 * width :]
+        for row in range(rows):
+            base, values = base_all[row], values_all[row]
+            for j in range(width):
+                value = decode_finetuned(values[j])
+                delta = value if is_delta else value - decode(base[j])
+                patterns[0, j] = real(abs(delta)).view(unsigned)
+                places[0, j] = j
+            if width > INSERTED:
+                rank_row(patterns, places, counts, by_rank, limits, row * width - skipped)
+            else:
+                rank_short_row(patterns[0], places[0], by_rank, limits, row * width - skipped)
+
+    return parts.compile(rank_rows)
+
+
+def build_count(spec: KernelSpec) -> Any:
+    """The loop that counts |delta| by 16 bits of their pattern, of all entries or of those that survive the drop.
+
+    shift says which bits; only patterns that continue one of the model's prefixes, found by the passes before, are
+    counted. Where few entries survive, they are picked first.
+    """
+    parts = Parts(spec)
+    carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
+    base_raw, finetuned_raw, _ = parts.raw
+    draw_bits, pick_kept, decode_finetuned = inline(tiles.draw), inline(tiles.pick), parts.decode_finetuned
+    unpack_tile = parts.unpack
+
+    def find_pattern(value: Any, base: Any, minus_base: Any) -> Any:  # compiled
+        delta = real(decode_finetuned(value))
+        if minus_base:
+            delta = real(delta - real(decode(base)))
+        return real(abs(delta)).view(unsigned)
+
+    def note(pattern: Any, shift: Any, model: Any, counts: Any) -> None:  # compiled
+        beginning = np.uint64(pattern) >> shift
+        prefix, digit = beginning >> np.uint64(DIGIT_BITS), np.int64(beginning & np.uint64(0xFFFF))
+        if prefix == model.prefix:
+            counts[0, digit] += np.uint32(1)
+        elif prefix == model.prefix_2:
+            counts[1, digit] += np.uint32(1)
+
+    pattern_of, note_pattern = inline(find_pattern), inline(note)
+
+    def count_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
+        _pairs: Any, _limits: Any, count: int, stride: int, models: int, first_tile: int,
+    ) -> None:  # fmt: skip
+        base_all = carray(base_at, (1, count), base_raw)[0]
+        finetuned_all = carray(finetuned_at, (models, stride), finetuned_raw)
+        records = carray(models_at, (models,), MODEL)
+        shift = carray(tensor_at, (1,), TENSOR)[0].shift
+        counts = carray(counts_at, (models, 2, 1 << DIGIT_BITS), np.uint32)
+        rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
+        bits, picked = rows[0], rows[1]
+        scratch = carray(scratch_at, (DENSE_ROW + 1, SCRATCH_WIDTH), real)
+        dense, patterns = scratch[DENSE_ROW].view(finetuned_raw), scratch[SIZE_ROW].view(unsigned)
+        for start in range(0, count, TILE):
+            width = count - start
+            base = base_all[start : start + TILE]
+            for i in range(models):
+                model = records[i]
+                minus_base = model.is_delta == 0
+                values = finetuned_all[i, start : start + TILE]
+                if model.limit == np.uint64(0xFFFF) and model.stored == 0:
+                    for j in range(min(width, TILE)):
+                        patterns[j] = pattern_of(values[j], base[j], minus_base)
+                    for j in range(min(width, TILE)):
+                        note_pattern(patterns[j], shift, model, counts[i])
+                    continue
+                draw_bits(bits, first_tile + start // TILE, model.key_0, model.key_1)
+                if model.stored:
+                    unpack_tile(finetuned_all[i], width, model, bits, dense)
+                    values = dense
+                for k in range(pick_kept(bits, np.uint16(model.limit), picked)):
+                    place = np.int64(picked[k])
+                    if place < width:
+                        note_pattern(pattern_of(values[place], base[place], minus_base), shift, model, counts[i])
+
+    return parts.compile(count_chunk)
+
+
+def build_measure(spec: KernelSpec) -> Any:
+    """The loop that gathers an analysis' figures. Zeros that pad a last tile are counted with the others."""
+    parts = Parts(spec)
+    carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
+    decode_finetuned, open_buffers, fold_tile = parts.decode_finetuned, parts.open, inline(tiles.fold)
+    signs, mixed_signs, bin_tile = inline(tiles.compare_signs), inline(tiles.compare_all), inline(tiles.find_bins)
+    draw_bits, unpack_tile, finetuned_raw = inline(tiles.draw), parts.unpack, parts.raw[1]
+
+    def measure_chunk(  # compiled
+        base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
+        pairs_at: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
+    ) -> None:  # fmt: skip
+        tiles, base_all, finetuned_all, records, tensors, scratch, bins, _ = open_buffers(
+            base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
+        )
+        tensor = tensors[0]
+        pairs = carray(pairs_at, (1 + models * (models - 1) // 2,), PAIR)
+        counts = carray(counts_at, (models, LANES, BINS), np.uint32)
+        dense = scratch[DENSE_ROW].view(finetuned_raw)
+        base, size, deltas = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS:]
+        left, right, products = scratch[LEFT_ROW], scratch[RIGHT_ROW], scratch[MERGED_ROW]
+        threshold = real(tensor.threshold)
+        for tile in range(tiles):
+            start = tile * TILE
+            raw = base_all[start : start + TILE]
+            for j in range(TILE):
+                value = decode(raw[j])
+                base[j] = value
+                products[j] = value * value
+            tensor.base_squares += fold_tile(products)
+            for i in range(models):
+                model = records[i]
+                raw_finetuned = finetuned_all[i, start : start + TILE]
+                against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
+                delta_row = deltas[i]
+                peak = unsigned(model.peak)
+                zeros = np.uint32(0)
+                over = np.uint32(0)
+                stored = np.uint16(model.stored - np.uint64(1))
+                if model.stored:
+                    draw_bits(bins, first_tile + tile, model.key_0, model.key_1)
+                    unpack_tile(finetuned_all[i], count - start, model, bins, dense)
+                    raw_finetuned = dense
+                for j in range(TILE):
+                    delta = decode_finetuned(raw_finetuned[j]) - against[j] if bins[j] <= stored else real(0)
+                    delta_row[j] = delta
+                    magnitude = abs(delta)
+                    size[j] = magnitude
+                    products[j] = delta * delta
+                    pattern = real(magnitude).view(unsigned)
+                    peak = pattern if pattern > peak else peak
+                    zeros = np.uint32(zeros + np.uint32(magnitude == 0))
+                    over = np.uint32(over + np.uint32(magnitude > threshold))
+                bin_tile(size, bins)
+                model.peak = peak
+                model.zeros += np.uint64(zeros)
+                model.above += np.uint64(over)
+                model.size += fold_tile(size)
+                model.squares += fold_tile(products)
+                for j in range(0, TILE, LANES):
+                    for lane in range(LANES):
+                        counts[i, lane, bins[j + lane]] += np.uint32(1)
+            row = 1
+            for i in range(models):
+                for k in range(i + 1, models):
+                    pair = pairs[row]
+                    signs(deltas[i], deltas[k], left, right, pair)
+                    pair.opposed_size += fold_tile(left)
+                    pair.both_size += fold_tile(right)
+                    one, other = deltas[i], deltas[k]
+                    for j in range(TILE):
+                        products[j] = one[j] * other[j]
+                    pair.product += fold_tile(products)
+                    row += 1
+            if models > 2:  # with two models, their pair says it
+                pair = pairs[0]
+                mixed_signs(deltas[:models], left, right, size, pair)
+                pair.opposed_size += fold_tile(left)
+                pair.both_size += fold_tile(right)
+
+    return parts.compile(measure_chunk)

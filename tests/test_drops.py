@@ -1,0 +1,289 @@
+"""What each drop keeps and each rescale does: by hand, and in every engine the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import darelib.matching
+from dare import DareConfig, DareError, dare_merge
+from darelib.kernels.plain import draw_bits
+from darelib.mask import mask_key
+from darelib.tuning import TUNING
+from tests.support import (
+    BF16,
+    F32,
+    F64,
+    Tensors,
+    assert_same,
+    define,
+    finetune,
+    low_rank,
+    merge,
+    random_model,
+    run_merge,
+    save,
+    write_adapter,
+)
+from tests.test_kernels import DEVICES, merge_by
+from tests.test_packed import pack
+
+few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DROPS = ("random", "magnitude", "breadcrumbs", "della")
+Config = dict[str, Any]
+# A drop of each kind, with rescales and methods in turn.
+CONFIGS: list[Config] = [
+    {"drop": "magnitude", "rescale": "l1"},
+    {"drop": "breadcrumbs", "gamma": 0.2, "method": "ties"},
+    {"drop": "della"},
+    {"drop": "della", "rescale": "l1", "method": "ties", "normalize": False},
+    {"drop": ["random", "della"], "rescale": "l1", "method": "ram"},
+    {"drop": ["breadcrumbs", "magnitude"], "method": "ram", "weights": [1, 2]},
+    {"drop": ["magnitude", "della"], "epsilon": 0.3},
+    {"method": "slerp", "rescale": "l1"},
+]
+
+
+def merge_delta(delta: Any, **config: Any) -> torch.Tensor:
+    """What is left of one delta, in memory."""
+    tensor = torch.tensor(delta) if isinstance(delta, list) else delta
+    kept = dare_merge({"w": torch.zeros_like(tensor)}, [{"w": tensor}], DareConfig(**config))
+    return kept["w"]
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("delta", "rate", "kept"), [
+    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.5, [0, -5, 0, 0, 4]),
+    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.99, [0, -5, 0, 0, 0]),  # at least one
+    ([2.0, -2.0, 1.0, 2.0, 0.0], 0.7, [2, -2, 0, 2, 0]),  # all that are as large as the last that is kept
+    ([2.0, 2.0, 2.0, 2.0], 0.9, [2, 2, 2, 2]),
+    ([0.0, 0.0, 0.0], 0.5, [0, 0, 0]),
+    ([7.0], 0.9, [7]),
+    ([1.0, -5.0, 3.0], 0.0, [1, -5, 3]),
+    ([float(n) for n in range(10)], 0.9, [0] * 9 + [9]),  # although (1 - 0.9) * 10 is a little less than 1
+])  # fmt: skip
+def test_magnitude_keeps_the_largest(delta: list[float], rate: float, kept: list[float]) -> None:
+    assert merge_delta(delta, drop="magnitude", drop_rate=rate).tolist() == kept
+
+
+@pytest.mark.parametrize(("delta", "rate", "gamma", "kept"), [
+    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.2, [0, 0, 3, 0, 4]),
+    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.4, [0, 0, 3, -2, 0]),
+    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.0, [0, -5, 0, 0, 4]),
+    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.2, 0.6, [1, 0, 3, -2, 4]),  # fewer of the largest are dropped than gamma says
+    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.9, 0.2, [0, 0, 0, 0, 0]),  # a tenth of five is none
+    ([1.0, -3.0, 3.0, -2.0, 4.0], 0.8, 0.2, [0, -3, 3, 0, 0]),
+    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.0, 0.4, [1, -5, 3, -2, 4]),
+])  # fmt: skip
+def test_breadcrumbs_drops_the_largest_and_the_smallest(
+    delta: list[float], rate: float, gamma: float, kept: list[float]
+) -> None:
+    assert merge_delta(delta, drop="breadcrumbs", drop_rate=rate, gamma=gamma).tolist() == kept
+
+
+@pytest.mark.parametrize("rescale", ["expectation", "none"])
+def test_della_keeps_by_ranks_within_rows_and_divides_each_by_its_own_probability(rescale: str) -> None:
+    rate, epsilon, shape = 0.6, 0.3, (40, 70)
+    delta = torch.from_numpy(np.random.default_rng(3).integers(-20, 20, shape).astype(np.float32))  # many are equal
+    bits = draw_bits(mask_key(42, "w"), 0, 3)[: delta.numel()].reshape(shape)
+    expected = np.zeros(shape, np.float32)
+    for row in range(shape[0]):
+        order = sorted(range(shape[1]), key=lambda place: (abs(float(delta[row, place])), place))
+        for rank, place in enumerate(order):
+            rate_of_rank = (1 - rate - epsilon) + 2 * epsilon * (rank / (shape[1] - 1))
+            threshold = max(1, round(rate_of_rank * 65536))
+            if bits[row, place] < threshold:
+                divisor = np.float32(threshold / 65536 if rescale == "expectation" else 1)
+                expected[row, place] = np.float32(delta[row, place]) / divisor
+    kept = merge_delta(delta, drop="della", drop_rate=rate, epsilon=epsilon, rescale=rescale)
+    assert np.array_equal(kept.numpy(), expected)
+
+
+def test_della_keeps_the_larger_ones_more_often_and_changes_no_mean() -> None:
+    """Of a hundred rows of equal deltas the first is the smallest, since ties are broken by position."""
+    delta, seeds = torch.ones(100, 101), range(20)
+    kept = torch.stack([merge_delta(delta, drop="della", drop_rate=0.5, epsilon=0.4, seed=seed) for seed in seeds])
+    assert torch.mean(kept) == pytest.approx(1, abs=0.01)
+    shares = (kept != 0).double().mean((0, 1))
+    assert torch.allclose(shares, torch.linspace(0.1, 0.9, 101).double(), atol=5 * math.sqrt(0.25 / 2000))
+    assert merge_delta(torch.ones(500, 1), drop="della", drop_rate=0.5).max() == 2  # a row of one is in the middle
+
+
+@pytest.mark.parametrize("drop", DROPS)
+def test_l1_restores_the_sum_of_sizes(drop: str) -> None:
+    delta = torch.randn(30, 50, generator=torch.Generator().manual_seed(1))
+    kept = merge_delta(delta, drop=drop, drop_rate=0.7, rescale="l1")
+    assert abs(kept).sum() == pytest.approx(float(abs(delta).sum()), rel=1e-5)
+    factors = (kept / delta)[kept != 0]
+    assert torch.allclose(factors, factors[:1])
+    assert factors[0] > 1.1
+    nothing = torch.full((300,), 1e-12)
+    assert torch.equal(abs(merge_delta(nothing, drop=drop, drop_rate=0.7, rescale="l1")).max(), nothing[0])
+
+
+def test_ram_keeps_what_one_model_has_and_averages_what_several_have() -> None:
+    deltas = [[4.0, 2.0, 1e-6, 3.0, 0.0], [0.0, 6.0, 8.0, -3.0, 1e-6], [0.0, 1.0, 0.0, 6.0, 0.0]]
+    models = [{"w": torch.tensor(delta)} for delta in deltas]
+
+    def combine(**config: Any) -> list[float]:
+        merged = dare_merge({"w": torch.zeros(5)}, models, DareConfig(method="ram", drop_rate=0.0, **config))
+        return merged["w"].tolist()
+
+    assert combine() == [4, 3, 8, 2, 0]
+    assert combine(weights=[1, 2, 1]) == pytest.approx([4, 3.75, 8, 0.75, 0])
+    assert combine(threshold=2.5) == [4, 6, 8, 2, 0]
+    assert merge_delta(deltas[0], method="ram", drop_rate=0.0).tolist() == [4, 2, 0, 3, 0]
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+
+def make_tensors(kind: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensors, list[Tensors]]:
+    """A base and two models, the second of which lacks a tensor."""
+    base = random_model(4, dtype, shapes)
+    if kind == "random":
+        models = [finetune(base, seed, 0.01) for seed in (1, 2)]
+    elif kind == "ties":  # many equal deltas, zeros among them
+        steps = {name: torch.arange(tensor.numel()).reshape(tensor.shape) % 7 - 3 for name, tensor in base.items()}
+        base = {name: torch.ones_like(tensor) for name, tensor in base.items()}
+        models = [{name: (1 + k * steps[name] / 8).to(dtype) for name in base} for k in (1, 2)]
+    else:
+        models = [{name: (tensor + 0.25 * k).to(dtype) for name, tensor in base.items()} for k in (0, 1)]
+    models[1].pop("last", None)
+    return base, models
+
+
+@pytest.mark.parametrize("engine", ["plain", "numba", *DEVICES])
+@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
+def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition(tmp_path: Path, engine: str, kind: str) -> None:
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = 4096, 1024, 1024, 2048
+    shapes = {"rows": (9, 900), "long": (2, 5000), "flat": (3000,), "one": (1,), "none": (), "last": (2, 3, 40)}
+    base, models = make_tensors(kind, {**shapes, "empty": (0, 4), "flat empty": (4, 0)}, BF16)
+    for config in CONFIGS:
+        chosen = {"drop_rate": 0.6, **config}
+        assert_same(merge_by(engine, tmp_path, base, models, chosen), define(base, models, **chosen))
+
+
+@pytest.mark.parametrize(("engine", "dtypes"), [
+    *((engine, dtypes) for engine in ("plain", "cpu") for dtypes in ((F32, F32), (F64, F64), (BF16, F32), (F32, F64))),
+    *(pytest.param("numba", dtypes, marks=pytest.mark.slow) for dtypes in ((F32, F32), (F64, F64), (BF16, F32))),
+], ids=str)  # fmt: skip
+def test_types_of_all_kinds_give_the_bits_of_the_definition(
+    tmp_path: Path, engine: str, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    base, models = make_tensors("random", {"rows": (9, 300), "last": (5,)}, F64)
+    base = {name: tensor.to(dtypes[0]) for name, tensor in base.items()}
+    models = [{name: tensor.to(dtypes[1]) for name, tensor in model.items()} for model in models]
+    for config in CONFIGS:
+        chosen = {"drop_rate": 0.6, **config}
+        assert_same(merge_by(engine, tmp_path, base, models, chosen), define(base, models, **chosen))
+
+
+@few
+@given(st.data())
+def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.DataObject) -> None:
+    draw, count = data.draw, data.draw(st.integers(1, 3))
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = 2048, 1024, 1024, 1024
+    each = lambda values: st.lists(values, min_size=count, max_size=count)  # noqa: E731
+    drops = draw(each(st.sampled_from(DROPS)))
+    config: Config = {"method": draw(st.sampled_from(["linear", "ties", "ram"])), "drop": drops}
+    config["rescale"] = draw(st.sampled_from([None, "l1", "none"]))
+    config["drop_rate"] = draw(each(st.floats(0.3, 0.7)))
+    config |= {"epsilon": draw(each(st.floats(0, 0.29)))} if "della" in drops else {}
+    config |= {"gamma": draw(each(st.floats(0, 0.5)))} if "breadcrumbs" in drops else {}
+    if draw(st.booleans()):
+        config["weights"] = draw(each(st.floats(0.01, 2)))
+    shape = draw(st.sampled_from([(), (1,), (2500,), (7, 300), (1500, 2), (2, 1300), (3, 1, 50)]))
+    base = random_model(draw(st.integers(0, 99)), BF16, {"w": shape})
+    models = [finetune(base, seed, draw(st.sampled_from([0, 0.0001, 0.01, 1]))) for seed in range(count)]
+    expected = define(base, models, **config)
+    for engine in ("numba", "plain", "cpu"):
+        assert_same(merge_by(engine, tmp_path, base, models, config), expected)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_threads_and_chunks_do_not_matter(tmp_path: Path, config: Config) -> None:
+    base, models = make_tensors("random", {"rows": (50, 900), "long": (2, 9000)}, BF16)
+    expected = merge(tmp_path, base, *models, **config, drop_rate=0.6)
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 2048
+    for threads in (1, 3):
+        assert_same(merge(tmp_path, base, *models, **config, drop_rate=0.6, threads=threads), expected)
+
+
+# --- all kinds of inputs ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drop", DROPS[1:])
+def test_rows_that_a_model_lacks_are_deltas_of_0(tmp_path: Path, drop: str) -> None:
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 4096, 1024, 1024
+    base = random_model(1, BF16, {"w": (90, 70), "b": (90,)})
+    whole, config = finetune(base, 1, 0.01), {"drop": drop, "rescale": "l1", "drop_rate": 0.6}
+    for name in whole:
+        whole[name][60:] = base[name][60:]
+    fewer = {name: tensor[:60].clone() for name, tensor in whole.items()}
+    for model in (fewer, {name: tensor.float() for name, tensor in fewer.items()}):
+        made = merge(tmp_path, base, model, mismatch="overlap", engine="plain", **config)
+        assert_same(made, define(base, [whole], **config))
+    paths = save(tmp_path, base=base, m0=fewer)
+    report = run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", mismatch="overlap", engine="plain", **config)
+    kept = 0.4 if drop == "della" else 0.4 * 90 / 60  # of what it has, since what it lacks is smaller than all else
+    assert report.models[0].dropped_share == pytest.approx(1 - kept, abs=0.02)
+
+
+@pytest.mark.parametrize("engine", ["plain", pytest.param("numba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drop", DROPS[1:])
+def test_adapters_are_thinned_like_the_deltas_that_they_stand_for(tmp_path: Path, drop: str, engine: str) -> None:
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 4096, 1024, 1024
+    base = {"layer.weight": torch.zeros(60, 90)}
+    adapter, output = write_adapter(tmp_path / "lora", low_rank("layer", (60, 90))), tmp_path / "out.safetensors"
+    [path] = save(tmp_path, base=base)
+    run_merge(path, [adapter], output, drop_rate=0.0, engine=engine)
+    delta = load_file(output)
+    run_merge(path, [adapter], output, drop=drop, drop_rate=0.6, rescale="l1", engine=engine)
+    assert_same(load_file(output), define(base, [delta], drop=drop, drop_rate=0.6, rescale="l1"))
+
+
+def test_packed_models_go_with_other_drops_of_other_models_only(
+    models: list[Path], tmp_path: Path, check_refused: Callable[..., str]
+) -> None:
+    base, math_model, code = models
+    packed = pack(base, math_model, tmp_path / "packed.safetensors")
+    for drop in ("magnitude", "della"):
+        config: Config = {"drop": ["random", drop], "drop_rate": 0.9, "epsilon": None, "engine": "plain"}
+        config |= {"epsilon": 0.05} if drop == "della" else {}
+        made = []
+        for first in (math_model, packed):
+            run_merge(base, [first, code], tmp_path / "out.safetensors", **config)
+            made.append(load_file(tmp_path / "out.safetensors"))
+        assert_same(*made)
+    (tmp_path / "out.safetensors").unlink()
+    check_refused(base, packed, "is packed, and drop magnitude must see all of", flags=("--drop", "magnitude"))
+    check_refused(base, packed, "is packed, and rescale l1 must see all of", flags=("--rescale", "l1"))
+
+
+def test_rows_too_long_to_be_ranked_are_refused(
+    pair: tuple[Path, Path], check_refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(darelib.matching, "MAX_RANKED", 1000)
+    flags = ("--drop", "della", "--drop-rate", "0.5")
+    check_refused(*pair, "'head.weight' have 1,500, more than 1,000", "head.weight:drop=", flags=flags)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_values_that_are_not_finite_are_refused(tmp_path: Path, config: Config) -> None:
+    base, models = make_tensors("random", {"w": (9, 300)}, BF16)
+    models[1]["w"][3, 5] = math.nan
+    for engine in ("plain", "cpu", "numba"):
+        with pytest.raises(DareError, match=r"not finite|nan"):
+            merge_by(engine, tmp_path, base, models, {**config, "drop_rate": 0.6})

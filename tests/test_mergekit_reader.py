@@ -1,0 +1,490 @@
+"""What a mergekit configuration means here, and what is refused of it; test_mergekit compares the results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import dare
+from darelib.config import Rule
+from darelib.gradients import count_layers, freeze
+from darelib.mergekit import parse_yaml
+from darelib.readers import Request, load_request
+from tests.support import (
+    F32,
+    assert_same,
+    finetune,
+    low_rank,
+    random_model,
+    refuse,
+    save,
+    save_directory,
+    tensors_in,
+    to_hub_cache,
+    write_adapter,
+)  # fmt: skip
+
+Capture = pytest.CaptureFixture[str]
+Refuse = Callable[..., str]
+SHAPES = {
+    "model.embed_tokens.weight": (12, 8), "lm_head.weight": (12, 8), "model.norm.weight": (8,),
+    **{f"model.layers.{k}.{part}.weight": (8, 8) for k in range(4) for part in ("self_attn.q_proj", "mlp.up_proj")},
+}  # fmt: skip
+MODELS = (
+    "base_model: base\nmodels: [{model: one, parameters: {weight: 0.7}}, {model: two, parameters: {weight: 0.4}}]\n"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with a base of four layers and two fine-tunes as directories."""
+    monkeypatch.chdir(tmp_path)
+    base = random_model(0, F32, SHAPES)
+    for name, tensors in (("base", base), ("one", finetune(base, 1)), ("two", finetune(base, 2))):
+        save_directory(tmp_path / name, tensors, model_type="llama")
+    return tmp_path
+
+
+@pytest.fixture
+def check(folder: Path, capsys: Capture) -> Refuse:
+    """Checks that a file is refused with these words."""
+
+    def check(text: str, *complaints: str) -> str:
+        (folder / "merge.yaml").write_text(text)
+        return refuse(folder, capsys, 2, "merge.yaml", *complaints, arguments=["-c", "merge.yaml", "-o", "out"])
+
+    return check
+
+
+def read(text: str) -> Request:
+    return parse_yaml(text, "merge.yaml", Path())
+
+
+def with_method(method: str, parameters: str = "", models: str = MODELS) -> dict[str, Any]:
+    return read(f"merge_method: {method}\n{models}{parameters}").dare
+
+
+# --- what a file means
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    {
+        "task_arithmetic": {"method": "linear", "normalize": False},
+        "ties": {"method": "ties", "normalize": True, "drop": "magnitude", "rescale": "none"},
+        "dare_linear": {"method": "linear", "normalize": False, "drop": "random", "rescale": "l1"},
+        "dare_ties": {"method": "ties", "normalize": False, "drop": "random", "rescale": "l1"},
+        "breadcrumbs": {
+            "method": "linear", "normalize": False, "drop": "breadcrumbs", "gamma": 0.01, "rescale": "none",
+        },
+        "breadcrumbs_ties": {
+            "method": "ties", "normalize": False, "drop": "breadcrumbs", "gamma": 0.01, "rescale": "none",
+        },
+        "della": {"method": "ties", "normalize": True, "drop": "della", "epsilon": 0.15, "rescale": "l1"},
+        "della_linear": {"method": "linear", "normalize": False, "drop": "della", "epsilon": 0.15, "rescale": "l1"},
+    }.items(),
+)  # fmt: skip
+def test_each_method_of_the_family_has_mergekits_defaults(method: str, expected: dict[str, Any]) -> None:
+    assert with_method(method) == expected | {"weights": [0.7, 0.4], "lambda_coeff": 1.0, "drop_rate": 0.0}
+
+
+def test_parameters_are_the_models_own_or_the_files() -> None:
+    models = "base_model: b\nmodels:\n- {model: b, parameters: {weight: 9}}\n- {model: a, parameters: {density: 0.1}}\n"
+    models += "- {model: c, parameters: {weight: [1, '2e-1', 1e-1], epsilon: 0.02}}\n"
+    given = (
+        "parameters: {weight: 0.5, density: 0.3, epsilon: 5e-2, rescale: no, normalize: off, lambda: 2, int8_mask: 1}"
+    )
+    assert with_method("della", given, models) == {
+        "method": "ties", "drop": "della", "drop_rate": [0.9, 0.7], "epsilon": [0.05, 0.02], "rescale": "none",
+        "weights": [0.5, {"gradient": [1.0, 0.2, 0.1]}], "normalize": False, "lambda_coeff": 2.0,
+    }  # fmt: skip
+    given = "parameters: {density: [1, 0.7, 0.1], gamma: [0.5]}"
+    made = with_method("breadcrumbs", given)
+    assert (made["drop_rate"], made["gamma"]) == ({"gradient": [0.0, 0.3, 0.9]}, 0.5)
+    assert with_method("task_arithmetic", "parameters: {density: 0.2, rescale: true}")["drop_rate"] == 0
+
+
+def test_dtypes() -> None:
+    assert with_method("ties", "dtype: bfloat16")["dtype"] == "bfloat16"
+    assert with_method("ties", "dtype: float32\nout_dtype: torch.float16")["dtype"] == "float16"
+    assert "dtype" not in with_method("ties", "dtype: null")
+
+
+def test_an_average_needs_no_base_and_slerp_goes_from_it() -> None:
+    models = "models: [{model: one, parameters: {weight: 1}}, {model: two, parameters: {weight: 3}}]\n"
+    request = read(f"merge_method: linear\n{models}")
+    assert request.base is not None
+    assert (request.base.name, [source.name for source in request.merge]) == ("one", ["one", "two"])
+    assert request.dare == {"method": "linear", "drop_rate": 0.0, "weights": [1.0, 3.0], "normalize": True}
+    request = read(f"merge_method: linear\nbase_model: base\n{models}parameters: {{weight: 2}}")
+    assert [source.name for source in request.merge] == ["one", "two", "base"]
+    assert request.dare["weights"] == [1.0, 3.0, 2.0]
+    halves = models.replace("1}", "0.25}").replace("3}", "0.75}")
+    assert read(f"merge_method: linear\n{halves}parameters: {{normalize: false}}").dare["normalize"] is True
+    for listed in ("[{model: two}]", "[{model: one}, {model: two}]", "[{model: two}, {model: one}]"):
+        request = read(f"merge_method: slerp\nbase_model: one\nmodels: {listed}\nparameters: {{t: 0.3}}")
+        assert [source.name for source in request.merge] == ["one", "two"]
+        assert request.dare == {"method": "slerp", "drop_rate": 0.0, "slerp_t": 0.3}
+
+
+def test_references() -> None:
+    text = "merge_method: ties\nbase_model: org/base@v1\nparameters: {weight: 1}\nmodels:\n"
+    text += "- {model: org/base@v1+org/lora@main}\n- {model: {model: {path: org/other, revision: abc}}}\n"
+    text += (
+        "- {model: {model: {path: org/base, revision: v1}, lora: {path: dir/with+plus}}}\n- {model: {model: dir/x}}\n"
+    )
+    request = read(text)
+    assert request.base is not None
+    assert request.base.name == "org/base@v1"
+    assert [s.name for s in request.merge] == ["org/lora@main", "org/other@abc", "dir/with+plus", "dir/x"]
+    request = read("merge_method: linear\nmodels: [{model: x}, {model: b+l}]\nparameters: {weight: 1}")
+    assert request.base is not None
+    assert (request.base.name, [source.name for source in request.merge]) == ("b", ["x", "l"])
+
+
+@pytest.mark.parametrize(
+    ("given", "tokenizer", "template"),
+    [
+        ("", None, None), ("tokenizer_source: union", "union", None), ("tokenizer_source: base", "base", None),
+        ("tokenizer_source: two", "two", None), ("tokenizer_source: base+l", "base", None),
+        ("tokenizer_source: {model: {path: two}}", "two", None), ("tokenizer: {}", "union", None),
+        ("tokenizer: {source: base, tokens: {}, pad_to_multiple_of: null}", "base", None),
+        ("tokenizer: {source: two@v2}", "two@v2", None), ("chat_template: auto", None, "auto"),
+        ("chat_template: '{{ messages }}'", None, "{{ messages }}"), ("chat_template: ''", None, None),
+    ],
+)  # fmt: skip
+def test_tokenizer_and_chat_template(given: str, tokenizer: str | None, template: str | None) -> None:
+    request = read(f"merge_method: ties\n{MODELS}{given}")
+    assert [s and s.name for s in (request.tokenizer, request.chat_template)] == [tokenizer, template]
+
+
+# --- filters and slices
+
+
+def test_filters_become_rules_for_the_bases_names(folder: Path) -> None:
+    text = "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters:\n  t:\n"
+    text += (
+        "  - {filter: self_attn, value: [0, 0.5, 1]}\n  - {filter: nothing, value: 1}\n  - {filter: mlp, value: 0.1}\n"
+    )
+    request = read(text + "  - {filter: '*', value: 0.5}\n  - {filter: lm_head, value: 0}")
+    found = {rule.match: rule.slerp_t for rule in request.rules} | {("usual",): freeze(request.dare["slerp_t"])}
+    assert sorted(map(str, found.values())) == ["0.1", "0.5", "Gradient(numbers=(0.0, 0.5, 1.0))"]
+    assert {pattern for match in found for pattern in match} >= {"lm_head.weight", "model.norm.weight"}
+    assert any(
+        match == (f"model.layers.*.{part}.weight",) for match in found for part in ("mlp.up_proj", "self_attn.q_proj")
+    )
+    text = text.replace("self_attn", "s.3.self") + "  - {value: 0.5}"
+    assert ("model.layers.3.self_attn.q_proj.weight",) in {rule.match for rule in read(text).rules}
+
+
+def test_gradients_are_per_slice(folder: Path) -> None:
+    text = "merge_method: task_arithmetic\nbase_model: base\nslices:\n"
+    for start, stop, own in ((0, 1, "{weight: 0.25}"), (1, 4, "{}")):
+        models = ", ".join(f"{{model: {m}, layer_range: [{start}, {stop}]}}" for m in ("one", "base", "two"))
+        text += f"- {{sources: [{models}], parameters: {own}}}\n"
+    request = read(
+        text + "parameters: {weight: [{filter: mlp, value: [0, 0.5]}, {filter: norm, value: 4}, {value: 2}]}"
+    )
+    found = {
+        name: next((rule.weights for rule in request.rules if rule.matches(name)), tuple(request.dare["weights"]))
+        for name in SHAPES
+    }
+    expected = {f"model.layers.{k}.mlp.up_proj.weight": weight for k, weight in enumerate((0.25, 0, 0.25, 0.5))}
+    expected |= {f"model.layers.{k}.self_attn.q_proj.weight": 2.0 if k else 0.25 for k in range(4)}
+    expected |= {"model.embed_tokens.weight": 0.25, "lm_head.weight": 2.0, "model.norm.weight": 4.0}
+    assert found == {name: (weight, weight) for name, weight in expected.items()}
+    one = text.split("- {sources")[0] + "- {sources: [{model: one, layer_range: [0, 4]}]}\nparameters: {weight: [0, 1]}"
+    assert (read(one).dare["weights"], read(one).rules) == ([{"gradient": [0.0, 1.0]}], ())
+
+
+PARTS = st.sampled_from(["a", "b", "ab", "ba", "a[0]", "0", "1", "10", "*"])
+NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=12, unique=True)
+WORDS = st.text("ab01.[*", max_size=3)
+VALUES = st.sampled_from([0.25, 0.5, 0.75, [0.5, 1.0]])
+CHOICES = st.lists(st.tuples(WORDS, VALUES), max_size=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(names=NAMES, data=st.data())
+def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(names: list[str], data: st.DataObject) -> None:
+    """Parameters have filters of their own, at three levels; the names are any, also with numbers and brackets."""
+    keys = ("weight", "density", "lambda")
+    drawn = {(key, level): data.draw(CHOICES) for key in keys for level in ("one", "two", "file")}
+
+    def write(key: str, level: str) -> list[dict[str, Any]]:
+        entries = [{"filter": word, "value": value} for word, value in drawn[key, level]]
+        return entries + ([{"value": 0.125}] if level == "file" else [])
+
+    def expect(key: str, *levels: str) -> Any:
+        listed = [(word, value) for level in levels for word, value in drawn[key, level]]
+        return next((value for word, value in listed if word == "*" or word in name), 0.125)
+
+    file = {"merge_method": "breadcrumbs", "base_model": "b", "parameters": {key: write(key, "file") for key in keys}}
+    own = {m: {key: write(key, m) for key in ("weight", "density")} for m in ("one", "two")}
+    file["models"] = [{"model": m, "parameters": {k: v for k, v in own[m].items() if v}} for m in own]
+    base = mock.MagicMock(tensors=dict.fromkeys(names))
+    with mock.patch("darelib.mergekit.open_models") as opened:
+        opened.return_value.__enter__.return_value = [base]
+        request = read(json.dumps(file))
+    config = dare.DareConfig(**request.dare, rules=request.rules)
+    layers = count_layers(names)
+    for name in names:
+        made = config.for_tensor(name, 2, layers)
+        plain = dare.DareConfig(
+            drop="breadcrumbs", rescale="none", normalize=False,
+            weights=[as_value(expect("weight", m, "file")) for m in ("one", "two")],
+            drop_rate=[as_rate(expect("density", m, "file")) for m in ("one", "two")],
+            lambda_coeff=as_value(expect("lambda", "file")),
+        )  # fmt: skip
+        assert made == plain.for_tensor(name, 2, layers)
+
+
+def as_value(value: Any) -> Any:
+    return {"gradient": value} if isinstance(value, list) else value
+
+
+def as_rate(value: Any) -> Any:
+    return {"gradient": [1 - number for number in value]} if isinstance(value, list) else 1 - value
+
+
+# --- through the front door
+
+
+def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
+    """Paths are relative to the working directory, as mergekit has them, and in the TOML file to that file."""
+    (folder / "sub").mkdir()
+    text = (
+        f"merge_method: dare_ties\n{MODELS}parameters:\n  density: [{{filter: mlp, value: [0.9, 0.1]}}, {{value: 0.5}}]"
+    )
+    (folder / "sub" / "merge.yml").write_text(
+        text + "\n  rescale: false\ntokenizer_source: base\nout_dtype: bfloat16\n"
+    )
+    flags = ["-c", "sub/merge.yml", "-q", "--engine", "plain"]
+    assert dare.main([*flags, "-o", "out"]) == 0
+    assert dare.main([*flags, "--write-config", "sub/merge.toml", "-o", "other"]) == 0
+    assert not (folder / "other").exists()
+    assert dare.main(["-c", "sub/merge.toml"]) == 0
+    assert_same(tensors_in(folder / "out"), tensors_in(folder / "other"))
+    assert (folder / "out" / "dare_recipe.toml").read_text() == (folder / "other" / "dare_recipe.toml").read_text()
+    assert dare.main(["verify", "out", "-q"]) == 0
+    written = (folder / "sub" / "merge.toml").read_text()
+    assert 'base_file = "../base"' in written
+    assert "normalize = false  # mergekit's default for dare_ties" in written
+    assert (
+        load_request(folder / "sub" / "merge.toml").rules[0].drop_rate
+        == Rule.of({"match": "x", "drop_rate": {"gradient": [0.1, 0.9]}}, "").drop_rate
+    )
+
+
+def test_written_configurations(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
+    """Any configuration can be written, with the flags on top of it; nothing is overwritten."""
+    flags = ["-b", models[0], "-m", models[1], "-q", "--seed", "7", "--rule", "*bias:drop_rate=0", "--engine", "plain"]
+    written = tmp_path / "new.toml"
+    assert dare.main([*map(str, flags), "--write-config", str(written)]) == 0
+    assert dare.main([*map(str, flags), "-o", str(tmp_path / "flags.safetensors")]) == 0
+    assert dare.main(["-c", str(written), "-q"]) == 0
+    assert_same(load_file(tmp_path / "flags.safetensors"), load_file(tmp_path / "new_merged.safetensors"))
+    refuse(tmp_path, capsys, 2, "exists already", arguments=[*flags, "--write-config", written])
+    flags += ["--force", "--write-config"]
+    refuse(tmp_path, capsys, 2, "is the input", arguments=[*flags, models[1]])
+    refuse(tmp_path, capsys, 2, "there is no directory", arguments=[*flags, tmp_path / "no" / "x.toml"])
+    assert dare.main([*map(str, flags), str(written)]) == 0
+
+
+def test_names_on_the_hub_stay_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.yaml").write_text(f"merge_method: ties\n{MODELS}".replace("base_model: base", "base_model: a/b@v1"))
+    assert dare.main(["-c", "m.yaml", "-q", "--write-config", "m.toml"]) == 0
+    assert 'base_file = "a/b@v1"' in (tmp_path / "m.toml").read_text()
+
+
+def test_a_base_on_the_hub_with_filters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    cache = folder / "cache"
+    to_hub_cache(cache, "org/base", folder / "base", "a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    text = f"merge_method: task_arithmetic\n{MODELS}parameters: {{lambda: [{{filter: mlp, value: 0.5}}, {{value: 1}}]}}"
+    assert read(text.replace("base_model: base", "base_model: org/base")).rules[0].lambda_coeff == 0.5
+
+
+def test_adapters_on_the_base(folder: Path) -> None:
+    tensors = low_rank("model.layers.0.mlp.up_proj", (8, 8))
+    write_adapter(folder / "lora", tensors)
+    text = "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: base+lora, parameters: {weight: 1}}]"
+    (folder / "m.yaml").write_text(text)
+    assert dare.main(["-c", "m.yaml", "-o", "yaml", "-q"]) == 0
+    assert dare.main(["-b", "base", "-m", "lora", "--drop-rate", "0", "-o", "flags", "-q"]) == 0
+    assert_same(tensors_in(folder / "yaml"), tensors_in(folder / "flags"))
+
+
+@pytest.mark.parametrize("method", ["task_arithmetic", "ties", "linear"])
+def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: Capture) -> None:
+    """By a filter or at the end of a gradient; that the base is part of an average is no reason for a warning."""
+    base = load_file(folder / "base" / "model.safetensors")
+    both = "[{filter: norm, value: 0.5}, {filter: lm_head, value: 0}, {value: [0, 0.5]}]"
+    text = f"merge_method: {method}\nbase_model: base\nmodels: [{{model: one}}, {{model: two}}, "
+    text += f"{{model: base, parameters: {{weight: 0.1}}}}]\nparameters: {{weight: {both}}}"
+    (folder / "m.yaml").write_text(text)
+    assert dare.main(["-c", "m.yaml", "-o", "out", "-q", "--engine", "plain"]) == 0
+    assert "is the base itself" not in capsys.readouterr().err
+    made = tensors_in(folder / "out")
+    kept = {name for name in base if made[name].equal(base[name])}
+    assert kept == {name for name in base if "norm" not in name and ("layers" not in name or "layers.0" in name)}
+
+
+def test_chat_templates_of_a_file(folder: Path) -> None:
+    """auto is what most models have; a text is itself, and a recipe makes it again."""
+    for name, template in (("base", "{{ a }}"), ("one", "{{ b }}"), ("two", "{{ b }}")):
+        (folder / name / "tokenizer.json").write_text("{}")
+        (folder / name / "chat_template.jinja").write_text(template)
+    for words, expected in (("auto", "{{ b }}"), ("'{% c %}{{ d }}'", "{% c %}{{ d }}")):
+        (folder / "m.yaml").write_text(f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n")
+        assert dare.main(["-c", "m.yaml", "-o", "out", "-q"]) == 0
+        assert (folder / "out" / "chat_template.jinja").read_text() == expected
+        assert dare.main(["-c", "out", "-o", "again", "-q"]) == 0
+        assert (folder / "again" / "chat_template.jinja").read_text() == expected
+        assert dare.main(["verify", "out", "-q"]) == 0
+        assert dare.main(["-c", "m.yaml", "-q", "--write-config", "m.toml", "--force"]) == 0
+        assert dare.main(["-c", "m.toml", "-q"]) == 0
+        assert (folder / "m_merged" / "chat_template.jinja").read_text() == expected
+    assert dare.main(["-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", "auto"]) == 1
+
+
+def test_the_reader_is_loaded_only_for_yaml() -> None:
+    script = "import sys, dare; dare.main(['--base', 'x', '--merge', 'y', '-o', 'z', '-q']); "
+    script += "sys.exit('yaml' in sys.modules or 'darelib.mergekit' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=Path(dare.__file__).parent)
+    assert done.returncode == 0
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "must be a mapping"), ("[1]", "must be a mapping"), ("a: b: c", "mapping values are not allowed"),
+        ("merge_method: passthrough\n" + MODELS, "merge_method: this tool has no 'passthrough'"),
+        (MODELS, "merge_method"), ("merge_method: ties", "either models or slices"),
+        ("merge_method: ties\nslices: []\nmodels: null", "either models or slices"),
+        ("merge_method: ties\nmodels: one", "models: it must be a list"),
+        ("merge_method: ties\nmodels: [one]", "models[0]: it must be a mapping"),
+        ("merge_method: ties\nmodels: [{model: one, weight: 1}]", "models[0]: there is no key 'weight'"),
+        ("merge_method: ties\nmodels: [{parameters: {}}]", "models[0].model"),
+        ("merge_method: ties\nmodels: [{model: 3}]", "models[0].model"),
+        ("merge_method: ties\nmodels: [{model: a+b+c}]", "models[0].model"),
+        ("merge_method: ties\nmodels: [{model: a@b@c}]", "'a@b@c' does not name a model"),
+        ("merge_method: ties\nmodels: [{model: a+}]", "'' does not name a model"),
+        ("merge_method: ties\nmodels: [{model: base@v1}]", "'base' is on this machine and has no revisions"),
+        ("merge_method: ties\nmodels: [{model: one}]", "base_model: it is missing"),
+        ("merge_method: ties\nbase_model: base\nmodels: [{model: base}]", "merges models besides the base"),
+        ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}, {model: two}]", "merges one model besides"),
+        ("merge_method: ties\nbase_model: base+x\nmodels: [{model: one}]", "base cannot have an adapter"),
+        (f"merge_method: ties\n{MODELS}".replace("model: one", "model: other+x"), "'other+x': adapters can only"),
+        (f"merge_method: ties\n{MODELS}".replace("model: two", "model: one"), "models[1]: 'one' is there twice"),
+        (f"merge_method: ties\n{MODELS}name: x", "there is no key 'name'"),
+        (f"merge_method: ties\n{MODELS}modules: {{a: {{}}}}", "modules is not supported"),
+        (f"merge_method: ties\n{MODELS}parameters: {{gamma: 1}}", "parameters: there is no key 'gamma'"),
+        (f"merge_method: ties\n{MODELS}parameters: {{density: 0}}", "density: it must be above 0"),
+        (f"merge_method: ties\n{MODELS}parameters: {{density: [0.5, 1.5]}}", "density: it must be above 0"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: yes}}", "lambda: it must be a number"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: .inf}}", "lambda: it must be a number"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: x}}", "lambda: it must be a number"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: [[1]]}}", "lambda: it must be a number"),
+        (f"merge_method: ties\n{MODELS}parameters: {{normalize: 2}}", "normalize: it must be true or false"),
+        (f"merge_method: ties\n{MODELS}parameters: {{normalize: [true, false]}}", "normalize: it must be true"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: [1, {{value: 1}}]}}", "lambda: it must be a mapping"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, if: x}}}}", "lambda: there is no key 'if'"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, filter: 3}}}}", "filter must be a word"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{filter: mlp}}}}", "lambda: it must be a number"),
+        ("merge_method: ties\nbase_model: base\nmodels: [{model: one}]", "weight: it is missing"),
+        ("merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {weight: {value: 1, filter: mlp}}}]",
+         "weight: there is none for '"),
+        ("merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {lambda: 1}}]", "no key 'lambda'"),
+        ("merge_method: linear\nmodels: [{model: one}]\nparameters: {weight: 2, normalize: false}", "must add up to 1"),
+        ("merge_method: linear\nmodels: [{model: a+x}, {model: b+x}]\nparameters: {weight: 2}", "adapters can only"),
+        ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]", "t: it is missing"),
+        ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters: {t: 1.5}", "slerp_t must be"),
+        (f"merge_method: ties\n{MODELS}dtype: int8", "tensors cannot be stored as 'int8'"),
+        (f"merge_method: ties\n{MODELS}tokenizer_source: base\ntokenizer: {{source: base}}", "tokenizer_source too"),
+        (f"merge_method: ties\n{MODELS}tokenizer: {{source: base, pad_to_multiple_of: 8}}", "pad_to_multiple_of is"),
+        (f"merge_method: ties\n{MODELS}tokenizer: {{source: base, tokens: {{x: {{}}}}}}", "tokens is not supported"),
+        (f"merge_method: ties\n{MODELS}tokenizer: {{source: 3}}", "tokenizer: it must be a mapping"),
+        (f"merge_method: ties\n{MODELS}chat_template: chatml", "'chatml' is neither auto nor"),
+        (f"merge_method: ties\n{MODELS}chat_template: [1]", "chat_template"),
+        (f"merge_method: ties\n{MODELS}---\nmerge_method: ties", "it holds several documents"),
+        (f"merge_method: ties\nmerge_method: dare_ties\n{MODELS}", "the key 'merge_method' is there 2 times (line 1)"),
+        ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ("a: &x [*x]", "more than 50,000 values"), ("a: *x", "undefined alias"), ("[" * 5000, "nested too deeply"),
+        ("? [a, b]\n: c", "key"), ("a: \x07", "special characters"), ("a: 0x" + "9" * 5000, "has 5,002 digits"),
+        ("a: " + "x" * (1 << 18), "longer than 262,144 bytes"), ("a: 2020-13-45", "month"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(check: Refuse, text: str, complaint: str) -> None:
+    check(text, complaint)
+
+
+@pytest.mark.parametrize(
+    ("ranges", "complaint"),
+    [
+        ([("[0, 2]", "[0, 2]")], "[0, 2] are not the 4 layers of 'base'"),
+        ([("[0, 2]", "[2, 4]")], "different layers: [[0, 2], [2, 4]]"),
+        ([("[0, 3]", "[0, 3]"), ("[2, 4]", "[2, 4]")], "[0, 3], [2, 4] are not the 4 layers"),
+        ([("[2, 4]", "[2, 4]"), ("[0, 2]", "[0, 2]")], "[2, 4], [0, 2] are not the 4 layers"),
+        ([("[0, 4]", "[0, 4]"), ("[4, 4]", "[4, 4]")], "are not the 4 layers"),
+        ([("[0, 4, 5]", "[0, 4, 5]")], "layer_range must be two whole numbers"), ([("4", "4")], "two whole numbers"),
+    ],
+)  # fmt: skip
+def test_slices_must_be_the_bases_own_layers(check: Refuse, ranges: list[tuple[str, str]], complaint: str) -> None:
+    text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
+    for first, second in ranges:
+        text += f"- sources: [{{model: one, layer_range: {first}}}, {{model: two, layer_range: {second}}}]\n"
+    check(text, complaint)
+
+
+def test_slices_must_merge_the_same_models(check: Refuse) -> None:
+    source = "{{model: {}, layer_range: [{}, {}]}}"
+    text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
+    text += f"- sources: [{source.format('one', 0, 2)}]\n"
+    check(text + f"- sources: [{source.format('two', 2, 4)}]\n", "they merge different models")
+    same = f"- sources: [{source.format('one', 2, 4)}]\n"
+    check(text + same + "  base_model: two\n", "they have different base models")
+    check(text + same + "  residual_weight: 0.5\n", "residual_weight is not supported")
+    check(text + "- sources: []\n", "slices[1].sources: it must be a list")
+
+
+def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
+    text = "merge_method: ties\nbase_model: base\nmodels:\n- {model: one, parameters: &p {weight: 0.5}}\n"
+    assert read(text + "- {model: two, parameters: *p}\n").dare["weights"] == [0.5, 0.5]
+    assert read(text + "- {model: two, parameters: {<<: *p, weight: 1}}\n").dare["weights"] == [0.5, 1.0]
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+    bomb += "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12))
+    started = time.perf_counter()
+    check(bomb, "aliases written out, it holds more than 50,000 values")
+    assert time.perf_counter() - started < 10
+    check("a: [" + "1," * 60_000 + "]", "more than 50,000 values")
+
+
+def test_a_file_that_is_not_text(folder: Path, capsys: Capture) -> None:
+    (folder / "merge.yaml").write_bytes(b"\xff\xfe")
+    refuse(folder, capsys, 2, "merge.yaml is not valid YAML", arguments=["-c", "merge.yaml", "-o", "out"])
+    refuse(folder, capsys, 2, "no configuration file", arguments=["-c", "none.yaml", "-o", "out"])
+
+
+def test_several_stacks_of_layers_cannot_be_sliced(check: Refuse, folder: Path) -> None:
+    tensors = random_model(0, F32, {"encoder.0.w": (4, 4), "decoder.0.w": (4, 4)})
+    save(folder / "base", model=tensors)
+    text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"
+    check(text + "slices: [{sources: [{model: one, layer_range: [0, 1]}]}]", "2 stacks of layers")

@@ -472,7 +472,6 @@ def test_a_benchmark_that_is_stopped_leaves_neither_a_process_nor_files(folder: 
 @pytest.mark.parametrize(("script", "words"), [
     ("analyze_models", ("cosine 0.082", "drop 0.8 of rotated", "[[rules]]", "would merge 2 models", "drew ")),
     ("sweep_settings", ("plain average (baseline)", "The best merge is")), ("drop_rates", ("mean of 3 masks", "0.95")),
-    ("in_memory --parameters 1e5", ("torch.float64   slerp           equal", "1e+05 parameters in bf16")),
     ("evaluate", ("rotated     96.1%     60.8%     78.5%", "covered     50.9%     94.8%     72.9%")),
 ])  # fmt: skip
 def test_the_short_examples_run_and_leave_the_models_alone(script: str, words: tuple[str, ...]) -> None:

@@ -415,7 +415,7 @@ class Batch:
         for shift, width in DIGITS:
             counts.zero_()
             self._launch(count_kernel, prefixes, counts, SHIFT=shift, WIDTH=width)
-            downwards = counts.sum(1).flip(1).cumsum(1)
+            downwards = counts.sum(1, dtype=torch.int32).flip(1).cumsum(1)
             if shift == DIGITS[0][0]:
                 ranks = (ratios * downwards[:, -1]).long().clamp(min=1)
             place = torch.searchsorted(downwards, ranks[:, None]).clamp(max=BINS.value - 1)

@@ -122,17 +122,20 @@ class StateMerge:
         models = [[model[name] for name in names] for model in (self.base, *self.finetuned)]
         outputs = [self._make_place(name) for name in names]
         columns = gpu.Columns(names, [*models, outputs])
-        addresses, taken = columns.addresses[:, :-1].tolist(), {each: gpu.can_merge(each) for each in set(settings)}
-        for k, name in enumerate(names):
-            kind = columns.kinds[k]
-            if kind is not None and kind[-1] == (self.dtype or kind[2]) and taken[settings[k]]:
-                place = (kind, models[0][k].shape, *addresses[k])
-                if (same := self.places.setdefault(place, name)) == name:
-                    self.merged[name] = outputs[k]
-                    continue
-                self.tied[name] = same
+        taken = {each: gpu.can_merge(each) for each in set(settings)}
+        for k, (name, kind, *every) in enumerate(zip(names, columns.kinds, *models, strict=True)):
             columns.kinds[k] = None
+            if not self._is_tied(name, every) and kind and kind[-1] == (self.dtype or kind[2]) and taken[settings[k]]:
+                columns.kinds[k], self.merged[name] = kind, outputs[k]
         return columns
+
+    def _is_tied(self, name: str, every: Sequence[Tensor | None]) -> bool:
+        """Whether an earlier tensor has the same values, in the base and in each model: as a head is its embedding."""
+        place = tuple([t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in every])
+        first = self.places.setdefault(place, name) if self.base[name].numel() else name
+        if first != name:
+            self.tied[name] = first
+        return first != name
 
     def _make_place(self, name: str) -> Tensor:
         if self.out is not None:
@@ -145,9 +148,7 @@ class StateMerge:
         if self.out is not None:
             self._check_place(name, tensor, self.out)
         every = [tensor, *parts.values()]
-        place = (*parts, *((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in every))
-        if tensor.numel() and (same := self.places.setdefault(place, name)) != name:
-            self.tied[name] = same
+        if self._is_tied(name, [tensor, *map(parts.get, range(len(self.finetuned)))]):
             return
         quantised = tensor.element_size() == 1  # copied where equal, else refused
         floats = all(part.is_floating_point() for part in every)

@@ -18,7 +18,7 @@ darelib, is a room for each job:
     config, readers      DareConfig and its rules; TOML and flags
     gradients            numbers that change over the layers
     methods, drops, mask what can be chosen, with every formula; r_i is 1 - drop rate, as exactly as the mask keeps it
-    kernels/             the arithmetic: plain is its definition in NumPy; cpu, tensors, gpu are the same (Numba, torch, Triton)
+    kernels/             the arithmetic: plain is its definition (NumPy); cpu, tensors and gpu: Numba, torch and Triton
     models/              how weights come in: checkpoints, adapters, packed models, the Hub; tokens of several models
     matching, plan       which models change which tensors; what will be read, computed and written
     run/                 who does the jobs

@@ -290,7 +290,8 @@ def dare_merge(
 ) -> dict[str, torch.Tensor]:
     """The merged state dict, by any method and rules: the bits that DareMerger writes for these names and settings.
 
-    out: tensors to write it into, such as a live model's or the base's own, so that nothing new is allocated.
+    out: tensors to write it into, such as a live model's or the base's own, so that nothing new is allocated. What does
+    not fit is refused before anything is written; a value that is not finite is only met on the way.
     """
     return _load_tensors().merge_tensors(base, finetuned, check_config(config), out)
 

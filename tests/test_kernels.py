@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import struct
@@ -498,3 +499,43 @@ def test_tensors_that_share_their_values_stay_tied() -> None:
     assert merged["head.weight"] is merged["embed.weight"]
     untied = dare.dare_merge(base, [model | {"head.weight": model["embed.weight"].clone()}])
     assert not torch.equal(untied["head.weight"], untied["embed.weight"])
+
+
+def test_a_head_that_a_model_lacks_is_that_of_the_base_tied_to_its_embedding() -> None:
+    base, model = ({"embed.weight": torch.randn(30, 4)} for _ in range(2))
+    base["head.weight"] = base["embed.weight"]
+    merged = dare.dare_merge(base, [model])
+    assert merged["head.weight"] is merged["embed.weight"]
+    assert torch.equal(
+        merged["head.weight"], dare.dare_merge(base, [{**model, "head.weight": model["embed.weight"]}])["head.weight"]
+    )
+
+
+def test_what_does_not_fit_into_out_is_refused_before_anything_is_written() -> None:
+    base, model = ({"a": torch.randn(9), "b": torch.randn(4, 3)} for _ in range(2))
+    for wrong, complaint in (
+        ({"b": torch.zeros(3, 4)}, "is [3, 4] of torch.float32"),
+        ({"b": torch.zeros(4, 3).double()}, "of torch.float64"),
+        ({}, "out has no tensor 'b'"),
+    ):
+        out = {"a": torch.zeros(9), **wrong}
+        with pytest.raises(DareError, match=re.escape(complaint)):
+            dare.dare_merge(base, [model], out=out)
+        assert not out["a"].any()
+    kept = base["a"].clone()
+    with pytest.raises(DareError, match=re.escape("'b' is [4, 3] of torch.float32 in the base and [2] of")):
+        dare.dare_merge(base, [{"a": model["a"], "b": torch.zeros(2)}], out=base)
+    assert torch.equal(base["a"], kept)
+
+
+def test_tensors_of_out_share_memory_only_where_the_merged_ones_are_one() -> None:
+    base, model = ({"embed.weight": torch.randn(30, 4)} for _ in range(2))
+    base["head.weight"] = base["embed.weight"]
+    untied = model | {"head.weight": model["embed.weight"].clone()}
+    with pytest.raises(DareError, match="of out share their memory, and the merged ones differ"):
+        dare.dare_merge(base, [untied], out=base)
+    expected = dare.dare_merge(base, [model])
+    own = {name: torch.zeros(30, 4, requires_grad=True) for name in base}  # a live model's parameters
+    for out in (own, base):
+        merged = dare.dare_merge(base, [model], out=out)
+        assert all(merged[name] is out[name] and torch.equal(out[name], expected[name]) for name in base)

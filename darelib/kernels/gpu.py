@@ -296,9 +296,10 @@ class Columns:
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Sequence[Tensor]]) -> None:
         self.names, self.group = names, 4 if len(tensors) <= 4 else 2
-        self.addresses = np.array([list(map(Tensor.data_ptr, column)) for column in tensors], np.uint64).T
+        self.addresses = [list(map(Tensor.data_ptr, column)) for column in tensors]
+        self.table = np.array(self.addresses, np.uint64).T
         self.counts = np.array(list(map(Tensor.numel, tensors[0])))
-        even = (self.counts % (self.group * TILE) == 0) & (self.addresses % 16 == 0).all(1)
+        even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(1)
         traits = [list(map(TRAITS, column)) for column in tensors]
         dense = [list(map(Tensor.is_contiguous, column)) for column in tensors]
         known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
@@ -327,7 +328,7 @@ class Batch:
         self.rows, self.settings, self.method = rows, settings, METHODS[settings[0].method]
         self.device, even, base, *types, output = columns.kinds[rows[0]]
         self.models = range(len(types))
-        counts, addresses, group = columns.counts[rows], columns.addresses[rows], columns.group
+        counts, addresses, group = columns.counts[rows], columns.table[rows], columns.group
         self.options = {"BASE": TYPES[base], "FINETUNED": tuple(TYPES[kind] for kind in types), "EVEN": even}
         self.options |= {"GROUP": group, "num_warps": WARPS, "enable_fp_fusion": False}
         self.lanes = number_lanes(self.device, group * LANES.value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -32,6 +33,7 @@ from darelib.text import LOG, ConfigError, DareError, list_names
 from darelib.tuning import TUNING
 
 Tensor = torch.Tensor
+TRAITS: Final = attrgetter("shape", "dtype", "device")
 KNOWN: Final = {getattr(torch, kind) for kind in DTYPES}
 STATE_DICT_HINT: Final = "give what model.state_dict() or safetensors.torch.load_file gives; DareMerger takes files"
 
@@ -84,14 +86,16 @@ class StateMerge:
         self.dtype = getattr(torch, config.dtype) if config.dtype else None
         self.merged: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
-        self.places: dict[tuple[object, ...], str] = {}  # by where the values are, in the base and in the models
+        self.places: dict[tuple[int | None, ...], str] = {}  # by where the values are, in the base and in the models
         self.layers = count_layers(base) if config.has_gradients else {}
         self.chosen: dict[tuple[Rule | None, float], TensorSettings] = {}
 
+    @torch.no_grad()
     def run(self) -> dict[str, Tensor]:
         """All merged tensors, in the order of the base."""
         if self.out is not None:
             check_state_dict("out", self.out)
+            self._check_places(self.out)
         wanted = self.config.engine == "auto" and any(tensor.is_cuda for tensor in self.base.values())
         if gpu := _load_gpu() if wanted else None:
             self._merge_on_gpu(gpu)
@@ -105,6 +109,8 @@ class StateMerge:
     def _merge_on_gpu(self, gpu: Any) -> None:
         """Merge the tensors that all models have, on one GPU, in the usual types."""
         common = set(self.base).intersection(*self.finetuned, *([self.out] if self.out is not None else []))
+        if len(common) < len(self.base):  # what is one tensor in the base is merged once, by one of the two
+            common = {name for name in common if common.issuperset(self._twins.get(name, ()))}
         names = [n for n, tensor in self.base.items() if n in common and tensor.is_cuda and tensor.is_floating_point()]
         merge, waiting, size = gpu.Merge(), list[str](), 0
         for name in names if len(self.finetuned) <= gpu.MOST_MODELS else ():
@@ -123,19 +129,18 @@ class StateMerge:
         outputs = [self._make_place(name) for name in names]
         columns = gpu.Columns(names, [*models, outputs])
         taken = {each: gpu.can_merge(each) for each in set(settings)}
-        for k, (name, kind, *every) in enumerate(zip(names, columns.kinds, *models, strict=True)):
-            columns.kinds[k] = None
-            if not self._is_tied(name, every) and kind and kind[-1] == (self.dtype or kind[2]) and taken[settings[k]]:
+        for k, (name, kind, *addresses) in enumerate(zip(names, columns.kinds, *columns.addresses, strict=True)):
+            columns.kinds[k], tied = None, self._is_tied(name, tuple(addresses[:-1]))
+            if not tied and kind and kind[-1] == (self.dtype or kind[2]) and taken[settings[k]]:
                 columns.kinds[k], self.merged[name] = kind, outputs[k]
         return columns
 
-    def _is_tied(self, name: str, every: Sequence[Tensor | None]) -> bool:
+    def _is_tied(self, name: str, addresses: tuple[int | None, ...]) -> bool:
         """Whether an earlier tensor has the same values, in the base and in each model: as a head is its embedding."""
-        place = tuple([t if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype) for t in every])
-        first = self.places.setdefault(place, name) if self.base[name].numel() else name
-        if first != name:
+        first = self.places.setdefault(addresses, name) if self.base[name].numel() else name
+        if first != name and self._locate(first) == self._locate(name):
             self.tied[name] = first
-        return first != name
+        return name in self.tied
 
     def _make_place(self, name: str) -> Tensor:
         if self.out is not None:
@@ -145,13 +150,11 @@ class StateMerge:
 
     def _merge_one(self, name: str) -> None:
         tensor, parts = self.base[name], self._find_parts(name, self.base[name])
-        if self.out is not None:
-            self._check_place(name, tensor, self.out)
-        every = [tensor, *parts.values()]
-        if self._is_tied(name, [tensor, *map(parts.get, range(len(self.finetuned)))]):
+        every = [parts.get(i) for i in range(len(self.finetuned))]
+        if self._is_tied(name, (tensor.data_ptr(), *(part if part is None else part.data_ptr() for part in every))):
             return
         quantised = tensor.element_size() == 1  # copied where equal, else refused
-        floats = all(part.is_floating_point() for part in every)
+        floats = all(part.is_floating_point() for part in (tensor, *parts.values()))
         if not floats or (quantised and all(_same_bytes(tensor, p) for p in parts.values())):
             self.merged[name] = tensor.clone() if self.out is None else self.out[name].copy_(tensor)
             return
@@ -172,12 +175,51 @@ class StateMerge:
         broken = (i for i, part in self._find_parts(name, self.base[name]).items() if not bool(part.isfinite().all()))
         return explain_broken(name, next(broken, None), self.merged[name].dtype)
 
+    def _locate(self, name: str) -> tuple[object, ...]:
+        """Where the values of a tensor are, in the base and in the models."""
+        tensor = self.base[name]
+        parts = self._find_parts(name, tensor)
+        return (*parts, *map(_identify, (tensor, *parts.values())))
+
+    def _name_in(self, model: Mapping[str, Tensor], name: str) -> str | None:
+        """What a model calls a tensor: of names that are one tensor in the base, like a tied head, it may lack some."""
+        return name if name in model else next((twin for twin in self._twins.get(name, ()) if twin in model), None)
+
+    @cached_property
+    def _twins(self) -> dict[str, list[str]]:
+        """The names of each tensor that has several in the base."""
+        names: dict[tuple[object, ...], list[str]] = {}
+        for name, tensor in self.base.items():
+            if tensor.numel():
+                names.setdefault(_identify(tensor), []).append(name)
+        return {name: same for same in names.values() if len(same) > 1 for name in same}
+
     def _find_parts(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
-        parts = {i: model[name] for i, model in enumerate(self.finetuned) if name in model}
+        parts = {
+            i: model[own] for i, model in enumerate(self.finetuned) if (own := self._name_in(model, name)) is not None
+        }
         for i, part in parts.items():
             if part.shape != tensor.shape or part.dtype != tensor.dtype:
                 _check_alike(name, tensor, i, part)
         return parts
+
+    def _check_places(self, out: Mapping[str, Tensor]) -> None:
+        """Refuse what does not fit before anything is written: out may be the base."""
+        states = (self.base, *self.finetuned, out)
+        if not any(self.base.keys() - state.keys() for state in states) and self.dtype is None:
+            traits = [list(map(TRAITS, map(state.__getitem__, self.base))) for state in states]
+            if traits.count(traits[0]) == len(traits) and len(set(map(Tensor.data_ptr, out.values()))) == len(out):
+                return  # all is as it usually is
+        owners: dict[tuple[object, ...], tuple[str, tuple[object, ...]]] = {}  # by address: the name, and of what
+        for name, tensor in self.base.items():
+            inputs = self._locate(name)
+            self._check_place(name, tensor, out)
+            owner, its = owners.setdefault((out[name].device, out[name].data_ptr()), (name, inputs))
+            if its != inputs and tensor.numel():
+                raise DareError(
+                    f"tensors {owner!r} and {name!r} of out share their memory, and the merged ones differ",
+                    "give each of them memory of its own, or tie them in the base and in all models",
+                )
 
     def _check_place(self, name: str, tensor: Tensor, out: Mapping[str, Tensor]) -> None:
         """Refuse to write a tensor where it does not fit."""
@@ -191,6 +233,10 @@ class StateMerge:
                 f"is {list(tensor.shape)} of torch.{wanted} on {tensor.device}",
                 "give it a tensor of that shape and type; the config's dtype sets the type",
             )
+
+
+def _identify(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def check_state_dict(what: str, given: object) -> None:

@@ -29,7 +29,7 @@ from darelib.methods import LINEAR, METHODS, SLERP, TIES
 from darelib.models import open_models
 from darelib.models.lora import UNLOAD_HINT
 from darelib.readers import AUTO, BASE, UNION, Request, Source, is_template
-from darelib.text import ConfigError, nearest
+from darelib.text import LOG, ConfigError, nearest
 from darelib.yamlfile import load_yaml
 
 
@@ -128,7 +128,9 @@ class _File:
     def __init__(self, path: str, content: Any) -> None:
         self.path = path
         self.file = self.table(content, "", KEYS)
-        self.name = str(self.file.get("merge_method"))
+        if "merge_method" not in self.file:
+            raise self.error("merge_method", "it is missing", f"one of {', '.join(FAMILIES)}")
+        self.name = str(self.file["merge_method"])
         if self.name not in FAMILIES:
             raise self.error("merge_method", f"this tool has no {self.name!r}", nearest(self.name, FAMILIES))
         self.family = FAMILIES[self.name]
@@ -140,11 +142,11 @@ class _File:
 
     def request(self) -> Request:
         dare, rules = self.settings()
-        dtype = self.file.get("out_dtype", self.file.get("dtype"))
-        if dtype is not None:
+        key = "out_dtype" if "out_dtype" in self.file else "dtype"
+        if (dtype := self.file.get(key)) is not None:
             dare["dtype"] = str(dtype).removeprefix("torch.")
             if dare["dtype"] not in DTYPES:
-                raise self.error("dtype", f"tensors cannot be stored as {dtype!r}", nearest(str(dtype), DTYPES))
+                raise self.error(key, f"tensors cannot be stored as {dtype!r}", nearest(str(dtype), DTYPES))
         return Request(
             dare=dare,
             base=Source.of(self.base.path),
@@ -179,8 +181,14 @@ class _File:
     def reference(self, value: Any, where: str) -> Reference:
         if isinstance(value, str) and value.count("+") < 2:
             return Reference(*(self.place(part, where) for part in value.split("+")))
+        if not isinstance(value, dict):
+            raise self.name_error(value, where)
         table: Settings = {"model": None} | self.table(value, where, ("model", "lora"))
         return Reference(*(self.place(table[key], where) for key in sorted(table, reverse=True)))  # model, lora
+
+    def name_error(self, value: Any, where: str) -> ConfigError:
+        what = "it is missing" if value is None else f"{str(value)[:60]!r} does not name a model"
+        return self.error(where, what, "like models/base, org/name@revision or models/base+adapter")
 
     def place(self, value: Any, where: str) -> str:
         """A path, or a name on the Hub and its revision, as this tool writes it."""
@@ -190,7 +198,7 @@ class _File:
         else:
             words = value.split("@") if isinstance(value, str) else [value]
         if len(words) > 2 or not all(isinstance(word, str) and word for word in words):
-            raise self.error(where, f"{value!r} does not name a model", "like models/base or org/name@revision")
+            raise self.name_error(value, where)
         if len(words) == 2 and os.path.exists(os.path.expanduser(words[0])):
             raise self.error(where, f"{words[0]!r} is on this machine and has no revisions", f"leave @{words[1]} out")
         return "@".join(words)
@@ -254,7 +262,8 @@ class _File:
         others = [model for model in models if model != self.base]
         if not others or (self.family.method == SLERP and len(others) != 1):
             wanted = "one model" if self.family.method == SLERP else "models"
-            raise self.error("models", f"{self.name} merges {wanted} besides the base, not {len(others)}", "list them")
+            hint = "leave the others out" if others else "list what is to be merged"
+            raise self.error("models", f"{self.name} merges {wanted} besides the base, not {len(others)}", hint)
         return [self.base, *others] if self.family.method == SLERP else others
 
     def source(self, model: Reference) -> Source:
@@ -324,6 +333,10 @@ class _File:
         if "slices" in self.file or any(word for entries in lists[0].values() for word, _ in entries):
             with open_models([Source.of(self.base.path)]) as [base]:
                 names = list(base.tensors)
+            words = dict.fromkeys(word for found in lists for entries in found.values() for word, _ in entries)
+            for word in words:
+                if not any(word in name for name in names):
+                    LOG.warning(f"{self.path}: filter {word!r} is part of no tensor's name, so it does nothing")
         if "slices" in self.file:
             self.check_slices(count_layers(names))
         made, groups = dict[str, Settings](), dict[str, str]()  # by the settings in words
@@ -358,7 +371,8 @@ class _File:
             if word in name:
                 return value
         what = f"there is none for {name!r}" if name and entries else "it is missing"
-        raise self.error(key[0], what, f"{self.name} needs one for every tensor")
+        of = f" of {self.models[key[1]]}" if key[1] >= 0 else ""
+        raise self.error(key[0] + of, what, f"{self.name} needs one for every tensor")
 
     def translate(self, values: Mapping[Key, Value]) -> Settings:
         """mergekit's parameters of a tensor as our settings."""

@@ -259,5 +259,7 @@ def parse_rule(text: str) -> Rule:
     try:
         [table] = tomllib.loads(f"rule = {{ {assignments} }}").values()  # a line end could begin another
     except (ValueError, RecursionError):
-        raise ConfigError(f"--rule {text!r} must be PATTERN:SETTING=VALUE", example) from None
+        raise ConfigError(
+            f"--rule {text!r} must be PATTERN:SETTING=VALUE", f'{example}; words in quotes, like drop="magnitude"'
+        ) from None
     return Rule.of({**table, "match": pattern}, f"--rule {text!r}")

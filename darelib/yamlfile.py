@@ -16,6 +16,7 @@ MAX_VALUES: Final = 50_000  # of a file with its aliases written out
 
 def load_yaml(text: str, path: str) -> Any:
     """What a YAML text says. What would take much memory or time, or can be read in two ways, is refused."""
+    hint = "it must be one YAML document, as mergekit-yaml takes it"
     try:
         if len(text.encode(errors="replace")) > MAX_YAML:
             raise ValueError(f"it is longer than {MAX_YAML:,} bytes")
@@ -28,11 +29,13 @@ def load_yaml(text: str, path: str) -> Any:
         reason = f"{error.problem or error.context}{line}"
         if error.context == "expected a single document in the stream":
             reason = "it holds several documents"
+        if "\\t" in reason:
+            hint = "YAML is indented with spaces, not with tabs"
     except (ValueError, OverflowError, yaml.YAMLError) as error:
         reason = str(error).splitlines()[0]
     except RecursionError:
         reason = "it is nested too deeply"
-    raise ConfigError(f"{path} cannot be read: {reason}", "it must be one YAML document, as mergekit-yaml takes it")
+    raise ConfigError(f"{path} cannot be read: {reason}", hint)
 
 
 def _count_values(node: Any, counts: dict[int, int]) -> int:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -247,7 +248,7 @@ def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(names: 
             drop_rate=[as_rate(expect("density", m, "file")) for m in ("one", "two")],
             lambda_coeff=as_value(expect("lambda", "file")),
         )  # fmt: skip
-        assert made == plain.for_tensor(name, 2, layers)
+        assert asdict(made) == asdict(plain.for_tensor(name, 2, layers))
 
 
 def as_value(value: Any) -> Any:
@@ -377,14 +378,14 @@ def test_the_reader_is_loaded_only_for_yaml() -> None:
     [
         ("", "must be a mapping"), ("[1]", "must be a mapping"), ("a: b: c", "mapping values are not allowed"),
         ("merge_method: passthrough\n" + MODELS, "merge_method: this tool has no 'passthrough'"),
-        (MODELS, "merge_method"), ("merge_method: ties", "either models or slices"),
+        (MODELS, "merge_method: it is missing"), ("merge_method: ties", "either models or slices"),
         ("merge_method: ties\nslices: []\nmodels: null", "either models or slices"),
         ("merge_method: ties\nmodels: one", "models: it must be a list"),
         ("merge_method: ties\nmodels: [one]", "models[0]: it must be a mapping"),
         ("merge_method: ties\nmodels: [{model: one, weight: 1}]", "models[0]: there is no key 'weight'"),
-        ("merge_method: ties\nmodels: [{parameters: {}}]", "models[0].model"),
-        ("merge_method: ties\nmodels: [{model: 3}]", "models[0].model"),
-        ("merge_method: ties\nmodels: [{model: a+b+c}]", "models[0].model"),
+        ("merge_method: ties\nmodels: [{parameters: {}}]", "models[0].model: it is missing"),
+        ("merge_method: ties\nmodels: [{model: 3}]", "models[0].model: '3' does not name a model"),
+        ("merge_method: ties\nmodels: [{model: a+b+c}]", "models[0].model: 'a+b+c' does not name"),
         ("merge_method: ties\nmodels: [{model: a@b@c}]", "'a@b@c' does not name a model"),
         ("merge_method: ties\nmodels: [{model: a+}]", "'' does not name a model"),
         ("merge_method: ties\nmodels: [{model: base@v1}]", "'base' is on this machine and has no revisions"),
@@ -409,9 +410,9 @@ def test_the_reader_is_loaded_only_for_yaml() -> None:
         (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, if: x}}}}", "lambda: there is no key 'if'"),
         (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, filter: 3}}}}", "filter must be a word"),
         (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{filter: mlp}}}}", "lambda: it must be a number"),
-        ("merge_method: ties\nbase_model: base\nmodels: [{model: one}]", "weight: it is missing"),
+        ("merge_method: ties\nbase_model: base\nmodels: [{model: one}]", "weight of 'one': it is missing"),
         ("merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {weight: {value: 1, filter: mlp}}}]",
-         "weight: there is none for '"),
+         "weight of 'one': there is none for '"),
         ("merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {lambda: 1}}]", "no key 'lambda'"),
         ("merge_method: linear\nmodels: [{model: one}]\nparameters: {weight: 2, normalize: false}", "must add up to 1"),
         ("merge_method: linear\nmodels: [{model: a+x}, {model: b+x}]\nparameters: {weight: 2}", "adapters can only"),
@@ -421,7 +422,9 @@ def test_the_reader_is_loaded_only_for_yaml() -> None:
         (f"merge_method: ties\n{MODELS}tokenizer_source: base\ntokenizer: {{source: base}}", "tokenizer_source too"),
         (f"merge_method: ties\n{MODELS}tokenizer: {{source: base, pad_to_multiple_of: 8}}", "pad_to_multiple_of is"),
         (f"merge_method: ties\n{MODELS}tokenizer: {{source: base, tokens: {{x: {{}}}}}}", "tokens is not supported"),
-        (f"merge_method: ties\n{MODELS}tokenizer: {{source: 3}}", "tokenizer: it must be a mapping"),
+        (f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8", "out_dtype: tensors cannot be stored as"),
+        (f"merge_method: ties\n{MODELS}tokenizer: {{source: 3}}", "tokenizer: '3' does not name a model"),
+        (f"merge_method: ties\n{MODELS}parameters:\n\tlambda: 1", "indented with spaces, not with tabs"),
         (f"merge_method: ties\n{MODELS}chat_template: chatml", "'chatml' is neither auto nor"),
         (f"merge_method: ties\n{MODELS}chat_template: [1]", "chat_template"),
         (f"merge_method: ties\n{MODELS}---\nmerge_method: ties", "it holds several documents"),
@@ -434,6 +437,16 @@ def test_the_reader_is_loaded_only_for_yaml() -> None:
 )  # fmt: skip
 def test_what_is_refused(check: Refuse, text: str, complaint: str) -> None:
     check(text, complaint)
+
+
+def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Capture) -> None:
+    weight = "{weight: [{filter: mlp.*.weight, value: 2}, {filter: mlp, value: 1}, {value: 0.5}]}"
+    text = f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
+    (folder / "merge.yaml").write_text(text)
+    assert dare.main(["-c", "merge.yaml", "-o", "out", "--dry-run"]) == 0
+    assert capsys.readouterr().err == (
+        "warning: merge.yaml: filter 'mlp.*.weight' is part of no tensor's name, so it does nothing\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -384,6 +384,7 @@ def test_settings_that_mean_nothing_together_are_refused(config: Config, count: 
 def test_wrong_rules_are_named_with_the_flag_or_the_file(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
     for rule, complaint in {
         "nonsense": "has no colon after its pattern", "*:drop_rate": "must be PATTERN:SETTING=VALUE",
+        "*:drop=della": 'words in quotes, like drop="magnitude"',
         "*:drop_rate=3": "drop_rate must be a number", "*:seed=3": "has no key 'seed'",
     }.items():  # fmt: skip
         support.refuse(tmp_path, capsys, 2, f"--rule {rule!r}", complaint, arguments=["--rule", rule])

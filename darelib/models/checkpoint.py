@@ -134,7 +134,7 @@ def part_name(source: Source, path: Path) -> str:
 
 def path_hint(source: Source) -> str:
     """Relative paths are the usual cause of a missing file."""
-    return f"looked for {str(source.path.absolute())!r}; paths in TOML are relative to the TOML file"
+    return f"looked for {str(source.path.absolute())!r}; only paths in TOML are relative to their file"
 
 
 def _explain_no_weights(source: Source, names: list[str]) -> DareError:

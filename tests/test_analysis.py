@@ -356,6 +356,13 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     for kept in ({"weights": [3, 1], "normalize": False}, {"weights": [3, 1], "normalize": True}):
         tables = advise(tmp_path, base, *models[:2], **ties, **kept)[1]
         assert tables["dare"] == {**linear, "drop_rate": 0.9, **kept}, "they mean the same to linear"
+    kept = {"weights": [{"gradient": [0.0, 1.0]}, 3.0]}
+    rules = [{"match": ["*layers.0*"], "weights": [0.0, {"gradient": [2.0, 1.0]}], "normalize": True}]
+    tables = advise(tmp_path, base, *models[:2], **kept, rules=rules)[1]
+    assert (tables["dare"], tables["rules"][:1]) == ({**linear, "drop_rate": 0.9, **kept}, rules)
+    tables = advise(tmp_path, base, *models[:2], **ties, **kept, rules=rules)[1]
+    assert tables["dare"] == {**linear, "drop_rate": 0.9, **kept, "normalize": True}, "to ties, they were shares"
+    assert tables["rules"][:1] == rules
     usual = analyze(tmp_path, base, *models[:2])
     found = analyze(tmp_path, base, *models[:2], drop=["magnitude", "random"], rescale="l1", engine="auto")
     for one, other, drop in zip(found.models, usual.models, ("magnitude", "random"), strict=True):

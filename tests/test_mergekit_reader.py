@@ -297,6 +297,9 @@ def test_written_configurations(models: list[Path], tmp_path: Path, capsys: Capt
     assert dare.main(["-c", str(written), "-q"]) == 0
     assert_same(load_file(tmp_path / "flags.safetensors"), load_file(tmp_path / "new_merged.safetensors"))
     refuse(tmp_path, capsys, 2, "exists already", arguments=[*flags, "--write-config", written])
+    for command in ([], ["analyze"]):
+        wrong = [*command, *flags, "--write-config", tmp_path / "new.yaml"]
+        refuse(tmp_path, capsys, 2, "the configuration is TOML", "let it end in .toml", arguments=wrong)
     flags += ["--force", "--write-config"]
     refuse(tmp_path, capsys, 2, "is the input", arguments=[*flags, models[1]])
     refuse(tmp_path, capsys, 2, "there is no directory", arguments=[*flags, tmp_path / "no" / "x.toml"])

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from darelib.config import DareConfig, as_toml
+from darelib.config import DareConfig, Rule, as_toml
 from darelib.drops import EXPECTATION, RANDOM
-from darelib.gradients import Gradient, value_at
+from darelib.gradients import Gradient
 from darelib.methods import LINEAR, METHODS, TIES
 from darelib.text import count_of, list_names
 from darelib.tuning import TUNING
@@ -218,19 +218,20 @@ def suggest(evidence: Evidence) -> str:
     import tomli_w
 
     config, method = evidence.config, evidence.method
-    kept: dict[str, Any] = {key: getattr(config, key) for key in KEPT_SETTINGS} | {"weights": keep_weights(evidence)}
+    kept: dict[str, Any] = {key: getattr(config, key) for key in KEPT_SETTINGS}
+    kept |= keep_weights(evidence, config)
     if config.drop == RANDOM:  # the advice is about that; what goes with other drops need not go with it
         kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
-    if "normalize" in METHODS[method].settings:
-        kept["normalize"] = config.normalize
     in_rules = ["match", "drop_rate", "lambda_coeff"]  # not rescale_q, which was found for another drop rate
     if "keep_ratio" in METHODS[method].settings:
         kept["keep_ratio"] = config.keep_ratio
         in_rules.append("keep_ratio")
-    kept = {key: as_toml(value) if isinstance(value, Gradient) else value for key, value in kept.items()}
+    kept = {key: as_toml(value) if isinstance(value, Gradient | tuple) else value for key, value in kept.items()}
     table = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
     text = tomli_w.dumps({"dare": {"method": method, "drop_rate": compact(evidence.rates), **table}})
     own = [{key: value for key, value in r.as_table().items() if key in in_rules} for r in config.typed_rules]
+    for rule, settings in zip(config.typed_rules, own, strict=True):
+        settings |= {key: as_toml(value) for key, value in keep_weights(evidence, rule).items() if value is not None}
     rules = [("as set before", rule) for rule in own if len(rule) > 1]
     for found in evidence.tensor_rules:
         rates = [found.rate(rate) for rate in evidence.rates]
@@ -238,14 +239,25 @@ def suggest(evidence: Evidence) -> str:
     return text + "".join(f"\n[[rules]]  # {title}\n{tomli_w.dumps(rule)}" for title, rule in rules)
 
 
-def keep_weights(evidence: Evidence) -> list[float] | None:
+def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
     """The user's weights, as far as they mean the same to the suggested method: to some, only their ratios count."""
-    config, method = evidence.config, METHODS[evidence.method]
-    weights = list(value_at(config.weights or (), 0.0))
-    only_ratios = method.normalize if config.normalize is None else config.normalize
-    if not any(weights) or (only_ratios and method.shares_only and min(weights) < 0):
-        return None
-    return [w / math.fsum(weights) for w in weights] if config.is_normalized and not only_ratios else weights
+    config, method, weights = evidence.config, METHODS[evidence.method], tuple(given.weights or ())
+    normalize = config.normalize if given.normalize is None else given.normalize
+    were_shares, are_shares = (
+        m.normalize if normalize is None else normalize for m in (METHODS[config.method], method)
+    )
+    numbers = [
+        number for weight in weights for number in (weight.numbers if isinstance(weight, Gradient) else [weight])
+    ]
+    kept = {"weights": weights or None, "normalize": given.normalize if "normalize" in method.settings else None}
+    if are_shares and method.shares_only and min(numbers, default=0) < 0:
+        return kept | {"weights": None}
+    if were_shares and not are_shares and any(numbers):
+        has_gradients = any(isinstance(weight, Gradient) for weight in weights)
+        return kept | (
+            {"normalize": True} if has_gradients else {"weights": tuple(w / math.fsum(weights) for w in weights)}
+        )
+    return kept
 
 
 def compact(values: list[float]) -> float | list[float]:

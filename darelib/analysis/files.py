@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from darelib.analysis.plots import load_pyplot
 from darelib.models import find_files
 from darelib.models.hub import download
-from darelib.output.configfile import check_new_file, write_config
+from darelib.output.configfile import check_new_config, check_new_file, write_config
 from darelib.output.destination import check_apart
 from darelib.output.tokenizer import TOKENIZER_PATTERNS
 from darelib.readers import Request, Source
@@ -24,9 +24,9 @@ def check_places(sources: Sequence[Source], plot: Path | None, written: Path | N
     """Refuse to write a picture or a configuration where that cannot be, before any work is done for it."""
     if plot is not None:
         load_pyplot(plot)
-    for path, what in ((written, "configuration"), (plot, "picture")):
-        if path is not None:
-            check_new_file(path, what, force)
+        check_new_file(plot, "picture", force)
+    if written is not None:
+        check_new_config(written, force)
     if plot and written and plot.absolute() == written.absolute():
         raise ConfigError("the picture and the configuration have the same name", "choose another name for one")
     paths = [path for path in (plot, written) if path]

@@ -11,7 +11,7 @@ from typing import Any
 from darelib.models.hub import is_on_hub
 from darelib.output.destination import check_apart
 from darelib.output.newfile import write_new_file
-from darelib.readers import Request, Source
+from darelib.readers import YAML_SUFFIXES, Request, Source
 from darelib.text import LOG, ConfigError, as_text
 
 
@@ -22,9 +22,15 @@ def check_new_file(path: Path, what: str, force: bool) -> None:
         raise ConfigError(f"{str(path)!r} exists already", "choose another name, or add --force to replace it")
 
 
+def check_new_config(path: Path, force: bool) -> None:
+    if path.suffix in YAML_SUFFIXES:  # which would be read as mergekit's
+        raise ConfigError(f"the configuration is TOML, and {str(path)!r} is a name for YAML", "let it end in .toml")
+    check_new_file(path, "configuration", force)
+
+
 def write_request(request: Request, path: Path, force: bool) -> None:
     """Write what a request asks for as a configuration that asks for the same."""
-    check_new_file(path, "configuration", force)
+    check_new_config(path, force)
     sources = [source for source in (request.base, *request.merge) if source and source.path.exists()]
     check_apart(repr(str(path)), path, [(source.name, source.path) for source in sources])
     lines = ["[dare]"]

@@ -130,7 +130,7 @@ def check_setting(name: str, value: object, where: str) -> None:
         hint = nearest(str(value).lower(), CHOICES[name]) if is_word else "--help says what it does"
         if name == "drop_rate" and is_number(value) and 2 <= cast(float, value) < 100:
             hint = f"it is a share: {cast(float, value):g}% are {cast(float, value) / 100:g}"
-        if "gradient" in repr(value):
+        if not isinstance(value, str) and "{" in repr(value):
             hint = "only numbers change over the layers, like {gradient = [0.9, 0.5, 0.9]}, and each of them must fit"
         raise ConfigError(f"{where} must be {wanted}, not {value!r}", hint)
     size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
@@ -362,7 +362,8 @@ class DareConfig:
                 value = getattr(rule or self, name)
                 if isinstance(value, tuple) and len(value) != count:
                     raise ConfigError(
-                        f"{where}{name} has {len(value)} values for {count} models", "give one for each model"
+                        f"{where}{name} has {len(value)} values for {count} models",
+                        "give one for each model; what changes over the layers is like {gradient = [0.9, 0.5, 0.9]}",
                     )
         if self.weights is not None and not any(self.weights):
             raise ConfigError("all weights are 0, so nothing would be merged", "give the models weights above 0")

@@ -14,6 +14,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -121,11 +122,18 @@ def test_every_setting_is_checked_in_toml_and_in_scripts(refused: Refused, setti
     {"gamma": {"gradient": [0.5] * 1001}},
     {"drop_rate": [{"gradient": ["x"]}, 0.5]}, {"weights": {"gradient": [1, 2]}}, {"seed": {"gradient": [1, 2]}},
     {"slerp_t": {"gradient": [0, 1], "layers": 2}}, {"rescale": {"gradient": [0, 1]}}, {"drop": {"gradient": [0, 1]}},
+    {"drop_rate": {"gradiant": [0.5, 0.9]}},
 ], ids=lambda table: str(table)[:50])  # fmt: skip
 def test_a_gradient_of_what_the_setting_cannot_be_is_refused(refused: Refused, table: Any) -> None:
     Path("c.toml").write_text(tomli_w.dumps({"dare": table}))
     error = refused(2, "hint: only numbers change over the layers, like {gradient", "-c", "c.toml")
     assert error.startswith(f"error: c.toml: [dare] {next(iter(table))} must be ")
+
+
+def test_a_bare_list_is_no_gradient(models: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--base", *models[:1], "--merge", *models[1:3], "-o", "out", "--drop-rate", "0.9", "0.5", "0.9"]
+    assert dare.main(list(map(str, words))) == 2
+    assert "for 2 models\nhint: give one for each model; what changes over the layers is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("config", "complaint", "hint"), [
@@ -178,7 +186,7 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
     table = config.recipe_settings()
     assert table.get("rescale") == recorded
     again = DareConfig(**table, rules=config.rules)
-    assert (again.recipe_settings(), again.general(2)) == (table, config.general(2))
+    assert (again.recipe_settings(), asdict(again.general(2))) == (table, asdict(config.general(2)))
     assert ("drop" in table) == (config.drop not in ("random", ("random", "random")))
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from darelib.config import DareConfig, Rule, as_toml
 from darelib.drops import EXPECTATION, RANDOM
@@ -241,7 +241,7 @@ def suggest(evidence: Evidence) -> str:
 
 def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
     """The user's weights, as far as they mean the same to the suggested method: to some, only their ratios count."""
-    config, method, weights = evidence.config, METHODS[evidence.method], tuple(given.weights or ())
+    config, method, weights = evidence.config, METHODS[evidence.method], cast(tuple[Any, ...], given.weights or ())
     normalize = config.normalize if given.normalize is None else given.normalize
     were_shares, are_shares = (
         m.normalize if normalize is None else normalize for m in (METHODS[config.method], method)
@@ -249,14 +249,15 @@ def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]
     numbers = [
         number for weight in weights for number in (weight.numbers if isinstance(weight, Gradient) else [weight])
     ]
-    kept = {"weights": weights or None, "normalize": given.normalize if "normalize" in method.settings else None}
+    kept: dict[str, Any] = {"weights": weights or None}
+    kept["normalize"] = given.normalize if "normalize" in method.settings else None
     if are_shares and method.shares_only and min(numbers, default=0) < 0:
-        return kept | {"weights": None}
-    if were_shares and not are_shares and any(numbers):
-        has_gradients = any(isinstance(weight, Gradient) for weight in weights)
-        return kept | (
-            {"normalize": True} if has_gradients else {"weights": tuple(w / math.fsum(weights) for w in weights)}
-        )
+        kept["weights"] = None
+    elif were_shares and not are_shares and any(numbers):
+        if any(isinstance(weight, Gradient) for weight in weights):
+            kept["normalize"] = True
+        else:
+            kept["weights"] = tuple(weight / math.fsum(weights) for weight in weights)
     return kept
 
 

@@ -229,7 +229,8 @@ def make_thinning(
         raise ConfigError(
             f"with drop_rate {drop_rate:g} and epsilon {epsilon:g}, {drop} would keep entries with probabilities from "
             f"{low:.4g} to {high:.4g}",
-            "1 - drop_rate - epsilon must be above 0, and 1 - drop_rate + epsilon below 1: change one of the two",
+            f"give an epsilon below {min(drop_rate, 1 - drop_rate):.4g}, or a drop_rate between {epsilon:.4g} and "
+            f"{1 - epsilon:.4g}",
         )
     word, divisor = name_rescale(rescale, drop), 1.0
     if drop == RANDOM and word == EXPECTATION:

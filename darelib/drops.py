@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 from darelib.mask import MASK_BITS, keep_rate, keep_threshold
@@ -83,18 +84,19 @@ class Thinning:
         return size / kept if self.restores_sum and min(size, kept) >= LEAST_SUM else 1.0
 
 
-def _share_of(count: int, share: float) -> int:
-    return int(share * count + 1e-9)  # since (1 - 0.9) * 10 is a little less than 1
+def complement(share: float) -> float:
+    """What is left: 0.1, and not 0.09999999999999998, for 0.9."""
+    return float(1 - Decimal(repr(float(share))))
 
 
 def _largest(thinning: Thinning, count: int) -> tuple[int, int]:
-    return max(1, _share_of(count, 1 - thinning.drop_rate)), 1
+    return max(1, int(complement(thinning.drop_rate) * count)), 1
 
 
 def _middle(thinning: Thinning, count: int) -> tuple[int, int]:
     """Below the largest, unless too few would be left. Without any, the first comes after the last."""
-    kept = _share_of(count, 1 - thinning.drop_rate)
-    last = min(count, kept + _share_of(count, thinning.gamma))
+    kept = int(complement(thinning.drop_rate) * count)
+    last = min(count, kept + int(thinning.gamma * count))
     return last, last - kept + 1
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from darelib import __version__
 from darelib.config import DareConfig, Rule
+from darelib.drops import RANDOM
 from darelib.formats import FORMATS, widen
 from darelib.interrupts import Interrupts
 from darelib.kernels import KernelSpec, load_kernels
@@ -96,6 +97,12 @@ def run(flags: dict[str, Any]) -> PackReport:
 
 def choose_settings(request: Request) -> DareConfig:
     """What decides which entries are kept. A configuration may also say how to merge, which does not matter here."""
+    others = [drop for drop in (request.dare.get("drop"), *(rule.drop for rule in request.rules)) if drop]
+    if other := next((drop for drop in others if drop != RANDOM), None):
+        raise ConfigError(
+            f"pack keeps entries at random, and this configuration has drop {other}",
+            "set drop to random, or merge the model as it is: such a drop must see all of it",
+        )
     used = {name: value for name, value in request.dare.items() if name in SETTINGS}
     rate = used.get("drop_rate", DareConfig.drop_rate)
     rules = tuple(Rule(rule.match, rate if rule.drop_rate is None else rule.drop_rate) for rule in request.rules)

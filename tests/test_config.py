@@ -148,9 +148,10 @@ def test_a_bare_list_is_no_gradient(models: list[Path], capsys: pytest.CaptureFi
     ({"gamma": 0.1}, "gamma means nothing to drop random", "use drop breadcrumbs"),
     ({"epsilon": 0.1, "drop": ["magnitude", "random"]}, "nothing to drop magnitude and random", "use drop della"),
     ({"rules": [{"match": "*", "gamma": 0.1}, {"match": "*", "drop": "breadcrumbs"}]}, "rule 1: gamma", "breadcrumbs"),
-    ({"drop": "della"}, "with drop_rate 0.9 and epsilon 0.15, della would keep", "must be above 0"),
+    ({"drop": "della"}, "with drop_rate 0.9 and epsilon 0.15, della would keep",
+     "give an epsilon below 0.1, or a drop_rate between 0.15 and 0.85"),
     ({"drop": "della", "drop_rate": 0.5, "epsilon": {"gradient": [0.1, 0.45, 0.499]}, "rules": [
-        {"match": "*", "drop_rate": 0.52}]}, "rule 1: with drop_rate 0.52 and epsilon 0.499", "below 1"),
+        {"match": "*", "drop_rate": 0.52}]}, "rule 1: with drop_rate 0.52 and epsilon 0.499", "below 0.48"),
     ({"drop": ["random"]}, "drop has 1 values for 2 models", "one for each"),
     ({"rules": [{"match": "*", "weights": [1.0]}]}, "rule 1: weights has 1 values for 2 models", "one for each"),
     ({"method": "ties", "rules": [{"match": "*", "weights": [1, {"gradient": [1, -1, 1]}]}]}, "rule 1: ties weights",

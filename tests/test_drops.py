@@ -72,6 +72,7 @@ def merge_delta(delta: Any, **config: Any) -> torch.Tensor:
     ([7.0], 0.9, [7]),
     ([1.0, -5.0, 3.0], 0.0, [1, -5, 3]),
     ([float(n) for n in range(10)], 0.9, [0] * 9 + [9]),  # although (1 - 0.9) * 10 is a little less than 1
+    ([float(n) for n in range(100)], 0.71, [0] * 72 + list(range(72, 100))),  # 0.29 * 100 is a little less than 29
 ])  # fmt: skip
 def test_magnitude_keeps_the_largest(delta: list[float], rate: float, kept: list[float]) -> None:
     assert merge_delta(delta, drop="magnitude", drop_rate=rate).tolist() == kept

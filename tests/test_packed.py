@@ -300,6 +300,15 @@ def test_what_is_small_already_and_other_bases_are_refused(
     )
 
 
+@pytest.mark.parametrize("text", ['[dare]\ndrop = "magnitude"', '[[rules]]\nmatch = "*bias"\ndrop = "magnitude"'])
+def test_only_what_is_dropped_at_random_can_be_packed(models: list[Path], capsys: Capture, text: str) -> None:
+    base, model, _ = models
+    config = base.parent / "config.toml"
+    config.write_text(text)
+    words = ["pack", "-c", config, "-b", base, "-m", model, "-o", base.parent / "packed.safetensors"]
+    refuse(base.parent, capsys, 2, "at random, and this configuration has drop magnitude", arguments=words)
+
+
 def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsys: Capture) -> None:
     from tests.test_tokenizer import write_model
 

@@ -26,7 +26,7 @@ darelib, is a room for each job:
     report, verify       what a merge will do and did; a merged model against its recipe
     analysis/            what the models are like, and what to do with them
     pack, convert        packed models; pickles as safetensors files
-    mergekit, yamlfile   what another tool's configurations ask for
+    mergekit, families, yamlfile    what another tool's configurations ask for
     text, formats, tuning, interrupts    words for people; stored types; sizes and intervals; signals
 """
 

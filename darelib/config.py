@@ -114,11 +114,6 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "engine": (f"one of {', '.join(ENGINES)}", _is_word("engine")),
     "verbose": ("true or false", lambda v: isinstance(v, bool)),
 }
-# What a rule may set for the tensors that it matches.
-RULE_SETTINGS: Final = (
-    "drop_rate", "rescale_q", "lambda_coeff", "keep_ratio", "drop", "gamma", "epsilon", "rescale", "weights",
-    "normalize", "slerp_t",
-)  # fmt: skip
 # What there may be one of per model.
 PER_MODEL: Final = ("drop_rate", "drop", "gamma", "epsilon", "rescale_q", "weights")
 
@@ -190,6 +185,10 @@ class Rule:
 
     def matches(self, name: str) -> bool:
         return _compile_globs(self.match)(name) is not None
+
+
+# What a rule may set for the tensors that it matches.
+RULE_SETTINGS: Final = tuple(field.name for field in dataclasses.fields(Rule) if field.name != "match")
 
 
 @lru_cache(4096)

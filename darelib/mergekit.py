@@ -7,6 +7,7 @@ the same settings become one rule.
 
 from __future__ import annotations
 
+import glob
 import itertools
 import math
 import os
@@ -15,61 +16,27 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from decimal import Decimal
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import Rule, as_toml, check_setting, is_count
-from darelib.drops import BREADCRUMBS, DELLA, DROPS, L1, MAGNITUDE, NONE, RANDOM
+from darelib.drops import DROPS, L1, NONE, complement
+from darelib.families import FAMILIES
 from darelib.formats import DTYPES
 from darelib.gradients import LAYER, Gradient, count_layers, freeze, value_at
-from darelib.methods import LINEAR, METHODS, SLERP, TIES
+from darelib.methods import METHODS, SLERP
 from darelib.models import open_models
 from darelib.models.lora import UNLOAD_HINT
 from darelib.readers import AUTO, BASE, UNION, Request, Source, is_template
 from darelib.text import LOG, ConfigError, nearest
 from darelib.yamlfile import load_yaml
 
-
-@dataclass(frozen=True)
-class Family:
-    """What a merge_method is made of, and mergekit's defaults for it."""
-
-    method: str
-    drop: str = ""  # none: it drops nothing
-    normalize: bool = False
-    rescale: bool = False
-    average: bool = False  # of models, the base's among them
-
-    def list_parameters(self) -> tuple[tuple[str, ...], ...]:
-        """Those that every model has its own of, those that there is one of, and those without effect."""
-        if self.method == SLERP:
-            return (), ("t",), ("int8_mask",)
-        if self.average:
-            return ("weight",), ("normalize",), ("int8_mask",)
-        if not self.drop:
-            return ("weight",), ("lambda", "normalize"), ("density", "rescale", "int8_mask")
-        return ("weight", "density", *DROPS[self.drop].settings), ("lambda", "normalize", "rescale"), ("int8_mask",)
-
-
-FAMILIES: Final = {
-    "task_arithmetic": Family(LINEAR),
-    "ties": Family(TIES, MAGNITUDE, normalize=True),
-    "dare_linear": Family(LINEAR, RANDOM, rescale=True),
-    "dare_ties": Family(TIES, RANDOM, rescale=True),
-    "breadcrumbs": Family(LINEAR, BREADCRUMBS),
-    "breadcrumbs_ties": Family(TIES, BREADCRUMBS),
-    "della": Family(TIES, DELLA, normalize=True, rescale=True),
-    "della_linear": Family(LINEAR, DELLA, rescale=True),
-    "linear": Family(LINEAR, normalize=True, average=True),
-    "slerp": Family(SLERP),
-}
 # Of the parameters that need not be given; normalize and rescale are the family's.
 DEFAULTS: Final = {"density": 1.0, "gamma": 0.01, "epsilon": 0.15, "lambda": 1.0}
 FLAGS: Final = ("normalize", "rescale", "int8_mask")
-FLAG_WORDS: Final = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+YES, NO = ("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0")
 KEYS: Final = (
     "merge_method", "base_model", "models", "slices", "dtype", "out_dtype", "tokenizer_source", "tokenizer",
     "chat_template", "parameters",
@@ -285,8 +252,8 @@ class _File:
 
     def parse_value(self, name: str, value: Any) -> Value:
         """A number, a gradient of numbers, or a flag. Numbers may be words: YAML takes 1e-3 for one."""
-        if name in FLAGS and str(value).lower() in FLAG_WORDS:
-            return FLAG_WORDS[str(value).lower()]
+        if name in FLAGS and (word := str(value).lower()) in (*YES, *NO):
+            return word in YES
         given, numbers = value if isinstance(value, list) else [value], list[float]()
         with suppress(ValueError, TypeError, OverflowError):
             numbers = [math.nan if isinstance(number, bool) else float(number) for number in given]
@@ -392,7 +359,7 @@ class _File:
         made["lambda_coeff"] = values["lambda", -1]
         if self.family.drop:
             made |= {"drop": self.family.drop, "rescale": L1 if values["rescale", -1] else NONE}
-            made["drop_rate"] = one_or_each([complement(density) for density in each("density")])
+            made["drop_rate"] = one_or_each([drop_rate_of(density) for density in each("density")])
             made |= {name: one_or_each(each(name)) for name in DROPS[self.family.drop].settings}
         return made
 
@@ -426,11 +393,8 @@ class _File:
         return Source.of(given) if given else None
 
 
-def complement(density: Any) -> Any:
-    """The drop rate: 0.9, and not 0.8999999999999999, for a density of 0.1."""
-    if isinstance(density, Gradient):
-        return Gradient(tuple(map(complement, density.numbers)))
-    return float(1 - Decimal(repr(density)))
+def drop_rate_of(density: Value) -> Value:
+    return Gradient(tuple(map(complement, density.numbers))) if isinstance(density, Gradient) else complement(density)
 
 
 def one_or_each(values: list[Any]) -> Any:
@@ -453,7 +417,7 @@ def find_patterns(groups: Mapping[str, str], usual: str) -> dict[str, list[str]]
     patterns: dict[str, dict[str, None]] = {}
     for name, group in groups.items():
         if group != usual:
-            exact = re.sub(r"[*?[]", r"[\g<0>]", name)
+            exact = glob.escape(name)
             shapes = (hide_numbers(exact, kept) for kept in (0, 1))
             patterns.setdefault(group, {})[next((shape for shape in shapes if fits(shape, group)), exact)] = None
     return {group: list(found) for group, found in patterns.items()}

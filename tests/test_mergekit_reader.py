@@ -104,7 +104,7 @@ def test_parameters_are_the_models_own_or_the_files() -> None:
     models = "base_model: b\nmodels:\n- {model: b, parameters: {weight: 9}}\n- {model: a, parameters: {density: 0.1}}\n"
     models += "- {model: c, parameters: {weight: [1, '2e-1', 1e-1], epsilon: 0.02}}\n"
     given = (
-        "parameters: {weight: 0.5, density: 0.3, epsilon: 5e-2, rescale: no, normalize: off, lambda: 2, int8_mask: 1}"
+        "parameters: {weight: 0.5, density: 0.3, epsilon: 5e-2, rescale: no, normalize: off, lambda: 2, int8_mask: 1.0}"
     )
     assert with_method("della", given, models) == {
         "method": "ties", "drop": "della", "drop_rate": [0.9, 0.7], "epsilon": [0.05, 0.02], "rescale": "none",

@@ -491,7 +491,7 @@ def test_files_that_may_not_grow_are_an_error_that_changes_nothing(tmp_path: Pat
 
 
 @BOTH
-@pytest.mark.parametrize("method", ["linear", "ties", "ties trimmed", "slerp"])
+@pytest.mark.parametrize("method", ["linear", "ties", "ties trimmed", "slerp", "ties magnitude", "linear della"])
 def test_a_resumed_merge_has_the_bytes_and_the_figures_of_one_that_was_not_interrupted(
     tmp_path: Path, monkeypatch: Patch, method: str, kind: str
 ) -> None:
@@ -499,6 +499,7 @@ def test_a_resumed_merge_has_the_bytes_and_the_figures_of_one_that_was_not_inter
     base, *models = (scene.inputs / name for name in ("base", "math", "code"))
     settings = {"method": method.split()[0], "drop_rate": 0.5, "max_shard_size": "10kB", "delta_threshold": 1e-9}
     settings |= {"keep_ratio": 0.3} if "trimmed" in method else {}
+    settings |= {"drop": method.split()[1], "rescale": "l1"} if method.endswith(("magnitude", "della")) else {}
     writes: list[Any] = []
 
     def merge(threads: int = 1, resume: bool = True) -> dict[str, Any]:

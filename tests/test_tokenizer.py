@@ -95,8 +95,10 @@ def test_a_union_gives_every_token_one_number_and_the_row_of_its_model(family: l
 
 
 @pytest.mark.parametrize("method", ["linear", "ties"])
-def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(family: list[Path], method: str) -> None:
-    _, merged = merge(family, method=method, drop_rate=0.9, lambda_coeff=3.0, weights=[0.9, 0.1])
+@pytest.mark.parametrize("config", [{}, {"drop": "magnitude", "rescale": "l1"}, {"drop": "della", "epsilon": 0.05}])
+def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(family: list[Path], method: str, config: Any) -> None:
+    output, merged = merge(family, method=method, drop_rate=0.9, lambda_coeff=3.0, weights=[0.9, 0.1], **config)
+    assert dare.main(["verify", "-q", str(output)]) == 0
     chat, tool = (load_file(folder / "model.safetensors") for folder in family[1:])
     for name in (EMBEDDING, HEAD):
         assert same_bits(merged[name][10], chat[name][10])

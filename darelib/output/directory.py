@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from darelib.config import DareConfig
 from darelib.drops import BREADCRUMBS, DELLA, DROPS, EXPECTATION, L1, MAGNITUDE, NONE, RANDOM, Thinning
-from darelib.methods import LINEAR, METHODS, SLERP, TIES, TensorSettings
+from darelib.families import find_merge_method
+from darelib.methods import METHODS, TensorSettings
 from darelib.models import Input
 from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, part_name
 from darelib.models.jsonfile import MAX_JSON, read_json
@@ -42,12 +43,6 @@ DROP_WORDS: Final = {
     ),
     DELLA: ("[DELLA](https://arxiv.org/abs/2406.11617)", "at random, small ones more often than large ones"),
 }
-# What mergekit calls a method and a drop together; "": where nothing is dropped.
-MERGEKIT_METHODS: Final = {
-    (LINEAR, ""): "task_arithmetic", (TIES, ""): "ties", (SLERP, ""): "slerp", (TIES, MAGNITUDE): "ties",
-    (LINEAR, RANDOM): "dare_linear", (TIES, RANDOM): "dare_ties", (LINEAR, BREADCRUMBS): "breadcrumbs",
-    (TIES, BREADCRUMBS): "breadcrumbs_ties", (LINEAR, DELLA): "della_linear", (TIES, DELLA): "della",
-}  # fmt: skip
 
 
 def collect_side_files(
@@ -184,7 +179,7 @@ def describe_thinning(thinning: Thinning) -> tuple[str, str]:
 def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> str:
     """The method and its densities as mergekit has them; empty where it has no such method."""
     [drop, *others] = drops or ("",)
-    name = MERGEKIT_METHODS.get((settings.method, drop))
+    name = find_merge_method(settings.method, drop)
     trimmed = settings.keep_ratio < 1  # which is all the dropping that its ties does
     if others or name is None or (trimmed and drop):
         return ""

@@ -133,7 +133,7 @@ class _File:
             raise self.error(where, f"it must be a mapping, not {str(value)[:60]!r}", f"with {', '.join(known)}")
         given = {key: entry for key, entry in value.items() if entry is not None and entry != []}
         for key in value:
-            if key in REFUSED and given.get(key):
+            if key in REFUSED and given.get(key, {}) != {}:
                 raise self.error(where, f"{key} is not supported: {REFUSED[key]}", "leave it out, or use mergekit")
             if key not in known and key not in REFUSED:
                 raise self.error(where, f"there is no key {str(key)!r}", nearest(str(key), known))

@@ -421,7 +421,8 @@ def test_the_reader_is_loaded_only_for_yaml() -> None:
         ("merge_method: linear\nmodels: [{model: a+x}, {model: b+x}]\nparameters: {weight: 2}", "adapters can only"),
         ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]", "t: it is missing"),
         ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters: {t: 1.5}", "slerp_t must be"),
-        (f"merge_method: ties\n{MODELS}dtype: int8", "tensors cannot be stored as 'int8'"),
+        (f"merge_method: ties\n{MODELS}dtype: int8", ": dtype: tensors cannot be stored as 'int8'"),
+        (f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8", ": out_dtype: tensors cannot be stored as"),
         (f"merge_method: ties\n{MODELS}tokenizer_source: base\ntokenizer: {{source: base}}", "tokenizer_source too"),
         (f"merge_method: ties\n{MODELS}tokenizer: {{source: base, pad_to_multiple_of: 8}}", "pad_to_multiple_of is"),
         (f"merge_method: ties\n{MODELS}tokenizer: {{source: base, tokens: {{x: {{}}}}}}", "tokens is not supported"),
@@ -477,7 +478,8 @@ def test_slices_must_merge_the_same_models(check: Refuse) -> None:
     check(text + f"- sources: [{source.format('two', 2, 4)}]\n", "they merge different models")
     same = f"- sources: [{source.format('one', 2, 4)}]\n"
     check(text + same + "  base_model: two\n", "they have different base models")
-    check(text + same + "  residual_weight: 0.5\n", "residual_weight is not supported")
+    for weight in ("0.5", "0"):
+        check(text + same + f"  residual_weight: {weight}\n", "residual_weight is not supported")
     check(text + "- sources: []\n", "slices[1].sources: it must be a list")
 
 

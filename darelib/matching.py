@@ -177,18 +177,18 @@ class Matcher:
 
     def _check_drop(self, name: str, theirs: TensorInfo, i: int, settings: TensorSettings) -> None:
         """Refuse a drop that must see more of a tensor than there is, or keep more. Less is possible: masks nest."""
-        thinning = settings.thinnings[i]
+        thinning, width = settings.thinnings[i], self.base.tensors[name].width
         if theirs.mask_name is not None and (thinning.drop != RANDOM or thinning.restores_sum):
             what = "rescale l1" if thinning.drop == RANDOM else f"drop {thinning.drop}"
             raise DareError(
                 f"{self.models[i].name!r} is packed, and {what} must see all of {name!r}",
                 "give the model itself, or use drop random with another rescale",
             )
-        if thinning.scheme.thresholds and theirs.count and theirs.shape and theirs.shape[-1] > MAX_RANKED:
+        if thinning.scheme.thresholds and theirs.count and width > MAX_RANKED:
             raise DareError(
-                f"drop {thinning.drop} ranks the entries of a row, and those of {name!r} have {theirs.shape[-1]:,}, "
+                f"drop {thinning.drop} ranks the entries of a row, and those of {name!r} have {width:,}, "
                 f"more than {MAX_RANKED:,}",
-                f"give it another drop by a rule: {name}:drop={RANDOM}",
+                f"give it another drop: --rule '{name}:drop=\"{RANDOM}\"'",
             )
         if settings.thinnings[i].threshold > theirs.threshold:
             rate = theirs.drop_rate

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import dare
 import darelib.matching
 from dare import DareConfig, DareError, dare_merge
 from darelib.kernels.plain import draw_bits
@@ -32,6 +33,7 @@ from tests.support import (
     random_model,
     run_merge,
     save,
+    save_directory,
     write_adapter,
 )
 from tests.test_kernels import DEVICES, merge_by
@@ -278,7 +280,14 @@ def test_rows_too_long_to_be_ranked_are_refused(
 ) -> None:
     monkeypatch.setattr(darelib.matching, "MAX_RANKED", 1000)
     flags = ("--drop", "della", "--drop-rate", "0.5")
-    check_refused(*pair, "'head.weight' have 1,500, more than 1,000", "head.weight:drop=", flags=flags)
+    rule, (base, model) = 'head.weight:drop="random"', pair
+    words = "'head.weight' have 1,500, more than 1,000", f"hint: give it another drop: --rule '{rule}'\n"
+    check_refused(*pair, *words, flags=flags)
+    flags = (*flags, "--rule", rule, "--mismatch", "overlap", "--engine", "plain")
+    words = ("-b", base, "-m", model, "-o", base.parent / "merged.safetensors")
+    assert dare.main(["-q", *map(str, words), *flags]) == 0
+    save_directory(base, load_file(base / "model.safetensors") | {"layer.bias": torch.zeros(1001, dtype=BF16)})
+    check_refused(*pair, "'layer.bias' have 1,001, more than 1,000", flags=flags)  # the base's, not the model's
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from darelib.mask import MASK_BITS, keep_rate, keep_threshold
 
@@ -30,6 +30,23 @@ class Drop:
     ends: Callable[[Thinning, int], tuple[int, int]] | None = None
     # By size and bits: for ranks in a row of so many entries, from the smallest up, thresholds of their own.
     thresholds: Callable[[Thinning, Any, int], Any] | None = None
+
+
+class End(NamedTuple):
+    """The |delta| of an entry that is found by its number in order of size, from the largest down."""
+
+    size: float
+    number: int  # among those of its size
+    equal: int  # how many there are
+
+
+class Bounds(NamedTuple):
+    """Between which |delta| is kept. Of those that equal a bound, those are whose mask bits are below a threshold."""
+
+    low: float
+    high: float
+    at_low: int
+    at_high: int
 
 
 @dataclass(frozen=True)
@@ -70,10 +87,20 @@ class Thinning:
         last, first = self.scheme.ends(self, count) if self.scheme.ends else (0, 1)
         return (last, first) if last >= first else ()
 
-    def find_bounds(self, sizes: Sequence[float]) -> tuple[float, float] | None:
-        """Between which |delta| is kept, where that is by size. sizes: of those at the ends."""
-        low, high = sizes or (math.inf, math.inf)
-        return (low, high) if self.scheme.ends else None
+    def find_bounds(self, ends: Sequence[End]) -> Bounds | None:
+        """By the last and the first that are kept, if any are.
+
+        Of those that equal one of them, many where models are stored in 16 bits, as many are kept, at random, as there
+        is room for in expectation.
+        """
+        if not self.scheme.ends:
+            return None
+        last, first = ends or (End(math.inf, 1, 1), End(math.inf, 1, 1))
+        shares = last.number / last.equal, 1 - (first.number - 1) / first.equal
+        if last.size == first.size:
+            shares = ((last.number - first.number + 1) / last.equal,) * 2
+        at_low, at_high = (round(share * (1 << MASK_BITS)) for share in shares)
+        return Bounds(last.size, first.size, at_low, at_high)
 
     def find_thresholds(self, ranks: Any, width: int) -> Any:
         """ranks: as float64, in an array of NumPy or torch."""

@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from darelib.drops import Thinning
+from darelib.drops import Bounds, End, Thinning
 from darelib.formats import DIGIT_BITS, NO_PREFIX
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class TensorSettings:
 class Found:
     """What looks have found out about one tensor so far. For each model that has it, unless it says otherwise."""
 
-    bounds: tuple[tuple[float, float] | None, ...] = ()  # the smallest and largest |delta| of those that the drop keeps
+    bounds: tuple[Bounds | None, ...] = ()  # of the |delta| that the drop keeps, where it is by size
     factors: tuple[float, ...] = ()  # that restore the sum of |delta|
     floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
     products: tuple[float, ...] = (0.0, 0.0, 0.0)  # squared lengths and scalar product of the ends of slerp's arc
@@ -74,7 +74,7 @@ class Coefficients:
 
     scales: tuple[float, ...]  # of the kept deltas
     weights: tuple[float, ...]  # ties divides by those of the models that agree, added to the first share
-    bounds: tuple[tuple[float, float] | None, ...]  # of the |delta| that the drop keeps, where it is by size
+    bounds: tuple[Bounds | None, ...]  # of the |delta| that the drop keeps, where it is by size
     floors: tuple[float, ...]  # trim and ram keep what is at least as large
     base_share: float = 0.0  # how much of the base itself the merged delta gets
     first_share: float = 0.0
@@ -154,12 +154,14 @@ class Digits:
 
     number: int  # of the entry, counted from the largest down, among those that begin like it
     prefix: int = 0
+    equal: int = 0  # how many begin like it
 
     def find_next(self, counts: NDArray[Any]) -> None:
         """counts: by the next digit, of the entries that begin like it."""
         downwards = counts[::-1].cumsum()
         place = int(downwards.searchsorted(self.number))
         self.number -= int(downwards[place - 1]) if place else 0
+        self.equal = int(counts[len(counts) - 1 - place])
         self.prefix = self.prefix << DIGIT_BITS | (len(counts) - 1 - place)
 
 
@@ -193,17 +195,18 @@ class SizeLook(Look):
                 digits.find_next(half)
         self._counts = 0
         if number == self.passes - 1:
-            self.tell([[self._value_of(digits.prefix) for digits in wanted] for wanted in self._wanted])
+            self.tell([[*map(self._end_of, wanted)] for wanted in self._wanted])
 
-    def _value_of(self, pattern: int) -> float:
+    def _end_of(self, digits: Digits) -> End:
         (integer, real) = "Qd" if self.bits == 64 else "If"
-        return float(struct.unpack(f"<{real}", struct.pack(f"<{integer}", pattern))[0])
+        [size] = struct.unpack(f"<{real}", struct.pack(f"<{integer}", digits.prefix))
+        return End(size, digits.number, digits.equal)
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         """Which entries of a model to find, of so many, counted from the largest down."""
         raise NotImplementedError
 
-    def tell(self, values: list[list[float]]) -> None:
+    def tell(self, found: list[list[End]]) -> None:
         raise NotImplementedError
 
 
@@ -213,9 +216,9 @@ class BoundsLook(SizeLook):
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         return self.settings.thinnings[model].list_ends(self.count)
 
-    def tell(self, values: list[list[float]]) -> None:
-        pairs = zip(self.models, values, strict=True)
-        self.found.bounds = tuple(self.settings.thinnings[i].find_bounds(sizes) for i, sizes in pairs)
+    def tell(self, found: list[list[End]]) -> None:
+        pairs = zip(self.models, found, strict=True)
+        self.found.bounds = tuple(self.settings.thinnings[i].find_bounds(ends) for i, ends in pairs)
 
 
 class TrimLook(SizeLook):
@@ -224,8 +227,8 @@ class TrimLook(SizeLook):
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         return (rank_of_floor(self.settings.keep_ratio, survivors),) if survivors else ()
 
-    def tell(self, values: list[list[float]]) -> None:
-        self.found.floors = tuple(each[0] if each else 0.0 for each in values)
+    def tell(self, found: list[list[End]]) -> None:
+        self.found.floors = tuple(ends[0].size if ends else 0.0 for ends in found)
 
 
 class ChunkLook(Look):

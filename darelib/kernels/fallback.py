@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from darelib.drops import Bounds
 from darelib.formats import DIGIT_BITS, FORMATS
 from darelib.interrupts import Interrupts
 from darelib.kernels import Kernel, KernelSpec, plain
@@ -44,12 +45,14 @@ def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_ti
 
 def open_model(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int) -> plain.Part:
     model, delta = buffers.models[i], find_delta(spec, buffers, i, base, first_tile)
-    if model["bounded"]:
-        return delta, plain.is_within(delta, (float(model["low"]), float(model["high"]))), None
-    if not model["ranked"]:
+    if not model["ranked"] and not model["bounded"]:
         return delta, find_mask(buffers, i, len(base), first_tile), None
-    key, thresholds = (int(model["key_0"]), int(model["key_1"])), buffers.limits[i, : len(base)].astype(np.int32) + 1
+    key = int(model["key_0"]), int(model["key_1"])
     bits = plain.draw_bits(key, first_tile, -(-len(base) // TILE))[: len(base)]
+    if model["bounded"]:
+        bounds = Bounds(*(model[name].item() for name in Bounds._fields))
+        return delta, plain.is_within(delta, bounds, bits), None
+    thresholds = buffers.limits[i, : len(base)].astype(np.int32) + 1
     return delta, bits < thresholds, plain.as_divisors(thresholds, delta) if model["divided"] else None
 
 

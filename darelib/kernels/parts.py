@@ -13,7 +13,7 @@ from llvmlite import ir
 from darelib.formats import FORMATS
 from darelib.kernels import KernelSpec, tiles
 from darelib.kernels.records import MODEL, SCRATCH_ROWS, SCRATCH_WIDTH, TENSOR, ZERO_ROW
-from darelib.mask import TILE
+from darelib.mask import MASK_BITS, TILE
 
 numba: Any = importlib.import_module("numba")  # whose types say less than its functions take
 importlib.import_module("numba.extending")
@@ -126,10 +126,10 @@ class Parts:
         ) -> None:  # fmt: skip
             limit = np.uint16(model.limit)
             raw = values[start : start + TILE]
+            if not model.bounded or model.at_low + model.at_high < np.uint64(2 << MASK_BITS):
+                draw_bits(bits, tile, model.key_0, model.key_1)
             if model.bounded:
                 limit = choose_by_size(raw, base, model, bits)
-            else:
-                draw_bits(bits, tile, model.key_0, model.key_1)
             if model.ranked:
                 limit = choose_by_rank(bits, limits[start : start + TILE], divisors)
             if model.stored:
@@ -150,9 +150,13 @@ class Parts:
 
         def choose_by_size(raw: Any, base: Any, model: Any, bits: Any) -> Any:  # compiled
             low, high = real(model.low), real(model.high)
+            at_low, at_high = np.uint32(model.at_low), np.uint32(model.at_high)
             for j in range(TILE):
                 magnitude = abs(decode(raw[j]) - base[j])
-                bits[j] = np.uint16(0) if magnitude >= low and magnitude <= high else np.uint16(1)
+                is_low, is_high = magnitude == low, magnitude == high
+                survives = np.uint32(bits[j]) < (at_low if is_low else at_high)
+                kept = (magnitude > low and magnitude < high) or ((is_low or is_high) and survives)
+                bits[j] = np.uint16(0) if kept else np.uint16(1)
             return np.uint16(0)
 
         return inline(choose_by_size)

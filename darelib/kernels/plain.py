@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.drops import Thinning
+from darelib.drops import Bounds, End, Thinning
 from darelib.formats import FORMATS, widen
 from darelib.mask import MASK_BITS, ROUNDS, TILE, mask_key
 from darelib.methods import (
@@ -106,8 +106,11 @@ def round_to_odd(values: Array) -> Array:
 # --- thinning and combining -------------------------------------------------------------------------------------------
 
 
-def is_within(delta: Array, bounds: tuple[float, float]) -> Array:
-    return (abs(delta) >= bounds[0]) & (abs(delta) <= bounds[1])
+def is_within(delta: Array, bounds: Bounds, bits: Array) -> Array:
+    """Whether |delta| lies between the bounds or, where it equals one of them, its mask bits are below a threshold."""
+    size, lib = abs(delta), library(delta)
+    at_bound = lib.where(size == bounds.low, bits < bounds.at_low, (size == bounds.high) & (bits < bounds.at_high))
+    return at_bound | ((size > bounds.low) & (size < bounds.high))
 
 
 def rank(delta: Array, width: int) -> Array:
@@ -125,10 +128,10 @@ def find_thresholds(thinning: Thinning, delta: Array, width: int) -> Array:
     return thinning.find_thresholds(lib.asarray(rank(delta, width), dtype=lib.float64), width)
 
 
-def keep(thinning: Thinning, delta: Array, bits: Array, thresholds: Array, bounds: tuple[float, float] | None) -> Part:
+def keep(thinning: Thinning, delta: Array, bits: Array, thresholds: Array, bounds: Bounds | None) -> Part:
     """What a drop keeps of a delta: what lies within bounds, or has mask bits below a threshold."""
     if bounds:
-        return delta, is_within(delta, bounds), None
+        return delta, is_within(delta, bounds, bits), None
     return delta, bits < thresholds, as_divisors(thresholds, delta) if thinning.divides_each else None
 
 
@@ -233,12 +236,18 @@ def find_floors(settings: TensorSettings, _: Array, parts: Mapping[int, Part], f
     )
 
 
+def find_end(sizes: Array, size: float, number: int) -> End:
+    """An entry of this size and number, counted from the largest down, among those that equal it."""
+    return End(size, number - int((sizes > size).sum()), int((sizes == size).sum()))
+
+
 def find_bounds(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
     """Drops by size: for each model that has one, the smallest and the largest |delta| that is kept."""
     bounds = []
     for i, (delta, *_) in parts.items():
         thinning = settings.thinnings[i]
-        bounds.append(thinning.find_bounds([find_size(delta, number) for number in thinning.list_ends(len(delta))]))
+        ends = [find_end(abs(delta), find_size(delta, number), number) for number in thinning.list_ends(len(delta))]
+        bounds.append(thinning.find_bounds(ends))
     found.bounds = tuple(bounds)
 
 

@@ -13,10 +13,11 @@ from darelib.mask import TILE
 
 # A record for each model. peak is the bit pattern of the largest |delta|. stored: of a packed model, the threshold of
 # the mask whose entries are all that it has, one after the other; next: which of them comes next. bounded: what lies
-# between low and high is kept. ranked: each element has a limit of its own; divided: by which it is rescaled, too.
+# between low and high is kept, and of what equals them, what has mask bits below at_low or at_high. ranked: each
+# element has a limit of its own; divided: by which it is rescaled, too.
 MODEL: Final = np.dtype(
     [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "prefix_2", "is_delta", "stored", "next")]
-    + [(name, "u8") for name in ("bounded", "ranked", "divided")]
+    + [(name, "u8") for name in ("bounded", "at_low", "at_high", "ranked", "divided")]
     + [(name, "f8") for name in ("scale", "weight", "floor", "low", "high")]
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
     + [(name, "f8") for name in ("size", "kept_size", "squares")]

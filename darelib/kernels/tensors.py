@@ -353,7 +353,8 @@ class TensorMerge:
             thinning = self.settings.thinnings[i]
             ends = thinning.list_ends(flat.numel())
             sizes = self._list_sizes(flat, i) if ends else flat
-            bounds.append(thinning.find_bounds([self._find_size(sizes, number) for number in ends]))
+            found = [plain.find_end(sizes, self._find_size(sizes, number), number) for number in ends]
+            bounds.append(thinning.find_bounds(found))
         self.found.bounds = tuple(bounds)
 
     def _find_sums(self, flat: Tensor) -> None:

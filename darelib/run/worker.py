@@ -18,7 +18,7 @@ from darelib.formats import FORMATS, widen
 from darelib.interrupts import Interrupts
 from darelib.kernels import Kernel, KernelSpec, load_kernels
 from darelib.kernels.records import Buffers
-from darelib.mask import TILE, mask_key
+from darelib.mask import MASK_BITS, TILE, mask_key
 from darelib.methods import METHODS, Coefficients, Found, Look, weigh_for_look
 from darelib.models import Input
 from darelib.models.checkpoint import QUANTISE_HINT
@@ -202,7 +202,8 @@ class Worker(JobWorker):
             thinning, bounds = settings.thinnings[i], found.bounds[row]
             told["key_0"], told["key_1"] = mask_key(self.task.seeds[i], tensor.mask_names[row])
             told["limit"], told["bounded"] = thinning.threshold - 1, bounds is not None
-            told["low"], told["high"] = bounds or (0.0, 0.0)
+            for name, value in bounds._asdict().items() if bounds else ():
+                told[name] = value
             told["ranked"], told["divided"] = thinning.scheme.thresholds is not None, thinning.divides_each
             told["number"], told["is_delta"] = i, info.is_delta
             told["stored"] = 0 if info.mask_name is None else info.threshold
@@ -279,7 +280,8 @@ class Worker(JobWorker):
         count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
         rate = settings.thinnings[i].keep_rate
         # What stands in for rows that it lacks, deltas of 0, is not its own.
-        lacking = (job.stop - job.start - count) * (found["low"] == 0 if found["bounded"] else rate)
+        share = (found["low"] == 0) * found["at_low"] / (1 << MASK_BITS) if found["bounded"] else rate
+        lacking = (job.stop - job.start - count) * share
         kept = int(found["kept"]) - round(lacking)
         base_size = float(buffers.tensor["base_size"][0])
         sample = count / (info.seen(job.start, job.stop) or 1)  # above 1, where not all deltas are known

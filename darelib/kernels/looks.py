@@ -23,7 +23,7 @@ from darelib.kernels.records import (
     SCRATCH_ROWS,
     SCRATCH_WIDTH,
     SIZE_ROW,
-    SORT_BITS,
+    SORT_COUNTERS,
     TENSOR,
     ZERO_ROW,
 )
@@ -136,7 +136,7 @@ def build_rank(spec: KernelSpec) -> Any:
         limits = carray(limits_at, (1, count), np.uint16)[0]
         patterns = carray(order_at, (2, width), unsigned)
         places = carray(order_at, (6, width), np.uint32)[4:]
-        counts = carray(order_at, (6 * width + (1 << SORT_BITS),), np.uint32)[6 * width :]
+        counts = carray(order_at, (6 * width + SORT_COUNTERS,), np.uint32)[6 * width :]
         for row in range(rows):
             base, values = base_all[row], values_all[row]
             for j in range(width):

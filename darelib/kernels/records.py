@@ -42,8 +42,9 @@ BINS: Final = 1024
 BINS_PER_OCTAVE: Final = 16
 FIRST_BIN: Final = (127 - 40) * BINS_PER_OCTAVE - 1  # as the float32 pattern without its low bits
 LANES: Final = 4
-# The entries of a row are ranked by so many bits of their pattern at a time.
+# The entries of a row are ranked by so many bits of their pattern at a time, or one less, with so many counters.
 SORT_BITS: Final = 11
+SORT_COUNTERS: Final = 64 // (SORT_BITS - 1) + 1 << SORT_BITS
 WIDEST: Final = 8  # bytes of an element
 # Counters per model, by kernel.
 COUNTERS: Final = {"count": 2 << 16, "measure": LANES * BINS}
@@ -78,7 +79,7 @@ class Buffers:
         # Whole rows, of which those at the ends may be in other chunks, too: of the base and of one model.
         self.rows = align((2, row_bytes + 2 * ranked * WIDEST if ranked else 0), np.uint8)
         # For each entry of a row two patterns and two places, then counters.
-        self.order = align((3 * ranked + (1 << SORT_BITS) if ranked else 0,), np.uint64)
+        self.order = align((3 * ranked + SORT_COUNTERS // 2 if ranked else 0,), np.uint64)
         self._all += [self.rows, self.order]
 
     def clear(self) -> None:

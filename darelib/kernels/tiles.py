@@ -134,41 +134,50 @@ def rank_row(patterns: Any, places: Any, counts: Any, by_rank: Any, limits: Any,
     """Give each entry of a row the limit of its rank, of equal patterns the first first; first: its place in limits.
 
     patterns and places have two rows each: the first what to sort, the second to work in. A radix sort, by no more
-    bits than differ: of 16-bit models' deltas, few do.
+    bits than differ, which are counted for all its passes at once.
     """
-    width, differing = patterns.shape[1], np.uint64(0)
+    width, differing, low, span = patterns.shape[1], np.uint64(0), np.uint64(0), 0
     for j in range(width):
         differing |= np.uint64(patterns[0, j] ^ patterns[0, 0])
-    bits = np.uint64(8 if width < 1024 else SORT_BITS)
-    last, low, now = (np.uint64(1) << bits) - np.uint64(1), np.uint64(0), 0
-    while True:
-        while differing and not differing & np.uint64(1):
-            differing >>= np.uint64(1)
-            low += np.uint64(1)
-        keys, others, before, after = patterns[now], patterns[1 - now], places[now], places[1 - now]
-        for k in range(last + np.uint64(1)):
-            counts[k] = 0
-        for j in range(width):
-            counts[(np.uint64(keys[j]) >> low) & last] += np.uint32(1)
+    while differing and not differing & np.uint64(1):
+        differing >>= np.uint64(1)
+        low += np.uint64(1)
+    while differing:
+        differing >>= np.uint64(1)
+        span += 1
+    passes = max(1, -(-span // (SORT_BITS - 1 if width < 4096 else SORT_BITS)))
+    bits = np.uint64(max(1, -(-span // passes)))
+    size = 1 << np.int64(bits)
+    last = np.uint64(size - 1)
+    for k in range(passes * size):
+        counts[k] = 0
+    for j in range(width):
+        key = np.uint64(patterns[0, j]) >> low
+        for k in range(passes):
+            counts[k * size + np.int64(key & last)] += np.uint32(1)
+            key >>= bits
+    for k in range(passes):
         total = np.uint32(0)
-        for k in range(last + np.uint64(1)):
-            total, counts[k] = np.uint32(total + counts[k]), total
-        differing >>= bits
-        if not differing:
-            break
+        for b in range(k * size, (k + 1) * size):
+            total, counts[b] = np.uint32(total + counts[b]), total
+    now = 0
+    for k in range(passes - 1):
+        keys, others, before, after = patterns[now], patterns[1 - now], places[now], places[1 - now]
+        ranks = counts[k * size : (k + 1) * size]
         for j in range(width):
             key = keys[j]
             bucket = (np.uint64(key) >> low) & last
-            rank = counts[bucket]
-            counts[bucket] = np.uint32(rank + np.uint32(1))
+            rank = ranks[bucket]
+            ranks[bucket] = np.uint32(rank + np.uint32(1))
             others[rank] = key
             after[rank] = before[j]
         now = 1 - now
         low += bits
+    keys, before, ranks = patterns[now], places[now], counts[(passes - 1) * size : passes * size]
     for j in range(width):  # the last time, what is found is the rank itself
         bucket = (np.uint64(keys[j]) >> low) & last
-        rank = counts[bucket]
-        counts[bucket] = np.uint32(rank + np.uint32(1))
+        rank = ranks[bucket]
+        ranks[bucket] = np.uint32(rank + np.uint32(1))
         place = first + np.int64(before[j])
         if place >= 0 and place < len(limits):
             limits[place] = by_rank[rank]

@@ -275,7 +275,7 @@ def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
     assert dare.main([*flags, "-o", "out"]) == 0
     assert dare.main([*flags, "--write-config", "sub/merge.toml", "-o", "other"]) == 0
     assert not (folder / "other").exists()
-    assert dare.main(["-c", "sub/merge.toml"]) == 0
+    assert dare.main(["-c", "sub/merge.toml", "--engine", "plain"]) == 0
     assert_same(tensors_in(folder / "out"), tensors_in(folder / "other"))
     assert (folder / "out" / "dare_recipe.toml").read_text() == (folder / "other" / "dare_recipe.toml").read_text()
     assert dare.main(["verify", "out", "-q"]) == 0
@@ -447,7 +447,7 @@ def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Captu
     weight = "{weight: [{filter: mlp.*.weight, value: 2}, {filter: mlp, value: 1}, {value: 0.5}]}"
     text = f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
     (folder / "merge.yaml").write_text(text)
-    assert dare.main(["-c", "merge.yaml", "-o", "out", "--dry-run"]) == 0
+    assert dare.main(["-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain"]) == 0
     assert capsys.readouterr().err == (
         "warning: merge.yaml: filter 'mlp.*.weight' is part of no tensor's name, so it does nothing\n"
     )

@@ -288,10 +288,10 @@ def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, 
     models = [finetune(base, 1), finetune(base, 2)]
     rules = [{"match": name, **at(depth)} for name, depth in DEPTHS.items()]
     plain = {name: value for name, value in gradient.items() if name not in at(0)}
-    wanted = merge(tmp_path, base, *models, **plain, rules=rules)
+    wanted = merge(tmp_path, base, *models, **plain, rules=rules, engine="plain")
     everywhere = {name: value for name, value in gradient.items() if name in at(0)}
     for config in (gradient, plain | {"rules": [{"match": "*", **everywhere}]}):
-        merged = merge(tmp_path, base, *models, **config)
+        merged = merge(tmp_path, base, *models, **config, engine="plain")
         for name in LAYERS:
             assert torch.allclose(merged[name], wanted[name], rtol=0, atol=1e-8), name
         assert_same(dare.dare_merge(base, models, DareConfig(**config)), merged)

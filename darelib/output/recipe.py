@@ -132,7 +132,7 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
     for entry in request.inputs:
         name = str(entry.get("file", ""))
         paths = [path for place in places for path in (place / name, place) if name and path.name == name]
-        candidates = [*map(Source.of, given), *(Source(str(path), path) for path in paths if path.exists())]
+        candidates = [*map(Source.of, given), *(Source(str(path), path) for path in paths if os.path.exists(path))]
         candidates += [Source.of(name)] if "@" in name and "/" in name else []  # on the Hub
         fitting, reasons = list[Source](), list[str]()
         for candidate in candidates:
@@ -170,8 +170,8 @@ def _locate(what: str, source: Source | None, inputs: Sequence[Source], places: 
     if source is None or source.is_word:
         return source
     known = [model for model in inputs if model.recorded == source.name]
-    there = [Source(source.name, place / source.name) for place in places if (place / source.name).exists()]
-    given = [source] if source.path.exists() else []  # by a flag
+    there = [Source(source.name, place / source.name) for place in places if os.path.exists(place / source.name)]
+    given = [source] if os.path.exists(source.path) else []  # by a flag
     if not known + there + given:
         raise DareError(
             f"cannot find {source.name!r}, the {what} of the recipe, beside it or in {str(places[1])!r}",

@@ -182,7 +182,7 @@ def make_tensors(kind: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dty
     return base, models
 
 
-@pytest.mark.parametrize("engine", ["plain", "numba", *DEVICES])
+@pytest.mark.parametrize("engine", ["plain", pytest.param("numba", marks=pytest.mark.slow), *DEVICES])
 @pytest.mark.parametrize("kind", ["random", "ties", "equal"])
 def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition(tmp_path: Path, engine: str, kind: str) -> None:
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = 4096, 1024, 1024, 2048

@@ -159,7 +159,8 @@ class MergePlan(Task):
             if not all((tensor.name, start) in done for start in self._starts(tensor)):
                 batch.append(tensor)
                 elements += tensor.base.count
-            full = elements >= TUNING.batch_elements and self.passes(tensor)
+            enough = TUNING.ranked_elements if self.ranked else TUNING.batch_elements
+            full = elements >= enough and self.passes(tensor)
             if batch and (tensor is self.tensors[-1] or full):
                 passes = {t.name: self.passes(t) for t in batch}
                 for k in range(max(passes.values())):

@@ -28,6 +28,10 @@ class Tuning:
     # Elements of the tensors that are looked at and then merged in one go, where a method must look first: few enough
     # to be read again from the system's cache, enough to keep all threads busy.
     batch_elements: int = 1 << 28
+    # The same where entries are ranked, which takes longest of all: few enough that what was found can be remembered,
+    # so far as there is room, until they are merged.
+    ranked_elements: int = 1 << 24
+    ranked_bytes: int = 64 << 20
     # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
     buffer_bytes: int = 64 << 20
     # Elements of all adapters' matrices that all threads together hold at a time: 16 MB.

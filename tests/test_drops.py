@@ -312,3 +312,15 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path, config: Config) 
     for engine in ("plain", "cpu", "numba"):
         with pytest.raises(DareError, match=r"not finite|nan"):
             merge_by(engine, tmp_path, base, models, {**config, "drop_rate": 0.6})
+
+
+@pytest.mark.parametrize("room", [0, 5000, 1 << 20])
+def test_ranks_that_are_remembered_are_those_that_were_found(tmp_path: Path, room: int) -> None:
+    shapes = {"rows": (9, 900), "long": (2, 5000), "flat": (3000,)}
+    base, models = make_tensors("ties", shapes, BF16)
+    config: dict[str, Any] = {"drop": ["della", "random"], "drop_rate": 0.5, "rescale": "l1", "engine": "plain"}
+    wanted = merge(tmp_path, base, *models, **config)
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 4096, 1024, 1024
+    TUNING.ranked_elements, TUNING.ranked_bytes = 4096, room
+    for threads in (1, 3):
+        assert_same(merge(tmp_path, base, *models, **config, threads=threads), wanted)

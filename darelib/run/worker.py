@@ -25,6 +25,7 @@ from darelib.models.checkpoint import QUANTISE_HINT
 from darelib.models.tensorfile import TensorInfo
 from darelib.plan import Job, MergePlan, Task, TensorPlan
 from darelib.text import DareError
+from darelib.tuning import TUNING
 
 # What jobs write by: the number of a file, what to write, and where; it may also only compare.
 Write: TypeAlias = Callable[[int, memoryview, int], None]
@@ -134,6 +135,8 @@ class Worker(JobWorker):
         super().__init__(task)
         self.base, self.models, self.passes = inputs[0], inputs[1:], passes
         self._looked = Counter[str]()  # by tensor: of how many elements a pass has taken what was found
+        self._ranked: dict[tuple[str, int, int], NDArray[np.uint16]] = {}  # limits by tensor, row and start
+        self._room = TUNING.ranked_bytes // 2  # for so many
         wanted = {*specs, *(t.look_spec(look) for t in task.tensors for look, _ in passes.get(t.name, ()))}
         wanted |= {spec for model in inputs for spec in model.specs}
         self.kernels = load_kernels(wanted, task.config.engine, interrupts)
@@ -171,7 +174,7 @@ class Worker(JobWorker):
         self._describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, look.found))
         look.describe(buffers, number)
         for start, count in self.chunks(job):
-            self._load(tensor, start, count, buffers)
+            self._load(tensor, start, count, buffers, remember=True)
             self._compute(kernel, tensor, start, count, buffers)
             look.take_chunk(start, buffers)
         if not np.isfinite(self._peaks(tensor, buffers)).all():
@@ -221,17 +224,17 @@ class Worker(JobWorker):
                 self.models[i].take(info, count, int(buffers.models["next"][row]))
                 buffers.models["next"][row] = 0
 
-    def _load(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
-        """Read a chunk of every input."""
-        self._rank(tensor, start, count, buffers)
+    def _load(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool = False) -> None:
+        """Read a chunk of every input. remember: what is found about it will be wanted again."""
+        self._rank(tensor, start, count, buffers, remember)
         base = self._read(self.base, tensor.base, start, count, buffers.base)
         for row in range(len(tensor.finetuned)):
             self._load_model(tensor, row, start, base, buffers.finetuned[row], count)
 
-    def _rank(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
+    def _rank(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool) -> None:
         """Find the mask's limits for a chunk of the models whose drops want ranks, which whole rows decide."""
         spec, width = tensor.rank_spec, tensor.base.width
-        if spec not in self.kernels:
+        if spec not in self.kernels or self._recall(tensor, start, count, buffers):
             return
         first, stop = start // width * width, -(-(start + count) // width) * width
         base, values = self._read(self.base, tensor.base, first, stop - first, buffers.rows[0]), buffers.rows[1]
@@ -241,6 +244,19 @@ class Worker(JobWorker):
                 limits = find_limits(tensor.settings.thinnings[i], width)
                 found = buffers.limits[row, :count]
                 self.kernels[spec](base, values, limits, buffers.order, found, start - first, info.is_delta)
+                if remember and self._room >= count * len(tensor.finetuned):
+                    self._room -= count
+                    self._ranked[tensor.name, row, start] = found.copy()
+
+    def _recall(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> bool:
+        """Whether all limits of a chunk were remembered."""
+        ranked = [row for row, i in enumerate(tensor.models) if tensor.settings.thinnings[i].scheme.thresholds]
+        known = [self._ranked.pop((tensor.name, row, start), None) for row in ranked]
+        for row, limits in zip(ranked, known, strict=True):
+            if limits is not None:
+                self._room += count
+                buffers.limits[row, :count] = limits
+        return bool(ranked) and not any(limits is None for limits in known)
 
     def _load_model(
         self, tensor: TensorPlan, row: int, start: int, base: NDArray[np.uint8], values: NDArray[np.uint8], count: int

@@ -6,16 +6,16 @@ import dataclasses
 import fnmatch
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, Final, TypeAlias, cast
 
-from darelib.drops import DROPS, EXPECTATION, L1, NONE, RANDOM, RESCALES, Thinning
+from darelib.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, RESCALES, Thinning
 from darelib.formats import DTYPES, SHORT_DTYPES
-from darelib.gradients import Gradient, depth_of, find_depths, freeze, value_at
-from darelib.methods import LINEAR, METHOD_SETTINGS, METHODS, SLERP, add_up
+from darelib.gradients import Gradient, count_layers, depth_of, find_depths, freeze, value_at
+from darelib.methods import LINEAR, METHOD_SETTINGS, METHODS, add_up
 from darelib.methods import TensorSettings as TensorSettings
 from darelib.text import ConfigError, count_of, nearest
 
@@ -223,18 +223,12 @@ def make_thinning(
             f"rescale_q {q:g} is below 1 - drop_rate = {1 - drop_rate:g}, which would more than undo the dropping",
             "DAREx-q wants 1 - drop_rate <= q <= 1; a rule with a drop rate of its own may need its own q",
         )
-    low, high = 1 - drop_rate - epsilon, 1 - drop_rate + epsilon
-    if "epsilon" in DROPS[drop].settings and drop_rate > 0 and not (low > 1e-9 and high < 1 - 1e-9):
-        raise ConfigError(
-            f"with drop_rate {drop_rate:g} and epsilon {epsilon:g}, {drop} would keep entries with probabilities from "
-            f"{low:.4g} to {high:.4g}",
-            f"give an epsilon below {min(drop_rate, 1 - drop_rate):.4g}, or a drop_rate between {epsilon:.4g} and "
-            f"{1 - epsilon:.4g}",
-        )
     word, divisor = name_rescale(rescale, drop), 1.0
     if drop == RANDOM and word == EXPECTATION:
         divisor = Thinning(drop_rate).keep_rate if q is None else q
-    return Thinning(drop_rate, drop, gamma, epsilon, word, divisor)
+    thinning = Thinning(drop_rate, drop, gamma, epsilon, word, divisor)
+    DROPS[drop].check(thinning)
+    return thinning
 
 
 @dataclass(frozen=True)
@@ -295,7 +289,7 @@ class DareConfig:
         for where, rule in self._scopes():
             self._check_drops(where, rule)
             users = set(self._drops(rule)) if rule else self._all_drops
-            for name in ("gamma", "epsilon"):
+            for name in DROP_SETTINGS:
                 if getattr(rule or self, name) is not None and not any(name in DROPS[d].settings for d in users):
                     [fitting] = (drop for drop, entry in DROPS.items() if name in entry.settings)
                     raise ConfigError(
@@ -397,7 +391,7 @@ class DareConfig:
     @property
     def averages(self) -> bool:
         """Whether the base itself may be one of the models: it then counts."""
-        return self.method == SLERP or (self.method == LINEAR and self.is_normalized)
+        return METHODS[self.method].averages(self.is_normalized)
 
     @property
     def has_gradients(self) -> bool:
@@ -411,10 +405,6 @@ class DareConfig:
     def rule_for(self, name: str) -> Rule | None:
         """The first rule that matches a tensor's name."""
         return next((rule for rule in self.typed_rules if rule.matches(name)), None)
-
-    def for_tensor(self, name: str, count: int, layers: Mapping[str, int]) -> TensorSettings:
-        """The settings of one tensor, by the first rule that matches its name. layers: see count_layers."""
-        return self.for_rule(self.rule_for(name), count, depth_of(name, layers))
 
     def for_rule(self, rule: Rule | None, count: int, depth: float = 0.0) -> TensorSettings:
         """The settings of the tensors that a rule is for, from depth 0 in the first layer to 1 in the last."""
@@ -458,7 +448,7 @@ class DareConfig:
         for name, default in (("slerp_t", 0.5), ("threshold", TensorSettings.threshold)):
             if name in METHODS[self.method].settings:
                 chosen[name] = as_toml(default if getattr(self, name) is None else getattr(self, name))
-        for name in ("weights", "rescale_q", "keep_ratio", "dtype", "gamma", "epsilon"):
+        for name in ("weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS):
             if getattr(self, name) is not None:
                 chosen[name] = as_toml(getattr(self, name))
         if set(self._drops(None)) != {RANDOM}:
@@ -470,3 +460,20 @@ class DareConfig:
         if self.any_base:
             chosen["any_base"] = True
         return chosen
+
+
+class Chooser:
+    """Chooses the settings of tensors, by their rules and depths. names: those of all tensors of the base."""
+
+    def __init__(self, config: DareConfig, names: Iterable[str], count: int) -> None:
+        self._config, self._count = config, count
+        self._layers = count_layers(names) if config.has_gradients else {}
+        self._known: dict[tuple[Rule | None, float], TensorSettings] = {}
+
+    def choose(self, name: str) -> tuple[Rule | None, TensorSettings]:
+        """The first rule that matches a tensor's name, and its settings: the same object for those that share them."""
+        rule = self._config.rule_for(name) if self._config.rules else None
+        key = rule, depth_of(name, self._layers) if self._layers else 0.0
+        if key not in self._known:
+            self._known[key] = self._config.for_rule(rule, self._count, key[1])
+        return rule, self._known[key]

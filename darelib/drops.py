@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
 from darelib.mask import MASK_BITS, keep_rate, keep_threshold
+from darelib.text import ConfigError
 
 # DARE's own; the largest are kept; neither the largest nor the smallest; the larger, the more likely.
 RANDOM, MAGNITUDE, BREADCRUMBS, DELLA = "random", "magnitude", "breadcrumbs", "della"
@@ -22,12 +23,15 @@ LEAST_SUM: Final = 1e-7
 class Drop:
     """A way to choose what is kept of a tensor: by its mask's bits alone, by size, or by both."""
 
+    card: tuple[str, str]  # for a model card: whose way of dropping it is, and what it does
     threshold: Callable[[float], int] = lambda _: 1 << MASK_BITS  # by drop rate: what has mask bits below it is kept
     keep_rate: Callable[[float], float] = lambda rate: 1 - rate  # by drop rate: the share that is kept
     rescale: str = EXPECTATION  # where the user does not say
     settings: tuple[str, ...] = ()  # those of the optional settings that mean something to it
     # By size: of n entries, counted from the largest down, the number of the last that is kept, then of the first.
     ends: Callable[[Thinning, int], tuple[int, int]] | None = None
+    # Raises an error for numbers that do not go together.
+    check: Callable[[Thinning], None] = lambda _: None
     # By size and bits: for ranks in a row of so many entries, from the smallest up, thresholds of their own.
     thresholds: Callable[[Thinning, Any, int], Any] | None = None
 
@@ -133,9 +137,42 @@ def _rise(thinning: Thinning, ranks: Any, width: int) -> Any:
     return (rates * (1 << MASK_BITS)).round().clip(1)
 
 
+def _check_rise(thinning: Thinning) -> None:
+    rate, epsilon = thinning.drop_rate, thinning.epsilon
+    low, high = 1 - rate - epsilon, 1 - rate + epsilon
+    if rate > 0 and not (low > 1e-9 and high < 1 - 1e-9):
+        raise ConfigError(
+            f"with drop_rate {rate:g} and epsilon {epsilon:g}, {thinning.drop} would keep entries with probabilities "
+            f"from {low:.4g} to {high:.4g}",
+            f"give an epsilon below {min(rate, 1 - rate):.4g}, or a drop_rate between {epsilon:.4g} and "
+            f"{1 - epsilon:.4g}",
+        )
+
+
 DROPS: Final = {
-    RANDOM: Drop(keep_threshold, keep_rate),
-    MAGNITUDE: Drop(rescale=NONE, ends=_largest),
-    BREADCRUMBS: Drop(rescale=NONE, settings=("gamma",), ends=_middle),
-    DELLA: Drop(settings=("epsilon",), thresholds=_rise),
+    RANDOM: Drop(
+        ("[DARE](https://arxiv.org/abs/2311.03099) (drop and rescale)", "at random"), keep_threshold, keep_rate
+    ),
+    MAGNITUDE: Drop(
+        ("the trim of [TIES](https://arxiv.org/abs/2306.01708)", "by size, the smallest first"),
+        rescale=NONE,
+        ends=_largest,
+    ),
+    BREADCRUMBS: Drop(
+        (
+            "[Model Breadcrumbs](https://arxiv.org/abs/2312.06795)",
+            "by size, the smallest and the largest",
+        ),
+        rescale=NONE,
+        settings=("gamma",),
+        ends=_middle,
+    ),
+    DELLA: Drop(
+        ("[DELLA](https://arxiv.org/abs/2406.11617)", "at random, small ones more often than large ones"),
+        settings=("epsilon",),
+        check=_check_rise,
+        thresholds=_rise,
+    ),
 }
+# The settings that mean something to some drops only.
+DROP_SETTINGS: Final = tuple(dict.fromkeys(name for drop in DROPS.values() for name in drop.settings))

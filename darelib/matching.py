@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from darelib.config import DareConfig, Rule
+from darelib.config import Chooser, DareConfig, Rule
 from darelib.drops import RANDOM
 from darelib.formats import DTYPES, FORMATS, is_counted
-from darelib.gradients import count_layers, depth_of
 from darelib.kernels import KernelSpec
 from darelib.methods import METHODS, Found, Look, TensorSettings, choose_looks
 from darelib.models import Input
@@ -77,8 +76,7 @@ class Matcher:
         self.config, self.base, self.models = config, inputs[0], inputs[1:]
         self.mismatched: list[dict[str, tuple[int, ...]]] = [{} for _ in self.models]  # and their shapes
         self.tied: list[dict[str, str]] = [{} for _ in self.models]  # by head: the embedding that stands in for it
-        self._layers = count_layers(self.base.tensors)
-        self._settings: dict[tuple[Rule | None, float], TensorSettings] = {}
+        self._chooser = Chooser(config, self.base.tensors, len(self.models))
         self._quantised = quantised_modules(self.base.tensors)
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
         for model in self.models:
@@ -136,11 +134,9 @@ class Matcher:
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
         known = mask_names[0] if len(set(mask_names)) == 1 else own
-        key = rule, depth = self.config.rule_for(known), depth_of(known, self._layers)
-        if key not in self._settings:
-            self._settings[key] = self.config.for_rule(rule, len(self.models), depth)
+        rule, settings = self._chooser.choose(known)
         for i, theirs in found:
-            self._check_drop(name, theirs, i, self._settings[key])
+            self._check_drop(name, theirs, i, settings)
         return TensorPlan(
             name=name,
             base=info,
@@ -148,7 +144,7 @@ class Matcher:
             mask_names=tuple(mask_names),
             output=TensorInfo(dtype, info.shape),
             merged=merged,
-            settings=self._settings[key],
+            settings=settings,
             spec=choose_kernel(self.config.method, info, [theirs for _, theirs in found], dtype),
             quantised=quantised,
             rule=rule,

@@ -93,6 +93,9 @@ class Method:
     show_weight: Callable[[TensorSettings, int], str] = lambda settings, i: f"{settings.weights[i]:.4g}"  # of a model
     models: int | None = None  # how many it takes, where it does not take any number
     any_drop: bool = True  # whether it goes with other drops than random
+    averages: Callable[[bool], bool] = lambda _: (
+        False
+    )  # by whether weights are normalized: whether the base may be a model
     normalize: bool = False  # whether weights are divided by their sum, where the user does not say
     shares_only: bool = False  # weights that are divided by their sum are shares of a whole: never negative
 
@@ -381,6 +384,7 @@ METHODS: Final = {
         share=_average,
         look=lambda _: None,
         weigh=weigh,
+        averages=lambda normalize: normalize,
     ),
     TIES: Method(
         card=_describe_ties,
@@ -402,6 +406,7 @@ METHODS: Final = {
         show_weight=lambda settings, _: f"slerp at {settings.slerp_t:g}",
         models=2,
         any_drop=False,
+        averages=lambda _: True,
     ),
     RAM: Method(  # arXiv 2601.13572
         card=lambda settings: f"averaged where they are at least {settings.threshold:g}, and added to the base",

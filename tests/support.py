@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from dare import DareConfig, DareMerger
-from darelib.gradients import count_layers
+from darelib.config import Chooser
 from darelib.kernels import plain
 from darelib.mask import keep_threshold, mask_key
 
@@ -120,7 +120,7 @@ def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
         output = getattr(torch, settings.dtype) if settings.dtype else tensor.dtype
         made = plain.merge_tensor(
             name, raw(tensor), STORED[tensor.dtype], parts, STORED[output],
-            settings.for_tensor(name, len(models), count_layers(base)), settings.seed,
+            Chooser(settings, base, len(models)).choose(name)[1], settings.seed,
             tensor.shape[-1] or 1 if tensor.shape else 1,
         )  # fmt: skip
         merged[name] = torch.from_numpy(made.view(f"i{made.itemsize}").copy()).view(output).reshape(tensor.shape)

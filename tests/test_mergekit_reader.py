@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import dare
-from darelib.config import Rule
-from darelib.gradients import count_layers, freeze
+from darelib.config import Chooser, Rule
+from darelib.gradients import freeze
 from darelib.mergekit import parse_yaml
 from darelib.readers import Request, load_request
 from tests.support import (
@@ -239,16 +239,15 @@ def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(names: 
         opened.return_value.__enter__.return_value = [base]
         request = read(json.dumps(file))
     config = dare.DareConfig(**request.dare, rules=request.rules)
-    layers = count_layers(names)
     for name in names:
-        made = config.for_tensor(name, 2, layers)
+        _, made = Chooser(config, names, 2).choose(name)
         plain = dare.DareConfig(
             drop="breadcrumbs", rescale="none", normalize=False,
             weights=[as_value(expect("weight", m, "file")) for m in ("one", "two")],
             drop_rate=[as_rate(expect("density", m, "file")) for m in ("one", "two")],
             lambda_coeff=as_value(expect("lambda", "file")),
         )  # fmt: skip
-        assert asdict(made) == asdict(plain.for_tensor(name, 2, layers))
+        assert asdict(made) == asdict(Chooser(plain, names, 2).choose(name)[1])
 
 
 def as_value(value: Any) -> Any:

@@ -10,9 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from darelib.config import DareConfig, Rule
+from darelib.config import Chooser, DareConfig
 from darelib.formats import DTYPES, is_counted
-from darelib.gradients import count_layers, depth_of
 from darelib.kernels import plain
 from darelib.mask import TILE, mask_key
 from darelib.methods import (
@@ -67,7 +66,7 @@ def merge_tensors(
 
 @cache
 def _load_gpu() -> Any:
-    """The kernels for GPUs, if they can be used; that they cannot is said once."""
+    """The kernels for GPUs, or None and, the first time, a warning."""
     try:
         return importlib.import_module("darelib.kernels.gpu")
     except ImportError as error:
@@ -87,8 +86,7 @@ class StateMerge:
         self.merged: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
         self.places: dict[tuple[int | None, ...], str] = {}  # by where the values are, in the base and in the models
-        self.layers = count_layers(base) if config.has_gradients else {}
-        self.chosen: dict[tuple[Rule | None, float], TensorSettings] = {}
+        self.chooser = Chooser(config, base, len(finetuned))
 
     @torch.no_grad()
     def run(self) -> dict[str, Tensor]:
@@ -117,7 +115,7 @@ class StateMerge:
             waiting.append(name)
             size += self.base[name].numel()
             if size >= gpu.BATCH_ELEMENTS or name == names[-1]:
-                settings = [self._choose(name) for name in waiting]
+                settings = [self.chooser.choose(name)[1] for name in waiting]
                 merge.add(self._find_columns(gpu, waiting, settings), settings, self.config.seed)
                 waiting, size = [], 0
         if broken := merge.finish():
@@ -160,15 +158,8 @@ class StateMerge:
             return
         self.merged[name] = self._make_place(name)
         moved = {i: part.detach().to(tensor.device) for i, part in parts.items()}
-        merge = TensorMerge(name, self._choose(name), self.config.seed, tensor.detach(), moved)
+        merge = TensorMerge(name, self.chooser.choose(name)[1], self.config.seed, tensor.detach(), moved)
         merge.run(self.merged[name].detach())
-
-    def _choose(self, name: str) -> TensorSettings:
-        rule = self.config.rule_for(name) if self.config.rules else None
-        key = rule, depth_of(name, self.layers) if self.layers else 0.0
-        if key not in self.chosen:
-            self.chosen[key] = self.config.for_rule(rule, len(self.finetuned), key[1])
-        return self.chosen[key]
 
     def _explain(self, name: str) -> DareError:
         """What is wrong with a tensor that has given a value that is not finite."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import DareConfig
-from darelib.drops import BREADCRUMBS, DELLA, DROPS, EXPECTATION, L1, MAGNITUDE, NONE, RANDOM, Thinning
+from darelib.drops import DROPS, L1, NONE, RANDOM, Thinning
 from darelib.families import find_merge_method
 from darelib.methods import METHODS, TensorSettings
 from darelib.models import Input
@@ -33,16 +33,6 @@ NOT_COPIED: Final = re.compile(
     r"(?i)\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json|checkpoint-\d+|global_step\d+"
     r"|runs|wandb|__pycache__"
 )
-# For a card: whose way of dropping it is, and what it does.
-DROP_WORDS: Final = {
-    RANDOM: ("[DARE](https://arxiv.org/abs/2311.03099) (drop and rescale)", "at random"),
-    MAGNITUDE: ("the trim of [TIES](https://arxiv.org/abs/2306.01708)", "by size, the smallest first"),
-    BREADCRUMBS: (
-        "[Model Breadcrumbs](https://arxiv.org/abs/2312.06795)",
-        "by size, the smallest and the largest",
-    ),
-    DELLA: ("[DELLA](https://arxiv.org/abs/2406.11617)", "at random, small ones more often than large ones"),
-}
 
 
 def collect_side_files(
@@ -158,7 +148,7 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
 
 def describe_drops(used: Sequence[Thinning]) -> str:
     """What is dropped of the deltas, up to "... and what is left is". used: all that drop something."""
-    whose, how = zip(*(DROP_WORDS[drop] for drop in dict.fromkeys(t.drop for t in used) or (RANDOM,)), strict=True)
+    whose, how = zip(*(DROPS[drop].card for drop in dict.fromkeys(t.drop for t in used) or (RANDOM,)), strict=True)
     if not used:
         return f"{whose[0]}: here nothing is dropped, and all that each fine-tune changed is"
     rescaled = "the rest is rescaled, " if any(t.rescale != NONE for t in used) else ""
@@ -172,8 +162,7 @@ def describe_thinning(thinning: Thinning) -> tuple[str, str]:
     dropped = f"{thinning.drop_rate:.4g}" + (f" ({thinning.drop}{own})" if thinning.drop != RANDOM else "")
     if thinning.rescale == L1 and thinning.drop_rate:
         return dropped, "what restores the sum of sizes"
-    each = thinning.rescale == EXPECTATION and thinning.drop == DELLA and thinning.drop_rate
-    return dropped, "the probability to keep each" if each else f"{thinning.divisor:.4g}"
+    return dropped, "the probability to keep each" if thinning.divides_each else f"{thinning.divisor:.4g}"
 
 
 def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> str:

@@ -136,7 +136,6 @@ class Worker(JobWorker):
         self.base, self.models, self.passes = inputs[0], inputs[1:], passes
         self._looked = Counter[str]()  # by tensor: of how many elements a pass has taken what was found
         self._ranked: dict[tuple[str, int, int], NDArray[np.uint16]] = {}  # limits by tensor, row and start
-        self._room = TUNING.ranked_bytes // 2  # for so many
         wanted = {*specs, *(t.look_spec(look) for t in task.tensors for look, _ in passes.get(t.name, ()))}
         wanted |= {spec for model in inputs for spec in model.specs}
         self.kernels = load_kernels(wanted, task.config.engine, interrupts)
@@ -244,8 +243,7 @@ class Worker(JobWorker):
                 limits = find_limits(tensor.settings.thinnings[i], width)
                 found = buffers.limits[row, :count]
                 self.kernels[spec](base, values, limits, buffers.order, found, start - first, info.is_delta)
-                if remember and self._room >= count * len(tensor.finetuned):
-                    self._room -= count
+                if remember and (len(self._ranked) + 1) * self.task.chunk * found.itemsize <= TUNING.ranked_bytes:
                     self._ranked[tensor.name, row, start] = found.copy()
 
     def _recall(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> bool:
@@ -254,7 +252,6 @@ class Worker(JobWorker):
         known = [self._ranked.pop((tensor.name, row, start), None) for row in ranked]
         for row, limits in zip(ranked, known, strict=True):
             if limits is not None:
-                self._room += count
                 buffers.limits[row, :count] = limits
         return bool(ranked) and not any(limits is None for limits in known)
 

@@ -25,6 +25,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "linear": (2, {}),
     "weights": (3, {"weights": [0.5, -0.2, 0.1], "lambda_coeff": 1.5, "drop_rate": [0.1, 0.5, 0.99]}),
     "ties": (2, {"method": "ties", "drop_rate": 0.5}),
+    "ties of five": (5, {"method": "ties", "drop_rate": 0.3}),
     "ties with shares": (5, {"method": "ties", "drop_rate": 0.5, "weights": [1, 2, 3, 4, 5]}),
     "ties without": (3, {"method": "ties", "normalize": False}),
     "trim": (2, {"method": "ties", "keep_ratio": 0.3, "drop_rate": 0.4}),
@@ -104,6 +105,20 @@ def test_a_gpu_gives_the_bits_of_the_cpu(name: str, dtype: torch.dtype) -> None:
     assert_same(
         {n: tensor.cpu() for n, tensor in merged.items()}, dare.dare_merge(base, models, DareConfig(**settings))
     )
+
+
+@on_gpu
+@pytest.mark.parametrize("count", [3, 4, 5])
+def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) -> None:
+    random = torch.Generator().manual_seed(count)
+    sizes = torch.randint(-149, 120, (count, 1 << 20), generator=random)
+    sizes[:, ::2] = sizes[:1, ::2]  # of about the same size
+    values = torch.ldexp(torch.randn((count, 1 << 20), generator=random), sizes)
+    base, models = {"w": torch.zeros(1 << 20)}, [{"w": row} for row in values]
+    merged = dare.dare_merge(
+        {"w": base["w"].cuda()}, [{"w": row.cuda()} for row in values], DareConfig(method="ties", drop_rate=0)
+    )
+    assert_same({"w": merged["w"].cpu()}, dare.dare_merge(base, models, DareConfig(method="ties", drop_rate=0)))
 
 
 @on_gpu

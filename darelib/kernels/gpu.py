@@ -3,7 +3,8 @@
 The arithmetic is that of darelib.kernels.plain, to the bit: nothing is contracted to a fused multiply-add, divisions
 are rounded to nearest, and constants above 2^31 are arrays of uint32, since a literal would become an int64. A lane
 draws one Philox block, whose eight pieces belong to elements 128 apart, so that lanes side by side load elements side
-by side. What Triton compiles is marked `# compiled`.
+by side. A program loads all that it needs before it computes anything: the memory is busy while masks are drawn. What
+Triton compiles is marked `# compiled`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.fl
 MOST_MODELS: Final = 16  # a kernel is unrolled over them
 MOST_ELEMENTS: Final = 1 << 31  # of a tensor: what 32 bits can count
 BATCH_ELEMENTS: Final = 1 << 28  # of the tensors in one launch, while which the next ones are prepared
-WARPS: Final = 4  # of a program
+GROUP_TILES: Final = 2  # of a program
+WARPS: Final = 4
 # Trim looks for its floor some bits at a time: from which bit on it counts in each pass, and how many. Many values are
 # equal, and adding to one counter takes turns: so there are several of each.
 DIGITS: Final = ((20, 11), (10, 10), (0, 10))
@@ -108,20 +110,26 @@ def point(address, tile, TYPE: constexpr, EVEN: constexpr):  # compiled
 
 
 @triton.jit
-def load_values(pointer, offset, left, EVEN: constexpr):  # compiled
-    values = tl.load(pointer + offset) if EVEN else tl.load(pointer + offset, mask=offset < left, other=0.0)
-    return values.to(tl.float32)
+def load_pieces(pointer, start, left, EVEN: constexpr):  # compiled
+    """The eight pieces of what a program works on, as they are stored."""
+    pieces = ()
+    for h in tl.static_range(PIECES):
+        at = start + h * LANES
+        pieces = pieces + (tl.load(pointer + at) if EVEN else tl.load(pointer + at, mask=at < left, other=0.0),)
+    return pieces
 
 
 @triton.jit
-def open_models(place, tile, block, TYPES: constexpr, EVEN: constexpr):  # compiled
-    """Of each model: where its values are, the mask's limit as the upper half of a word, and its Philox blocks."""
-    models = ()
+def open_inputs(place, tile, block, start, left, BASE: constexpr, TYPES: constexpr, EVEN: constexpr):  # compiled
+    """The base's values; of each model its values, the mask's limit as the upper half of a word, its Philox blocks."""
+    bases, values, models = load_pieces(point(tl.load(place), tile, BASE, EVEN), start, left, EVEN), (), ()
+    for i in tl.static_range(len(TYPES)):
+        pointer = point(tl.load(place + PLACES + 3 * i), tile, TYPES[i], EVEN)
+        values = values + (load_pieces(pointer, start, left, EVEN),)
     for i in tl.static_range(len(TYPES)):
         mine = place + PLACES + 3 * i
-        words = draw(tl.load(mine + 1), block)
-        models = models + ((point(tl.load(mine), tile, TYPES[i], EVEN), tl.load(mine + 2).to(tl.uint32), words),)
-    return models
+        models = models + ((values[i], tl.load(mine + 2).to(tl.uint32), draw(tl.load(mine + 1), block)),)
+    return bases, models
 
 
 @triton.jit
@@ -135,67 +143,78 @@ def load_numbers(number, N: constexpr):  # compiled
 
 
 @triton.jit
-def find_delta(model, h: constexpr, offset, left, base, EVEN: constexpr):  # compiled
+def find_delta(model, h: constexpr, base):  # compiled
     """For piece h: a model's values, their deltas, and whether the mask keeps them: its bits are at most the limit."""
-    pointer, limit, words = model
-    word = words[h // 2]
-    value = load_values(pointer, offset, left, EVEN)
+    values, limit, words = model
+    value, word = values[h].to(tl.float32), words[h // 2]
     return value, value - base, (word if h % 2 else word << 16) <= limit
 
 
 @triton.jit
-def largest(values, peak):  # compiled
-    """The larger magnitude, or NaN where one is."""
-    return tl.maximum(tl.abs(values), peak, propagate_nan=tl.PropagateNan.ALL)
+def turn(values, sign):  # compiled
+    """The values, or their negatives where the sign's bit is set."""
+    return (values.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def divide_by_count(total, count, MOST: constexpr):  # compiled
+    """A total divided by a whole number, or by 1 for 0: div_rn's bits, of which it needs more than half the time.
+
+    The quotient is mended by its remainder, which is exact, in denormal numbers as well. Up to 5: of 6 and some others
+    a remainder of one half would not be.
+    """
+    if MOST <= 2:
+        return tl.where(count > 1, total * 0.5, total)
+    count = tl.maximum(count, 1.0)
+    inverse = 1.0 / count
+    near = total * inverse
+    return tl.fma(tl.fma(-near, count, total), inverse, near)
 
 
 @triton.jit
 def merge_kernel(  # compiled
-    owners, places, lanes, numbers, flags, ELECTS: constexpr, HALVES: constexpr, TRIMS: constexpr, EXACT: constexpr,
+    owners, places, lanes, numbers, flags, ELECTS: constexpr, COUNTS: constexpr, TRIMS: constexpr, EXACT: constexpr,
     BASE: constexpr, FINETUNED: constexpr, OUTPUT: constexpr, EVEN: constexpr, GROUP: constexpr,
 ):  # fmt: skip
     N: constexpr = len(FINETUNED)
     tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
     number = numbers + tensor * (NUMBERS + 3 * N)
     lambda_coeff, base_share, first_share = tl.load(number), tl.load(number + 1), tl.load(number + 2)
-    base_at, output_at = point(tl.load(place), tile, BASE, EVEN), point(tl.load(place + 1), tile, OUTPUT, EVEN)
-    models, coefficients = open_models(place, tile, block, FINETUNED, EVEN), load_numbers(number, N)
-    peak = tl.zeros(start.shape, tl.float32)
-    highest = tl.zeros(start.shape, tl.float32)
+    coefficients, output_at = load_numbers(number, N), point(tl.load(place + 1), tile, OUTPUT, EVEN)
+    bases, models = open_inputs(place, tile, block, start, left, BASE, FINETUNED, EVEN)
+    zeros = tl.zeros(start.shape, tl.float32)
+    zeros_or_nan, highest = zeros, zeros
     for h in tl.static_range(PIECES):
-        offset = start + h * LANES
-        base = load_values(base_at, offset, left, EVEN)
+        base = bases[h].to(tl.float32)
         merged, value, rows = base_share * base, base, ()
         for i in tl.static_range(N):
             scale, _, floor = coefficients[i]
-            value, delta, kept = find_delta(models[i], h, offset, left, base, EVEN)
-            peak = largest(delta, peak)
+            value, delta, kept = find_delta(models[i], h, base)
+            zeros_or_nan = tl.fma(delta, zeros, zeros_or_nan)  # 0 times what is not finite is NaN
             if TRIMS:
                 kept &= tl.abs(delta) >= floor
             row = tl.where(kept, delta * scale, 0.0)
             merged += row
             rows = rows + (row,)
         if ELECTS:  # where the sum is negative, all is turned round
-            turned = merged < 0
-            total, share = tl.zeros_like(base), tl.zeros_like(base) + first_share
+            sign = merged.to(tl.uint32, bitcast=True) & tl.full(merged.shape, 0x80000000, tl.uint32)
+            total, share = zeros, zeros + first_share
             for i in tl.static_range(N):
-                row = tl.where(turned, -rows[i], rows[i])
+                row = turn(rows[i], sign)
                 total += tl.maximum(row, 0.0)
-                share += tl.where(row > 0, coefficients[i][1], 0.0)
-            if HALVES:  # a division takes as long as all the rest
-                merged = tl.where(share > 1, total * 0.5, total)
-            else:
-                merged = tl.where(share > 0, tl.div_rn(total, share), 0.0)
-            merged = tl.where(turned, -merged, merged)
+                share = tl.fma(tl.where(row > 0, 1.0, 0.0), coefficients[i][1], share)
+            merged = divide_by_count(total, share, N) if COUNTS else tl.where(share > 0, tl.div_rn(total, share), 0.0)
+            merged = turn(merged, sign)
         if not EXACT:
             change = lambda_coeff * merged
             value = tl.where(change == 0, base, base + change)
-        highest = largest(value, highest)
+        highest = tl.maximum(tl.abs(value), highest, propagate_nan=tl.PropagateNan.ALL)
+        offset = start + h * LANES
         if EVEN:
             tl.store(output_at + offset, value.to(OUTPUT))
         else:
             tl.store(output_at + offset, value.to(OUTPUT), mask=offset < left)
-    broken = tl.where((peak < float("inf")) & (highest < tl.load(number + 3)), 0, 1)
+    broken = tl.where((zeros_or_nan == 0) & (highest < tl.load(number + 3)), 0, 1)
     tl.atomic_or(flags + tensor + tl.zeros_like(broken), broken, mask=broken != 0)
 
 
@@ -223,15 +242,14 @@ def products_kernel(  # compiled
     """For slerp: for each tile |end 0|^2, |end 1|^2 and end 0 . end 1."""
     N: constexpr = len(FINETUNED)
     tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
-    base_at, models = point(tl.load(place), tile, BASE, EVEN), open_models(place, tile, block, FINETUNED, EVEN)
     coefficients = load_numbers(numbers + tensor * (NUMBERS + 3 * N), N)
+    bases, models = open_inputs(place, tile, block, start, left, BASE, FINETUNED, EVEN)
     firsts, seconds, products = (), (), ()
     for h in tl.static_range(PIECES):
-        offset = start + h * LANES
-        base = load_values(base_at, offset, left, EVEN)
+        base = bases[h].to(tl.float32)
         first, second = base, base
         for i in tl.static_range(N):
-            _, delta, kept = find_delta(models[i], h, offset, left, base, EVEN)
+            _, delta, kept = find_delta(models[i], h, base)
             end = base + tl.where(kept, delta * coefficients[i][0], 0.0)
             if i == 0:
                 first = end
@@ -253,16 +271,14 @@ def count_kernel(  # compiled
     """For trim: count, by some bits of the pattern, the surviving |delta| whose higher bits are those found so far."""
     N: constexpr = len(FINETUNED)
     tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
-    base_at, models = point(tl.load(place), tile, BASE, EVEN), open_models(place, tile, block, FINETUNED, EVEN)
+    bases, models = open_inputs(place, tile, block, start, left, BASE, FINETUNED, EVEN)
     for h in tl.static_range(PIECES):
-        offset = start + h * LANES
-        base = load_values(base_at, offset, left, EVEN)
         for i in tl.static_range(N):
-            _, delta, kept = find_delta(models[i], h, offset, left, base, EVEN)
+            _, delta, kept = find_delta(models[i], h, bases[h].to(tl.float32))
             pattern = tl.abs(delta).to(tl.uint32, bitcast=True) >> SHIFT
             kept &= (pattern >> WIDTH) == tl.load(prefixes + tensor * N + i).to(tl.uint32)
             if not EVEN:
-                kept &= offset < left
+                kept &= start + h * LANES < left
             row = counts + ((tensor * N + i) * COPIES + tl.program_id(0) % COPIES) * BINS
             digit = (pattern & ((1 << WIDTH) - 1)).to(tl.int32)
             tl.atomic_add(row + digit, tl.full(digit.shape, 1, tl.int32), mask=kept, sem="relaxed")
@@ -295,11 +311,11 @@ class Columns:
     """What must be known of all tensors, by base, models and output: read in bulk, since there may be thousands."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Sequence[Tensor]]) -> None:
-        self.names, self.group = names, 4 if len(tensors) <= 4 else 2
+        self.names = names
         self.addresses = [list(map(Tensor.data_ptr, column)) for column in tensors]
         self.table = np.array(self.addresses, np.uint64).T
         self.counts = np.array(list(map(Tensor.numel, tensors[0])))
-        even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(1)
+        even = (self.counts % (GROUP_TILES * TILE) == 0) & (self.table % 16 == 0).all(1)
         traits = [list(map(TRAITS, column)) for column in tensors]
         dense = [list(map(Tensor.is_contiguous, column)) for column in tensors]
         known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
@@ -328,15 +344,15 @@ class Batch:
         self.rows, self.settings, self.method = rows, settings, METHODS[settings[0].method]
         self.device, even, base, *types, output = columns.kinds[rows[0]]
         self.models = range(len(types))
-        counts, addresses, group = columns.counts[rows], columns.table[rows], columns.group
+        counts, addresses = columns.counts[rows], columns.table[rows]
         self.options = {"BASE": TYPES[base], "FINETUNED": tuple(TYPES[kind] for kind in types), "EVEN": even}
-        self.options |= {"GROUP": group, "num_warps": WARPS, "enable_fp_fusion": False}
-        self.lanes = number_lanes(self.device, group * LANES.value)
+        self.options |= {"GROUP": GROUP_TILES, "num_warps": WARPS, "enable_fp_fusion": False}
+        self.lanes = number_lanes(self.device, GROUP_TILES * LANES.value)
         self.output, self.limit = TYPES[output], FORMATS[SHORT_NAMES[output]].limit
         self.exact = bool(types) and settings[0].returns_model
         look = self.method.look(settings[0]) if types and not self.exact else None
         self.look = look and look.kernel
-        self.tiles, programs = -(-counts // TILE), -(-counts // (group * TILE))
+        self.tiles, programs = -(-counts // TILE), -(-counts // (GROUP_TILES * TILE))
         self.programs, self.owners = int(programs.sum()), name_owners(self.device, tuple(programs.tolist()))
         places = np.zeros((len(rows), PLACES.value + 3 * len(types)), np.uint64)
         places[:, 0], places[:, 1], places[:, 2] = addresses[:, 0], addresses[:, -1], counts
@@ -429,10 +445,9 @@ class Batch:
         numbers = self._numbers(self.method.weigh, found)
         if self.floors is not None:
             numbers[:, NUMBERS.value + 2 :: 3] = self.floors
-        # Two equal shares are halves of the whole.
-        halves = len(self.models) <= 2 and all(s.normalize and set(s.weights) == {1} for s in set(self.settings))
+        counts = len(self.models) <= 5 and all(s.normalize and set(s.weights) == {1} for s in set(self.settings))
         options = {"ELECTS": self.method.kernel == "elect", "TRIMS": self.floors is not None, "EXACT": self.exact}
-        self._launch(merge_kernel, numbers, self.flags, HALVES=halves, OUTPUT=self.output, **options)
+        self._launch(merge_kernel, numbers, self.flags, COUNTS=counts, OUTPUT=self.output, **options)
 
 
 def make_batches(columns: Columns, settings: Sequence[TensorSettings], seed: int) -> Iterator[Batch]:
@@ -440,13 +455,13 @@ def make_batches(columns: Columns, settings: Sequence[TensorSettings], seed: int
     traits = {each: (METHODS[each.method].look(each), each.returns_model) for each in set(settings)}
     waiting: dict[tuple[Any, ...], list[int]] = {}
     sizes = Counter[tuple[Any, ...]]()
-    for k, (kind, each) in enumerate(zip(columns.kinds, settings, strict=True)):
+    for k, (kind, each, count) in enumerate(zip(columns.kinds, settings, columns.counts.tolist(), strict=True)):
         if kind is None:
             continue
         group = (kind, traits[each])
         rows = waiting.setdefault(group, [])
         rows.append(k)
-        sizes[group] += int(columns.counts[k])
+        sizes[group] += count
         look = traits[each][0]
         counted = len(rows) * (len(kind) - 4) if look and look.kernel == "count" else 0
         if sizes[group] >= BATCH_ELEMENTS or counted >= COUNTED_ROWS:
@@ -456,24 +471,19 @@ def make_batches(columns: Columns, settings: Sequence[TensorSettings], seed: int
         yield Batch(columns, rows, [settings[k] for k in rows], seed)
 
 
-class Merge:
-    """The merges that are queued. The GPU is waited for once, at the end; where slerp must look first, once more."""
+def merge_columns(columns: Columns, settings: Sequence[TensorSettings], seed: int) -> str | None:
+    """Merge, and give the name of a tensor that turned out to hold or give a value that is not finite, if any does.
 
-    def __init__(self) -> None:
-        self.batches: list[tuple[Batch, Columns]] = []
-
-    def add(self, columns: Columns, settings: Sequence[TensorSettings], seed: int) -> None:
-        for batch in make_batches(columns, settings, seed):
-            batch.find_out()
-            self.batches.append((batch, columns))
-            if batch.products is None:
-                batch.merge()
-
-    def finish(self) -> str | None:
-        """The first tensor that turned out to hold or give a value that is not finite, if any does."""
-        looking = [(batch, batch.products) for batch, _ in self.batches if batch.products is not None]
-        for (batch, _), found in zip(looking, [products.tolist() for _, products in looking], strict=True):
-            batch.merge(found)
-        flags = [batch.flags.tolist() for batch, _ in self.batches]
-        pairs = zip(self.batches, flags, strict=True)
-        return next((columns.names[batch.rows[f.index(1)]] for (batch, columns), f in pairs if 1 in f), None)
+    The GPU is waited for once, at the end; where slerp must look first, once more.
+    """
+    batches = []
+    for batch in make_batches(columns, settings, seed):
+        batch.find_out()
+        batches.append(batch)
+        if batch.products is None:
+            batch.merge()
+    looking = [(batch, batch.products) for batch in batches if batch.products is not None]
+    for (batch, _), found in zip(looking, [products.tolist() for _, products in looking], strict=True):
+        batch.merge(found)
+    flags = [(batch, batch.flags.tolist()) for batch in batches]
+    return next((columns.names[batch.rows[found.index(1)]] for batch, found in flags if 1 in found), None)

@@ -110,26 +110,23 @@ class StateMerge:
         if len(common) < len(self.base):  # what is one tensor in the base is merged once, by one of the two
             common = {name for name in common if common.issuperset(self._twins.get(name, ()))}
         names = [n for n, tensor in self.base.items() if n in common and tensor.is_cuda and tensor.is_floating_point()]
-        merge, waiting, size = gpu.Merge(), list[str](), 0
-        for name in names if len(self.finetuned) <= gpu.MOST_MODELS else ():
-            waiting.append(name)
-            size += self.base[name].numel()
-            if size >= gpu.BATCH_ELEMENTS or name == names[-1]:
-                settings = [self.chooser.choose(name)[1] for name in waiting]
-                merge.add(self._find_columns(gpu, waiting, settings), settings, self.config.seed)
-                waiting, size = [], 0
-        if broken := merge.finish():
-            raise self._explain(broken)
+        if names and len(self.finetuned) <= gpu.MOST_MODELS:
+            settings = [self.chooser.choose(name)[1] for name in names]
+            if broken := gpu.merge_columns(self._find_columns(gpu, names, settings), settings, self.config.seed):
+                raise self._explain(broken)
 
     def _find_columns(self, gpu: Any, names: list[str], settings: list[TensorSettings]) -> Any:
         """What the kernels must know of some tensors, without those that they cannot or need not merge."""
-        models = [[model[name] for name in names] for model in (self.base, *self.finetuned)]
-        outputs = [self._make_place(name) for name in names]
+        models = [list(map(model.__getitem__, names)) for model in (self.base, *self.finetuned)]
+        outputs = list(map(self._make_place, names))
         columns = gpu.Columns(names, [*models, outputs])
         taken = {each: gpu.can_merge(each) for each in set(settings)}
-        for k, (name, kind, *addresses) in enumerate(zip(names, columns.kinds, *columns.addresses, strict=True)):
-            columns.kinds[k], tied = None, self._is_tied(name, tuple(addresses[:-1]))
-            if not tied and kind and kind[-1] == (self.dtype or kind[2]) and taken[settings[k]]:
+        places = list(zip(*columns.addresses[:-1], strict=True))
+        if apart := len(set(places)) == len(names):  # as they usually are: none is tied
+            self.places = dict(zip(places, names, strict=True))
+        for k, (name, kind) in enumerate(zip(names, columns.kinds, strict=True)):
+            columns.kinds[k], fits = None, kind and kind[-1] == (self.dtype or kind[2]) and taken[settings[k]]
+            if (apart or not self._is_tied(name, places[k])) and fits:
                 columns.kinds[k], self.merged[name] = kind, outputs[k]
         return columns
 

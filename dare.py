@@ -25,6 +25,7 @@ darelib, is a room for each job:
     output/              how a model comes out: publish (write, sync, rename), directory, tokenizer, recipe
     report, verify       what a merge will do and did; a merged model against its recipe
     analysis/            what the models are like, and what to do with them
+    sweep/               settings chosen by an evaluation
     pack, convert        packed models; pickles as safetensors files
     mergekit, families, yamlfile    what another tool's configurations ask for
     text, formats, tuning, interrupts    words for people; stored types; sizes and intervals; signals
@@ -71,17 +72,22 @@ if TYPE_CHECKING:
     from darelib.plan import MergePlan
     from darelib.readers import Request, Source
     from darelib.report import Estimate, MergeReport, ModelReport, Plan
+    from darelib.sweep.report import SweepReport, plot_sweep
+    from darelib.sweep.search import Options
+    from darelib.sweep.space import Space
     from darelib.verify import VerifyReport
 
 __all__ = [
     "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "Estimate", "MergeReport", "ModelReport",
-    "Plan", "Rule", "VerifyReport", "dare_drop", "dare_merge", "dare_sparsify", "plot_analysis",
+    "Plan", "Rule", "SweepReport", "VerifyReport", "dare_drop", "dare_merge", "dare_sparsify", "dare_sweep",
+    "plot_analysis", "plot_sweep",
 ]  # fmt: skip
 # Rooms are imported where they are used, so that --help starts at once. These names are found in theirs when asked for.
 ROOMS: Final = {
     "AnalysisReport": "darelib.analysis.report", "Estimate": "darelib.report", "MergeReport": "darelib.report",
     "ModelReport": "darelib.report", "Plan": "darelib.report", "VerifyReport": "darelib.verify",
-    "plot_analysis": "darelib.analysis.plots",
+    "plot_analysis": "darelib.analysis.plots", "SweepReport": "darelib.sweep.report",
+    "plot_sweep": "darelib.sweep.report",
 }  # fmt: skip
 
 
@@ -252,6 +258,52 @@ class DareMerger:
                     run_rounds(rounds, worker, compare, lambda job, _: advance(job.bytes_read), interrupts)
         return VerifyReport(str(output_file), len(plan.tensors), plan.size, time.perf_counter() - started)
 
+    def sweep(
+        self,
+        evaluate: Callable[..., Any] | str,
+        space: Mapping[str, Any],
+        *,
+        model: torch.nn.Module | None = None,
+        in_memory: bool = False,
+        timeout: float | None = None,
+        folder: str | Path = ".",
+        keep_models: bool = False,
+        **options: Any,
+    ) -> SweepReport:
+        """Search for the settings whose merge scores best; what is not searched is as in the config.
+
+        evaluate: a function, file.py:function, or a command with {model} in it. It is given the path of a merged model,
+        which is written in folder, over the one before unless keep_models; in_memory, a state dict; or the live model,
+        into whose tensors it was merged, and which holds the winner in the end. space: as under [sweep] in TOML.
+        options: trials, search, objectives, confirm, storage and study (darelib.sweep.search.Options).
+        """
+        from darelib.models.hub import download
+        from darelib.sweep.bench import FileBench, load_states, prepare_folder
+        from darelib.sweep.evaluation import find_evaluation
+        from darelib.sweep.search import Options, Search
+        from darelib.sweep.space import Space
+
+        run, label = find_evaluation(evaluate, timeout)
+        how, quiet = Options.of(**options), dataclasses.replace(self.config, verbose=False)
+        choices = Space(space, quiet, len(self.models))
+        with self._open() as inputs:
+            settings = [quiet.recipe_settings(), [rule.as_table() for rule in quiet.typed_rules], self.tokenizer.name]
+            facts: list[Any] = [label, settings, [each.fingerprint for each in inputs]]
+            if model is not None or in_memory:
+                base, *finetuned = load_states(inputs, model)
+                return _sweep_memory(base, finetuned, run, choices, how, model, facts)
+
+        def merge(config: DareConfig, path: Path) -> None:
+            self._with(config).merge(path, force=True)
+
+        with prepare_folder(Path(folder), keep_models) as place:
+            bench = FileBench(download(self.base).path, merge, run, place, keep_models)
+            self._with(choices.plain_average(1.0)).plan(bench.place("merged"))  # to fail now rather than later
+            return Search(choices, bench, how, facts).run()
+
+    def _with(self, config: DareConfig) -> DareMerger:
+        return DareMerger(self.base, self.models, config, tokenizer=self.tokenizer, chat_template=self.chat_template)
+
     def _plan(self, inputs: Sequence[Input], destination: Destination, force: bool) -> MergePlan:
         from darelib.output.tokenizer import choose_tokenizer
         from darelib.plan import plan_output
@@ -294,6 +346,48 @@ def dare_merge(
     not fit is refused before anything is written; a value that is not finite is only met on the way.
     """
     return _load_tensors().merge_tensors(base, finetuned, check_config(config), out)
+
+
+def dare_sweep(
+    base: Mapping[str, torch.Tensor],
+    finetuned: Sequence[Mapping[str, torch.Tensor]],
+    evaluate: Callable[..., Any],
+    space: Mapping[str, Any],
+    config: DareConfig | None = None,
+    *,
+    model: torch.nn.Module | None = None,
+    **options: Any,
+) -> SweepReport:
+    """Search for the settings whose merge of state dicts scores best, as DareMerger.sweep does; nothing is written.
+
+    evaluate: is given the merged state dict or, if there is one, the live model, into whose tensors it was merged, and
+    which holds the winner in the end.
+    """
+    from darelib.sweep.evaluation import find_evaluation
+    from darelib.sweep.search import Options
+    from darelib.sweep.space import Space
+
+    run, label = find_evaluation(evaluate, None)
+    how, config = Options.of(**options), check_config(config)
+    config.check_models(len(finetuned))
+    facts: list[Any] = [label, config.recipe_settings(), [rule.as_table() for rule in config.typed_rules]]
+    if how.storage and how.study is None:
+        facts.append([[float(t.double().sum()) for t in state.values()] for state in (base, *finetuned)])
+    return _sweep_memory(base, finetuned, run, Space(space, config, len(finetuned)), how, model, facts)
+
+
+def _sweep_memory(
+    base: Mapping[str, torch.Tensor], finetuned: Sequence[Mapping[str, torch.Tensor]], run: Callable[[Any, Any], Any],
+    space: Space, how: Options, model: torch.nn.Module | None, facts: Sequence[Any],
+) -> SweepReport:  # fmt: skip
+    from darelib.sweep.bench import MemoryBench
+    from darelib.sweep.search import Search
+
+    bench = MemoryBench(base, finetuned, dare_merge, run, model)
+    report = Search(space, bench, how, facts).run()
+    if model is not None:
+        dare_merge(bench.base, finetuned, report.winner.config, out=bench.out)
+    return report
 
 
 def _load_tensors() -> Any:
@@ -458,6 +552,54 @@ def run_analyze_command(flags: dict[str, Any]) -> None:
             print_result(report.as_dict(per_tensor) if "json" in flags else report.text(per_tensor))
 
 
+def add_sweep_options(add: Add) -> None:
+    add_settings(add)
+    evaluate = "a command with {model} in it, whose last line is a score or JSON, or file.py:function"
+    add("--evaluate", metavar="WHAT", help=evaluate)
+    add("--vary", metavar="AXIS", action="append", help="what to choose from, besides [sweep]: drop_rate=[0, 0.5]")
+    add("--trials", metavar="N", type=int, help="in all, earlier runs included (default 30; a grid: all of it)")
+    add("--search", metavar="HOW", help="tpe (default), cmaes, grid or random")
+    add("--objective", metavar="NAME:max", nargs="+", help="scores by name, :max or :min (default score:max)")
+    add("--confirm", metavar="N", type=int, help="fresh seeds to score the best few with again (default 5; 0: none)")
+    add("--timeout", metavar="S", type=float, help="seconds after which a command is ended, and has failed")
+    add("--in-memory", action="store_true", help="give the function a merged state dict, and write no model")
+    add("--keep-models", metavar="DIR", type=Path, help="keep all merged models there (default: none)")
+    add("--storage", metavar="URL", help="of the study, for Optuna (default: a _sweep.db file beside the config)")
+    add("--study", metavar="NAME", help="its name (default: made from all that scores depend on)")
+    add("--plot", metavar="FILE", type=Path, help="draw what was found, to a .png, .svg or .pdf file")
+    add("--write-config", metavar="FILE", type=Path, help="the winner (default: a _best.toml file beside the config)")
+    add("--force", action="store_true", help="replace existing files of --plot and --write-config")
+
+
+def run_sweep_command(flags: dict[str, Any]) -> None:
+    from darelib.analysis.files import check_places
+    from darelib.readers import parse_axes
+    from darelib.sweep.files import find_places, write_winner
+    from darelib.sweep.report import plot_sweep
+
+    merger, request = make_merger(flags)
+    if "evaluate" not in flags:
+        raise ConfigError("nothing scores the models", "give --evaluate 'COMMAND {model}' or file.py:function")
+    places, plot = find_places(flags), flags.get("plot")
+    check_places(merger.sources, plot, places.winner, places.may_replace)
+    options = {name: flags[name] for name in ("trials", "search", "confirm", "study", "timeout") if name in flags}
+    report = merger.sweep(
+        flags["evaluate"],
+        {**request.sweep, **parse_axes(flags.get("vary", ()))},
+        in_memory="in_memory" in flags,
+        folder=places.models,
+        keep_models="keep_models" in flags,
+        objectives=flags.get("objective", ["score:max"]),
+        storage=places.storage,
+        **options,
+    )
+    show(report, flags, merger.config.verbose)
+    write_winner(report, request, places.winner)
+    if plot is not None:
+        plot_sweep(report, plot)
+        LOG.info(f"drew {plot}")
+
+
 def add_verify_options(add: Add) -> None:
     add("path", metavar="PATH", nargs="?", help="the merged model; its settings are those of its recipe")
     add("--verify", metavar="PATH", dest="path", help="the same, without the word verify")
@@ -507,6 +649,7 @@ class Command:
 COMMANDS: Final = {
     "merge": Command("merge models (default)", add_merge_options, run_merge_command),
     "analyze": Command("show what models are like, and suggest settings", add_analyze_options, run_analyze_command),
+    "sweep": Command("let an evaluation choose the settings", add_sweep_options, run_sweep_command),
     "verify": Command("make a merged model again from its recipe, and compare", add_verify_options, run_verify_command),
     "pack": in_room("darelib.pack", "store what a drop rate leaves of a fine-tune, for merges"),
     "convert": in_room("darelib.convert", "write a PyTorch pickle as a .safetensors file"),
@@ -642,6 +785,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (KeyboardInterrupt, Terminated) as stopped:
         print("interrupted", file=sys.stderr)
+        if command is COMMANDS["sweep"]:
+            print(label("hint", "the same command goes on from here", sys.stderr), file=sys.stderr)
         if command is COMMANDS["merge"] and "dry_run" not in flags:
             kept = "the same command goes on from here" if "resume" in flags else "with --resume, a merge can go on"
             print(label("hint", kept, sys.stderr), file=sys.stderr)

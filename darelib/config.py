@@ -114,6 +114,12 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "engine": (f"one of {', '.join(ENGINES)}", _is_word("engine")),
     "verbose": ("true or false", lambda v: isinstance(v, bool)),
 }
+# What a search may choose: the settings that change what is merged, less the noise of the masks.
+SWEEP_SETTINGS: Final = tuple(
+    name
+    for name in CHECKS
+    if name not in ("any_base", "max_shard_size", "delta_threshold", "seed", "threads", "engine", "verbose")
+)
 # What there may be one of per model.
 PER_MODEL: Final = ("drop_rate", "drop", "gamma", "epsilon", "rescale_q", "weights")
 

@@ -7,13 +7,13 @@ import importlib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
-from darelib.config import CHECKS, RULE_SETTINGS, Rule, check_setting
+from darelib.config import CHECKS, RULE_SETTINGS, SWEEP_SETTINGS, Rule, check_setting
 from darelib.mask import MASK_NAME
 from darelib.text import ConfigError, as_text, nearest
 
@@ -33,6 +33,7 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
     "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
     "rules": ("match", *RULE_SETTINGS),
+    "sweep": (*SWEEP_SETTINGS, "rules", "seed"),
     "recipe": ("version", "mask", "seeds", "inputs", "files", "packed"),
 }
 
@@ -111,6 +112,7 @@ class Request:
     inputs: tuple[dict[str, Any], ...] = ()  # fingerprints of base and models, where the file is a recipe
     version: str = ""  # of the tool that made the recipe
     packed: bool = False  # whether that is a packed model
+    sweep: Mapping[str, Any] = field(default_factory=dict)  # what a search may choose
     notes: Mapping[str, str] = field(default_factory=dict)  # on settings: what a written configuration says of them
 
 
@@ -169,6 +171,7 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         inputs=_parse_fingerprints(path, recipe),
         version=str(recipe.get("version", "")),
         packed=bool(recipe.get("packed")),
+        sweep=tables.get("sweep", {}),
     )
 
 
@@ -242,6 +245,17 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         changes["output"] = Source.of(flags["output"]).path
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
     return dataclasses.replace(request, dare=dare, rules=rules, **changes)
+
+
+def parse_axes(texts: Iterable[str]) -> dict[str, Any]:
+    """What a search may choose, as flags: settings with their values or ranges, as in TOML."""
+    axes: dict[str, Any] = {}
+    for text in texts:
+        try:
+            axes |= read_toml(text)
+        except (ValueError, RecursionError):
+            raise ConfigError(f"--vary {text!r} must be SETTING=VALUES", "like --vary 'drop_rate=[0, 0.5]'") from None
+    return axes
 
 
 def flag_of(name: str) -> str:

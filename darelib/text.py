@@ -18,7 +18,7 @@ MAX_MESSAGE: Final = 4000
 # How many characters of a name the tables show.
 MAX_CELL: Final = 56
 # The packages of each extra.
-EXTRAS: Final = {"torch": "torch safetensors", "hub": "huggingface_hub", "plot": "matplotlib"}
+EXTRAS: Final = {"torch": "torch safetensors", "hub": "huggingface_hub", "plot": "matplotlib", "sweep": "optuna cmaes"}
 # As terminals number them.
 COLOURS: Final = {"error": 31, "warning": 33, "hint": 36}
 

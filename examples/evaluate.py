@@ -14,6 +14,7 @@ this script to judge a merge.
 import argparse
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 from digits import MODELS, TASKS, accuracies, held_out, load_model
@@ -21,6 +22,7 @@ from digits import MODELS, TASKS, accuracies, held_out, load_model
 Scores = dict[str, dict[str, float]]
 
 MERGED = MODELS / "merged.safetensors"
+IMAGES = cache(held_out)
 HINT = "No merged model yet; make it with: uv run python dare.py --config merge_config.toml"
 
 
@@ -36,11 +38,17 @@ def names_of(paths: list[Path]) -> list[str]:
     return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
 
 
-def score(paths: list[Path]) -> Scores:
+def score(path: Path) -> dict[str, float]:
+    """One model's accuracies and, as "score", their mean: for `dare.py sweep --evaluate examples/evaluate.py:score`."""
+    figures = accuracies(load_model(Path(path)), IMAGES())
+    return figures | {"score": figures["mean"]}
+
+
+def score_all(paths: list[Path]) -> Scores:
     """Every model's accuracy on each task, and the mean."""
     # All are read before any is judged, so that a bad file is reported at once.
     models = [load_model(path) for path in paths]
-    tests = held_out()
+    tests = IMAGES()
     return {name: accuracies(model, tests) for name, model in zip(names_of(paths), models, strict=True)}
 
 
@@ -70,7 +78,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     try:
-        scores = score(options.models or default_models())
+        scores = score_all(options.models or default_models())
     except ValueError as error:
         print(f"evaluate.py: {error}", file=sys.stderr)
         return 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from darelib.config import Rule
 from darelib.models.hub import is_on_hub
 from darelib.output.destination import check_apart
 from darelib.output.newfile import write_new_file
@@ -33,13 +34,17 @@ def write_request(request: Request, path: Path, force: bool) -> None:
     check_new_config(path, force)
     sources = [source for source in (request.base, *request.merge) if source and source.path.exists()]
     check_apart(repr(str(path)), path, [(source.name, source.path) for source in sources])
+    write_config(path, format_settings(request.dare, request.rules, request.notes), request)
+
+
+def format_settings(dare: Mapping[str, Any], rules: Iterable[Rule], notes: Mapping[str, str]) -> str:
+    """Settings and rules as TOML. notes: comments on some of them."""
     lines = ["[dare]"]
-    for key, value in request.dare.items():
-        note = f"  # {request.notes[key]}" if key in request.notes else ""
-        lines.append(f"{key} = {as_literal(value)}{note}")
-    for rule in request.rules:
+    for key, value in dare.items():
+        lines.append(f"{key} = {as_literal(value)}" + (f"  # {notes[key]}" if key in notes else ""))
+    for rule in rules:
         lines += ["", "[[rules]]", *(f"{key} = {as_literal(value)}" for key, value in rule.as_table().items())]
-    write_config(path, "\n".join(lines), request)
+    return "\n".join(lines)
 
 
 def write_config(path: Path, settings: str, request: Request) -> None:

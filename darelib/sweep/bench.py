@@ -1,0 +1,105 @@
+"""Where models are made and scored, one at a time: as files, or in memory."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from darelib.config import DareConfig
+from darelib.models import Input
+from darelib.models.checkpoint import Checkpoint
+from darelib.sweep.evaluation import Evaluate
+from darelib.text import DareError, install_hint
+
+
+class Bench(Protocol):
+    def score(self, config: DareConfig | None, trial: Any, name: str) -> Any:
+        """What the evaluation says of a merge, or of the base. name: what to call a model that is kept."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileBench:
+    """Models are written, each over the one before, and handed over by their path."""
+
+    base: Path
+    merge: Callable[[DareConfig, Path], Any]
+    evaluate: Evaluate
+    folder: Path
+    keep: bool
+
+    def place(self, name: str) -> Path:
+        """Of the kind that the base is, so that what loads the base loads it."""
+        suffix = ".safetensors" if self.base.is_file() and self.base.suffix == ".safetensors" else ""
+        return self.folder.absolute() / f"{name}{suffix}"
+
+    def score(self, config: DareConfig | None, trial: Any, name: str) -> Any:
+        if config is None:
+            return self.evaluate(self.base.absolute(), trial)
+        path = self.place(name if self.keep else "merged")
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        self.merge(config, path)
+        return self.evaluate(path, trial)
+
+
+@contextmanager
+def prepare_folder(folder: Path, keep: bool) -> Iterator[Path]:
+    """Where models are written: there, to be kept, or in a folder of its own that goes away."""
+    try:
+        if keep:
+            folder.mkdir(exist_ok=True)
+            yield folder
+            return
+        with tempfile.TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True) as made:
+            yield Path(made)
+    except OSError as error:
+        raise DareError(f"cannot write models in {str(folder)!r}: {error.strerror}", "give --keep-models DIR") from None
+
+
+class MemoryBench:
+    """State dicts are merged, into a live model's tensors if there is one, and nothing is written."""
+
+    def __init__(
+        self, base: Mapping[str, Any], finetuned: Sequence[Mapping[str, Any]], merge: Callable[..., Any],
+        evaluate: Evaluate, model: Any = None,
+    ) -> None:  # fmt: skip
+        self.merge, self.evaluate, self.model, self.finetuned = merge, evaluate, model, finetuned
+        self.out = None if model is None else model.state_dict()
+        written = {tensor.data_ptr() for tensor in (self.out or {}).values()}
+        # What is merged into the base's own tensors would be the base of the next merge.
+        self.base = {n: tensor.clone() if tensor.data_ptr() in written else tensor for n, tensor in base.items()}
+        for k, state in enumerate(finetuned):
+            if any(tensor.data_ptr() in written for tensor in state.values()):
+                raise DareError(f"model {k} and the live model share their memory", "give copies of its tensors")
+
+    def score(self, config: DareConfig | None, trial: Any, _: str) -> Any:
+        merged = self.base if config is None else self.merge(self.base, self.finetuned, config, out=self.out)
+        if self.out is None:
+            return self.evaluate(merged, trial)
+        if config is None:
+            for name, tensor in self.base.items():
+                self.out[name].detach().copy_(tensor)
+        return self.evaluate(self.model, trial)
+
+
+def load_states(inputs: Sequence[Input], model: Any) -> list[dict[str, Any]]:
+    """The tensors of models in files, on the device of a live model if there is one."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise DareError("models in memory need torch and safetensors", install_hint("torch")) from None
+    device = "cpu" if model is None else str(next(iter(model.state_dict().values())).device)
+    for each in inputs:
+        if type(each) is not Checkpoint:
+            raise DareError(
+                f"{each.name!r} is no whole model, as is needed in memory",
+                "search in files, or merge it alone first",
+            )
+    return [{n: t for file in each.files for n, t in load_file(file.path, device).items()} for each in inputs]

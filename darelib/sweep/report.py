@@ -221,7 +221,7 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
     pyplot, first = load_pyplot(Path(path)), report.objectives[0]
     settings = list(dict.fromkeys(name for row in report.rows for name in row.params))
     panels = len(settings) + 1 + (len(report.objectives) > 1)
-    columns = min(3, panels)
+    columns = 2 if panels == 4 else min(3, panels)
     figure, grid = pyplot.subplots(
         -(-panels // columns), columns, figsize=(4 * columns, 3.2 * -(-panels // columns)), layout="constrained",
         squeeze=False,

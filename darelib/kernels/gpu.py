@@ -24,6 +24,7 @@ from darelib.formats import DTYPES, FORMATS
 from darelib.mask import ROUNDS, TILE, mask_key
 from darelib.methods import (
     METHODS,
+    SLERP,
     ArcLook,
     Coefficients,
     Found,
@@ -39,13 +40,12 @@ Tensor = torch.Tensor
 constexpr: Any = tl.constexpr
 
 SHORT_NAMES: Final = {getattr(torch, name): short for name, short in DTYPES.items()}
-TRAITS: Final = attrgetter("shape", "device", "dtype")
+TRAITS: Final = attrgetter("shape", "dtype", "device")
 TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MOST_MODELS: Final = 16  # a kernel is unrolled over them
 MOST_ELEMENTS: Final = 1 << 31  # of a tensor: what 32 bits can count
 BATCH_ELEMENTS: Final = 1 << 28  # of the tensors in one launch, while which the next ones are prepared
-GROUP_TILES: Final = 2  # of a program
-WARPS: Final = 4
+WARPS: Final = 4  # of a program
 # Trim looks for its floor some bits at a time: from which bit on it counts in each pass, and how many. Many values are
 # equal, and adding to one counter takes turns: so there are several of each.
 DIGITS: Final = ((20, 11), (10, 10), (0, 10))
@@ -310,24 +310,27 @@ def number_lanes(device: torch.device, count: int) -> Tensor:
 class Columns:
     """What must be known of all tensors, by base, models and output: read in bulk, since there may be thousands."""
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[Sequence[Tensor]]) -> None:
-        self.names = names
+    def __init__(
+        self, names: Sequence[str], tensors: Sequence[Sequence[Tensor]], method: str, traits: Sequence[Any] = ()
+    ) -> None:
+        """traits: the shapes, types and devices that each tensor has in all columns, where that is known."""
+        self.names, self.group = names, 4 if method == SLERP else 2  # tiles of a program, whose sums slerp folds
         self.addresses = [list(map(Tensor.data_ptr, column)) for column in tensors]
         self.table = np.array(self.addresses, np.uint64).T
         self.counts = np.array(list(map(Tensor.numel, tensors[0])))
-        even = (self.counts % (GROUP_TILES * TILE) == 0) & (self.table % 16 == 0).all(1)
-        traits = [list(map(TRAITS, column)) for column in tensors]
+        even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(1)
+        columns = [traits] if traits else [list(map(TRAITS, column)) for column in tensors]
         dense = [list(map(Tensor.is_contiguous, column)) for column in tensors]
         known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
         # What those share that one launch merges; None: no kernel can.
         self.kinds: list[tuple[Any, ...] | None] = []
-        for evenly, each, whole in zip(even.tolist(), zip(*traits, strict=True), zip(*dense, strict=True), strict=True):
-            key = (evenly, whole, each)
+        for key in zip(even.tolist(), map(all, zip(*dense, strict=True)), *columns, strict=True):
             if key not in known:
-                shapes, devices, types = (set(column) for column in zip(*each, strict=True))
-                fits = len(shapes) == len(devices) == 1 and all(whole) and types <= TYPES.keys()
-                fits = fits and 0 < math.prod(each[0][0]) < MOST_ELEMENTS and can_merge_on(each[0][1])
-                known[key] = (each[0][1], evenly, *(dtype for *_, dtype in each)) if fits else None
+                evenly, whole, *each = key
+                shapes, types, devices = zip(*each, strict=True)
+                fits = whole and len({*shapes}) == len({*devices}) == 1 and {*types} <= TYPES.keys()
+                fits = fits and 0 < math.prod(shapes[0]) < MOST_ELEMENTS and can_merge_on(devices[0])
+                known[key] = (devices[0], evenly, *(types if len(each) > 1 else types * len(tensors))) if fits else None
             self.kinds.append(known[key])
 
 
@@ -344,15 +347,15 @@ class Batch:
         self.rows, self.settings, self.method = rows, settings, METHODS[settings[0].method]
         self.device, even, base, *types, output = columns.kinds[rows[0]]
         self.models = range(len(types))
-        counts, addresses = columns.counts[rows], columns.table[rows]
+        counts, addresses, group = columns.counts[rows], columns.table[rows], columns.group
         self.options = {"BASE": TYPES[base], "FINETUNED": tuple(TYPES[kind] for kind in types), "EVEN": even}
-        self.options |= {"GROUP": GROUP_TILES, "num_warps": WARPS, "enable_fp_fusion": False}
-        self.lanes = number_lanes(self.device, GROUP_TILES * LANES.value)
+        self.options |= {"GROUP": group, "num_warps": WARPS, "enable_fp_fusion": False}
+        self.lanes = number_lanes(self.device, group * LANES.value)
         self.output, self.limit = TYPES[output], FORMATS[SHORT_NAMES[output]].limit
         self.exact = bool(types) and settings[0].returns_model
         look = self.method.look(settings[0]) if types and not self.exact else None
         self.look = look and look.kernel
-        self.tiles, programs = -(-counts // TILE), -(-counts // (GROUP_TILES * TILE))
+        self.tiles, programs = -(-counts // TILE), -(-counts // (group * TILE))
         self.programs, self.owners = int(programs.sum()), name_owners(self.device, tuple(programs.tolist()))
         places = np.zeros((len(rows), PLACES.value + 3 * len(types)), np.uint64)
         places[:, 0], places[:, 1], places[:, 2] = addresses[:, 0], addresses[:, -1], counts

@@ -86,6 +86,7 @@ class StateMerge:
         self.merged: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
         self.places: dict[tuple[int | None, ...], str] = {}  # by where the values are, in the base and in the models
+        self.traits: list[Any] = []  # of all tensors of the base, if they are those of all models and of out
         self.chooser = Chooser(config, base, len(finetuned))
 
     @torch.no_grad()
@@ -119,7 +120,8 @@ class StateMerge:
         """What the kernels must know of some tensors, without those that they cannot or need not merge."""
         models = [list(map(model.__getitem__, names)) for model in (self.base, *self.finetuned)]
         outputs = list(map(self._make_place, names))
-        columns = gpu.Columns(names, [*models, outputs])
+        traits = self.traits if len(names) == len(self.base) else ()
+        columns = gpu.Columns(names, [*models, outputs], self.config.method, traits)
         taken = {each: gpu.can_merge(each) for each in set(settings)}
         places = list(zip(*columns.addresses[:-1], strict=True))
         if apart := len(set(places)) == len(names):  # as they usually are: none is tied
@@ -196,7 +198,8 @@ class StateMerge:
         states = (self.base, *self.finetuned, out)
         if not any(self.base.keys() - state.keys() for state in states) and self.dtype is None:
             traits = [list(map(TRAITS, map(state.__getitem__, self.base))) for state in states]
-            if traits.count(traits[0]) == len(traits) and len(set(map(Tensor.data_ptr, out.values()))) == len(out):
+            self.traits = traits[0] if traits.count(traits[0]) == len(traits) else []
+            if self.traits and len(set(map(Tensor.data_ptr, out.values()))) == len(out):
                 return  # all is as it usually is
         owners: dict[tuple[object, ...], tuple[str, tuple[object, ...]]] = {}  # by address: the name, and of what
         for name, tensor in self.base.items():

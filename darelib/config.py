@@ -483,3 +483,9 @@ class Chooser:
         if key not in self._known:
             self._known[key] = self._config.for_rule(rule, self._count, key[1])
         return rule, self._known[key]
+
+    def choose_all(self, names: Sequence[str]) -> list[TensorSettings]:
+        """The settings of some tensors."""
+        if names and not self._config.rules and not self._layers:  # one for all
+            return [self.choose(names[0])[1]] * len(names)
+        return [self.choose(name)[1] for name in names]

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache, partial
+from itertools import chain, pairwise, repeat
 from typing import Any, Final
 
 import numpy as np
@@ -40,7 +39,6 @@ Tensor = torch.Tensor
 constexpr: Any = tl.constexpr
 
 SHORT_NAMES: Final = {getattr(torch, name): short for name, short in DTYPES.items()}
-TRAITS: Final = attrgetter("shape", "dtype", "device")
 TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MOST_MODELS: Final = 16  # a kernel is unrolled over them
 MOST_ELEMENTS: Final = 1 << 31  # of a tensor: what 32 bits can count
@@ -307,31 +305,50 @@ def number_lanes(device: torch.device, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32, device=device)
 
 
+def find_way(settings: TensorSettings) -> tuple[str | None, bool, bool] | None:
+    """What to find out first, whether the model is the result, whether shares are only counted; None: no kernel can."""
+    method, exact = METHODS[settings.method], settings.returns_model
+    look = None if exact else method.look(settings)
+    kernel = look.kernel if look else None
+    counts = method.kernel == "elect" and settings.normalize and set(settings.weights) == {1}
+    return (kernel, exact, counts and len(settings.weights) <= 5) if can_merge(settings) else None
+
+
+def find_kind(columns: int, even: bool, dense: bool, way: Any, *traits: Any) -> tuple[Any, ...] | None:
+    """What those share that one launch merges; None: no kernel can. traits: of all columns, or of any of them."""
+    shapes, types, devices = traits[0::3], traits[1::3], traits[2::3]
+    fits = way and dense and len({*shapes}) == len({*devices}) == 1 and {*types} <= TYPES.keys()
+    fits = fits and 0 < math.prod(shapes[0]) < MOST_ELEMENTS and can_merge_on(devices[0])
+    return (devices[0], even, way, *(types * columns)[:columns]) if fits else None
+
+
 class Columns:
-    """What must be known of all tensors, by base, models and output: read in bulk, since there may be thousands."""
+    """What must be known of all tensors, by base, models and output: read in bulk, since there may be thousands.
+
+    traits: their shapes, types and devices.
+    """
 
     def __init__(
-        self, names: Sequence[str], tensors: Sequence[Sequence[Tensor]], method: str, traits: Sequence[Any] = ()
-    ) -> None:
-        """traits: the shapes, types and devices that each tensor has in all columns, where that is known."""
-        self.names, self.group = names, 4 if method == SLERP else 2  # tiles of a program, whose sums slerp folds
+        self, names: Sequence[str], tensors: Sequence[Sequence[Tensor]], traits: Sequence[Sequence[Any]],
+        settings: Sequence[TensorSettings],
+    ) -> None:  # fmt: skip
+        self.names, self.settings, self.method = names, settings, METHODS[settings[0].method]
+        self.models = range(len(tensors) - 2)
+        self.group = 4 if settings[0].method == SLERP else 2  # tiles of a program, whose sums slerp folds
         self.addresses = [list(map(Tensor.data_ptr, column)) for column in tensors]
-        self.table = np.array(self.addresses, np.uint64).T
+        self.table = np.array(self.addresses, np.uint64)
         self.counts = np.array(list(map(Tensor.numel, tensors[0])))
-        even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(1)
-        columns = [traits] if traits else [list(map(TRAITS, column)) for column in tensors]
-        dense = [list(map(Tensor.is_contiguous, column)) for column in tensors]
-        known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
-        # What those share that one launch merges; None: no kernel can.
-        self.kinds: list[tuple[Any, ...] | None] = []
-        for key in zip(even.tolist(), map(all, zip(*dense, strict=True)), *columns, strict=True):
-            if key not in known:
-                evenly, whole, *each = key
-                shapes, types, devices = zip(*each, strict=True)
-                fits = whole and len({*shapes}) == len({*devices}) == 1 and {*types} <= TYPES.keys()
-                fits = fits and 0 < math.prod(shapes[0]) < MOST_ELEMENTS and can_merge_on(devices[0])
-                known[key] = (devices[0], evenly, *(types if len(each) > 1 else types * len(tensors))) if fits else None
-            self.kinds.append(known[key])
+        even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(0)
+        dense = map(all, zip(*(map(Tensor.is_contiguous, column) for column in tensors), strict=True))
+        ids = list(map(id, settings))  # they are few, and to compare them takes long
+        known = dict(zip(ids, settings, strict=True))
+        order = dict(zip(known, range(len(known)), strict=True))
+        self.distinct, self.picks = list(known.values()), np.array(list(map(order.__getitem__, ids)))
+        ways = {own: find_way(each) for own, each in known.items()}
+        alike = traits.count(traits[0]) == len(traits)
+        each = chain.from_iterable(traits[:1] if alike else traits)
+        find = cache(partial(find_kind, len(tensors)))
+        self.kinds = list(map(find, even.tolist(), dense, map(ways.__getitem__, ids), *each))
 
 
 @lru_cache(64)
@@ -343,33 +360,24 @@ def name_owners(device: torch.device, programs: tuple[int, ...]) -> Tensor:
 class Batch:
     """Tensors that one launch merges: all of one kind."""
 
-    def __init__(self, columns: Columns, rows: Any, settings: list[TensorSettings], seed: int) -> None:
-        self.rows, self.settings, self.method = rows, settings, METHODS[settings[0].method]
-        self.device, even, base, *types, output = columns.kinds[rows[0]]
-        self.models = range(len(types))
-        counts, addresses, group = columns.counts[rows], columns.table[rows], columns.group
+    places: Tensor
+    numbers: Tensor
+    flags: Tensor
+
+    def __init__(self, columns: Columns, rows: list[int], kind: tuple[Any, ...]) -> None:
+        self.columns, self.rows, self.models, self.method = columns, rows, columns.models, columns.method
+        self.device, even, (self.look, exact, equal), base, *types, output = kind
         self.options = {"BASE": TYPES[base], "FINETUNED": tuple(TYPES[kind] for kind in types), "EVEN": even}
-        self.options |= {"GROUP": group, "num_warps": WARPS, "enable_fp_fusion": False}
-        self.lanes = number_lanes(self.device, group * LANES.value)
-        self.output, self.limit = TYPES[output], FORMATS[SHORT_NAMES[output]].limit
-        self.exact = bool(types) and settings[0].returns_model
-        look = self.method.look(settings[0]) if types and not self.exact else None
-        self.look = look and look.kernel
-        self.tiles, programs = -(-counts // TILE), -(-counts // (group * TILE))
+        self.options |= {"GROUP": columns.group, "num_warps": WARPS, "enable_fp_fusion": False}
+        self.ways = {"ELECTS": self.method.kernel == "elect", "COUNTS": equal, "TRIMS": self.look == "count"}
+        self.ways |= {"EXACT": exact, "OUTPUT": TYPES[output]}
+        self.lanes = number_lanes(self.device, columns.group * LANES.value)
+        self.limit = FORMATS[SHORT_NAMES[output]].limit
+        counts = columns.counts[rows]
+        self.tiles, programs = -(-counts // TILE), -(-counts // (columns.group * TILE))
         self.programs, self.owners = int(programs.sum()), name_owners(self.device, tuple(programs.tolist()))
-        places = np.zeros((len(rows), PLACES.value + 3 * len(types)), np.uint64)
-        places[:, 0], places[:, 1], places[:, 2] = addresses[:, 0], addresses[:, -1], counts
-        places[:, 3] = programs.cumsum() - programs
-        if self.look == "products":
-            places[:, 4] = self._place_sums()
-        for i in self.models:
-            keys = [mask_key(seed + i, columns.names[k]) for k in rows]
-            places[:, 5 + 3 * i] = addresses[:, 1 + i]
-            places[:, 6 + 3 * i] = [low | high << 32 for low, high in keys]
-            limits = {each: (each.thinnings[i].threshold << 16) - 1 for each in set(settings)}
-            places[:, 7 + 3 * i] = [limits[each] for each in settings]
-        self.places = self._upload(places.view(np.int64))
-        self.flags = torch.zeros(len(rows), dtype=torch.int32, device=self.device)
+        self.first_programs = programs.cumsum() - programs
+        self.first_sums: Any = self._place_sums() if self.look == "products" else 0
         self.floors: Tensor | None = None
         self.products: Tensor | None = None
 
@@ -379,12 +387,12 @@ class Batch:
         So all tensors' can be folded at once, by pairs of neighbours.
         """
         self.depths = [(tiles - 1).bit_length() for tiles in self.tiles.tolist()]
-        self.first_sums, self.sums = np.zeros(len(self.rows), np.int64), 0
+        first_sums, self.sums = np.zeros(len(self.rows), np.int64), 0
         for k in sorted(range(len(self.rows)), key=lambda k: -self.depths[k]):
-            self.first_sums[k] = self.sums
+            first_sums[k] = self.sums
             self.sums += 1 << self.depths[k]
         self.sums += -self.sums % (1 << max(self.depths))
-        return self.first_sums
+        return first_sums
 
     def _upload(self, values: Any) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
@@ -392,22 +400,6 @@ class Batch:
     def _launch(self, kernel: Any, *tables: Any, **options: Any) -> None:
         with torch.cuda.device(self.device):
             kernel[(self.programs,)](self.owners, self.places, self.lanes, *tables, **options, **self.options)
-
-    def _numbers(self, weigh: Callable[..., Coefficients], found: Sequence[Any] | None = None) -> Tensor:
-        """The coefficients of all tensors. found: what was found out about each."""
-        known: dict[int, list[float]] = {}  # by settings
-        rows = []
-        for k, settings in enumerate(self.settings):
-            row = None if found else known.get(id(settings))
-            if row is None:
-                each = weigh(settings, self.models, Found(products=found[k]) if found else Found())
-                row = [settings.lambda_coeff, each.base_share, each.first_share, self.limit]
-                for numbers in zip(each.scales, each.weights, each.floors, strict=True):
-                    row += numbers
-                known[id(settings)] = row
-            rows.append(row)
-        with np.errstate(over="ignore"):  # no float32 is infinite before it is
-            return self._upload(np.array(rows).astype(np.float32))
 
     def find_out(self) -> None:
         """Queue what must be found out before the merge; nothing is waited for."""
@@ -418,8 +410,7 @@ class Batch:
 
     def _find_products(self) -> Tensor:
         sums = torch.zeros((3, self.sums), dtype=torch.float64, device=self.device)
-        numbers = self._numbers(weigh_for_look)
-        self._launch(products_kernel, numbers, sums, self.sums)
+        self._launch(products_kernel, self.numbers, sums, self.sums)
         levels = [sums]
         for _ in range(max(self.depths)):
             levels.append(levels[-1][:, 0::2] + levels[-1][:, 1::2])
@@ -429,7 +420,7 @@ class Batch:
 
     def _find_floors(self) -> Tensor:
         """The smallest |delta| that trim keeps, for each tensor and model: some bits of its pattern in each pass."""
-        ratios = self._upload(np.repeat([each.keep_ratio for each in self.settings], len(self.models)))
+        ratios = self._upload(np.repeat([self.columns.settings[k].keep_ratio for k in self.rows], len(self.models)))
         prefixes = ranks = torch.zeros(len(ratios), dtype=torch.int64, device=self.device)
         counts = torch.empty((len(ratios), REPLICAS, BINS.value), dtype=torch.int32, device=self.device)
         for shift, width in DIGITS:
@@ -445,48 +436,92 @@ class Batch:
 
     def merge(self, found: Sequence[Any] | None = None) -> None:
         """Queue the merge. found: what slerp has found, for each tensor."""
-        numbers = self._numbers(self.method.weigh, found)
+        if found:
+            rows = []
+            for own, each in zip(map(self.columns.settings.__getitem__, self.rows), found, strict=True):
+                weighed = self.method.weigh(own, self.models, Found(products=each))
+                rows.append(list_numbers(own, weighed, self.limit))
+            self.numbers = self._upload(round_numbers(rows))
         if self.floors is not None:
-            numbers[:, NUMBERS.value + 2 :: 3] = self.floors
-        counts = len(self.models) <= 5 and all(s.normalize and set(s.weights) == {1} for s in set(self.settings))
-        options = {"ELECTS": self.method.kernel == "elect", "TRIMS": self.floors is not None, "EXACT": self.exact}
-        self._launch(merge_kernel, numbers, self.flags, COUNTS=counts, OUTPUT=self.output, **options)
+            self.numbers[: len(self.rows), NUMBERS.value + 2 :: 3] = self.floors
+        self._launch(merge_kernel, self.numbers, self.flags, **self.ways)
 
 
-def make_batches(columns: Columns, settings: Sequence[TensorSettings], seed: int) -> Iterator[Batch]:
-    """Tensors of one kind, with settings that need the same kernels."""
-    traits = {each: (METHODS[each.method].look(each), each.returns_model) for each in set(settings)}
-    waiting: dict[tuple[Any, ...], list[int]] = {}
-    sizes = Counter[tuple[Any, ...]]()
-    for k, (kind, each, count) in enumerate(zip(columns.kinds, settings, columns.counts.tolist(), strict=True)):
-        if kind is None:
-            continue
-        group = (kind, traits[each])
-        rows = waiting.setdefault(group, [])
-        rows.append(k)
-        sizes[group] += count
-        look = traits[each][0]
-        counted = len(rows) * (len(kind) - 4) if look and look.kernel == "count" else 0
-        if sizes[group] >= BATCH_ELEMENTS or counted >= COUNTED_ROWS:
-            yield Batch(columns, waiting.pop(group), [settings[k] for k in rows], seed)
-            del sizes[group]
-    for rows in waiting.values():
-        yield Batch(columns, rows, [settings[k] for k in rows], seed)
+def make_batches(columns: Columns) -> Iterator[Batch]:
+    """Tensors of one kind, so many that the next batch is launched while they are merged."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for k, each in enumerate(columns.kinds):
+        if each:
+            groups.setdefault(each, []).append(k)
+    for kind, rows in groups.items():
+        look, *_ = kind[2]
+        least = BATCH_ELEMENTS * len(columns.models) // COUNTED_ROWS if look == "count" else 0
+        numbers = (columns.counts[rows].clip(least).cumsum() - 1) // BATCH_ELEMENTS
+        for start, stop in pairwise([0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]):
+            yield Batch(columns, rows[start:stop], kind)
 
 
-def merge_columns(columns: Columns, settings: Sequence[TensorSettings], seed: int) -> str | None:
+def upload_tables(columns: Columns, batches: Sequence[Batch], seed: int) -> tuple[Any, list[Tensor]]:
+    """Give batches their tables, all in one upload to a device. Gives the tensor of each flag, and devices' flags."""
+    # Each batch's begin at a multiple of 16 bytes: else Triton would compile kernels once more.
+    sizes = [-(-len(batch.rows) // 4) * 4 for batch in batches]
+    padded = (batch.rows + [0] * (size - len(batch.rows)) for batch, size in zip(batches, sizes, strict=True))
+    order = np.array(list(chain.from_iterable(padded)))
+    names = list(map(columns.names.__getitem__, order.tolist()))
+    addresses, picks = columns.table[:, order], columns.picks[order]
+    places = np.zeros((len(order), PLACES.value + 3 * len(columns.models)), np.uint64)
+    places[:, 0], places[:, 1], places[:, 2] = addresses[0], addresses[-1], columns.counts[order]
+    for i in columns.models:
+        limits = [(each.thinnings[i].threshold << 16) - 1 for each in columns.distinct]
+        places[:, 5 + 3 * i] = addresses[1 + i]
+        places[:, 6 + 3 * i] = [low | high << 32 for low, high in map(mask_key, repeat(seed + i), names)]
+        places[:, 7 + 3 * i] = np.array(limits, np.uint64)[picks]
+    weigh = weigh_for_look if batches[0].look == "products" else columns.method.weigh
+    rows = [list_numbers(each, weigh(each, columns.models, Found()), 0) for each in columns.distinct]
+    numbers = np.array(rows)[picks]
+    start, flags = 0, np.zeros((len(order), 1), np.int32)
+    for batch, size in zip(batches, sizes, strict=True):
+        own = slice(start, start + len(batch.rows))
+        places[own, 3], places[own, 4], numbers[own, 3] = batch.first_programs, batch.first_sums, batch.limit
+        start += size
+    numbers = round_numbers(numbers)
+    host = torch.from_numpy(np.concatenate([part.view(np.int32).reshape(-1) for part in (places, numbers, flags)]))
+    all_flags = []
+    for device in {batch.device for batch in batches}:
+        first, second, third = host.to(device, non_blocking=True).split([2 * places.size, numbers.size, flags.size])
+        tables = first.view(torch.int64).view(places.shape), second.view(torch.float32).view(numbers.shape), third
+        for batch, *each in zip(batches, *(table.split(sizes) for table in tables), strict=True):
+            if batch.device == device:
+                batch.places, batch.numbers, batch.flags = each
+        all_flags.append(third)
+    return order, all_flags
+
+
+def list_numbers(settings: TensorSettings, each: Coefficients, limit: float) -> list[float]:
+    models = zip(each.scales, each.weights, each.floors, strict=True)
+    return [settings.lambda_coeff, each.base_share, each.first_share, limit, *chain.from_iterable(models)]
+
+
+def round_numbers(rows: Any) -> Any:
+    with np.errstate(over="ignore"):  # no float32 is infinite before it is
+        return np.asarray(rows).astype(np.float32)
+
+
+def merge_columns(columns: Columns, seed: int) -> str | None:
     """Merge, and give the name of a tensor that turned out to hold or give a value that is not finite, if any does.
 
     The GPU is waited for once, at the end; where slerp must look first, once more.
     """
-    batches = []
-    for batch in make_batches(columns, settings, seed):
-        batch.find_out()
-        batches.append(batch)
-        if batch.products is None:
-            batch.merge()
+    batches, flags = list(make_batches(columns)), []
+    for part in (batches[:1], batches[1:]):  # the first is under way while the tables of the others are made
+        if part:
+            flags.append(upload_tables(columns, part, seed))
+        for batch in part:
+            batch.find_out()
+            if batch.products is None:
+                batch.merge()
     looking = [(batch, batch.products) for batch in batches if batch.products is not None]
     for (batch, _), found in zip(looking, [products.tolist() for _, products in looking], strict=True):
         batch.merge(found)
-    flags = [(batch, batch.flags.tolist()) for batch in batches]
-    return next((columns.names[batch.rows[found.index(1)]] for batch, found in flags if 1 in found), None)
+    broken = [row for order, found in flags for each in found for row in order[each.cpu().numpy() != 0]]
+    return columns.names[min(broken)] if broken else None

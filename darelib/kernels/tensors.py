@@ -32,7 +32,7 @@ from darelib.text import LOG, ConfigError, DareError, list_names
 from darelib.tuning import TUNING
 
 Tensor = torch.Tensor
-TRAITS: Final = attrgetter("shape", "dtype", "device")
+TRAITS: Final = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 KNOWN: Final = {getattr(torch, kind) for kind in DTYPES}
 STATE_DICT_HINT: Final = "give what model.state_dict() or safetensors.torch.load_file gives; DareMerger takes files"
 
@@ -57,7 +57,7 @@ def merge_tensors(
         raise ConfigError("the base has no tensors", STATE_DICT_HINT)
     for i, model in enumerate(finetuned):
         check_state_dict(f"model {i}", model)
-        if not model.keys() & base.keys():
+        if base.keys().isdisjoint(model):
             raise DareError(
                 f"model {i} has no tensor in common with the base", f"the base has {list_names(list(base))}"
             )
@@ -82,11 +82,11 @@ class StateMerge:
         out: Mapping[str, Tensor] | None,
     ) -> None:  # fmt: skip
         self.base, self.finetuned, self.config, self.out = base, finetuned, config, out
+        self.states = [base, *finetuned] if out is None else [base, *finetuned, out]
         self.dtype = getattr(torch, config.dtype) if config.dtype else None
         self.merged: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
         self.places: dict[tuple[int | None, ...], str] = {}  # by where the values are, in the base and in the models
-        self.traits: list[Any] = []  # of all tensors of the base, if they are those of all models and of out
         self.chooser = Chooser(config, base, len(finetuned))
 
     @torch.no_grad()
@@ -107,30 +107,39 @@ class StateMerge:
 
     def _merge_on_gpu(self, gpu: Any) -> None:
         """Merge the tensors that all models have, on one GPU, in the usual types."""
-        common = set(self.base).intersection(*self.finetuned, *([self.out] if self.out is not None else []))
-        if len(common) < len(self.base):  # what is one tensor in the base is merged once, by one of the two
-            common = {name for name in common if common.issuperset(self._twins.get(name, ()))}
-        names = [n for n, tensor in self.base.items() if n in common and tensor.is_cuda and tensor.is_floating_point()]
-        if names and len(self.finetuned) <= gpu.MOST_MODELS:
-            settings = [self.chooser.choose(name)[1] for name in names]
-            if broken := gpu.merge_columns(self._find_columns(gpu, names, settings), settings, self.config.seed):
+        if self._names and len(self.finetuned) <= gpu.MOST_MODELS:
+            broken = gpu.merge_columns(self._find_columns(gpu, self._names), self.config.seed)
+            if broken is not None:
                 raise self._explain(broken)
 
-    def _find_columns(self, gpu: Any, names: list[str], settings: list[TensorSettings]) -> Any:
+    def _find_columns(self, gpu: Any, names: list[str]) -> Any:
         """What the kernels must know of some tensors, without those that they cannot or need not merge."""
-        models = [list(map(model.__getitem__, names)) for model in (self.base, *self.finetuned)]
-        outputs = list(map(self._make_place, names))
-        traits = self.traits if len(names) == len(self.base) else ()
-        columns = gpu.Columns(names, [*models, outputs], self.config.method, traits)
-        taken = {each: gpu.can_merge(each) for each in set(settings)}
-        places = list(zip(*columns.addresses[:-1], strict=True))
-        if apart := len(set(places)) == len(names):  # as they usually are: none is tied
-            self.places = dict(zip(places, names, strict=True))
-        for k, (name, kind) in enumerate(zip(names, columns.kinds, strict=True)):
-            columns.kinds[k], fits = None, kind and kind[-1] == (self.dtype or kind[2]) and taken[settings[k]]
-            if (apart or not self._is_tied(name, places[k])) and fits:
-                columns.kinds[k], self.merged[name] = kind, outputs[k]
+        tensors, traits = self._columns
+        outputs = tensors[-1]
+        if self.out is None:
+            outputs = list(map(self._make_place, names))
+            tensors, traits = [*tensors, outputs], [*traits, _read_traits(outputs) if self.dtype else traits[0]]
+        columns = gpu.Columns(names, tensors, traits, self.chooser.choose_all(names))
+        if len(set(columns.addresses[0])) < len(names):  # some may be tied
+            for k, (name, *places) in enumerate(zip(names, *columns.addresses[:-1], strict=True)):
+                columns.kinds[k] = None if self._is_tied(name, tuple(places)) else columns.kinds[k]
+        self.merged = {name: output for name, output, kind in zip(names, outputs, columns.kinds, strict=True) if kind}
         return columns
+
+    @cached_property
+    def _names(self) -> list[str]:
+        """The tensors that all states have. What is one tensor in the base is merged once: all its names, or none."""
+        if all(self.base.keys() <= state.keys() for state in self.states):
+            return list(self.base)
+        common = set(self.base).intersection(*self.states)
+        return [name for name in self.base if name in common and common.issuperset(self._twins.get(name, ()))]
+
+    @cached_property
+    def _columns(self) -> tuple[list[list[Tensor]], list[Any]]:
+        """Those tensors by state, and their traits: one object for all states if they are alike."""
+        tensors = [list(map(state.__getitem__, self._names)) for state in self.states]
+        traits = list(map(_read_traits, tensors))
+        return tensors, [traits[0]] * len(traits) if traits.count(traits[0]) == len(traits) else traits
 
     def _is_tied(self, name: str, addresses: tuple[int | None, ...]) -> bool:
         """Whether an earlier tensor has the same values, in the base and in each model: as a head is its embedding."""
@@ -195,11 +204,9 @@ class StateMerge:
 
     def _check_places(self, out: Mapping[str, Tensor]) -> None:
         """Refuse what does not fit before anything is written: out may be the base."""
-        states = (self.base, *self.finetuned, out)
-        if not any(self.base.keys() - state.keys() for state in states) and self.dtype is None:
-            traits = [list(map(TRAITS, map(state.__getitem__, self.base))) for state in states]
-            self.traits = traits[0] if traits.count(traits[0]) == len(traits) else []
-            if self.traits and len(set(map(Tensor.data_ptr, out.values()))) == len(out):
+        if self.dtype is None and len(self._names) == len(self.base):
+            (*_, places), traits = self._columns
+            if traits.count(traits[0]) == len(traits) and len(set(map(Tensor.data_ptr, places))) == len(places):
                 return  # all is as it usually is
         owners: dict[tuple[object, ...], tuple[str, tuple[object, ...]]] = {}  # by address: the name, and of what
         for name, tensor in self.base.items():
@@ -226,6 +233,10 @@ class StateMerge:
             )
 
 
+def _read_traits(tensors: list[Tensor]) -> list[list[Any]]:
+    return [list(map(read, tensors)) for read in TRAITS]
+
+
 def _identify(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
@@ -233,6 +244,9 @@ def _identify(tensor: Tensor) -> tuple[object, ...]:
 def check_state_dict(what: str, given: object) -> None:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{what} must be a state dict, not of type {type(given).__name__}", STATE_DICT_HINT)
+    kinds = {*map(type, given)}, {*map(type, given.values())}
+    if kinds[0] <= {str} and all(issubclass(kind, Tensor) for kind in kinds[1]):
+        return
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             kind = type(value).__name__

@@ -200,7 +200,7 @@ def merge_kernel(  # compiled
             for i in tl.static_range(N):
                 row = turn(rows[i], sign)
                 total += tl.maximum(row, 0.0)
-                share = tl.fma(tl.where(row > 0, 1.0, 0.0), coefficients[i][1], share)
+                share += tl.where(row > 0, 1.0 if COUNTS else coefficients[i][1], 0.0)
             merged = divide_by_count(total, share, N) if COUNTS else tl.where(share > 0, tl.div_rn(total, share), 0.0)
             merged = turn(merged, sign)
         if not EXACT:

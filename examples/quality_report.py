@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from sweep import chance
-from sweep_plot import COLOURS, DASHES, MARKS, load_matplotlib, place_on_axis
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
 
+from darelib.sweep.report import chance
+
+# Okabe and Ito's colours, which colour-blind people can tell apart, less the yellow, which print loses. Lines also
+# differ in mark and dash, for print without colour.
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
+DASHES: Final[tuple[Any, ...]] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)), "-")
 SINGLE_ARMS: Final = ("DARE", "no rescale", "magnitude", "DAREx-q")
 # Each is compared with the same method without dropping, whose lambda was chosen from the same grid.
 MERGE_ARMS: Final = ("linear + DARE", "linear + DARE 0.9", "ties + DARE", "slerp + DARE")
@@ -140,10 +147,17 @@ def draw_lines(axes: Any, title: str, ticks: dict[str, float], places: Sequence[
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def place_on_axis(drop_rate: float) -> float:
+    """By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99."""
+    return -math.log10(1 - drop_rate)
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     """A column for each family: the ways to thin the widest model, DARE by width, and merged models."""
+    from matplotlib.figure import Figure
+
     families = [dict(units) for _, units in groupby(order(results).items(), key=lambda item: item[0].split("/")[0])]
-    figure = load_matplotlib().Figure(figsize=(5 * len(families), 11), dpi=100, layout="constrained")
+    figure = Figure(figsize=(5 * len(families), 11), dpi=100, layout="constrained")
     grid = figure.subplots(3, len(families), squeeze=False)
     ticks = {f"{rate:g}": place_on_axis(rate) for rate in (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)}
     for (top, middle, bottom), units in zip(grid.T, families, strict=True):

@@ -277,6 +277,7 @@ class DareMerger:
         into whose tensors it was merged, and which holds the winner in the end. space: as under [sweep] in TOML.
         options: trials, search, objectives, confirm, storage and study (darelib.sweep.search.Options).
         """
+        from darelib.models import check_unchanged
         from darelib.models.hub import download
         from darelib.sweep.bench import FileBench, load_states, prepare_folder
         from darelib.sweep.evaluation import find_evaluation
@@ -293,13 +294,14 @@ class DareMerger:
                 base, *finetuned = load_states(inputs, model)
                 return _sweep_memory(base, finetuned, run, choices, how, model, facts)
 
-        def merge(config: DareConfig, path: Path) -> None:
-            self._with(config).merge(path, force=True)
+            def merge(config: DareConfig, path: Path) -> None:
+                check_unchanged(inputs)  # scores of other models would not be comparable
+                self._with(config).merge(path, force=True)
 
-        with prepare_folder(Path(folder), keep_models) as place:
-            bench = FileBench(download(self.base).path, merge, run, place, keep_models)
-            self._with(choices.plain_average(1.0)).plan(bench.place("merged"))  # to fail now rather than later
-            return Search(choices, bench, how, facts).run()
+            with prepare_folder(Path(folder), keep_models) as place:
+                bench = FileBench(download(self.base).path, merge, run, place, keep_models)
+                self._with(choices.plain_average(1.0)).plan(bench.place("merged"))  # to fail now rather than later
+                return Search(choices, bench, how, facts).run()
 
     def _with(self, config: DareConfig) -> DareMerger:
         return DareMerger(self.base, self.models, config, tokenizer=self.tokenizer, chat_template=self.chat_template)

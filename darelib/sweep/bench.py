@@ -72,7 +72,7 @@ class MemoryBench:
     ) -> None:  # fmt: skip
         self.merge, self.evaluate, self.model, self.finetuned = merge, evaluate, model, finetuned
         self.out = None if model is None else model.state_dict()
-        written = {tensor.data_ptr() for tensor in (self.out or {}).values()}
+        written = {tensor.data_ptr() for tensor in (self.out or {}).values()} - {0}  # of tensors without elements
         # What is merged into the base's own tensors would be the base of the next merge.
         self.base = {n: tensor.clone() if tensor.data_ptr() in written else tensor for n, tensor in base.items()}
         for k, state in enumerate(finetuned):

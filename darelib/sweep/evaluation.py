@@ -185,7 +185,7 @@ def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
     if isinstance(given, str) and (found := FUNCTION.fullmatch(given)):
         if timeout is not None:
             raise ConfigError("--timeout is for commands: a function cannot be ended", "leave it out, or use a command")
-        files, given = [Path(found[1])], load_function(found[1], found[2])
+        files, given = [Path(os.path.expanduser(found[1]))], load_function(found[1], found[2])
     elif isinstance(given, str):
         given = Command.of(given, timeout)
         files = [Path(word) for word in given.words if word.endswith((".py", ".sh")) and os.path.isfile(word)]

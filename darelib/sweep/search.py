@@ -19,7 +19,7 @@ from darelib.sweep.bench import Bench
 from darelib.sweep.evaluation import EvaluationFailed, Objective, read_scores
 from darelib.sweep.report import Row, SweepReport, name_choice
 from darelib.sweep.space import Space
-from darelib.text import LOG, ConfigError, DareError, clip, duration, install_hint, nearest
+from darelib.text import LOG, ConfigError, DareError, InputChanged, clip, duration, install_hint, nearest
 
 FINALISTS: Final = 3  # how many of the best are scored again
 SAMPLERS: Final[dict[str, Callable[[Any, int], Any]]] = {
@@ -150,7 +150,7 @@ class Search:
                     self.study.enqueue_trial(params, skip_if_exists=True)
                 if before := self._count_done():
                     LOG.info(f"going on with the study {self.study.study_name}: {before} trials are done")
-                while (done := self._count_done()) < self.wanted:
+                while (done := self._count_done()) < self.wanted and self._is_any_left():
                     patience.check()
                     self._try_one(done, before)
                 report = self._confirm(patience)
@@ -159,7 +159,14 @@ class Search:
         return report
 
     def _count_done(self) -> int:
-        return sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
+        """How many trials have a score, or a reason why not; those that were stopped do not count."""
+        states, trials = self.optuna.trial.TrialState, self.study.get_trials(deepcopy=False)
+        return sum(t.state.is_finished() and (t.state is not states.FAIL or "why" in t.user_attrs) for t in trials)
+
+    def _is_any_left(self) -> bool:
+        """Of a grid, what is not waiting is done, or is under way elsewhere."""
+        waiting = self.optuna.trial.TrialState.WAITING
+        return not self.combinations or bool(self.study.get_trials(deepcopy=False, states=[waiting]))
 
     def _score_base(self) -> None:
         try:
@@ -195,11 +202,15 @@ class Search:
             said, state = f"left out: {error}", states.PRUNED
         except self.optuna.TrialPruned:
             said, state = "pruned", states.PRUNED
+        except InputChanged:
+            self.study.tell(trial, state=states.FAIL)
+            raise
         except DareError as error:
             said, state = f"failed: {error}", states.FAIL
             trial.set_user_attr("output", getattr(error, "output", ""))
-        except BaseException:  # stopped
+        except BaseException:  # stopped; the next run begins with this one
             self.study.tell(trial, state=states.FAIL)
+            self.study.enqueue_trial(trial.params)
             raise
         if said:
             trial.set_user_attr("why", said)
@@ -246,6 +257,8 @@ class Search:
     def _add(self, found: list[list[float]], key: str, config: DareConfig) -> None:
         try:
             found.append(self._recall(key, config))
+        except InputChanged:
+            raise
         except DareError as error:
             LOG.warning(f"{key} could not be scored: {error}")
 

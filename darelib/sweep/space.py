@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from typing import Any, Final
 
 from darelib.config import (
@@ -71,8 +73,13 @@ class Axis:
 
     def suggest(self, trial: Any, name: str, least: float) -> Any:
         if not self.values:
-            low = min(max(self.low, least), self.high)
-            return trial.suggest_float(name, low, self.high, step=self.step, log=self.log)
+            low, high = min(max(self.low, least), self.high), self.high
+            if self.step is not None:  # all points stay those of the whole range
+                points = self.list_points(name)
+                low, high = next((point for point in points if point >= least - 1e-9), points[-1]), points[-1]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of points of a grid that are left out for it
+                return trial.suggest_float(name, low, high, step=self.step, log=self.log)
         labels = self.labels
         return self.values[labels.index(trial.suggest_categorical(name, labels))]
 
@@ -85,8 +92,9 @@ class Axis:
         """For a grid: all values."""
         if not self.values and self.step is None:
             raise ConfigError(f"a grid needs values for {name}, not a range", "give a list, or the range a step")
-        count = int((self.high - self.low) / (self.step or 1) + 1e-9)
-        return self.labels or [self.low + k * (self.step or 0) for k in range(count + 1)]
+        # In decimals, as Optuna counts: 0.1 + 3 * 0.15 is 0.55.
+        low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step or 1))
+        return self.labels or [float(low + k * step) for k in range(int((high - low) / step) + 1)]
 
 
 Axes = dict[str, Axis | tuple[Axis, ...]]  # by setting; several: one for each model
@@ -101,7 +109,10 @@ class Space:
             raise ConfigError("there is nothing to search", f"say so under [sweep] or with --vary, {EXAMPLE}")
         self.axes = self._parse_table({k: v for k, v in table.items() if k != "rules"}, SWEEP_SETTINGS, where)
         self.rules: list[tuple[Any, Axes]] = []
-        for k, rule in enumerate(table.get("rules", ()), 1):
+        rules = table.get("rules", ())
+        if not isinstance(rules, list | tuple) or not all(isinstance(rule, Mapping) for rule in rules):
+            raise ConfigError(f"{where} rules must be tables", "write [[sweep.rules]] on a line of its own")
+        for k, rule in enumerate(rules, 1):
             rest, place = {name: value for name, value in rule.items() if name != "match"}, f"{where} rule {k}"
             Rule.of({"match": rule.get("match", ()), "lambda_coeff": 1.0}, place)  # whether it can match anything
             if not rest:

@@ -115,7 +115,9 @@ class Search:
         self.wanted = options.trials or len(self.combinations) or 30
         self.wanted = min(self.wanted, len(self.combinations) or self.wanted)
         self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)
-        self.study = self._open_study(options.study or f"sweep-{digest[:12]}")
+        self.study = self._open_study(options.study or f"{'grid' if self.combinations else 'sweep'}-{digest[:12]}")
+        if self.combinations and any(trial.params not in self.combinations for trial in self._complete()):
+            raise ConfigError(f"the study {options.study!r} is of another search", "give a grid a study of its own")
 
     def _fix(self, params: dict[str, Any]) -> Any:
         return self.optuna.trial.FixedTrial(params)
@@ -124,7 +126,7 @@ class Search:
         ways = ["maximize" if objective.maximize else "minimize" for objective in self.objectives]
         warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
         try:
-            sampler = SAMPLERS[self.options.search](self.optuna.samplers, self.space.config.seed)
+            sampler = self._make_sampler(0)
             study = self.optuna.create_study(
                 storage=self.options.storage, study_name=name, directions=ways, sampler=sampler, load_if_exists=True
             )
@@ -139,6 +141,11 @@ class Search:
             ) from None
         return study
 
+    def _make_sampler(self, number: int) -> Any:
+        """For one trial: a run that goes on, or another process, must not choose the same again."""
+        seed = (self.space.config.seed + number) % 2**32  # as much as NumPy takes
+        return SAMPLERS[self.options.search](self.optuna.samplers, seed)
+
     def run(self) -> SweepReport:
         """Search until there are as many trials as are wanted, then score the best few again."""
         once = OnlyOnce()
@@ -146,8 +153,6 @@ class Search:
         try:
             with Patience() as patience:
                 self._score_base()
-                for params in self.combinations[: self.wanted]:
-                    self.study.enqueue_trial(params, skip_if_exists=True)
                 if before := self._count_done():
                     LOG.info(f"going on with the study {self.study.study_name}: {before} trials are done")
                 while (done := self._count_done()) < self.wanted and self._is_any_left():
@@ -164,9 +169,14 @@ class Search:
         return sum(t.state.is_finished() and (t.state is not states.FAIL or "why" in t.user_attrs) for t in trials)
 
     def _is_any_left(self) -> bool:
-        """Of a grid, what is not waiting is done, or is under way elsewhere."""
-        waiting = self.optuna.trial.TrialState.WAITING
-        return not self.combinations or bool(self.study.get_trials(deepcopy=False, states=[waiting]))
+        queue = self._queue()
+        return not queue or len(self.study.get_trials(deepcopy=False)) < len(queue)
+
+    def _queue(self) -> list[dict[str, Any]]:
+        """What the trials of a grid choose, by their numbers, which no two processes share; last, what was stopped."""
+        failed = self.study.get_trials(deepcopy=False, states=[self.optuna.trial.TrialState.FAIL])
+        stopped = [trial.params for trial in failed if trial.params and "why" not in trial.user_attrs]
+        return [*self.combinations, *stopped] if self.combinations else []
 
     def _score_base(self) -> None:
         try:
@@ -194,23 +204,29 @@ class Search:
         return list(self.study.user_attrs[key])
 
     def _try_one(self, done: int, before: int) -> None:
+        sampler = self._make_sampler(len(self.study.get_trials(deepcopy=False)))
+        self.study.sampler = sampler
         trial, states, started = self.study.ask(), self.optuna.trial.TrialState, time.perf_counter()
         said, state, scores = "", None, None
+        if queue := self._queue():
+            if trial.number >= len(queue):  # another process has the last one
+                self.study.tell(trial, state=states.FAIL)
+                return
+            self.study.sampler = self.optuna.samplers.PartialFixedSampler(queue[trial.number], sampler)
         try:
             scores = self._score(self.space.choose(trial), trial, f"trial-{trial.number:04}")
         except ConfigError as error:
             said, state = f"left out: {error}", states.PRUNED
         except self.optuna.TrialPruned:
             said, state = "pruned", states.PRUNED
-        except InputChanged:
-            self.study.tell(trial, state=states.FAIL)
-            raise
         except DareError as error:
+            if isinstance(error, InputChanged):
+                self.study.tell(trial, state=states.FAIL)
+                raise
             said, state = f"failed: {error}", states.FAIL
             trial.set_user_attr("output", getattr(error, "output", ""))
-        except BaseException:  # stopped; the next run begins with this one
+        except BaseException:  # stopped
             self.study.tell(trial, state=states.FAIL)
-            self.study.enqueue_trial(trial.params)
             raise
         if said:
             trial.set_user_attr("why", said)

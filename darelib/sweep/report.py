@@ -101,10 +101,10 @@ class SweepReport:
 
     @property
     def best(self) -> Row:
-        """The best trial of those that were scored again, or that no seed changes, or else of all."""
+        """The best trial of those that were scored again, or that no seed changes; if none was, of all."""
         ranked = self.rank()
         confirmed = [row for row in ranked if row.confirmed or row.number not in self.drawn]
-        return (confirmed or ranked)[0]
+        return (confirmed if any(row.confirmed for row in ranked) else ranked)[0]
 
     @property
     def average(self) -> Row | None:

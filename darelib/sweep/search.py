@@ -182,10 +182,10 @@ class Search:
         try:
             self._recall("base", None)
         except (EvaluationFailed, DareError) as error:
-            output = getattr(error, "output", "").strip()
+            for line in getattr(error, "output", "").splitlines():
+                LOG.info(f"| {line}")
             raise DareError(
-                f"the evaluation cannot score the base: {error}" + (f"\n{output}" if output else ""),
-                "mend it first; nothing was merged",
+                f"the evaluation cannot score the base: {error}", "fix it first; nothing was merged"
             ) from None
 
     def _score(self, config: DareConfig | None, trial: Any, name: str) -> list[float]:
@@ -246,7 +246,7 @@ class Search:
         complete = self._complete()
         if not complete:
             failed = next((trial.user_attrs.get("why") for trial in self.study.trials if trial.user_attrs), "")
-            raise DareError(f"no trial could be scored; the first {failed}", "mend the evaluation or the space")
+            raise DareError(f"no trial could be scored; the first {failed}", "fix the evaluation or the space")
         rows = [Row(t.number, dict(t.params), self.space.choose(self._fix(t.params)), list(t.values)) for t in complete]
         report = SweepReport(self.objectives, rows, self._recall("base", None), self._describe_failures())
         lambdas = set(self.space.list_lambdas())

@@ -1,0 +1,437 @@
+"""Settings chosen by an evaluation: the search, scores, models in memory, and what is said of the best."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from sqlalchemy import Engine, event
+
+import dare
+from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
+from darelib.sweep.report import chance
+from tests.scene import POSIX, Patch, slow, wait_for
+from tests.support import HERE, assert_same, finetune, random_model, refuse, save, snapshot, write_config
+
+Capture, Models = pytest.CaptureFixture[str], list[Path]
+AS_COMMAND = f'"{sys.executable}" judge.py {{model}}'
+SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 16), "head.weight": (4, 8)}
+TUNED = {"drop_rate": {"low": 0.0, "high": 0.95}, "lambda_coeff": {"low": 0.0, "high": 2.0}}
+# An evaluation that knows what was done to a model, from the recipe in its header, and notes it. Best at drop rate 0.8.
+JUDGE = """
+import json, os, struct, sys, time, tomllib
+def score(path):
+    data = open(path, "rb").read()
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    made = tomllib.loads(header.get("__metadata__", {}).get("dare_recipe", "dare = {}"))["dare"]
+    rate, scale = made.get("drop_rate", 0), made.get("lambda_coeff", 1)
+    with open("calls.jsonl", "a") as calls:
+        print(json.dumps([os.getpid(), rate, scale, made.get("seed")]), file=calls)
+    value = -((rate - 0.8) ** 2) - (scale - 1) ** 2 + (rate > 0) * made.get("seed", 0) % 5 * 1e-4 if made else -1.0
+"""
+
+
+def hurry(connection: Any, _: object) -> None:
+    connection.execute("PRAGMA synchronous = OFF")
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: Patch) -> Models:
+    """A base and two fine-tunes of a few numbers, as files in the working directory; databases on a quick disk."""
+    monkeypatch.chdir(tmp_path)
+    if not event.contains(Engine, "connect", hurry):
+        event.listen(Engine, "connect", hurry)
+    base = random_model(shapes=SHAPES)
+    return save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
+
+
+def judge(ending: str = "    return value") -> str:
+    """The evaluation as a function of a file; as a command, the file prints what the function returns."""
+    Path("judge.py").write_text(f"{JUDGE}{ending}\nif __name__ == '__main__': print(score(sys.argv[1]))\n")
+    return "judge.py:score"
+
+
+def calls() -> list[Any]:
+    return [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
+
+
+def command(*flags: str, evaluate: str = "", text: str = "", **values: Any) -> list[str]:
+    config = write_config(Path(), text, **{"engine": "plain", **values})
+    return ["sweep", "-c", str(config), "--evaluate", evaluate or judge(), *flags]
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    """How a model was merged, and with which seeds; nothing if it was not."""
+    with safe_open(path, "np") as file:
+        recipe = tomllib.loads((file.metadata() or {}).get("dare_recipe", ""))
+    return recipe and DareConfig().__dict__ | recipe["dare"] | {"seeds": recipe["recipe"]["seeds"]}
+
+
+def hill(path: Path) -> float:
+    """Best at drop rate 0.8 and lambda 1, whatever the seed."""
+    made = settings_of(path)
+    return -((made["drop_rate"] - 0.8) ** 2) - (made["lambda_coeff"] - 1) ** 2 if made else -1.0
+
+
+def sweep(evaluate: Any, space: Any, search: str = "grid", config: Any = None, **options: Any) -> SweepReport:
+    names = [f"{name}.safetensors" for name in ("base", "math", "code")]
+    merger = DareMerger(names[0], names[1:], DareConfig(engine="plain", **(config or {})))
+    return merger.sweep(evaluate, space, search=search, **{"confirm": 0, **options})
+
+
+@pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.02)])
+def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float) -> None:
+    before, seen = snapshot(tmp_path), list[float]()
+
+    def depth(path: Path) -> float:
+        seen.append(-hill(path))
+        return seen[-1]
+
+    found = sweep(depth, TUNED, search, trials=25, objectives=["score:min"])
+    assert 0 <= found.best.mean(0) == min(row.scores[0] for row in found.rows) < near
+    assert found.winner is found.best is found.rank()[0]
+    assert (found.base, len(found.rows), found.failures) == ([1.0], 25, [])
+    # The plain average is scored all over the range of lambda, and with those of the best three.
+    assert {0.0, 0.5, 1.0, 1.5, 2.0} < {row.config.lambda_coeff for row in found.averages}
+    assert (len(seen), len(found.averages)) == (1 + 25 + 8, 8)
+    assert snapshot(tmp_path) == before, "nothing is left behind"
+
+
+def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
+    tried: list[dict[str, Any]] = []
+    space = {"method": ["linear", "ties"], "drop_rate": [0, 0.5, 0.8, 0.8], "keep_ratio": [0.5, 1],
+             "rescale_q": {"low": 0.1, "high": 1.0, "step": 0.15}}  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        found = sweep(lambda path: len(tried.append(settings_of(path)) or tried), space)
+    points = [0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 1.0]
+    q = {0: [None], 0.5: [p for p in points if p >= 0.5], 0.8: [p for p in points if p >= 0.2]}
+    expected = [("linear", p, None, each) for p in q for each in q[p]]
+    expected += [("ties", p, keep, each) for p in q for keep in (0.5, 1) for each in q[p]]
+    chosen = [tuple(map(row.params.get, ("method", "drop_rate", "keep_ratio", "rescale_q"))) for row in found.rows]
+    assert Counter(chosen) == Counter(expected)
+    made = [(each["method"], each["drop_rate"], each["rescale_q"]) for each in tried[1:-1]]
+    assert made == [(method, rate, q) for method, rate, _, q in chosen], "merges are what the trials say"
+    assert (tried[0], tried[-1]["drop_rate"]) == ({}, 0.0), "the base first, the plain average last"
+    assert len(sweep(hill, {"drop_rate": [0.1, 0.2, 0.3]}, trials=2).rows) == 2
+    assert sweep(hill, {"drop_rate": [0, 0.5]}).best.params == {"drop_rate": 0.5}, "also without fresh seeds"
+    stored: Any = {"storage": "sqlite:///x.db", "study": "x", "trials": 1, "config": {"seed": 2**63 - 1}}
+    assert len(sweep(hill, {"drop_rate": {"low": 0.5, "high": 0.9}}, "tpe", **stored).rows) == 1
+    with pytest.raises(ConfigError, match="'x' is of another search"):
+        sweep(hill, {"drop_rate": {"low": 0.5, "high": 0.9, "step": 0.2}}, **stored)
+
+
+def test_the_same_command_goes_on_with_its_study_and_the_dashboard_shows_it(capsys: Capture) -> None:
+    import optuna_dashboard
+
+    flags = command("--vary", "drop_rate = {low = 0.1, high = 0.9}", "--confirm", "2", "--trials")
+    assert dare.main([*flags, "3"]) == 0
+    first = calls()
+    assert len(first) == 1 + 3 + 3 * 2 + 1
+    assert dare.main([*flags, "3"]) == 0
+    assert calls() == first, "nothing is scored again"
+    assert dare.main([*flags, "5", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert "going on with the study" in printed.err
+    rates = [call[1] for call in calls()[len(first) :]]
+    assert len(set(rates[:2]) - {call[1] for call in first}) == 2, "two new trials, and what they make necessary"
+    shown = json.loads(printed.out.partition("\n{")[2].join(["{", ""]))
+    assert [each["number"] for each in sorted(shown["trials"], key=lambda each: each["number"])] == list(range(5))
+    assert max(len(each.get("confirmed", ())) for each in shown["trials"]) == 2
+
+    app = optuna_dashboard.wsgi("sqlite:///config_sweep.db")
+    request = {"REQUEST_METHOD": "GET", "SERVER_NAME": "x", "SERVER_PORT": "80", "wsgi.url_scheme": "http"}
+
+    def get(path: str) -> Any:
+        return json.loads(b"".join(app({**request, "PATH_INFO": path, "QUERY_STRING": ""}, lambda *_: None)))
+
+    [study] = get("/api/studies")["study_summaries"]
+    assert study["study_name"] == shown["study"]
+    trials = {each["number"]: each["values"] for each in get(f"/api/studies/{study['study_id']}")["trials"]}
+    assert trials == {each["number"]: [each["scores"]["score"]] for each in shown["trials"]}
+    # Another space, other settings, another or an edited evaluation, other models: another study.
+    assert dare.main(command("--vary", "drop_rate = [0.1, 0.5]", "--trials", "1")) == 0
+    assert dare.main(command(*flags[5:], "1", weights=[1, 2])) == 0
+    assert dare.main(command(*flags[5:], "1", "--objective", "score:min")) == 0
+    assert dare.main(command(*flags[5:], "1", evaluate=judge("    return value + 0"))) == 0
+    assert len({each.study_name for each in optuna.get_all_study_summaries("sqlite:///config_sweep.db")}) == 5
+
+
+@pytest.mark.slow
+def test_two_processes_work_on_one_study() -> None:
+    # The first one waits in its second trial until the other has begun one.
+    judge(
+        "    while len(lines := open('calls.jsonl').readlines()) == 3 and lines[1].split()[0] == lines[2].split()[0]:\n"
+        "        time.sleep(0.02)\n    return value"
+    )
+    rates = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    flags = ["--vary", f"drop_rate={rates}", "--search", "grid", "--confirm", "0"]
+    flags = command(*flags, evaluate="judge.py:score")
+    words = [sys.executable, str(HERE / "dare.py"), *flags]
+    first = subprocess.Popen([*words, "--write-config", "first.toml"], stderr=subprocess.PIPE)
+    wait_for(lambda: Path("calls.jsonl").exists() and len(calls()) > 1)
+    second = subprocess.Popen(words, stderr=subprocess.PIPE)
+    printed = [process.communicate(timeout=60)[1] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], printed
+    assert sorted(call[1] for call in calls() if call[1]) == rates, "each once"
+    assert {call[0] for call in calls() if call[1]} == {first.pid, second.pid}
+    assert Path("config_best.toml").exists()
+
+
+@pytest.mark.parametrize(("output", "score"), [
+    ("0.5", 0.5), ("step 12: loss 3\naccuracy: 93.5%\n", 93.5), ("acc=1e-3", 0.001), ("-7 of them.", -7.0),
+    ("\x1b[32m0.25\x1b[0m", 0.25), ("loaded model2 in 3s: .75", 0.75), ('{\n "a": {"x": 3},\n "score": 4\n}\n', 4.0),
+    ("{not json} 8", 8.0), ('{"score": 1}\n{"score": 2, "tasks": [1, 2]}', 2.0), ("model2 only", "no number"),
+    ('{"score": "high"}', "no finite number but 'high'"), ('{"score": true}', "but True"), ("score: nan", "but nan"),
+    ('{"accuracy": 1}', "no score 'score', but accuracy"), (torch.tensor(0.25), 0.25), ({"score": 3}, 3.0), ("", "no"),
+])  # fmt: skip
+def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(output: Any, score: float | str) -> None:
+    def evaluate(path: Path) -> Any:
+        return output if settings_of(path).get("drop_rate") else 0
+
+    with nullcontext() if isinstance(score, float) else pytest.raises(DareError, match=f"the first failed: .*{score}"):
+        assert sweep(evaluate, {"drop_rate": [0.5]}).rows[0].scores == [score]
+
+
+@POSIX
+def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_kept() -> None:
+    ending = """
+    import signal, subprocess
+    print("working on it", flush=True)
+    if rate == 0.1: print("out of memory", file=sys.stderr), sys.exit(3)
+    if rate == 0.2: open("child", "w").write(str(subprocess.Popen(["sleep", "60"]).pid)), time.sleep(60)
+    if rate == 0.3: os.kill(os.getpid(), signal.SIGKILL)
+    return {0.4: "nothing", 0.5: "nan"}.get(rate, value)"""
+    judge(ending)
+    flags = ["--vary", "drop_rate=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]", "--search", "grid", "--confirm", "0"]
+    flags = command(*flags, "--timeout", "1.5", evaluate=AS_COMMAND)
+    assert dare.main(flags) == 0
+    trials = optuna.load_study(storage="sqlite:///config_sweep.db", study_name=None).trials
+    assert [trial.state.name for trial in trials] == ["FAIL"] * 5 + ["COMPLETE"]
+    reasons = ["it ended with status 3: out of memory", "it took longer than 1.5 s", "it was ended by signal 9",
+               "its last line has no number and is no JSON", "its 'score' is no finite number but nan"]  # fmt: skip
+    assert [trial.user_attrs["why"] for trial in trials[:5]] == [f"failed: {reason}" for reason in reasons]
+    assert trials[0].user_attrs["output"] == "working on it\nout of memory\n"
+    assert all("working on it" in trial.user_attrs["output"] for trial in trials[:4])
+    child = Path("/proc", Path("child").read_text(), "stat")
+    wait_for(lambda: not child.exists() or child.read_text().split()[2] == "Z")
+    done = len(calls())
+    assert dare.main(flags) == 0
+    assert len(calls()) == done, "what failed has failed"
+
+
+def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(tmp_path: Path, capsys: Capture) -> None:
+    flags = command("--vary", "drop_rate=[0.1]", evaluate=judge("    raise RuntimeError('no tokenizer')"))
+    assert dare.main([*flags, "--keep-models", "kept"]) == 1
+    assert "error: the evaluation cannot score the base: RuntimeError: no tokenizer\nhint: " in capsys.readouterr().err
+    flags[4] = f'"{sys.executable}" -c "print(1); raise SystemExit(\'no data\')" {{model}}'
+    assert dare.main([*flags, "--keep-models", "kept"]) == 1
+    assert "| 1\n| no data\nerror: the evaluation cannot score the base: it ended" in capsys.readouterr().err
+    assert (os.listdir("kept"), len(calls()), list(tmp_path.glob(".sweep-*"))) == ([], 1, [])
+
+
+def test_several_scores_give_a_front_and_a_function_can_prune(tmp_path: Path, capsys: Capture) -> None:
+    Path("both.py").write_text(
+        "import torch, optuna\ndef score(state, trial):\n    assert isinstance(state, dict)\n"
+        "    if trial.params.get('drop_rate', 0) == 0.25: raise optuna.TrialPruned\n"
+        "    flat = torch.cat([state[n].flatten() for n in sorted(state)]).double()\n"
+        "    return {'cost': float(flat.std()), 'gain': float(flat[::3].sum()), 'other': 'x'}"
+    )
+    flags = command("--vary", "drop_rate=[0, 0.25, 0.5, 0.75, 0.9]", "--vary", "lambda_coeff={low=0.5,high=2,step=0.5}",
+                    "--search", "grid", "--objective", "gain:max", "cost:min", "--in-memory", "--json", "--plot",
+                    evaluate="both.py:score")  # fmt: skip
+    assert dare.main([*flags, "front.svg"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (len(shown["trials"]), len(shown["failed"]), len(shown["plain_averages"]) >= 5) == (16, 4, True)
+    assert {each["why"] for each in shown["failed"]} == {"pruned"}
+
+    def means(each: Any) -> tuple[float, float]:
+        rows = each.get("confirmed", [each["scores"]])
+        return sum(row["gain"] for row in rows) / len(rows), -sum(row["cost"] for row in rows) / len(rows)
+
+    points = {each["number"]: means(each) for each in shown["trials"]}
+    beaten = {a for a, b in itertools.permutations(points, 2)
+              if all(map(float.__le__, points[a], points[b])) and points[a] != points[b]}  # fmt: skip
+    assert set(shown["front"]) == set(points) - beaten
+    assert re.search(rf"{len(shown['front'])} trials on the Pareto front", shown["verdict"])
+    assert ("<svg" in Path("front.svg").read_text(), list(tmp_path.glob("*.sweep*"))) == (True, [])
+
+
+def make_net() -> torch.nn.Module:
+    parts = {"layer": torch.nn.Linear(16, 8, bias=False), "head": torch.nn.Linear(8, 4, bias=False)}
+    return torch.nn.ModuleDict(parts)
+
+
+def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_path: Path) -> None:
+    base, *tunes = map(load_file, models)
+    goal = dare_merge(base, tunes, DareConfig(drop_rate=0.5))
+
+    def miss(given: Any) -> float:
+        state = given.state_dict() if isinstance(given, torch.nn.Module) else given
+        return -float(sum((state[name] - goal[name]).abs().sum() for name in goal))
+
+    before, space = snapshot(tmp_path), {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
+    options: Any = {"search": "grid", "confirm": 0}
+    plain = dare_sweep(base, tunes, miss, space, **options)
+    assert (plain.winner.params, plain.winner.scores) == ({"drop_rate": 0.5, "lambda_coeff": 1.0}, [0.0])
+    net = make_net()
+    net.load_state_dict(base)
+    own = net.state_dict()  # which is merged into: the base of every merge must be what it was
+    live = dare_sweep(own, tunes, miss, space, model=net, **options)
+    filed = sweep(miss, space, model=(other := make_net()))
+    stated = sweep(miss, space, in_memory=True)
+    assert live.base == plain.base == filed.base == [miss(base)]
+    for found in (live, filed, stated):
+        assert [(row.params, row.scores) for row in found.rows] == [(row.params, row.scores) for row in plain.rows]
+    assert_same(dict(net.state_dict()), dare_merge(base, tunes, live.winner.config))
+    assert_same(dict(other.state_dict()), goal)
+    assert_same(base, load_file(models[0]))
+    with pytest.raises(DareError, match="model 1 and the live model share their memory"):
+        dare_sweep(base, [tunes[0], net.state_dict()], miss, space, model=net, **options)
+    empty = {"empty": torch.zeros(0)}
+    assert dare_sweep(base | empty, [tune | empty for tune in tunes], miss, space, **options).winner.scores == [0.0]
+    assert snapshot(tmp_path) == before, "nothing is written"
+
+
+def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> None:
+    from scipy import stats
+
+    seeds: list[tuple[int, ...]] = []
+
+    def score(path: Path) -> float:
+        made = settings_of(path)
+        seeds.append(tuple(made.get("seeds", ())))
+        return (hill(path) + random.Random(made["seed"]).gauss(0, 0.05 * (made["drop_rate"] > 0))) if made else -1.0
+
+    found = sweep(score, {"drop_rate": [0, 0.7, 0.75, 0.85, 0.9]}, config={"seed": 7}, confirm=4)
+    assert Counter(seeds) == {(): 1, (7, 8): 5 + 1, **{(seed, seed + 1): 3 for seed in (9, 11, 13, 15)}}
+    values, average = [each[0] for each in found.best.confirmed], found.average
+    assert average is not None
+    assert average.scores == [pytest.approx(-0.64)]
+    test = stats.ttest_1samp(values, average.scores[0], alternative="greater")
+    assert found.probability == pytest.approx(3 * test.pvalue, rel=1e-9)
+    told = f"more than its seeds' spread explains (t test over 4 fresh seeds, p = {3 * test.pvalue:.2g})."
+    assert f"better than the plain average (lambda 1: -0.64) by {told}" in found.verdict
+    for freedom, t in itertools.product(range(1, 9), (0.0, 0.3, 1.0, 2.5, 12.7)):
+        assert chance(t, freedom) == pytest.approx(stats.t.sf(t, freedom), rel=1e-9)
+
+
+def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Models) -> None:
+    base, *tunes = map(load_file, models)
+    plain = dare_merge(base, tunes, DareConfig(drop_rate=0.0))
+
+    def noise(state: Any) -> float:
+        alike = all(torch.equal(state[name], plain[name]) for name in plain)
+        return 0.0 if alike else random.Random(str(state["layer.weight"].sum())).gauss(0, 1)
+
+    space, called = {"drop_rate": [0, 0.5, 0.7, 0.8, 0.9]}, Counter[str]()
+    for seed in range(0, 2000, 100):
+        found = dare_sweep(base, tunes, noise, space, DareConfig(seed=seed), search="grid")
+        called["more than its seeds" in found.verdict] += 1
+        assert (found.winner is found.average) == (found.best.mean(0) <= 0)
+    assert called[True] <= 2, "one in twenty at most, but for luck"
+    tie = dare_sweep(base, tunes, lambda state: 1.0, space, search="grid")
+    assert (tie.winner is tie.average, tie.probability) == (True, None)
+    assert tie.verdict.startswith("No trial scores better than the plain average (lambda 1: 1), so that is the winner")
+
+
+def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: Capture) -> None:
+    rules = "[[rules]]\nmatch = 'head.*'\nlambda_coeff = 0.5\n"
+    rules += "[[sweep.rules]]\nmatch = 'layer.*'\nlambda_coeff = [1.0]\n"
+    flags = command("--vary", "drop_rate = [0.5, 0.8]", "--vary", "method = ['ties']", "--keep-models", "kept",
+                    "--plot", "found.png", text=rules, weights=[1, 2], method="ties", keep_ratio=0.5)  # fmt: skip
+    assert dare.main([*flags, "--search", "grid"]) == 0
+    printed = capsys.readouterr()
+    progress = r"\n\[2/2\] method ties, drop rate 0.8, rules.0.lambda_coeff 1: 0.0002 \(best 0.0002\), .* left\n"
+    assert re.search(progress, printed.err)
+    assert re.search(r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: lambda 1 .*\nbase +-1 ", printed.out)
+    assert "The best merge is trial 1" in printed.out
+    assert Path("found.png").read_bytes()[:4] == b"\x89PNG"
+    best = Path("config_best.toml").read_text()
+    assert best.startswith("# Found by a sweep:\n# trial 1: ")
+    assert dare.main(["-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors"]) == 0
+    assert Path("again.safetensors").read_bytes() == Path("kept/trial-0001.safetensors").read_bytes()
+    assert len(os.listdir("kept")) == 2 + 2 * 5 + 1
+
+
+@POSIX
+def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    judge("    while os.path.exists(f'wait{rate}'): time.sleep(0.02)\n    return value")
+    flags = ["--vary", "drop_rate=[0.1, 0.2, 0.3, 0.4]", "--search", "grid", "--confirm", "0"]
+    flags = command(*flags, evaluate=AS_COMMAND)
+
+    def interrupt(rate: float, then: Callable[[subprocess.Popen[str]], None]) -> str:
+        Path(f"wait{rate}").touch()
+        process = subprocess.Popen([sys.executable, str(HERE / "dare.py"), *flags], stderr=subprocess.PIPE, text=True)
+        wait_for(lambda: Path("calls.jsonl").exists() and calls()[-1][1] == rate, 60)
+        assert len(list(tmp_path.glob(".sweep-*/merged.safetensors"))) == 1
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert any("stopping after this trial; once more to stop at once" in line for line in process.stderr)
+        then(process)
+        left = process.communicate(timeout=30)[1]
+        assert (process.returncode, list(tmp_path.glob(".sweep-*"))) == (130, [])
+        assert left.endswith("interrupted\nhint: the same command goes on from here\n")
+        return left
+
+    assert "[2/4] drop rate 0.2" in interrupt(0.2, lambda _: Path("wait0.2").unlink())
+    assert "[4/4]" not in interrupt(0.4, lambda process: process.send_signal(signal.SIGINT))
+    ended = Path("/proc", str(calls()[-1][0]), "stat")
+    wait_for(lambda: not ended.exists() or ended.read_text().split()[2] == "Z")
+    Path("wait0.4").unlink()
+    assert dare.main(flags) == 0
+    assert [call[1] for call in calls() if call[1]] == [0.1, 0.2, 0.3, 0.4, 0.4], "what was stopped is tried again"
+
+
+def test_models_that_change_end_the_search() -> None:
+    def score(path: Path) -> float:
+        os.utime("math.safetensors")
+        return 1.0
+
+    with pytest.raises(DareError, match=r"math\.safetensors' changed"):
+        sweep(score, {"drop_rate": [0.1, 0.2]})
+
+
+@pytest.mark.parametrize(("flags", "status", "message"), [
+    ("--evaluate 'python judge.py'", 2, "has no {model}"), ("--evaluate 'pyhton {model}'", 2, "no command 'pyhton'"),
+    ("--evaluate 'python \"{model}'", 2, "cannot be split"), ("--evaluate judge.py:scores", 2, "no function 'scores'"),
+    ("--evaluate no.py:score", 2, "no file 'no.py'"), ("--search genetic", 2, "there is no search 'genetic'"),
+    ("--evaluate config.toml.py:f", 2, "no file"), ("--objective accuracy", 2, "must be NAME:max or NAME:min"),
+    ("--trials 0", 2, "trials must be a whole number from 1"), ("--confirm 1", 2, "one more seed says nothing"),
+    ("--search cmaes --objective a:max b:min", 2, "cmaes takes one objective"), ("--timeout 5", 2, "is for commands"),
+    ("--write-config config.toml", 2, "exists"), ("--write-config math.safetensors --force", 2, "is the input"),
+    ("--storage sqlite:///no/such.db", 1, "cannot open the study"), ("--storage ::", 1, "cannot open the study"),
+    ("--keep-models no/such", 1, "cannot write models in 'no/such'"), ("--plot a.gif", 2, "cannot be written"),
+    ("--search grid --vary lambda_coeff={low=1,high=2}", 2, "a grid needs values for lambda_coeff, not a range"),
+    ("--merge nothing.safetensors", 1, "nothing.safetensors"), ("without", 2, "nothing scores the models"),
+    ("optuna", 1, "a sweep needs Optuna"),
+])  # fmt: skip
+def test_wrong_usage_is_refused_before_anything_is_merged(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture, flags: str, status: int, message: str
+) -> None:
+    words = command("--vary", "drop_rate=[0.5]", *(shlex.split(flags) if flags.startswith("-") else []))
+    if flags == "optuna":
+        monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    error = refuse(tmp_path, capsys, status, message, arguments=words[:3] if flags == "without" else words)
+    assert error.count("error: ") == 1
+    assert flags != "optuna" or "optuna cmaes" in error

@@ -1,0 +1,128 @@
+"""What a search may choose: values and ranges, asked where they mean something, and wrong ones that are named."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dare import ConfigError, DareConfig, DareMerger
+from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
+from darelib.sweep.space import Space
+from tests.support import refuse, write_config
+
+Capture, Models = pytest.CaptureFixture[str], list[Path]
+
+
+def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hinder(models: Models) -> None:
+    space = {
+        "method": ["linear", "ties", "slerp", "ram"], "drop": ["random", "breadcrumbs", "della"], "drop_rate": [0, 0.5],
+        "gamma": [0.01, 0.02], "epsilon": {"low": 0.01, "high": 0.1}, "rescale_q": {"low": 0.1, "high": 1},
+        "keep_ratio": {"low": 0.1, "high": 1, "log": True}, "slerp_t": {"low": 0, "high": 1, "step": 0.25},
+        "weights": {"low": 0.1, "high": 2}, "lambda_coeff": [1, {"gradient": [0.5, 1]}],
+        "rules": [{"match": ["head.*"], "drop_rate": [{"low": 0.5, "high": 0.6}, {"low": 0.7, "high": 0.8}]}],
+    }  # fmt: skip
+    rules = [{"match": "layer.*", "keep_ratio": 0.5}]
+    config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
+    merger, options = DareMerger(models[0], models[1:], config), {"search": "random", "trials": 40, "confirm": 0}
+    found = merger.sweep(lambda path: 1.0, space, folder=models[0].parent, **options)
+    assert (len(found.rows), found.failures) == (40, []), "none was refused"
+    for row in found.rows:
+        names, method, drop = {*row.params}, row.params["method"], row.params.get("drop", "random")
+        assert (drop, "drop" in names) == ((drop, True) if method != "slerp" else ("random", False))
+        assert ("slerp_t" in names) == (method == "slerp") == ("weights.0" not in names)
+        assert ("keep_ratio" in names) == (method == "ties" and drop == "random")
+        assert ("gamma" in names, "epsilon" in names) == (drop == "breadcrumbs", drop == "della")
+        assert ("rescale_q" in names) == (drop == "random")
+        assert row.params.get("rescale_q", 1) >= 1 - row.params["drop_rate"]
+        assert row.params.get("slerp_t", 0) in (0, 0.25, 0.5, 0.75, 1)
+        assert 0.5 <= row.params["rules.0.drop_rate.0"] <= 0.6 < 0.7 <= row.params["rules.0.drop_rate.1"] <= 0.8
+        [own, *kept] = row.config.typed_rules
+        assert own.drop_rate == tuple(row.params[f"rules.0.drop_rate.{i}"] for i in range(2))
+        assert kept[0].match == ("layer.*",)
+        assert row.config.weights == (tuple(row.params[f"weights.{i}"] for i in (0, 1)) if method != "slerp" else None)
+    assert len({row.params["method"] for row in found.rows}) == 4
+    assert found.averages[0].config.method == "linear"
+
+
+@pytest.mark.parametrize(("space", "message"), [
+    ("lamda_coeff=[1]", r"\[sweep\] has no key 'lamda_coeff'.*did you mean lambda_coeff"),
+    ("drop_rate=[]", r"\[sweep\] drop_rate has no values"), ("drop_rate=[0.5, 1.5]", r"\[sweep\] drop_rate must be"),
+    ("method=['linear', 'tie']", r"\[sweep\] method must be .*did you mean ties"), ("seed=[1, 2]", "masks are noise"),
+    ("drop_rate={low=0.5, high=0.5}", "the range from 0.5 to 0.5 is empty"), ("drop_rate={low=0}", "low and high"),
+    ("drop_rate={low=0, high=2}", r"\[sweep\] drop_rate must be"), ("method={low=1, high=2}", r"\[sweep\] method must"),
+    ("drop_rate={low='a', high=1}", "low must be a num"), ("lambda_coeff={low=1, high=2, log=1}", "log must be true"),
+    ("lambda_coeff={low=1, high=2, steps=1}", "no key 'steps'"), ("lambda_coeff={low=0, high=2, log=true}", "above 0"),
+    ("lambda_coeff={low=1, high=2, step=0}", "step must be above"), ("normalize=['yes']", r"\[sweep\] normalize must"),
+    ("drop_rate=[{low=0, high=0.5}]", "1 ranges for 2 models"), ("weights=[0.5, 0.5]", r"\[sweep\] weights must be"),
+    ("rules=[1]", "rules must be tables"), ("rules=[{drop_rate=[0.5]}]", "rule 1"), ("threads=[1]", "no key 'threads'"),
+    ("rules=[{match='*'}]", "sets nothing"), ("rules=[{match='*', method=['ties']}]", "rule 1 has no key 'method'"),
+    ("drop_rate", "must be SETTING=VALUES"), ("", "nothing to search"),
+])  # fmt: skip
+def test_a_wrong_space_is_named(models: Models, tmp_path: Path, capsys: Capture, space: str, message: str) -> None:
+    words = ["sweep", "--evaluate", f"'{sys.executable}' {{model}}", "-c", write_config(tmp_path)]
+    error = refuse(tmp_path, capsys, 2, arguments=[*words, *(["--vary", space] if space else [])])
+    assert re.search(message, error, re.DOTALL), error
+    if "=" in space and "rules" not in space:  # the same under [sweep]
+        write_config(tmp_path, f"[sweep]\n{space}")
+        refuse(tmp_path, capsys, 2, arguments=words)
+
+
+ENDS: dict[str, tuple[float, float]] = {
+    "drop_rate": (0.05, 0.95), "gamma": (0.01, 0.04), "epsilon": (0.01, 0.04), "weights": (0.1, 2), "slerp_t": (0.1, 1),
+    "lambda_coeff": (0.5, 2.5), "rescale_q": (0.1, 1), "keep_ratio": (0.1, 1), "threshold": (1e-6, 1e-3),
+}  # fmt: skip
+VALUES: dict[str, list[Any]] = {
+    "method": ["linear", "ties", "slerp", "ram"], "drop": ["random", "magnitude", "breadcrumbs", "della"],
+    "drop_rate": [0, 0.5, 0.9, [0.2, 0.8], {"gradient": [0.9, 0.5]}], "gamma": [0.01, [0, 0.1]], "epsilon": [0.1, 0.2],
+    "weights": [[0.3, 0.7], [{"gradient": [0, 1]}, 1]], "normalize": [True, False], "dtype": ["float32", "bf16"],
+    "lambda_coeff": [1, {"gradient": [1, 2]}], "rescale": [True, False, "none", "l1", "expectation"],
+    "rescale_q": [0.1, [0.5, 1]], "keep_ratio": [0.2, 1], "slerp_t": [0, {"gradient": [0, 1]}], "threshold": [0, 1e-5],
+    "mismatch": ["error", "base"],
+}  # fmt: skip
+CONFIGS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in VALUES.items()})
+
+
+def axes(names: Sequence[str]) -> st.SearchStrategy[dict[str, Any]]:
+    """Tables with some of these settings, each with values, a range, or a range for each model."""
+
+    def axis(name: str) -> st.SearchStrategy[Any]:
+        kinds: list[st.SearchStrategy[Any]] = [st.lists(st.sampled_from(VALUES[name]), min_size=1, max_size=3)]
+        if name in ENDS:
+            low, high = ENDS[name]
+            more: list[dict[str, Any]] = [{}, {"log": True}, {"step": (high - low) / 3}, {"step": (high - low) * 0.4}]
+            ranges = st.sampled_from([{"low": low, "high": high, **each} for each in more])
+            kinds += [ranges] + [st.lists(ranges, min_size=2, max_size=2)] * (name in PER_MODEL)
+        return st.one_of(kinds)
+
+    chosen = st.sets(st.sampled_from(names), min_size=1, max_size=5)
+    return chosen.flatmap(lambda some: st.fixed_dictionaries({name: axis(name) for name in sorted(some)}))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(axes(SWEEP_SETTINGS), st.none() | axes(RULE_SETTINGS), CONFIGS, st.integers(0, 999))
+def test_whatever_is_chosen_can_be_merged_or_is_refused(space: Any, rule: Any, given: Any, seed: int) -> None:
+    try:
+        config = DareMerger("a", ["b", "c"], DareConfig(**given)).config
+    except ConfigError:
+        config = DareConfig()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed)).ask()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        try:
+            choices = Space(space | ({"rules": [{"match": "*weight", **rule}]} if rule else {}), config, 2)
+            chosen = choices.choose(trial)
+            for made in (chosen, choices.plain_average(1.0)):
+                DareMerger("a", ["b", "c"], made)
+        except ConfigError:
+            return
+    assert choices.choose(optuna.trial.FixedTrial(trial.params)) == chosen, "a study says all about it"

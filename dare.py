@@ -288,11 +288,14 @@ class DareMerger:
         how, quiet = Options.of(**options), dataclasses.replace(self.config, verbose=False)
         choices = Space(space, quiet, len(self.models))
         with self._open() as inputs:
-            settings = [quiet.recipe_settings(), [rule.as_table() for rule in quiet.typed_rules], self.tokenizer.name]
-            facts: list[Any] = [label, settings, [each.fingerprint for each in inputs]]
+            settings = [quiet.recipe_settings(), [rule.as_table() for rule in quiet.typed_rules]]
+            facts: list[Any] = [settings, self.tokenizer.name, self.chat_template and self.chat_template.name]
+            facts += [each.fingerprint for each in inputs]
             if model is not None or in_memory:
+                if keep_models:
+                    raise ConfigError("in memory there are no models to keep", "leave one of the two out")
                 base, *finetuned = load_states(inputs, model)
-                return _sweep_memory(base, finetuned, run, choices, how, model, facts)
+                return _sweep_memory(base, finetuned, run, choices, how, model, label, facts)
 
             def merge(config: DareConfig, path: Path) -> None:
                 check_unchanged(inputs)  # scores of other models would not be comparable
@@ -300,8 +303,8 @@ class DareMerger:
 
             with prepare_folder(Path(folder), keep_models) as place:
                 bench = FileBench(download(self.base).path, merge, run, place, keep_models)
-                self._with(choices.plain_average(1.0)).plan(bench.place("merged"))  # to fail now rather than later
-                return Search(choices, bench, how, facts).run()
+                self._with(quiet).plan(bench.place("merged"))  # to fail now rather than later
+                return Search(choices, bench, how, label, facts).run()
 
     def _with(self, config: DareConfig) -> DareMerger:
         return DareMerger(self.base, self.models, config, tokenizer=self.tokenizer, chat_template=self.chat_template)
@@ -371,25 +374,33 @@ def dare_sweep(
 
     run, label = find_evaluation(evaluate, None)
     how, config = Options.of(**options), check_config(config)
+    if not finetuned:
+        raise ConfigError("there are no models to merge", "give at least one state dict")
     config.check_models(len(finetuned))
-    facts: list[Any] = [label, config.recipe_settings(), [rule.as_table() for rule in config.typed_rules]]
-    if how.storage and how.study is None:
-        facts.append([[float(t.double().sum()) for t in state.values()] for state in (base, *finetuned)])
-    return _sweep_memory(base, finetuned, run, Space(space, config, len(finetuned)), how, model, facts)
+    facts: list[Any] = [config.recipe_settings(), [rule.as_table() for rule in config.typed_rules]]
+    if how.storage:
+        facts += [{n: float(tensor.double().sum()) for n, tensor in state.items()} for state in (base, *finetuned)]
+    return _sweep_memory(base, finetuned, run, Space(space, config, len(finetuned)), how, model, label, facts)
 
 
 def _sweep_memory(
     base: Mapping[str, torch.Tensor], finetuned: Sequence[Mapping[str, torch.Tensor]], run: Callable[[Any, Any], Any],
-    space: Space, how: Options, model: torch.nn.Module | None, facts: Sequence[Any],
+    space: Space, how: Options, model: torch.nn.Module | None, label: str, facts: Sequence[Any],
 ) -> SweepReport:  # fmt: skip
     from darelib.sweep.bench import MemoryBench
+    from darelib.sweep.evaluation import Command
     from darelib.sweep.search import Search
 
-    bench = MemoryBench(base, finetuned, dare_merge, run, model)
-    report = Search(space, bench, how, facts).run()
-    if model is not None:
-        dare_merge(bench.base, finetuned, report.winner.config, out=bench.out)
-    return report
+    if isinstance(run, Command):
+        raise ConfigError("a command needs models in files", "give a function, or leave out --in-memory")
+    bench, winner = MemoryBench(base, finetuned, dare_merge, run, model), None
+    try:
+        report = Search(space, bench, how, label, facts).run()
+        winner = report.winner.config
+        return report
+    finally:
+        if model is not None:
+            bench.make(winner)
 
 
 def _load_tensors() -> Any:
@@ -555,7 +566,6 @@ def run_analyze_command(flags: dict[str, Any]) -> None:
 
 
 def add_sweep_options(add: Add) -> None:
-    add_settings(add)
     evaluate = "a command with {model} in it, whose last line is a score or JSON, or file.py:function"
     add("--evaluate", metavar="WHAT", help=evaluate)
     add("--vary", metavar="AXIS", action="append", help="what to choose from, besides [sweep]: drop_rate=[0, 0.5]")
@@ -571,6 +581,7 @@ def add_sweep_options(add: Add) -> None:
     add("--plot", metavar="FILE", type=Path, help="draw what was found, to a .png, .svg or .pdf file")
     add("--write-config", metavar="FILE", type=Path, help="the winner (default: a _best.toml file beside the config)")
     add("--force", action="store_true", help="replace existing files of --plot and --write-config")
+    add_settings(add)
 
 
 def run_sweep_command(flags: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,9 +42,8 @@ class FileBench:
         if config is None:
             return self.evaluate(self.base.absolute(), trial)
         path = self.place(name if self.keep else "merged")
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
+        if not self.keep:  # what an evaluation has put beside the last one's files goes, too
+            shutil.rmtree(path, ignore_errors=True)
         self.merge(config, path)
         return self.evaluate(path, trial)
 
@@ -54,13 +53,12 @@ def prepare_folder(folder: Path, keep: bool) -> Iterator[Path]:
     """Where models are written: there, to be kept, or in a folder of its own that goes away."""
     try:
         if keep:
-            folder.mkdir(exist_ok=True)
-            yield folder
-            return
-        with tempfile.TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True) as made:
-            yield Path(made)
+            folder.mkdir(parents=True, exist_ok=True)
+        made = None if keep else tempfile.TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
         raise DareError(f"cannot write models in {str(folder)!r}: {error.strerror}", "give --keep-models DIR") from None
+    with made or nullcontext(folder) as place:
+        yield Path(place)
 
 
 class MemoryBench:
@@ -72,21 +70,27 @@ class MemoryBench:
     ) -> None:  # fmt: skip
         self.merge, self.evaluate, self.model, self.finetuned = merge, evaluate, model, finetuned
         self.out = None if model is None else model.state_dict()
-        written = {tensor.data_ptr() for tensor in (self.out or {}).values()} - {0}  # of tensors without elements
-        # What is merged into the base's own tensors would be the base of the next merge.
-        self.base = {n: tensor.clone() if tensor.data_ptr() in written else tensor for n, tensor in base.items()}
+        owners: dict[int, str] = {}  # by address, the first name of each tensor that is written
+        for name, tensor in (self.out or {}).items():
+            if tensor.numel():
+                owners.setdefault(tensor.data_ptr(), name)
+        # What is merged into the base's own tensors would be the base of the next merge. A tied head is merged once.
+        self.base = {
+            name: tensor.clone() if tensor.data_ptr() in owners else tensor
+            for name, tensor in base.items()
+            if self.out is None or name not in self.out or owners.get(self.out[name].data_ptr(), name) == name
+        }
         for k, state in enumerate(finetuned):
-            if any(tensor.data_ptr() in written for tensor in state.values()):
+            if any(tensor.data_ptr() in owners for tensor in state.values()):
                 raise DareError(f"model {k} and the live model share their memory", "give copies of its tensors")
 
+    def make(self, config: DareConfig | None) -> Any:
+        """What is scored: a merged state dict, or the live model. None: the base, as a merge of nothing."""
+        merged = self.merge(self.base, self.finetuned, config or DareConfig(lambda_coeff=0.0), out=self.out)
+        return merged if self.model is None else self.model
+
     def score(self, config: DareConfig | None, trial: Any, _: str) -> Any:
-        merged = self.base if config is None else self.merge(self.base, self.finetuned, config, out=self.out)
-        if self.out is None:
-            return self.evaluate(merged, trial)
-        if config is None:
-            for name, tensor in self.base.items():
-                self.out[name].detach().copy_(tensor)
-        return self.evaluate(self.model, trial)
+        return self.evaluate(self.make(config), trial)
 
 
 def load_states(inputs: Sequence[Input], model: Any) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are read
 KEPT: Final = 4000  # characters of it that are kept with a trial that has failed
 ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 NUMBER: Final = re.compile(r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])", re.I)
+SHELL_WORDS: Final = ("|", "||", "&&", ";", "<", ">", ">>", "2>&1", "&")
 FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 Evaluate = Callable[[Any, Any], Any]  # of a model and a trial: a score, or several by name, as yet unread
 
@@ -48,7 +49,7 @@ class Objective:
 
     @classmethod
     def of(cls, text: str) -> Objective:
-        name, _, way = text.partition(":")
+        name, _, way = str(text).rpartition(":")
         if not name or way not in ("max", "min"):
             raise ConfigError(f"the objective {text!r} must be NAME:max or NAME:min", "like accuracy:max loss:min")
         return cls(name, way == "max")
@@ -78,15 +79,16 @@ def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
 
 
 def parse_output(text: str) -> Any:
-    """The JSON object that an output ends with, or else the last number in its last line."""
+    """The JSON object that an output ends with, or else the only number in its last line."""
     text = ESCAPES.sub("", text).rstrip()
     for start in reversed([found.start() for found in re.finditer(r"^\{", text, re.MULTILINE)]):
         with suppress(ValueError, RecursionError):
             return json.loads(text[start:])
-    numbers = NUMBER.findall(text.rpartition("\n")[2])
-    if not numbers:
-        raise EvaluationFailed("its last line has no number and is no JSON")
-    return float(numbers[-1])
+    line = text.rpartition("\n")[2]
+    numbers = NUMBER.findall(line)
+    if len(numbers) != 1:
+        raise EvaluationFailed(f"its last line, {line[:80]!r}, is no JSON and has not one number but {len(numbers)}")
+    return float(numbers[0])
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,11 @@ class Command:
         if not any("{model}" in word for word in words):
             hint = "write {model} where the model's path belongs, or name a function: file.py:function"
             raise ConfigError(f"--evaluate {text!r} has no {{model}}", hint)
+        if odd := next((word for word in words if word in SHELL_WORDS), None):
+            raise ConfigError(f"--evaluate is run without a shell, to which {odd!r} belongs", "use bash -c '...'")
         if shutil.which(words[0]) is None:
-            raise ConfigError(f"there is no command {words[0]!r}", "check the first word of --evaluate, and the PATH")
+            hint = "check the first word of --evaluate, and the PATH; for variables, use bash -c '...'"
+            raise ConfigError(f"there is no command {words[0]!r}", hint)
         return cls(tuple(words), timeout)
 
     def __call__(self, model: Any, _: Any) -> str:
@@ -139,14 +144,12 @@ class Command:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that still runs, and all that it has started."""
-    if process.poll() is not None:
-        return
-    if os.name == "nt":
-        subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], capture_output=True, check=False)
-    else:
+    """End a process, if it still runs, and all that it has started."""
+    if os.name != "nt":
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
+    elif process.poll() is None:
+        subprocess.run(["taskkill", "/T", "/F", "/PID", str(process.pid)], capture_output=True, check=False)
     process.kill()
     process.wait()
 
@@ -162,14 +165,15 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     if not place.is_file():
         raise ConfigError(f"there is no file {path!r}", "--evaluate takes file.py:function, or a command with {model}")
     sys.path.insert(0, str(place.resolve().parent))
-    spec = importlib.util.spec_from_file_location(place.stem, place)
+    name_here = f"evaluation_{place.stem}"  # so that it takes no other module's place
+    spec = importlib.util.spec_from_file_location(name_here, place)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[place.stem] = module
+    sys.modules[name_here] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"cannot import {path!r}: {type(error).__name__}: {error}", "run it by itself") from None
     function = getattr(module, name, None)
     if not callable(function):
@@ -192,7 +196,10 @@ def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
         return given, " ".join([label, *map(_digest, files)])
     if not callable(given):
         raise ConfigError("evaluate must be a function, file.py:function or a command", "like 'python eval.py {model}'")
-    label = label if files else str(getattr(given, "__qualname__", type(given).__qualname__))
+    if not files:
+        label = str(getattr(given, "__qualname__", type(given).__qualname__))
+        with suppress(OSError, TypeError):  # of what has no source, as in an interactive session
+            label += hashlib.sha256(inspect.getsource(given).encode()).hexdigest()[:16]
     return _call(given), " ".join([label, *map(_digest, files)])
 
 
@@ -207,4 +214,9 @@ def _call(function: Callable[..., Any]) -> Evaluate:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         required = [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
         wants_trial = len([p for p in required if p.default is p.empty]) >= 2
-    return function if wants_trial else lambda model, _: function(model)
+
+    def call(model: Any, trial: Any) -> Any:
+        with redirect_stdout(sys.stderr):  # results have stdout for themselves
+            return function(model, trial) if wants_trial else function(model)
+
+    return call

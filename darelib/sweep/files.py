@@ -11,7 +11,7 @@ from typing import Any, Final
 from darelib.output.configfile import format_settings, write_config
 from darelib.readers import Request
 from darelib.sweep.report import SweepReport
-from darelib.text import printable
+from darelib.text import ConfigError, printable
 
 MARK: Final = "# Found by a sweep"
 
@@ -31,6 +31,9 @@ def find_places(flags: Mapping[str, Any]) -> Places:
     beside = config.parent if "config" in flags else Path()
     winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
     storage = flags.get("storage", f"sqlite:///{(beside / f'{config.stem}_sweep.db').as_posix()}")
+    for name, taken in (("configuration", config), ("study", Path(storage.removeprefix("sqlite:///")))):
+        if winner.resolve() == taken.resolve():
+            raise ConfigError(f"--write-config {str(winner)!r} is the {name} itself", "choose another name")
     return Places(storage, winner, flags.get("keep_models", beside), "force" in flags or _is_ours(winner))
 
 

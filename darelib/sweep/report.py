@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,13 +66,13 @@ class SweepReport:
     rows: list[Row]
     base: list[float]
     failures: list[tuple[int, str]]
-    averages: list[Row] = field(default_factory=list)  # the plain average, by lambda
     drawn: set[int | None] = field(default_factory=set)  # the trials that drop at random
+    averages: list[Row] = field(default_factory=list)  # the plain average, by lambda
     seconds: float = 0.0
     study: str = ""
-    warnings: Sequence[str] = ()
 
-    def rank(self) -> list[Row]:
+    @cached_property
+    def ranked(self) -> list[Row]:
         """Best first. With several objectives, the Pareto front first; of equals, whose worst score is best."""
         spans = [self._span(k) for k in range(len(self.objectives))]
 
@@ -80,29 +81,29 @@ class SweepReport:
             for k, (each, (low, high)) in enumerate(zip(self.objectives, spans, strict=True)):
                 share = (row.mean(k) - low) / ((high - low) or 1)
                 shares.append(share if each.maximize else 1 - share)
-            return (0.0 if row in front else 1.0, -min(shares))
+            return (float(row.number not in front), -min(shares))
 
-        front = self.front if len(self.objectives) > 1 else self.rows
+        front = {row.number for row in (self.front if len(self.objectives) > 1 else self.rows)}
         return sorted(self.rows, key=order)
 
     def _span(self, k: int) -> tuple[float, float]:
         values = [row.mean(k) for row in self.rows]
         return min(values), max(values)
 
-    @property
+    @cached_property
     def front(self) -> list[Row]:
         """The trials that no other beats in one score without losing in another."""
         return [row for row in self.rows if not any(self._beats(other, row) for other in self.rows)]
 
     def _beats(self, one: Row, other: Row) -> bool:
-        pairs = [(one.mean(k), other.mean(k), each) for k, each in enumerate(self.objectives)]
+        pairs = list(zip(one.scores, other.scores, self.objectives, strict=True))  # of one seed
         some = any(each.is_better(a, b) for a, b, each in pairs)
         return some and not any(each.is_better(b, a) for a, b, each in pairs)
 
     @property
     def best(self) -> Row:
         """The best trial of those that were scored again, or that no seed changes; if none was, of all."""
-        ranked = self.rank()
+        ranked = self.ranked
         confirmed = [row for row in ranked if row.confirmed or row.number not in self.drawn]
         return (confirmed if any(row.confirmed for row in ranked) else ranked)[0]
 
@@ -147,7 +148,7 @@ class SweepReport:
             return f"{what}. The plain average could not be scored, so there is nothing to compare it with."
         than = f"the plain average ({name_choice(average.params)}: {average.mean(0):.6g})"
         if self.winner is average:
-            return f"No trial scores better than {than}, so that is the winner: there is no reason to drop anything."
+            return f"No trial scores better than {than}, so that is the winner."
         p = self.probability
         if p is None:
             why = "all its seeds score the same" if best.confirmed else "it was not scored with fresh seeds"
@@ -162,10 +163,9 @@ class SweepReport:
         front = self.front
         ahead = [row for row in front if not any(self._beats(average, row) for average in self.averages)]
         named = ", ".join(str(row.number) for row in front[:SHOWN])
-        return (
-            f"{count_of(len(front), 'trial')} on the Pareto front ({named}); {len(ahead)} of them are not beaten by "
-            f"any plain average. The most balanced is trial {self.best.number} ({name_choice(self.best.params)})."
-        )
+        many, lost = count_of(len(front), "trial"), len(front) - len(ahead)
+        best = f"The most balanced is trial {self.best.number} ({name_choice(self.best.params)})."
+        return f"{many} on the Pareto front ({named}), of which plain averages beat {lost}. {best}"
 
     @property
     def remarks(self) -> list[str]:
@@ -184,7 +184,7 @@ class SweepReport:
         trials = [
             {"number": row.number, "params": dict(row.params), "scores": show(row.scores)}
             | ({"confirmed": [show(each) for each in row.confirmed]} if row.confirmed else {})
-            for row in self.rank()
+            for row in self.ranked
         ]
         averages = [{"params": dict(row.params), "scores": show(row.scores)} for row in self.averages]
         failed = [{"number": number, "why": why} for number, why in self.failures]
@@ -204,7 +204,7 @@ class SweepReport:
             spread = " ".join(f"{statistics.stdev(column):.2g}" for column in columns if len(column) > 1)
             rows.append([name, *(f"{score:.6g}" for score in scores), means or "-", spread or "-"])
 
-        ranked = self.rank()
+        ranked = self.ranked
         for row in ranked[:SHOWN]:
             add(clip(row.name, 80), row.scores, row.confirmed)
         if self.average is not None:

@@ -7,6 +7,8 @@ import hashlib
 import importlib
 import json
 import logging
+import re
+import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,6 +23,7 @@ from darelib.sweep.report import Row, SweepReport, name_choice
 from darelib.sweep.space import Space
 from darelib.text import LOG, ConfigError, DareError, InputChanged, clip, duration, install_hint, nearest
 
+FACTS: Final = "what scores depend on"
 FINALISTS: Final = 3  # how many of the best are scored again
 SAMPLERS: Final[dict[str, Callable[[Any, int], Any]]] = {
     "tpe": lambda samplers, seed: samplers.TPESampler(seed=seed),
@@ -49,13 +52,15 @@ class Options:
     study: str | None = None  # its name; None: made from all that scores depend on
 
     @classmethod
-    def of(cls, objectives: Sequence[str | Objective] = ("score:max",), **options: Any) -> Options:
+    def of(cls, objectives: Sequence[str] = ("score:max",), **options: Any) -> Options:
         known = {field.name for field in dataclasses.fields(cls)}
         if odd := next((name for name in options if name not in known), None):
             raise ConfigError(f"a sweep has no option {odd!r}", nearest(odd, known))
         if isinstance(objectives, str) or not objectives:
             raise ConfigError("objectives must be a list", 'like ["accuracy:max"]')
-        parsed = tuple(each if isinstance(each, Objective) else Objective.of(each) for each in objectives)
+        parsed = tuple(map(Objective.of, objectives))
+        if len({each.name for each in parsed}) < len(parsed):
+            raise ConfigError("two objectives have one name", "give each score once")
         return cls(objectives=parsed, **options)
 
     def __post_init__(self) -> None:
@@ -67,24 +72,22 @@ class Options:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigError(f"{name} must be a whole number from {least} up, not {value!r}", "see --help")
-        if self.confirm == 1:
-            raise ConfigError("one more seed says nothing about chance", "give --confirm 3 or more, or 0")
+        if self.confirm in (1, 2):
+            raise ConfigError("so few fresh seeds say nothing about chance", "give --confirm 3 or more, or 0")
 
 
 class Patience(Interrupts):
-    """Holds a first signal back until a trial is done; a second one stops at once."""
+    """Holds a first Ctrl-C back until a trial is done; a second one, or SIGTERM, stops at once."""
 
     def __enter__(self) -> Patience:
         super().__enter__()
-        import signal
-
         for number in self._before:
             signal.signal(number, self._receive)
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._caught:
-            self.check()
+        if self._caught or number == signal.SIGTERM:
+            self._before[number](number, frame)
         LOG.warning("stopping after this trial; once more to stop at once")
         self._caught.append((number, frame))
 
@@ -105,46 +108,48 @@ class OnlyOnce(logging.Filter):
 class Search:
     """A study that is under way."""
 
-    def __init__(self, space: Space, bench: Bench, options: Options, facts: Sequence[Any]) -> None:
-        """facts: all that scores depend on, besides the space and the objectives."""
+    def __init__(self, space: Space, bench: Bench, options: Options, label: str, facts: Sequence[Any]) -> None:
+        """label: of the evaluation; facts: what else scores depend on, besides the space and the objectives."""
         self.space, self.bench, self.options, self.optuna = space, bench, options, load_optuna()
-        self.objectives, self.started = options.objectives, time.perf_counter()
-        known = [facts, [dataclasses.astuple(each) for each in self.objectives], repr((space.axes, space.rules))]
-        digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()
+        self.objectives, self.started, self.failed = options.objectives, time.perf_counter(), set[int]()
+        self.states = self.optuna.trial.TrialState
+        if options.search == "cmaes" and space.count_ranges() < 2:
+            raise ConfigError("search cmaes needs two ranges or more", "use tpe")
         self.combinations = list(space.list_combinations(self._fix)) if options.search == "grid" else []
-        self.wanted = options.trials or len(self.combinations) or 30
-        self.wanted = min(self.wanted, len(self.combinations) or self.wanted)
+        most = len(self.combinations)
+        self.wanted = min(options.trials or most, most) if most else options.trials or 30
+        aims = [dataclasses.astuple(each) for each in self.objectives]
         self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)
-        self.study = self._open_study(options.study or f"{'grid' if self.combinations else 'sweep'}-{digest[:12]}")
-        if self.combinations and any(trial.params not in self.combinations for trial in self._complete()):
-            raise ConfigError(f"the study {options.study!r} is of another search", "give a grid a study of its own")
+        self.study = self._open_study(_digest([facts, aims, repr((space.axes, space.rules))]), label)
 
     def _fix(self, params: dict[str, Any]) -> Any:
         return self.optuna.trial.FixedTrial(params)
 
-    def _open_study(self, name: str) -> Any:
+    def _open_study(self, digest: str, label: str) -> Any:
+        """The study that a name or all that scores depend on make it; digest: of all that, but the evaluation."""
+        name = self.options.study or f"sweep-{_digest([digest, label])}"
         ways = ["maximize" if objective.maximize else "minimize" for objective in self.objectives]
         warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
-        try:
-            sampler = self._make_sampler(0)
-            study = self.optuna.create_study(
-                storage=self.options.storage, study_name=name, directions=ways, sampler=sampler, load_if_exists=True
-            )
-            study.set_metric_names([objective.name for objective in self.objectives])
-        except ImportError as error:
-            raise DareError(f"this search needs {error.name}", install_hint("sweep")) from None
-        except Exception as error:  # whatever a database may come up with
-            reason = str(error).partition("\n")[0]
-            raise DareError(
-                f"cannot open the study {name!r} in {self.options.storage!r}: {reason}",
-                "--storage takes a URL like sqlite:///sweep.db; the directory must exist",
-            ) from None
+        for attempt in range(10):
+            try:
+                study = self.optuna.create_study(
+                    storage=self.options.storage, study_name=name, directions=ways, load_if_exists=True
+                )
+                study.set_metric_names([objective.name for objective in self.objectives])
+                break
+            except Exception as error:  # whatever a database may come up with
+                reason = str(error).partition("\n")[0]
+                if attempt < 9 and re.search("already exists|UNIQUE|locked", reason):  # made by another process
+                    time.sleep(0.2)
+                    continue
+                raise DareError(
+                    f"cannot open the study {name!r} in {self.options.storage!r}: {reason}",
+                    "--storage takes a URL like sqlite:///sweep.db; the directory must exist",
+                ) from None
+        if study.user_attrs.setdefault(FACTS, digest) != digest:
+            raise ConfigError(f"the study {name!r} is of other models, settings or values", "give it another name")
+        study.set_user_attr(FACTS, digest)
         return study
-
-    def _make_sampler(self, number: int) -> Any:
-        """For one trial: a run that goes on, or another process, must not choose the same again."""
-        seed = (self.space.config.seed + number) % 2**32  # as much as NumPy takes
-        return SAMPLERS[self.options.search](self.optuna.samplers, seed)
 
     def run(self) -> SweepReport:
         """Search until there are as many trials as are wanted, then score the best few again."""
@@ -153,35 +158,28 @@ class Search:
         try:
             with Patience() as patience:
                 self._score_base()
-                if before := self._count_done():
+                before = self._count_done()
+                if before:
                     LOG.info(f"going on with the study {self.study.study_name}: {before} trials are done")
-                while (done := self._count_done()) < self.wanted and self._is_any_left():
+                while self._count_done() < self.wanted:
                     patience.check()
-                    self._try_one(done, before)
-                report = self._confirm(patience)
+                    if not self._try_one(before):
+                        break
+                return self._confirm(patience)
         finally:
             LOG.removeFilter(once)
-        return report
+
+    def _trials(self, *states: Any) -> list[Any]:
+        return self.study.get_trials(deepcopy=False, states=states or None)
 
     def _count_done(self) -> int:
-        """How many trials have a score, or a reason why not; those that were stopped do not count."""
-        states, trials = self.optuna.trial.TrialState, self.study.get_trials(deepcopy=False)
-        return sum(t.state.is_finished() and (t.state is not states.FAIL or "why" in t.user_attrs) for t in trials)
-
-    def _is_any_left(self) -> bool:
-        queue = self._queue()
-        return not queue or len(self.study.get_trials(deepcopy=False)) < len(queue)
-
-    def _queue(self) -> list[dict[str, Any]]:
-        """What the trials of a grid choose, by their numbers, which no two processes share; last, what was stopped."""
-        failed = self.study.get_trials(deepcopy=False, states=[self.optuna.trial.TrialState.FAIL])
-        stopped = [trial.params for trial in failed if trial.params and "why" not in trial.user_attrs]
-        return [*self.combinations, *stopped] if self.combinations else []
+        """How many trials are through. Those that failed in an earlier run are not: their cause may be gone."""
+        return len(self._trials(self.states.COMPLETE, self.states.PRUNED)) + len(self.failed)
 
     def _score_base(self) -> None:
         try:
             self._recall("base", None)
-        except (EvaluationFailed, DareError) as error:
+        except DareError as error:
             for line in getattr(error, "output", "").splitlines():
                 LOG.info(f"| {line}")
             raise DareError(
@@ -191,93 +189,115 @@ class Search:
     def _score(self, config: DareConfig | None, trial: Any, name: str) -> list[float]:
         """The scores of a merge, or of the base; whatever somebody's evaluation comes up with is its failure."""
         try:
-            return read_scores(self.bench.score(config, trial, name), self.objectives)
+            found = self.bench.score(config, trial, f"{self.study.study_name}-{name.replace(' ', '-')}")
+            return read_scores(found, self.objectives)
         except (DareError, self.optuna.TrialPruned):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EvaluationFailed(f"{type(error).__name__}: {error}") from error
 
     def _recall(self, key: str, config: DareConfig | None) -> list[float]:
         """Scores beside the trials, which the study remembers as well."""
         if key not in self.study.user_attrs:
-            self.study.set_user_attr(key, self._score(config, self._fix({}), key.replace(" ", "-")))
+            try:
+                self.study.set_user_attr(key, self._score(config, self._fix({}), key))
+            except self.optuna.TrialPruned:
+                raise EvaluationFailed("it was pruned") from None
         return list(self.study.user_attrs[key])
 
-    def _try_one(self, done: int, before: int) -> None:
-        sampler = self._make_sampler(len(self.study.get_trials(deepcopy=False)))
-        self.study.sampler = sampler
-        trial, states, started = self.study.ask(), self.optuna.trial.TrialState, time.perf_counter()
+    def _ask(self) -> Any:
+        """The next trial; None: there is nothing left of a grid."""
+        trials = self._trials()
+        # A run that goes on, or another process, must not choose the same again.
+        seed = (self.space.config.seed + len(trials)) % 2**32
+        self.study.sampler = SAMPLERS[self.options.search](self.optuna.samplers, seed)
+        if self.combinations:
+            finished = [t for t in trials if t.state in (self.states.COMPLETE, self.states.PRUNED)]
+            known = {_key(t.params) for t in finished} | {_key(t.params) for t in trials if t.number in self.failed}
+            left = [params for params in self.combinations if _key(params) not in known]
+            taken = {_key(t.system_attrs.get("fixed_params", {})) for t in trials if not t.state.is_finished()}
+            if not left:
+                return None
+            # What other processes are at comes last: they may have been killed.
+            self.study.enqueue_trial(next((params for params in left if _key(params) not in taken), left[0]))
+        return self.study.ask()
+
+    def _try_one(self, before: int) -> bool:
+        trial, started = self._ask(), time.perf_counter()
+        if trial is None:
+            return False
         said, state, scores = "", None, None
-        if queue := self._queue():
-            if trial.number >= len(queue):  # another process has the last one
-                self.study.tell(trial, state=states.FAIL)
-                return
-            self.study.sampler = self.optuna.samplers.PartialFixedSampler(queue[trial.number], sampler)
         try:
-            scores = self._score(self.space.choose(trial), trial, f"trial-{trial.number:04}")
+            config = self.space.choose(trial)
+            same = (t.values for t in self._trials(self.states.COMPLETE) if t.params == trial.params)
+            scores = next(same, None) or self._score(config, trial, f"trial-{trial.number:04}")
         except ConfigError as error:
-            said, state = f"left out: {error}", states.PRUNED
+            said, state = f"left out: {error}", self.states.PRUNED
         except self.optuna.TrialPruned:
-            said, state = "pruned", states.PRUNED
-        except DareError as error:
-            if isinstance(error, InputChanged):
-                self.study.tell(trial, state=states.FAIL)
+            said, state = "pruned", self.states.PRUNED
+        except BaseException as error:
+            if not isinstance(error, DareError) or isinstance(error, InputChanged):  # stopped
+                self.study.tell(trial, state=self.states.FAIL)
                 raise
-            said, state = f"failed: {error}", states.FAIL
+            said, state = f"failed: {error}", self.states.FAIL
             trial.set_user_attr("output", getattr(error, "output", ""))
-        except BaseException:  # stopped
-            self.study.tell(trial, state=states.FAIL)
-            raise
+            self.failed.add(trial.number)
         if said:
             trial.set_user_attr("why", said)
         self.study.tell(trial, scores, state)
-        taken = time.perf_counter() - started
-        left = (time.perf_counter() - self.started) / (done + 1 - before) * (self.wanted - done - 1)
-        shown = said or " ".join(f"{value:g}" for value in scores or ())
-        best = "" if len(self.objectives) > 1 or not self._complete() else f" (best {self.study.best_value:g})"
-        line = f"[{done + 1}/{self.wanted}] {clip(name_choice(trial.params), 100)}: {shown}{best}, {taken:.1f} s"
-        LOG.log(logging.WARNING if state is states.FAIL else logging.INFO, f"{line}, {duration(left)} left")
+        self._show(trial, said or " ".join(f"{value:g}" for value in scores or ()), started, before)
+        return True
 
-    def _complete(self) -> list[Any]:
-        return self.study.get_trials(deepcopy=False, states=[self.optuna.trial.TrialState.COMPLETE])
+    def _show(self, trial: Any, said: str, started: float, before: int) -> None:
+        now, done, complete = time.perf_counter(), self._count_done(), self._trials(self.states.COMPLETE)
+        left = (now - self.started) / max(1, done - before) * (self.wanted - done)
+        choose = max if self.objectives[0].maximize else min
+        best = f" (best {choose(t.values[0] for t in complete):g})" if complete and len(self.objectives) == 1 else ""
+        line = f"[{done}/{self.wanted}] {clip(name_choice(trial.params), 100)}: {said}{best}, {now - started:.1f} s"
+        level = logging.WARNING if trial.number in self.failed else logging.INFO
+        LOG.log(level, f"{line}, {duration(left)} left")
 
     def _confirm(self, patience: Patience) -> SweepReport:
         """Score the best few with fresh seeds, and the plain average with lambdas from all over the same range."""
-        complete = self._complete()
-        if not complete:
-            failed = next((trial.user_attrs.get("why") for trial in self.study.trials if trial.user_attrs), "")
-            raise DareError(f"no trial could be scored; the first {failed}", "fix the evaluation or the space")
-        rows = [Row(t.number, dict(t.params), self.space.choose(self._fix(t.params)), list(t.values)) for t in complete]
-        report = SweepReport(self.objectives, rows, self._recall("base", None), self._describe_failures())
-        lambdas = set(self.space.list_lambdas())
+        distinct = {_key(trial.params): trial for trial in reversed(self._trials(self.states.COMPLETE))}
+        failures = [(t.number, t.user_attrs["why"]) for t in self._trials() if "why" in t.user_attrs]
+        if not distinct:
+            why = failures[0][1] if failures else "was stopped"
+            raise DareError(f"no trial could be scored; the first {why}", "fix the evaluation or the space")
+        trials = sorted(distinct.values(), key=lambda trial: trial.number)
+        rows = [Row(t.number, dict(t.params), self.space.choose(self._fix(t.params)), list(t.values)) for t in trials]
+        drawn = {row.number for row in rows if self.space.draws(row.config)}
+        finalists = SweepReport(self.objectives, rows, [], failures, drawn).ranked[:FINALISTS]
+        lambdas = {*self.space.list_lambdas(), *(self.space.equal_lambda(row.config) for row in finalists)}
         LOG.info("scoring the best again with fresh seeds, and the plain average with several lambdas")
-        for row in report.rank()[:FINALISTS]:
-            if isinstance(row.config.lambda_coeff, float | int):
-                lambdas.add(float(row.config.lambda_coeff))
-            count = self.options.confirm if self.space.draws(row.config) else 0
-            for k in range(1, count + 1):
-                patience.check()
+        for row in finalists:
+            for k in range(1, self.options.confirm + 1 if row.number in drawn else 1):
                 # Model i draws with seed + i, so that seeds which share no mask are as far apart as there are models.
                 seed = row.config.seed + k * self.space.count
-                self._add(row.confirmed, f"trial {row.number} seed {seed}", dataclasses.replace(row.config, seed=seed))
+                config = dataclasses.replace(row.config, seed=seed)
+                row.confirmed.extend(self._try_again(f"trial {row.number} seed {seed}", config, patience))
+        averages = []
         for scale in sorted(lambdas):
-            patience.check()
-            config, scores = self.space.plain_average(scale), list[list[float]]()
-            self._add(scores, f"plain average lambda {scale!r}", config)
-            report.averages += [Row(None, {"lambda_coeff": scale}, config, each) for each in scores]
-        report.drawn = {row.number for row in rows if self.space.draws(row.config)}
-        report.seconds = time.perf_counter() - self.started
-        report.study = self.study.study_name
-        return report
+            config = self.space.plain_average(scale)
+            for scores in self._try_again(f"plain average lambda {scale!r}", config, patience):
+                averages.append(Row(None, {"lambda_coeff": scale}, config, scores))
+        seconds, base = time.perf_counter() - self.started, self._recall("base", None)
+        return SweepReport(self.objectives, rows, base, failures, drawn, averages, seconds, self.study.study_name)
 
-    def _add(self, found: list[list[float]], key: str, config: DareConfig) -> None:
+    def _try_again(self, key: str, config: DareConfig, patience: Patience) -> list[list[float]]:
+        patience.check()
         try:
-            found.append(self._recall(key, config))
+            return [self._recall(key, config)]
         except InputChanged:
             raise
         except DareError as error:
             LOG.warning(f"{key} could not be scored: {error}")
+            return []
 
-    def _describe_failures(self) -> list[tuple[int, str]]:
-        trials = self.study.get_trials(deepcopy=False)
-        return [(trial.number, trial.user_attrs["why"]) for trial in trials if "why" in trial.user_attrs]
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def _key(params: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(sorted(params.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
@@ -26,6 +27,7 @@ from darelib.text import ConfigError, nearest
 
 EXAMPLE: Final = "like lambda_coeff = {low = 0.5, high = 2.5}, or drop_rate = [0, 0.5, 0.9]"
 DEFAULTS: Final[dict[str, Any]] = {field.name: field.default for field in dataclasses.fields(DareConfig)}
+MAX_GRID: Final = 10_000  # combinations
 RANGE_KEYS: Final = ("low", "high", "step", "log")
 Get = Callable[[str], Any]  # a setting's value, by its name
 
@@ -105,7 +107,7 @@ class Space:
 
     def __init__(self, table: Mapping[str, Any], config: DareConfig, count: int, where: str = "[sweep]") -> None:
         self.config, self.count = config, count
-        if not isinstance(table, Mapping) or not table:
+        if not isinstance(table, Mapping) or not (table.keys() - {"rules"} or table["rules"]):
             raise ConfigError("there is nothing to search", f"say so under [sweep] or with --vary, {EXAMPLE}")
         self.axes = self._parse_table({k: v for k, v in table.items() if k != "rules"}, SWEEP_SETTINGS, where)
         self.rules: list[tuple[Any, Axes]] = []
@@ -118,8 +120,19 @@ class Space:
             if not rest:
                 raise ConfigError(f"{place} sets nothing", EXAMPLE)
             self.rules.append((rule["match"], self._parse_table(rest, RULE_SETTINGS, place)))
-        for method in getattr(self.axes.get("method"), "values", ()):
+        methods, drops, rates = (self._list_values(name) for name in ("method", "drop", "drop_rate"))
+        for method in methods:
             self._fit({"method": method}).check_models(count)
+        whole = {name: getattr(config, name) for name in SWEEP_SETTINGS}
+        choices = [whole | {"method": m, "drop": d, "drop_rate": r} for m in methods for d in drops for r in rates]
+        for name in self.axes:
+            if not any(self._matters(name, chosen.__getitem__) for chosen in choices):
+                raise ConfigError(f"{where} {name} means nothing beside the other settings", "leave it out")
+
+    def _list_values(self, name: str) -> list[Any]:
+        """What a setting may be; of a range, its end."""
+        axis = self.axes.get(name, Axis((getattr(self.config, name),)))
+        return list(axis.values or [axis.high]) if isinstance(axis, Axis) else [[each.high for each in axis]]
 
     def _parse_table(self, table: Mapping[str, Any], known: tuple[str, ...], where: str) -> Axes:
         axes: Axes = {}
@@ -211,15 +224,17 @@ class Space:
                 for i, each in enumerate(axis if isinstance(axis, tuple) else (axis,)):
                     label = f"{prefix}{name}.{i}" if isinstance(axis, tuple) else prefix + name
                     points[label] = each.list_points(label)
-        seen: list[dict[str, Any]] = []
+        if (size := math.prod(map(len, points.values()))) > MAX_GRID:
+            raise ConfigError(f"a grid of {size:,} combinations is too large", f"at most {MAX_GRID:,}; or use tpe")
+        seen: set[tuple[Any, ...]] = set()
         for values in itertools.product(*points.values()):
             trial = fixed(dict(zip(points, values, strict=True)))
             try:
                 self.choose(trial)
             except ConfigError:
                 continue
-            if trial.params not in seen:
-                seen.append(trial.params)
+            if (chosen := tuple(trial.params.items())) not in seen:
+                seen.add(chosen)
                 yield trial.params
         if not seen:
             raise ConfigError("no combination of the grid can be merged", "see --help for what goes together")
@@ -230,6 +245,18 @@ class Space:
         rules = [Rule(r.match, drop_rate=0.0, lambda_coeff=r.lambda_coeff) for r in self.config.typed_rules]
         plain |= {"method": LINEAR, "drop_rate": 0.0, "lambda_coeff": scale, "rules": rules}
         return dataclasses.replace(self.config, **plain)
+
+    def equal_lambda(self, config: DareConfig) -> float:
+        """The lambda with which a plain average is as long as a merge: weights scale it, too."""
+        settings = config.general(self.count)
+        return settings.lambda_coeff * (sum(settings.weights) if config.method == LINEAR else 1.0)
+
+    def count_ranges(self) -> int:
+        tables = [self.axes, *(axes for _, axes in self.rules)]
+        each = [
+            axis for axes in tables for one in axes.values() for axis in (one if isinstance(one, tuple) else (one,))
+        ]
+        return sum(not axis.values for axis in each)
 
     def list_lambdas(self) -> list[float]:
         """Values of lambda all over what is searched, for what the best is to be compared with."""

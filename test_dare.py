@@ -323,7 +323,13 @@ def find_blocks(language: str) -> list[str]:
 
 def test_the_documents_code_runs(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    models_table = '[models]\nbase_file = "base.safetensors"\nmerge_files = ["math.safetensors", "code.safetensors"]\n'
     for block in find_blocks("toml"):
+        if block.startswith("[sweep]"):
+            Path("config.toml").write_text(models_table + block)
+            words = ["sweep", "--evaluate", f"'{sys.executable}' -c 'print(1)' {{model}}", "--trials", "1"]
+            assert dare.main([*words, "--confirm", "0", "--quiet", "--config", "config.toml"]) == 0
+            continue
         Path("config.toml").write_text(block)
         assert dare.main(["--quiet", "--config", "config.toml"]) == 0
     [first, *others] = find_blocks("python")
@@ -332,6 +338,8 @@ def test_the_documents_code_runs(models: list[Path], tmp_path: Path, monkeypatch
     load = pytest.importorskip("safetensors.torch").load_file
     names |= {path.stem: load(path) for path in models}
     names |= {"pretrained": names["base"], "finetuned": names["math"], "task_vector": names["code"]}
+    names |= {"first": names["math"], "second": names["code"], "model": None, "data": None}
+    names |= {"dare_sweep": dare.dare_sweep, "accuracy": lambda model, data: 1.0}
     for block in others:
         exec(block, names)
     assert names["merged"].keys() == names["base"].keys()

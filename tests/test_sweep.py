@@ -249,7 +249,11 @@ def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(tmp_path: Path
     assert (os.listdir("kept"), len(calls()), list(tmp_path.glob(".sweep-*"))) == ([], 1, [])
 
 
-def test_several_scores_give_a_front_and_a_function_can_prune(tmp_path: Path, capsys: Capture) -> None:
+def test_several_scores_give_a_front_and_a_function_can_prune(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
     Path("both.py").write_text(
         "import torch, optuna\ndef score(state, trial):\n    assert isinstance(state, dict)\n"
         "    if trial.params.get('drop_rate', 0) == 0.25: raise optuna.TrialPruned\n"
@@ -258,7 +262,7 @@ def test_several_scores_give_a_front_and_a_function_can_prune(tmp_path: Path, ca
     )
     flags = command("--vary", "drop_rate=[0, 0.25, 0.5, 0.75, 0.9]", "--vary", "lambda_coeff={low=0.5,high=2,step=0.5}",
                     "--search", "grid", "--objective", "gain:max", "cost:min", "--in-memory", "--json", "--plot",
-                    evaluate="both.py:score")  # fmt: skip
+                    evaluate="~/both.py:score")  # fmt: skip
     assert dare.main([*flags, "front.svg"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (len(shown["trials"]), len(shown["failed"]), len(shown["plain_averages"]) >= 5) == (16, 4, True)
@@ -307,8 +311,9 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     assert_same(base, load_file(models[0]))
     with pytest.raises(DareError, match="model 1 and the live model share their memory"):
         dare_sweep(base, [tunes[0], net.state_dict()], miss, space, model=net, **options)
-    empty = {"empty": torch.zeros(0)}
-    assert dare_sweep(base | empty, [tune | empty for tune in tunes], miss, space, **options).winner.scores == [0.0]
+    net.register_buffer("empty", torch.zeros(0))  # which has no memory to share
+    states = [{**state, "empty": torch.zeros(0)} for state in (base, *tunes)]
+    assert dare_sweep(states[0], states[1:], miss, space, model=net, **options).winner.scores == [0.0]
     assert snapshot(tmp_path) == before, "nothing is written"
 
 

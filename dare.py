@@ -393,14 +393,16 @@ def _sweep_memory(
 
     if isinstance(run, Command):
         raise ConfigError("a command needs models in files", "give a function, or leave out --in-memory")
-    bench, winner = MemoryBench(base, finetuned, dare_merge, run, model), None
+    bench = MemoryBench(base, finetuned, dare_merge, run, model)
     try:
         report = Search(space, bench, how, label, facts).run()
-        winner = report.winner.config
-        return report
-    finally:
-        if model is not None:
-            bench.make(winner)
+    except BaseException:
+        with suppress(DareError):  # which is what is raised already
+            bench.make(None)
+        raise
+    if model is not None:
+        bench.make(report.winner.config)
+    return report
 
 
 def _load_tensors() -> Any:

@@ -65,6 +65,7 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     ("drop_rate=[{low=0, high=0.5}]", "1 ranges for 2 models"), ("weights=[0.5, 0.5]", r"\[sweep\] weights must be"),
     ("rules=[1]", "rules must be tables"), ("rules=[{drop_rate=[0.5]}]", "rule 1"), ("threads=[1]", "no key 'threads'"),
     ("rules=[{match='*'}]", "sets nothing"), ("rules=[{match='*', method=['ties']}]", "rule 1 has no key 'method'"),
+    ("keep_ratio=[0.5, 0.7]", "keep_ratio means nothing"), ("rules=[]", "nothing to search"),
     ("drop_rate", "must be SETTING=VALUES"), ("", "nothing to search"),
 ])  # fmt: skip
 def test_a_wrong_space_is_named(models: Models, tmp_path: Path, capsys: Capture, space: str, message: str) -> None:

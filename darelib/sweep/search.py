@@ -12,6 +12,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from types import FrameType
 from typing import Any, Final
 
@@ -112,7 +113,7 @@ class Search:
         """label: of the evaluation; facts: what else scores depend on, besides the space and the objectives."""
         self.space, self.bench, self.options, self.optuna = space, bench, options, load_optuna()
         self.objectives, self.started, self.failed = options.objectives, time.perf_counter(), set[int]()
-        self.states = self.optuna.trial.TrialState
+        self.states, self.begun = self.optuna.trial.TrialState, datetime.now()
         if options.search == "cmaes" and space.count_ranges() < 2:
             raise ConfigError("search cmaes needs two ranges or more", "use tpe")
         self.combinations = list(space.list_combinations(self._fix)) if options.search == "grid" else []
@@ -174,6 +175,8 @@ class Search:
 
     def _count_done(self) -> int:
         """How many trials are through. Those that failed in an earlier run are not: their cause may be gone."""
+        if self.combinations:
+            return len(self.combinations) - len(self._list_left())
         return len(self._trials(self.states.COMPLETE, self.states.PRUNED)) + len(self.failed)
 
     def _score_base(self) -> None:
@@ -205,22 +208,36 @@ class Search:
                 raise EvaluationFailed("it was pruned") from None
         return list(self.study.user_attrs[key])
 
+    def _list_left(self, mine: int = -1) -> list[dict[str, Any]]:
+        """What of a grid has no score yet, did not fail in this run, and is not tried by another process.
+
+        mine: the number of the trial that is to choose. What was begun before this run may have been killed: it comes
+        last.
+        """
+        known, own, doubtful = set[tuple[Any, ...]](), dict(enumerate(self.combinations)), list[dict[str, Any]]()
+        for t in self._trials():
+            if t.state in (self.states.COMPLETE, self.states.PRUNED) or t.number in self.failed:
+                known.add(_key(t.params))
+            elif t.state is self.states.RUNNING and t.number != mine:
+                params = own.get(t.number, t.params)
+                doubtful += [params] if t.datetime_start < self.begun else []
+                known |= set() if t.datetime_start < self.begun else {_key(params)}
+        left = [params for params in self.combinations if _key(params) not in known]
+        return sorted(left, key=lambda params: params in doubtful)
+
     def _ask(self) -> Any:
         """The next trial; None: there is nothing left of a grid."""
-        trials = self._trials()
+        if self.combinations and not self._list_left():
+            return None
         # A run that goes on, or another process, must not choose the same again.
-        seed = (self.space.config.seed + len(trials)) % 2**32
-        self.study.sampler = SAMPLERS[self.options.search](self.optuna.samplers, seed)
-        if self.combinations:
-            finished = [t for t in trials if t.state in (self.states.COMPLETE, self.states.PRUNED)]
-            known = {_key(t.params) for t in finished} | {_key(t.params) for t in trials if t.number in self.failed}
-            left = [params for params in self.combinations if _key(params) not in known]
-            taken = {_key(t.system_attrs.get("fixed_params", {})) for t in trials if not t.state.is_finished()}
-            if not left:
-                return None
-            # What other processes are at comes last: they may have been killed.
-            self.study.enqueue_trial(next((params for params in left if _key(params) not in taken), left[0]))
-        return self.study.ask()
+        seed = (self.space.config.seed + len(self._trials())) % 2**32
+        self.study.sampler = sampler = SAMPLERS[self.options.search](self.optuna.samplers, seed)
+        trial = self.study.ask()
+        if left := self._list_left(trial.number):
+            own = self.combinations[trial.number : trial.number + 1]  # which no other process has
+            chosen = own[0] if own and own[0] in left else left[0]
+            self.study.sampler = self.optuna.samplers.PartialFixedSampler(chosen, sampler)
+        return trial
 
     def _try_one(self, before: int) -> bool:
         trial, started = self._ask(), time.perf_counter()

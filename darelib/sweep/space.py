@@ -107,7 +107,7 @@ class Space:
 
     def __init__(self, table: Mapping[str, Any], config: DareConfig, count: int, where: str = "[sweep]") -> None:
         self.config, self.count = config, count
-        if not isinstance(table, Mapping) or not (table.keys() - {"rules"} or table["rules"]):
+        if not isinstance(table, Mapping) or not (table.keys() - {"rules"} or table.get("rules")):
             raise ConfigError("there is nothing to search", f"say so under [sweep] or with --vary, {EXAMPLE}")
         self.axes = self._parse_table({k: v for k, v in table.items() if k != "rules"}, SWEEP_SETTINGS, where)
         self.rules: list[tuple[Any, Axes]] = []

@@ -42,8 +42,10 @@ class FileBench:
         if config is None:
             return self.evaluate(self.base.absolute(), trial)
         path = self.place(name if self.keep else "merged")
-        if not self.keep:  # what an evaluation has put beside the last one's files goes, too
-            shutil.rmtree(path, ignore_errors=True)
+        if path.is_dir() and not self.keep:  # what an evaluation has put beside the last one's files goes, too
+            shutil.rmtree(path)
+        elif not self.keep:
+            path.unlink(missing_ok=True)
         self.merge(config, path)
         return self.evaluate(path, trial)
 

@@ -73,22 +73,23 @@ class SweepReport:
 
     @cached_property
     def ranked(self) -> list[Row]:
-        """Best first. With several objectives, the Pareto front first; of equals, whose worst score is best."""
-        spans = [self._span(k) for k in range(len(self.objectives))]
+        """Best first, but what a seed may flatter after all that was scored again, if anything was.
 
-        def order(row: Row) -> tuple[float, float]:
-            shares = []
-            for k, (each, (low, high)) in enumerate(zip(self.objectives, spans, strict=True)):
-                share = (row.mean(k) - low) / ((high - low) or 1)
-                shares.append(share if each.maximize else 1 - share)
-            return (float(row.number not in front), -min(shares))
-
+        With several objectives, the Pareto front comes first; of equals, that whose worst score is best.
+        """
+        columns = [[row.mean(k) for row in self.rows] for k in range(len(self.objectives))]
+        spans = [(min(column), max(column) - min(column) or 1) for column in columns]
+        doubtful = self.drawn if any(row.confirmed for row in self.rows) else set()
         front = {row.number for row in (self.front if len(self.objectives) > 1 else self.rows)}
-        return sorted(self.rows, key=order)
 
-    def _span(self, k: int) -> tuple[float, float]:
-        values = [row.mean(k) for row in self.rows]
-        return min(values), max(values)
+        def order(row: Row) -> tuple[bool, bool, float]:
+            shares = []
+            for k, (each, (low, width)) in enumerate(zip(self.objectives, spans, strict=True)):
+                share = (row.mean(k) - low) / width
+                shares.append(share if each.maximize else 1 - share)
+            return row.number not in front, row.number in doubtful and not row.confirmed, -min(shares)
+
+        return sorted(self.rows, key=order)
 
     @cached_property
     def front(self) -> list[Row]:
@@ -102,10 +103,8 @@ class SweepReport:
 
     @property
     def best(self) -> Row:
-        """The best trial of those that were scored again, or that no seed changes; if none was, of all."""
-        ranked = self.ranked
-        confirmed = [row for row in ranked if row.confirmed or row.number not in self.drawn]
-        return (confirmed if any(row.confirmed for row in ranked) else ranked)[0]
+        """The best trial."""
+        return self.ranked[0]
 
     @property
     def average(self) -> Row | None:

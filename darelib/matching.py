@@ -13,7 +13,9 @@ from darelib.kernels import KernelSpec
 from darelib.methods import METHODS, Found, Look, TensorSettings, choose_looks
 from darelib.models import Input
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, module_of, quantised_modules
+from darelib.models.fp8 import FP8, ScaledTensor, Scales, is_activation_scale
 from darelib.models.tensorfile import TensorInfo
+from darelib.output.fp8 import PeakLook
 from darelib.text import LISTED, DareError, count_of
 
 # A longer row would take more memory than all else.
@@ -34,12 +36,20 @@ class TensorPlan:
     spec: KernelSpec  # the kernel that merges it
     quantised: bool
     rule: Rule | None = None  # that the settings come from; None: from no rule
+    scales: Scales | None = None  # where they go, if it is written in FP8
 
     @property
     def models(self) -> list[int]:
         return [i for i, _ in self.finetuned]
 
+    @property
+    def outputs(self) -> dict[str, TensorInfo]:
+        """All that is written for it, by name."""
+        return {self.name: self.output} | ({self.scales.name: self.scales.info} if self.scales else {})
+
     def look_spec(self, look: Look) -> KernelSpec:
+        if look.merges:
+            return self.spec
         return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
 
     def list_passes(self) -> list[tuple[Look, int]]:
@@ -47,7 +57,8 @@ class TensorPlan:
         if not self.merged or not self.base.count:
             return []
         found, bits = Found(), FORMATS[self.spec.real].bits
-        kinds = choose_looks(self.settings, self.models) if self.finetuned else ()
+        kinds = choose_looks(self.settings, self.models) if self.finetuned else []
+        kinds = [*kinds, PeakLook] if self.scales and self.scales.whole else kinds
         looks = [kind(self.settings, self.models, self.base.count, bits, found) for kind in kinds]
         return [(look, number) for look in looks for number in range(look.passes)]
 
@@ -66,7 +77,7 @@ class TensorPlan:
     @property
     def bytes_read(self) -> int:
         """What must be read of it, once."""
-        return self.base.nbytes + sum(info.stored_bytes for _, info in self.finetuned)
+        return self.base.stored_bytes + sum(info.stored_bytes for _, info in self.finetuned)
 
 
 class Matcher:
@@ -81,7 +92,10 @@ class Matcher:
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
         for model in self.models:
             self._check_quantised(model)
-        self.tensors = [self._match(name, info) for name, info in self.base.tensors.items()]
+        # Weights that are no longer FP8 have no use for what scales activations.
+        plain = config.dtype is not None
+        names = [n for n in self.base.tensors if not (plain and is_activation_scale(n, self.base.tensors))]
+        self.tensors = [self._match(name, self.base.tensors[name]) for name in names]
 
     def warnings(self) -> Iterator[str]:
         merged = {tensor.name for tensor in self.tensors if tensor.merged}
@@ -132,6 +146,7 @@ class Matcher:
             found = []
         merged &= all(theirs.dtype in FORMATS for _, theirs in found)
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
+        scales = info.scales if isinstance(info, ScaledTensor) and not self.config.dtype else None
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
         known = mask_names[0] if len(set(mask_names)) == 1 else own
         rule, settings = self._chooser.choose(known)
@@ -142,12 +157,13 @@ class Matcher:
             base=info,
             finetuned=tuple(found),
             mask_names=tuple(mask_names),
-            output=TensorInfo(dtype, info.shape),
+            output=TensorInfo(FP8 if scales else dtype, info.shape),
             merged=merged,
             settings=settings,
             spec=choose_kernel(self.config.method, info, [theirs for _, theirs in found], dtype),
             quantised=quantised,
             rule=rule,
+            scales=scales,
         )
 
     def _check_fits(self, name: str, info: TensorInfo, theirs: TensorInfo, i: int) -> None:
@@ -232,6 +248,8 @@ class Matcher:
         return next((other for other in names if self.base.tensors[other].shape == info.shape), None)
 
     def _is_quantised(self, name: str) -> bool:
+        if is_activation_scale(name, self.base.tensors):
+            return True
         return module_of(name) in self._quantised and not name.endswith("bias")
 
     def _check_quantised(self, model: Input) -> None:

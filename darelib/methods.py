@@ -130,6 +130,7 @@ class Look:
 
     kernel: str
     passes = 1
+    merges = False  # whether it looks at what will be written, and its kernel is the one that merges
 
     def __init__(self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found) -> None:
         """models: those that have the tensor. count: its entries. bits: of the floats to compute in.
@@ -141,8 +142,8 @@ class Look:
     def describe(self, buffers: Any, number: int) -> None:
         """Set what its kernel must know in this pass."""
 
-    def take_chunk(self, start: int, buffers: Any) -> None:
-        """Take what the kernel found in the chunk that starts there."""
+    def take_chunk(self, start: int, count: int, buffers: Any) -> None:
+        """Take what the kernel found in so many entries from there on."""
 
     def take_job(self, start: int, stop: int, buffers: Any) -> None:
         """Take what the kernel found in a job."""
@@ -241,7 +242,7 @@ class ChunkLook(Look):
         super().__init__(settings, models, count, bits, found)
         self._chunks: dict[int, tuple[float, ...]] = {}
 
-    def take_chunk(self, start: int, buffers: Any) -> None:
+    def take_chunk(self, start: int, count: int, buffers: Any) -> None:
         self._chunks[start] = tuple(map(float, self.read(buffers)))
 
     def conclude(self, number: int) -> None:

@@ -25,6 +25,7 @@ from darelib.kernels.records import Buffers
 from darelib.mask import MASK_NAME, TILE, mask_key
 from darelib.matching import ties_embeddings
 from darelib.models import Input, check_unchanged, explain_read_errors, open_models
+from darelib.models.fp8 import ScaledTensor
 from darelib.models.packed import BLOCK, PACKED_FILE, PACKED_KEY, VERSION
 from darelib.models.tensorfile import TensorInfo, header_bytes
 from darelib.output.destination import check_replaceable, digest_of, explain_place_errors, find_output
@@ -127,6 +128,9 @@ def pack(
         if inputs[1].partial or inputs[1].seed is not None:
             kind = "a LoRA adapter, which is small already" if inputs[1].partial else "packed already"
             raise DareError(f"{model.name!r} is {kind}", "merge it as it is")
+        for each in inputs:
+            if any(isinstance(info, ScaledTensor) for info in each.tensors.values()):
+                raise DareError(f"{each.name!r} is in FP8, which cannot be packed", "merge it as it is")
         if not config.any_base:
             check_kinds(inputs)
         with explain_place_errors(destination.name):  # before there is any work

@@ -20,7 +20,7 @@ from typing import Any
 from darelib import __version__
 from darelib.config import DareConfig, parse_size
 from darelib.drops import DROPS, NONE
-from darelib.formats import FORMATS
+from darelib.formats import FORMATS, STORED_BITS
 from darelib.gradients import count_layers
 from darelib.kernels import KernelSpec
 from darelib.matching import Matcher
@@ -28,6 +28,7 @@ from darelib.matching import TensorPlan as TensorPlan
 from darelib.methods import Look
 from darelib.models import Input, explain_read_errors
 from darelib.models.checkpoint import WEIGHTS_FILE, compare_configs
+from darelib.models.fp8 import ScaledTensor
 from darelib.models.tensorfile import TensorInfo, header_bytes
 from darelib.output.destination import (
     Destination,
@@ -40,6 +41,7 @@ from darelib.output.destination import (
     list_files,
 )
 from darelib.output.directory import collect_side_files, make_index
+from darelib.output.fp8 import whole_blocks
 from darelib.output.publish import PlannedFile
 from darelib.output.recipe import find_seeds, recipe_metadata, recipe_text
 from darelib.output.tokenizer import TokenizerChoice, compare_tokenizers
@@ -105,13 +107,16 @@ class Task:
         """done: the tensors and starts of the jobs that need not be run again."""
         number = 0
         for tensor in tensors:
-            for start in self._starts(tensor):
+            # Looks add up by chunks, whose starts are the same for all tensors.
+            starts = self._starts(tensor) if look_pass is None else range(0, tensor.length, TUNING.job_elements)
+            for start in starts:
                 if (tensor.name, start) not in done:
-                    yield Job(number, tensor, start, min(start + TUNING.job_elements, tensor.length), look_pass)
+                    yield Job(number, tensor, start, min(start + starts.step, tensor.length), look_pass)
                     number += 1
 
     def _starts(self, tensor: TensorPlan) -> range:
-        return range(0, tensor.length, TUNING.job_elements)
+        whole = whole_blocks(tensor.base) if tensor.scales and isinstance(tensor.base, ScaledTensor) else 1
+        return range(0, tensor.length, max(1, TUNING.job_elements // whole) * whole)
 
 
 @dataclass(frozen=True)
@@ -216,11 +221,19 @@ def plan_merge(
             f"{next(iter(tokenizer.settings))} means nothing to an output of one file", "name a directory"
         )
     if with_side_files and destination.directory:
-        index = make_index({tensor.name: tensor.output for tensor in tensors}, files) if len(files) > 1 else None
+        index = (
+            make_index({name: info for tensor in tensors for name, info in tensor.outputs.items()}, files)
+            if len(files) > 1
+            else None
+        )
         rows = matcher.embedding_rows()
         changes: dict[str, tuple[Any, Any]] = {"vocab_size": inputs[0].heights} if tokenizer.unites else {}
         if config.dtype and any(tensor.output.dtype != tensor.base.dtype for tensor in tensors):
             changes["torch_dtype"] = None, config.dtype
+        if config.dtype and any(isinstance(tensor.base, ScaledTensor) for tensor in tensors):
+            changes["torch_dtype"] = None, config.dtype
+            if not any(tensor.quantised for tensor in tensors):
+                changes |= dict.fromkeys(("quantization_config", "compression_config"), (None, None))
         side, notes = collect_side_files(config, inputs, version, files, changes, tokenizer, rows, index)
     models = range(len(inputs) - 1)
     return MergePlan(
@@ -322,23 +335,39 @@ def assign_offsets(
 
     name: of the only file; None: they are named as transformers names them.
     """
-    shards: list[dict[str, TensorInfo]] = [{}]
-    used, placed = [0], []
+    members: list[list[TensorPlan]] = [[]]
+    used, placed = [0], list[TensorPlan]()
     for tensor in tensors:
-        size = tensor.output.nbytes
+        size = sum(info.nbytes for info in tensor.outputs.values())
         if used[-1] and used[-1] + size > limit:
-            shards.append({})
+            members.append([])
             used.append(0)
-        output = dataclasses.replace(tensor.output, file=len(shards) - 1, offset=used[-1])
-        placed.append(dataclasses.replace(tensor, output=output))
-        shards[-1][tensor.name] = output
+        members[-1].append(tensor)
         used[-1] += size
+    shards = [place_tensors(own, number) for number, own in enumerate(members)]
+    for shard, own in zip(shards, members, strict=True):
+        for tensor in own:
+            scales = tensor.scales and dataclasses.replace(tensor.scales, info=shard[tensor.scales.name])
+            placed.append(dataclasses.replace(tensor, output=shard[tensor.name], scales=scales))
     count = len(shards)
     names = [name or WEIGHTS_FILE]
     if count > 1:
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     headers = [header_bytes(shard, metadata) for shard in shards]
     return placed, [PlannedFile(n, h, len(h) + size) for n, h, size in zip(names, headers, used, strict=True)]
+
+
+def place_tensors(tensors: Sequence[TensorPlan], file: int) -> dict[str, TensorInfo]:
+    """What a file holds, one after the other."""
+    wanted = [pair for tensor in tensors for pair in tensor.outputs.items()]
+    if any(tensor.scales for tensor in tensors):
+        # Behind an odd number of FP8 values, loaders could not map wider ones.
+        wanted.sort(key=lambda pair: -STORED_BITS[pair[1].dtype])
+    placed, offset = dict[str, TensorInfo](), 0
+    for name, info in wanted:
+        placed[name] = dataclasses.replace(info, file=file, offset=offset)
+        offset += info.nbytes
+    return placed
 
 
 def find_odd_settings(config: DareConfig, inputs: Sequence[Input], tensors: Sequence[TensorPlan]) -> Iterator[str]:

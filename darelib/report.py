@@ -16,7 +16,9 @@ from darelib.drops import DROPS, EXPECTATION, NONE, RANDOM
 from darelib.mask import MASK_BITS
 from darelib.methods import METHODS, TensorSettings
 from darelib.models import Input
+from darelib.models.fp8 import ScaledTensor
 from darelib.output.destination import Replaced
+from darelib.output.fp8 import count_held
 from darelib.plan import MergePlan, TensorPlan
 from darelib.text import LISTED, clip, count_of, duration, human, list_names, printable, table
 from darelib.tuning import TUNING
@@ -273,7 +275,9 @@ def estimate_memory(plan: MergePlan, inputs: Sequence[Input]) -> int:
     kinds = {look.kernel for passes in plan.list_passes().values() for look, _ in passes}
     buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
     held = min(sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads)
-    return PROCESS_BYTES + known + plan.threads * (buffers + held)
+    # Merged values that wait for their scales, and the base's, once more while they are encoded.
+    groups = [count_held(t.base, plan.chunk) for t in plan.tensors if t.scales and isinstance(t.base, ScaledTensor)]
+    return PROCESS_BYTES + known + plan.threads * (buffers + held + 24 * max(groups, default=0))
 
 
 def name_types(types: Mapping[str, int]) -> str:

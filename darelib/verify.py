@@ -81,8 +81,8 @@ class Comparison:
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
         import numpy as np
 
-        if not hasattr(self._buffers, "found"):
-            self._buffers.found = bytearray(self.plan.chunk * self.plan.itemsize)
+        if len(getattr(self._buffers, "found", b"")) < len(view):
+            self._buffers.found = bytearray(len(view))
         found = memoryview(self._buffers.found)[: len(view)]
         try:
             done = read_at(self.files[file].fileno(), found, offset)
@@ -97,7 +97,7 @@ class Comparison:
     def _tensor_differs(self, file: int, place: int) -> DareError:
         """Name the tensor that a byte of a file belongs to, and the element."""
         start = place - len(self.plan.files[file].header)
-        infos = ((tensor.name, tensor.output) for tensor in self.plan.tensors if tensor.output.file == file)
+        infos = (pair for t in self.plan.tensors if t.output.file == file for pair in t.outputs.items())
         name, info = next(pair for pair in infos if pair[1].offset <= start < pair[1].offset + pair[1].nbytes)
         element = (start - info.offset) * 8 // STORED_BITS[info.dtype]
         return self._differs(f"tensor {name!r} differs at {info.place_of(element)}")

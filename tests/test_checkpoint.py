@@ -365,15 +365,16 @@ def test_a_model_that_has_a_head_keeps_its_mask_beside_one_that_lacks_it(tmp_pat
 
 # --- quantised models -------------------------------------------------------------------------------------------------
 
-FP8, I8, U8, I32 = torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32
+FP8, E5M2, I8, U8, I32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32
 AWQ: dict[str, Any] = {"qweight": (I32, 8, 4), "qzeros": (I32, 1, 2), "scales": (F16, 1, 8)}
 NF4: dict[str, Any] = {"weight": (U8, 32, 1), "weight.absmax": (F32, 2), "weight.quant_map": (F32, 16)}
 NF4 |= {"weight.quant_state.bitsandbytes__nf4": (U8, 40)}
 NESTED = {"weight.absmax": (U8, 2), "weight.nested_absmax": (F32, 1), "weight.nested_quant_map": (F32, 16)}
 # The parts of a module in each layout: their types and shapes.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "fp8": {"weight": (FP8, 8, 8), "weight_scale_inv": (F32, 1, 1)},
-    "fp8-static": {"weight": (FP8, 8, 8), "weight_scale": (BF16, 1), "input_scale": (BF16, 1)},
+    "e5m2": {"weight": (E5M2, 8, 8), "weight_scale_inv": (F32, 1, 1)},
+    "unscaled": {"weight": (FP8, 8, 8), "input_scale": (BF16, 1)},
+    "mxfp8": {"weight": (FP8, 8, 8), "weight_scale": (U8, 8, 1)},
     "gptq": AWQ | {"qweight": (I32, 4, 8), "g_idx": (I32, 32)},
     "awq": AWQ,
     "nf4": NF4,

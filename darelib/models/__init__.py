@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Final, TypeAlias
 
 from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint, path_hint
+from darelib.models.fp8 import open_checkpoint
 from darelib.models.hub import download
 from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.lora import PeftAdapter, find_adapter
@@ -27,7 +28,7 @@ OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
     (find_adapter, PeftAdapter),
     (find_kohya, KohyaAdapter),
     (find_packed, PackedModel),
-    (find_checkpoint, lambda source, layout, _: Checkpoint(source, layout)),
+    (find_checkpoint, open_checkpoint),
 )
 
 

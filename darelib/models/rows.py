@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from darelib.formats import FORMATS
 from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
+from darelib.models.fp8 import ScaledTensor
 from darelib.models.tensorfile import CHANGED_HINT, TensorInfo
 from darelib.models.vocabulary import Union, Vocabulary, digest_tokenizer, read_vocabulary, unite
 from darelib.text import DareError, InputChanged, list_names
@@ -115,6 +116,9 @@ def unite_tokens(inputs: Sequence[Checkpoint]) -> list[Any]:
     height = base.tensors[embedding].shape[:1]
     for name, info in base.tensors.items():
         if name.endswith(ROW_TENSORS) and info.shape[:1] == height and info.dtype in FORMATS:
+            if isinstance(info, ScaledTensor):
+                raise DareError(f"{name!r} of {base.name!r} is in FP8, so that it cannot have more rows",
+                    "use --tokenizer base, or a base whose embedding and head are not quantised")  # fmt: skip
             _rearrange(name, embedding, united, union)
     united[0].heights = height[0], united[0].tensors[embedding].shape[0]
     return united

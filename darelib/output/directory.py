@@ -80,11 +80,17 @@ def find_side_files(folder: Path | None) -> dict[str, Path]:
 
 
 def update_config(config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]], name: str) -> bytes:
-    """A model's config.json with other values of some settings, wherever it has the old one (None: any)."""
+    """A model's config.json with other values of some settings, wherever it has the old one (None: any).
+
+    A new value of None: without the setting.
+    """
 
     def update(table: dict[str, Any], keys: Sequence[str], old: Any, value: Any) -> bool:
         present = [key for key in keys if key in table and old in (None, table[key])]
-        table |= dict.fromkeys(present, value)
+        for key in present:
+            table[key] = value
+            if value is None:
+                del table[key]
         parts = [part for key, part in table.items() if key.endswith("_config") and isinstance(part, dict)]
         parts = [part for part in parts if part is not table.get("quantization_config")]
         return any([bool(present), *(update(part, keys, old, value) for part in parts)])
@@ -93,7 +99,10 @@ def update_config(config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]]
     try:
         for key, (old, value) in changes.items():
             # All versions of transformers read the older of the two names of the type.
-            if not update(config, ("dtype", "torch_dtype") if key == "torch_dtype" else (key,), old, value):
+            if (
+                not update(config, ("dtype", "torch_dtype") if key == "torch_dtype" else (key,), old, value)
+                and value is not None
+            ):
                 config[key] = value
         for piece in json.JSONEncoder(indent=2).iterencode(config):
             if written.tell() > MAX_JSON:

@@ -22,7 +22,9 @@ from darelib.mask import MASK_BITS, TILE, mask_key
 from darelib.methods import METHODS, Coefficients, Found, Look, weigh_for_look
 from darelib.models import Input
 from darelib.models.checkpoint import QUANTISE_HINT
+from darelib.models.fp8 import ScaledTensor
 from darelib.models.tensorfile import TensorInfo
+from darelib.output.fp8 import Encoder, PeakLook
 from darelib.plan import Job, MergePlan, Task, TensorPlan
 from darelib.text import DareError
 from darelib.tuning import TUNING
@@ -121,7 +123,10 @@ class JobWorker:
 
     def offset(self, tensor: TensorPlan) -> int:
         """Where a tensor starts in its file."""
-        return len(self.task.files[tensor.output.file].header) + tensor.output.offset
+        return self.place_of(tensor.output)
+
+    def place_of(self, output: TensorInfo) -> int:
+        return len(self.task.files[output.file].header) + output.offset
 
 
 class Worker(JobWorker):
@@ -170,12 +175,13 @@ class Worker(JobWorker):
 
     def _look(self, job: Job, buffers: Buffers, look: Look, number: int) -> None:
         tensor, kernel = job.tensor, self.kernels[job.tensor.look_spec(look)]
-        self._describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, look.found))
+        weigh = METHODS[tensor.settings.method].weigh if look.merges else weigh_for_look
+        self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, look.found))
         look.describe(buffers, number)
         for start, count in self.chunks(job):
-            self._load(tensor, start, count, buffers, remember=True)
+            self._load(tensor, start, count, buffers, remember=tensor.scales is None)  # else its chunks will be others
             self._compute(kernel, tensor, start, count, buffers)
-            look.take_chunk(start, buffers)
+            look.take_chunk(start, count, buffers)
         if not np.isfinite(self._peaks(tensor, buffers)).all():
             self._explain_non_finite(job, buffers)
 
@@ -183,17 +189,36 @@ class Worker(JobWorker):
         tensor, spec, passes = job.tensor, job.tensor.spec, self.passes.get(job.tensor.name)
         kernel, item, models = self.kernels[spec], FORMATS[spec.output].itemsize, len(tensor.finetuned)
         weigh, offset = METHODS[tensor.settings.method].weigh, self.offset(tensor)
+        encoder = self._make_encoder(job, write, passes[-1][0] if passes else None)
         found = passes[-1][0].found if passes else Found()
         self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, found))
         for start, count in self.chunks(job):
             self._load(tensor, start, count, buffers)
             self._compute(kernel, tensor, start, count, buffers)
-            write(tensor.output.file, buffers.output.data[: count * item], offset + start * item)
+            if encoder:
+                encoder.take(*(row.view(np.float32)[:count] for row in (buffers.output, buffers.base)))
+            else:
+                write(tensor.output.file, buffers.output.data[: count * item], offset + start * item)
+        if encoder:
+            encoder.flush()
         peaks = self._peaks(tensor, buffers)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
             self._explain_non_finite(job, buffers)
         tallies = {i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(tensor.models)}
         return Outcome(tensor.name, job.start, job.bytes_read, tallies)
+
+    def _make_encoder(self, job: Job, write: Write, look: Look | None) -> Encoder | None:
+        """What writes the values of a job, if that is in FP8. look: the last one at the tensor."""
+        tensor, scales = job.tensor, job.tensor.scales
+        if scales is None or not isinstance(tensor.base, ScaledTensor):
+            return None
+
+        def put(is_scales: bool, view: memoryview, place: int) -> None:
+            output = scales.info if is_scales else tensor.output
+            write(output.file, view, self.place_of(output) + place)
+
+        peak = look if isinstance(look, PeakLook) else None
+        return Encoder(self.base, tensor.base, job.start, self.task.chunk, put, peak)
 
     def _describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
         """Set what the kernels must know, and clear what they found before."""

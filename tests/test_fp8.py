@@ -1,0 +1,346 @@
+"""FP8 models: read as what they stand for, merged, and written in FP8 again or as plain weights.
+
+What they should give is made by torch here: dequantise, merge in memory, quantise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dare
+from dare import DareConfig, DareError, DareMerger, dare_merge
+from darelib.kernels import fp8
+from darelib.tuning import TUNING
+from tests.support import (
+    BF16,
+    F32,
+    METHODS,
+    Tensors,
+    assert_same,
+    finetune,
+    low_rank,
+    random_model,
+    raw,
+    refuse,
+    run_merge,
+    same_bits,
+    save_directory,
+    tensors_in,
+    write_adapter,
+)  # fmt: skip
+
+Refusal = Callable[..., str]
+FP8 = torch.float8_e4m3fn
+SHAPES: dict[str, tuple[int, ...]] = {
+    "a.weight": (300, 200), "b.weight": (128, 256), "c.weight": (37, 61), "d.weight": (5, 1111), "a.bias": (300,),
+    "norm.weight": (61,),
+}  # fmt: skip
+WEIGHTS = [name for name, shape in SHAPES.items() if len(shape) == 2]
+# By kind: what a scale's name ends in, its type, the block that shares one (0: all), and its shape's form.
+KINDS: dict[str, tuple[str, torch.dtype, tuple[int, int], str]] = {
+    "blocks": ("_scale_inv", F32, (128, 128), "grid"),
+    "small blocks": ("_scale_inv", F32, (16, 48), "grid"),
+    "rows": ("_scale", BF16, (1, 0), "column"),
+    "flat rows": ("_scale", F32, (1, 0), "flat"),
+    "tensor": ("_scale", F32, (0, 0), "scalar"),
+    "tensor of one": ("_scale", BF16, (0, 0), "flat"),
+}
+QUANTISE = {"quant_method": "fp8", "weight_block_size": [16, 48]}
+
+
+def blocks(tensor: torch.Tensor, block: tuple[int, int]) -> list[tuple[int, int, tuple[slice, slice]]]:
+    high, wide = block[0] or tensor.shape[0], block[1] or tensor.shape[1]
+    return [
+        (i // high, k // wide, (slice(i, i + high), slice(k, k + wide)))
+        for i in range(0, tensor.shape[0], high)
+        for k in range(0, tensor.shape[1], wide)
+    ]
+
+
+def quantise(values: Tensors, kind: str, old: Tensors | None = None) -> Tensors:
+    """The model in FP8; where a block of an old one stands for the same values, it is kept."""
+    end, dtype, block, form = KINDS[kind]
+    before, made = dequantise(old, kind) if old else {}, {k: v for k, v in values.items() if k not in WEIGHTS}
+    for name in WEIGHTS:
+        value = values[name].float()
+        places = blocks(value, block)
+        scales = torch.ones(1 + max(i for i, _, _ in places), 1 + max(k for _, k, _ in places)).to(dtype)
+        stored = torch.zeros(value.shape).to(FP8)
+        for i, k, place in places:
+            mine = None if old is None else old[name + end].reshape(scales.shape)[i, k]
+            if old is not None and mine is not None and torch.equal(value[place], before[name][place]):
+                scales[i, k], stored[place] = mine, old[name][place]
+                continue
+            peak = value[place].abs().max()
+            kept = torch.ones((), dtype=dtype) if mine is None else mine
+            scale = (peak / torch.tensor(448.0)).to(dtype) if peak > 0 else kept
+            scales[i, k], stored[place] = scale, (value[place] / scale.float()).to(FP8)
+        if form != "grid":
+            scales = scales.reshape(()) if form == "scalar" else scales.reshape(-1) if form == "flat" else scales
+        made |= {name: stored, name + end: scales}
+    return made
+
+
+def dequantise(model: Tensors, kind: str) -> Tensors:
+    end, _, block, _ = KINDS[kind]
+    made = {name: tensor for name, tensor in model.items() if not name.endswith(end)}
+    for name in WEIGHTS:
+        value, places = model[name].float(), blocks(model[name], block)
+        grid = model[name + end].float().reshape(-1, 1 + max(k for _, k, _ in places))
+        for i, k, place in places:
+            value[place] *= grid[i, k]
+        made[name] = value
+    return made
+
+
+def make_models(kind: str, count: int = 3) -> list[Tensors]:
+    """A base and fine-tunes; of one weight a corner has not changed, and nothing of another in the first of them."""
+    base = random_model(dtype=BF16, shapes=SHAPES)
+    base["a.weight"][:16, :48] = 0
+    models = [base, *(finetune(base, k, 0.01) for k in range(1, count))]
+    for model in models[1:]:
+        model["a.weight"][:128, :128] = base["a.weight"][:128, :128]
+        model["d.weight"][3] = base["d.weight"][3]
+    models[1]["b.weight"] = base["b.weight"]
+    made = [quantise(model, kind) for model in models]
+    for model in made[1:]:
+        for name in ("d.weight", "a.weight"):  # where values are equal, so are bytes, whatever else the scale is for
+            if kind.startswith("tensor"):
+                model[name], scale = made[0][name].clone(), name + KINDS[kind][0]
+                model[scale] = made[0][scale].clone()
+                raw(model[name])[-9:] ^= 1
+    return made
+
+
+def write(folder: Path, kind: str, models: list[Tensors]) -> list[Path]:
+    config = {"torch_dtype": "bfloat16", "quantization_config": QUANTISE if kind == "small blocks" else {}}
+    return [save_directory(folder / f"m{k}", model, **config) for k, model in enumerate(models)]
+
+
+def expect(models: list[Tensors], kind: str, **config: Any) -> Tensors:
+    plain = [dequantise(model, kind) for model in models]
+    return quantise(dare_merge(plain[0], plain[1:], DareConfig(**config)), kind, models[0])
+
+
+def assert_all_same(found: Tensors, expected: Tensors) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
+        assert np.array_equal(raw(tensor), raw(expected[name])), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", METHODS, ids=lambda s: "-".join(map(str, s.values())))
+def test_a_merge_is_what_torch_makes_of_it(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    models = make_models(kind)
+    paths = write(tmp_path, kind, models)
+    report = run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=1)
+    expected = expect(models, kind, **settings)
+    assert_all_same(tensors_in(tmp_path / "out"), expected)
+    assert (tmp_path / "out" / "config.json").read_bytes() == (paths[0] / "config.json").read_bytes()
+    assert (report.tensors, report.models[0].parameters) == (
+        len(SHAPES),
+        sum(v.numel() for v in dequantise(models[0], kind).values()),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings", [{"drop_rate": 0.0}, {"drop": "della", "drop_rate": 0.5, "rescale": "l1"}, *METHODS[2:]]
+)
+def test_jobs_chunks_threads_and_engines_change_nothing(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    models = make_models(kind)
+    paths = write(tmp_path, kind, models)
+    expected = expect(models, kind, **settings)
+    for job, chunk, threads, engine in ((8192, 1024, 3, "numba"), (1024, 1024, 2, "plain"), (4096, 4096, 1, "plain")):
+        TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = job, chunk, chunk
+        run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=threads, engine=engine)
+        assert_all_same(tensors_in(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
+def test_base_and_fine_tunes_may_be_stored_differently(tmp_path: Path, kind: str) -> None:
+    """The output is as the base: FP8, or plain with the base's own configuration."""
+    base, other, *_ = make_models(kind)
+    plain = {name: tensor.to(BF16) for name, tensor in dequantise(other, kind).items()}
+    scaled, bare = write(tmp_path, kind, [base, plain])
+    (bare / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    run_merge(scaled, [bare], tmp_path / "scaled", drop_rate=0.5)
+    merged = dare_merge(dequantise(base, kind), [plain], DareConfig(drop_rate=0.5))
+    assert_all_same(tensors_in(tmp_path / "scaled"), quantise(merged, kind, base))
+    run_merge(bare, [scaled], tmp_path / "bare", drop_rate=0.5)
+    assert_same(tensors_in(tmp_path / "bare"), dare_merge(plain, [dequantise(base, kind)], DareConfig(drop_rate=0.5)))
+    assert (tmp_path / "bare" / "config.json").read_bytes() == (bare / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["small blocks", "tensor"])
+def test_with_a_dtype_the_output_is_plain(tmp_path: Path, kind: str, dtype: str) -> None:
+    models = make_models(kind)
+    for model in models:
+        model["a.input_scale"] = torch.ones(1)
+    paths = write(tmp_path, kind, models)
+    run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5, dtype=dtype)
+    plain = [{n: t for n, t in dequantise(model, kind).items() if n != "a.input_scale"} for model in models]
+    expected = dare_merge(plain[0], plain[1:], DareConfig(drop_rate=0.5, dtype=dtype))
+    assert_same(tensors_in(tmp_path / "out"), expected)
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": dtype}
+
+
+def test_what_no_model_changed_keeps_its_bytes(tmp_path: Path) -> None:
+    """Also where the base was quantised by other rules, so that its scales are not those that would be found."""
+    for kind in ("blocks", "rows", "tensor"):
+        base = make_models(kind)[0]
+        for name in WEIGHTS:
+            base[name] = (base[name].float() / 2).to(FP8)
+        other = {name: tensor.clone() for name, tensor in base.items()}
+        raw(other["a.weight"])[200 * 130 + 5] ^= 2
+        paths = write(tmp_path / kind, kind, [base, other])
+        run_merge(paths[0], [paths[0]], tmp_path / kind / "same", drop_rate=0.9)
+        assert_all_same(tensors_in(tmp_path / kind / "same"), base)
+        run_merge(paths[0], [paths[1]], tmp_path / kind / "off", lambda_coeff=0.0)
+        assert_all_same(tensors_in(tmp_path / kind / "off"), base)
+        run_merge(paths[0], [paths[1]], tmp_path / kind / "one", drop_rate=0.0)
+        assert_all_same(tensors_in(tmp_path / kind / "one"), expect([base, other], kind, drop_rate=0.0))
+    changed = load_file(tmp_path / "blocks" / "one" / "model.safetensors")["a.weight_scale_inv"]
+    assert (changed != make_models("blocks")[0]["a.weight_scale_inv"]).sum() == 1
+
+
+def test_a_block_that_becomes_zero_keeps_its_scale_and_a_tiny_one_has_one(tmp_path: Path) -> None:
+    base = make_models("blocks")[0]
+    scale, zero = "c.weight_scale_inv", {name: tensor.clone() for name, tensor in base.items()}
+    zero["c.weight"] = torch.zeros(37, 61).to(FP8)
+    tiny = {name: tensor.clone() for name, tensor in base.items()}
+    tiny[scale] = torch.full((1, 1), 2.0**-147)
+    paths = write(tmp_path, "blocks", [base, zero, tiny])
+    run_merge(paths[0], [paths[1]], tmp_path / "out", drop_rate=0.0)
+    found = tensors_in(tmp_path / "out")
+    assert same_bits(found[scale], base[scale])
+    assert not found["c.weight"].float().any()
+    run_merge(paths[0], [paths[2]], tmp_path / "out", drop_rate=0.0)
+    found = tensors_in(tmp_path / "out")
+    assert found[scale].item() == 2.0**-126
+    assert found["c.weight"].float().isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
+def test_resume_verify_dry_run_analyze_and_recipe(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from darelib.output.publish import Output
+
+    models = make_models(kind)
+    paths = write(tmp_path, kind, models)
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 1024
+    settings: dict[str, Any] = {"method": "slerp", "drop_rate": 0.5, "max_shard_size": "60KB", "threads": 1}
+    merger, writes = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, **settings)), 0
+    usual = Output.write_at
+
+    def fail(self: Output, file: int, view: memoryview, offset: int) -> None:
+        nonlocal writes
+        writes += 1
+        if writes == 12:
+            raise OSError(28, "No space left on device")
+        usual(self, file, view, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Output, "write_at", fail)
+        with pytest.raises(DareError, match="No space"):
+            merger.merge(tmp_path / "out", resume=True)
+    plan = merger.plan(tmp_path / "out", resume=True)
+    report = merger.merge(tmp_path / "out", resume=True)
+    expected = expect(models, kind, method="slerp", drop_rate=0.5)
+    assert_all_same(tensors_in(tmp_path / "out"), expected)
+    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) == plan.bytes_to_write
+    assert (plan.bytes_to_read, report.tensors) == (report.bytes_read, len(SHAPES))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert merger.verify(tmp_path / "out").tensors == len(SHAPES)
+    assert "cosine" in str(merger.analyze())
+    arguments = ["--config", tmp_path / "out" / "dare_recipe.toml", "--output", tmp_path / "again"]
+    assert dare.main([str(argument) for argument in arguments]) == 0
+    assert_all_same(tensors_in(tmp_path / "again"), expected)
+    scale = f"c.weight{KINDS[kind][0]}"
+    shard = tmp_path / "out" / index["weight_map"][scale]
+    data = bytearray(shard.read_bytes())
+    header = json.loads(data[8 : (start := 8 + int.from_bytes(data[:8], "little"))])
+    data[start + header[scale]["data_offsets"][0]] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DareError, match=f"'{scale}' differs at"):
+        merger.verify(tmp_path / "out")
+    capsys.readouterr()
+
+
+def test_an_adapter_is_merged_onto_an_fp8_base(tmp_path: Path) -> None:
+    base = make_models("blocks")[0]
+    [path] = write(tmp_path, "blocks", [base])
+    adapter = write_adapter(tmp_path / "adapter", low_rank("a", (300, 200)))
+    run_merge(path, [adapter], tmp_path / "out", drop_rate=0.0)
+    plain = save_directory(tmp_path / "plain", dequantise(base, "blocks"))
+    run_merge(plain, [adapter], tmp_path / "expected", drop_rate=0.0)
+    assert_all_same(tensors_in(tmp_path / "out"), quantise(tensors_in(tmp_path / "expected"), "blocks", base))
+
+
+def test_activation_scales_are_copied_and_must_be_equal(tmp_path: Path, check_refused: Refusal) -> None:
+    models = make_models("tensor")
+    for model in models:
+        model["a.input_scale"] = torch.tensor([0.25])
+    paths = write(tmp_path, "tensor", models)
+    run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5)
+    assert tensors_in(tmp_path / "out")["a.input_scale"].item() == 0.25
+    models[1]["a.input_scale"] += 1
+    write(tmp_path, "tensor", models)
+    check_refused(paths[0], paths[1], "'a.input_scale' is part of a quantised module", "before quantising")
+
+
+SCALE = "a.weight_scale_inv"
+WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "shape": (
+        {SCALE: torch.ones(3, 3)},
+        None,
+        "'a.weight_scale_inv' is [3, 3], and 'a.weight' of [300, 200] has [3, 2]",
+    ),
+    "dimensions": ({SCALE: torch.ones(6)}, None, "'a.weight_scale_inv' is [6]"),
+    "block size": ({}, [64, 64], "has [5, 4] blocks of [64, 64]"),
+    "no block size": ({}, "128", "weight_block_size is '128'"),
+    "missing": ({SCALE: None}, None, "is quantised, and "),
+    "another type": ({SCALE: torch.ones(3, 2).double()}, None, "is quantised, and "),
+    "more parts": ({"a.weight_zero_point": torch.zeros(3, 2)}, None, "is quantised, and "),
+    "NaN": ({SCALE: torch.full((3, 2), torch.nan)}, None, "'a.weight' holds nan at [0, 0]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path, check_refused: Refusal, case: str) -> None:
+    changes, size, complaint = WRONG[case]
+    base, model = make_models("blocks", 2)
+    odd = {name: tensor for name, tensor in (model | changes).items() if tensor is not None}
+    paths = write(tmp_path, "blocks", [base, odd])
+    (paths[1] / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": size}}))
+    check_refused(*paths, complaint)
+
+
+def test_pack_and_more_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = write(tmp_path, "rows", make_models("rows", 2))
+    arguments = ["pack", "--base", paths[0], "--merge", paths[1], "--output", tmp_path / "out"]
+    refuse(tmp_path, capsys, 1, "is in FP8, which cannot be packed", arguments=arguments)
+
+
+def test_every_float_is_rounded_as_torch_rounds_it() -> None:
+    """Every 16 bits at the top, with what decides ties below them."""
+    tops = np.arange(1 << 16, dtype=np.uint32) << 16
+    values = (tops[:, None] | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).view(np.float32)
+    values = values[np.abs(values) < 464]  # what is beyond rounds to no number
+    assert np.array_equal(fp8.encode(values), raw(torch.from_numpy(values).to(FP8)))
+    every, decoded = np.arange(255, dtype=np.uint8), np.empty(255, np.float32)
+    fp8.decode(every, decoded)
+    assert np.array_equal(decoded, torch.from_numpy(every).view(FP8).float().numpy(), equal_nan=True)

@@ -36,6 +36,7 @@ from tests.support import (
     tensors_in,
     write_adapter,
 )  # fmt: skip
+from tests.test_tokenizer import write_model
 
 Refusal = Callable[..., str]
 FP8 = torch.float8_e4m3fn
@@ -329,10 +330,33 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path, check_refuse
     check_refused(*paths, complaint)
 
 
-def test_pack_and_more_tokens_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = write(tmp_path, "rows", make_models("rows", 2))
     arguments = ["pack", "--base", paths[0], "--merge", paths[1], "--output", tmp_path / "out"]
     refuse(tmp_path, capsys, 1, "is in FP8, which cannot be packed", arguments=arguments)
+
+
+def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths, plain = [tmp_path / "base", tmp_path / "chat"], [tmp_path / "plain base", tmp_path / "plain chat"]
+    tokens = [{"<s>": 8, "</s>": 9}, {"<s>": 8, "</s>": 9, "<a>": 10, "<b>": 11}]
+    for k, (folder, bare) in enumerate(zip(paths, plain, strict=True)):
+        mine = write_model(folder, 12, tokens[k], k)
+        write_model(bare, 12, tokens[k], k)
+        mine["model.layers.0.mlp.weight"] = mine["model.layers.0.mlp.weight"].to(FP8)
+        save_directory(bare, {name: tensor.to(F32 if tensor.dtype == FP8 else BF16) for name, tensor in mine.items()})
+        mine["model.layers.0.mlp.weight_scale"] = torch.ones(1)
+        save_directory(folder, mine)
+    merged = []
+    for base, model in (paths, plain):
+        config = DareConfig(verbose=False, dtype="float32")
+        DareMerger(base, [model], config, tokenizer="union").merge(tmp_path / "out")
+        merged.append(tensors_in(tmp_path / "out"))
+    assert_same(*merged)
+    head = load_file(paths[0] / "model.safetensors")
+    head |= {"lm_head.weight": head["lm_head.weight"].to(FP8), "lm_head.weight_scale": torch.ones(1)}
+    save_directory(paths[0], head)
+    arguments = ["-b", paths[0], "-m", paths[1], "-o", tmp_path / "new", "--tokenizer", "union"]
+    refuse(tmp_path, capsys, 1, "is in FP8, so that it cannot have more rows", arguments=arguments)
 
 
 def test_every_float_is_rounded_as_torch_rounds_it() -> None:

@@ -15,7 +15,7 @@ LARGEST: Final = 448.0  # of F8_E4M3, which has no infinities
 SMALLEST_SCALE: Final = 2.0**-126  # the smallest normal float32 and bfloat16: below it, a quotient might exceed LARGEST
 MANTISSA: Final = 3
 LOWEST: Final = -9  # the exponent of the smallest value
-PIECE: Final = 1 << 14  # values that are encoded at a time, so that what is computed on the way stays in the caches
+PIECE: Final = 1 << 16  # values that are encoded at a time, so that what is computed on the way stays in the caches
 
 
 def list_values() -> Array:

@@ -105,7 +105,7 @@ def load_states(inputs: Sequence[Input], model: Any) -> list[dict[str, Any]]:
     for each in inputs:
         if type(each) is not Checkpoint:
             raise DareError(
-                f"{each.name!r} is no whole model, as is needed in memory",
+                f"{each.name!r} is no whole model of plain weights, as is needed in memory",
                 "search in files, or merge it alone first",
             )
     return [{n: t for file in each.files for n, t in load_file(file.path, device).items()} for each in inputs]

@@ -22,6 +22,7 @@ from darelib.tuning import TUNING
 from tests.support import (
     BF16,
     F32,
+    F64,
     METHODS,
     Tensors,
     assert_same,
@@ -180,6 +181,17 @@ def test_base_and_fine_tunes_may_be_stored_differently(tmp_path: Path, kind: str
     run_merge(bare, [scaled], tmp_path / "bare", drop_rate=0.5)
     assert_same(tensors_in(tmp_path / "bare"), dare_merge(plain, [dequantise(base, kind)], DareConfig(drop_rate=0.5)))
     assert (tmp_path / "bare" / "config.json").read_bytes() == (bare / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["blocks", "tensor"])
+def test_fine_tunes_of_several_types_merge_onto_an_fp8_base(tmp_path: Path, kind: str) -> None:
+    base, one, other = make_models(kind)
+    for dtype in (BF16, F64):
+        plain = {name: tensor.to(dtype) for name, tensor in dequantise(other, kind).items()}
+        paths = write(tmp_path, kind, [base, one, plain])
+        run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5, engine="plain")
+        merged = dare_merge(dequantise(base, kind), [dequantise(one, kind), plain], DareConfig(drop_rate=0.5))
+        assert_all_same(tensors_in(tmp_path / "out"), quantise(merged, kind, base))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

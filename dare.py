@@ -47,8 +47,8 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -139,46 +139,57 @@ class DareMerger:
     def sources(self) -> tuple[Source, ...]:
         return self.base, *self.models
 
-    @contextmanager
-    def _open(self) -> Iterator[list[Input]]:
+    def _open(self) -> AbstractContextManager[list[Input]]:
         """The base and the models, with the same number for each token if their tokenizers are to be united."""
         from darelib.models import open_models
         from darelib.readers import UNION
 
-        with open_models(self.sources) as inputs:
-            if self.tokenizer.name == UNION:
-                from darelib.models.rows import unite_tokens
+        return open_models(self.sources, self.tokenizer.name == UNION)
 
-                inputs = unite_tokens(inputs)
-            yield inputs
-
-    def merge(self, output_file: str | Path, *, force: bool = False, resume: bool = False) -> MergeReport:
+    def merge(
+        self,
+        output_file: str | Path,
+        *,
+        force: bool = False,
+        resume: bool = False,
+        part: tuple[int, int] | None = None,
+        runner: str = "threads",
+        ray_address: str | None = None,
+    ) -> MergeReport:
         """Merge into a file (if its name ends in .safetensors) or a model directory, and report what was done.
 
         force replaces an existing output that this tool did not make. resume continues an unfinished merge, and leaves
-        one behind that can be continued if it is itself interrupted.
+        one behind that can be continued if it is itself interrupted. part: (3, 16) makes the third of 16 parts of a
+        directory's files, while other machines make the others; a last merge with resume makes what is missing and
+        publishes. runner: "ray" makes the files on the nodes of a Ray cluster. All machines see the same filesystem.
         """
         from darelib.models import check_unchanged
         from darelib.output.destination import find_output
         from darelib.output.publish import Output, explain_write_errors
         from darelib.report import report_merge
         from darelib.run import load_runner
-        from darelib.run.worker import Worker
+        from darelib.run.parts import check_part, make_part
 
-        started = time.perf_counter()
+        started, prepare = time.perf_counter(), load_runner(runner).prepare
+        if part is not None:
+            check_part(part, runner)
         destination, self.published = find_output(output_file), None
         with self._open() as inputs:
             plan = self._plan(inputs, destination, force)
             if plan.replaces:
                 LOG.info(f"replaces {output_file}: {plan.replaces}")
             with Interrupts() as interrupts:
-                # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
-                worker, identity = Worker.for_merge(plan, inputs, interrupts), plan.identity(inputs)
+                if part is not None:
+                    with explain_write_errors(destination, resume=True):
+                        plan, outcomes = make_part(plan, inputs, part, interrupts)
+                    name = f"{output_file} (part {part[0]} of {part[1]})"
+                    return report_merge(plan, outcomes, name, time.perf_counter() - started)
+                run, identity = prepare(plan, inputs, interrupts, ray_address), plan.identity(inputs)
                 with (
                     explain_write_errors(plan.output, resume),
                     Output(plan.output, plan.files, identity, resume) as output,
                 ):
-                    outcomes = load_runner().run_merge(plan, worker, output, interrupts)
+                    outcomes = run(output)
                     output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
                 report = report_merge(plan, outcomes, str(output_file), time.perf_counter() - started)
                 for warning in report.warnings:
@@ -510,8 +521,15 @@ def add_merge_options(add: Add) -> None:
     add_settings(add)
     add("--force", action="store_true", help="replace an existing output that this tool did not make")
     add("--resume", action="store_true", help="continue an unfinished merge; if interrupted, leave one to continue")
+    add("--part", metavar="K/N", type=parse_part, help="make every Nth file, from the Kth on; --resume then publishes")
+    add("--runner", metavar="NAME", help="who makes the files: threads (default), or ray, the nodes of a cluster")
+    add("--ray-address", metavar="ADDRESS", help="of the cluster (default: what Ray finds, or one on this machine)")
     add("--dry-run", action="store_true", help="print the plan, with an estimate of the time, and write nothing")
     add("--write-config", metavar="FILE", type=Path, help="write the settings and models as TOML, and merge nothing")
+
+
+def parse_part(text: str) -> tuple[int, ...] | str:
+    return tuple(map(int, text.split("/"))) if re.fullmatch(r"\d+/\d+", text) else text
 
 
 def run_merge_command(flags: dict[str, Any]) -> None:
@@ -530,7 +548,8 @@ def run_merge_command(flags: dict[str, Any]) -> None:
         show(plan, flags, True)
         return
     try:
-        report = merger.merge(request.output, force="force" in flags, resume="resume" in flags)
+        where = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
+        report = merger.merge(request.output, force="force" in flags, resume="resume" in flags, **where)
         ignore_signals()
     except (KeyboardInterrupt, Terminated):
         if merger.published is None:
@@ -803,7 +822,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command is COMMANDS["sweep"]:
             print(label("hint", "the same command goes on from here", sys.stderr), file=sys.stderr)
         if command is COMMANDS["merge"] and "dry_run" not in flags:
-            kept = "the same command goes on from here" if "resume" in flags else "with --resume, a merge can go on"
+            kept = (
+                "the same command goes on from here"
+                if flags.keys() & {"resume", "part"}
+                else "with --resume, a merge can go on"
+            )
             print(label("hint", kept, sys.stderr), file=sys.stderr)
         return 143 if isinstance(stopped, Terminated) else 130
     except Exception as error:

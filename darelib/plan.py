@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -124,6 +125,7 @@ class MergePlan(Task):
     """Everything that a merge will do."""
 
     output: Destination
+    tokenizer: TokenizerChoice
     recipe: str
     side: Mapping[str, bytes | Path]  # the other files of a model directory: their content, or what to copy
     digests: Mapping[str, str]  # of the files that are copied
@@ -172,6 +174,24 @@ class MergePlan(Task):
                     yield self.jobs([t for t in batch if k < passes[t.name]], (), k)
                 yield self.jobs(batch, done)
                 batch, elements = [], 0
+
+    def shards(self, numbers: Collection[int]) -> Iterator[MergePlan]:
+        """Some of the files, each as a plan of its own: a tensor lies in one file, and files share nothing."""
+        for number, tensors in itertools.groupby(self.tensors, lambda tensor: tensor.output.file):
+            if number in numbers:
+                own = [dataclasses.replace(t, output=dataclasses.replace(t.output, file=0)) for t in tensors]
+                yield self._keep(own, [self.files[number]])
+
+    def part(self, numbers: Collection[int]) -> MergePlan:
+        """Some of the files, without what lies beside them."""
+        own = [tensor for tensor in self.tensors if tensor.output.file in numbers]
+        return self._keep(own, [self.files[number] for number in numbers])
+
+    def _keep(self, tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> MergePlan:
+        threads = count_threads(self.config, tensors)
+        return dataclasses.replace(
+            self, tensors=tuple(tensors), files=tuple(files), side={}, digests={}, threads=threads
+        )
 
     def identity(self, inputs: Sequence[Input]) -> dict[str, Any]:
         """What must be equal for this merge to be the continuation of another."""
@@ -254,6 +274,7 @@ def plan_merge(
             *notes,
         ),
         output=destination,
+        tokenizer=tokenizer,
         recipe=recipe,
         side=side,
         digests={name: digest_of(content) for name, content in side.items() if isinstance(content, Path)},

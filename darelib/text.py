@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 LOG: Final = logging.getLogger("dare")
 # How many names a message lists before it says "and 12 more".
@@ -18,7 +18,9 @@ MAX_MESSAGE: Final = 4000
 # How many characters of a name the tables show.
 MAX_CELL: Final = 56
 # The packages of each extra.
-EXTRAS: Final = {"torch": "torch safetensors", "hub": "huggingface_hub", "plot": "matplotlib", "sweep": "optuna cmaes"}
+EXTRAS: Final = {
+    "torch": "torch safetensors", "hub": "huggingface_hub", "plot": "matplotlib", "sweep": "optuna cmaes", "ray": "ray",
+}  # fmt: skip
 # As terminals number them.
 COLOURS: Final = {"error": 31, "warning": 33, "hint": 36}
 
@@ -31,6 +33,10 @@ class DareError(Exception):
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is sent from one process to another."""
+        return type(self), (*self.args, self.hint)
 
 
 class InputChanged(DareError):

@@ -55,14 +55,21 @@ def find_files(source: Source) -> tuple[Opener, Layout]:
 
 
 @contextmanager
-def open_models(sources: Sequence[Source]) -> Iterator[list[Input]]:
-    """The inputs, open for reading: the base, which is the first, and the models. Downloads those of the Hub."""
+def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list[Input]]:
+    """The inputs, open for reading: the base, which is the first, and the models. Downloads those of the Hub.
+
+    unite: with the same number for each token, since their tokenizers are to be united.
+    """
     inputs: list[Input] = []
     with ExitStack() as opened:
         for source in map(download, sources):
             open_files, layout = find_files(source)
             model = open_files(source, layout, inputs[0] if inputs else None)
             inputs.append(opened.enter_context(closing(model)))
+        if unite:
+            from darelib.models.rows import unite_tokens
+
+            inputs = unite_tokens(inputs)
         yield inputs
 
 

@@ -95,10 +95,10 @@ class Lock:
                 os.close(descriptor)
 
 
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file, unless another process has locked it."""
+def try_lock(descriptor: int, shared: bool = False) -> bool:
+    """Lock an open file, unless another process has locked it. shared: together with others that do the same."""
     try:
-        if os.name == "nt":
+        if os.name == "nt" and not shared:  # where locks cannot be shared
             import msvcrt
 
             os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # far behind the words, which others must be able to read
@@ -106,10 +106,10 @@ def try_lock(descriptor: int) -> bool:
                 msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
             finally:
                 os.lseek(descriptor, 0, os.SEEK_SET)
-        else:
+        elif os.name != "nt":
             import fcntl
 
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
     except OSError:  # a filesystem without locks: a merge is better than none

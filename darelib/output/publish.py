@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
+import itertools
+import json
 import os
+import secrets
 import sys
 import threading
 import time
@@ -22,7 +26,7 @@ from darelib.interrupts import Interrupts
 from darelib.models.tensorfile import BINARY, SEEK_LOCK
 from darelib.output.destination import Destination, check_replaceable, digest_of
 from darelib.output.journal import Journal, describe_difference, write_synced
-from darelib.output.lock import Lock, remove
+from darelib.output.lock import LOCK_FILE, LOCK_WORDS, Lock, remove, try_lock
 from darelib.text import LOG, DareError, InputChanged
 from darelib.tuning import TUNING
 
@@ -108,22 +112,120 @@ class Flusher:
                 self._flush(record)
 
 
-class Output:
+class Files:
+    """Files of tensors in the making that one process writes, and the journal of what is certain to be in them."""
+
+    def __init__(self, destination: Destination, files: Sequence[PlannedFile], journal: str) -> None:
+        self.destination, self.files, self.folder = destination, files, destination.partial
+        self.made = self.folder / MADE
+        self.paths = [self.made / file.name if destination.directory else self.made for file in files]
+        self.journal = Journal(self.folder / journal)
+        self.flusher = Flusher(self._record)
+        self.note = self.flusher.note
+        self.descriptors: list[int] = []
+        self.marks: list[tuple[int, Path]] = []  # what else is open, and must stay what others would find
+
+    def are_there(self) -> list[bool]:
+        """Which files are as long as they will be."""
+        sizes = [path.stat().st_size if path.is_file() else -1 for path in self.paths]
+        return [size == file.size for size, file in zip(sizes, self.files, strict=True)]
+
+    def _open(self) -> None:
+        """Open the files, and make those that are not there: what a journal of their own says is not true of them."""
+        for number, there in enumerate(self.are_there()):
+            if not there:
+                remove(self.folder / shard_journal(self.files[number]))
+            self.descriptors.append(os.open(self.paths[number], os.O_RDWR | os.O_CREAT | BINARY, 0o666))
+            if not there:
+                reserve(self.descriptors[-1], self.files[number].size)
+                self.write_at(number, memoryview(self.files[number].header), 0)
+
+    def _sync(self) -> None:
+        for descriptor in self.descriptors:
+            os.fsync(descriptor)
+
+    def _record(self, entries: list[Any]) -> None:
+        self._check_still_ours()
+        self.journal.append(entries)
+
+    def _check_still_ours(self) -> None:
+        """Somebody may have removed the folder by hand, and another merge may have begun in one of the same name."""
+        opened = [*self.marks, *zip(self.descriptors, self.paths, strict=True)]
+        with suppress(FileNotFoundError):
+            if all(os.path.samestat(os.fstat(descriptor), path.stat()) for descriptor, path in opened):
+                return
+        raise OSError(errno.ENOENT, f"somebody removed {self.folder} in the meantime")
+
+    def write_at(self, file: int, view: memoryview, offset: int) -> None:
+        descriptor = self.descriptors[file]
+        while view:
+            if hasattr(os, "pwrite"):
+                done = os.pwrite(descriptor, view, offset)
+            else:
+                with SEEK_LOCK:
+                    os.lseek(descriptor, offset, os.SEEK_SET)
+                    done = os.write(descriptor, view)
+            view, offset = view[done:], offset + done
+        self.flusher.mark(descriptor)
+
+    def _close(self) -> None:
+        while self.descriptors:
+            with suppress(OSError):
+                os.close(self.descriptors.pop())
+
+
+class Shard(Files):
+    """One file of an output, made by a process that is not the one that publishes it, with a journal of its own.
+
+    Another process may make the same one at the same time: both write the same bytes. What their journals then lack is
+    done again.
+    """
+
+    def __init__(self, destination: Destination, file: PlannedFile, identity: dict[str, Any]) -> None:
+        super().__init__(destination, [file], shard_journal(file))
+        whole = Journal(self.folder / JOURNAL_FILE).done  # by a process that went on alone
+        if whole and not all(self.are_there()):
+            raise DareError(f"{file.name!r} is gone from {str(self.folder)!r}", "remove that folder, and merge again")
+        try:
+            self._open()
+            if self.journal.identity == (mark := mark_of(identity)) and self.journal.path.exists():
+                os.truncate(self.journal.path, self.journal.length)
+            else:
+                remove(self.journal.path)
+                self.journal = Journal(self.journal.path)
+                self._sync()
+                self.journal.append(mark)
+            self.marks = [(os.open(self.journal.path, os.O_RDONLY | BINARY), self.journal.path)]
+            sync_directory(self.made)
+        except BaseException:
+            self._close()
+            raise
+        self.done = [*whole, *self.journal.done]
+        self.flusher.start()
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Note what is done. What failed to reach the disk is an error even if nothing else is."""
+        self.flusher.stop(record=True)
+        self._close()
+        os.close(self.marks.pop()[0])
+        self.flusher.check()
+
+
+class Output(Files):
     """What a merge writes. publish() gives it its name; what is not published is removed or kept to be continued."""
 
     def __init__(
         self, destination: Destination, files: Sequence[PlannedFile], identity: dict[str, Any], resume: bool
     ) -> None:
         """identity: all that must be equal for a merge begun earlier to be continued."""
-        self.destination, self.files, self.resume = destination, files, resume
+        self.resume = resume
         self.lock = Lock(destination.partial, destination.name)
-        self.folder = self.lock.folder
-        self.made = self.folder / MADE
-        self.paths = [self.made / file.name if destination.directory else self.made for file in files]
-        self.journal = Journal(self.folder / JOURNAL_FILE)
-        self.flusher = Flusher(self._record)
-        self.note = self.flusher.note
-        self.descriptors: list[int] = []
+        super().__init__(destination, files, JOURNAL_FILE)
+        self.marks = [(self.lock.descriptor, self.lock.path)]
+        self.done: list[Any] = []  # by earlier runs
         keep = True  # what an earlier run left, until it is known to be of no use
         try:
             self._restore_replaced()
@@ -160,8 +262,8 @@ class Output:
                 LOG.info("there is no unfinished merge to resume; starting from the beginning")
             return False
         begun = self.journal.identity
-        sizes = [path.stat().st_size if path.is_file() else -1 for path in self.paths]
-        complete = begun is not None and sizes == [file.size for file in self.files]
+        # What parts have not made yet is not missed.
+        complete = begun is not None and (not self.journal.done or all(self.are_there()))
         if not self.resume or begun is None:
             what = "is removed (--resume would continue it)" if complete else "is removed"
             LOG.warning(f"an unfinished merge in {self.folder} {what}")
@@ -175,8 +277,10 @@ class Output:
             LOG.warning(f"the unfinished merge in {self.folder} cannot be continued: its files are not complete")
             return False
         os.truncate(self.journal.path, self.journal.length)
-        for path in self.paths:
-            self.descriptors.append(os.open(path, os.O_RDWR | BINARY))
+        self._open()
+        journals = [Journal(self.folder / shard_journal(file)) for file in self.files]
+        parts = [journal.done for journal in journals if journal.identity == mark_of(identity)]
+        self.done = list(itertools.chain(self.journal.done, *parts))
         return True
 
     def _begin(self, identity: dict[str, Any]) -> None:
@@ -185,39 +289,9 @@ class Output:
         self.journal = Journal(self.journal.path)
         if self.destination.directory:
             os.mkdir(self.made)
-        for file, path in zip(self.files, self.paths, strict=True):
-            self.descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666))
-            reserve(self.descriptors[-1], file.size)
-        for number, file in enumerate(self.files):
-            self.write_at(number, memoryview(file.header), 0)
-        for descriptor in self.descriptors:
-            os.fsync(descriptor)
+        self._open()
+        self._sync()
         self.journal.append(identity)
-
-    def _record(self, entries: list[Any]) -> None:
-        self._check_still_ours()
-        self.journal.append(entries)
-
-    def _check_still_ours(self) -> None:
-        """Somebody may have removed the folder by hand, and another merge may have begun in one of the same name."""
-        opened = [self.lock.descriptor, *self.descriptors]
-        paths = [self.lock.path, *self.paths]
-        with suppress(FileNotFoundError):
-            if all(os.path.samestat(os.fstat(fd), path.stat()) for fd, path in zip(opened, paths, strict=True)):
-                return
-        raise OSError(errno.ENOENT, f"somebody removed {self.folder} in the meantime")
-
-    def write_at(self, file: int, view: memoryview, offset: int) -> None:
-        descriptor = self.descriptors[file]
-        while view:
-            if hasattr(os, "pwrite"):
-                done = os.pwrite(descriptor, view, offset)
-            else:
-                with SEEK_LOCK:
-                    os.lseek(descriptor, offset, os.SEEK_SET)
-                    done = os.write(descriptor, view)
-            view, offset = view[done:], offset + done
-        self.flusher.mark(descriptor)
 
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
@@ -246,8 +320,7 @@ class Output:
         """Make the bytes durable, then the name."""
         self.flusher.stop()
         self.flusher.check()
-        for descriptor in self.descriptors:
-            os.fsync(descriptor)
+        self._sync()
         self._check_still_ours()
         while self.descriptors:
             os.close(self.descriptors.pop())
@@ -272,14 +345,54 @@ class Output:
     def discard(self, keep: bool = False) -> None:
         """Remove what is left, which may be what was replaced; or keep it, to be continued."""
         self.flusher.stop(record=keep and bool(self.descriptors))
-        while self.descriptors:
-            with suppress(OSError):
-                os.close(self.descriptors.pop())
+        self._close()
         try:
             self._restore_replaced()
         except (OSError, DareError):
             keep = True  # the old model is still in the folder
         self.lock.release(keep)
+
+
+def shard_journal(file: PlannedFile) -> str:
+    return f"{JOURNAL_FILE}-{file.name}"
+
+
+def mark_of(identity: dict[str, Any]) -> dict[str, Any]:
+    """What the journal of a shard begins with: which merge it belongs to."""
+    return {"merge": hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()}
+
+
+@contextmanager
+def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator[None]:
+    """Work in the folder of an output beside others that do the same merge. The first one makes it, in one step.
+
+    Meanwhile nobody else can publish or remove it, so far as the filesystem has locks.
+    """
+    folder = destination.partial
+    if not folder.exists():
+        new = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+        try:
+            os.makedirs(new / MADE)
+            write_synced(new / LOCK_FILE, 0, [f"{LOCK_WORDS} {os.getpid()}\n".encode()])
+            Journal(new / JOURNAL_FILE).append(identity)
+            sync_directory(new)
+            with suppress(OSError):  # somebody else was faster
+                os.rename(new, folder)
+        finally:
+            remove(new)
+    begun = Journal(folder / JOURNAL_FILE).identity
+    if begun is None:
+        raise DareError(f"{str(folder)!r} is in the way: no merge can be continued there", "remove it, and try again")
+    if difference := describe_difference(begun, identity):
+        hint = "give all parts the same models and settings, or remove that folder"
+        raise DareError(f"the unfinished merge in {str(folder)!r} is another one: {difference}", hint)
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | BINARY)
+    try:
+        if not try_lock(descriptor, shared=True):
+            raise DareError(f"another merge is writing {destination.name!r}", "wait, or give another output")
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

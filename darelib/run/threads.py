@@ -4,35 +4,56 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from darelib.interrupts import Interrupts
 from darelib.kernels.records import Buffers
-from darelib.output.publish import Output
+from darelib.models import Input
+from darelib.output.publish import Output, Shard
 from darelib.plan import Job, MergePlan
-from darelib.run.worker import Abandoned, JobWorker, Outcome, Write
+from darelib.run import Run
+from darelib.run.worker import Abandoned, JobWorker, Outcome, Worker, Write
 from darelib.text import LOG, human, progress
 from darelib.tuning import TUNING
 
 
+def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, _: object) -> Run:
+    # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
+    worker = Worker.for_merge(plan, inputs, interrupts)
+    return lambda output: run_merge(plan, worker, output, interrupts)
+
+
 def run_merge(plan: MergePlan, worker: JobWorker, output: Output, interrupts: Interrupts) -> list[Outcome]:
     """Run all jobs that an earlier run has not done. Gives what all jobs found, those of the earlier run included."""
-    outcomes = [Outcome.of_entry(entry) for entry in output.journal.done]
-    done = {(outcome.tensor, outcome.start) for outcome in outcomes}
-    size = sum(outcome.bytes_read for outcome in outcomes)
-    if outcomes:
-        LOG.info("continuing: %s of %s are done", human(size), human(plan.bytes_to_read))
     with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
+        return run_jobs(plan, worker, output, advance, interrupts)
 
-        def take(job: Job, outcome: Outcome | None) -> None:
-            advance(job.bytes_read)
-            if outcome is not None:
-                outcomes.append(outcome)
-                output.note(outcome.as_entry())
 
-        advance(size)
-        run_rounds(plan.rounds(done), worker, output.write_at, take, interrupts)
+def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:
+    """What earlier runs have done of a plan. Two that did so at the same time may have noted the same job."""
+    names = {tensor.name for tensor in plan.tensors}
+    found = {(entry[0], entry[1]): Outcome.of_entry(entry) for entry in output.done if entry[0] in names}
+    if found:
+        size = sum(outcome.bytes_read for outcome in found.values())
+        LOG.info("continuing: %s of %s are done", human(size), human(plan.bytes_to_read))
+    return list(found.values())
+
+
+def run_jobs(
+    plan: MergePlan, worker: JobWorker, output: Output | Shard, advance: Callable[[int], None], interrupts: Interrupts
+) -> list[Outcome]:
+    outcomes = list_done(plan, output)
+
+    def take(job: Job, outcome: Outcome | None) -> None:
+        advance(job.bytes_read)
+        if outcome is not None:
+            outcomes.append(outcome)
+            output.note(outcome.as_entry())
+
+    advance(sum(outcome.bytes_read for outcome in outcomes))
+    done = {(outcome.tensor, outcome.start) for outcome in outcomes}
+    run_rounds(plan.rounds(done), worker, output.write_at, take, interrupts)
     return outcomes
 
 

@@ -1,0 +1,150 @@
+"""The runner of a Ray cluster: a task for each file of the output. Ray places them, and repeats those of lost nodes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from darelib import __version__
+from darelib.config import DareConfig
+from darelib.interrupts import Interrupts
+from darelib.models import Input, explain_read_errors, open_models
+from darelib.output.destination import Destination
+from darelib.output.journal import describe_difference
+from darelib.output.publish import Output
+from darelib.output.tokenizer import TokenizerChoice
+from darelib.plan import MergePlan, plan_merge
+from darelib.readers import Source
+from darelib.run import Run
+from darelib.run.parts import check_shards, make_shard
+from darelib.run.threads import list_done
+from darelib.run.worker import Outcome
+from darelib.text import DareError, install_hint, progress
+from darelib.tuning import TUNING, raise_open_file_limit
+
+# What a process of the cluster has open: one merge, for all tasks that Ray gives it.
+OPENED: Final[dict[str, Any]] = {}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What another machine needs to plan a merge for itself, by its own view of the inputs."""
+
+    sources: tuple[Source, ...]
+    config: DareConfig
+    tokenizer: TokenizerChoice
+    output: Destination
+    identity: dict[str, Any]  # that it must find
+    version: str = __version__
+
+    @contextmanager
+    def open(self) -> Iterator[tuple[list[Input], MergePlan]]:
+        with open_models(self.sources, self.tokenizer.unites) as inputs, explain_read_errors():
+            yield inputs, plan_merge(self.config, inputs, self.output, self.tokenizer, with_side_files=False)
+
+
+def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, address: str | None) -> Run:
+    ray = load_ray()
+    check_shards(plan, "--runner ray")
+    sources = tuple(replace(m.source, path=Path(os.path.abspath(m.source.path))) for m in inputs)
+    order = Order(sources, plan.config, plan.tokenizer, plan.output, plan.identity(inputs))
+
+    def run(output: Output) -> list[Outcome]:
+        outcomes = list_done(plan, output)
+        done = {(outcome.tensor, outcome.start) for outcome in outcomes}
+        shards = enumerate(plan.shards(range(len(plan.files))))
+        todo = {number: shard.bytes_to_read for number, shard in shards if any(shard.jobs(shard.tensors, done))}
+        own = {tensor.name for tensor in plan.tensors if tensor.output.file in todo}
+        outcomes = [outcome for outcome in outcomes if outcome.tensor not in own]
+        with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance, connect(ray, address):
+            advance(plan.bytes_to_read - sum(todo.values()))
+            for number, entries in run_tasks(ray, list(todo), order, interrupts):
+                outcomes += map(Outcome.of_entry, entries)
+                advance(todo[number])
+        return outcomes
+
+    return run
+
+
+def load_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise DareError("--runner ray needs ray", install_hint("ray")) from None
+
+
+@contextmanager
+def connect(ray: Any, address: str | None) -> Iterator[None]:
+    """Use the cluster that the process is connected to already, the one at an address, or the one that Ray finds."""
+    connected = ray.is_initialized()
+    try:
+        if not connected:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+    except ConnectionError as error:
+        raise DareError(f"there is no Ray cluster at {address or 'auto'!r}", str(error).splitlines()[0]) from None
+    finally:
+        if not connected:
+            ray.shutdown()
+
+
+def run_tasks(
+    ray: Any, numbers: Sequence[int], order: Order, interrupts: Interrupts
+) -> Iterator[tuple[int, list[Any]]]:
+    """Make these files. Gives each one's number and what was found, as they are finished."""
+    sizes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
+    # As many as were asked for or, where there are more than files, an equal share that every node has.
+    share = min(sum(sizes) // max(len(numbers), 1), *filter(None, sizes), sys.maxsize)
+    order = replace(order, config=replace(order.config, threads=order.config.threads or max(1, share), verbose=False))
+    # What fails by itself would fail again; only a disk may recover.
+    task = ray.remote(num_cpus=order.config.threads, retry_exceptions=[OSError])(make_elsewhere)
+    shared = ray.put(order)
+    running = {task.remote(shared, number): number for number in numbers}
+    try:
+        while running:
+            ready, _ = ray.wait(list(running), timeout=TUNING.poll_seconds)
+            interrupts.check()
+            for reference in ready:
+                found = ray.get(reference)
+                yield running.pop(reference), found
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, DareError | OSError) else error from None
+    except ray.exceptions.RayError as error:
+        words = " ".join(str(error).split())
+        raise DareError(f"Ray cannot finish the merge: {words}", "with --resume, it continues") from None
+    finally:
+        for reference in running:
+            ray.cancel(reference, force=True)
+
+
+def make_elsewhere(order: Order, number: int) -> list[Any]:
+    """The task: one file of the output, made on the node that Ray chose. Gives what its jobs found, as entries."""
+    with Interrupts() as interrupts:
+        if OPENED.get("identity") != order.identity:
+            OPENED["inputs"], OPENED["plan"] = open_like(order)
+            OPENED["identity"] = order.identity
+        [shard] = OPENED["plan"].shards([number])
+        outcomes = make_shard(shard, OPENED["inputs"], order.identity, lambda _: None, interrupts)
+    return [outcome.as_entry() for outcome in outcomes]
+
+
+def open_like(order: Order) -> tuple[list[Input], MergePlan]:
+    """Open the inputs and plan the merge, and refuse what is not the merge of whoever asks for it."""
+    host, hint = socket.gethostname(), "all nodes must see the same files by the same paths, and nobody may change them"
+    if order.version != __version__:
+        raise DareError(f"{host} has version {__version__} of this tool, not {order.version}", "install the same one")
+    raise_open_file_limit()
+    with ExitStack() as opened:
+        inputs, plan = opened.enter_context(order.open())
+        if difference := describe_difference(order.identity, plan.identity(inputs)):
+            raise DareError(f"{host} sees another merge than the machine that started it: {difference}", hint)
+        opened.pop_all()  # they stay open until the process ends
+        return inputs, plan

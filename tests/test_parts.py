@@ -1,0 +1,181 @@
+"""One merge in parts, by processes that know of one another only what lies in a folder: the same bytes as by one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dare
+from dare import ConfigError, DareConfig, DareMerger
+from darelib.output.journal import Journal
+from darelib.output.publish import Shard
+from darelib.tuning import TUNING
+from tests.scene import POSIX, SLOWLY, Contents, Patch, contents, launch, wait_for
+from tests.support import BF16, finetune, random_model, refuse, save_directory
+
+SHAPES = {f"model.layers.{k}.weight": (32, 64) for k in range(11)} | {"lm_head.weight": (64, 64)}
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Contents:
+    """What one process makes of a base and two models: a directory with twelve files of tensors."""
+    base = random_model(dtype=BF16, shapes=SHAPES)
+    save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
+    for k, name in enumerate(("math", "code"), 1):
+        save_directory(tmp_path / name, finetune(base, k))
+    assert dare.main(arguments(tmp_path, "-o", tmp_path / "whole")) == 0
+    made = contents(tmp_path / "whole")
+    assert len([name for name in made if name.endswith(".safetensors")]) == 12
+    return made
+
+
+def arguments(folder: Path, *flags: Any) -> list[str]:
+    models = ["-b", folder / "base", "-m", folder / "math", folder / "code", "-o", folder / "out"]
+    usual = ["-q", "--engine", "plain", "--max-shard-size", "4kB", "--method", "ties", "--keep-ratio", "0.5"]
+    return [str(word) for word in (*usual, *models, *flags)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return lambda *flags: dare.main(arguments(tmp_path, *flags))
+
+
+def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_merge(
+    tmp_path: Path, whole: Contents, run: Run
+) -> None:
+    for k in (3, 1, 5, 2, 4):
+        assert run("--part", f"{k}/5") == 0
+        assert not (tmp_path / "out").exists()
+    merger = DareMerger(tmp_path / "base", [tmp_path / "math", tmp_path / "code"], DareConfig(
+        method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False))  # fmt: skip
+    reports = [merger.merge(tmp_path / name, resume=name == "out") for name in ("out", "whole")]
+    assert contents(tmp_path / "out") == whole
+    assert reports[0].models == reports[1].models
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_last_call_makes_only_what_the_parts_left(
+    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
+) -> None:
+    from darelib.run.worker import Worker
+
+    for k in (1, 2, 4):  # twice: what is done is not done again
+        assert run("--part", f"{k}/4") == run("--part", f"{k}/4") == 0
+    ran, work = list[str](), Worker._merge
+    monkeypatch.setattr(
+        Worker, "_merge", lambda self, job, *more: (ran.append(job.tensor.name), work(self, job, *more))[1]
+    )
+    assert run("--part", "2/4") == 0
+    assert ran == []
+    assert run("--resume") == 0
+    assert len(ran) == 3
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(tmp_path: Path, whole: Contents) -> None:
+    merger = DareMerger(
+        tmp_path / "base", [tmp_path / "math"], DareConfig(max_shard_size="4kB", engine="plain", verbose=False)
+    )
+    files = [merger.merge(tmp_path / "out", part=(k, 5)).files for k in range(1, 6)]
+    assert [len(each) for each in files] == [3, 3, 2, 2, 2]
+    assert len({name for each in files for name in each}) == 12
+    assert merger.merge(tmp_path / "out", part=(13, 16)).files == ()
+    assert (
+        str(merger.merge(tmp_path / "out", part=(1, 5)))
+        .splitlines()[-1]
+        .startswith(f"merged 1 model into {tmp_path / 'out'} (part 1 of 5)")
+    )
+
+
+@POSIX
+def test_parts_that_run_at_the_same_time_and_one_that_is_killed(tmp_path: Path, whole: Contents, run: Run) -> None:
+    slowly = SLOWLY.replace("TUNING.job_elements, TUNING.journal_seconds = 1024, 0.01", "TUNING.journal_seconds = 0.01")
+    running = [launch(slowly, *arguments(tmp_path, "--part", f"{k}/3")) for k in (1, 2, 3, 3)]
+    wait_for(lambda: any(Journal(path).done for path in (tmp_path / "out.partial").glob("journal-*")))
+    assert run("--resume") == 1  # while others are at work
+    running[0].send_signal(signal.SIGKILL)
+    for process in running:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in running] == [-signal.SIGKILL, 0, 0, 0]
+    assert run("--resume") == 0
+    assert contents(tmp_path / "out") == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "code", "math", "out", "whole"]
+
+
+def test_a_part_that_is_interrupted_goes_on_from_there(
+    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+    write, count = Shard.write_at, iter(range(5))
+
+    def stopping(self: Shard, file: int, view: memoryview, offset: int) -> None:
+        if next(count, None) is None:
+            raise KeyboardInterrupt
+        write(self, file, view, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shard, "write_at", stopping)
+        assert run("--part", "1/2", "--threads", "1") == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    noted = sum(len(Journal(path).done) for path in (tmp_path / "out.partial").glob("journal-*"))
+    assert noted == 4  # the first file has as many
+    assert run("--part", "1/2") == run("--part", "2/2") == run("--resume") == 0
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize(
+    "flags", [["--seed", "7"], ["--drop-rate", "0.5"], ["--max-shard-size", "10kB"], ["--merge", "math"]]
+)
+def test_parts_of_different_merges_are_refused(
+    tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str], flags: list[str], monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("--part", "1/3") == 0
+    refuse(
+        tmp_path, capsys, 1, "is another one", "give all parts", arguments=arguments(tmp_path, "--part", "2/3", *flags)
+    )
+
+
+def test_parts_of_changed_inputs_are_refused(
+    tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--part", "1/3") == 0
+    save_directory(tmp_path / "math", finetune(random_model(dtype=BF16, shapes=SHAPES), 9))
+    refuse(tmp_path, capsys, 1, "is another one", arguments=arguments(tmp_path, "--part", "2/3"))
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path, whole: Contents, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, words in {
+        ("--part", "1/3", "-o", str(tmp_path / "out.safetensors")): "a single file",
+        ("--part", "1/3", "--max-shard-size", "1GB"): "a single file",
+        ("--part", "4/3"): "there is no part (4, 3)",
+        ("--part", "0/3"): "there is no part (0, 3)",
+        ("--part", "third"): "there is no part 'third'",
+        ("--part", "1/3", "--runner", "ray"): "both divide a merge",
+        ("--runner", "slurm"): "there is no runner 'slurm'",
+    }.items():
+        refuse(tmp_path, capsys, 2, words, arguments=arguments(tmp_path, *flags))
+    with pytest.raises(ConfigError, match="there is no part"):
+        DareMerger(tmp_path / "base", [tmp_path / "math"]).merge(tmp_path / "out", part=3)  # type: ignore[arg-type]
+
+
+def test_a_folder_that_no_merge_left_is_not_touched(
+    tmp_path: Path, whole: Contents, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "letter.txt").write_text("mine")
+    refuse(tmp_path, capsys, 1, "is in the way", arguments=arguments(tmp_path, "--part", "1/3"))
+
+
+def test_a_file_of_the_output_that_is_lost_or_torn_is_made_again(tmp_path: Path, whole: Contents, run: Run) -> None:
+    assert run("--part", "1/1") == 0
+    made = sorted((tmp_path / "out.partial" / "output").glob("*.safetensors"))
+    made[0].unlink()
+    made[5].write_bytes(b"torn")
+    assert run("--resume") == 0
+    assert contents(tmp_path / "out") == whole

@@ -21,7 +21,7 @@ darelib, is a room for each job:
     kernels/             the arithmetic: plain is its definition (NumPy); cpu, tensors and gpu: Numba, torch and Triton
     models/              how weights come in: checkpoints, adapters, packed models, the Hub; tokens of several models
     matching, plan       which models change which tensors; what will be read, computed and written
-    run/                 who does the jobs
+    run/                 who does the jobs: threads, parts on several machines, a Ray cluster
     output/              how a model comes out: publish (write, sync, rename), directory, tokenizer, recipe
     report, verify       what a merge will do and did; a merged model against its recipe
     analysis/            what the models are like, and what to do with them

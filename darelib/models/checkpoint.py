@@ -232,9 +232,10 @@ class Checkpoint:
             )
 
     def _check_index(self, layout: Layout) -> None:
+        paths = {expected: Path(layout.folder or "", expected) for expected in set(layout.weight_map.values())}
         for name, expected in layout.weight_map.items():
             info = self.tensors.get(name)
-            if info is None or self.files[info.file].path != Path(layout.folder or "", expected):
+            if info is None or self.files[info.file].path != paths[expected]:
                 raise DareError(
                     f"the index of {self.name!r} says that tensor {name!r} is in {expected!r}, and it is not",
                     "download or save the model again",

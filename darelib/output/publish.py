@@ -138,7 +138,8 @@ class Files:
             self.descriptors.append(os.open(self.paths[number], os.O_RDWR | os.O_CREAT | BINARY, 0o666))
             if not there:
                 reserve(self.descriptors[-1], self.files[number].size)
-                self.write_at(number, memoryview(self.files[number].header), 0)
+            # Also where the file is there: who made it may have come no further.
+            self.write_at(number, memoryview(self.files[number].header), 0)
 
     def _sync(self) -> None:
         for descriptor in self.descriptors:

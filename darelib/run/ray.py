@@ -129,14 +129,13 @@ def make_elsewhere(order: Order, number: int) -> list[Any]:
     """The task: one file of the output, made on the node that Ray chose. Gives what its jobs found, as entries."""
     with Interrupts() as interrupts:
         if OPENED.get("identity") != order.identity:
-            OPENED["inputs"], OPENED["plan"] = open_like(order)
-            OPENED["identity"] = order.identity
+            OPENED.update(open_like(order), identity=order.identity)
         [shard] = OPENED["plan"].shards([number])
         outcomes = make_shard(shard, OPENED["inputs"], order.identity, lambda _: None, interrupts)
     return [outcome.as_entry() for outcome in outcomes]
 
 
-def open_like(order: Order) -> tuple[list[Input], MergePlan]:
+def open_like(order: Order) -> dict[str, Any]:
     """Open the inputs and plan the merge, and refuse what is not the merge of whoever asks for it."""
     host, hint = socket.gethostname(), "all nodes must see the same files by the same paths, and nobody may change them"
     if order.version != __version__:
@@ -146,5 +145,4 @@ def open_like(order: Order) -> tuple[list[Input], MergePlan]:
         inputs, plan = opened.enter_context(order.open())
         if difference := describe_difference(order.identity, plan.identity(inputs)):
             raise DareError(f"{host} sees another merge than the machine that started it: {difference}", hint)
-        opened.pop_all()  # they stay open until the process ends
-        return inputs, plan
+        return {"inputs": inputs, "plan": plan, "open": opened.pop_all()}

@@ -1,0 +1,155 @@
+"""One merge on a Ray cluster of three nodes: the bytes of one machine, whatever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dare import ConfigError, DareConfig, DareError, DareMerger
+from darelib.output.journal import Journal
+from tests.scene import Contents, Patch, contents, launch, wait_for
+from tests.support import BF16, HERE, finetune, random_model, save_directory
+
+ray = pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.skipif(os.name == "nt", reason="POSIX")]
+SHAPES = {f"model.layers.{k}.weight": (256, 256) for k in range(12)}
+SETTINGS: dict[str, Any] = {"method": "ties", "keep_ratio": 0.5, "max_shard_size": "100kB", "engine": "plain"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(HERE))
+        patch.setenv("RAY_health_check_period_ms", "500")  # so that a lost node is missed soon
+        patch.setenv("RAY_health_check_failure_threshold", "3")
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+        for _ in range(3):
+            made.add_node(num_cpus=1, object_store_memory=80_000_000)
+        made.wait_for_nodes()
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture
+def merger(tmp_path: Path) -> DareMerger:
+    base = random_model(dtype=BF16, shapes=SHAPES)
+    save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
+    for k, name in enumerate(("math", "code"), 1):
+        save_directory(tmp_path / name, finetune(base, k))
+    return DareMerger(tmp_path / "base", [tmp_path / "math", tmp_path / "code"], DareConfig(verbose=False, **SETTINGS))
+
+
+@pytest.fixture
+def whole(merger: DareMerger, tmp_path: Path) -> Contents:
+    merger.merge(tmp_path / "whole")
+    made = contents(tmp_path / "whole")
+    assert len([name for name in made if name.endswith(".safetensors")]) == 12
+    return made
+
+
+def arguments(folder: Path, cluster: Any, *flags: str) -> list[str]:
+    models = ["-b", folder / "base", "-m", folder / "math", folder / "code", "-o", folder / "out"]
+    settings = [f"--{key.replace('_', '-')}={value}" for key, value in SETTINGS.items()]
+    return ["-q", *map(str, models), *settings, "--runner", "ray", "--ray-address", cluster.address, *flags]
+
+
+def finished(folder: Path) -> int:
+    return sum(bool(Journal(path).done) for path in (folder / "out.partial").glob("journal-*"))
+
+
+def test_a_cluster_makes_the_bytes_and_the_figures_of_one_machine(
+    cluster: Any, merger: DareMerger, tmp_path: Path, whole: Contents
+) -> None:
+    report = merger.merge(tmp_path / "out", runner="ray", ray_address=cluster.address)
+    assert contents(tmp_path / "out") == whole
+    assert report.models == merger.merge(tmp_path / "whole").models
+    assert not (tmp_path / "out.partial").exists()
+
+
+SLOW = """
+import darelib.run.ray as runner
+real = runner.make_elsewhere
+def make_elsewhere(order, number):
+    import time
+    time.sleep(1)
+    return real(order, number)
+runner.make_elsewhere = make_elsewhere
+"""
+
+
+def test_the_files_of_a_node_that_is_killed_are_made_elsewhere(
+    cluster: Any, merger: DareMerger, tmp_path: Path, whole: Contents
+) -> None:
+    node = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+    process = launch(SLOW, *arguments(tmp_path, cluster))
+    wait_for(lambda: finished(tmp_path) >= 2, 60)
+    cluster.remove_node(node, allow_graceful=False)
+    printed = process.communicate(timeout=120)
+    assert process.returncode == 0, printed
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_merge_whose_driver_is_killed_is_resumed_with_what_is_finished(
+    cluster: Any, merger: DareMerger, tmp_path: Path, whole: Contents
+) -> None:
+    process = launch(SLOW, *arguments(tmp_path, cluster, "--resume"))
+    wait_for(lambda: finished(tmp_path) >= 3, 60)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "out").exists()
+    kept = finished(tmp_path)
+    assert kept >= 3
+    count = "from darelib.run import ray\nreal = ray.run_tasks\n"
+    count += (
+        "ray.run_tasks = lambda ray, numbers, *more: (print('to do', len(numbers)), real(ray, numbers, *more))[1]\n"
+    )
+    again = launch(count, *arguments(tmp_path, cluster, "--resume"))
+    printed = again.communicate(timeout=120)
+    assert again.returncode == 0, printed
+    assert contents(tmp_path / "out") == whole
+    assert 0 < int(printed[0].partition("to do ")[2].split()[0]) <= 12 - kept + 1  # one may have been in the making
+
+
+def test_a_node_that_sees_another_input_stops_the_merge_with_the_reason(
+    cluster: Any, merger: DareMerger, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    from darelib.run import ray as runner
+
+    real = runner.run_tasks
+
+    def change(*given: Any) -> Any:
+        os.utime(tmp_path / "math" / "model.safetensors", (1, 1))
+        return real(*given)
+
+    monkeypatch.setattr(runner, "run_tasks", change)
+    with pytest.raises(DareError, match=r"sees another merge than .*modification time"):
+        merger.merge(tmp_path / "out", runner="ray", ray_address=cluster.address)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "code", "math"]
+
+
+def test_a_value_that_no_merge_can_use_stops_it_at_once(cluster: Any, merger: DareMerger, tmp_path: Path) -> None:
+    base = random_model(dtype=BF16, shapes=SHAPES)
+    base["model.layers.7.weight"][3, 4] = float("nan")
+    save_directory(tmp_path / "math", base)
+    with pytest.raises(DareError, match=r"'model.layers.7.weight' holds nan at \[3, 4\]") as caught:
+        merger.merge(tmp_path / "out", runner="ray", ray_address=cluster.address)
+    assert "such a model is broken" in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_output_file_and_a_machine_without_ray_are_refused(
+    merger: DareMerger, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    with pytest.raises(ConfigError, match="a single file"):
+        merger.merge(tmp_path / "out.safetensors", runner="ray")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(DareError, match="needs ray"):
+        merger.merge(tmp_path / "out", runner="ray")

@@ -12,6 +12,7 @@
     uv run --with mergekit examples/benchmark.py --whole --json figures.json
     uv run examples/benchmark.py --report figures.json --plot figures.png
     uv run examples/benchmark.py --gpu
+    uv run --with ray examples/benchmark.py --nodes --method ties --models 5
 
 A Llama-shaped base and its fine-tunes are made up in a temporary directory, which should be on a disk, not in memory:
 set TMPDIR to choose it. All programs work on the same files, each in a fresh process, in turn, several times over. The
@@ -267,6 +268,7 @@ def main() -> None:
     add(
         "--gpu", action="store_true", help="measure tensors in the memory of a CUDA GPU instead, 1e9 parameters or more"
     )
+    add("--nodes", action="store_true", help="measure Ray clusters of one and two nodes with one CPU each instead")
     add("--whole", action="store_true", help="measure the whole comparison, in about an hour")
     add("--repeat", type=int, default=3, metavar="N", help="runs of each program (default 3)")
     add("--json", type=Path, metavar="FILE", help="write all figures to this file")
@@ -277,6 +279,13 @@ def main() -> None:
         import benchmark_gpu
 
         benchmark_gpu.run(describe, int(max(arguments.parameters, 1e9)), arguments.json)
+        return
+    if arguments.nodes:
+        import benchmark_nodes
+
+        with tempfile.TemporaryDirectory(prefix="dare-benchmark-") as scratch:
+            point = Point(int(arguments.parameters), arguments.method, arguments.models, arguments.dtype)
+            benchmark_nodes.run(make_models(Path(scratch), point), arguments.method, arguments.repeat)
         return
     if arguments.report:
         results = json.loads(arguments.report.read_text())

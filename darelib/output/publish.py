@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from darelib.interrupts import Interrupts
-from darelib.models.tensorfile import BINARY, SEEK_LOCK
+from darelib.models.tensorfile import BINARY, SEEK_LOCK, read_at
 from darelib.output.destination import Destination, check_replaceable, digest_of
 from darelib.output.journal import Journal, describe_difference, write_synced
 from darelib.output.lock import LOCK_FILE, LOCK_WORDS, Lock, remove, try_lock
@@ -138,8 +138,10 @@ class Files:
             self.descriptors.append(os.open(self.paths[number], os.O_RDWR | os.O_CREAT | BINARY, 0o666))
             if not there:
                 reserve(self.descriptors[-1], self.files[number].size)
-            # Also where the file is there: who made it may have come no further.
-            self.write_at(number, memoryview(self.files[number].header), 0)
+            # Who made a file that is there may have come no further than its size.
+            found = bytearray(len(self.files[number].header))
+            if read_at(self.descriptors[-1], memoryview(found), 0) < len(found) or found != self.files[number].header:
+                self.write_at(number, memoryview(self.files[number].header), 0)
 
     def _sync(self) -> None:
         for descriptor in self.descriptors:

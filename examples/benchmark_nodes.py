@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import statistics
 import sys
@@ -16,6 +17,7 @@ def run(files: list[Path], method: str, repeat: int) -> None:
     """Measure in turn, and print how many times as fast two nodes are. Ray is started, and the processes are warm."""
     sys.path.insert(0, str(ROOT))
     dare = importlib.import_module("dare")
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which makes Ray stay at 127.0.0.1, on all systems
     ray, cluster_utils = importlib.import_module("ray"), importlib.import_module("ray.cluster_utils")
     shard = f"{files[0].stat().st_size // 24 // 1000}kB"
     config = dare.DareConfig(method=method, max_shard_size=shard, threads=1, verbose=False)

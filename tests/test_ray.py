@@ -16,6 +16,7 @@ from darelib.output.journal import Journal
 from tests.scene import Contents, Patch, contents, launch, wait_for
 from tests.support import BF16, HERE, finetune, random_model, save_directory
 
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which makes Ray stay at 127.0.0.1, on all systems
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.skipif(os.name == "nt", reason="POSIX")]
 SHAPES = {f"model.layers.{k}.weight": (256, 256) for k in range(12)}

@@ -497,6 +497,7 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
     names |= {"output_file": "output", "rules": "rule"}
     keys = {names.get(key, key.replace("_", "-")) for key in (*CHECKS, *TABLES["models"], "rules")}
     own = {"help", "config", "force", "resume", "verify", "dry-run", "per-tensor", "plot", "write-config", "json"}
+    own |= {"part", "runner", "ray-address"}
     assert printed - own - {"quiet", "version"} == keys | {"no-normalize", "no-rescale"}
 
 

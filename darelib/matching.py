@@ -92,6 +92,7 @@ class Matcher:
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
         for model in self.models:
             self._check_quantised(model)
+        self._check_plain()
         # Weights that are no longer FP8 have no use for what scales activations.
         plain = config.dtype is not None
         names = [n for n in self.base.tensors if not (plain and is_activation_scale(n, self.base.tensors))]
@@ -264,9 +265,24 @@ class Matcher:
                     QUANTISE_HINT,
                 )
             if module_of(name) in theirs and not self._is_quantised(name) and not name.endswith("bias"):
+                if isinstance(self.base.tensors.get(f"{module_of(name)}.weight"), ScaledTensor):
+                    raise DareError(
+                        f"{name!r} of {model.name!r} is quantised in a way that is not read",
+                        "an FP8 weight needs a weight_scale or weight_scale_inv of F32 or BF16",
+                    )
                 raise DareError(
                     f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}", QUANTISE_HINT
                 )
+
+    def _check_plain(self) -> None:
+        """Refuse to write half of a quantised model in another type: it would be neither one nor the other."""
+        odd = next(filter(self._is_quantised, (n for n in self.base.tensors if n.endswith("weight"))), None)
+        if self.config.dtype and odd and any(isinstance(info, ScaledTensor) for info in self.base.tensors.values()):
+            raise DareError(
+                f"{odd!r} of {self.base.name!r} is quantised in a way that is not read, so not all can be "
+                f"{self.config.dtype}",
+                "leave --dtype out",
+            )
 
 
 def choose_kernel(method: str, base: TensorInfo, finetuned: Sequence[TensorInfo], output: str) -> KernelSpec:

@@ -206,7 +206,8 @@ class MergePlan(Task):
         # What the models' configurations and settings, all rules considered, come to for each tensor.
         decided = hashlib.sha256()
         for t in self.tensors:
-            parts = (t.name, t.finetuned, t.mask_names, t.merged, t.settings)
+            parts: tuple[Any, ...] = (t.name, t.finetuned, t.mask_names, t.merged, t.settings)
+            parts += (t.scales.block, t.scales.powers) if t.scales else ()
             decided.update(repr(parts).encode("utf-8", "replace"))
         found = {**settings, "inputs": statuses, "recipe": recipe["recipe"], "files": files}
         found |= {"way to merge the tensors": decided.hexdigest(), "jobs": TUNING.job_elements}
@@ -248,13 +249,14 @@ def plan_merge(
         )
         rows = matcher.embedding_rows()
         changes: dict[str, tuple[Any, Any]] = {"vocab_size": inputs[0].heights} if tokenizer.unites else {}
-        if config.dtype and any(tensor.output.dtype != tensor.base.dtype for tensor in tensors):
+        scaled = bool(config.dtype) and any(isinstance(tensor.base, ScaledTensor) for tensor in tensors)
+        if config.dtype and (scaled or any(tensor.output.dtype != tensor.base.dtype for tensor in tensors)):
             changes["torch_dtype"] = None, config.dtype
-        if config.dtype and any(isinstance(tensor.base, ScaledTensor) for tensor in tensors):
-            changes["torch_dtype"] = None, config.dtype
-            if not any(tensor.quantised for tensor in tensors):
-                changes |= dict.fromkeys(("quantization_config", "compression_config"), (None, None))
+        if scaled:
+            changes |= dict.fromkeys(("quantization_config", "compression_config"), (None, None))
         side, notes = collect_side_files(config, inputs, version, files, changes, tokenizer, rows, index)
+        if scaled:
+            side.pop("hf_quant_config.json", None)
     models = range(len(inputs) - 1)
     return MergePlan(
         base=inputs[0].name,

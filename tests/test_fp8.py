@@ -324,10 +324,10 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     ),
     "dimensions": ({SCALE: torch.ones(6)}, None, "'a.weight_scale_inv' is [6]"),
     "block size": ({}, [64, 64], "has [5, 4] blocks of [64, 64]"),
-    "no block size": ({}, "128", "weight_block_size is '128'"),
-    "missing": ({SCALE: None}, None, "is quantised, and "),
-    "another type": ({SCALE: torch.ones(3, 2).double()}, None, "is quantised, and "),
-    "more parts": ({"a.weight_zero_point": torch.zeros(3, 2)}, None, "is quantised, and "),
+    "no block size": ({}, "128", "weight_block_size in config.json is '128'"),
+    "missing": ({SCALE: None}, None, "is quantised in a way that is not read"),
+    "another type": ({SCALE: torch.ones(3, 2).double()}, None, "is quantised in a way that is not read"),
+    "more parts": ({"a.weight_zero_point": torch.zeros(3, 2)}, None, "is quantised in a way that is not read"),
     "NaN": ({SCALE: torch.full((3, 2), torch.nan)}, None, "'a.weight' holds nan at [0, 0]"),
 }
 
@@ -340,6 +340,43 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path, check_refuse
     paths = write(tmp_path, "blocks", [base, odd])
     (paths[1] / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": size}}))
     check_refused(*paths, complaint)
+
+
+def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: Path) -> None:
+    """Scales stay powers of two where they are said to be, so that a fine-tune comes back bit for bit."""
+    models = make_models("blocks", 2)
+    for model in models:
+        for name in WEIGHTS:  # the next power of two, and the values by that
+            value, scale = dequantise(model, "blocks")[name], model[f"{name}_scale_inv"].log2().ceil().exp2()
+            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
+            model |= {f"{name}_scale_inv": scale, name: (value / wide).to(FP8)}
+        model |= {"a.k_scale": torch.tensor(0.5), "self_attn.k_scale": torch.tensor(0.5)}
+        model |= {
+            "self_attn.k_proj.weight": model["a.weight"].clone(),
+            "self_attn.k_proj.weight_scale_inv": model[SCALE].clone(),
+        }
+    paths = write(tmp_path, "blocks", models)
+    config = {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"}}
+    for path in paths:
+        (path / "config.json").write_text(json.dumps(config))
+        (path / "hf_quant_config.json").write_text("{}")
+    run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.0)
+    made = tensors_in(tmp_path / "out")
+    scales = torch.cat([tensor.flatten() for name, tensor in made.items() if name.endswith("_scale_inv")])
+    assert (scales.frexp().mantissa == 0.5).all()
+    values, wanted = (dequantise({n: t for n, t in m.items() if n in made}, "blocks") for m in (made, models[1]))
+    assert all(torch.equal(values[name], wanted[name]) for name in WEIGHTS)
+    assert (made["a.k_scale"].item(), made["self_attn.k_scale"].item()) == (0.5, 0.5)
+    assert (tmp_path / "out" / "hf_quant_config.json").exists()
+    run_merge(paths[0], paths[1:], tmp_path / "plain", dtype="bfloat16", drop_rate=0.5)
+    assert not {name for name in tensors_in(tmp_path / "plain") if "scale" in name}
+    assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    for model in models:
+        model["experts.weight"] = torch.zeros(2, 4, 4).to(FP8)
+    write(tmp_path, "blocks", models)
+    with pytest.raises(DareError, match=r"'experts\.weight' .* so not all can be bfloat16"):
+        run_merge(paths[0], paths[1:], tmp_path / "third", dtype="bfloat16")
 
 
 def test_pack_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,7 @@ def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
         sweep(hill, {"drop_rate": {"low": 0.5, "high": 0.9, "step": 0.2}}, **stored)
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_with_its_study_and_the_dashboard_shows_it(capsys: Capture) -> None:
     import optuna_dashboard
 
@@ -232,6 +233,7 @@ def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(output: An
         assert sweep(evaluate, {"drop_rate": [0.5]}).rows[0].scores == [score]
 
 
+@pytest.mark.slow
 @POSIX
 def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_kept() -> None:
     ending = """
@@ -408,6 +410,7 @@ def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: 
     assert len(os.listdir("kept")) == 2 + 2 * 5 + 1
 
 
+@pytest.mark.slow
 @POSIX
 def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_command_goes_on(tmp_path: Path) -> None:
     judge("    while os.path.exists(f'wait{rate}'): time.sleep(0.02)\n    return value")

@@ -17,11 +17,12 @@ from darelib.models.checkpoint import CONFIG_FILE, Checkpoint, Layout, module_of
 from darelib.models.jsonfile import read_json
 from darelib.models.tensorfile import TensorInfo
 from darelib.readers import Source
-from darelib.text import DareError
+from darelib.text import DareError, clip
 
 FP8: Final = "F8_E4M3"
 SCALE_TYPES: Final = ("F32", "BF16")
 SCALE_NAMES: Final = ("_scale_inv", "_scale")  # what a weight's name is followed by
+ACTIVATION_SCALES: Final = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
 BLOCK: Final = (128, 128)  # where a configuration does not say
 MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memory
 
@@ -34,6 +35,7 @@ class Scales:
     info: TensorInfo
     block: tuple[int, int]  # the rows and columns that share one
     grid: tuple[int, int]  # how many there are
+    powers: bool = False  # whether they are powers of two, as the configuration says (scale_fmt ue8m0)
 
     @property
     def whole(self) -> bool:
@@ -54,8 +56,11 @@ class ScaledTensor(TensorInfo):
 
 
 def is_activation_scale(name: str, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether a tensor is about what comes into or out of an FP8 module."""
-    return name.endswith("put_scale") and isinstance(tensors.get(f"{module_of(name)}.weight"), ScaledTensor)
+    """Whether a tensor scales what comes into or out of an FP8 module, or what attention remembers of it."""
+    module, _, last = name.rpartition(".")
+    if last not in ACTIVATION_SCALES:
+        return False
+    return any(isinstance(tensors.get(f"{module}{own}.weight"), ScaledTensor) for own in ("", ".k_proj", ".q_proj"))
 
 
 def open_checkpoint(source: Source, layout: Layout, _: Checkpoint | None) -> Any:
@@ -87,9 +92,10 @@ class ScaledModel:
 
     def __init__(self, model: Checkpoint, pairs: Mapping[str, str]) -> None:
         self.model, hidden = model, set(pairs.values())
-        block = find_block(model)
+        settings = read_quantisation(model)
+        block, powers = find_block(model, settings), settings.get("scale_fmt") == "ue8m0"
         self.tensors = {
-            name: self._make_tensor(name, info, pairs[name], block) if name in pairs else info
+            name: self._make_tensor(name, info, pairs[name], block, powers) if name in pairs else info
             for name, info in model.tensors.items()
             if name not in hidden
         }
@@ -97,14 +103,16 @@ class ScaledModel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def _make_tensor(self, name: str, info: TensorInfo, scale_name: str, block: tuple[int, int]) -> ScaledTensor:
+    def _make_tensor(
+        self, name: str, info: TensorInfo, scale_name: str, block: tuple[int, int], powers: bool
+    ) -> ScaledTensor:
         (rows, width), scale = info.shape, self.model.tensors[scale_name]
-        if scale.shape in ((), (1,)):
+        if scale.shape in ((), (1,), (1, 1)):
             block = rows, width
         elif scale.shape in ((rows,), (rows, 1)):
             block = 1, width
         grid = -(-rows // block[0]), -(-width // block[1])
-        if scale.shape not in ((), (1,), (rows,), grid):
+        if scale.shape not in ((), (1,), (1, 1), (rows,), grid):
             raise DareError(
                 f"{self.model.name!r}: {scale_name!r} is {list(scale.shape)}, and {name!r} of {list(info.shape)} has "
                 f"{list(grid)} blocks of {list(block)}",
@@ -116,7 +124,7 @@ class ScaledModel:
                 f"{self.model.name!r}: a row of blocks of {name!r} has more than {MAX_GROUP:,} elements",
                 "no model has such weights; get it from somewhere you trust",
             )
-        return ScaledTensor("F32", info.shape, stored=info, scales=Scales(scale_name, scale, block, grid))
+        return ScaledTensor("F32", info.shape, stored=info, scales=Scales(scale_name, scale, block, grid, powers))
 
     def read(self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview) -> None:
         """Read elements of a tensor, as bytes of its type, into exactly as many bytes."""
@@ -152,17 +160,23 @@ def read_scales(model: Any, scales: Scales, row: int, rows: int) -> NDArray[np.u
     return found
 
 
-def find_block(model: Checkpoint) -> tuple[int, int]:
-    """The size of blocks that a model's configuration states, or the usual one."""
+def read_quantisation(model: Checkpoint) -> dict[str, Any]:
+    """What a model's configuration says of how it is quantised."""
     if model.folder is None or not (model.folder / CONFIG_FILE).is_file():
-        return BLOCK
-    name = part_name(model.source, model.folder / CONFIG_FILE)
-    config = read_json(model.folder / CONFIG_FILE, name)
-    tables = [table for table in (config, config.get("text_config")) if isinstance(table, dict)]
-    settings = [table.get("quantization_config") for table in tables]
-    stated = next(
-        (s["weight_block_size"] for s in settings if isinstance(s, dict) and s.get("weight_block_size")), BLOCK
-    )
+        return {}
+    config = read_json(model.folder / CONFIG_FILE, part_name(model.source, model.folder / CONFIG_FILE))
+    tables = [
+        table.get("quantization_config") for table in (config, config.get("text_config")) if isinstance(table, dict)
+    ]
+    return next((table for table in tables if isinstance(table, dict)), {})
+
+
+def find_block(model: Checkpoint, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """The size of blocks that a model's configuration states, or the usual one."""
+    stated = settings.get("weight_block_size") or BLOCK
     if not isinstance(stated, list | tuple) or len(stated) != 2 or not all(is_count(side, 1) for side in stated):
-        raise DareError(f"{name!r}: weight_block_size is {stated!r}", "it should be two sides, like [128, 128]")
+        raise DareError(
+            f"{model.name!r}: weight_block_size in {CONFIG_FILE} is {clip(repr(stated))}",
+            "it should be two sides, like [128, 128]",
+        )
     return stated[0], stated[1]

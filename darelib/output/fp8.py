@@ -109,7 +109,11 @@ class Encoder:
             changed = fp8.reduce_blocks(np.logical_or, merged != base, block)
             peaks = fp8.reduce_blocks(np.maximum, np.abs(merged), block)
         old = read_scales(self.base, scales, row, len(merged)).view(FORMATS[dtype].raw).reshape(changed.shape)
-        new = plain.encode(np.maximum(peaks / np.float32(fp8.LARGEST), np.float32(fp8.SMALLEST_SCALE)), dtype)
+        found = np.maximum(peaks / np.float32(fp8.LARGEST), np.float32(fp8.SMALLEST_SCALE))
+        if scales.powers:  # the next one up, as the base's are
+            fractions, exponents = np.frexp(found)
+            found = np.ldexp(np.float32(1), exponents - (fractions == 0.5))
+        new = plain.encode(found, dtype)
         raw = np.where(changed & (peaks > 0), new, old)
         self.write(True, raw.reshape(-1).view(np.uint8).data, row // scales.block[0] * raw.itemsize * scales.grid[1])
         return changed, widen(raw.reshape(-1), dtype).reshape(raw.shape)

@@ -106,10 +106,11 @@ def run_rounds(
 def measure_rate(rounds: Iterable[Iterator[Job]], worker: JobWorker, interrupts: Interrupts) -> tuple[int, float]:
     """Bytes read, and seconds taken, by the first jobs. Where one fails, so would the merge."""
     sizes: list[int] = []
+    first = next(iter(rounds), iter(()))
     started = time.perf_counter()
 
     def take_some() -> Iterator[Job]:
-        for job in next(iter(rounds), iter(())):
+        for job in first:
             yield job
             if time.perf_counter() - started > TUNING.sample_seconds:
                 return

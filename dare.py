@@ -19,7 +19,7 @@ darelib, is a room for each job:
     gradients            numbers that change over the layers
     methods, drops, mask what can be chosen, with every formula; r_i is 1 - drop rate, as exactly as the mask keeps it
     kernels/             the arithmetic: plain is its definition (NumPy); cpu, tensors and gpu: Numba, torch and Triton
-    models/              how weights come in: checkpoints, adapters, packed models, the Hub; tokens of several models
+    models/              how weights come in: checkpoints, FP8, adapters, packed models, the Hub; several models' tokens
     matching, plan       which models change which tensors; what will be read, computed and written
     run/                 who does the jobs: threads, parts on several machines, a Ray cluster
     output/              how a model comes out: publish (write, sync, rename), directory, tokenizer, recipe

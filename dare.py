@@ -409,7 +409,8 @@ def _sweep_memory(
         report = Search(space, bench, how, label, facts).run()
     except BaseException:
         with suppress(DareError):  # which is what is raised already
-            bench.make(None)
+            if model is not None:
+                bench.make(None)
         raise
     if model is not None:
         bench.make(report.winner.config)

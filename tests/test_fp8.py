@@ -19,6 +19,7 @@ import dare
 from dare import DareConfig, DareError, DareMerger, dare_merge
 from darelib.kernels import fp8
 from darelib.tuning import TUNING
+from tests.scene import slow
 from tests.support import (
     BF16,
     F32,
@@ -156,7 +157,7 @@ def test_a_merge_is_what_torch_makes_of_it(tmp_path: Path, kind: str, settings: 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "settings", [{"drop_rate": 0.0}, {"drop": "della", "drop_rate": 0.5, "rescale": "l1"}, *METHODS[2:]]
+    "settings", [{"drop_rate": 0.0}, *map(slow, [{"drop": "della", "drop_rate": 0.5, "rescale": "l1"}, *METHODS[2:]])]
 )
 def test_jobs_chunks_threads_and_engines_change_nothing(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     models = make_models(kind)

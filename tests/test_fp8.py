@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[str, torch.dtype, tuple[int, int], str]] = {
     "tensor": ("_scale", F32, (0, 0), "scalar"),
     "tensor of one": ("_scale", BF16, (0, 0), "flat"),
 }
+USUAL = [kind if kind in ("blocks", "rows", "tensor") else slow(kind) for kind in KINDS]
 QUANTISE = {"quant_method": "fp8", "weight_block_size": [16, 48]}
 
 
@@ -140,7 +141,7 @@ def assert_all_same(found: Tensors, expected: Tensors) -> None:
         assert np.array_equal(raw(tensor), raw(expected[name])), name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize("settings", METHODS, ids=lambda s: "-".join(map(str, s.values())))
 def test_a_merge_is_what_torch_makes_of_it(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     models = make_models(kind)
@@ -155,7 +156,7 @@ def test_a_merge_is_what_torch_makes_of_it(tmp_path: Path, kind: str, settings: 
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize(
     "settings", [{"drop_rate": 0.0}, *map(slow, [{"drop": "della", "drop_rate": 0.5, "rescale": "l1"}, *METHODS[2:]])]
 )

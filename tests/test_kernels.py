@@ -406,6 +406,7 @@ def environment_of_compiler() -> dict[str, str]:
     return started.call_args.kwargs["env"]
 
 
+@pytest.mark.slow
 def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_what_it_likes(
     models: list[Path], tmp_path: Path
 ) -> None:

@@ -350,6 +350,7 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     assert snapshot(tmp_path) == before, "nothing is written"
 
 
+@pytest.mark.slow
 def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> None:
     from scipy import stats
 
@@ -373,6 +374,7 @@ def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> No
         assert chance(t, freedom) == pytest.approx(stats.t.sf(t, freedom), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Models) -> None:
     base, *tunes = map(load_file, models)
     plain = dare_merge(base, tunes, DareConfig(drop_rate=0.0))

@@ -58,8 +58,9 @@ from darelib import __version__
 from darelib.config import DareConfig, Rule
 from darelib.drops import DROPS
 from darelib.interrupts import Interrupts
+from darelib.kernels import load_tensors
 from darelib.methods import METHODS
-from darelib.text import LOG, ConfigError, DareError, Messages, install_hint, label, nearest, progress
+from darelib.text import LOG, ConfigError, DareError, Messages, label, nearest, progress
 from darelib.tuning import raise_open_file_limit
 
 if TYPE_CHECKING:
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
     from darelib.readers import Request, Source
     from darelib.report import Estimate, MergeReport, ModelReport, Plan
     from darelib.sweep.report import SweepReport, plot_sweep
-    from darelib.sweep.search import Options
-    from darelib.sweep.space import Space
     from darelib.verify import VerifyReport
 
 __all__ = [
@@ -292,21 +291,20 @@ class DareMerger:
         from darelib.models.hub import download
         from darelib.sweep.bench import FileBench, load_states, prepare_folder
         from darelib.sweep.evaluation import find_evaluation
-        from darelib.sweep.search import Options, Search
+        from darelib.sweep.search import Options, Search, search_in_memory
         from darelib.sweep.space import Space
 
         run, label = find_evaluation(evaluate, timeout)
         how, quiet = Options.of(**options), dataclasses.replace(self.config, verbose=False)
         choices = Space(space, quiet, len(self.models))
         with self._open() as inputs:
-            settings = [quiet.recipe_settings(), [rule.as_table() for rule in quiet.typed_rules]]
-            facts: list[Any] = [settings, self.tokenizer.name, self.chat_template and self.chat_template.name]
+            facts: list[Any] = [self.tokenizer.name, self.chat_template and self.chat_template.name]
             facts += [each.fingerprint for each in inputs]
             if model is not None or in_memory:
                 if keep_models:
                     raise ConfigError("in memory there are no models to keep", "leave one of the two out")
                 base, *finetuned = load_states(inputs, model)
-                return _sweep_memory(base, finetuned, run, choices, how, model, label, facts)
+                return search_in_memory(base, finetuned, run, choices, how, model, label, facts)
 
             def merge(config: DareConfig, path: Path) -> None:
                 check_unchanged(inputs)  # scores of other models would not be comparable
@@ -336,7 +334,7 @@ def dare_drop(
 ) -> dict[str, torch.Tensor]:
     """Thin deltas: drop entries at random and rescale the rest. Tensors that are not floats are left as they are."""
     config = DareConfig(drop_rate=drop_rate, seed=seed, rescale=rescale)
-    return _load_tensors().drop_deltas(task_vector, config)
+    return load_tensors().drop_deltas(task_vector, config)
 
 
 def dare_sparsify(
@@ -361,7 +359,7 @@ def dare_merge(
     out: tensors to write it into, such as a live model's or the base's own, so that nothing new is allocated. What does
     not fit is refused before anything is written; a value that is not finite is only met on the way.
     """
-    return _load_tensors().merge_tensors(base, finetuned, check_config(config), out)
+    return load_tensors().merge_tensors(base, finetuned, check_config(config), out)
 
 
 def dare_sweep(
@@ -380,7 +378,7 @@ def dare_sweep(
     which holds the winner in the end.
     """
     from darelib.sweep.evaluation import find_evaluation
-    from darelib.sweep.search import Options
+    from darelib.sweep.search import Options, search_in_memory
     from darelib.sweep.space import Space
 
     run, label = find_evaluation(evaluate, None)
@@ -388,47 +386,17 @@ def dare_sweep(
     if not finetuned:
         raise ConfigError("there are no models to merge", "give at least one state dict")
     config.check_models(len(finetuned))
-    facts: list[Any] = [config.recipe_settings(), [rule.as_table() for rule in config.typed_rules]]
+    facts: list[Any] = []
     if how.storage:
-        facts += [{n: float(tensor.double().sum()) for n, tensor in state.items()} for state in (base, *finetuned)]
-    return _sweep_memory(base, finetuned, run, Space(space, config, len(finetuned)), how, model, label, facts)
-
-
-def _sweep_memory(
-    base: Mapping[str, torch.Tensor], finetuned: Sequence[Mapping[str, torch.Tensor]], run: Callable[[Any, Any], Any],
-    space: Space, how: Options, model: torch.nn.Module | None, label: str, facts: Sequence[Any],
-) -> SweepReport:  # fmt: skip
-    from darelib.sweep.bench import MemoryBench
-    from darelib.sweep.evaluation import Command
-    from darelib.sweep.search import Search
-
-    if isinstance(run, Command):
-        raise ConfigError("a command needs models in files", "give a function, or leave out --in-memory")
-    bench = MemoryBench(base, finetuned, dare_merge, run, model)
-    try:
-        report = Search(space, bench, how, label, facts).run()
-    except BaseException:
-        with suppress(DareError):  # which is what is raised already
-            if model is not None:
-                bench.make(None)
-        raise
-    if model is not None:
-        bench.make(report.winner.config)
-    return report
-
-
-def _load_tensors() -> Any:
-    try:
-        from darelib.kernels import tensors
-    except ModuleNotFoundError:
-        raise DareError("tensors in memory need torch", install_hint("torch")) from None
-    return tensors
+        facts = [{n: float(tensor.double().sum()) for n, tensor in state.items()} for state in (base, *finetuned)]
+    return search_in_memory(base, finetuned, run, Space(space, config, len(finetuned)), how, model, label, facts)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
 Add = Callable[..., Any]  # argparse's add_argument
+GOES_ON: Final = "the same command goes on from here"
 
 
 class Parser(argparse.ArgumentParser):
@@ -559,6 +527,12 @@ def run_merge_command(flags: dict[str, Any]) -> None:
     show(report, flags, merger.config.verbose)
 
 
+def say_how_to_go_on(flags: dict[str, Any]) -> str:
+    if "dry_run" in flags:
+        return ""
+    return GOES_ON if flags.keys() & {"resume", "part"} else "with --resume, a merge can go on"
+
+
 def add_analyze_options(add: Add) -> None:
     add_settings(add)
     add("--per-tensor", action="store_true", help="also list every tensor")
@@ -679,12 +653,15 @@ class Command:
     add_options: Callable[[Add], None]
     run: Callable[[dict[str, Any]], None]  # by the flags that are given
     room: str = ""  # where it is, if not here: to be imported only when it is used
+    stopped: Callable[[dict[str, Any]], str] = lambda _: ""  # what to do after an interrupt, by the flags
 
 
 COMMANDS: Final = {
-    "merge": Command("merge models (default)", add_merge_options, run_merge_command),
+    "merge": Command("merge models (default)", add_merge_options, run_merge_command, stopped=say_how_to_go_on),
     "analyze": Command("show what models are like, and suggest settings", add_analyze_options, run_analyze_command),
-    "sweep": Command("let an evaluation choose the settings", add_sweep_options, run_sweep_command),
+    "sweep": Command(
+        "let an evaluation choose the settings", add_sweep_options, run_sweep_command, stopped=lambda _: GOES_ON
+    ),
     "verify": Command("make a merged model again from its recipe, and compare", add_verify_options, run_verify_command),
     "pack": in_room("darelib.pack", "store what a drop rate leaves of a fine-tune, for merges"),
     "convert": in_room("darelib.convert", "write a PyTorch pickle as a .safetensors file"),
@@ -820,15 +797,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except (KeyboardInterrupt, Terminated) as stopped:
         print("interrupted", file=sys.stderr)
-        if command is COMMANDS["sweep"]:
-            print(label("hint", "the same command goes on from here", sys.stderr), file=sys.stderr)
-        if command is COMMANDS["merge"] and "dry_run" not in flags:
-            kept = (
-                "the same command goes on from here"
-                if flags.keys() & {"resume", "part"}
-                else "with --resume, a merge can go on"
-            )
-            print(label("hint", kept, sys.stderr), file=sys.stderr)
+        if command and (hint := command.stopped(flags)):
+            print(label("hint", hint, sys.stderr), file=sys.stderr)
         return 143 if isinstance(stopped, Terminated) else 130
     except Exception as error:
         return explain(error)

@@ -39,6 +39,11 @@ class TensorPlan:
     scales: Scales | None = None  # where they go, if it is written in FP8
 
     @property
+    def scaled(self) -> ScaledTensor | None:
+        """The base's tensor, where it is written in FP8 again."""
+        return self.base if self.scales and isinstance(self.base, ScaledTensor) else None
+
+    @property
     def models(self) -> list[int]:
         return [i for i, _ in self.finetuned]
 

@@ -116,7 +116,7 @@ class Task:
                     number += 1
 
     def _starts(self, tensor: TensorPlan) -> range:
-        whole = whole_blocks(tensor.base) if tensor.scales and isinstance(tensor.base, ScaledTensor) else 1
+        whole = whole_blocks(tensor.scaled) if tensor.scaled else 1
         return range(0, tensor.length, max(1, TUNING.job_elements // whole) * whole)
 
 

@@ -16,7 +16,6 @@ from darelib.drops import DROPS, EXPECTATION, NONE, RANDOM
 from darelib.mask import MASK_BITS
 from darelib.methods import METHODS, TensorSettings
 from darelib.models import Input
-from darelib.models.fp8 import ScaledTensor
 from darelib.output.destination import Replaced
 from darelib.output.fp8 import count_held
 from darelib.plan import MergePlan, TensorPlan
@@ -276,7 +275,7 @@ def estimate_memory(plan: MergePlan, inputs: Sequence[Input]) -> int:
     buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
     held = min(sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads)
     # Merged values that wait for their scales, and the base's, once more while they are encoded.
-    groups = [count_held(t.base, plan.chunk) for t in plan.tensors if t.scales and isinstance(t.base, ScaledTensor)]
+    groups = [count_held(t.scaled, plan.chunk) for t in plan.tensors if t.scaled]
     return PROCESS_BYTES + known + plan.threads * (buffers + held + 24 * max(groups, default=0))
 
 

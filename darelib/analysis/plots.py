@@ -49,6 +49,10 @@ def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
     _plot_layers(figure, [figure.add_subplot(grid[1 + k, :]) for k in range(len(models))], models)
     more = f" (the first {len(models)} of {len(report.models)} models)" if len(report.models) > len(models) else ""
     figure.suptitle(f"What was fine-tuned: {report.parameters:,} parameters{more}")
+    save_figure(pyplot, figure, path)
+
+
+def save_figure(pyplot: Any, figure: Any, path: str | Path) -> None:
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from darelib.interrupts import Interrupts
-from darelib.text import LOG, DareError
+from darelib.text import LOG, DareError, install_hint
 
 Kernel = Callable[..., Any]
 
@@ -54,3 +54,11 @@ def load_kernels(specs: Collection[KernelSpec], engine: str, interrupts: Interru
             raise DareError(f"the engine {engine} cannot be used: {error}", "use engine auto or plain") from None
         LOG.warning(f"Numba cannot be used ({error}), so NumPy computes: the same result, many times slower")
         return load_kernels(specs, "plain", interrupts)
+
+
+def load_tensors() -> Any:
+    """The merge of tensors in memory, which needs torch."""
+    try:
+        return importlib.import_module("darelib.kernels.tensors")
+    except ModuleNotFoundError:
+        raise DareError("tensors in memory need torch", install_hint("torch")) from None

@@ -88,9 +88,10 @@ def update_config(config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]]
     def update(table: dict[str, Any], keys: Sequence[str], old: Any, value: Any) -> bool:
         present = [key for key in keys if key in table and old in (None, table[key])]
         for key in present:
-            table[key] = value
             if value is None:
                 del table[key]
+            else:
+                table[key] = value
         parts = [part for key, part in table.items() if key.endswith("_config") and isinstance(part, dict)]
         parts = [part for part in parts if part is not table.get("quantization_config")]
         return any([bool(present), *(update(part, keys, old, value) for part in parts)])

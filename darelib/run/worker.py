@@ -22,7 +22,6 @@ from darelib.mask import MASK_BITS, TILE, mask_key
 from darelib.methods import METHODS, Coefficients, Found, Look, weigh_for_look
 from darelib.models import Input
 from darelib.models.checkpoint import QUANTISE_HINT
-from darelib.models.fp8 import ScaledTensor
 from darelib.models.tensorfile import TensorInfo
 from darelib.output.fp8 import Encoder, PeakLook
 from darelib.plan import Job, MergePlan, Task, TensorPlan
@@ -209,8 +208,8 @@ class Worker(JobWorker):
 
     def _make_encoder(self, job: Job, write: Write, look: Look | None) -> Encoder | None:
         """What writes the values of a job, if that is in FP8. look: the last one at the tensor."""
-        tensor, scales = job.tensor, job.tensor.scales
-        if scales is None or not isinstance(tensor.base, ScaledTensor):
+        tensor, scales, scaled = job.tensor, job.tensor.scales, job.tensor.scaled
+        if scales is None or scaled is None:
             return None
 
         def put(is_scales: bool, view: memoryview, place: int) -> None:
@@ -218,7 +217,7 @@ class Worker(JobWorker):
             write(output.file, view, self.place_of(output) + place)
 
         peak = look if isinstance(look, PeakLook) else None
-        return Encoder(self.base, tensor.base, job.start, self.task.chunk, put, peak)
+        return Encoder(self.base, scaled, job.start, self.task.chunk, put, peak)
 
     def _describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
         """Set what the kernels must know, and clear what they found before."""

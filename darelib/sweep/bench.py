@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from darelib.config import DareConfig
+from darelib.kernels import load_tensors
 from darelib.models import Input
 from darelib.models.checkpoint import Checkpoint
 from darelib.sweep.evaluation import Evaluate
@@ -67,10 +68,11 @@ class MemoryBench:
     """State dicts are merged, into a live model's tensors if there is one, and nothing is written."""
 
     def __init__(
-        self, base: Mapping[str, Any], finetuned: Sequence[Mapping[str, Any]], merge: Callable[..., Any],
-        evaluate: Evaluate, model: Any = None,
+        self, base: Mapping[str, Any], finetuned: Sequence[Mapping[str, Any]], evaluate: Evaluate, model: Any,
+        dtype: str | None,
     ) -> None:  # fmt: skip
-        self.merge, self.evaluate, self.model, self.finetuned = merge, evaluate, model, finetuned
+        self.merge, self.evaluate, self.model, self.finetuned = load_tensors().merge_tensors, evaluate, model, finetuned
+        self.nothing = DareConfig(lambda_coeff=0.0, dtype=dtype)  # which gives the base
         self.out = None if model is None else model.state_dict()
         owners: dict[int, str] = {}  # by address, the first name of each tensor that is written
         for name, tensor in (self.out or {}).items():
@@ -87,9 +89,14 @@ class MemoryBench:
                 raise DareError(f"model {k} and the live model share their memory", "give copies of its tensors")
 
     def make(self, config: DareConfig | None) -> Any:
-        """What is scored: a merged state dict, or the live model. None: the base, as a merge of nothing."""
-        merged = self.merge(self.base, self.finetuned, config or DareConfig(lambda_coeff=0.0), out=self.out)
+        """What is scored: a merged state dict, or the live model. None: the base."""
+        merged = self.merge(self.base, self.finetuned, config or self.nothing, self.out)
         return merged if self.model is None else self.model
+
+    def leave(self, config: DareConfig | None) -> None:
+        """Let a live model hold a merge, or the base."""
+        if self.model is not None:
+            self.make(config)
 
     def score(self, config: DareConfig | None, trial: Any, _: str) -> Any:
         return self.evaluate(self.make(config), trial)

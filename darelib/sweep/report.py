@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.analysis.plots import COLOURS, load_pyplot, make_label
+from darelib.analysis.plots import COLOURS, load_pyplot, make_label, save_figure
 from darelib.config import DareConfig
 from darelib.sweep.evaluation import Objective
-from darelib.text import DareError, clip, count_of, duration, printable, table
+from darelib.text import clip, count_of, duration, printable, table
 
 SHOWN: Final = 10  # trials in the table
 SIGNIFICANT: Final = 0.05  # how sure to be, after allowing for the choice, that the best beats the plain average
@@ -239,12 +239,7 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
     for axis in axes:
         axis.set_visible(False)
     figure.suptitle(f"{count_of(len(report.rows), 'trial')}; dashed: the plain average with its best lambda")
-    try:
-        figure.savefig(path, dpi=130)
-    except OSError as error:
-        raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for the plot") from None
-    finally:
-        pyplot.close(figure)
+    save_figure(pyplot, figure, path)
 
 
 def _finish(axis: Any, report: SweepReport, x: str, y: str) -> None:

@@ -11,15 +11,16 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import FrameType
 from typing import Any, Final
 
 from darelib.config import DareConfig
 from darelib.interrupts import Interrupts
-from darelib.sweep.bench import Bench
-from darelib.sweep.evaluation import EvaluationFailed, Objective, read_scores
+from darelib.sweep.bench import Bench, MemoryBench
+from darelib.sweep.evaluation import Command, Evaluate, EvaluationFailed, Objective, read_scores
 from darelib.sweep.report import Row, SweepReport, name_choice
 from darelib.sweep.space import Space
 from darelib.text import LOG, ConfigError, DareError, InputChanged, clip, duration, install_hint, nearest
@@ -110,7 +111,7 @@ class Search:
     """A study that is under way."""
 
     def __init__(self, space: Space, bench: Bench, options: Options, label: str, facts: Sequence[Any]) -> None:
-        """label: of the evaluation; facts: what else scores depend on, besides the space and the objectives."""
+        """label: of the evaluation; facts: what else scores depend on, besides settings, space and objectives."""
         self.space, self.bench, self.options, self.optuna = space, bench, options, load_optuna()
         self.objectives, self.started, self.failed = options.objectives, time.perf_counter(), set[int]()
         self.states, self.begun = self.optuna.trial.TrialState, datetime.now()
@@ -120,8 +121,9 @@ class Search:
         most = len(self.combinations)
         self.wanted = min(options.trials or most, most) if most else options.trials or 30
         aims = [dataclasses.astuple(each) for each in self.objectives]
+        settings = [space.config.recipe_settings(), [rule.as_table() for rule in space.config.typed_rules]]
         self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)
-        self.study = self._open_study(_digest([facts, aims, repr((space.axes, space.rules))]), label)
+        self.study = self._open_study(_digest([facts, settings, aims, repr((space.axes, space.rules))]), label)
 
     def _fix(self, params: dict[str, Any]) -> Any:
         return self.optuna.trial.FixedTrial(params)
@@ -310,6 +312,24 @@ class Search:
         except DareError as error:
             LOG.warning(f"{key} could not be scored: {error}")
             return []
+
+
+def search_in_memory(
+    base: Mapping[str, Any], finetuned: Sequence[Mapping[str, Any]], evaluate: Evaluate, space: Space, how: Options,
+    model: Any, label: str, facts: Sequence[Any],
+) -> SweepReport:  # fmt: skip
+    """Search with state dicts. A live model, if there is one, holds the winner in the end or, without one, the base."""
+    if isinstance(evaluate, Command):
+        raise ConfigError("a command needs models in files", "give a function, or leave out --in-memory")
+    bench = MemoryBench(base, finetuned, evaluate, model, space.config.dtype)
+    try:
+        report = Search(space, bench, how, label, facts).run()
+    except BaseException:
+        with suppress(DareError):  # which is what is raised already
+            bench.leave(None)
+        raise
+    bench.leave(report.winner.config)
+    return report
 
 
 def _digest(facts: Any) -> str:

@@ -218,12 +218,7 @@ class Space:
 
     def list_combinations(self, fixed: Callable[[dict[str, Any]], Any]) -> Iterator[dict[str, Any]]:
         """What all trials of a grid choose, each once. fixed: makes a trial that is given what it chooses."""
-        points: dict[str, list[Any]] = {}
-        for prefix, axes in (("", self.axes), *((f"rules.{k}.", axes) for k, (_, axes) in enumerate(self.rules))):
-            for name, axis in axes.items():
-                for i, each in enumerate(axis if isinstance(axis, tuple) else (axis,)):
-                    label = f"{prefix}{name}.{i}" if isinstance(axis, tuple) else prefix + name
-                    points[label] = each.list_points(label)
+        points = {label: axis.list_points(label) for label, axis in self._list_axes()}
         if (size := math.prod(map(len, points.values()))) > MAX_GRID:
             raise ConfigError(f"a grid of {size:,} combinations is too large", f"at most {MAX_GRID:,}; or use tpe")
         seen: set[tuple[Any, ...]] = set()
@@ -252,11 +247,16 @@ class Space:
         return settings.lambda_coeff * (sum(settings.weights) if config.method == LINEAR else 1.0)
 
     def count_ranges(self) -> int:
-        tables = [self.axes, *(axes for _, axes in self.rules)]
-        each = [
-            axis for axes in tables for one in axes.values() for axis in (one if isinstance(one, tuple) else (one,))
-        ]
-        return sum(not axis.values for axis in each)
+        return sum(not axis.values for _, axis in self._list_axes())
+
+    def _list_axes(self) -> Iterator[tuple[str, Axis]]:
+        """All axes, by the names that a study has for what is chosen."""
+        for prefix, axes in (("", self.axes), *((f"rules.{k}.", axes) for k, (_, axes) in enumerate(self.rules))):
+            for name, axis in axes.items():
+                if isinstance(axis, Axis):
+                    yield prefix + name, axis
+                else:
+                    yield from ((f"{prefix}{name}.{i}", each) for i, each in enumerate(axis))
 
     def list_lambdas(self) -> list[float]:
         """Values of lambda all over what is searched, for what the best is to be compared with."""

@@ -29,8 +29,7 @@ def cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(HERE))
-        patch.setenv("RAY_health_check_period_ms", "500")  # so that a lost node is missed soon
-        patch.setenv("RAY_health_check_failure_threshold", "3")
+        patch.setenv("RAY_health_check_period_ms", "1000")  # so that a lost node is missed soon
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
         for _ in range(3):
             made.add_node(num_cpus=1, object_store_memory=80_000_000)
@@ -144,6 +143,20 @@ def test_a_value_that_no_merge_can_use_stops_it_at_once(cluster: Any, merger: Da
         merger.merge(tmp_path / "out", runner="ray", ray_address=cluster.address)
     assert "such a model is broken" in caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+def test_nodes_without_the_tool_and_addresses_where_nobody_is_are_named(
+    cluster: Any, merger: DareMerger, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    def make_elsewhere(*_: Any) -> None:  # what Ray raises for a task whose arguments it cannot load
+        raise ray.exceptions.RaySystemError("No module named 'darelib'")
+
+    monkeypatch.setattr("darelib.run.ray.make_elsewhere", make_elsewhere)
+    with pytest.raises(DareError, match="a node of the cluster lacks this tool"):
+        merger.merge(tmp_path / "out", runner="ray", ray_address=cluster.address)
+    with pytest.raises(DareError, match=r"no Ray cluster at '127.0.0.1:9'"):
+        merger.merge(tmp_path / "out", runner="ray", ray_address="127.0.0.1:9")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "code", "math"]
 
 
 def test_one_output_file_and_a_machine_without_ray_are_refused(

@@ -32,6 +32,7 @@ from darelib.tuning import TUNING, raise_open_file_limit
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}
+CONNECT_SECONDS: Final = 15
 
 
 @dataclass(frozen=True)
@@ -84,28 +85,37 @@ def load_ray() -> Any:
 @contextmanager
 def connect(ray: Any, address: str | None) -> Iterator[None]:
     """Use the cluster that the process is connected to already, the one at an address, or the one that Ray finds."""
-    connected = ray.is_initialized()
-    try:
-        if not connected:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    if ray.is_initialized():
         yield
-    except ConnectionError as error:
+        return
+    try:
+        host, _, port = (address or "").rpartition("/")[2].rpartition(":")
+        if port.isdigit():  # Ray itself tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except OSError as error:  # a ConnectionError among them
         raise DareError(f"there is no Ray cluster at {address or 'auto'!r}", str(error).splitlines()[0]) from None
+    try:
+        yield
     finally:
-        if not connected:
-            ray.shutdown()
+        ray.shutdown()
 
 
 def run_tasks(
     ray: Any, numbers: Sequence[int], order: Order, interrupts: Interrupts
 ) -> Iterator[tuple[int, list[Any]]]:
-    """Make these files. Gives each one's number and what was found, as they are finished."""
+    """Make these files. Gives each one's number and what was found, as they are finished.
+
+    Where one fails, the others are not cancelled: that can end the driver (Ray takes a task for failed that turns out
+    to be running). They end with the connection; if that was there before, they find no folder to write to.
+    """
     sizes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     # As many as were asked for or, where there are more than files, an equal share that every node has.
     share = min(sum(sizes) // max(len(numbers), 1), *filter(None, sizes), sys.maxsize)
     order = replace(order, config=replace(order.config, threads=order.config.threads or max(1, share), verbose=False))
     # What fails by itself would fail again; only a disk may recover.
-    task = ray.remote(num_cpus=order.config.threads, retry_exceptions=[OSError])(make_elsewhere)
+    options = {"retry_exceptions": [OSError], "scheduling_strategy": "SPREAD"}  # else some nodes wait while others work
+    task = ray.remote(num_cpus=order.config.threads, **options)(make_elsewhere)
     shared = ray.put(order)
     running = {task.remote(shared, number): number for number in numbers}
     try:
@@ -115,14 +125,14 @@ def run_tasks(
             for reference in ready:
                 found = ray.get(reference)
                 yield running.pop(reference), found
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause if isinstance(error.cause, DareError | OSError) else error from None
     except ray.exceptions.RayError as error:
-        words = " ".join(str(error).split())
+        cause = getattr(error, "cause", error)
+        if not isinstance(cause, ray.exceptions.RayError):
+            raise cause from None  # of the task itself
+        if "No module named 'darelib'" in str(cause):
+            raise DareError("a node of the cluster lacks this tool", "install it on each") from None
+        words = " ".join(str(cause).split())
         raise DareError(f"Ray cannot finish the merge: {words}", "with --resume, it continues") from None
-    finally:
-        for reference in running:
-            ray.cancel(reference, force=True)
 
 
 def make_elsewhere(order: Order, number: int) -> list[Any]:

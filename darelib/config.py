@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, TypeAlias, cast
 
 from darelib.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, RESCALES, Thinning
@@ -351,8 +351,15 @@ class DareConfig:
     def typed_rules(self) -> tuple[Rule, ...]:
         return cast(tuple[Rule, ...], self.rules)
 
+    @cached_property
+    def _fitting(self) -> set[int]:
+        """Numbers of models that were found to fit: searches merge again and again."""
+        return set()
+
     def check_models(self, count: int) -> None:
         """Refuse settings that do not fit this number of models."""
+        if count in self._fitting:
+            return
         method = METHODS[self.method]
         if method.models not in (None, count):
             others = " or ".join(name for name, entry in METHODS.items() if entry.models is None)
@@ -368,6 +375,7 @@ class DareConfig:
         if self.weights is not None and not any(self.weights):
             raise ConfigError("all weights are 0, so nothing would be merged", "give the models weights above 0")
         self.resolve_all(count)
+        self._fitting.add(count)
 
     def resolve_all(self, count: int) -> list[TensorSettings]:
         """The settings of all rules, and of no rule, wherever the lines of gradients meet."""
@@ -399,7 +407,7 @@ class DareConfig:
         """Whether the base itself may be one of the models: it then counts."""
         return METHODS[self.method].averages(self.is_normalized)
 
-    @property
+    @cached_property
     def has_gradients(self) -> bool:
         """Whether any setting changes over the layers."""
         return any(len(find_depths(self._gather(rule))) > 1 for _, rule in self._scopes())

@@ -13,7 +13,7 @@ import importlib
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
-from itertools import chain, pairwise, repeat
+from itertools import chain, islice, pairwise, repeat
 from typing import Any, Final
 
 import numpy as np
@@ -42,7 +42,7 @@ SHORT_NAMES: Final = {getattr(torch, name): short for name, short in DTYPES.item
 TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MOST_MODELS: Final = 16  # a kernel is unrolled over them
 MOST_ELEMENTS: Final = 1 << 31  # of a tensor: what 32 bits can count
-BATCH_ELEMENTS: Final = 1 << 28  # of the tensors in one launch, while which the next ones are prepared
+BATCH_ELEMENTS: Final = 1 << 28  # of the tensors in one launch, while which the next one is prepared
 WARPS: Final = 4  # of a program
 # Trim looks for its floor some bits at a time: from which bit on it counts in each pass, and how many. Many values are
 # equal, and adding to one counter takes turns: so there are several of each.
@@ -448,7 +448,7 @@ class Batch:
 
 
 def make_batches(columns: Columns) -> Iterator[Batch]:
-    """Tensors of one kind, so many that the next batch is launched while they are merged."""
+    """Tensors of one kind: so many that the next batch is made while they are merged, and their sums take little."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for k, each in enumerate(columns.kinds):
         if each:
@@ -457,6 +457,7 @@ def make_batches(columns: Columns) -> Iterator[Batch]:
         look, *_ = kind[2]
         least = BATCH_ELEMENTS * len(columns.models) // COUNTED_ROWS if look == "count" else 0
         numbers = (columns.counts[rows].clip(least).cumsum() - 1) // BATCH_ELEMENTS
+        numbers = numbers if look else numbers.clip(max=1)  # what comes after the first waits for nothing
         for start, stop in pairwise([0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]):
             yield Batch(columns, rows[start:stop], kind)
 
@@ -512,15 +513,15 @@ def merge_columns(columns: Columns, seed: int) -> str | None:
 
     The GPU is waited for once, at the end; where slerp must look first, once more.
     """
-    batches, flags = list(make_batches(columns)), []
-    for part in (batches[:1], batches[1:]):  # the first is under way while the tables of the others are made
-        if part:
-            flags.append(upload_tables(columns, part, seed))
+    batches, flags, looking = make_batches(columns), list[tuple[Any, list[Tensor]]](), []
+    while part := list(islice(batches, None if flags else 1)):  # the first is under way while others are made
+        flags.append(upload_tables(columns, part, seed))
         for batch in part:
             batch.find_out()
             if batch.products is None:
                 batch.merge()
-    looking = [(batch, batch.products) for batch in batches if batch.products is not None]
+            else:
+                looking.append((batch, batch.products))
     for (batch, _), found in zip(looking, [products.tolist() for _, products in looking], strict=True):
         batch.merge(found)
     broken = [row for order, found in flags for each in found for row in order[each.cpu().numpy() != 0]]

@@ -340,7 +340,7 @@ def test_advice_on_the_method(tmp_path: Path) -> None:
 
 
 def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
-    base = random_model(1, F32, LAYERED)
+    base = random_model(1, BF16, LAYERED)
     models, linear, ties = [scaled(base, 0.0003, seed) for seed in (1, 2, 3)], {"method": "linear"}, {"method": "ties"}
     kept: dict[str, Any] = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
     rule = {"match": ["*layers.0*"], "drop_rate": 0.3}

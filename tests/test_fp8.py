@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import dare
 from dare import DareConfig, DareError, DareMerger, dare_merge
 from darelib.kernels import fp8
 from darelib.tuning import TUNING
+from tests import support
 from tests.scene import slow
 from tests.support import (
     BF16,
@@ -32,7 +34,6 @@ from tests.support import (
     random_model,
     raw,
     refuse,
-    run_merge,
     same_bits,
     save_directory,
     tensors_in,
@@ -41,6 +42,7 @@ from tests.support import (
 from tests.test_tokenizer import write_model
 
 Refusal = Callable[..., str]
+run_merge = partial(support.run_merge, engine="plain")  # kernels for float32 take long to compile
 FP8 = torch.float8_e4m3fn
 SHAPES: dict[str, tuple[int, ...]] = {
     "a.weight": (300, 200), "b.weight": (128, 256), "c.weight": (37, 61), "d.weight": (5, 1111), "a.bias": (300,),
@@ -256,7 +258,7 @@ def test_resume_verify_dry_run_analyze_and_recipe(
     paths = write(tmp_path, kind, models)
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 1024
     settings: dict[str, Any] = {"method": "slerp", "drop_rate": 0.5, "max_shard_size": "60KB", "threads": 1}
-    merger, writes = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, **settings)), 0
+    merger, writes = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, engine="plain", **settings)), 0
     usual = Output.write_at
 
     def fail(self: Output, file: int, view: memoryview, offset: int) -> None:
@@ -281,7 +283,7 @@ def test_resume_verify_dry_run_analyze_and_recipe(
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     assert merger.verify(tmp_path / "out").tensors == len(SHAPES)
     assert "cosine" in str(merger.analyze())
-    arguments = ["--config", tmp_path / "out" / "dare_recipe.toml", "--output", tmp_path / "again"]
+    arguments = ["--config", tmp_path / "out" / "dare_recipe.toml", "--output", tmp_path / "again", "--engine=plain"]
     assert dare.main([str(argument) for argument in arguments]) == 0
     assert_all_same(tensors_in(tmp_path / "again"), expected)
     scale = f"c.weight{KINDS[kind][0]}"
@@ -399,7 +401,7 @@ def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: 
         save_directory(folder, mine)
     merged = []
     for base, model in (paths, plain):
-        config = DareConfig(verbose=False, dtype="float32")
+        config = DareConfig(verbose=False, dtype="float32", engine="plain")
         DareMerger(base, [model], config, tokenizer="union").merge(tmp_path / "out")
         merged.append(tensors_in(tmp_path / "out"))
     assert_same(*merged)

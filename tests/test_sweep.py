@@ -191,7 +191,8 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
     # Weights make a merge longer, so that a plain average as long is what it is compared with; packed models are swept.
     found = sweep(hill, {"weights": [[0.75, 0.75], [1.0, 1.0]]}, config={"drop_rate": 0.5})
     assert {row.config.lambda_coeff for row in found.averages} == {1.0, 1.5, 2.0}
-    assert dare.main(["pack", "-q", "-b", "base.safetensors", "-m", "math.safetensors", "-o", "math.packed"]) == 0
+    packing = "pack -q -b base.safetensors -m math.safetensors -o math.packed --engine plain"
+    assert dare.main(packing.split()) == 0
     merger = DareMerger("base.safetensors", ["math.packed"], DareConfig(engine="plain"))
     assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
 

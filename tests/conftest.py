@@ -10,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from darelib.tuning import TUNING, Tuning
+from tests import fuzz
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, since tests run side by side
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    fuzz.THOROUGH = config.getoption("markexpr") != "not slow"
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Bytes that nobody would write: for the tests of files that may hold anything."""
+"""What nobody would write: for the tests of files and settings that may hold anything."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from hypothesis import HealthCheck
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-# Settings of Hypothesis: each example writes files, and reads them.
-FUZZED: dict[str, Any] = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-}
+THOROUGH = True  # whether slow tests are run, too
 DATA = bytes(range(40))
+
+
+def examples(count: int) -> settings:
+    """How many Hypothesis makes up: a third of them where slow tests are left out. Each may write and read files."""
+    usual = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
+    return settings(max_examples=count if THOROUGH else -(-count // 3), deadline=None, suppress_health_check=usual)
 
 
 def with_header(header: bytes | str, data: bytes = DATA, length: int | None = None) -> bytes:

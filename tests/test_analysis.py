@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dare
@@ -28,6 +28,7 @@ from dare import AnalysisReport, DareConfig, DareError, DareMerger
 from darelib.analysis.measure import kind_of, layer_of
 from darelib.analysis.report import DeltaStats
 from darelib.tuning import TUNING
+from tests.fuzz import examples
 from tests.scene import slow
 from tests.support import BF16, F32, HERE, Tensors, finetune, merge, random_model, refuse, save, snapshot, write_adapter
 
@@ -131,7 +132,7 @@ def check_conflicts(found: Any, deltas: np.ndarray) -> None:
     ("auto", (BF16, BF16)), ("plain", (F32, F32)), ("plain", (F64, F32)),
     *(slow("numba", types) for types in [(F32, F32), (F16, BF16), (F64, F32)]),
 ])  # fmt: skip
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(8)
 @given(
     seed=st.integers(0, 10**6), count=st.integers(1, 4), size=pick([1e-6, 1e-3, 0.01, 3.0]), same=pick([0.0, 0.3, 0.99])
 )

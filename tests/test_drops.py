@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -20,6 +20,7 @@ from dare import DareConfig, DareError, dare_merge
 from darelib.kernels.plain import draw_bits
 from darelib.mask import mask_key
 from darelib.tuning import TUNING
+from tests.fuzz import examples
 from tests.support import (
     BF16,
     F32,
@@ -39,7 +40,7 @@ from tests.support import (
 from tests.test_kernels import DEVICES, merge_by
 from tests.test_packed import pack
 
-few = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = examples(30)
 DROPS = ("random", "magnitude", "breadcrumbs", "della")
 Config = dict[str, Any]
 # A drop of each kind, with rescales and methods in turn.

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -24,7 +24,7 @@ import dare
 from darelib.config import CHECKS, RULE_SETTINGS
 from darelib.models.lora import OTHER_ADAPTERS
 from darelib.output.recipe import recipe_metadata
-from tests.fuzz import FUZZED, damaged, with_header
+from tests.fuzz import damaged, examples, with_header
 from tests.support import INDEX, low_rank, refuse, save, save_directory, save_sharded, tensors_in, write_adapter
 
 Answer = Callable[..., int]
@@ -92,7 +92,7 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
     return run
 
 
-@settings(max_examples=40, **FUZZED)
+@examples(40)
 @given(
     index=ODD_VALUES | st.fixed_dictionaries({"weight_map": ODD_VALUES}),
     tensor=st.sampled_from(["layer.weight", "layer.bias", "other"]) | ODD_TEXTS,
@@ -130,7 +130,7 @@ ADAPTER_NAMES = st.tuples(
 SHAPES = st.sampled_from([(2, 3), (4, 2), (2,), (), (0, 0), (2, 0), (4, 3), (2, 3, 1, 1)])
 
 
-@settings(max_examples=80, **FUZZED)
+@examples(80)
 @given(
     text=one_or_some(ADAPTER_KEYS, ODD_VALUES).map(lambda table: json.dumps(GOOD_ADAPTER | table).encode())
     | ODD_VALUES.map(json.dumps).map(str.encode)
@@ -151,7 +151,7 @@ KOHYA_NAMES = st.tuples(
 VALUES = st.sampled_from([torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool])
 
 
-@settings(max_examples=60, **FUZZED)
+@examples(60)
 @given(tensors=st.dictionaries(KOHYA_NAMES.filter(bool), st.tuples(SHAPES, VALUES), max_size=5))
 def test_any_lora_file_is_answered(small: Paths, answer: Answer, tensors: Any) -> None:
     whole = {"lora_unet_layer.lora_down.weight": torch.ones(2, 3), "lora_unet_layer.lora_up.weight": torch.ones(4, 2)}
@@ -186,7 +186,7 @@ CONFIGS = st.one_of(
 PLAIN = {"models": MODELS, "dare": {"drop_rate": [0.5, 0.25]}, "rules": [{"match": ["*bias*"], "drop_rate": 0.5}]}
 
 
-@settings(max_examples=100, **FUZZED)
+@examples(100)
 @given(text=CONFIGS | damaged(tomli_w.dumps(PLAIN).encode()) | st.binary(max_size=30), folder=st.booleans())
 def test_any_configuration_is_answered(small: Paths, answer: Answer, text: bytes, folder: bool) -> None:
     config = small[0].with_name("config.toml")
@@ -211,7 +211,7 @@ def test_a_rule_given_by_a_flag_cannot_break_the_command(small: Paths, answer: A
     assert answer("-b", small[0], "-m", small[1], "--rule", rule, output=output) == 2
 
 
-@settings(max_examples=60, **FUZZED)
+@examples(60)
 @given(data=st.data())
 def test_any_recipe_in_a_merged_file_is_answered(small: Paths, answer: Answer, data: st.DataObject) -> None:
     """Even if it is sealed as ours are."""
@@ -261,7 +261,7 @@ def test_any_config_json_of_the_base_is_answered(small: Paths, answer: Answer, t
 TOKENS = {"model": ODD_VALUES | st.fixed_dictionaries({"vocab": ODD_VALUES}), "added_tokens": ODD_VALUES}
 
 
-@settings(max_examples=25, **FUZZED)
+@examples(25)
 @given(table=ODD_VALUES | st.fixed_dictionaries({}, optional=TOKENS) | st.just({"added_tokens": [{"content": "x"}]}))
 def test_any_tokenizer_is_no_obstacle(small: Paths, answer: Answer, table: Any) -> None:
     [base] = save(small[0].parent, embedded={"embed_tokens.weight": torch.ones(4, 3)})

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
@@ -33,12 +33,13 @@ from darelib.kernels import KernelSpec, load_kernels, native, plain
 from darelib.kernels.records import Buffers
 from darelib.mask import keep_rate, mask_key
 from tests import support
+from tests.fuzz import examples
 from tests.support import BF16, F16, F32, F64, HERE, Tensors, assert_same, define, finetune, mask, merge, random_model
 
 Capture, Patch, Config, SLOW = pytest.CaptureFixture[str], pytest.MonkeyPatch, dict[str, Any], pytest.mark.slow
 SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = examples(25)
 # Each combination of types is a kernel to compile, so of these the usual run has one.
 SAME = [(dtype, [dtype] * 2, None) for dtype in (BF16, F16, F32, F64)]
 MIXED = [

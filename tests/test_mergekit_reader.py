@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -22,6 +22,7 @@ from darelib.config import Chooser, Rule
 from darelib.gradients import freeze
 from darelib.mergekit import parse_yaml
 from darelib.readers import Request, load_request
+from tests.fuzz import examples
 from tests.support import (
     F32,
     assert_same,
@@ -216,7 +217,7 @@ VALUES = st.sampled_from([0.25, 0.5, 0.75, [0.5, 1.0]])
 CHOICES = st.lists(st.tuples(WORDS, VALUES), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(names=NAMES, data=st.data())
 def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(names: list[str], data: st.DataObject) -> None:
     """Parameters have filters of their own, at three levels; the names are any, also with numbers and brackets."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -21,6 +21,7 @@ from darelib.methods import slerp_weights
 from darelib.output.recipe import read_recipe
 from darelib.tuning import TUNING
 from tests import support
+from tests.fuzz import examples
 from tests.support import BF16, F16, F32, F64, METHODS, assert_same, define, finetune, mask, merge, random_model
 
 Capture = pytest.CaptureFixture[str]
@@ -47,7 +48,7 @@ VARIATIONS: list[Config] = [
 # Each combination of types is a kernel to compile, so the usual run has one.
 TYPES = [("numba", BF16), ("plain", F32), ("plain", F64)]
 SLOW = [pytest.param("numba", dtype, marks=pytest.mark.slow) for dtype in (F16, F32, F64)]
-few = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = examples(40)
 
 
 def units(*sizes: float, count: int = 5000, name: str = "w") -> list[dict[str, torch.Tensor]]:

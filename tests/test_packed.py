@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError, DareMerger, dare_sparsify
 from darelib.tuning import TUNING
-from tests.fuzz import FUZZED
+from tests.fuzz import examples
 from tests.scene import POSIX, contents, launch, stop_after
 from tests.support import (
     BF16,
@@ -100,7 +100,7 @@ def test_every_method_gives_the_bits_of_the_originals(
         compare(paths, [packed[0], paths[2]], engine=engine, threads=threads, **config)  # one of them packed
 
 
-@settings(max_examples=40, **FUZZED)
+@examples(40)
 @given(data=st.data())
 def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals(tmp_path: Path, data: Any) -> None:
     shapes = {f"t{k}": data.draw(st.sampled_from([(), (1,), (0,), (4095,), (4096,), (3, 1367), (9001,)])) for k in "ab"}
@@ -115,7 +115,7 @@ def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals
 
 
 @given(rate=st.floats(0, 0.999), dtype=TYPES, seed=st.integers(0, 1000))
-@settings(max_examples=15, **FUZZED)
+@examples(15)
 def test_one_packed_model_alone_gives_what_dare_sparsify_gives(
     tmp_path: Path, rate: float, dtype: torch.dtype, seed: int
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -22,7 +22,7 @@ import darelib.pack
 from dare import DareError
 from darelib.mask import keep_threshold
 from darelib.tuning import TUNING
-from tests.fuzz import FUZZED, with_header
+from tests.fuzz import examples, with_header
 from tests.support import (
     BF16,
     F64,
@@ -137,7 +137,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, **FUZZED)
+@examples(60)
 @given(value=JSON, place=st.sampled_from(PLACES))
 def test_any_other_value_is_refused_or_means_the_same(tmp_path: Path, value: Any, place: str) -> None:
     base = random_model(0, BF16, {"w": (50, 100)})

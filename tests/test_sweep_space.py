@@ -11,12 +11,13 @@ from typing import Any
 
 import optuna
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dare import ConfigError, DareConfig, DareMerger
 from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
 from darelib.sweep.space import Space
+from tests.fuzz import examples
 from tests.support import refuse, write_config
 
 Capture, Models = pytest.CaptureFixture[str], list[Path]
@@ -108,7 +109,7 @@ def axes(names: Sequence[str]) -> st.SearchStrategy[dict[str, Any]]:
     return chosen.flatmap(lambda some: st.fixed_dictionaries({name: axis(name) for name in sorted(some)}))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(150)
 @given(axes(SWEEP_SETTINGS), st.none() | axes(RULE_SETTINGS), CONFIGS, st.integers(0, 999))
 def test_whatever_is_chosen_can_be_merged_or_is_refused(space: Any, rule: Any, given: Any, seed: int) -> None:
     try:

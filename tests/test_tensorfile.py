@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import dare
 from darelib.formats import STORED_BITS
 from darelib.models.tensorfile import TensorFile
-from tests.fuzz import DATA, FUZZED, damaged, with_header
+from tests.fuzz import DATA, damaged, examples, with_header
 from tests.support import low_rank, refuse, save, save_sharded, write_adapter
 
 V = '"v":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
@@ -324,7 +324,7 @@ def assert_agreement(path: Path, content: bytes) -> None:
     assert (ours, file.metadata) == read_by_the_library(path)
 
 
-@settings(max_examples=300, **FUZZED)
+@examples(300)
 @given(content=ANY_FILE)
 def test_any_file_is_read_as_the_library_reads_it(tmp_path: Path, content: bytes) -> None:
     assert_agreement(tmp_path / "file.safetensors", content)

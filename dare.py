@@ -167,30 +167,30 @@ class DareMerger:
         from darelib.output.publish import Output, explain_write_errors
         from darelib.report import report_merge
         from darelib.run import load_runner
-        from darelib.run.parts import check_part, make_part
+        from darelib.run.parts import check_runner, make_part
 
-        started, prepare = time.perf_counter(), load_runner(runner).prepare
-        if part is not None:
-            check_part(part, runner)
+        started = time.perf_counter()
+        check_runner(runner, part, ray_address)
         destination, self.published = find_output(output_file), None
         with self._open() as inputs:
             plan = self._plan(inputs, destination, force)
-            if plan.replaces:
+            if plan.replaces and part is None:
                 LOG.info(f"replaces {output_file}: {plan.replaces}")
             with Interrupts() as interrupts:
-                if part is not None:
+                if part is None:
+                    run = load_runner(runner).prepare(plan, inputs, interrupts, ray_address)
+                    name, identity = str(output_file), plan.identity(inputs)
+                    with (
+                        explain_write_errors(destination, resume),
+                        Output(destination, plan.files, identity, resume) as output,
+                    ):
+                        outcomes = run(output)
+                        output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
+                else:
+                    name = f"{output_file} (part {part[0]} of {part[1]})"
                     with explain_write_errors(destination, resume=True):
                         plan, outcomes = make_part(plan, inputs, part, interrupts)
-                    name = f"{output_file} (part {part[0]} of {part[1]})"
-                    return report_merge(plan, outcomes, name, time.perf_counter() - started)
-                run, identity = prepare(plan, inputs, interrupts, ray_address), plan.identity(inputs)
-                with (
-                    explain_write_errors(plan.output, resume),
-                    Output(plan.output, plan.files, identity, resume) as output,
-                ):
-                    outcomes = run(output)
-                    output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
-                report = report_merge(plan, outcomes, str(output_file), time.perf_counter() - started)
+                report = report_merge(plan, outcomes, name, time.perf_counter() - started)
                 for warning in report.warnings:
                     LOG.warning(warning)
                 self.published = report
@@ -502,6 +502,10 @@ def parse_part(text: str) -> tuple[int, ...] | str:
 
 
 def run_merge_command(flags: dict[str, Any]) -> None:
+    from darelib.run.parts import check_runner
+
+    where = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
+    check_runner(**{"runner": "threads", **where})
     merger, request = make_merger(flags)
     if "write_config" in flags:
         from darelib.output.configfile import write_request
@@ -517,7 +521,6 @@ def run_merge_command(flags: dict[str, Any]) -> None:
         show(plan, flags, True)
         return
     try:
-        where = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
         report = merger.merge(request.output, force="force" in flags, resume="resume" in flags, **where)
         ignore_signals()
     except (KeyboardInterrupt, Terminated):

@@ -16,9 +16,18 @@ class Interrupts:
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # no other gets signals
             for number in (signal.SIGINT, signal.SIGTERM):
-                if callable(signal.getsignal(number)):
-                    self._before[number] = signal.signal(number, lambda *received: self._caught.append(received))
+                if callable(before := signal.getsignal(number)):
+                    self._before[number] = before
+            self.hold()
         return self
+
+    def hold(self) -> None:
+        """Take signals; once more where a library has begun to take them itself."""
+        for number in self._before:
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._caught.append((number, frame))
 
     def check(self) -> None:
         if self._caught:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from darelib.config import Chooser, DareConfig, Rule
@@ -51,6 +51,11 @@ class TensorPlan:
     def outputs(self) -> dict[str, TensorInfo]:
         """All that is written for it, by name."""
         return {self.name: self.output} | ({self.scales.name: self.scales.info} if self.scales else {})
+
+    def move(self, file: int) -> TensorPlan:
+        """The same in another file of the output."""
+        scales = self.scales and replace(self.scales, info=replace(self.scales.info, file=file))
+        return replace(self, output=replace(self.output, file=file), scales=scales)
 
     def look_spec(self, look: Look) -> KernelSpec:
         if look.merges:

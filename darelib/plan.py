@@ -179,8 +179,7 @@ class MergePlan(Task):
         """Some of the files, each as a plan of its own: a tensor lies in one file, and files share nothing."""
         for number, tensors in itertools.groupby(self.tensors, lambda tensor: tensor.output.file):
             if number in numbers:
-                own = [dataclasses.replace(t, output=dataclasses.replace(t.output, file=0)) for t in tensors]
-                yield self._keep(own, [self.files[number]])
+                yield self._keep([tensor.move(0) for tensor in tensors], [self.files[number]])
 
     def part(self, numbers: Collection[int]) -> MergePlan:
         """Some of the files, without what lies beside them."""
@@ -197,10 +196,14 @@ class MergePlan(Task):
         """What must be equal for this merge to be the continuation of another."""
         recipe = tomllib.loads(self.recipe)
         files = {file.name: [file.size, hashlib.sha256(file.header).hexdigest()] for file in self.files}
+        # By where a directory really is, so that nodes and parts may be started from different ones.
+        every = ((os.path.realpath(file.path.parent), file) for model in inputs for file in model.files)
         statuses = {
-            str(file.path.absolute()): {"size": file.status.st_size, "modification time": file.status.st_mtime_ns}
-            for model in inputs
-            for file in model.files
+            os.path.join(folder, file.path.name): {
+                "size": file.status.st_size,
+                "modification time": file.status.st_mtime_ns,
+            }
+            for folder, file in every
         }
         settings = {key: recipe.get(key, {}) for key in ("dare", "rules", "models")}
         # What the models' configurations and settings, all rules considered, come to for each tensor.

@@ -172,6 +172,20 @@ def test_jobs_chunks_threads_and_engines_change_nothing(tmp_path: Path, kind: st
         assert_all_same(tensors_in(tmp_path / "out"), expected)
 
 
+@pytest.mark.parametrize("kind", ["blocks", "tensor"])
+def test_parts_make_the_same_files(tmp_path: Path, kind: str) -> None:
+    paths = write(tmp_path, kind, make_models(kind))
+    config = DareConfig(verbose=False, engine="plain", drop_rate=0.5, max_shard_size="40KB")
+    merger = DareMerger(paths[0], paths[1:], config)
+    files = merger.merge(tmp_path / "whole").files
+    assert len(files) >= 4
+    for k in (3, 1, 2):
+        merger.merge(tmp_path / "out", part=(k, 3))
+    merger.merge(tmp_path / "out", resume=True)
+    for name in files:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 @pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
 def test_base_and_fine_tunes_may_be_stored_differently(tmp_path: Path, kind: str) -> None:
     """The output is as the base: FP8, or plain with the base's own configuration."""

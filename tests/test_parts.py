@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import dare
 from dare import ConfigError, DareConfig, DareMerger
 from darelib.output.journal import Journal
-from darelib.output.publish import Shard
+from darelib.output.lock import Lock
+from darelib.output.publish import Flusher, Shard
 from darelib.tuning import TUNING
 from tests.scene import POSIX, SLOWLY, Contents, Patch, contents, launch, wait_for
 from tests.support import BF16, finetune, random_model, refuse, save_directory
@@ -153,11 +155,13 @@ def test_what_cannot_be_divided_is_refused(tmp_path: Path, whole: Contents, caps
     for flags, words in {
         ("--part", "1/3", "-o", str(tmp_path / "out.safetensors")): "a single file",
         ("--part", "1/3", "--max-shard-size", "1GB"): "a single file",
-        ("--part", "4/3"): "there is no part (4, 3)",
-        ("--part", "0/3"): "there is no part (0, 3)",
+        ("--part", "4/3"): "there is no part 4/3",
+        ("--part", "0/3"): "there is no part 0/3",
         ("--part", "third"): "there is no part 'third'",
         ("--part", "1/3", "--runner", "ray"): "both divide a merge",
+        ("--part", "0/3", "--dry-run"): "there is no part 0/3",
         ("--runner", "slurm"): "there is no runner 'slurm'",
+        ("--ray-address", "10.0.0.1:6379"): "means nothing without --runner ray",
     }.items():
         refuse(tmp_path, capsys, 2, words, arguments=arguments(tmp_path, *flags))
     with pytest.raises(ConfigError, match="there is no part"):
@@ -170,6 +174,41 @@ def test_a_folder_that_no_merge_left_is_not_touched(
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "letter.txt").write_text("mine")
     refuse(tmp_path, capsys, 1, "is in the way", arguments=arguments(tmp_path, "--part", "1/3"))
+
+
+@POSIX
+def test_a_part_takes_an_empty_folder_but_not_one_in_which_a_merge_begins(
+    tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = Lock(tmp_path / "out.partial", "out")
+    refuse(tmp_path, capsys, 1, "another merge is writing", arguments=arguments(tmp_path, "--part", "1/3"))
+    lock.release(keep=False)
+    (tmp_path / "out.partial").mkdir()
+    assert run("--part", "1/3") == 0
+
+
+def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
+    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TUNING.flush_seconds = 60  # so that all is flushed at the end
+    with monkeypatch.context() as patch:
+        patch.setattr(Flusher, "_flush", lambda *_: os.fsync(-1))
+        patch.setattr(os, "fsync", os.fstat)  # which knows no file -1
+        assert run("--part", "1/3") == 1
+    assert "cannot write" in capsys.readouterr().err
+    assert [run("--part", f"{k}/3") for k in (1, 2, 3)] == [0, 0, 0]
+    assert run("--resume") == 0
+    assert contents(tmp_path / "out") == whole
+
+
+def test_parts_may_be_started_from_anywhere(tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch) -> None:
+    assert run("--part", "1/2") == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert dare.main(arguments(Path(".."), "--part", "2/2")) == dare.main(arguments(Path(".."), "--resume")) == 0
+    assert {name: content for name, content in contents(tmp_path / "out").items() if name.endswith("tensors")} == {
+        name: content for name, content in whole.items() if name.endswith("tensors")
+    }
 
 
 def test_a_file_of_the_output_that_is_lost_or_torn_is_made_again(tmp_path: Path, whole: Contents, run: Run) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,40 @@ def test_a_value_that_no_merge_can_use_stops_it_at_once(cluster: Any, merger: Da
     assert not (tmp_path / "out").exists()
 
 
+def test_a_process_that_is_connected_already_makes_several_merges(
+    cluster: Any, merger: DareMerger, tmp_path: Path, whole: Contents
+) -> None:
+    """Tasks of a merge that has failed may still be there when another one begins in the same place."""
+    broken = random_model(dtype=BF16, shapes=SHAPES)
+    broken["model.layers.0.weight"][3, 4] = float("nan")
+    save_directory(tmp_path / "broken", broken)
+    models = [tmp_path / "broken", *merger.models]
+    ray.init(cluster.address, log_to_driver=False)
+    try:
+        for name in ("first", "second"):
+            merger.merge(tmp_path / name, runner="ray")
+            assert contents(tmp_path / name) == whole
+        for _ in range(3):
+            with pytest.raises(DareError, match="holds nan"):
+                DareMerger(merger.base, models, merger.config).merge(tmp_path / "third", runner="ray")
+            merger.merge(tmp_path / "third", runner="ray")
+            assert contents(tmp_path / "third") == whole
+        with pytest.raises(ConfigError, match="no node of the cluster has 4 CPUs"):
+            DareMerger(merger.base, models, replace(merger.config, threads=4)).merge(tmp_path / "out", runner="ray")
+    finally:
+        ray.shutdown()
+
+
+def test_a_signal_stops_the_driver(cluster: Any, merger: DareMerger, tmp_path: Path) -> None:
+    process = launch(SLOW, *arguments(tmp_path, cluster, "--resume"))
+    wait_for(lambda: finished(tmp_path) >= 1, 60)
+    process.send_signal(signal.SIGTERM)
+    printed = process.communicate(timeout=60)
+    assert process.returncode == 143, printed
+    assert printed[1].startswith("interrupted"), printed
+    assert (tmp_path / "out.partial").exists()
+
+
 def test_nodes_without_the_tool_and_addresses_where_nobody_is_are_named(
     cluster: Any, merger: DareMerger, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -154,8 +189,12 @@ def test_nodes_without_the_tool_and_addresses_where_nobody_is_are_named(
     monkeypatch.setattr("darelib.run.ray.make_elsewhere", make_elsewhere)
     with pytest.raises(DareError, match="a node of the cluster lacks this tool"):
         merger.merge(tmp_path / "out", runner="ray", ray_address=cluster.address)
+    for address in ("127.0.0.1:9", "127.0.0.1", "nowhere.invalid:6379", "ray://", ":"):
+        with pytest.raises(DareError, match=f"no Ray cluster at '{address}'"):
+            merger.merge(tmp_path / "out", runner="ray", ray_address=address)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     with pytest.raises(DareError, match=r"no Ray cluster at '127.0.0.1:9'"):
-        merger.merge(tmp_path / "out", runner="ray", ray_address="127.0.0.1:9")
+        merger.merge(tmp_path / "out", runner="ray")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "code", "math"]
 
 

@@ -22,7 +22,7 @@ from darelib.text import DareError, clip
 FP8: Final = "F8_E4M3"
 SCALE_TYPES: Final = ("F32", "BF16")
 SCALE_NAMES: Final = ("_scale_inv", "_scale")  # what a weight's name is followed by
-ACTIVATION_SCALES: Final = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale")
+ACTIVATION_SCALES: Final = {f"{of}_scale" for of in ("input", "output", "q", "k", "v", "kv")} | {"input_scale_ub"}
 BLOCK: Final = (128, 128)  # where a configuration does not say
 MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memory
 

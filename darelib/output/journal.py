@@ -63,5 +63,7 @@ def describe_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
         if one != other:
             if isinstance(one, dict) and isinstance(other, dict):
                 return describe_difference(*({f"{key}.{k}": v for k, v in d.items()} for d in (one, other)))
+            if one is None or other is None:
+                return f"it has no {key}, and this one has" if one is None else f"it has {key}, and this one has not"
             return f"its {key} is {one!r}, not {other!r}"
     return ""

@@ -104,12 +104,13 @@ class Flusher:
             self._record(written)
 
     def stop(self, record: bool = False) -> None:
+        """record: also see to it that all is on the disk and in the journal."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
-        if record and self._error is None:
-            with suppress(OSError):
-                self._flush(record)
+        if record:
+            self.check()
+            self._flush(record)
 
 
 class Files:
@@ -136,6 +137,7 @@ class Files:
             if not there:
                 remove(self.folder / shard_journal(self.files[number]))
             self.descriptors.append(os.open(self.paths[number], os.O_RDWR | os.O_CREAT | BINARY, 0o666))
+            self._check_names(self.marks)  # before anything is written
             if not there:
                 reserve(self.descriptors[-1], self.files[number].size)
             # Who made a file that is there may have come no further than its size.
@@ -152,8 +154,10 @@ class Files:
         self.journal.append(entries)
 
     def _check_still_ours(self) -> None:
+        self._check_names([*self.marks, *zip(self.descriptors, self.paths, strict=True)])
+
+    def _check_names(self, opened: Sequence[tuple[int, Path]]) -> None:
         """Somebody may have removed the folder by hand, and another merge may have begun in one of the same name."""
-        opened = [*self.marks, *zip(self.descriptors, self.paths, strict=True)]
         with suppress(FileNotFoundError):
             if all(os.path.samestat(os.fstat(descriptor), path.stat()) for descriptor, path in opened):
                 return
@@ -186,10 +190,16 @@ class Shard(Files):
 
     def __init__(self, destination: Destination, file: PlannedFile, identity: dict[str, Any]) -> None:
         super().__init__(destination, [file], shard_journal(file))
-        whole = Journal(self.folder / JOURNAL_FILE).done  # by a process that went on alone
-        if whole and not all(self.are_there()):
-            raise DareError(f"{file.name!r} is gone from {str(self.folder)!r}", "remove that folder, and merge again")
+        path = self.folder / JOURNAL_FILE
+        self.marks = [(os.open(path, os.O_RDONLY | BINARY), path)]
         try:
+            # The merge that asked for this file may have failed, and another one have begun in its place.
+            check_same_merge(Journal(path), identity, self.folder)
+            whole = Journal(path).done  # by a process that went on alone
+            if whole and not all(self.are_there()):
+                raise DareError(
+                    f"{file.name!r} is gone from {str(self.folder)!r}", "remove that folder, and merge again"
+                )
             self._open()
             if self.journal.identity == (mark := mark_of(identity)) and self.journal.path.exists():
                 os.truncate(self.journal.path, self.journal.length)
@@ -198,7 +208,7 @@ class Shard(Files):
                 self.journal = Journal(self.journal.path)
                 self._sync()
                 self.journal.append(mark)
-            self.marks = [(os.open(self.journal.path, os.O_RDONLY | BINARY), self.journal.path)]
+            self.marks.append((os.open(self.journal.path, os.O_RDONLY | BINARY), self.journal.path))
             sync_directory(self.made)
         except BaseException:
             self._close()
@@ -209,12 +219,20 @@ class Shard(Files):
     def __enter__(self) -> Shard:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Note what is done. What failed to reach the disk is an error even if nothing else is."""
-        self.flusher.stop(record=True)
-        self._close()
-        os.close(self.marks.pop()[0])
-        self.flusher.check()
+        try:
+            self.flusher.stop(record=True)
+        except OSError:
+            if kind is None:
+                raise
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        super()._close()
+        while self.marks:
+            os.close(self.marks.pop()[0])
 
 
 class Output(Files):
@@ -347,7 +365,8 @@ class Output(Files):
 
     def discard(self, keep: bool = False) -> None:
         """Remove what is left, which may be what was replaced; or keep it, to be continued."""
-        self.flusher.stop(record=keep and bool(self.descriptors))
+        with suppress(OSError):  # of what is kept, the rest is done again
+            self.flusher.stop(record=keep and bool(self.descriptors))
         self._close()
         try:
             self._restore_replaced()
@@ -372,7 +391,7 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
     Meanwhile nobody else can publish or remove it, so far as the filesystem has locks.
     """
     folder = destination.partial
-    if not folder.exists():
+    if not (folder / LOCK_FILE).exists():
         new = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
         try:
             os.makedirs(new / MADE)
@@ -383,19 +402,25 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
                 os.rename(new, folder)
         finally:
             remove(new)
-    begun = Journal(folder / JOURNAL_FILE).identity
-    if begun is None:
-        raise DareError(f"{str(folder)!r} is in the way: no merge can be continued there", "remove it, and try again")
-    if difference := describe_difference(begun, identity):
-        hint = "give all parts the same models and settings, or remove that folder"
-        raise DareError(f"the unfinished merge in {str(folder)!r} is another one: {difference}", hint)
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | BINARY)
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | BINARY)
+    except FileNotFoundError:
+        raise DareError(f"{str(folder)!r} is in the way", "this tool did not make it; move it elsewhere") from None
     try:
         if not try_lock(descriptor, shared=True):
             raise DareError(f"another merge is writing {destination.name!r}", "wait, or give another output")
+        check_same_merge(Journal(folder / JOURNAL_FILE), identity, folder)
         yield
     finally:
         os.close(descriptor)
+
+
+def check_same_merge(journal: Journal, identity: dict[str, Any], folder: Path) -> None:
+    if journal.identity is None:
+        raise DareError(f"{str(folder)!r} is in the way: no merge can be continued there", "remove it, and try again")
+    if difference := describe_difference(journal.identity, identity):
+        hint = "give all parts the same models and settings, or remove that folder"
+        raise DareError(f"the unfinished merge in {str(folder)!r} is another one: {difference}", hint)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from darelib.interrupts import Interrupts
 from darelib.models import Input, check_unchanged
 from darelib.output.publish import Shard, share_folder
 from darelib.plan import MergePlan
+from darelib.run import load_runner
 from darelib.run.threads import run_jobs
 from darelib.run.worker import Outcome, Worker
 from darelib.text import LOG, ConfigError, count_of, progress
@@ -39,6 +40,7 @@ def make_part(
     if not numbers:
         LOG.info(f"the output has {count_of(len(plan.files), 'file')}, so there is nothing to do for part {k} of {n}")
         return plan.part(()), outcomes
+    LOG.info("when all parts are made, the same command with --resume in place of --part publishes the output")
     own = plan.part(numbers)
     with share_folder(plan.output, identity), progress("merging", own.bytes_to_read, plan.config.verbose) as advance:
         for shard in plan.shards(numbers):
@@ -46,12 +48,19 @@ def make_part(
     return own, outcomes
 
 
-def check_part(part: Any, runner: str) -> None:
+def check_runner(runner: str, part: Any = None, ray_address: str | None = None) -> None:
+    """Refuse what does not go together, or does not exist."""
+    load_runner(runner)
+    if ray_address is not None and runner != "ray":
+        raise ConfigError("--ray-address means nothing without --runner ray", "add that, or leave it out")
+    if part is None:
+        return
     if runner != "threads":
         raise ConfigError(f"--part and --runner {runner} both divide a merge", "choose one of them")
     is_pair = isinstance(part, tuple) and len(part) == 2 and all(type(number) is int for number in part)
     if not (is_pair and 1 <= part[0] <= part[1]):
-        raise ConfigError(f"there is no part {part!r}", "--part 3/16 is the third of sixteen; in Python, part=(3, 16)")
+        said = "/".join(map(str, part)) if is_pair else repr(part)
+        raise ConfigError(f"there is no part {said}", "--part 3/16 is the third of sixteen; in Python, part=(3, 16)")
 
 
 def check_shards(plan: MergePlan, what: str) -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from textwrap import shorten
 from typing import Any, Final
 
 from darelib import __version__
@@ -27,7 +27,7 @@ from darelib.run import Run
 from darelib.run.parts import check_shards, make_shard
 from darelib.run.threads import list_done
 from darelib.run.worker import Outcome
-from darelib.text import DareError, install_hint, progress
+from darelib.text import ConfigError, DareError, install_hint, progress
 from darelib.tuning import TUNING, raise_open_file_limit
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
@@ -55,7 +55,7 @@ class Order:
 def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, address: str | None) -> Run:
     ray = load_ray()
     check_shards(plan, "--runner ray")
-    sources = tuple(replace(m.source, path=Path(os.path.abspath(m.source.path))) for m in inputs)
+    sources = tuple(replace(m.source, path=m.source.path.absolute()) for m in inputs)
     order = Order(sources, plan.config, plan.tokenizer, plan.output, plan.identity(inputs))
 
     def run(output: Output) -> list[Outcome]:
@@ -66,6 +66,7 @@ def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, ad
         own = {tensor.name for tensor in plan.tensors if tensor.output.file in todo}
         outcomes = [outcome for outcome in outcomes if outcome.tensor not in own]
         with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance, connect(ray, address):
+            interrupts.hold()
             advance(plan.bytes_to_read - sum(todo.values()))
             for number, entries in run_tasks(ray, list(todo), order, interrupts):
                 outcomes += map(Outcome.of_entry, entries)
@@ -88,13 +89,15 @@ def connect(ray: Any, address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    address = address or os.environ.get("RAY_ADDRESS")
     try:
         host, _, port = (address or "").rpartition("/")[2].rpartition(":")
         if port.isdigit():  # Ray itself tries for minutes
             socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except OSError as error:  # a ConnectionError among them
-        raise DareError(f"there is no Ray cluster at {address or 'auto'!r}", str(error).splitlines()[0]) from None
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        hint = f"an address is like 10.0.0.1:6379, HOST:PORT ({shorten(str(error), 200)})"
+        raise DareError(f"there is no Ray cluster at {address or 'auto'!r}", hint) from None
     try:
         yield
     finally:
@@ -107,12 +110,15 @@ def run_tasks(
     """Make these files. Gives each one's number and what was found, as they are finished.
 
     Where one fails, the others are not cancelled: that can end the driver (Ray takes a task for failed that turns out
-    to be running). They end with the connection; if that was there before, they find no folder to write to.
+    to be running). They end with the connection; if that was there before, they find another folder, or none.
     """
     sizes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     # As many as were asked for or, where there are more than files, an equal share that every node has.
     share = min(sum(sizes) // max(len(numbers), 1), *filter(None, sizes), sys.maxsize)
-    order = replace(order, config=replace(order.config, threads=order.config.threads or max(1, share), verbose=False))
+    threads = order.config.threads or max(1, share)
+    if threads > max(sizes, default=threads):
+        raise ConfigError(f"no node of the cluster has {threads} CPUs", f"--threads can be {max(sizes)} at most")
+    order = replace(order, config=replace(order.config, threads=threads, verbose=False))
     # What fails by itself would fail again; only a disk may recover.
     options = {"retry_exceptions": [OSError], "scheduling_strategy": "SPREAD"}  # else some nodes wait while others work
     task = ray.remote(num_cpus=order.config.threads, **options)(make_elsewhere)
@@ -131,15 +137,15 @@ def run_tasks(
             raise cause from None  # of the task itself
         if "No module named 'darelib'" in str(cause):
             raise DareError("a node of the cluster lacks this tool", "install it on each") from None
-        words = " ".join(str(cause).split())
-        raise DareError(f"Ray cannot finish the merge: {words}", "with --resume, it continues") from None
+        words = shorten(str(cause), 200)
+        raise DareError(f"Ray cannot finish the merge: {words}", "--resume keeps what is done, and continues") from None
 
 
 def make_elsewhere(order: Order, number: int) -> list[Any]:
     """The task: one file of the output, made on the node that Ray chose. Gives what its jobs found, as entries."""
     with Interrupts() as interrupts:
-        if OPENED.get("identity") != order.identity:
-            OPENED.update(open_like(order), identity=order.identity)
+        if OPENED.get("order") != order:
+            OPENED.update(open_like(order), order=order)
         [shard] = OPENED["plan"].shards([number])
         outcomes = make_shard(shard, OPENED["inputs"], order.identity, lambda _: None, interrupts)
     return [outcome.as_entry() for outcome in outcomes]
@@ -152,7 +158,10 @@ def open_like(order: Order) -> dict[str, Any]:
         raise DareError(f"{host} has version {__version__} of this tool, not {order.version}", "install the same one")
     raise_open_file_limit()
     with ExitStack() as opened:
-        inputs, plan = opened.enter_context(order.open())
+        try:
+            inputs, plan = opened.enter_context(order.open())
+        except DareError as error:
+            raise DareError(f"on {host}: {error}", error.hint) from None
         if difference := describe_difference(order.identity, plan.identity(inputs)):
             raise DareError(f"{host} sees another merge than the machine that started it: {difference}", hint)
         return {"inputs": inputs, "plan": plan, "open": opened.pop_all()}

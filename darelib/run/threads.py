@@ -34,8 +34,8 @@ def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:
     """What earlier runs have done of a plan. Two that did so at the same time may have noted the same job."""
     names = {tensor.name for tensor in plan.tensors}
     found = {(entry[0], entry[1]): Outcome.of_entry(entry) for entry in output.done if entry[0] in names}
-    if found:
-        size = sum(outcome.bytes_read for outcome in found.values())
+    size = sum(outcome.bytes_read for outcome in found.values())
+    if found and isinstance(output, Output):  # of a part's files, the progress tells
         LOG.info("continuing: %s of %s are done", human(size), human(plan.bytes_to_read))
     return list(found.values())
 

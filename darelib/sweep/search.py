@@ -83,8 +83,6 @@ class Patience(Interrupts):
 
     def __enter__(self) -> Patience:
         super().__enter__()
-        for number in self._before:
-            signal.signal(number, self._receive)
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

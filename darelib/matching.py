@@ -20,6 +20,7 @@ from darelib.text import LISTED, DareError, count_of
 
 # A longer row would take more memory than all else.
 MAX_RANKED: Final = 1 << 20
+SCALE_HINT: Final = "an F8_E4M3 weight needs a weight_scale or weight_scale_inv of F32 or BF16"
 
 
 @dataclass(frozen=True, slots=True)  # there may be very many
@@ -272,13 +273,13 @@ class Matcher:
             if self._is_quantised(name) and not alike:
                 raise DareError(
                     f"{self.base.name!r} is quantised, and {model.name!r} is not in the same way: see {name!r}",
-                    QUANTISE_HINT,
+                    SCALE_HINT if mine is not None and mine.dtype.startswith("F8_") else QUANTISE_HINT,
                 )
             if module_of(name) in theirs and not self._is_quantised(name) and not name.endswith("bias"):
                 if isinstance(self.base.tensors.get(f"{module_of(name)}.weight"), ScaledTensor):
                     raise DareError(
                         f"{name!r} of {model.name!r} is quantised in a way that is not read",
-                        "an FP8 weight needs a weight_scale or weight_scale_inv of F32 or BF16",
+                        SCALE_HINT,
                     )
                 raise DareError(
                     f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}", QUANTISE_HINT

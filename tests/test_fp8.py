@@ -321,16 +321,17 @@ def test_an_adapter_is_merged_onto_an_fp8_base(tmp_path: Path) -> None:
     assert_all_same(tensors_in(tmp_path / "out"), quantise(tensors_in(tmp_path / "expected"), "blocks", base))
 
 
-def test_activation_scales_are_copied_and_must_be_equal(tmp_path: Path, check_refused: Refusal) -> None:
+@pytest.mark.parametrize("name", ["a.input_scale", "a.input_scale_ub"])
+def test_activation_scales_are_copied_and_must_be_equal(tmp_path: Path, check_refused: Refusal, name: str) -> None:
     models = make_models("tensor")
     for model in models:
-        model["a.input_scale"] = torch.tensor([0.25])
+        model[name] = torch.tensor([0.25])
     paths = write(tmp_path, "tensor", models)
     run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5)
-    assert tensors_in(tmp_path / "out")["a.input_scale"].item() == 0.25
-    models[1]["a.input_scale"] += 1
+    assert tensors_in(tmp_path / "out")[name].item() == 0.25
+    models[1][name] += 1
     write(tmp_path, "tensor", models)
-    check_refused(paths[0], paths[1], "'a.input_scale' is part of a quantised module", "before quantising")
+    check_refused(paths[0], paths[1], f"'{name}' is part of a quantised module", "before quantising")
 
 
 SCALE = "a.weight_scale_inv"
@@ -358,6 +359,12 @@ def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path, check_refuse
     paths = write(tmp_path, "blocks", [base, odd])
     (paths[1] / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": size}}))
     check_refused(*paths, complaint)
+
+
+def test_a_base_that_lacks_a_scale_is_told_so(tmp_path: Path, check_refused: Refusal) -> None:
+    base, model = make_models("blocks", 2)
+    paths = write(tmp_path, "blocks", [{n: t for n, t in base.items() if n != SCALE}, dequantise(model, "blocks")])
+    check_refused(*paths, "is quantised, and", "needs a weight_scale or weight_scale_inv")
 
 
 def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: Path) -> None:

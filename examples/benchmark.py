@@ -9,22 +9,24 @@
 
     uv run examples/benchmark.py --parameters 0.48e9 --method ties
     uv run examples/benchmark.py --parameters 0.48e9 --against ../another-checkout
-    uv run --with mergekit examples/benchmark.py --whole --json figures.json
+    uv run --with mergekit --with ray examples/benchmark.py --whole --json figures.json
+    uv run --with mergekit examples/benchmark.py --gpu --json figures.json
     uv run examples/benchmark.py --report figures.json --plot figures.png
-    uv run examples/benchmark.py --gpu
-    uv run --with ray examples/benchmark.py --nodes --method ties --models 5
 
 A Llama-shaped base and its fine-tunes are made up in a temporary directory, which should be on a disk, not in memory:
 set TMPDIR to choose it. All programs work on the same files, each in a fresh process, in turn, several times over. The
 floor is plain Python that reads every input once and writes one copy of the base. Inputs are in the page cache unless a
 point is called cold. Times include the start of Python and its imports. Peak memory is the system's figure for the
-process, which counts the pages of memory-mapped files. It needs Linux or macOS.
+process, which counts the pages of memory-mapped files. Threads, Ray and the GPU are measured in this process: whole
+calls, Python's part included; on the GPU, from tensors in its memory into existing ones. It needs Linux or macOS.
+
+--json FILE keeps what FILE holds: what was measured there by this code on this machine is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
+import hashlib
 import json
 import math
 import os
@@ -37,85 +39,116 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from benchmark_report import MIB, Point, Stored, count_of, draw, print_end, print_outcome
+from benchmark_gpu import DENSITY, DTYPES, LLAMA, SMALL, SQUARES, describe, make_state, measure_gpu
+from benchmark_report import MIB, Point, Stored, count_of, draw, report, show_runs
 
 ROOT = Path(__file__).resolve().parent.parent
-RIVALS = str(ROOT / "examples" / "benchmark_rivals.py")
+sys.path.insert(0, str(ROOT))  # where dare.py is
+DARE, RIVALS = str(ROOT / "dare.py"), str(ROOT / "examples" / "benchmark_rivals.py")
 BARE = [sys.executable, "-I", "-S", RIVALS]  # a Python that imports next to nothing
-PACKAGES = ("numpy", "numba", "llvmlite", "safetensors", "mergekit", "torch", "transformers")
-INSTALLED = {each.name: each.version for each in importlib.metadata.distributions()}
+PACKAGES = ("numpy", "numba", "llvmlite", "safetensors", "mergekit", "torch", "triton", "transformers", "ray")
+INSTALLED = {each.name: each.version for each in metadata.distributions()}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 START_UP, CENTRE = 1_000_000, 480_000_000  # parameters: one that shows how long a program takes to start, and the usual
-# The whole comparison goes from the first point along one axis at a time: all combinations would take days.
-POINTS = [
-    *(Point(CENTRE), Point(CENTRE, threads=1), Point(CENTRE, cold=True)),
-    *(Point(CENTRE, method) for method in ("ties", "slerp", "pack", "magnitude", "breadcrumbs", "della")),
-    *(Point(CENTRE, method, models=5) for method in ("linear", "ties")),
-    Point(CENTRE, dtype="fp32"),
-    *(Point(size) for size in (START_UP, 100_000_000, 3_840_000_000)),
-]
-# The tool's command or flags, and mergekit's name for the method. Its slerp drops nothing, so it does less.
-METHODS: dict[str, tuple[list[str], str]] = {
-    "linear": ([], "dare_linear"),
-    "ties": (["--method", "ties"], "dare_ties"),
-    "trim": (["--method", "ties", "--keep-ratio", "0.5"], ""),
-    "slerp": (["--method", "slerp"], "slerp"),
-    "magnitude": (["--method", "ties", "--drop", "magnitude", "--drop-rate", "0.5"], "ties"),
-    "breadcrumbs": (["--drop", "breadcrumbs", "--drop-rate", "0.5"], "breadcrumbs"),
-    "della": (["--drop", "della", "--rescale", "l1", "--drop-rate", "0.5"], "della_linear"),
-    "analyze": (["analyze"], ""),
-    "pack": (["pack"], ""),
+# The points of each section go from the first along one axis at a time: all combinations would take days.
+SECTIONS: dict[str, list[Point]] = {
+    "files": [
+        *(Point(CENTRE), Point(CENTRE, threads=1), Point(CENTRE, cold=True)),
+        *(Point(CENTRE, method) for method in ("ties", "trim", "slerp")),
+        *(Point(CENTRE, models=5), Point(CENTRE, "ties", models=5), Point(CENTRE, dtype="fp32")),
+        *(Point(size) for size in (START_UP, 100_000_000, 3_840_000_000)),
+    ],
+    "drops": [Point(CENTRE, method) for method in ("magnitude", "breadcrumbs", "della")],
+    "packed": [Point(CENTRE, "pack"), Point(CENTRE, "pack", cold=True)],
+    "analysis": [Point(CENTRE, "analyze")],
+    "install": [Point(464_010, "the README's first command")],
+    "nodes": [Point(CENTRE, "ties", models=5)],
+    "gpu": [Point(10**9, shape) for shape in (SQUARES, SMALL, LLAMA)]
+    + [Point(10**9, SQUARES, models=5), Point(8 * 10**9, LLAMA)],
+    "threads": [Point(1_450_000_000, method) for method in ("linear", "ties")],
+    "cuda": [Point(CENTRE, method) for method in ("linear", "ties")],
 }
-DTYPES = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}  # their names in torch, and bytes
-DENSITY = 0.1  # what mergekit and the torch script keep of the deltas: the tool's default
+ON_GPU = ("gpu", "threads", "cuda")  # what --gpu measures, and --whole does not
+NEEDS = {"install": ["uv"], "nodes": ["ray"], "gpu": ["a GPU"], "cuda": ["a GPU", "mergekit"]}
+# What is compared, the first with all others. list_programs says what the words in capitals stand for.
+MERGE, INSIDE = "DARE --base BASE --merge MODELS --output FILE -q", "RIVAL merge_inside {} METHOD FOLDER BASE MODELS"
+KIT = "PYTHON -m mergekit.scripts.run_yaml RECIPE FOLDER --no-copy-tokenizer --no-write-model-card --quiet"
+PROGRAMS: dict[str, dict[str, str]] = {
+    "files": {
+        "this tool": f"{MERGE} SETTINGS", "copy on 1 thread": "COPY 1 FILE MODELS BASE",
+        "copy on all threads": "COPY CORES FILE MODELS BASE", "mergekit": KIT,
+        "torch script": "RIVAL torch_merge METHOD DENSITY FILE BASE MODELS", "linear": MERGE,
+    },
+    "drops": {"this tool": "DARE --config RECIPE --output FOLDER -q", "mergekit": KIT},
+    "packed": {
+        "packed models": MERGE.replace("MODELS", "PACKED"), "the models": MERGE,
+        "packing one": "DARE pack --base BASE --merge MODEL --output FILE -q",
+    },
+    "analysis": {
+        "this tool": "DARE analyze --base BASE --merge MODELS -q", "torch script": "RIVAL torch_analyze BASE MODELS",
+        "reading on 1 thread": "COPY 1 NOWHERE MODELS BASE", "on all threads": "COPY CORES NOWHERE MODELS BASE",
+    },
+    "install": {f"{cache} cache": f"RIVAL install {cache} FOLDER ROOT" for cache in ("empty", "filled")},
+    "nodes": {count_of(nodes, "node"): INSIDE.format(f"ray {nodes}") for nodes in (1, 2)},
+    "threads": {count_of(n, "thread"): INSIDE.format(f"threads {n}") for n in (1, 2, 4, 8, 16) if n <= CORES},
+    "cuda": {"this tool": f"{MERGE} SETTINGS", "mergekit": KIT, "mergekit --cuda": f"{KIT} --cuda"},
+}  # fmt: skip
+METHODS = {point.method: section for section in ("analysis", "packed", "drops", "files") for point in SECTIONS[section]}
+SETTINGS = {"ties": "--method ties", "slerp": "--method slerp", "trim": "--method ties --keep-ratio 0.5"}
+# mergekit's names. Its slerp drops nothing, so it does less.
+KIT_METHODS = {"linear": "dare_linear", "ties": "dare_ties", "slerp": "slerp", "magnitude": "ties"}
+KIT_METHODS |= {"breadcrumbs": "breadcrumbs", "della": "della_linear"}
 # What Python, C++ and torch print when there is no memory left.
 STARVED = ("MemoryError", "std::bad_alloc", "DefaultCPUAllocator", "Cannot allocate memory")
-WIDTHS = {2e7: 128, 1e8: 512, 8e8: 1280, math.inf: 3072}  # hidden sizes of models with up to so many parameters
-Programs = dict[str, tuple[str, list[str]]]  # by role, a name and a command
 
 
 class Trouble(Exception):
-    """A program or a point could not be measured: why, in a word or two, and in detail."""
-
-
-def describe(parameters: int) -> tuple[dict[str, tuple[int, ...]], dict[str, Any]]:
-    """The tensors, and a config.json for mergekit: as many layers as come closest to the size."""
-    hidden = next(width for limit, width in WIDTHS.items() if parameters <= limit)
-    mlp, vocabulary = 128 * round(hidden / 48), min(32 * hidden, 32000)
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    layer |= {f"self_attn.{name}_proj": (hidden if name in "qo" else hidden // 4, hidden) for name in "qkvo"}
-    layer |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}
-    named = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "model.norm": (hidden,)}
-    rest = parameters - sum(map(math.prod, named.values()))
-    layers = max(1, round(rest / sum(map(math.prod, layer.values()))))
-    named |= {f"model.layers.{index}.{name}": shape for index in range(layers) for name, shape in layer.items()}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
-    config |= {"hidden_size": hidden, "intermediate_size": mlp, "vocab_size": vocabulary, "head_dim": 32}
-    config |= {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 128, "tie_word_embeddings": False}
-    return {f"{name}.weight": shape for name, shape in sorted(named.items())}, config
+    """A program could not be measured: why, in a word or two, and in detail."""
 
 
 def make_models(folder: Path, point: Point) -> list[Path]:
-    """The files of the base and its fine-tunes, whose values are close to the base's."""
-    import torch
     from safetensors.torch import save_file
 
-    tensors, config = describe(point.parameters)
+    folder.mkdir(exist_ok=True)
+    free, needed = shutil.disk_usage(folder).free, DTYPES[point.dtype][1] * point.parameters * (point.models + 2)
+    if free < needed + 256 * MIB:  # a disk that is filled to the last block is slow
+        sys.exit(f"{free / MIB:,.0f} MiB of disk are free, and {needed / MIB:,.0f} MiB are needed")
+    shapes, config = describe(point.parameters)
     files = [folder / f"model-{number}" / "model.safetensors" for number in range(point.models + 1)]
-    for model, file in enumerate(files):
-        made, random = {}, torch.Generator()
-        for seed, (name, shape) in enumerate(tensors.items()):
-            weights = torch.normal(float(len(shape) == 1), 0.02, shape, generator=random.manual_seed(seed))
-            if model:
-                weights += torch.normal(0.0, 0.001, shape, generator=random.manual_seed(1000 * model + seed))
-            made[name] = weights.to(getattr(torch, DTYPES[point.dtype][0]))
-        file.parent.mkdir(parents=True)
+    for number, file in enumerate(files):
+        file.parent.mkdir()
         file.with_name("config.json").write_text(json.dumps(config))
-        save_file(made, file, metadata={"format": "pt"})
+        save_file(make_state(shapes, number, point.dtype), file, metadata={"format": "pt"})
     return files
+
+
+def list_programs(section: str, point: Point, files: list[Path], output: Path) -> dict[str, list[str]]:
+    """The commands that are compared; what they read beside the models is made."""
+    (base, *models), recipe, dare = map(str, files), files[0].with_name("mergekit.yaml"), [sys.executable, DARE]
+    packed = [f"{file.parent}-packed.safetensors" for file in files[1:]]
+    words = {"BASE": [base], "MODELS": models, "MODEL": models[:1], "PACKED": packed, "RECIPE": [str(recipe)]}
+    words |= {"FILE": [f"{output}/merged.safetensors"], "FOLDER": [f"{output}/merged"], "NOWHERE": [os.devnull]}
+    words |= {"DARE": dare, "COPY": [*BARE, "copy"], "RIVAL": [sys.executable, RIVALS], "PYTHON": [sys.executable]}
+    words |= {"METHOD": [point.method], "DENSITY": [str(DENSITY)], "CORES": [str(point.threads or CORES)]}
+    words |= {"SETTINGS": SETTINGS.get(point.method, "").split(), "ROOT": [str(ROOT)]}
+    words["SETTINGS"] += ["--threads", str(point.threads)] if point.threads else []
+    if kit_method := KIT_METHODS.get(point.method):
+        dares, listed = kit_method != "slerp", [{"model": str(file.parent)} for file in files]
+        parameters = {"density": 0.5 if section == "drops" else DENSITY, "weight": 1 / len(models)}
+        wanted = {"merge_method": kit_method, "dtype": DTYPES[point.dtype][0], "models": listed[1:]}
+        wanted |= {"base_model": listed[0 if dares else 1]["model"], "parameters": parameters if dares else {"t": 0.5}}
+        recipe.write_text(json.dumps(wanted))  # JSON is YAML, too
+    for number, file in enumerate(packed if section == "packed" else ()):  # with the seeds of a merge of the models
+        flags = ["--base", base, "--merge", models[number], "--output", file, "--seed", str(42 + number), "-q"]
+        subprocess.run([*dare, "pack", *flags], check=True)
+    missing = {"linear": ["linear"], "trim": ["mergekit", "torch script"]}.get(point.method, [])
+    missing = missing if "mergekit" in INSTALLED else [*missing, "mergekit"]
+    lines = {role: line.split() for role, line in PROGRAMS[section].items() if role not in missing}
+    return {role: [each for word in line for each in words.get(word, [word])] for role, line in lines.items()}
 
 
 def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]:
@@ -134,171 +167,134 @@ def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]
         raise Trouble("out of memory", f"ended after {run['wall_s']:.1f} s")
     if status:
         raise Trouble("failed", "\n".join([f"ended with status {status}", *stderr.splitlines()[-20:]]))
-    return run  # type: ignore[no-any-return]
+    return run
 
 
-def list_programs(point: Point, files: list[Path], output: str, other: Path | None) -> Programs:
-    """What is compared, in the order of the table."""
-    base, *others = map(str, files)
-    method, (flags, kit_method), merges = point.method, METHODS[point.method], point.method != "analyze"
-    density = 1 - float(flags[-1]) if "--drop-rate" in flags else DENSITY
-
-    def tool(root: Path, method: str) -> list[str]:
-        words = [sys.executable, str(root / "dare.py"), *METHODS[method][0], "--quiet", "--base", base]
-        words += ["--merge", *others, *(["--output", output] if merges else [])]
-        return words + (["--threads", str(point.threads)] if point.threads else [])
-
-    if method == "pack":
-        return list_packing(base, others, output)
-    found = {"tool": (f"dare.py {method}", tool(ROOT, method))}
-    if other:
-        return found | {"against": (f"dare.py of {other}", tool(other, method))}
-    ending, how = ("-fsync", "with fsync") if merges else ("", "reading only")
-    for kind, threads in {"1": 1, "n": point.threads or CORES}.items():
-        words = [*BARE, "copy", str(threads), output if merges else os.devnull, *others, base]
-        found[f"floor-{kind}{ending}"] = f"floor, {count_of(threads, 'thread')}, {how}", words
-    if kit_method and "mergekit" in INSTALLED:
-        dares, models = method != "slerp", [{"model": str(file.parent)} for file in files]
-        parameters = {"density": density, "weight": 1 / len(others)} if dares else {"t": 0.5}
-        recipe: dict[str, Any] = {"merge_method": kit_method, "dtype": DTYPES[point.dtype][0], "parameters": parameters}
-        recipe |= {"base_model": models[0 if dares else 1]["model"], "models": models[1:]}
-        written = files[0].with_name("mergekit.yaml")
-        written.write_text(json.dumps(recipe))  # JSON is YAML, too
-        words = [sys.executable, "-m", "mergekit.scripts.run_yaml", str(written), output]
-        words += ["--no-copy-tokenizer", "--no-write-model-card", "--quiet"]
-        found["mergekit"] = f"mergekit {kit_method}{'' if dares else ' (no dropping)'}", words
-    if method != "trim" and "--drop" not in flags:
-        words = ["torch_merge", method, str(DENSITY), output] if merges else ["torch_analyze"]
-        found["torch"] = "plain torch script", [sys.executable, RIVALS, *words, base, *others]
-    if merges and method != "linear":
-        found["linear"] = "dare.py linear", tool(ROOT, "linear")
-    return found
-
-
-def list_packing(base: str, models: list[str], output: str) -> Programs:
-    """To pack a model, and to merge packed ones, beside the merge of the models themselves."""
-    words = [sys.executable, str(ROOT / "dare.py")]
-    packed = [f"{Path(model).parent}-packed.safetensors" for model in models]
-
-    def pack(number: int, written: str) -> list[str]:
-        seed = ["--seed", str(42 + number)]  # as the merge of the models has it
-        return [*words, "pack", "-q", "--base", base, "--merge", models[number], "--output", written, *seed]
-
-    def merge(given: list[str]) -> list[str]:
-        return [*words, "-q", "--base", base, "--merge", *given, "--output", output]
-
-    for number, written in enumerate(packed):
-        subprocess.run(pack(number, written), check=True)
-    share = os.path.getsize(packed[0]) / os.path.getsize(models[0])
-    return {
-        "tool": (f"dare.py pack, to {share:.1%} of the size", pack(0, output)),
-        "packed": ("dare.py linear, packed models", merge(packed)),
-        "linear": ("dare.py linear", merge(models)),
-    }
-
-
-def measure_point(point: Point, repeat: int, other: Path | None, scratch: Path) -> Stored:
+def measure_programs(section: str, point: Point, arguments: argparse.Namespace, scratch: Path) -> Stored:
     """Measure the programs in turn, so that a slow spell of the machine affects all of them."""
-    free, needed = shutil.disk_usage(scratch).free, DTYPES[point.dtype][1] * point.parameters * (point.models + 2)
-    if free < needed + 256 * MIB:  # a disk that is filled to the last block is slow
-        sys.exit(f"{free / MIB:,.0f} MiB of disk are free, and {needed / MIB:,.0f} MiB are needed")
-    output = scratch / "output" / "merged.safetensors"
-    inputs, small = make_models(scratch, point), make_models(scratch / "small", point._replace(parameters=START_UP))
-    programs, warm_up = (list_programs(point, files, str(output), other) for files in (inputs, small))
+    output, small = scratch / "output", point._replace(parameters=START_UP)
+    made = make_models(scratch, point), make_models(scratch / "small", small)
+    programs, warm_up = (list_programs(section, point, files, output) for files in made)
+    if arguments.against:
+        other = str(arguments.against / "dare.py")
+        for each in (programs, warm_up):
+            tool = next(iter(each.values()))
+            each.clear()
+            each |= {"this checkout": tool, other: [other if word == DARE else word for word in tool]}
 
     def run(command: list[str]) -> dict[str, float]:
-        output.parent.mkdir()
+        output.mkdir()
         os.sync()  # so that nothing of the runs before is left to be written back meanwhile
-        for file in inputs if point.cold else ():
+        for file in scratch.rglob("*.safetensors") if point.cold else ():
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
-            return measure(command, {"OMP_NUM_THREADS": str(point.threads)} if point.threads else {})
+            found = measure(command, {"OMP_NUM_THREADS": str(point.threads)} if point.threads else {})
+            written = sum(file.stat().st_size for file in output.glob("*.safetensors"))
+            return found | ({"written_bytes": written} if "pack" in command else {})
         finally:
-            shutil.rmtree(output.parent)
+            shutil.rmtree(output)
 
     # Bytecode and kernels are to be on disk, and the inputs in the cache, before anything is timed. One program runs at
     # full size: a virtual machine gets its memory only once it is used, and the first to use it would pay for that.
-    for name, command in [*warm_up.values(), programs["tool"]]:
-        print(f"warm-up: {name}", file=sys.stderr)
+    for command in [*warm_up.values(), next(iter(programs.values()))] if section != "install" else ():
         with suppress(Trouble):  # which shows again
             run(command)
-    most = dict.fromkeys(("mergekit", "torch"), 1 if point.parameters > CENTRE else 2)  # they are slow
-    figures: dict[str, Stored] = {}
-    for role, (name, _) in programs.items():
-        figures[role] = {"role": role, "name": name, "runs": [], "trouble": "", "detail": ""}
+    figures: Stored = {role: {"runs": [], "trouble": ""} for role in programs}
     order = random.Random(0)  # another order each time, since what ran just before matters
-    for number in range(repeat):
+    for number in range(arguments.repeat):
         for role in order.sample(list(programs), len(programs)):
-            if number < most.get(role, repeat) and not figures[role]["trouble"]:
-                print(f"run {number + 1} of {programs[role][0]}", file=sys.stderr)
-                try:
-                    figures[role]["runs"].append(run(programs[role][1]))
-                except Trouble as trouble:
-                    figures[role]["trouble"], figures[role]["detail"] = trouble.args
-    return {"point": point._asdict(), "size": inputs[0].stat().st_size, "figures": list(figures.values())}
+            slow, figure = role in ("torch script", "mergekit", "mergekit --cuda"), figures[role]
+            if figure["trouble"] or (slow and number > (point.parameters <= CENTRE)):
+                continue
+            print(f"run {number + 1} of {role}", file=sys.stderr)
+            try:
+                figure["runs"].append(run(programs[role]))
+            except Trouble as trouble:
+                figure["trouble"] = trouble.args[0]
+                print(": ".join(trouble.args), file=sys.stderr)
+    return {"figures": figures}
 
 
-def measure_all(points: list[Point], arguments: argparse.Namespace) -> Stored:
-    """What is stored: everything that the tables and the picture are made from."""
-    cpus = Path("/proc/cpuinfo")
+def identify(section: str, arguments: argparse.Namespace) -> Stored:
+    """Where points come from; only those that have all of it in common stand in one table."""
+    cpus, memory = Path("/proc/cpuinfo"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     named = re.search(r"model name\s*: (.+)", cpus.read_text()) if cpus.exists() else None
-    machine = {"system": platform.platform(terse=True), "processor": named[1] if named else platform.machine()}
-    machine |= {"cores": CORES, "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    versions = {"python": platform.python_version()} | {name: INSTALLED[name] for name in PACKAGES if name in INSTALLED}
-    outcomes: list[Stored] = []
-    results = {"command": sys.argv[1:], "machine": machine, "versions": versions, "outcomes": outcomes}
+    machine = [named[1] if named else platform.machine(), count_of(CORES, "core"), f"{memory:.1f} GiB of memory"]
+    if "a GPU" in NEEDS.get(section, ()):
+        machine.insert(0, import_module("torch").cuda.get_device_name())
+    versions = {platform.system(): platform.release(), "Python": platform.python_version()}
+    versions |= {"dare": import_module("darelib").__version__}
+    versions |= {name: INSTALLED[name] for name in PACKAGES if name in INSTALLED}
+    code = b"".join(file.read_bytes() for file in (ROOT / "dare.py", *sorted(ROOT.glob("darelib/**/*.py"))))
+    size = f" --parameters {arguments.parameters:g}" if arguments.parameters else ""
+    command = f"examples/benchmark.py --only {section} --repeat {arguments.repeat}{size}"
+    return {"machine": machine, "versions": versions, "code": hashlib.sha256(code).hexdigest(), "command": command}
+
+
+def measure_section(section: str, points: list[Point], results: Stored, arguments: argparse.Namespace) -> None:
+    """Measure the points that are not stored yet, and store each as soon as it is measured."""
+    origin, old = identify(section, arguments), results.get(section, {})
+    kept = old["outcomes"] if old | origin == old else []
+    outcomes = [each for each in kept if Point(**each["point"]) in points and not has_failed(each)]
+    results[section] = origin | {"outcomes": outcomes}
     for point in points:
+        if point in [Point(**each["point"]) for each in outcomes]:
+            continue
+        print(f"{section}: {point.label()}", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix="dare-benchmark-") as scratch:
-            outcomes.append(measure_point(point, arguments.repeat, arguments.against, Path(scratch)))
-        print_outcome(outcomes[-1])
+            programs = section != "gpu" and measure_programs(section, point, arguments, Path(scratch))
+        outcomes.append({"point": point._asdict()} | (programs or measure_gpu(point)))
         if arguments.json:
-            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    return results
+            written = arguments.json.with_suffix(".partial")
+            written.write_text(json.dumps(results, indent=1) + "\n")
+            written.replace(arguments.json)
+
+
+def has_failed(outcome: Stored) -> bool:
+    return any(each["trouble"] == "failed" for each in outcome["figures"].values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     add = parser.add_argument
-    add("--parameters", type=float, default=1e8, metavar="N", help="size of the models (default 1e8)")
+    add("--parameters", type=float, metavar="N", help="size of the models (default 1e8); of sections, at most that")
     add("--method", choices=list(METHODS), default="linear", help="what to measure (default linear)")
     add("--models", type=int, default=2, metavar="N", help="number of fine-tunes (default 2)")
     add("--dtype", choices=list(DTYPES), default="bf16", help="type of the tensors (default bf16)")
     add("--against", type=Path, metavar="DIR", help="compare with another checkout of the tool, and with nothing else")
-    add(
-        "--gpu", action="store_true", help="measure tensors in the memory of a CUDA GPU instead, 1e9 parameters or more"
-    )
-    add("--nodes", action="store_true", help="measure Ray clusters of one and two nodes with one CPU each instead")
-    add("--whole", action="store_true", help="measure the whole comparison, in about an hour")
+    add("--whole", action="store_true", help=f"measure all sections but {', '.join(ON_GPU)}, in about an hour")
+    add("--gpu", action="store_true", help=f"measure {', '.join(ON_GPU)}")
+    add("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help=f"measure some of {', '.join(SECTIONS)}")
     add("--repeat", type=int, default=3, metavar="N", help="runs of each program (default 3)")
-    add("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    add("--json", type=Path, metavar="FILE", help="store sections in this file, and measure what it lacks")
     add("--report", type=Path, metavar="FILE", help="measure nothing; print what such a file holds")
-    add("--plot", type=Path, metavar="FILE", help="draw times and memory: a .png or .svg file")
+    add("--plot", type=Path, metavar="FILE", help="draw times and memory of files: a .png or .svg file")
     arguments = parser.parse_args()
-    if arguments.gpu:
-        import benchmark_gpu
-
-        benchmark_gpu.run(describe, int(max(arguments.parameters, 1e9)), arguments.json)
-        return
-    if arguments.nodes:
-        import benchmark_nodes
-
-        with tempfile.TemporaryDirectory(prefix="dare-benchmark-") as scratch:
-            point = Point(int(arguments.parameters), arguments.method, arguments.models, arguments.dtype)
-            benchmark_nodes.run(make_models(Path(scratch), point), arguments.method, arguments.repeat)
-        return
-    if arguments.report:
-        results = json.loads(arguments.report.read_text())
-        for outcome in results["outcomes"]:
-            print_outcome(outcome)
+    chosen = arguments.only or [name for name in SECTIONS if (arguments.gpu if name in ON_GPU else arguments.whole)]
+    if arguments.json and not chosen:
+        parser.error("--json stores sections: give --whole, --gpu or --only as well")
+    stored = arguments.report or arguments.json
+    results = json.loads(stored.read_text()) if stored and stored.exists() else {}
+    here = {*INSTALLED, *(["uv"] if shutil.which("uv") else [])}
+    if {"gpu", "cuda"} & {*chosen} and "torch" in INSTALLED and import_module("torch").cuda.is_available():
+        here.add("a GPU")
+    for section in chosen:
+        if missing := [need for need in NEEDS.get(section, ()) if need not in here]:
+            print(f"{section} is left out: it needs {' and '.join(missing)}", file=sys.stderr)
+            continue
+        most = arguments.parameters or math.inf
+        points = dict.fromkeys(each._replace(parameters=int(min(each.parameters, most))) for each in SECTIONS[section])
+        measure_section(section, list(points), results, arguments)
+    if chosen or arguments.report:
+        print(report(results))
     else:
-        point = Point(int(arguments.parameters), arguments.method, arguments.models, arguments.dtype)
-        results = measure_all(POINTS if arguments.whole else [point], arguments)
-    print_end(results)
+        point = Point(int(arguments.parameters or 1e8), arguments.method, arguments.models, arguments.dtype)
+        measure_section(METHODS[point.method], [point], results, arguments)
+        print(show_runs(results[METHODS[point.method]]["outcomes"][0]))
     if arguments.plot:
-        draw(results["outcomes"], arguments.plot)
-    failed = (each["trouble"] == "failed" for outcome in results["outcomes"] for each in outcome["figures"])
-    sys.exit(1 if any(failed) else 0)
+        draw(results["files"]["outcomes"], arguments.plot)
+    sys.exit(int(any(has_failed(each) for section in results.values() for each in section["outcomes"])))
 
 
 if __name__ == "__main__":

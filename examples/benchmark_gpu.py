@@ -1,45 +1,61 @@
-"""What dare_merge takes on a CUDA GPU, beside a copy of the same bytes and mergekit's arithmetic in torch.
+"""Made-up models, and what dare_merge takes on a CUDA GPU, beside a copy of the same bytes and mergekit's arithmetic.
 
 Everything is in the GPU's memory, and merges are written into existing tensors. Times are wall-clock times of whole
-calls, Python's part included: the median of several, taken in turn. Bits are compared with the CPU's first.
+calls, Python's part included: several, taken in turn.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
-import statistics
-import sys
+import math
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-torch: Any = importlib.import_module("torch")
-State = dict[str, Any]
-DENSITY = 0.1
-SETTINGS: dict[str, dict[str, Any]] = {
-    "linear": {},
-    "ties": {"method": "ties"},
-    "slerp": {"method": "slerp"},
-    "trim": {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.5},
-}
+from benchmark_report import Point, Stored, count_of
+
+DENSITY = 0.1  # what the rivals keep of the deltas: the tool's default
+DTYPES = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}  # their names in torch, and bytes
+WIDTHS = {2e7: 128, 1e8: 512, 8e8: 1280, math.inf: 3072}  # hidden sizes of models with up to so many parameters
+SQUARES, SMALL, LLAMA = "squares of 4096", "squares of 1024", "Llama"  # what the tensors are like
+SETTINGS: dict[str, dict[str, Any]] = {"linear": {}, "ties": {"method": "ties"}, "slerp": {"method": "slerp"}}
+SETTINGS["trim"] = {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.5}
+Shapes, State = dict[str, tuple[int, ...]], dict[str, Any]
 
 
-def make_states(shapes: dict[str, tuple[int, ...]], models: int, device: str) -> list[State]:
-    """A base and its fine-tunes, whose values are close to the base's."""
-    random = torch.Generator(device).manual_seed(0)
+def describe(parameters: int) -> tuple[Shapes, dict[str, Any]]:
+    """The tensors of a Llama, and its config.json for mergekit: as many layers as come closest to the size."""
+    hidden = next(width for limit, width in WIDTHS.items() if parameters <= limit)
+    mlp, vocabulary = 128 * round(hidden / 48), min(32 * hidden, 32000)
+    layer: Shapes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    layer |= {f"self_attn.{name}_proj": (hidden if name in "qo" else hidden // 4, hidden) for name in "qkvo"}
+    layer |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}
+    named = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "model.norm": (hidden,)}
+    rest = parameters - sum(map(math.prod, named.values()))
+    layers = max(1, round(rest / sum(map(math.prod, layer.values()))))
+    named |= {f"model.layers.{index}.{name}": shape for index in range(layers) for name, shape in layer.items()}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
+    return {f"{name}.weight": shape for name, shape in sorted(named.items())}, config | {"hidden_size": hidden}
 
-    def noise(shape: Any, size: float) -> Any:
-        return torch.randn(shape, generator=random, device=device) * size
 
-    base = {name: noise(shape, 0.02).bfloat16() for name, shape in shapes.items()}
-    return [base, *({n: (t + noise(t.shape, 0.001)).bfloat16() for n, t in base.items()} for _ in range(models))]
+def make_state(shapes: Shapes, model: int, dtype: str = "bf16", device: str = "cpu") -> State:
+    """The base, if the number of the model is 0, or a fine-tune, whose values are close to the base's."""
+    import torch
+
+    made, random, empty = {}, torch.Generator(device), partial(torch.empty, device=device)
+    for seed, (name, shape) in enumerate(shapes.items()):
+        weights = empty(shape).normal_(float(len(shape) == 1), 0.02, generator=random.manual_seed(seed))
+        if model:
+            weights += empty(shape).normal_(0, 0.001, generator=random.manual_seed(1000 * model + seed))
+        made[name] = weights.to(getattr(torch, DTYPES[dtype][0]))
+    return made
 
 
 def merge_like_mergekit(base: State, finetuned: list[State], method: str, out: State) -> None:
     """mergekit 0.1.5's operations for dare_linear and dare_ties, in its order and types, one tensor at a time."""
+    import torch
+
     for name, start in base.items():
         deltas = []
         for model in finetuned:
@@ -56,46 +72,11 @@ def merge_like_mergekit(base: State, finetuned: list[State], method: str, out: S
         out[name].copy_(start + weighted.sum(0))
 
 
-def time_in_turn(tasks: dict[str, Callable[[], Any]], repeat: int) -> dict[str, float]:
-    """The median time of each, in milliseconds. The first run, which compiles, is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in tasks}
-    for number in range(repeat + 1):
-        for name, task in tasks.items():
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            task()
-            torch.cuda.synchronize()
-            if number:
-                times[name].append(1000 * (time.perf_counter() - started))
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
-def measure(
-    dare: Any, shapes: dict[str, tuple[int, ...]], models: int, kinds: list[str], rivals: bool
-) -> dict[str, Any]:
-    base, *finetuned = make_states(shapes, models, "cuda")
-    out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
-    elements = sum(tensor.numel() for tensor in base.values())
-    halves = torch.empty((2, (models + 2) * elements // 2), dtype=torch.bfloat16, device="cuda")
-    configs = {kind: dare.DareConfig(**SETTINGS[kind]) for kind in kinds}
-    tasks: dict[str, Callable[[], Any]] = {"copy": lambda: halves[0].copy_(halves[1])}
-    tasks |= {k: lambda c=c: dare.dare_merge(base, finetuned, c, out=out) for k, c in configs.items()}
-    if rivals:
-        for kind in ("linear", "ties"):
-            tasks[f"mergekit {kind}"] = lambda kind=kind: merge_like_mergekit(base, finetuned, kind, out)
-    found: dict[str, Any] = {"times_ms": time_in_turn(tasks, 9), "elements": elements, "tensors": len(base)}
-    extra = 0
-    for config in configs.values():
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        dare.dare_merge(base, finetuned, config, out=out)
-        extra = max(extra, torch.cuda.max_memory_allocated() - held)
-    return found | {"models": models, "extra_bytes": extra}
-
-
 def same_bits(dare: Any) -> bool:
     """Whether the GPU gives the CPU's bits."""
-    here = make_states({"w": (300, 700), "v": (4999,), "x": (64, 1024)}, 2, "cpu")
+    import torch
+
+    here = [make_state({"w": (300, 700), "v": (4999,), "x": (64, 1024)}, model) for model in range(3)]
     there = [{name: tensor.cuda() for name, tensor in state.items()} for state in here]
     for settings in SETTINGS.values():
         config = dare.DareConfig(**settings)
@@ -105,30 +86,41 @@ def same_bits(dare: Any) -> bool:
     return True
 
 
-def run(describe: Callable[[int], Any], parameters: int, file: Path | None) -> None:
-    """Measure and print a table. describe: gives the shapes of a model of some size."""
-    sys.path.insert(0, str(ROOT))
-    dare = importlib.import_module("dare")
-    if not torch.cuda.is_available():
-        sys.exit("--gpu needs a CUDA GPU, and torch that can use it")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, bf16, times of whole calls in ms")
-    print("bits equal to the CPU's" if same_bits(dare) else "BITS DIFFER FROM THE CPU'S")
-    every = list(SETTINGS)
-    squares = {f"layers.{k}.weight": (4096, 4096) for k in range(max(1, round(parameters / 4096**2)))}
-    small = {f"layers.{k}.weight": (1024, 1024) for k in range(max(1, parameters // 1_000_000))}
-    points = {
-        "squares of 4096, 2 models": measure(dare, squares, 2, every, rivals=True),
-        "Llama, 2 models": measure(dare, describe(parameters)[0], 2, every, rivals=False),
-        "squares of 4096, 5 models": measure(dare, squares, 5, ["linear", "ties"], rivals=False),
-        "small tensors, 2 models": measure(dare, small, 2, every, rivals=False),
+def measure_gpu(point: Point) -> Stored:
+    """Nine calls of each task, after one that compiles. A point's method says what its tensors are like."""
+    import torch
+
+    dare: Any = importlib.import_module("dare")
+    if 4 * point.parameters * (point.models + 2) > torch.cuda.mem_get_info()[1]:  # all models and as much for the copy
+        return {"figures": {"copy": {"runs": [], "trouble": "out of memory"}}}
+    squares = {f"layers.{k}.weight": (4096, 4096) for k in range(max(1, round(point.parameters / 4096**2)))}
+    small = {f"layers.{k}.weight": (1024, 1024) for k in range(max(1, point.parameters // 1_000_000))}
+    shapes = {SQUARES: squares, SMALL: small, LLAMA: describe(point.parameters)[0]}[point.method]
+    base, *finetuned = (make_state(shapes, model, device="cuda") for model in range(point.models + 1))
+    out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
+    elements = sum(tensor.numel() for tensor in base.values())
+    halves = torch.empty((2, (point.models + 2) * elements // 2), dtype=torch.bfloat16, device="cuda")
+    configs = {kind: dare.DareConfig(**SETTINGS[kind]) for kind in list(SETTINGS)[: 4 if point.models == 2 else 2]}
+    merges = {kind: partial(dare.dare_merge, base, finetuned, config, out=out) for kind, config in configs.items()}
+    tasks: dict[str, Callable[[], Any]] = {"copy": lambda: halves[0].copy_(halves[1]), **merges}
+    for kind in ("linear", "ties") if point.method == SQUARES and point.models == 2 else ():
+        tasks[f"mergekit's {kind}"] = partial(merge_like_mergekit, base, finetuned, kind, out)
+    figures: Stored = {role: {"runs": [], "trouble": ""} for role in tasks}
+    for number in range(10):
+        for role, task in tasks.items():
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            task()
+            torch.cuda.synchronize()
+            figures[role]["runs"] += [{"wall_s": time.perf_counter() - started}] if number else []
+    extra = 0
+    for merge in merges.values():
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        merge()
+        extra = max(extra, torch.cuda.max_memory_allocated() - held)
+    bits = "the CPU's bits" if same_bits(dare) else "BITS THAT DIFFER FROM THE CPU'S"
+    return {
+        "figures": figures,
+        "note": f", {count_of(len(base), 'tensor')}, {bits}, {extra / 1e6:.0f} MB of memory",
     }
-    for name, found in points.items():
-        times = found["times_ms"]
-        print(f"\n{name}: {found['elements'] / 1e9:.2f} B parameters in {found['tensors']} tensors, "
-              f"{found['extra_bytes'] / 1e6:.0f} MB beside inputs and output")  # fmt: skip
-        for task, taken in times.items():
-            rival = times.get(f"mergekit {task}")
-            faster = f", {rival / taken:.1f} times as fast as mergekit's arithmetic" if rival else ""
-            print(f"  {task:16} {taken:8.2f}   {taken / times['copy']:5.2f} copies{faster}")
-    if file:
-        file.write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "points": points}))

@@ -1,8 +1,10 @@
-"""Tables and a picture of what benchmark.py has measured and stored."""
+"""What benchmark.py has stored, in Markdown: for each section a table, its ratios in words, its origin; a picture."""
 
 from __future__ import annotations
 
 import math
+import textwrap
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -16,17 +18,15 @@ MEASURES: dict[str, tuple[str, Any, int]] = {
     "CPU time": ("cpu_s", median, 1),
     "peak memory": ("peak_bytes", max, MIB),
 }
-# What is compared throughout: name, and mark in the picture.
-PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "floor": ("copying the files", {"color": "#888888", "marker": "|", "markersize": 13, "markeredgewidth": 2.5}),
-    "tool": ("this tool", {"color": "#0072B2", "marker": "o", "markersize": 8, "markeredgecolor": "white"}),
-    "mergekit": ("mergekit", {"color": "#D55E00", "marker": "s", "markersize": 8, "markeredgecolor": "white"}),
-    "torch": ("plain torch script", {"color": "#009E73", "marker": "^", "markersize": 8, "markeredgecolor": "white"}),
+LESS = ("mergekit", "slerp")  # which drops nothing there
+COPIES = ("copy on 1 thread", "copy on all threads")
+MARKS = {
+    "copy": ("|", "#888888"),
+    "this tool": ("o", "#0072B2"),
+    "mergekit": ("s", "#D55E00"),
+    "torch script": ("^", "#009E73"),
 }
-COPIES = ("floor-1-fsync", "floor-n-fsync")
-TITLES = ["", "copy on 1 thread", "on all threads", "this tool", "/ copies", "mergekit", "torch script"]
-TITLES += ["MiB, this tool", "mergekit", "torch script"]
-Stored = dict[str, Any]  # all results, or the outcome of a point
+Stored = dict[str, Any]  # all results, a section, the outcome of a point, or the figures of a program
 
 
 class Point(NamedTuple):
@@ -56,65 +56,84 @@ def count_of(number: int, thing: str) -> str:
 def value(outcome: Stored, role: str, measure: str = "median time") -> float:
     """What was measured of a program; not a number if it was not."""
     key, pick, unit = MEASURES[measure]
-    runs = [run for each in outcome["figures"] if each["role"] == role for run in each["runs"]]
-    return float(pick([run[key] for run in runs]) / unit) if runs else math.nan
+    found = [run[key] for run in outcome["figures"].get(role, {"runs": []})["runs"] if key in run]
+    return float(pick(found) / unit) if found else math.nan
 
 
-def show(number: float, digits: int = 2) -> str:
+def ratio(outcome: Stored, role: str) -> float:
+    """How many times the first program's time it takes; mergekit's arithmetic, that of the same method on a GPU."""
+    return value(outcome, role) / value(outcome, role.partition("mergekit's ")[2] or next(iter(outcome["figures"])))
+
+
+def show(number: float, digits: int | None = None) -> str:
+    digits = (number < 10) + (number < 1) if digits is None else digits
     return "n/a" if math.isnan(number) else f"{number:,.{digits}f}"
 
 
-def print_outcome(outcome: Stored) -> None:
-    """One table. The tool and the copies wait for the disk (fsync); mergekit and torch do not."""
-    print(f"\n{Point(**outcome['point']).label()}, {outcome['size'] / MIB:,.0f} MiB each; times in s, memory in MiB")
-    print(f"{'':<44} runs " + " ".join(f"{title:>11}" for title in (*MEASURES, "time / tool")))
-    for each in outcome["figures"]:
-        numbers = [value(outcome, each["role"], measure) for measure in MEASURES]
-        numbers.append(value(outcome, each["role"]) / value(outcome, "tool"))
-        print(f"{each['name']:<44} {len(each['runs']):>4} " + " ".join(f"{show(number):>11}" for number in numbers))
-        if each["trouble"]:
-            print(f"{each['trouble']}: {each['detail']}")
-        if each["role"] == "against":
-            pairs = ((name, value(outcome, "tool", name) / value(outcome, "against", name)) for name in MEASURES)
-            print(f"this checkout / the other: {', '.join(f'{name} {show(ratio)}' for name, ratio in pairs)}")
+def span(numbers: Iterable[float]) -> str:
+    found = sorted(number for number in numbers if not math.isnan(number)) or [math.nan]
+    return " to ".join(dict.fromkeys(map(show, (found[0], found[-1]))))
 
 
-def rival(outcome: Stored, role: str) -> str:
-    """A rival's time and how many times the tool's that is, or why there is none."""
-    figures = next((each for each in outcome["figures"] if each["role"] == role), None)
-    if not figures or not figures["runs"]:
-        return figures["trouble"] if figures else "-"
-    notes = [f"{show(value(outcome, role) / value(outcome, 'tool'), 1)} x"]
-    notes += ["1 run"] * (len(figures["runs"]) == 1 < max(len(each["runs"]) for each in outcome["figures"]))
-    notes += ["no dropping"] * figures["name"].endswith("(no dropping)")
-    notes += [f"then {figures['trouble']}"] * bool(figures["trouble"])
-    return f"{value(outcome, role):.1f} ({', '.join(notes)})"
+def table(rows: list[list[str]]) -> str:
+    lines = [rows[0], ["---"] + ["---:"] * (len(rows[0]) - 1), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def show_runs(outcome: Stored) -> str:
+    """All measures of one point. The tool and the copies wait for the disk (fsync); mergekit and torch do not."""
+    rows = [[f"{Point(**outcome['point']).label()}; s, MiB", "runs", *MEASURES, "time / first", "trouble"]]
+    for role, figure in outcome["figures"].items():
+        numbers = [*(value(outcome, role, measure) for measure in MEASURES), ratio(outcome, role)]
+        rows.append([role, str(len(figure["runs"])), *(show(number, 2) for number in numbers), figure["trouble"]])
+    if "this checkout" in outcome["figures"]:
+        pairs = ([value(outcome, role, measure) for role in outcome["figures"]] for measure in MEASURES)
+        rows.append(["this checkout / the other", "", *(show(one / other, 2) for one, other in pairs), "", ""])
+    return table(rows)
+
+
+def show_time(outcome: Stored, role: str) -> str:
+    """How long a program took, and how many times the first one's time that is; or why there is nothing to show."""
+    figure, taken, times = outcome["figures"].get(role), value(outcome, role), ratio(outcome, role)
+    if not figure or not figure["runs"]:
+        return figure["trouble"] if figure else "-"
+    notes = [f"{show(times, 1 + (times < 2))} x"] * (role != next(iter(outcome["figures"])))
+    notes += [f"{run['written_bytes'] / 1e6:,.0f} MB" for run in figure["runs"][:1] if "written_bytes" in run]
+    notes += ["1 run"] * (len(figure["runs"]) == 1 < max(len(each["runs"]) for each in outcome["figures"].values()))
+    notes += ["no dropping"] * ((role, outcome["point"]["method"]) == LESS)
+    notes += [f"then {figure['trouble']}"] * bool(figure["trouble"])
+    shown = f"{show(taken, 1 + (taken < 10))} s" if taken > 0.1 else f"{show(1000 * taken, 2)} ms"
+    return shown + f" ({', '.join(notes)})" * bool(notes)
 
 
 def list_labels(outcomes: list[Stored]) -> list[str]:
     points = [Point(**outcome["point"]) for outcome in outcomes]
-    return [point.label(points[0]) for point in points]
+    return [point.label(points[0]) + outcome.get("note", "") for point, outcome in zip(points, outcomes, strict=True)]
 
 
-def summarize(outcomes: list[Stored]) -> str:
-    """A Markdown table with a row for each point: medians in seconds, and peaks in MiB."""
-    rows = [TITLES, ["---"] + ["---:"] * (len(TITLES) - 1)]
-    for label, outcome in zip(list_labels(outcomes), outcomes, strict=True):
-        slow, fast, tool = (value(outcome, role) for role in (*COPIES, "tool"))
-        fast = slow if math.isnan(fast) else fast  # with one thread, there may be only one
-        cells = [label, show(slow), show(fast), show(tool), f"{show(tool / slow)}, {show(tool / fast)}"]
-        cells += [rival(outcome, "mergekit"), rival(outcome, "torch")]
-        rows.append(cells + [show(value(outcome, role, "peak memory"), 0) for role in ("tool", "mergekit", "torch")])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def tell(section: Stored) -> list[str]:
+    """A table with a row for each point: medians, and peaks in MiB; the ranges of its ratios; where it comes from."""
+    outcomes, labels = section["outcomes"], list_labels(section["outcomes"])
+    roles = list(dict.fromkeys(role for outcome in outcomes for role in outcome["figures"]))
+    peaks = {role: [value(outcome, role, "peak memory") for outcome in outcomes] for role in roles}
+    peaks = {role: found for role, found in peaks.items() if span(found) != "n/a" and role not in COPIES}
+    rows = [["", *roles, *(f"MiB, {role}" for role in peaks)]]
+    for number, outcome in enumerate(outcomes):
+        times = [show_time(outcome, role) for role in roles]
+        rows.append([labels[number], *times, *(show(found[number], 0) for found in peaks.values())])
+    large = [each for each in outcomes if each["point"]["parameters"] >= outcomes[0]["point"]["parameters"]]
+    times = {role: [ratio(each, role) for each in large if (role, each["point"]["method"]) != LESS] for role in roles}
+    words = ", ".join(f"{role} {span(found)}" for role, found in times.items() if role != roles[0])
+    held = ", ".join(f"{role} {span(found)}" for role, found in peaks.items())
+    short = f"In short, in times of {roles[0]}: {words}." + f" MiB: {held}." * bool(held)
+    versions = ", ".join(f"{name} {version}" for name, version in section["versions"].items())
+    origin = f"Measured on {', '.join(section['machine'])}; {versions}; code {section['code'][:12]}; "
+    origin += f"`{section['command']}`"
+    return [table(rows), textwrap.fill(short, 120), textwrap.fill(origin, 120)]
 
 
-def print_end(results: Stored) -> None:
-    if len(results["outcomes"]) > 1:
-        print(f"\n{summarize(results['outcomes'])}")
-    machine, memory = results["machine"], results["machine"]["memory_bytes"] / (1 << 30)
-    cores = f"{count_of(machine['cores'], 'core')}, {memory:.1f} GiB of memory"
-    print(f"\n{machine['system']}, {machine['processor']}, {cores}")
-    print(", ".join(f"{name} {version}" for name, version in results["versions"].items()))
+def report(results: Stored) -> str:
+    return "\n\n".join("\n\n".join([f"## {name}", *tell(section)]) for name, section in results.items())
 
 
 def draw(outcomes: list[Stored], path: Path) -> None:
@@ -126,10 +145,10 @@ def draw(outcomes: list[Stored], path: Path) -> None:
     fastest = [min(COPIES, key=partial(value, outcome)) for outcome in outcomes]
     for axes, title, measure in zip(panels, titles, ("median time", "peak memory"), strict=True):
         axes.set_xscale("log")
-        for role, (name, style) in PROGRAMS.items():
-            programs = zip(outcomes, fastest if role == "floor" else [role] * len(outcomes), strict=True)
+        for role, (mark, color) in MARKS.items():
+            programs = zip(outcomes, fastest if role == "copy" else [role] * len(outcomes), strict=True)
             places = [value(outcome, program, measure) for outcome, program in programs]
-            axes.plot(places, range(len(places)), linestyle="none", label=name, **style)
+            axes.plot(places, range(len(places)), mark, label=role, color=color, markersize=8, markeredgewidth=2)
         axes.set_title(title, fontsize=12, loc="left", color="#333333")
         axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:,g}")
         axes.xaxis.set_minor_formatter("")

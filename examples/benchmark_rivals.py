@@ -1,12 +1,14 @@
-"""What benchmark.py runs in processes of their own: a copy of the files, and a merge and an analysis in plain torch.
+"""What benchmark.py runs in processes of their own; the first argument is the name of the function.
 
-The first argument is the name of the function. Modules that only one of them needs are imported there, so that the
-others start as fast as they can.
+Modules that only one of them needs are imported there, so that the others start as fast as they can. What a function
+prints as JSON takes the place of what is measured from outside.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -19,15 +21,14 @@ def launch(*command: str) -> None:
 
     A process's peak begins with the size of the process that started it, so this one has to be small.
     """
-    import json
     import resource
-    import subprocess
 
     started = time.perf_counter()
-    status = subprocess.call(command, stdout=sys.stderr)
+    done = subprocess.run(command, stdout=subprocess.PIPE)
     wall, usage = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    print(json.dumps([status, {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": peak}]))
+    run = {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": peak}
+    print(json.dumps([done.returncode, json.loads(done.stdout) if done.stdout[:1] == b"{" else run]))
 
 
 def copy(threads: str, output: str, *names: str) -> None:
@@ -48,6 +49,50 @@ def copy(threads: str, output: str, *names: str) -> None:
         worker.join()
     if output != os.devnull:
         os.fsync(target)
+
+
+def install(cache: str, output: str, root: str) -> None:
+    """Run the README's first command, once there is uv, in a fresh copy of the tree: what it installs, and how long."""
+    import re
+    import shutil
+    from pathlib import Path
+
+    command = re.findall(r"&& (uv run .+)", Path(root, "README.md").read_text())[0].split()
+    settings = {"UV_CACHE_DIR": f"{output}/cache", "UV_PROJECT_ENVIRONMENT": ".venv", "NUMBA_CACHE_DIR": ""}
+    for tree in (f"{output}/tree", f"{output}/again")[: 1 + (cache == "filled")]:
+        shutil.copytree(root, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "uv.lock", "*.egg-info"))
+        started = time.perf_counter()
+        subprocess.run(command, cwd=tree, env=os.environ | settings, stdout=sys.stderr, check=True)
+        taken = time.perf_counter() - started
+    files = (f"{folder}/{name}" for folder, _, names in os.walk(f"{tree}/.venv") for name in names)
+    print(json.dumps({"wall_s": taken, "written_bytes": sum(os.lstat(file).st_size for file in files)}))
+
+
+def merge_inside(runner: str, count: str, method: str, output: str, base: str, *models: str) -> None:
+    """Merge twice in this process, and time the second: by some threads, or by nodes of Ray's with one CPU each."""
+    import shutil
+
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    import dare
+
+    settings = {"method": method, "threads": int(count) if runner == "threads" else 1, "verbose": False}
+    if runner == "ray":
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which makes Ray stay at 127.0.0.1, on all systems
+        import ray
+        from ray.cluster_utils import Cluster
+
+        settings["max_shard_size"] = f"{os.path.getsize(base) // 24 // 1000}kB"
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        for _ in range(int(count) - 1):
+            cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+        ray.init(cluster.address, log_to_driver=False)
+    for _ in range(2):
+        shutil.rmtree(output, ignore_errors=True)
+        started = time.perf_counter()
+        dare.DareMerger(base, models, dare.DareConfig(**settings)).merge(output, runner=runner)
+        taken = time.perf_counter() - started
+    print(json.dumps({"wall_s": taken}))
 
 
 def torch_analyze(*files: str) -> None:

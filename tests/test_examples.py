@@ -29,6 +29,7 @@ import quality_report
 
 Capture, Models = pytest.CaptureFixture[str], list[Path]
 EXAMPLES = HERE / "examples"
+MEASURED = ("median time", "peak memory")
 STORED = EXAMPLES / "results" / "benchmark.json"
 QUALITY: dict[str, Any] = json.loads((EXAMPLES / "results" / "quality.json").read_text())
 TEXTS = {path: path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))}
@@ -65,11 +66,22 @@ def test_the_tests_that_prove_the_promises_exist() -> None:
 
 
 def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
-    printed = run_example("benchmark", "--report", STORED)
-    assert "\n".join(line for line in printed.splitlines() if line.startswith("|")) in EVIDENCE
-    first = json.loads(STORED.read_text())["outcomes"][0]
-    times = [benchmark_report.value(first, role) for role in ("tool", "mergekit", "torch")]
-    assert "| **{:.1f} s** | {:.1f} s | not measured | not measured | {:.1f} s |".format(*times) in README
+    results, printed = json.loads(STORED.read_text()), run_example("benchmark", "--report", STORED)
+    blocks = [block for section in results.values() for block in benchmark_report.tell(section)]
+    assert [block for block in blocks if block not in printed or block not in EVIDENCE] == []
+    outcomes, roles = results["files"]["outcomes"], ("this tool", "mergekit", "torch script")
+    largest = max(outcomes, key=lambda outcome: outcome["point"]["parameters"])
+    tool, kit, script = ([benchmark_report.value(outcomes[0], role, each) for each in MEASURED] for role in roles)
+    assert f"| **{tool[0]:.1f} s** | {kit[0]:.1f} s | not measured | not measured | {script[0]:.1f} s |" in README
+    assert f"| memory for it | **{tool[1]:.0f} MiB** | {kit[1] / 1024:.1f} GiB |" in README
+    assert f"the base and all adapters | {script[1] / 1024:.1f} GiB |" in README
+    tool, kit, script = ([benchmark_report.value(largest, role, each) for each in MEASURED] for role in roles)
+    assert f"| **{tool[0]:.0f} s, {tool[1]:.0f} MiB** | {kit[0]:.0f} s, {kit[1] / 1024:.0f} GiB |" in README
+    assert f"| {script[0]:.0f} s, {script[1] / 1024:.0f} GiB |" in README
+    if "gpu" in results:
+        gpu = results["gpu"]["outcomes"][0]
+        taken, times_as_fast = benchmark_report.value(gpu, "linear"), benchmark_report.ratio(gpu, "mergekit's linear")
+        assert f"in {1000 * taken:.1f} ms, {times_as_fast:.0f} times as fast" in README
     units, prose = quality_report.order(QUALITY), " ".join(EVIDENCE.split())
     assert quality_report.cliffs_table(units) in EVIDENCE
     assert f"these results took it {QUALITY['seconds']:.0f} s on an NVIDIA H200" in prose
@@ -153,29 +165,77 @@ def test_what_is_chosen_never_sees_test_data_or_test_masks(quality: Any, monkeyp
     assert lambdas == [set(settings.lambdas)] * 8, "DARE and its rivals choose from the same"
 
 
+def options(**changed: Any) -> SimpleNamespace:
+    return SimpleNamespace(repeat=1, against=None, json=None, parameters=None, **changed)
+
+
+def outcome_of(seconds: dict[str, list[float]], trouble: str = "") -> dict[str, Any]:
+    """What is stored of a point; the last program ran into trouble."""
+    figures = {role: {"runs": [{"wall_s": each} for each in runs], "trouble": ""} for role, runs in seconds.items()}
+    list(figures.values())[-1]["trouble"] = trouble
+    return {"figures": figures}
+
+
 def test_a_benchmark_prints_what_ran_out_of_memory_or_of_disk(folder: Path) -> None:
     for code, trouble in {"raise MemoryError": "out of memory", "1 / 0": "failed"}.items():
         with pytest.raises(benchmark.Trouble, match=trouble):
             benchmark.measure([sys.executable, "-c", code], {})
     with pytest.raises(SystemExit, match=r"MiB of disk are free, and .* MiB are needed"):
-        benchmark.measure_point(benchmark.Point(10**12), 1, None, folder)
-    outcome = json.loads(STORED.read_text())["outcomes"][0]
-    next(each for each in outcome["figures"] if each["role"] == "mergekit")["trouble"] = (
-        "out of memory"  # in a later run
-    )
-    assert benchmark_report.rival(outcome, "mergekit") == "28.6 (14.6 x, then out of memory)"
+        benchmark.measure_programs("files", benchmark.Point(10**12), options(), folder)
+    point = {"point": benchmark.Point(10**6)._asdict()}
+    for runs, shown in {(28.0, 30.0): "29.0 s (14.5 x, then out of memory)", (): "out of memory"}.items():
+        outcome = point | outcome_of({"this tool": [2.0, 2.0], "mergekit": list(runs)}, "out of memory")
+        assert benchmark_report.show_time(outcome, "mergekit") == shown
+
+
+def test_a_benchmark_that_was_stopped_goes_on_and_keeps_other_sections(monkeypatch: Patch) -> None:
+    measured: list[tuple[str, str]] = []
+
+    def pretend(section: str, point: Any, *_: Any) -> dict[str, Any]:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append((section, point.method))
+        return outcome_of({"this tool": [1.0], "mergekit": [20.0]}, "failed" * (point.method == "della"))
+
+    monkeypatch.setattr(benchmark, "measure_programs", pretend)
+    Path("f.json").write_text(json.dumps({"gpu": json.loads(STORED.read_text())["files"]}))
+    with pytest.raises(KeyboardInterrupt):
+        run(benchmark, "--only drops --json f.json")
+    del measured[0]
+    printed = run(benchmark, "--only drops --json f.json")
+    assert [method for _, method in measured] == ["breadcrumbs", "della"], "the first is not measured again"
+    assert printed.startswith("1\n")
+    assert re.search(r"(?m)^\| breadcrumbs \| \? s \| \? s \(20.0 x\) \|$", printed)
+    results = json.loads(Path("f.json").read_text())
+    assert list(results) == ["gpu", "drops"]
+    measured.clear()
+    run(benchmark, "--only drops --json f.json")
+    assert measured == [("drops", "della")], "what failed is measured again"
+    measured[:] = []
+    results["drops"]["code"] = "of an older version"
+    Path("f.json").write_text(json.dumps(results))
+    with pytest.raises(KeyboardInterrupt):
+        run(benchmark, "--only drops --json f.json")
+    assert [method for _, method in measured] == ["magnitude", "breadcrumbs"], "other code is measured from the start"
+    assert len(json.loads(Path("f.json").read_text())["drops"]["outcomes"]) == 2
 
 
 @pytest.mark.slow
 def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(benchmark, "POINTS", [benchmark.Point(200_000), benchmark.Point(200_000, "ties")])
-    printed = run(benchmark, "--whole --repeat 1 --json f.json --plot f.png")
-    assert re.search(r"(?m)^\| ties \| \d.* \(\d+\.\d x\) \|.* \|$", printed)
-    said = re.sub(r"(?m)^(run \d|warm-up:) .*\n", "", printed)
+    small = {"files": [benchmark.Point(200_000), benchmark.Point(200_000, "ties")]}
+    small |= {name: benchmark.SECTIONS[name] for name in ("drops", "packed", "analysis", "gpu", "threads")}
+    monkeypatch.setattr(benchmark, "SECTIONS", small)
+    printed = run(benchmark, "--whole --parameters 2e5 --repeat 1 --json f.json --plot f.png")
+    assert re.search(r"(?m)^\| ties \| \? s .* \(\d+\.\d x\) \|.* \|$", printed)
+    assert re.search(r"(?m)^\| magnitude, .*\? s", printed)
+    assert re.search(r"(?m)^\| cold \| \? s \| \? s \(.* x\) \| \? s \(.* x, 0 MB\)", printed)
+    said = re.sub(r"(?m)^(run \d|\w+:) .*\n", "", printed)
     assert run(benchmark, "--report f.json") == said
-    assert "plain torch script" in run(benchmark, "--parameters 2e5 --repeat 1 --method analyze")
+    assert "| torch script | 1 |" in run(benchmark, "--parameters 2e5 --repeat 1 --method analyze")
+    printed = run(benchmark, "--gpu --only threads --parameters 2e5 --repeat 1")
+    assert re.search(r"(?m)^\| ties \| \? s", printed)
     printed = run(benchmark, f"--parameters 2e5 --repeat 1 --against {HERE}")
-    assert re.match(r"(?s)0\n.*this checkout / the other: best time \d", printed)
+    assert re.match(r"(?s)0\n.*\n\| this checkout / the other \|  \| \d", printed)
     Path("dare.py").write_text("raise SystemExit('broken on purpose')")
     printed = run(benchmark, "--parameters 2e5 --repeat 1 --against .")
     assert re.match(r"(?s)1\n.*ended with status 1\nbroken on purpose", printed)

@@ -73,7 +73,13 @@ SECTIONS: dict[str, list[Point]] = {
     "cuda": [Point(CENTRE, method) for method in ("linear", "ties")],
 }
 ON_GPU = ("gpu", "threads", "cuda")  # what --gpu measures, and --whole does not
-NEEDS = {"install": ["uv"], "nodes": ["ray"], "gpu": ["a GPU"], "cuda": ["a GPU", "mergekit"]}
+NEEDS = {
+    "install": ["uv"],
+    "nodes": ["ray"],
+    "gpu": ["a GPU"],
+    "threads": ["safetensors"],
+    "cuda": ["a GPU", "mergekit"],
+}
 # What is compared, the first with all others. list_programs says what the words in capitals stand for.
 MERGE, INSIDE = "DARE --base BASE --merge MODELS --output FILE -q", "RIVAL merge_inside {} METHOD FOLDER BASE MODELS"
 KIT = "PYTHON -m mergekit.scripts.run_yaml RECIPE FOLDER --no-copy-tokenizer --no-write-model-card --quiet"
@@ -172,15 +178,12 @@ def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]
 
 def measure_programs(section: str, point: Point, arguments: argparse.Namespace, scratch: Path) -> Stored:
     """Measure the programs in turn, so that a slow spell of the machine affects all of them."""
-    output, small = scratch / "output", point._replace(parameters=START_UP)
-    made = make_models(scratch, point), make_models(scratch / "small", small)
-    programs, warm_up = (list_programs(section, point, files, output) for files in made)
+    output, small = scratch / "output", make_models(scratch / "small", point._replace(parameters=START_UP))
+    programs, warm_up = (list_programs(section, point, each, output) for each in (make_models(scratch, point), small))
     if arguments.against:
-        other = str(arguments.against / "dare.py")
-        for each in (programs, warm_up):
-            tool = next(iter(each.values()))
-            each.clear()
-            each |= {"this checkout": tool, other: [other if word == DARE else word for word in tool]}
+        other, tools = str(arguments.against / "dare.py"), [next(iter(each.values())) for each in (programs, warm_up)]
+        others = [[other if word == DARE else word for word in tool] for tool in tools]
+        programs, warm_up = ({"this checkout": tool, other: rival} for tool, rival in zip(tools, others, strict=True))
 
     def run(command: list[str]) -> dict[str, float]:
         output.mkdir()
@@ -190,8 +193,8 @@ def measure_programs(section: str, point: Point, arguments: argparse.Namespace, 
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             found = measure(command, {"OMP_NUM_THREADS": str(point.threads)} if point.threads else {})
-            written = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-            return found | ({"written_bytes": written} if "pack" in command else {})
+            packed = [file.stat().st_size for file in output.glob("*.safetensors") if "pack" in command]
+            return found | ({"written_bytes": packed[0]} if packed else {})
         finally:
             shutil.rmtree(output)
 
@@ -223,8 +226,11 @@ def identify(section: str, arguments: argparse.Namespace) -> Stored:
     machine = [named[1] if named else platform.machine(), count_of(CORES, "core"), f"{memory:.1f} GiB of memory"]
     if "a GPU" in NEEDS.get(section, ()):
         machine.insert(0, import_module("torch").cuda.get_device_name())
-    versions = {platform.system(): platform.release(), "Python": platform.python_version()}
-    versions |= {"dare": import_module("darelib").__version__}
+    versions = {
+        platform.system(): platform.release(),
+        "Python": platform.python_version(),
+        "dare": import_module("darelib").__version__,
+    }
     versions |= {name: INSTALLED[name] for name in PACKAGES if name in INSTALLED}
     code = b"".join(file.read_bytes() for file in (ROOT / "dare.py", *sorted(ROOT.glob("darelib/**/*.py"))))
     size = f" --parameters {arguments.parameters:g}" if arguments.parameters else ""

@@ -20,12 +20,8 @@ MEASURES: dict[str, tuple[str, Any, int]] = {
 }
 LESS = ("mergekit", "slerp")  # which drops nothing there
 COPIES = ("copy on 1 thread", "copy on all threads")
-MARKS = {
-    "copy": ("|", "#888888"),
-    "this tool": ("o", "#0072B2"),
-    "mergekit": ("s", "#D55E00"),
-    "torch script": ("^", "#009E73"),
-}
+MARKS = {"copy": ("|", "#888888"), "this tool": ("o", "#0072B2"), "mergekit": ("s", "#D55E00")}
+MARKS["torch script"] = ("^", "#009E73")
 Stored = dict[str, Any]  # all results, a section, the outcome of a point, or the figures of a program
 
 
@@ -127,8 +123,8 @@ def tell(section: Stored) -> list[str]:
     held = ", ".join(f"{role} {span(found)}" for role, found in peaks.items())
     short = f"In short, in times of {roles[0]}: {words}." + f" MiB: {held}." * bool(held)
     versions = ", ".join(f"{name} {version}" for name, version in section["versions"].items())
-    origin = f"Measured on {', '.join(section['machine'])}; {versions}; code {section['code'][:12]}; "
-    origin += f"`{section['command']}`"
+    machine, code = ", ".join(section["machine"]), section["code"][:12]
+    origin = f"Measured on {machine}; {versions}; code {code}; `{section['command']}`"
     return [table(rows), textwrap.fill(short, 120), textwrap.fill(origin, 120)]
 
 
@@ -148,12 +144,12 @@ def draw(outcomes: list[Stored], path: Path) -> None:
         for role, (mark, color) in MARKS.items():
             programs = zip(outcomes, fastest if role == "copy" else [role] * len(outcomes), strict=True)
             places = [value(outcome, program, measure) for outcome, program in programs]
-            axes.plot(places, range(len(places)), mark, label=role, color=color, markersize=8, markeredgewidth=2)
+            style = {"ms": 13, "mew": 2.5} if mark == "|" else {"ms": 8, "markeredgecolor": "white"}
+            axes.plot(places, range(len(places)), mark, label=role, color=color, **style)
         axes.set_title(title, fontsize=12, loc="left", color="#333333")
         axes.xaxis.set_major_formatter(lambda tick, _: f"{tick:,g}")
         axes.xaxis.set_minor_formatter("")
-        axes.grid(axis="x", color="#dddddd")
-        axes.grid(axis="y", color="#eeeeee")
+        axes.grid(color="#e6e6e6")
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(outcomes)), list_labels(outcomes))
     panels[0].set_ylim(len(outcomes) - 0.5, -0.5)

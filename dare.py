@@ -166,8 +166,8 @@ class DareMerger:
         from darelib.output.destination import find_output
         from darelib.output.publish import Output, explain_write_errors
         from darelib.report import report_merge
-        from darelib.run import load_runner
-        from darelib.run.parts import check_runner, make_part
+        from darelib.run import check_runner, load_runner
+        from darelib.run.parts import make_part
 
         started = time.perf_counter()
         check_runner(runner, part, ray_address)
@@ -502,7 +502,7 @@ def parse_part(text: str) -> tuple[int, ...] | str:
 
 
 def run_merge_command(flags: dict[str, Any]) -> None:
-    from darelib.run.parts import check_runner
+    from darelib.run import check_runner
 
     where = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
     check_runner(**{"runner": "threads", **where})

@@ -273,7 +273,7 @@ class Matcher:
             if self._is_quantised(name) and not alike:
                 raise DareError(
                     f"{self.base.name!r} is quantised, and {model.name!r} is not in the same way: see {name!r}",
-                    SCALE_HINT if mine is not None and mine.dtype.startswith("F8_") else QUANTISE_HINT,
+                    f"{QUANTISE_HINT}; {SCALE_HINT}" if mine is not None and mine.dtype == FP8 else QUANTISE_HINT,
                 )
             if module_of(name) in theirs and not self._is_quantised(name) and not name.endswith("bias"):
                 if isinstance(self.base.tensors.get(f"{module_of(name)}.weight"), ScaledTensor):

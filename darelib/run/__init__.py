@@ -15,7 +15,21 @@ Run: TypeAlias = Callable[[Any], list[Any]]  # an Output to Outcomes
 RUNNERS: Final = {"threads": "darelib.run.threads", "ray": "darelib.run.ray"}
 
 
-def load_runner(name: str = "threads") -> Any:
-    if name not in RUNNERS:
-        raise ConfigError(f"there is no runner {name!r}", nearest(str(name), RUNNERS))
+def load_runner(name: str) -> Any:
     return importlib.import_module(RUNNERS[name])
+
+
+def check_runner(runner: str, part: Any = None, ray_address: str | None = None) -> None:
+    """Refuse what does not go together, or does not exist."""
+    if runner not in RUNNERS:
+        raise ConfigError(f"there is no runner {runner!r}", nearest(str(runner), RUNNERS))
+    if ray_address is not None and runner != "ray":
+        raise ConfigError("--ray-address means nothing without --runner ray", "add that, or leave it out")
+    if part is None:
+        return
+    if runner != "threads":
+        raise ConfigError(f"--part and --runner {runner} both divide a merge", "choose one of them")
+    is_pair = isinstance(part, tuple) and len(part) == 2 and all(type(number) is int for number in part)
+    if not (is_pair and 1 <= part[0] <= part[1]):
+        said = "/".join(map(str, part)) if is_pair else repr(part)
+        raise ConfigError(f"there is no part {said}", "--part 3/16 is the third of sixteen; in Python, part=(3, 16)")

@@ -9,7 +9,6 @@ from darelib.interrupts import Interrupts
 from darelib.models import Input, check_unchanged
 from darelib.output.publish import Shard, share_folder
 from darelib.plan import MergePlan
-from darelib.run import load_runner
 from darelib.run.threads import run_jobs
 from darelib.run.worker import Outcome, Worker
 from darelib.text import LOG, ConfigError, count_of, progress
@@ -46,21 +45,6 @@ def make_part(
         for shard in plan.shards(numbers):
             outcomes += make_shard(shard, inputs, identity, advance, interrupts)
     return own, outcomes
-
-
-def check_runner(runner: str, part: Any = None, ray_address: str | None = None) -> None:
-    """Refuse what does not go together, or does not exist."""
-    load_runner(runner)
-    if ray_address is not None and runner != "ray":
-        raise ConfigError("--ray-address means nothing without --runner ray", "add that, or leave it out")
-    if part is None:
-        return
-    if runner != "threads":
-        raise ConfigError(f"--part and --runner {runner} both divide a merge", "choose one of them")
-    is_pair = isinstance(part, tuple) and len(part) == 2 and all(type(number) is int for number in part)
-    if not (is_pair and 1 <= part[0] <= part[1]):
-        said = "/".join(map(str, part)) if is_pair else repr(part)
-        raise ConfigError(f"there is no part {said}", "--part 3/16 is the third of sixteen; in Python, part=(3, 16)")
 
 
 def check_shards(plan: MergePlan, what: str) -> None:

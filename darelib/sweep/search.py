@@ -86,10 +86,10 @@ class Patience(Interrupts):
         return self
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self._caught or number == signal.SIGTERM:
+        self._caught.append((number, frame))  # first, since the next one may come at any moment
+        if len(self._caught) > 1 or number == signal.SIGTERM:
             self._before[number](number, frame)
         LOG.warning("stopping after this trial; once more to stop at once")
-        self._caught.append((number, frame))
 
 
 class OnlyOnce(logging.Filter):

@@ -436,6 +436,7 @@ def test_wrong_words_are_named(models: list[Path], tmp_path: Path, capsys: Captu
         assert hint in refuse(tmp_path, capsys, 2, complaint, arguments=arguments).splitlines()[1]
 
 
+@pytest.mark.slow
 def test_any_models_are_drawn(pair: Any, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
     pytest.importorskip("matplotlib")
     base = {"a.weight": torch.rand(4, 4), r"$\foo$.weight": torch.rand(4, 4), "n": torch.arange(3)}

@@ -94,6 +94,7 @@ def test_toml_that_takes_forever_is_refused_at_once(models: Models, refused: Ref
     assert time.process_time() - started < 5
 
 
+@pytest.mark.slow
 def test_a_recipe_that_could_not_be_read_again_is_not_written(models: Models, refused: Refused) -> None:
     Path("c.toml").write_text(f'[[rules]]\nmatch = ["*", "{"x" * ((1 << 20) - 60)}"]\ndrop_rate = 0.5')
     refused(2, "the recipe would be longer than 1,048,576 bytes", *MERGE, "-c", "c.toml")

@@ -40,7 +40,7 @@ from tests.support import (
 from tests.test_kernels import DEVICES, merge_by
 from tests.test_packed import pack
 
-few = examples(30)
+few = examples(20)
 DROPS = ("random", "magnitude", "breadcrumbs", "della")
 Config = dict[str, Any]
 # A drop of each kind, with rescales and methods in turn.

@@ -176,7 +176,7 @@ def test_a_signal_stops_the_driver(cluster: Any, merger: DareMerger, tmp_path: P
     process.send_signal(signal.SIGTERM)
     printed = process.communicate(timeout=60)
     assert process.returncode == 143, printed
-    assert printed[1].startswith("interrupted"), printed
+    assert "interrupted\n" in printed[1], printed  # Ray may have its say before
     assert (tmp_path / "out.partial").exists()
 
 

@@ -505,7 +505,7 @@ def run_merge_command(flags: dict[str, Any]) -> None:
     from darelib.run import check_runner
 
     where = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
-    check_runner(**{"runner": "threads", **where})
+    check_runner(**where)
     merger, request = make_merger(flags)
     if "write_config" in flags:
         from darelib.output.configfile import write_request

@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 
 class Interrupts:
     """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through, if there is one."""
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> Self:
         self._caught: list[tuple[int, FrameType | None]] = []
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():  # no other gets signals

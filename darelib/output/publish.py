@@ -194,9 +194,9 @@ class Shard(Files):
         self.marks = [(os.open(path, os.O_RDONLY | BINARY), path)]
         try:
             # The merge that asked for this file may have failed, and another one have begun in its place.
-            check_same_merge(Journal(path), identity, self.folder)
-            whole = Journal(path).done  # by a process that went on alone
-            if whole and not all(self.are_there()):
+            whole = Journal(path)  # of a process that went on alone
+            check_same_merge(whole, identity, self.folder)
+            if whole.done and not all(self.are_there()):
                 raise DareError(
                     f"{file.name!r} is gone from {str(self.folder)!r}", "remove that folder, and merge again"
                 )
@@ -213,7 +213,7 @@ class Shard(Files):
         except BaseException:
             self._close()
             raise
-        self.done = [*whole, *self.journal.done]
+        self.done = [*whole.done, *self.journal.done]
         self.flusher.start()
 
     def __enter__(self) -> Shard:

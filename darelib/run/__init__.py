@@ -19,7 +19,7 @@ def load_runner(name: str) -> Any:
     return importlib.import_module(RUNNERS[name])
 
 
-def check_runner(runner: str, part: Any = None, ray_address: str | None = None) -> None:
+def check_runner(runner: str = "threads", part: Any = None, ray_address: str | None = None) -> None:
     """Refuse what does not go together, or does not exist."""
     if runner not in RUNNERS:
         raise ConfigError(f"there is no runner {runner!r}", nearest(str(runner), RUNNERS))

@@ -145,6 +145,8 @@ def make_elsewhere(order: Order, number: int) -> list[Any]:
     """The task: one file of the output, made on the node that Ray chose. Gives what its jobs found, as entries."""
     with Interrupts() as interrupts:
         if OPENED.get("order") != order:
+            OPENED.pop("open", ExitStack()).close()  # of the merge before
+            OPENED.clear()
             OPENED.update(open_like(order), order=order)
         [shard] = OPENED["plan"].shards([number])
         outcomes = make_shard(shard, OPENED["inputs"], order.identity, lambda _: None, interrupts)

@@ -81,10 +81,6 @@ class Options:
 class Patience(Interrupts):
     """Holds a first Ctrl-C back until a trial is done; a second one, or SIGTERM, stops at once."""
 
-    def __enter__(self) -> Patience:
-        super().__enter__()
-        return self
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self._caught.append((number, frame))  # first, since the next one may come at any moment
         if len(self._caught) > 1 or number == signal.SIGTERM:

@@ -196,15 +196,13 @@ class MergePlan(Task):
         """What must be equal for this merge to be the continuation of another."""
         recipe = tomllib.loads(self.recipe)
         files = {file.name: [file.size, hashlib.sha256(file.header).hexdigest()] for file in self.files}
-        # By where a directory really is, so that nodes and parts may be started from different ones.
-        every = ((os.path.realpath(file.path.parent), file) for model in inputs for file in model.files)
-        statuses = {
-            os.path.join(folder, file.path.name): {
-                "size": file.status.st_size,
-                "modification time": file.status.st_mtime_ns,
-            }
-            for folder, file in every
-        }
+        statuses: dict[str, dict[str, int]] = {}
+        for source, file in ((model.source, file) for model in inputs for file in model.files):
+            # What the Hub has pinned is the same in every cache; all else is where it really is, by whatever path.
+            place = source.pinned or os.path.realpath(file.path.parent)
+            found = statuses[os.path.join(place, file.path.name)] = {"size": file.status.st_size}
+            if not source.pinned:
+                found["modification time"] = file.status.st_mtime_ns
         settings = {key: recipe.get(key, {}) for key in ("dare", "rules", "models")}
         # What the models' configurations and settings, all rules considered, come to for each tensor.
         decided = hashlib.sha256()
@@ -212,9 +210,9 @@ class MergePlan(Task):
             parts: tuple[Any, ...] = (t.name, t.finetuned, t.mask_names, t.merged, t.settings)
             parts += (t.scales.block, t.scales.powers) if t.scales else ()
             decided.update(repr(parts).encode("utf-8", "replace"))
-        found = {**settings, "inputs": statuses, "recipe": recipe["recipe"], "files": files}
-        found |= {"way to merge the tensors": decided.hexdigest(), "jobs": TUNING.job_elements}
-        plain: dict[str, Any] = json.loads(json.dumps(found))
+        whole = {**settings, "inputs": statuses, "recipe": recipe["recipe"], "files": files}
+        whole |= {"way to merge the tensors": decided.hexdigest(), "jobs": TUNING.job_elements}
+        plain: dict[str, Any] = json.loads(json.dumps(whole))
         return plain
 
 

@@ -67,6 +67,11 @@ class Source:
     path: Path
     recorded: str = ""  # what recipes call it, where that is not the last part of its path: its name on the Hub
 
+    @property
+    def pinned(self) -> str:
+        """Its name and commit, if it lies in a cache of the Hub, where directories are called by their commits."""
+        return self.recorded if self.recorded.endswith(f"@{self.path.name}") else ""
+
     @classmethod
     def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
         if isinstance(given, Source):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable
@@ -64,6 +65,24 @@ def test_models_are_found_by_name_and_recipes_pin_their_commits(tmp_path: Path, 
     assert done.returncode == 0, done.stderr
     for path in sorted(out.iterdir()):
         assert (tmp_path / "elsewhere" / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_parts_may_each_have_a_cache_of_their_own(
+    tmp_path: Path, snapshots: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As machines do that share no cache: what was downloaded by one has other times, and perhaps another place."""
+    flags = ("org/base", "org/math", "--max-shard-size", "6kB", "--engine", "plain")
+    whole = {path.name: path.read_bytes() for path in merge_by_name(*flags).iterdir()}
+    shutil.rmtree("out")
+    assert len([name for name in whole if name.endswith(".safetensors")]) > 1
+    merge_by_name(*flags, "--part", "1/2")
+    for name, commit in COMMITS.items():
+        support.to_hub_cache(tmp_path / "another", f"org/{name}", tmp_path / "made" / name, commit)
+    for path in (tmp_path / "another").rglob("*.safetensors"):
+        os.utime(path, (1, 1))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another"))
+    merge_by_name(*flags, "--part", "2/2")
+    assert {path.name: path.read_bytes() for path in merge_by_name(*flags, "--resume").iterdir()} == whole
 
 
 def test_a_path_beats_a_name_on_the_hub(tmp_path: Path, snapshots: list[Path]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from dare import ConfigError, DareConfig, DareError, DareMerger
 from darelib.output.journal import Journal
 from tests.scene import Contents, Patch, contents, launch, wait_for
-from tests.support import BF16, HERE, finetune, random_model, save_directory
+from tests.support import BF16, HERE, finetune, random_model, save_directory, to_hub_cache
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which makes Ray stay at 127.0.0.1, on all systems
 ray = pytest.importorskip("ray")
@@ -25,10 +25,12 @@ SETTINGS: dict[str, Any] = {"method": "ties", "keep_ratio": 0.5, "max_shard_size
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_CACHE", str(tmp_path_factory.getbasetemp() / "hub-of-the-nodes"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("PYTHONPATH", str(HERE))
         patch.setenv("RAY_health_check_period_ms", "1000")  # so that a lost node is missed soon
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -73,6 +75,21 @@ def test_a_cluster_makes_the_bytes_and_the_figures_of_one_machine(
     assert contents(tmp_path / "out") == whole
     assert report.models == merger.merge(tmp_path / "whole").models
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_nodes_may_have_a_cache_of_the_hub_of_their_own(
+    cluster: Any, merger: DareMerger, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for hub in (tmp_path / "hub", Path(os.environ["HF_HUB_CACHE"])):
+        for name, commit in (("base", "b" * 40), ("math", "c" * 40)):
+            to_hub_cache(hub, f"org/{name}", tmp_path / name, commit)
+    monkeypatch.chdir(tmp_path)
+    named = DareMerger("org/base", ["org/math"], merger.config)
+    named.merge("whole")
+    named.merge("out", runner="ray", ray_address=cluster.address)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 SLOW = """

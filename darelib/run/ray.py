@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from textwrap import shorten
 from typing import Any, Final
 
@@ -55,7 +56,7 @@ class Order:
 def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, address: str | None) -> Run:
     ray = load_ray()
     check_shards(plan, "--runner ray")
-    sources = tuple(replace(m.source, path=m.source.path.absolute()) for m in inputs)
+    sources = tuple(name_for_all(model.source) for model in inputs)
     order = Order(sources, plan.config, plan.tokenizer, plan.output, plan.identity(inputs))
 
     def run(output: Output) -> list[Outcome]:
@@ -74,6 +75,12 @@ def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, ad
         return outcomes
 
     return run
+
+
+def name_for_all(source: Source) -> Source:
+    """A model as every node finds it: by its commit on the Hub, of which a node may have its own cache, or its path."""
+    pinned = source.pinned
+    return Source(pinned, Path(pinned)) if pinned else replace(source, path=source.path.absolute())
 
 
 def load_ray() -> Any:

@@ -1,20 +1,21 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["dare-merge[torch,plot]", "scikit-learn"]
+# dependencies = ["dare-merge[torch,plot,sweep]", "scikit-learn"]
 #
 # [tool.uv.sources]
 # dare-merge = { path = "..", editable = true }
 # ///
-"""Does DARE work? Train models from nothing, thin and merge them with this tool, score them, and compare.
+"""What should I use? Train models from nothing, merge them in every way that this tool has, and rank the ways.
 
     uv run examples/quality.py --quick
     uv run examples/quality.py --out results.json --plot picture.png
     uv run examples/quality.py --report results.json [--plot picture.png]
 
-Two families, each at three widths, on data that every machine has: small transformers that read the standard library
-of Python letter by letter and are fine-tuned for word tasks, and networks that read scikit-learn's digits. For each
-family and width: a base, a fine-tune with small deltas for each of three skills, and one with large deltas.
-What is tuned is tuned on validation data with masks of their own, and scored on test data; on a GPU where there is one.
+Two families on data that every machine has, in bf16: transformers that read the sources and the documentation of Python
+letter by letter and are fine-tuned for word tasks, the largest of 100 million parameters, and networks that read
+scikit-learn's digits. Each is trained several times over: a base, and a fine-tune for each of three skills. Each way to
+merge a pair and all three gets the same number of trials of the tool's own search, on validation data and with masks of
+their own; what it finds is scored on test data. A run that was stopped goes on where its results file ends.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, product
+from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -46,48 +47,74 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
 
-from dare import DareConfig, dare_merge
+from dare import DareConfig, dare_merge, dare_sweep
 
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 quiet = partial(DareConfig, verbose=False)
+State = dict[str, Tensor]
 Recipe = tuple[int, float, int]  # of a training run: steps, rate for a width of 64, batch
-# The widths of a family, and how it is trained: the base; the experts, with a low rate for small deltas, as the paper
-# wants them; and one with a high rate and more steps, whose deltas are large on purpose.
-Plan = tuple[tuple[int, ...], Recipe, Recipe, Recipe]
+
+
+class Unit(NamedTuple):
+    """A kind of network, and how it is trained; fine-tunes have a low rate, so that their deltas are small."""
+
+    family: str
+    width: int
+    layers: int
+    base: Recipe
+    expert: Recipe
+    trainings: int = 5
+
+    def __str__(self) -> str:
+        return f"{self.family}/{self.width}"
 
 
 class Settings(NamedTuple):
-    """What is tried, and with how many masks; by default as in the documents."""
+    """What is trained and how much is tried; by default as in the documents."""
 
-    chars: Plan = ((64, 256, 768), (5000, 4e-3, 256), (1500, 3e-4, 128), (1500, 4e-3, 128))
-    digits: Plan = ((64, 512, 2048), (200, 1e-3, 64), (600, 1e-3, 64), (1500, 1e-2, 64))
+    units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
+        Unit("chars", 1024, 8, (2500, 4e-3, 256), (1000, 3e-4, 128), 3),
+        *(Unit("chars", width, 2, (4000, 4e-3, 256), (1500, 3e-4, 128)) for width in (768, 256, 64)),
+        *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
+    )
+    trials: int = 24  # of the search of each contender
+    masks: int = 3  # with which the best of a search are scored again, and its winner is tested; 0: one test
     rates: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # for one model
-    shifts: tuple[float, ...] = (0.0, 0.1, 0.2, 0.4, 0.6)  # DAREx-q: q = (1 - p) ** (1 - shift)
-    merge_rates: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95)  # without 0, which is the rival
-    lambdas: tuple[float, ...] = (0.5, 1.0, 1.5, 2.0, 2.5, 3.0)  # for DARE and its rivals alike
-    validation_seeds: int = 2
-    test_seeds: int = 5
 
 
 QUICK: Final = Settings(
-    chars=((32, 64, 96), (1200, 6e-3, 32), (400, 1.2e-3, 48), (500, 5e-3, 32)),
-    digits=((32, 128, 512), (200, 1e-3, 64), (400, 1e-3, 64), (600, 1e-2, 64)),
-    rates=(0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99),
-    shifts=(0.0, 0.2, 0.5),
-    merge_rates=(0.5, 0.9),
-    lambdas=(1.0, 1.5, 2.0),
-    validation_seeds=1,
-    test_seeds=3,
+    units=(
+        Unit("chars", 64, 2, (1000, 6e-3, 32), (400, 1.2e-3, 48), 2),
+        Unit("digits", 128, 2, (200, 1e-3, 64), (400, 1e-3, 64), 3),
+    ),
+    trials=6,
+    masks=0,
+    rates=(0.0, 0.5, 0.8, 0.9, 0.99),
 )
-# Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of validation and test lie apart.
-SEEDS: Final = {"validation": range(1000, 2000, 10), "test": range(2000, 3000, 10)}
+# Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of search and test lie apart.
+SEARCH_SEED, TEST_SEEDS = 1000, range(2000, 3000, 10)
+SCALE, RATE = {"low": 0.3, "high": 3.0}, {"low": 0.05, "high": 0.99}
+DROPS: Final[dict[str, dict[str, Any]]] = {
+    "DARE": {"drop_rate": RATE},
+    "DAREx-q": {"drop_rate": RATE, "rescale_q": {"low": 0.01, "high": 1.0}},
+    "magnitude": {"drop": "magnitude", "drop_rate": RATE},
+    "breadcrumbs": {"drop": "breadcrumbs", "drop_rate": RATE, "gamma": {"low": 0.0, "high": 0.01}},
+    "della": {"drop": "della", "drop_rate": {"low": 0.1, "high": 0.9}, "epsilon": 0.09},
+}
+RESCALED: Final = {"DARE": ("l1", "none"), "magnitude": ("l1",), "breadcrumbs": ("l1",), "della": ("l1", "none")}
+# What is dropped and how the rest is rescaled, with what a search may choose beside lambda.
+THINNINGS: Final[dict[str, dict[str, Any]]] = {
+    "": {"drop_rate": 0.0},
+    **{f" + {name}": space for name, space in DROPS.items()},
+    **{f" + {name}, {how}": DROPS[name] | {"rescale": how} for name, hows in RESCALED.items() for how in hows},
+}
+METHODS: Final = {"linear": "task arithmetic", "ties": "ties", "slerp": "slerp", "ram": "ram"}
+ARMS: Final[dict[str, dict[str, Any]]] = {  # of one model, by drop rate
+    "DARE": {}, "no rescale": {"rescale": "none"}, "magnitude": {"drop": "magnitude"},
+}  # fmt: skip
 ALPHABET: Final = 96  # the end of a line, and what ASCII prints
 LINE: Final = 16  # letters of a task line with its padding: "r stdlib=bildts" and the end of the line
-CONTEXT: Final = 2 * LINE
-# Files of some size that every Python has; their text differs a little from one version to the next.
-TEXTS: Final = (
-    "argparse ast datetime difflib doctest inspect optparse pdb pickletools pydoc_data/topics subprocess tarfile"
-)
+CONTEXT: Final = 4 * LINE
 # The share of the base's rows that are task lines, and how many of those give the right answer: in the others the word
 # is only repeated. So the base has seen the tasks, mostly done badly, and like a pretrained model it can do more than
 # it does by itself.
@@ -111,11 +138,11 @@ def encode(text: str) -> Tensor:
 class Transformer(nn.Module):
     """A small GPT that predicts the next letter from those before. Its norms have no weights."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         self.heads = max(2, width // 64)
         self.letters, self.places = nn.Embedding(ALPHABET, width), nn.Embedding(CONTEXT, width)
-        self.blocks = nn.ModuleList(nn.ModuleDict() for _ in range(2))
+        self.blocks = nn.ModuleList(nn.ModuleDict() for _ in range(layers))
         shapes = [("qkv", 1, 3), ("out", 1, 1), ("up", 1, 4), ("down", 4, 1)]
         for block, (name, ins, outs) in product(self.blocks, shapes):
             block[name] = nn.Linear(ins * width, outs * width, bias=False)
@@ -135,14 +162,16 @@ class Transformer(nn.Module):
 
 
 class Chars:
-    """Letters of the standard library, and word tasks: "r hello=olleh"."""
+    """Letters of Python's sources and documentation, and word tasks: "r hello=olleh"."""
 
     skills = tuple(WORD_TASKS)
     network = Transformer
 
     def __init__(self) -> None:
-        files = [Path(sysconfig.get_path("stdlib"), f"{name}.py") for name in TEXTS.split()]
-        text = re.sub(r"[^\n -~]", "", "".join(file.read_text(encoding="utf-8") for file in files if file.is_file()))
+        folder = Path(sysconfig.get_path("stdlib"))  # whose text differs a little from one version to the next
+        files = [*sorted(folder.glob("*.py")), folder / "pydoc_data" / "topics.py"]
+        whole = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file())
+        text = re.sub(r"[^\n -~]", "", whole)
         words = sorted(set(re.findall(r"\b[a-z]{4,6}\b", text)))
         random.Random(0).shuffle(words)
         self.text = encode(text)
@@ -163,7 +192,7 @@ class Chars:
         if skill is None:
             tasks = round(batch * TASK_SHARE)
             starts = pick(len(self.text) - CONTEXT, (batch - tasks, 1))
-            right = torch.rand(2 * tasks, generator=generator) < RIGHT_SHARE
+            right = torch.rand(tasks * CONTEXT // LINE, generator=generator) < RIGHT_SHARE
             drawn = lines[right.long(), pick(count, right.shape), pick(words, right.shape)]
             rows = torch.cat([self.text[starts + torch.arange(CONTEXT)], drawn.view(tasks, CONTEXT)])
             return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
@@ -204,9 +233,10 @@ class Digits:
         self.parts = {part: [torch.cat([tensor[cut]] * COPIES) for tensor in held_out] for part, cut in parts.items()}
         self.draws = ((torch.arange(COPIES) + 0.5) / COPIES).repeat_interleave(half)
 
-    def network(self, width: int) -> nn.Module:
-        layers = [nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
-        return nn.Sequential(nn.Flatten(), *layers)
+    def network(self, width: int, layers: int) -> nn.Module:
+        sizes = [64, *[width] * layers]
+        hidden = [layer for ins, outs in pairwise(sizes) for layer in (nn.Linear(ins, outs), nn.ReLU())]
+        return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, 10))
 
     def loss(self, model: nn.Module, skill: str | None, batch: int, generator: Generator) -> Tensor:
         images, labels = self.train
@@ -220,21 +250,19 @@ class Digits:
 
 
 class Lab:
-    """The models of one family at one width, and the scores of their merges."""
+    """The models of one training, and the scores of their merges."""
 
-    def __init__(self, family: Chars | Digits, width: int, plan: Plan) -> None:
-        self.family, self.width = family, width
-        _, base, expert, large = plan
-        torch.manual_seed(width)
-        self.model = family.network(width)
-        self.base, self.experts = self.fit(base, 1), {}
-        self.skills = {skill: skill for skill in family.skills} | {"large": family.skills[0]}
-        for seed, (name, skill) in enumerate(self.skills.items(), 2):
+    def __init__(self, unit: Unit, training: int) -> None:
+        self.family, self.width = {"chars": Chars, "digits": Digits}[unit.family](), unit.width
+        torch.manual_seed(training)
+        self.model = self.family.network(unit.width, unit.layers)
+        self.base, self.experts = self.fit(unit.base, 10 * training), {}
+        for number, skill in enumerate(self.family.skills, 1):
             self.model.load_state_dict(self.base)
-            self.experts[name] = self.fit(large if name == "large" else expert, seed, skill)
+            self.experts[skill] = self.fit(unit.expert, 10 * training + number, skill)
 
-    def fit(self, recipe: Recipe, seed: int, skill: str | None = None) -> dict[str, Tensor]:
-        """Train on from the weights as they are, for one skill or, without one, as a base."""
+    def fit(self, recipe: Recipe, seed: int, skill: str | None = None) -> State:
+        """Train on from the weights as they are, for one skill or, without one, as a base. Gives them in bf16."""
         steps, rate, batch = recipe
         # The wider, the less each weight has to move: between the square root, common for whole models, and 1 / width.
         rate *= (64 / self.width) ** 0.75
@@ -243,101 +271,110 @@ class Lab:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1, cycle_momentum=False)
         for _ in range(steps):
             optimizer.zero_grad()
-            self.family.loss(self.model, skill, batch, generator).backward()
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
+                self.family.loss(self.model, skill, batch, generator).backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-        return {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+        return {name: tensor.detach().bfloat16() for name, tensor in self.model.named_parameters()}
 
     @torch.no_grad()
-    def scores(self, names: Sequence[str], config: DareConfig, part: str, masks: int) -> list[list[float]]:
-        """The shares of right answers: a row for each mask, one where nothing is dropped, with each expert's skill."""
-        rows, experts, skills = [], [self.experts[name] for name in names], [self.skills[name] for name in names]
-        for seed in SEEDS[part][: masks if config.drop_rate else 1]:
-            self.model.load_state_dict(dare_merge(self.base, experts, replace(config, seed=seed)))
-            rows.append([self.family.right(self.model, skill, part).float().mean().item() for skill in skills])
-        return rows
+    def score(self, state: State, skills: Sequence[str], part: str) -> float:
+        """The share of right answers, as a mean over skills."""
+        self.model.load_state_dict(state)
+        right = [self.family.right(self.model, skill, part).float().mean() for skill in skills]
+        return torch.stack(right).mean().item()
 
-    def tune(self, names: Sequence[str], configs: Sequence[DareConfig], settings: Settings) -> dict[str, Any]:
-        """What is best on validation data, the first of equals, and its scores on test data."""
-        tried = [self.scores(names, config, "validation", settings.validation_seeds) for config in configs]
-        means = [fmean(map(fmean, rows)) for rows in tried]
-        best = configs[means.index(max(means))]
-        rows = [[round(x, 4) for x in row] for row in self.scores(names, best, "test", settings.test_seeds)]
-        return {"drop_rate": best.drop_rate, "lambda": best.lambda_coeff, "scores": rows}
+    def test(self, skills: Sequence[str], config: DareConfig, masks: int = 0) -> float:
+        """The score of a merge of the experts for some skills, as a mean over masks."""
+        experts = [self.experts[skill] for skill in skills]
+        merges = (dare_merge(self.base, experts, replace(config, seed=seed)) for seed in TEST_SEEDS[: masks or 1])
+        return round(fmean(self.score(merged, skills, "test") for merged in merges), 4)
 
-
-def single_arms(rate: float, settings: Settings) -> dict[str, list[DareConfig]]:
-    """What is compared for one model at one drop rate: for each arm what its setting is chosen from."""
-    divisors = [max(1 - rate, (1 - rate) ** (1 - shift)) for shift in settings.shifts] if rate else [None]
-    return {
-        "DARE": [quiet(drop_rate=rate)],
-        "no rescale": [quiet(drop_rate=rate, rescale=False)],
-        "magnitude": [quiet(drop_rate=0.0, method="ties", keep_ratio=1 - rate)],  # trim alone prunes each tensor
-        "DAREx-q": [quiet(drop_rate=rate, rescale_q=divisor) for divisor in divisors],
-    }
+    def contend(self, skills: Sequence[str], space: dict[str, Any], settings: Settings) -> dict[str, Any]:
+        """What a search finds best on validation data, and its score on test data."""
+        experts = [self.experts[skill] for skill in skills]
+        found = dare_sweep(
+            self.base, experts, lambda state: self.score(state, skills, "validation"), space, quiet(seed=SEARCH_SEED),
+            trials=settings.trials, confirm=settings.masks,
+        )  # fmt: skip
+        chosen = {name: round(value, 4) for name, value in found.best.params.items() if isinstance(value, float)}
+        return {"score": self.test(skills, found.best.config, settings.masks), "chosen": chosen}
 
 
-def merge_arms(count: int, settings: Settings) -> dict[str, list[DareConfig]]:
-    """The same for several models."""
-
-    def grid(method: str, rates: Sequence[float]) -> list[DareConfig]:
-        return [quiet(drop_rate=p, method=method, lambda_coeff=x) for p, x in product(rates, settings.lambdas)]
-
-    arms = {"average": [quiet(drop_rate=0.0)], "linear + DARE 0.9": grid("linear", [0.9])}
-    for method in ("linear", "ties", "slerp") if count == 2 else ("linear", "ties"):
-        arms |= {method: grid(method, [0.0]), f"{method} + DARE": grid(method, settings.merge_rates)}
-    return arms
+def list_contenders(count: int) -> dict[str, dict[str, Any]]:
+    """All ways to merge so many models, each with what its search chooses from."""
+    found = {}
+    for (method, name), (thinning, space) in product(METHODS.items(), THINNINGS.items()):
+        if (method != "slerp" or count == 2) and (method in ("linear", "ties") or "drop" not in space):
+            found[name + thinning] = {"method": method, "lambda_coeff": SCALE, **space}
+    return found
 
 
-def measure(unit: str, settings: Settings) -> tuple[str, dict[str, Any]]:
-    """Train and measure one family at one width."""
-    # On one thread sums are taken in the same order every time; several units keep several cores busy.
+def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
+    """Train once, and measure."""
+    # On one thread sums are taken in the same order every time; several trainings keep several cores busy.
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high")
     torch.set_default_device(DEVICE)
-    family, width = unit.split("/")
-    lab = Lab({"chars": Chars, "digits": Digits}[family](), int(width), getattr(settings, family))
-    skills, single, merged = lab.family.skills, {name: {} for name in lab.experts}, {}
-    for name, rate in product(lab.experts, settings.rates):
-        for arm, configs in single_arms(rate, settings).items():
-            scores = lab.tune([name], configs, settings)["scores"]
-            single[name].setdefault(arm, []).append([score for [score] in scores])
-    for chosen in [*combinations(skills, 2), skills]:
-        arms = merge_arms(len(chosen), settings)
-        merged[" + ".join(chosen)] = {arm: lab.tune(chosen, arms[arm], settings) for arm in arms}
-    base = lab.tune(skills, [quiet(drop_rate=0.0, lambda_coeff=0.0)], settings)
-    where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{os.cpu_count()} CPU cores"
-    print(f"{unit} is measured", file=sys.stderr, flush=True)
-    return unit, {
-        "settings": settings._asdict(),
-        "machine": f"{where}, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}",
-        "parameters": sum(tensor.numel() for tensor in lab.base.values()),
-        "skills": skills,
-        "models": {"base": {"scores": base["scores"][0]}},
-        "single": single,
-        "merged": merged,
+    started = time.perf_counter()
+    lab = Lab(unit, training)
+    skills, seconds = lab.family.skills, {"training": time.perf_counter() - started}
+    curves = {
+        arm: [fmean(lab.test([skill], quiet(drop_rate=rate, **more)) for skill in skills) for rate in settings.rates]
+        for arm, more in ARMS.items()
     }
+    merges: dict[str, Any] = {}
+    for chosen in ([skills[training % 3], skills[(training + 1) % 3]], skills):
+        spaces = list_contenders(len(chosen))
+        merges[" + ".join(chosen)] = {name: lab.contend(chosen, spaces[name], settings) for name in spaces} | {
+            "plain average": {"score": lab.test(chosen, quiet(drop_rate=0.0)), "chosen": {}}
+        }
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+    seconds["all"] = time.perf_counter() - started
+    return {
+        "machine": f"{where}, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}",
+        "parameters": sum(tensor.numel() for tensor in lab.base.values()),
+        "seconds": {name: round(taken, 1) for name, taken in seconds.items()},
+        "base": round(lab.score(lab.base, skills, "test"), 4),
+        "curves": curves,
+        "merges": merges,
+    }
+
+
+def run(settings: Settings, file: Path | None) -> dict[str, Any]:
+    """Measure what a results file lacks, and write it after each training."""
+    plan = json.loads(json.dumps(settings))
+    results: dict[str, Any] = {"settings": plan, "seconds": 0.0, "units": {}}
+    if file and file.exists():
+        results = json.loads(file.read_text(encoding="utf-8"))
+        if results["settings"] != plan:
+            sys.exit(f"{file} is of another experiment: give another name")
+    every = {f"{unit}/{k}": (unit, k, settings) for unit in settings.units for k in range(unit.trainings)}
+    started, before = time.perf_counter(), results["seconds"]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        names = {pool.submit(measure, *what): name for name, what in every.items() if name not in results["units"]}
+        for done in as_completed(names):
+            results["units"][names[done]] = done.result()
+            results["seconds"] = round(before + time.perf_counter() - started, 1)
+            print(f"{names[done]} is measured, {results['seconds']:.0f} s", file=sys.stderr, flush=True)
+            if file:
+                file.write_text(json.dumps(results) + "\n", encoding="utf-8")
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="smaller models and fewer masks: minutes on two cores")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the results here")
+    parser.add_argument("--quick", action="store_true", help="smaller models and fewer trials: minutes on two cores")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the results here, or go on from there")
     parser.add_argument("--report", metavar="FILE", type=Path, help="train nothing: report on a results file")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the scores: a .png or .svg file")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the ranking: a .png or .svg file")
     options = parser.parse_args()
     if options.report:
         results = json.loads(options.report.read_text(encoding="utf-8"))
     else:
-        started, settings = time.perf_counter(), QUICK if options.quick else Settings()
-        # The longest first, so that none is waited for at the end.
-        units = [f"{name}/{width}" for name in ("chars", "digits") for width in getattr(settings, name)[0][::-1]]
-        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-            found = dict(pool.map(partial(measure, settings=settings), units))
-        results = {"seconds": round(time.perf_counter() - started, 1), "units": found}
-    if options.out:
-        options.out.write_text(json.dumps(results) + "\n", encoding="utf-8")
+        results = run(QUICK if options.quick else Settings(), options.out)
     print(report(results))
     if options.plot:
         draw(results, options.plot)

@@ -1,177 +1,230 @@
-"""A table, verdicts and a picture of what quality.py has measured: from its results file alone."""
+"""Tables, verdicts and a picture of what quality.py has measured: from its results file alone."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections.abc import Sequence
-from itertools import groupby, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
 
 from darelib.sweep.report import chance
 
-# Okabe and Ito's colours, which colour-blind people can tell apart, less the yellow, which print loses. Lines also
-# differ in mark and dash, for print without colour.
-COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
-DASHES: Final[tuple[Any, ...]] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)), (0, (3, 1)), (0, (8, 3)), "-")
-SINGLE_ARMS: Final = ("DARE", "no rescale", "magnitude", "DAREx-q")
-# Each is compared with the same method without dropping, whose lambda was chosen from the same grid.
-MERGE_ARMS: Final = ("linear + DARE", "linear + DARE 0.9", "ties + DARE", "slerp + DARE")
-# Without dropping, linear is the average with a lambda of its own.
-LABELS: Final = {"average": "average, lambda 1", "linear": "average, lambda tuned"}
+REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
+# What each step is worth: what it is called, with it, and without it.
+STEPS: Final = (
+    ("lambda searched for, not 1", "task arithmetic", "plain average"),
+    ("ties, not task arithmetic", "ties", "task arithmetic"),
+    ("slerp, not task arithmetic", "slerp", "task arithmetic"),
+    ("ram, not task arithmetic", "ram", "task arithmetic"),
+    ("DARE in task arithmetic", "task arithmetic + DARE", "task arithmetic"),
+    ("DARE in ties", "ties + DARE", "ties"),
+    ("DARE in slerp", "slerp + DARE", "slerp"),
+    ("DARE in ram", "ram + DARE", "ram"),
+    ("magnitude in task arithmetic", "task arithmetic + magnitude", "task arithmetic"),
+    ("magnitude in ties, as its paper has it", "ties + magnitude", "ties"),
+    ("rescaling by 1 / (1 - p), not at all", "task arithmetic + DARE", "task arithmetic + DARE, none"),
+    ("rescaling by l1, not by 1 / (1 - p)", "task arithmetic + DARE, l1", "task arithmetic + DARE"),
+    ("a divisor searched for (DAREx-q)", "task arithmetic + DAREx-q", "task arithmetic + DARE"),
+    ("della, not DARE", "task arithmetic + della", "task arithmetic + DARE"),
+    ("breadcrumbs, not magnitude", "task arithmetic + breadcrumbs", "task arithmetic + magnitude"),
+)
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
-# A difference counts where a two-sided t test over the masks gives it a chance of 1 in 20 at most, and where it is
-# large enough to matter: a point of the score.
 SIGNIFICANT: Final = 0.05
-MATTERS: Final = 0.01
-EFFECT: Final = {1: "better", -1: "worse", 0: "cannot be told"}
-
-Unit = dict[str, Any]  # what was measured of one family at one width
-Masks = list[float]  # a value for each mask
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
+Results = dict[str, Any]
 
 
-def order(results: dict[str, Any]) -> dict[str, Unit]:
-    """Family by family, from the narrowest to the widest."""
-    return dict(sorted(results["units"].items(), key=lambda item: (item[0].split("/")[0], item[1]["parameters"])))
+def units_of(results: Results) -> dict[str, list[Results]]:
+    """What was measured of each kind of network, a record for each training, from the smallest network up."""
+    names: dict[str, list[Results]] = {}
+    for name, record in results["units"].items():
+        names.setdefault(name.rpartition("/")[0], []).append(record)
+    return dict(sorted(names.items(), key=lambda item: (item[0].split("/")[0], item[1][0]["parameters"])))
 
 
-def average(unit: Unit, rows: Sequence[Sequence[float]]) -> Masks:
-    """The mean over the rows for each mask. What is deterministic was measured once, and is the same for all masks."""
-    return [fmean(row[k % len(row)] for row in rows) for k in range(unit["settings"]["test_seeds"])]
+def title(name: str, records: Sequence[Results]) -> str:
+    number = records[0]["parameters"]
+    size = f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number / 1e3:.3g} k"
+    return f"{name.split('/')[0]}, {size}"
 
 
-def curve(unit: Unit, names: Sequence[str], arm: str) -> list[Masks]:
-    """The mean score of the fine-tunes at each drop rate."""
-    return [average(unit, rows) for rows in zip(*(unit["single"][name][arm] for name in names), strict=True)]
+def probability(values: Sequence[float]) -> float:
+    """That a mean so far from 0, either way, is chance: a t test."""
+    if len(values) < 2 or not stdev(values):
+        return float(not any(values))
+    return 2 * chance(abs(fmean(values)) / (stdev(values) / math.sqrt(len(values))), len(values) - 1)
 
 
-def merge_scores(unit: Unit, merge: str, arm: str) -> Masks:
-    """The mean over the skills."""
-    return average(unit, list(zip(*unit["merged"][merge][arm]["scores"], strict=True)))
+def correct(found: Sequence[float]) -> list[float]:
+    """Probabilities of several tests, corrected for their number by Holm's way."""
+    least, corrected = 0.0, dict[int, float]()
+    for rank, (p, place) in enumerate(sorted(zip(found, range(len(found)), strict=True))):
+        corrected[place] = least = max(least, min(1.0, p * (len(found) - rank)))
+    return [corrected[place] for place in range(len(found))]
 
 
-def cliff(rates: Sequence[float], scores: Sequence[float], least: float) -> float:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+@dataclass
+class Comparison:
+    """How many points one contender is ahead of another, by unit for each training, and the chance of such a mean."""
+
+    name: str
+    values: dict[str, list[float]]
+    p: float = 1.0
+
+    @property
+    def every(self) -> list[float]:
+        return [value for values in self.values.values() for value in values]
+
+    def cells(self) -> list[str]:
+        """Of a table: over all trainings, what can be told of that, and for each kind of network."""
+        told = ("better" if fmean(self.every) > 0 else "worse") if self.p <= SIGNIFICANT else "cannot be told"
+        return [
+            spread(self.every, "+.1f"),
+            f"{told} (p {self.p:.2g})",
+            *(f"{fmean(x):+.1f}" for x in self.values.values()),
+        ]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    return f"{fmean(values):{form}}" + (f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else "")
+
+
+def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Comparison]:
+    """Of each pair, by the mean over the merges of a training that both are for; corrected for their number."""
+    found = []
+    for name, one, other in pairs:
+        values: dict[str, list[float]] = {}
+        for unit, records in units_of(results).items():
+            merges = [[arms for arms in r["merges"].values() if one in arms and other in arms] for r in records]
+            values[unit] = [100 * fmean(arms[one]["score"] - arms[other]["score"] for arms in each) for each in merges]
+        found.append(Comparison(name, values))
+    for comparison, p in zip(found, correct([probability(each.every) for each in found]), strict=True):
+        comparison.p = p
+    return found
+
+
+def rank(results: Results) -> list[Comparison]:
+    """All contenders against the reference, the best first."""
+    every = {name for record in results["units"].values() for arms in record["merges"].values() for name in arms}
+    pairs = [(name, name, REFERENCE) for name in sorted(every - {REFERENCE})]
+    return sorted(compare(results, pairs), key=lambda each: -fmean(each.every))
+
+
+def chosen(results: Results, contender: str, setting: str) -> str:
+    """The median of what the searches have chosen."""
+    merges = [arms for record in results["units"].values() for arms in record["merges"].values() if contender in arms]
+    values = [arms[contender]["chosen"].get(setting, 0) for arms in merges]
+    return f"{median(values):.2g}" if any(values) else "-"
+
+
+def ranking(results: Results) -> str:
+    head = ["", "all", "", *(title(*each) for each in units_of(results).items()), "lambda", "drop rate"]
+    settings = ("lambda_coeff", "drop_rate")
+    return table(head, [[c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)] for c in rank(results)])
+
+
+def steps(results: Results) -> str:
+    head = ["", "all", "", *(title(*each) for each in units_of(results).items())]
+    return table(head, [[each.name, *each.cells()] for each in compare(results, STEPS)])
+
+
+def scores(results: Results) -> str:
+    """What is ranked, in itself: the base, the experts at their own skill, and the reference, in %."""
+    rows = []
+    for name, records in units_of(results).items():
+        merged = [fmean(arms[REFERENCE]["score"] for arms in record["merges"].values()) for record in records]
+        found = [[record["base"] for record in records], [r["curves"]["DARE"][0] for r in records], merged]
+        cells = [f"{100 * fmean(each):.1f}" for each in found]
+        rows.append([title(name, records), f"{records[0]['parameters']:,}", str(len(records)), *cells])
+    return table(["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE], rows)
+
+
+def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
     """The highest drop rate up to which no score is below the least, by straight lines between the rates tried."""
-    tried = [(0.0, least), *zip(rates, scores, strict=True)]
+    tried = [(0.0, least), *zip(rates, found, strict=True)]
     for (rate, score), (next_rate, next_score) in pairwise(tried):
         if next_score < least:
             return rate + (score - least) / (score - next_score) * (next_rate - rate)
     return rates[-1]
 
 
-def cliffs(unit: Unit, names: Sequence[str], arm: str) -> Masks:
-    """The mean cliff of the fine-tunes; the one with large deltas has the first skill."""
-    rows = []
-    for name in names:
-        scores, skill = curve(unit, [name], arm), 0 if name == "large" else unit["skills"].index(name)
-        base, expert = unit["models"]["base"]["scores"][skill], scores[0][0]  # nothing is dropped at the first rate
-        least = base + KEPT_GAIN * (expert - base)
-        rows.append([cliff(unit["settings"]["rates"], mask, least) for mask in zip(*scores, strict=True)])
-    return average(unit, rows)
+def cliffs(results: Results) -> str:
+    """One model: the drop rate in % up to which most of what fine-tuning gained stays."""
+    rows, rates = [], results["settings"][3]
+    for name, records in units_of(results).items():
+        cells = [title(name, records)]
+        for arm in records[0]["curves"]:
+            kept = [r["base"] + KEPT_GAIN * (r["curves"][arm][0] - r["base"]) for r in records]
+            found = [100 * cliff(rates, r["curves"][arm], least) for r, least in zip(records, kept, strict=True)]
+            cells.append(spread(found, ".0f"))
+        rows.append(cells)
+    return table(["", *records[0]["curves"]], rows)
 
 
-def cliffs_table(units: dict[str, Unit]) -> str:
-    """As the documents show it."""
-    lines = [
-        "| | parameters | DARE | drop without rescale | magnitude pruning | DAREx-q | DARE, large deltas |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for name, unit in units.items():
-        found = [*(cliffs(unit, unit["skills"], arm) for arm in SINGLE_ARMS), cliffs(unit, ["large"], "DARE")]
-        cells = [name.replace("/", ", width "), f"{unit['parameters']:,}", *(f"{100 * fmean(x):.0f}" for x in found)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def report(results: Results) -> str:
+    machines = {record["machine"] for record in results["units"].values()}
+    return f"""{"; ".join(sorted(machines))}; {results["seconds"]:.0f} s in all
+
+Scores on test data in %, means over trainings, merges and masks:
+
+{scores(results)}
+
+Points ahead of {REFERENCE} without dropping: mean ± standard deviation over all trainings; what a t test over them
+tells, corrected for the number of contenders (Holm); the means by network; medians of what was chosen:
+
+{ranking(results)}
+
+What each step is worth, in points:
+
+{steps(results)}
+
+One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning gained, ± standard deviation over
+trainings:
+
+{cliffs(results)}"""
 
 
-def differences(units: dict[str, Unit], arm: str) -> dict[str, Masks]:
-    """How much better an arm is than its rival, wherever it was tried."""
-    found, rival = {}, arm.split()[0]
-    for name, unit in units.items():
-        for merge in (merge for merge, arms in unit["merged"].items() if arm in arms):
-            pairs = zip(merge_scores(unit, merge, arm), merge_scores(unit, merge, rival), strict=True)
-            found[f"{name} {merge}"] = [one - other for one, other in pairs]
-    return found
-
-
-def direction(values: Masks) -> int:
-    """1 for more, -1 for less, 0 for what cannot be told."""
-    middle = fmean(values)
-    if abs(middle) < MATTERS or len(values) < 2:
-        return 0
-    spread = stdev(values)
-    t = abs(middle) / (spread / math.sqrt(len(values))) if spread else math.inf
-    return int(math.copysign(1, middle)) if 2 * chance(t, len(values) - 1) <= SIGNIFICANT else 0
-
-
-def verdict(values: Masks) -> str:
-    return f"{100 * fmean(values):+.1f} ± {100 * stdev(values):.1f} points: {EFFECT[direction(values)]}"
-
-
-def report(results: dict[str, Any]) -> str:
-    units = order(results)
-    lines = [
-        f"{next(iter(units.values()))['machine']}; {results['seconds']:.0f} s in all",
-        f"One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning gained\n",
-        f"{cliffs_table(units)}\n",
-        "Several models, ± standard deviation over masks. A difference is told when a two-sided t test over the masks",
-        f"gives it a chance of at most {SIGNIFICANT:.0%} and it is at least one percentage point.",
-    ]
-    for arm in MERGE_ARMS:
-        found, rival = differences(units, arm), arm.split()[0]
-        signs = [direction(values) for values in found.values()]
-        counts = ", ".join(f"{effect} in {signs.count(sign)}" for sign, effect in EFFECT.items())
-        overall = verdict([fmean(mask) for mask in zip(*found.values(), strict=True)])
-        lines.append(f"\n{arm} against {LABELS.get(rival, rival)}, on average {overall} ({counts} of {len(found)})")
-        lines += [f"  {name}: {verdict(values)}" for name, values in found.items()]
-    return "\n".join(lines)
-
-
-def draw_lines(axes: Any, title: str, ticks: dict[str, float], places: Sequence[float], lines: dict[str, Any]) -> None:
-    """The mean over the masks at each place, in a band from the lowest to the highest."""
-    for (label, cells), colour, mark, dash in zip(lines.items(), COLOURS, MARKS, DASHES, strict=False):
-        style = {"color": colour, "marker": mark, "linestyle": dash, "linewidth": 1.8, "markersize": 4}
-        axes.plot(places, [100 * fmean(cell) for cell in cells], label=label, **style)
-        low, high = [100 * min(cell) for cell in cells], [100 * max(cell) for cell in cells]
-        axes.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_xticks(list(ticks.values()), list(ticks), fontsize=8)
-    axes.set_ylim(-2, 102)
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_ylabel("score on test data, %", fontsize=9)
-    axes.legend(fontsize=8, frameon=False, loc="best")
-    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def place_on_axis(drop_rate: float) -> float:
-    """By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99."""
-    return -math.log10(1 - drop_rate)
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """A column for each family: the ways to thin the widest model, DARE by width, and merged models."""
+def draw(results: Results, path: Path) -> None:
+    """The ranking, a point for each kind of network, and DARE of one model by drop rate."""
     from matplotlib.figure import Figure
 
-    families = [dict(units) for _, units in groupby(order(results).items(), key=lambda item: item[0].split("/")[0])]
-    figure = Figure(figsize=(5 * len(families), 11), dpi=100, layout="constrained")
-    grid = figure.subplots(3, len(families), squeeze=False)
-    ticks = {f"{rate:g}": place_on_axis(rate) for rate in (0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)}
-    for (top, middle, bottom), units in zip(grid.T, families, strict=True):
-        widest, unit = list(units.items())[-1]
-        rates = [place_on_axis(rate) for rate in unit["settings"]["rates"]]
-        lines = {arm: curve(unit, unit["skills"], arm) for arm in SINGLE_ARMS}
-        draw_lines(top, f"{widest} by drop rate, mean of three skills", ticks, rates, lines)
-        lines = {name: curve(other, other["skills"], "DARE") for name, other in units.items()}
-        lines[f"{widest}, large deltas"] = curve(unit, ["large"], "DARE")
-        draw_lines(middle, "DARE by drop rate: widths, and large deltas", ticks, rates, lines)
-        *pairs, _ = unit["merged"]  # the last is of all three
-        lines, widths = {}, {name: float(place) for place, name in enumerate(units)}
-        for arm in ("average", "linear", "linear + DARE", "ties", "ties + DARE", "slerp", "slerp + DARE"):
-            scores = [[merge_scores(other, pair, arm) for pair in pairs] for other in units.values()]
-            lines[LABELS.get(arm, arm)] = [average(unit, rows) for rows in scores]
-        draw_lines(bottom, "Pairs merged, mean of both skills", widths, list(widths.values()), lines)
+    ranked, units = rank(results), units_of(results)
+    figure = Figure(figsize=(12, 1.5 + 0.27 * len(ranked)), dpi=100, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    for (name, records), colour, mark in zip(units.items(), COLOURS, MARKS, strict=False):
+        style = {"color": colour, "marker": mark, "markersize": 5, "label": title(name, records)}
+        left.plot(
+            [fmean(each.values[name]) for each in ranked], range(len(ranked)), linestyle="none", alpha=0.8, **style
+        )
+        # By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99.
+        places = [-math.log10(1 - rate) for rate in results["settings"][3]]
+        right.plot(places, [100 * fmean(s) for s in zip(*(r["curves"]["DARE"] for r in records), strict=True)], **style)
+    for row, each in enumerate(ranked):
+        colour = "#000000" if each.p <= SIGNIFICANT else "#999999"
+        left.plot([fmean(each.every)] * 2, [row - 0.4, row + 0.4], color=colour, linewidth=2.5, zorder=0)
+    left.axvline(0, color="#999999", linewidth=0.8)
+    left.set_yticks(range(len(ranked)), [each.name for each in ranked], fontsize=8)
+    left.set_ylim(len(ranked) - 0.5, -0.5)
+    left.set_xscale("symlog", linthresh=2)
+    left.xaxis.set_major_formatter(lambda tick, _: f"{tick:+g}")
+    left.set_title(f"points ahead of {REFERENCE} without dropping; bars: means, black if told", fontsize=10, loc="left")
+    ticks = (0, 0.5, 0.8, 0.9, 0.95, 0.99)
+    right.set_xticks([-math.log10(1 - rate) for rate in ticks], [f"{rate:g}" for rate in ticks])
+    right.set_title("one fine-tune at its skill by DARE's drop rate, %", fontsize=10, loc="left")
+    for axes in (left, right):
+        axes.grid(color="#eeeeee")
+        axes.spines[["top", "right"]].set_visible(False)
+    right.legend(fontsize=8, frameon=False)
     figure.savefig(path)

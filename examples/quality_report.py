@@ -57,8 +57,10 @@ def title(name: str, records: Sequence[Results]) -> str:
 
 def probability(values: Sequence[float]) -> float:
     """That a mean so far from 0, either way, is chance: a t test."""
-    if len(values) < 2 or not stdev(values):
-        return float(not any(values))
+    if len(values) < 2 or not any(values):
+        return 1.0
+    if not stdev(values):
+        return 0.0
     return 2 * chance(abs(fmean(values)) / (stdev(values) / math.sqrt(len(values))), len(values) - 1)
 
 

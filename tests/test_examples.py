@@ -9,11 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from statistics import mean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,34 +85,6 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
         gpu = results["gpu"]["outcomes"][0]
         taken, times_as_fast = benchmark_report.value(gpu, "linear"), benchmark_report.ratio(gpu, "mergekit's linear")
         assert f"in {1000 * taken:.1f} ms, {times_as_fast:.0f} times as fast" in README
-    units, prose = quality_report.order(QUALITY), " ".join(EVIDENCE.split())
-    assert quality_report.cliffs_table(units) in EVIDENCE
-    assert f"these results took it {QUALITY['seconds']:.0f} s on an NVIDIA H200" in prose
-    said = ["`linear` with DARE is {:.1f} points below", "it loses {:.1f} points", "it helps: {:.1f} points more"]
-    for arm, words in zip(quality_report.MERGE_ARMS, said, strict=False):
-        found = quality_report.differences(units, arm).values()
-        assert words.format(abs(100 * mean(map(mean, found)))) in prose
-    narrow = units["chars/256"]
-    ends = [100 * mean(quality_report.curve(narrow, narrow["skills"], arm)[-1]) for arm in ("DAREx-q", "DARE")]
-    assert "at 99%, chars of width 256 score {:.0f}% with it and {:.0f}% without".format(*ends) in prose
-    large = [
-        [mean(quality_report.cliffs(unit, ["large"], arm)) for arm in ("DAREx-q", "DARE")] for unit in units.values()
-    ]
-    assert f"and by up to {100 * max(q - plain for q, plain in large):.0f} with large ones" in prose
-    for family in ("chars", "digits"):
-        wider = [unit for name, unit in units.items() if name.startswith(family)]
-        found = [mean(quality_report.cliffs(unit, unit["skills"], "DARE")) for unit in wider]
-        assert found == sorted(found), "later the wider the model is"
-
-
-def test_verdicts_of_the_experiment_come_out_each_way() -> None:
-    for gain, said in {0.5: "better in 24, worse in 0,", -0.5: "better in 0, worse in 24,", 0: "worse in 3,"}.items():
-        results = json.loads(json.dumps(QUALITY))
-        for arm in (arms["linear + DARE"] for unit in results["units"].values() for arms in unit["merged"].values()):
-            arm["scores"] = [[score + gain for score in row] for row in arm["scores"]]
-        assert re.search(rf"\nlinear \+ DARE against average, lambda tuned, .*{said}", quality_report.report(results))
-    told = {(0.1, 0.11, 0.12): 1, (-0.1, -0.11): -1, (0.1, -0.1, 0.2): 0, (0.009, 0.009): 0, (0.1, 0.1): 1, (0.5,): 0}
-    assert {values: quality_report.direction(values) for values in told} == told
 
 
 def run(module: Any, words: str) -> str:
@@ -129,44 +100,74 @@ def run(module: Any, words: str) -> str:
 def quality() -> Any:
     """The experiment, as small as can be: what is learned does not matter here. It takes seconds to import."""
     pytest.importorskip("sklearn")
+    pytest.importorskip("optuna")
     module: Any = importlib.import_module("quality")
-    recipes = [(3, 1e-2, 8)] * 3
-    small = {"rates": (0.0, 0.9), "shifts": (0.0, 0.5), "merge_rates": (0.9,), "lambdas": (1.0,), "test_seeds": 2}
-    module.QUICK = module.QUICK._replace(chars=((4,), *recipes), digits=((4, 8), *recipes), **small)
+    recipe = (3, 1e-2, 8)
+    units = (module.Unit("chars", 4, 1, recipe, recipe, 1), module.Unit("digits", 4, 2, recipe, recipe, 2))
+    module.QUICK = module.QUICK._replace(units=units, trials=2, rates=(0.0, 0.9))
+    module.THINNINGS = {name: module.THINNINGS[name] for name in ("", " + DARE", " + DARE, l1", " + magnitude")}
     return module
 
 
 @pytest.mark.slow
-def test_an_experiment_comes_out_the_same_again_and_a_report_trains_nothing(quality: Any) -> None:
+def test_an_experiment_goes_on_where_it_was_stopped_and_a_report_trains_nothing(
+    quality: Any, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(quality_report, "STEPS", quality_report.STEPS[:10])
+    monkeypatch.setattr(quality, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
     whole = run(quality, "--quick --out whole.json")
-    assert run(quality, "--report whole.json --plot picture.png") == whole
+    assert run(quality, "--report whole.json --plot picture.png") == re.sub(r"(?m)^.*is measured.*\n", "", whole)
     assert Path("picture.png").stat().st_size > 10_000
     results = json.loads(Path("whole.json").read_text())
-    assert results["units"].keys() == {"chars/4", "digits/4", "digits/8"}
-    name, unit = quality.measure("digits/8", quality.QUICK)
-    assert json.loads(json.dumps(unit)) == results["units"][name]
+    assert results["units"].keys() == {"chars/4/0", "digits/4/0", "digits/4/1"}
+    lost = results["units"].pop("digits/4/1")
+    Path("whole.json").write_text(json.dumps(results))
+    assert run(quality, "--quick --out whole.json").count("is measured") == 1
+    again = json.loads(Path("whole.json").read_text())["units"]["digits/4/1"]
+    assert {**again, "seconds": 0} == {**lost, "seconds": 0}
+    assert "of another experiment" in run(quality, "--out whole.json")
 
 
 @pytest.mark.slow
 def test_what_is_chosen_never_sees_test_data_or_test_masks(quality: Any, monkeypatch: Patch) -> None:
-    lab, seeds, calls = quality.Lab.__new__(quality.Lab), [], []
-    lab.base, lab.experts, lab.skills = {}, {"rotated": {}}, {"rotated": "rotated"}
-    lab.model = SimpleNamespace(load_state_dict=seeds.append)
-    score = quality.torch.tensor([0.5])
-    lab.family = SimpleNamespace(right=lambda model, skill, part: calls.append((part, seeds[-1])) or score)
-    monkeypatch.setattr(quality, "dare_merge", lambda base, experts, config: config.seed)
-    settings = quality.Settings(validation_seeds=5, test_seeds=5)
-    arms = quality.merge_arms(2, settings)
-    found = lab.tune(["rotated"], arms["linear + DARE"], settings)
-    assert (found["drop_rate"], found["lambda"]) == (0.3, 0.5), "the first of equals"
-    assert [part for part, _ in calls] == ["validation"] * 5 * 36 + ["test"] * 5, "what is chosen is chosen before"
-    masks = {
-        part: {seed + i for seen, seed in calls for i in range(3) if seen == part} for part in ("validation", "test")
-    }
-    assert len(masks["validation"] | masks["test"]) == 2 * 5 * 3, "no mask of three models is used twice"
-    pairs = [(arm, arm.split()[0]) for arm in quality_report.MERGE_ARMS]
-    lambdas = [{config.lambda_coeff for config in arms[arm]} for pair in pairs for arm in pair]
-    assert lambdas == [set(settings.lambdas)] * 8, "DARE and its rivals choose from the same"
+    lab, calls, seeds = quality.Lab.__new__(quality.Lab), [], []
+    lab.base, lab.experts = {"w": quality.torch.zeros(64)}, {s: {"w": quality.torch.ones(64)} for s in "abc"}
+    monkeypatch.setattr(lab, "score", lambda state, skills, part: calls.append(part) or float(state["w"].mean()))
+    real = quality.dare_merge
+    monkeypatch.setattr(quality, "dare_merge", lambda *given: seeds.append(given[2].seed) or real(*given))
+    lab.contend("abc", quality.list_contenders(3)["task arithmetic + DARE"], quality.Settings(trials=3, masks=3))
+    first = calls.index("test")
+    assert calls[first:] == ["test"] * 3, "what is chosen is chosen before"
+    assert len(calls[:first]) >= 3 + 3 * 3
+    searched = {quality.SEARCH_SEED + k for k in range(3 * 4)}  # three models, one search and three more masks
+    assert not searched & {seed + i for seed in seeds for i in range(3)}
+    spaces = quality.list_contenders(2)
+    assert {str(space["lambda_coeff"]) for space in spaces.values()} == {str(quality.SCALE)}, "all choose from the same"
+
+
+def make_results(gains: dict[str, float], trainings: int = 5) -> dict[str, Any]:
+    """What an experiment might have found: contenders that are so much better than the reference, more or less."""
+    units = {}
+    for k in range(trainings):
+        arms = {
+            name: {"score": 0.5 + gain + 0.001 * (2 * k % 5 - 2), "chosen": {"lambda_coeff": 1.5}}
+            for name, gain in {quality_report.REFERENCE: 0.0, **gains}.items()
+        }
+        arms[quality_report.REFERENCE]["score"] = 0.5
+        units[f"chars/64/{k}"] = {"machine": "m", "parameters": 10, "base": 0.1, "merges": {"a + b": arms}}
+    return {"settings": [[], 1, 1, [0.0, 0.9]], "seconds": 1.0, "units": units}
+
+
+def test_verdicts_of_the_experiment_come_out_each_way() -> None:
+    gains = {"ties": -0.1, "ram": 0.1, "slerp": 0.0}
+    found = {each.name: each.cells()[1].split(" (")[0] for each in quality_report.rank(make_results(gains))}
+    assert found == {"ram": "better", "slerp": "cannot be told", "ties": "worse"}
+    assert [each.p for each in quality_report.rank(make_results(gains, 1))] == [1.0] * 3, "one training tells nothing"
+    assert quality_report.correct([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    stats = pytest.importorskip("scipy.stats")
+    for values in ([0.1, 0.2, -0.05], [1.0, 2.0], [0.3, 0.1, 0.2, 0.25, -0.4]):
+        assert quality_report.probability(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    assert quality_report.probability([0.0, 0.0]) == 1
 
 
 def options(**changed: Any) -> SimpleNamespace:

@@ -149,6 +149,7 @@ def make_state(shapes: Shapes, model: int, dtype: str = "bf16", device: str = "c
 
 
 def make_models(folder: Path, point: Point) -> list[Path]:
+    import torch
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
@@ -160,7 +161,8 @@ def make_models(folder: Path, point: Point) -> list[Path]:
     for number, file in enumerate(files):
         file.parent.mkdir()
         file.with_name("config.json").write_text(json.dumps(config))
-        save_file(make_state(shapes, number, point.dtype), file, metadata={"format": "pt"})
+        made = make_state(shapes, number, point.dtype, "cuda" if torch.cuda.is_available() else "cpu")
+        save_file(made, file, metadata={"format": "pt"})
     return files
 
 
@@ -251,24 +253,15 @@ def measure_programs(section: str, point: Point, arguments: argparse.Namespace, 
     return {"figures": figures}
 
 
-def merge_like_mergekit(base: State, finetuned: list[State], method: str, out: State) -> None:
-    """mergekit 0.1.5's operations for dare_linear and dare_ties, in its order and types, one tensor at a time."""
-    import torch
-
-    for name, start in base.items():
-        deltas = []
-        for model in finetuned:
-            delta = model[name] - start
-            kept = delta * torch.bernoulli(torch.full_like(delta, DENSITY))
-            before, after = delta.abs().sum(), kept.abs().sum()
-            deltas.append(kept if before < 1e-7 or after < 1e-7 else kept * (before / after))
-        stacked = torch.stack(deltas)
-        weights = torch.tensor([1 / len(deltas)] * len(deltas), dtype=start.dtype, device=start.device)
-        weighted = stacked * weights.reshape(-1, *[1] * start.dim())
-        if method == "ties":
-            signs, majority = weighted.sign(), (weighted.sum(0) >= 0).to(start.dtype) * 2 - 1
-            weighted = weighted * (signs == majority)
-        out[name].copy_(start + weighted.sum(0))
+def merge_by_mergekit(base: State, finetuned: list[State], method: str) -> None:
+    """mergekit's own arithmetic without anything around it, one tensor at a time."""
+    kit, merge_methods = "mergekit.merge_methods", import_module("mergekit.merge_methods.registry")
+    group, merge = import_module(f"{kit}.base").TensorGroup, merge_methods.get(f"dare_{method}").merge_group
+    models, parameters = range(1, len(finetuned) + 1), {"int8_mask": False, "normalize": False, "rescale": True}
+    each = {"density": dict.fromkeys(models, DENSITY), "weight": dict.fromkeys(models, 1 / len(finetuned))}
+    for name, tensor in base.items():
+        inputs = group.from_tensors([tensor, *(model[name] for model in finetuned)], base_index=0)
+        merge(inputs, **parameters, **each, **{"lambda": 1.0})
 
 
 def same_bits(dare: Any) -> bool:
@@ -286,7 +279,7 @@ def same_bits(dare: Any) -> bool:
 
 
 def measure_gpu(point: Point) -> Stored:
-    """Nine calls of each task, after one that compiles. A point's method says what its tensors are like."""
+    """25 calls of each task, after one that compiles. A point's method says what its tensors are like."""
     import torch
 
     dare: Any = import_module("dare")
@@ -302,10 +295,10 @@ def measure_gpu(point: Point) -> Stored:
     configs = {kind: dare.DareConfig(**ON_TENSORS[kind]) for kind in list(ON_TENSORS)[: 4 if point.models == 2 else 2]}
     merges = {kind: partial(dare.dare_merge, base, finetuned, config, out=out) for kind, config in configs.items()}
     tasks: dict[str, Callable[[], Any]] = {"copy": lambda: halves[0].copy_(halves[1]), **merges}
-    for kind in ("linear", "ties") if point.method == SQUARES and point.models == 2 else ():
-        tasks[f"mergekit's {kind}"] = partial(merge_like_mergekit, base, finetuned, kind, out)
+    for kind in ("linear", "ties") if point == SECTIONS["gpu"][0] and "mergekit" in INSTALLED else ():
+        tasks[f"mergekit's {kind}"] = partial(merge_by_mergekit, base, finetuned, kind)
     figures: Stored = {role: {"runs": [], "trouble": ""} for role in tasks}
-    for number in range(10):
+    for number in range(26):
         for role, task in tasks.items():
             torch.cuda.synchronize()
             started = time.perf_counter()

@@ -84,10 +84,10 @@ class Settings(NamedTuple):
 
 QUICK: Final = Settings(
     units=(
-        Unit("chars", 64, 2, (1000, 6e-3, 32), (400, 1.2e-3, 48), 2),
-        Unit("digits", 128, 2, (200, 1e-3, 64), (400, 1e-3, 64), 3),
+        Unit("chars", 64, 2, (600, 6e-3, 32), (300, 1.2e-3, 48), 2),
+        Unit("digits", 128, 2, (200, 1e-3, 64), (400, 1e-3, 64), 2),
     ),
-    trials=6,
+    trials=3,
     masks=0,
     rates=(0.0, 0.5, 0.8, 0.9, 0.99),
 )

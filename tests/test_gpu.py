@@ -39,6 +39,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "magnitude": (2, {"drop": "magnitude", "drop_rate": 0.5}),
     "sums": (2, {"drop_rate": 0.5, "rescale": "l1"}),
     "ram": (2, {"method": "ram", "drop_rate": 0.5}),
+    "della": (2, {"drop": "della", "drop_rate": 0.5, "rescale": "l1"}),
 }
 # Runs a merge as on a GPU, with kernels that are interpreted; torch is told that its tensors are there.
 INTERPRET = """
@@ -50,7 +51,9 @@ gpu.can_merge_on = lambda _: True
 torch.cuda.device = lambda _: contextlib.nullcontext()
 there = torch.Tensor.is_cuda
 launched = []
-launch = gpu.Batch._launch
+launch, draw = gpu.Batch._launch, gpu.draw_bits
+drawn = []
+gpu.draw_bits = lambda *where: drawn.append(where) or draw(*where)
 gpu.Batch._launch = lambda self, kernel, *rest, **named: launched.append(kernel) or launch(self, kernel, *rest, **named)
 for dtype in (torch.float32, torch.float16):  # it rounds to bfloat16 in another way
     for name, (count, settings) in CONFIGS.items():
@@ -60,8 +63,9 @@ for dtype in (torch.float32, torch.float16):  # it rounds to bfloat16 in another
         given = dare.dare_merge(base, models, dare.DareConfig(**settings))
         torch.Tensor.is_cuda = there
         assert all(same_bits(given[n], wanted[n]) for n in base), (dtype, name)
-        assert bool(launched) == (name not in ("magnitude", "sums", "ram")), name
-        launched.clear()
+        assert bool(launched) == (name not in ("magnitude", "sums", "ram", "della")), name
+        assert drawn or launched, name
+        launched.clear(), drawn.clear()
 base, *models = make_models(2, torch.float32)
 for model in (base, *models):
     model["tied"] = model["even.weight"]

@@ -282,6 +282,26 @@ def count_kernel(  # compiled
             tl.atomic_add(row + digit, tl.full(digit.shape, 1, tl.int32), mask=kept, sem="relaxed")
 
 
+@triton.jit(do_not_specialize=["low", "high", "first"])
+def bits_kernel(bits, low, high, first):  # compiled
+    """The mask's bits of whole tiles, for what has no kernel of its own."""
+    tile, lane = tl.program_id(0), tl.arange(0, LANES)
+    key = low.to(tl.uint32).to(tl.uint64) | (high.to(tl.uint32).to(tl.uint64) << 32)
+    words = draw(key, (first + tile).to(tl.int64) * LANES + lane)
+    for h in tl.static_range(PIECES):
+        piece = words[h // 2] >> 16 if h % 2 else words[h // 2] & 0xFFFF
+        tl.store(bits + tile * TILE_SIZE + h * LANES + lane, piece.to(tl.int32))
+
+
+def draw_bits(key: tuple[int, int], first_tile: int, tiles: int, device: torch.device) -> Tensor:
+    """Those of darelib.kernels.plain, in one launch instead of a hundred."""
+    bits = torch.empty(tiles * TILE, dtype=torch.int32, device=device)
+    low, high = (word - (word >> 31 << 32) for word in key)  # with a sign, so that all are of 32 bits
+    with torch.cuda.device(device):
+        bits_kernel[(tiles,)](bits, low, high, first_tile)
+    return bits
+
+
 # --- batches ----------------------------------------------------------------------------------------------------------
 
 

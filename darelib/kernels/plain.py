@@ -117,7 +117,9 @@ def rank(delta: Array, width: int) -> Array:
     """The rank of each entry in its row, 0 for the smallest |delta|; of equal ones, the first comes first."""
     lib, rows = library(delta), abs(delta).reshape(-1, width)
     order = lib.argsort(rows, **({"kind": "stable"} if lib is np else {"stable": True}))
-    return lib.argsort(order).reshape(-1)
+    ranks, ones = lib.empty_like(order), lib.ones_like(order)
+    ranks[ones[:, :1].cumsum(0) - 1, order] = ones.cumsum(1) - 1
+    return ranks.reshape(-1)
 
 
 def find_thresholds(thinning: Thinning, delta: Array, width: int) -> Array:

@@ -96,8 +96,9 @@ class StateMerge:
             check_state_dict("out", self.out)
             self._check_places(self.out)
         wanted = self.config.engine == "auto" and any(tensor.is_cuda for tensor in self.base.values())
-        if gpu := _load_gpu() if wanted else None:
-            self._merge_on_gpu(gpu)
+        self.gpu = _load_gpu() if wanted else None
+        if self.gpu:
+            self._merge_on_gpu(self.gpu)
         for name in self.base:
             if name not in self.merged and name not in self.tied:
                 self._merge_one(name)
@@ -166,7 +167,7 @@ class StateMerge:
             return
         self.merged[name] = self._make_place(name)
         moved = {i: part.detach().to(tensor.device) for i, part in parts.items()}
-        merge = TensorMerge(name, self.chooser.choose(name)[1], self.config.seed, tensor.detach(), moved)
+        merge = TensorMerge(name, self.chooser.choose(name)[1], self.config.seed, tensor.detach(), moved, self.gpu)
         merge.run(self.merged[name].detach())
 
     def _explain(self, name: str) -> DareError:
@@ -284,8 +285,13 @@ def explain_broken(name: str, model: int | None, dtype: torch.dtype) -> DareErro
 class TensorMerge:
     """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits are the same."""
 
-    def __init__(self, name: str, settings: TensorSettings, seed: int, base: Tensor, parts: dict[int, Tensor]) -> None:
+    def __init__(
+        self, name: str, settings: TensorSettings, seed: int, base: Tensor, parts: dict[int, Tensor], gpu: Any = None
+    ) -> None:  # fmt: skip
         self.name, self.settings, self.seed, self.found = name, settings, seed, Found()
+        self.draw = plain.draw_bits, partial(torch.arange, device=base.device)
+        if gpu and gpu.can_merge_on(base.device):
+            self.draw = gpu.draw_bits, base.device
         self.method, self.base, self.flat = METHODS[settings.method], base, base.reshape(-1)
         self.parts = {i: part.reshape(-1) for i, part in parts.items()}
 
@@ -329,8 +335,8 @@ class TensorMerge:
         if not bool(torch.isfinite(delta).all()):
             raise explain_broken(self.name, i, self.dtype)
         thinning, stop = self.settings.thinnings[i], start + len(base)
-        tiles, arange = -(-len(base) // TILE), partial(torch.arange, device=base.device)
-        bits = plain.draw_bits(mask_key(self.seed + i, self.name), start // TILE, tiles, arange)[: len(base)]
+        draw, where = self.draw
+        bits = draw(mask_key(self.seed + i, self.name), start // TILE, -(-len(base) // TILE), where)[: len(base)]
         thresholds = thinning.threshold
         if thinning.scheme.thresholds:  # by ranks, which whole rows decide
             width = self.base.shape[-1] if self.base.shape else 1

@@ -41,7 +41,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from digits import load_split, rotate
-from quality_report import draw, report
+from quality_report import REFERENCE, draw, report
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
@@ -52,6 +52,7 @@ from dare import DareConfig, dare_merge, dare_sweep
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 quiet = partial(DareConfig, verbose=False)
 State = dict[str, Tensor]
+ALL: Final = ("",)
 Recipe = tuple[int, float, int]  # of a training run: steps, rate for a width of 64, batch
 
 
@@ -63,7 +64,8 @@ class Unit(NamedTuple):
     layers: int
     base: Recipe
     expert: Recipe
-    trainings: int = 5
+    trainings: int = 4
+    trials: int = 24  # of the search of each contender
 
     def __str__(self) -> str:
         return f"{self.family}/{self.width}"
@@ -73,21 +75,20 @@ class Settings(NamedTuple):
     """What is trained and how much is tried; by default as in the documents."""
 
     units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        Unit("chars", 1024, 8, (2500, 4e-3, 256), (1000, 3e-4, 128), 3),
-        *(Unit("chars", width, 2, (4000, 4e-3, 256), (1500, 3e-4, 128)) for width in (768, 256, 64)),
+        Unit("chars", 1024, 8, (1000, 4e-3, 192), (500, 3e-4, 128), 3, 8),
+        *(Unit("chars", width, 2, (2000, 4e-3, 256), (800, 3e-4, 128)) for width in (768, 256, 64)),
         *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
     )
-    trials: int = 24  # of the search of each contender
+    only: tuple[str, ...] = ALL  # how the names of contenders begin, beside the reference
     masks: int = 3  # with which the best of a search are scored again, and its winner is tested; 0: one test
     rates: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # for one model
 
 
 QUICK: Final = Settings(
     units=(
-        Unit("chars", 64, 2, (600, 6e-3, 32), (300, 1.2e-3, 48), 2),
-        Unit("digits", 128, 2, (200, 1e-3, 64), (400, 1e-3, 64), 2),
+        Unit("chars", 64, 2, (600, 6e-3, 32), (300, 1.2e-3, 48), 2, 3),
+        Unit("digits", 128, 2, (200, 1e-3, 64), (400, 1e-3, 64), 2, 3),
     ),
-    trials=3,
     masks=0,
     rates=(0.0, 0.5, 0.8, 0.9, 0.99),
 )
@@ -249,11 +250,16 @@ class Digits:
         return model(DISTORTIONS[skill](images, self.draws)).argmax(1) == labels
 
 
+def lower_precision() -> torch.autocast:
+    """A GPU computes in bf16."""
+    return torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda")
+
+
 class Lab:
     """The models of one training, and the scores of their merges."""
 
     def __init__(self, unit: Unit, training: int) -> None:
-        self.family, self.width = {"chars": Chars, "digits": Digits}[unit.family](), unit.width
+        self.unit, self.family = unit, {"chars": Chars, "digits": Digits}[unit.family]()
         torch.manual_seed(training)
         self.model = self.family.network(unit.width, unit.layers)
         self.base, self.experts = self.fit(unit.base, 10 * training), {}
@@ -265,13 +271,13 @@ class Lab:
         """Train on from the weights as they are, for one skill or, without one, as a base. Gives them in bf16."""
         steps, rate, batch = recipe
         # The wider, the less each weight has to move: between the square root, common for whole models, and 1 / width.
-        rate *= (64 / self.width) ** 0.75
+        rate *= (64 / self.unit.width) ** 0.75
         generator = Generator(DEVICE).manual_seed(seed)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, betas=(0.9, 0.99), fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1, cycle_momentum=False)
         for _ in range(steps):
             optimizer.zero_grad()
-            with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
+            with lower_precision():
                 self.family.loss(self.model, skill, batch, generator).backward()
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
@@ -282,7 +288,8 @@ class Lab:
     def score(self, state: State, skills: Sequence[str], part: str) -> float:
         """The share of right answers, as a mean over skills."""
         self.model.load_state_dict(state)
-        right = [self.family.right(self.model, skill, part).float().mean() for skill in skills]
+        with lower_precision():
+            right = [self.family.right(self.model, skill, part).float().mean() for skill in skills]
         return torch.stack(right).mean().item()
 
     def test(self, skills: Sequence[str], config: DareConfig, masks: int = 0) -> float:
@@ -296,17 +303,18 @@ class Lab:
         experts = [self.experts[skill] for skill in skills]
         found = dare_sweep(
             self.base, experts, lambda state: self.score(state, skills, "validation"), space, quiet(seed=SEARCH_SEED),
-            trials=settings.trials, confirm=settings.masks,
+            trials=self.unit.trials, confirm=settings.masks,
         )  # fmt: skip
         chosen = {name: round(value, 4) for name, value in found.best.params.items() if isinstance(value, float)}
-        return {"score": self.test(skills, found.best.config, settings.masks), "chosen": chosen}
+        masks = settings.masks if found.best.confirmed else 0  # of what draws no mask one test is enough
+        return {"score": self.test(skills, found.best.config, masks), "chosen": chosen}
 
 
 def list_contenders(count: int) -> dict[str, dict[str, Any]]:
     """All ways to merge so many models, each with what its search chooses from."""
     found = {}
     for (method, name), (thinning, space) in product(METHODS.items(), THINNINGS.items()):
-        if (method != "slerp" or count == 2) and (method in ("linear", "ties") or "drop" not in space):
+        if method != "slerp" or (count == 2 and "drop" not in space):  # it goes with random drops only
             found[name + thinning] = {"method": method, "lambda_coeff": SCALE, **space}
     return found
 
@@ -320,6 +328,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     started = time.perf_counter()
     lab = Lab(unit, training)
     skills, seconds = lab.family.skills, {"training": time.perf_counter() - started}
+    print(f"{unit}/{training} is trained, {seconds['training']:.0f} s", file=sys.stderr, flush=True)
     curves = {
         arm: [fmean(lab.test([skill], quiet(drop_rate=rate, **more)) for skill in skills) for rate in settings.rates]
         for arm, more in ARMS.items()
@@ -327,12 +336,14 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     merges: dict[str, Any] = {}
     for chosen in ([skills[training % 3], skills[(training + 1) % 3]], skills):
         spaces = list_contenders(len(chosen))
-        merges[" + ".join(chosen)] = {name: lab.contend(chosen, spaces[name], settings) for name in spaces} | {
+        ranked = [name for name in spaces if name == REFERENCE or name.startswith(settings.only)]
+        merges[" + ".join(chosen)] = {name: lab.contend(chosen, spaces[name], settings) for name in ranked} | {
             "plain average": {"score": lab.test(chosen, quiet(drop_rate=0.0)), "chosen": {}}
         }
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     seconds["all"] = time.perf_counter() - started
     return {
+        "settings": describe(unit, settings),
         "machine": f"{where}, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
         f"torch {torch.__version__}",
         "parameters": sum(tensor.numel() for tensor in lab.base.values()),
@@ -343,18 +354,27 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     }
 
 
+def describe(unit: Unit, settings: Settings) -> list[Any]:
+    """What a measurement depends on, as a results file has it."""
+    found: list[Any] = json.loads(json.dumps([unit, settings.only, settings.masks, settings.rates]))
+    return found
+
+
 def run(settings: Settings, file: Path | None) -> dict[str, Any]:
-    """Measure what a results file lacks, and write it after each training."""
-    plan = json.loads(json.dumps(settings))
-    results: dict[str, Any] = {"settings": plan, "seconds": 0.0, "units": {}}
+    """Measure what a results file lacks, or has by other settings, and write it after each training."""
+    results: dict[str, Any] = {"seconds": 0.0, "rates": settings.rates, "units": {}}
     if file and file.exists():
         results = json.loads(file.read_text(encoding="utf-8"))
-        if results["settings"] != plan:
-            sys.exit(f"{file} is of another experiment: give another name")
-    every = {f"{unit}/{k}": (unit, k, settings) for unit in settings.units for k in range(unit.trainings)}
+    known = {name: record["settings"] for name, record in results["units"].items()}
+    every = {}
+    for unit in settings.units:
+        first = 0 if settings.only == ALL else unit.trainings  # some are compared in trainings of their own
+        for k in range(first, first + unit.trainings):
+            if known.get(f"{unit}/{k}") != describe(unit, settings):
+                every[f"{unit}/{k}"] = unit, k, settings
     started, before = time.perf_counter(), results["seconds"]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        names = {pool.submit(measure, *what): name for name, what in every.items() if name not in results["units"]}
+        names = {pool.submit(measure, *what): name for name, what in every.items()}
         for done in as_completed(names):
             results["units"][names[done]] = done.result()
             results["seconds"] = round(before + time.perf_counter() - started, 1)
@@ -367,6 +387,8 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer trials: minutes on two cores")
+    help_only = "rank contenders whose names begin so, with the reference, in further trainings"
+    parser.add_argument("--only", metavar="NAME", nargs="+", default=ALL, help=help_only)
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the results here, or go on from there")
     parser.add_argument("--report", metavar="FILE", type=Path, help="train nothing: report on a results file")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the ranking: a .png or .svg file")
@@ -374,7 +396,8 @@ def main() -> None:
     if options.report:
         results = json.loads(options.report.read_text(encoding="utf-8"))
     else:
-        results = run(QUICK if options.quick else Settings(), options.out)
+        settings = QUICK if options.quick else Settings()
+        results = run(settings._replace(only=tuple(options.only)), options.out)
     print(report(results))
     if options.plot:
         draw(results, options.plot)

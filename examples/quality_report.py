@@ -110,7 +110,8 @@ def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Com
         values: dict[str, list[float]] = {}
         for unit, records in units_of(results).items():
             merges = [[arms for arms in r["merges"].values() if one in arms and other in arms] for r in records]
-            values[unit] = [100 * fmean(arms[one]["score"] - arms[other]["score"] for arms in each) for each in merges]
+            ahead = ([arms[one]["score"] - arms[other]["score"] for arms in each] for each in merges if each)
+            values[unit] = [100 * fmean(each) for each in ahead]
         found.append(Comparison(name, values))
     for comparison, p in zip(found, correct([probability(each.every) for each in found]), strict=True):
         comparison.p = p
@@ -164,7 +165,7 @@ def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float
 
 def cliffs(results: Results) -> str:
     """One model: the drop rate in % up to which most of what fine-tuning gained stays."""
-    rows, rates = [], results["settings"][3]
+    rows, rates = [], results["rates"]
     for name, records in units_of(results).items():
         cells = [title(name, records)]
         for arm in records[0]["curves"]:
@@ -211,7 +212,7 @@ def draw(results: Results, path: Path) -> None:
             [fmean(each.values[name]) for each in ranked], range(len(ranked)), linestyle="none", alpha=0.8, **style
         )
         # By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99.
-        places = [-math.log10(1 - rate) for rate in results["settings"][3]]
+        places = [-math.log10(1 - rate) for rate in results["rates"]]
         right.plot(places, [100 * fmean(s) for s in zip(*(r["curves"]["DARE"] for r in records), strict=True)], **style)
     for row, each in enumerate(ranked):
         colour = "#000000" if each.p <= SIGNIFICANT else "#999999"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from darelib.config import DareConfig, Rule, as_toml
-from darelib.drops import EXPECTATION, RANDOM
+from darelib.drops import EXPECTATION, MAGNITUDE, RANDOM
 from darelib.gradients import Gradient
-from darelib.methods import LINEAR, METHODS, TIES
+from darelib.methods import LINEAR, METHODS, RAM
 from darelib.text import count_of, list_names
 from darelib.tuning import TUNING
 
@@ -38,7 +37,8 @@ BASE_TEXTS: Final = {
 # Deltas whose mean is so many times delta_threshold cannot be dropped; those with this share above it have a tail.
 HUGE_RATIO: Final = 5.0
 TAIL_SHARE: Final = 0.05
-# By the size of the deltas: drop rates for fine-tunes and for adapters, which hold no more than training needed; why.
+# By the size of the deltas: what fine-tunes tolerate to be dropped at random, and adapters, which hold no more than
+# training needed; why.
 DROP_RATES: Final = {
     "huge": ((0.0, 0.0), "{mean}, {ratio:.3g} times what dropping tolerates ({threshold:g}): average instead"),
     "large": ((0.5, 0.5), "{mean}, and {above}: what was learned is in many entries, and dropping more would lose it"),
@@ -46,10 +46,10 @@ DROP_RATES: Final = {
     "small": ((0.9, 0.85), "{mean} and {above}: dropping tolerates that well"),
 }
 HOT_LAYERS: Final = 8  # at most; if more of them have large deltas, the model has
-# Unrelated deltas conflict in half of all positions.
-CONFLICTING: Final = 0.35
 OPPOSED_COSINE: Final = -0.1
-TIES_ADDS: Final = "; after dropping it adds up more than it averages, so try a lambda_coeff below 1"
+# Several models: what did best in the experiment of docs/evidence.md, by ram and magnitude, where lambda mattered most.
+START_RATE: Final = 0.2
+START_LAMBDA: Final = 1.5
 KEPT_SETTINGS: Final = (
     "seed", "lambda_coeff", "dtype", "mismatch", "any_base", "max_shard_size", "delta_threshold",
 )  # fmt: skip
@@ -59,7 +59,7 @@ KEPT_SETTINGS: Final = (
 class Advice:
     """One piece of advice, with its reason."""
 
-    about: str  # base, drop_rate, rules, method or balance
+    about: str  # base, drop_rate, rules, method, start or balance
     verdict: str
     model: str | None  # None: all of them
     text: str
@@ -92,10 +92,15 @@ class Evidence:
         # Of the worst pair: that some two of many models differ at a position is likely by chance alone.
         self.conflict = max((pair.weighted_sign_conflict for pair in pairs), default=0.0)
         self.levels = [find_level(model.total, self.threshold) for model in models]
-        self.rates = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
+        self.tolerated = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
         self.method, self.why_method = choose_method(self)
         self.hot_layers = find_hot_layers(self)
-        self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
+        several = len(models) > 1
+        self.rates = [min(rate, START_RATE) for rate in self.tolerated] if several else self.tolerated
+        lambda_coeff = self.config.lambda_coeff  # the user's, if set
+        lambda_coeff = START_LAMBDA if lambda_coeff == DareConfig.lambda_coeff else lambda_coeff
+        self.start = {"drop": MAGNITUDE, "lambda_coeff": lambda_coeff} if several and any(self.rates) else {}
+        self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) and not several else ()
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
@@ -108,17 +113,14 @@ def find_level(total: DeltaStats, threshold: float) -> str:
 def choose_method(evidence: Evidence) -> tuple[str, str]:
     """The method, and why."""
     count, conflict, cosine = len(evidence.models), evidence.conflict, evidence.cosine
-    most, adds = "up to " if count > 2 else "", TIES_ADDS if any(evidence.rates) else ""
-    figure = f"signs conflict in {most}{conflict:.1%} of what both change, by magnitude; cosine {cosine:.2f}"
     if count == 1:
         return LINEAR, "there is one model, so there is nothing to reconcile"
-    if cosine < OPPOSED_COSINE:
-        return TIES, f"the models oppose one another ({figure}) and would cancel{adds}"
-    if count == 2:
-        return LINEAR, f"two models that do not oppose one another ({figure}) can both be kept"
-    if conflict >= CONFLICTING:
-        return TIES, f"the {count} models go in different directions ({figure}){adds}"
-    return LINEAR, f"the {count} models mostly agree ({figure})"
+    most, cancel = "up to " if count > 2 else "", ", so much of it cancels" if cosine < OPPOSED_COSINE else ""
+    figure = f"signs conflict in {most}{conflict:.1%} of what both change, by magnitude; cosine {cosine:.2f}{cancel}"
+    weights = (evidence.config.weights, *(rule.weights for rule in evidence.config.typed_rules))
+    if any(min(list_numbers(given), default=0) < 0 for given in weights):
+        return LINEAR, f"only a sum has negative weights ({figure})"
+    return RAM, f"what one model alone changes stays whole ({figure})"
 
 
 def find_hot_layers(evidence: Evidence) -> dict[str, float]:
@@ -170,19 +172,26 @@ def advise_on_base(evidence: Evidence) -> Iterator[Advice]:
 
 def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
     threshold = evidence.threshold
-    for model, level, rate in zip(evidence.models, evidence.levels, evidence.rates, strict=True):
+    for model, level, rate in zip(evidence.models, evidence.levels, evidence.tolerated, strict=True):
         mean, above = model.total.mean, f"{model.total.share_above_threshold:.1%} are above {threshold:g}"
         figures = {"mean": f"the mean |delta| is {mean:.2g}", "above": above, "ratio": mean / threshold}
         reason = DROP_RATES[level][1].format(**figures, threshold=threshold)
         what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
+        drop = f"drop {rate:g}" if len(evidence.models) == 1 else f"at most {rate:g} may be dropped at random"
         if model.total.largest:
-            yield Advice("drop_rate", level, model.label, f"drop {rate:g} of {model.label}: {what}{reason}")
+            yield Advice("drop_rate", level, model.label, f"{drop} of {model.label}: {what}{reason}")
 
 
 def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
     """What is chosen already: for some tensors, and how to combine."""
     yield from (Advice("rules", rule.verdict, None, rule.text) for rule in evidence.tensor_rules)
     yield Advice("method", evidence.method, None, f"method {evidence.method}: {evidence.why_method}")
+    if evidence.start:
+        text = (
+            f"drop {START_RATE:g} by magnitude, with a lambda_coeff of about {START_LAMBDA:g}: a start that did well "
+            "in this project's experiment, where lambda_coeff mattered most; search for that first"
+        )
+        yield Advice("start", "measured", None, text)
 
 
 def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
@@ -204,8 +213,6 @@ def judge_confidence(evidence: Evidence) -> str:
         ratios = (model.total.mean / evidence.threshold, model.total.share_above_threshold / TAIL_SHARE)
         if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
             doubts.append(f"the deltas of {model.label} are close to where the advice changes")
-    if len(evidence.models) > 2 and CONFLICTING * 0.8 < evidence.conflict < CONFLICTING * 1.25:
-        doubts.append("the share of conflicting signs is close to where the advice changes")
     if count < TUNING.small_model:
         doubts.append(f"these rules are for models of billions of parameters; one of {count:,} tolerates less dropping")
     if not doubts:
@@ -220,12 +227,11 @@ def suggest(evidence: Evidence) -> str:
     config, method = evidence.config, evidence.method
     kept: dict[str, Any] = {key: getattr(config, key) for key in KEPT_SETTINGS}
     kept |= keep_weights(evidence, config)
-    if config.drop == RANDOM:  # the advice is about that; what goes with other drops need not go with it
+    if config.drop == RANDOM and "drop" not in evidence.start:  # what goes with one drop need not go with another
         kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
     in_rules = ["match", "drop_rate", "lambda_coeff"]  # not rescale_q, which was found for another drop rate
-    if "keep_ratio" in METHODS[method].settings:
-        kept["keep_ratio"] = config.keep_ratio
-        in_rules.append("keep_ratio")
+    kept |= {key: getattr(config, key) for key in ("threshold",) if key in METHODS[method].settings}
+    kept |= evidence.start
     kept = {key: as_toml(value) if isinstance(value, Gradient | tuple) else value for key, value in kept.items()}
     table = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
     text = tomli_w.dumps({"dare": {"method": method, "drop_rate": compact(evidence.rates), **table}})
@@ -240,25 +246,18 @@ def suggest(evidence: Evidence) -> str:
 
 
 def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
-    """The user's weights, as far as they mean the same to the suggested method: to some, only their ratios count."""
-    config, method, weights = evidence.config, METHODS[evidence.method], cast(tuple[Any, ...], given.weights or ())
+    """The user's weights, which mean the same to the suggested method: shares of a whole, or not."""
+    config, kept = evidence.config, {"weights": given.weights or None, "normalize": given.normalize}
     normalize = config.normalize if given.normalize is None else given.normalize
-    were_shares, are_shares = (
-        m.normalize if normalize is None else normalize for m in (METHODS[config.method], method)
-    )
-    numbers = [
-        number for weight in weights for number in (weight.numbers if isinstance(weight, Gradient) else [weight])
-    ]
-    kept: dict[str, Any] = {"weights": weights or None}
-    kept["normalize"] = given.normalize if "normalize" in method.settings else None
-    if are_shares and method.shares_only and min(numbers, default=0) < 0:
-        kept["weights"] = None
-    elif were_shares and not are_shares and any(numbers):
-        if any(isinstance(weight, Gradient) for weight in weights):
-            kept["normalize"] = True
-        else:
-            kept["weights"] = tuple(weight / math.fsum(weights) for weight in weights)
-    return kept
+    were_shares = METHODS[config.method].normalize if normalize is None else normalize
+    if "normalize" not in METHODS[evidence.method].settings:
+        return kept | {"normalize": None}
+    return kept | ({"normalize": True} if were_shares and given.weights else {})
+
+
+def list_numbers(weights: Any) -> list[float]:
+    """All that some weights are, gradients included."""
+    return [number for each in weights or () for number in (each.numbers if isinstance(each, Gradient) else [each])]
 
 
 def compact(values: list[float]) -> float | list[float]:

@@ -289,7 +289,7 @@ class TensorMerge:
         self, name: str, settings: TensorSettings, seed: int, base: Tensor, parts: dict[int, Tensor], gpu: Any = None
     ) -> None:  # fmt: skip
         self.name, self.settings, self.seed, self.found = name, settings, seed, Found()
-        self.draw = plain.draw_bits, partial(torch.arange, device=base.device)
+        self.draw: tuple[Any, Any] = plain.draw_bits, partial(torch.arange, device=base.device)
         if gpu and gpu.can_merge_on(base.device):
             self.draw = gpu.draw_bits, base.device
         self.method, self.base, self.flat = METHODS[settings.method], base, base.reshape(-1)

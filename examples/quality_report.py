@@ -36,6 +36,7 @@ STEPS: Final = (
 )
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
 SIGNIFICANT: Final = 0.05
+HEAD: Final = ("", "points", "trainings", "better?")
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
 MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
 Results = dict[str, Any]
@@ -90,13 +91,11 @@ class Comparison:
         return [value for values in self.values.values() for value in values]
 
     def cells(self) -> list[str]:
-        """Of a table: over all trainings, what can be told of that, and for each kind of network."""
+        """Of a table: over all trainings that have it, what can be told of that, and for each kind of network."""
         told = ("better" if fmean(self.every) > 0 else "worse") if self.p <= SIGNIFICANT else "cannot be told"
-        return [
-            spread(self.every, "+.1f"),
-            f"{told} (p {self.p:.2g})",
-            *(f"{fmean(x):+.1f}" for x in self.values.values()),
-        ]
+        likely = f"p {self.p:.3f}" if self.p >= 0.001 else "p < 0.001"
+        by_network = (f"{fmean(x):+.1f}" for x in self.values.values())
+        return [spread(self.every, "+.1f"), str(len(self.every)), f"{told} ({likely})", *by_network]
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -133,13 +132,13 @@ def chosen(results: Results, contender: str, setting: str) -> str:
 
 
 def ranking(results: Results) -> str:
-    head = ["", "all", "", *(title(*each) for each in units_of(results).items()), "lambda", "drop rate"]
+    head = [*HEAD, *(title(*each) for each in units_of(results).items()), "lambda", "drop rate"]
     settings = ("lambda_coeff", "drop_rate")
     return table(head, [[c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)] for c in rank(results)])
 
 
 def steps(results: Results) -> str:
-    head = ["", "all", "", *(title(*each) for each in units_of(results).items())]
+    head = [*HEAD, *(title(*each) for each in units_of(results).items())]
     return table(head, [[each.name, *each.cells()] for each in compare(results, STEPS)])
 
 
@@ -184,8 +183,8 @@ Scores on test data in %, means over trainings, merges and masks:
 
 {scores(results)}
 
-Points ahead of {REFERENCE} without dropping: mean ± standard deviation over all trainings; what a t test over them
-tells, corrected for the number of contenders (Holm); the means by network; medians of what was chosen:
+Points ahead of {REFERENCE} without dropping, in the same training: mean ± standard deviation over trainings; what a
+t test over them tells, corrected for the number of contenders (Holm); the means by network; medians of what was chosen:
 
 {ranking(results)}
 

@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from darelib.analysis import advice
 from tests.scene import POSIX, Patch, wait_for
 from tests.support import HERE, snapshot
 
@@ -86,6 +88,24 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
         gpu = results["gpu"]["outcomes"][0]
         taken, times_as_fast = benchmark_report.value(gpu, "linear"), benchmark_report.ratio(gpu, "mergekit's linear")
         assert f"in {1000 * taken:.1f} ms, {times_as_fast:.0f} times as fast" in README
+
+
+def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
+    results, worth = QUALITY, quality_report.compare(QUALITY, quality_report.STEPS)
+    ranked, steps = ({each.name: each for each in found} for found in (quality_report.rank(results), worth))
+    for show in (quality_report.scores, quality_report.ranking, quality_report.steps, quality_report.cliffs):
+        assert show(results) in EVIDENCE
+    assert f"took {results['seconds']:.0f} s in two runs" in EVIDENCE
+    start = ranked["ram + magnitude"]
+    assert (start.cells()[2].startswith("better"), f"is {fmean(start.every):.1f} points ahead" in README) == (
+        True,
+        True,
+    )
+    assert f"`ties` is {-fmean(ranked['ties'].every):.1f} behind" in README
+    assert f"Lambda matters most: {fmean(steps['lambda searched for, not 1'].every):.1f} points" in README
+    assert f"of {len(ranked) + 1} ways to merge" in README
+    chosen = [float(quality_report.chosen(results, start.name, key)) for key in ("drop_rate", "lambda_coeff")]
+    assert chosen == pytest.approx([advice.START_RATE, advice.START_LAMBDA], rel=0.2), "advice follows it"
 
 
 def run(module: Any, words: str) -> str:
@@ -165,7 +185,7 @@ def make_results(gains: dict[str, float], trainings: int = 5) -> dict[str, Any]:
 
 def test_verdicts_of_the_experiment_come_out_each_way() -> None:
     gains = {"ties": -0.1, "ram": 0.1, "slerp": 0.0}
-    found = {each.name: each.cells()[1].split(" (")[0] for each in quality_report.rank(make_results(gains))}
+    found = {each.name: each.cells()[2].split(" (")[0] for each in quality_report.rank(make_results(gains))}
     assert found == {"ram": "better", "slerp": "cannot be told", "ties": "worse"}
     assert [each.p for each in quality_report.rank(make_results(gains, 1))] == [1.0] * 3, "one training tells nothing"
     assert quality_report.correct([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])

@@ -19,6 +19,8 @@ MEASURES: dict[str, tuple[str, Any, int]] = {
     "peak memory": ("peak_bytes", max, MIB),
 }
 LESS = ("mergekit", "slerp")  # which drops nothing there
+EIGHT = "8 threads"
+DISK, FILESYSTEM = 3e9, 10e9  # what is assumed of a machine's disk, and of a filesystem of many: bytes a second
 COPIES = ("copy on 1 thread", "copy on all threads")
 MARKS = {"copy": ("|", "#888888"), "this tool": ("o", "#0072B2"), "mergekit": ("s", "#D55E00")}
 MARKS["torch script"] = ("^", "#009E73")
@@ -128,8 +130,30 @@ def tell(section: Stored) -> list[str]:
     return [table(rows), textwrap.fill(short, 120), textwrap.fill(origin, 120)]
 
 
+def project(results: Stored) -> str:
+    """What larger linear merges of two bf16 fine-tunes come to, by the slowest of measured cores and assumed disks."""
+    (two, *_), (sixteen, *_) = results["files"]["outcomes"], results["threads"]["outcomes"]
+    rates = [
+        8 * each["point"]["parameters"] / value(each, role) for each, role in ((two, "this tool"), (sixteen, EIGHT))
+    ]
+    rows = [["parameters", "read and written", "2 cores", "8 cores", "16 x 8 cores", "16 x 8 cores, one filesystem"]]
+    for billions in (8, 70, 671):
+        moved = 8e9 * billions
+        ways = [{"cores": rate, "disk": DISK} for rate in rates]
+        ways += [{"cores": 16 * rates[1], "disk": 16 * DISK}, {"cores": 16 * rates[1], "filesystem": FILESYSTEM}]
+        cells = [f"{billions} billion", f"{moved / 1e9:,.0f} GB"]
+        for way in ways:
+            bound, rate = min(way.items(), key=lambda item: item[1])
+            seconds = moved / rate
+            cells.append(f"{seconds:.0f} s ({bound})" if seconds < 60 else f"{seconds / 60:.0f} min ({bound})")
+        rows.append(cells)
+    return table(rows)
+
+
 def report(results: Stored) -> str:
-    return "\n\n".join("\n\n".join([f"## {name}", *tell(section)]) for name, section in results.items())
+    told = [[f"## {name}", *tell(section)] for name, section in results.items()]
+    told += [["## larger models", project(results)]] * (results.keys() >= {"files", "threads"})
+    return "\n\n".join("\n\n".join(blocks) for blocks in told)
 
 
 def draw(outcomes: list[Stored], path: Path) -> None:

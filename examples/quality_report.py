@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -36,7 +36,6 @@ STEPS: Final = (
 )
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
 SIGNIFICANT: Final = 0.05
-HEAD: Final = ("", "points", "trainings", "better?")
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
 MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
 Results = dict[str, Any]
@@ -80,22 +79,36 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass
 class Comparison:
-    """How many points one contender is ahead of another, by unit for each training, and the chance of such a mean."""
+    """How many points one contender is ahead of another, by unit for each training; by family, the chance of that."""
 
     name: str
     values: dict[str, list[float]]
-    p: float = 1.0
+    p: dict[str, float] = field(default_factory=dict)
 
     @property
     def every(self) -> list[float]:
         return [value for values in self.values.values() for value in values]
 
+    @property
+    def families(self) -> dict[str, list[float]]:
+        """Its trainings by family: in what may differ between them, one says nothing about the other."""
+        found: dict[str, list[float]] = {}
+        for unit, values in self.values.items():
+            found.setdefault(unit.partition("/")[0], []).extend(values)
+        return found
+
+    def tell(self, family: str) -> str:
+        told = "better" if fmean(self.families[family]) > 0 else "worse"
+        return told if self.p[family] <= SIGNIFICANT else "cannot be told"
+
     def cells(self) -> list[str]:
-        """Of a table: over all trainings that have it, what can be told of that, and for each kind of network."""
-        told = ("better" if fmean(self.every) > 0 else "worse") if self.p <= SIGNIFICANT else "cannot be told"
-        likely = f"p {self.p:.3f}" if self.p >= 0.001 else "p < 0.001"
+        """Of a table: over all trainings that have it; what can be told of each family; the means by network."""
+        told = (
+            f"{spread(values, '+.1f')}, {self.tell(family)} (p {self.p[family]:.3f})".replace("p 0.000", "p < 0.001")
+            for family, values in self.families.items()
+        )
         by_network = (f"{fmean(x):+.1f}" for x in self.values.values())
-        return [spread(self.every, "+.1f"), str(len(self.every)), f"{told} ({likely})", *by_network]
+        return [f"{fmean(self.every):+.1f}", str(len(self.every)), *told, *by_network]
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -112,8 +125,9 @@ def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Com
             ahead = ([arms[one]["score"] - arms[other]["score"] for arms in each] for each in merges if each)
             values[unit] = [100 * fmean(each) for each in ahead]
         found.append(Comparison(name, values))
-    for comparison, p in zip(found, correct([probability(each.every) for each in found]), strict=True):
-        comparison.p = p
+    tests = [(each, family) for each in found for family in each.families]
+    for (each, family), p in zip(tests, correct([probability(e.families[f]) for e, f in tests]), strict=True):
+        each.p[family] = p
     return found
 
 
@@ -131,15 +145,20 @@ def chosen(results: Results, contender: str, setting: str) -> str:
     return f"{median(values):.2g}" if any(values) else "-"
 
 
+def name_columns(results: Results) -> list[str]:
+    units = units_of(results)
+    families = dict.fromkeys(name.partition("/")[0] for name in units)
+    return ["", "points", "trainings", *families, *map(title, units, units.values())]
+
+
 def ranking(results: Results) -> str:
-    head = [*HEAD, *(title(*each) for each in units_of(results).items()), "lambda", "drop rate"]
+    head = [*name_columns(results), "lambda", "drop rate"]
     settings = ("lambda_coeff", "drop_rate")
     return table(head, [[c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)] for c in rank(results)])
 
 
 def steps(results: Results) -> str:
-    head = [*HEAD, *(title(*each) for each in units_of(results).items())]
-    return table(head, [[each.name, *each.cells()] for each in compare(results, STEPS)])
+    return table(name_columns(results), [[each.name, *each.cells()] for each in compare(results, STEPS)])
 
 
 def scores(results: Results) -> str:
@@ -183,8 +202,9 @@ Scores on test data in %, means over trainings, merges and masks:
 
 {scores(results)}
 
-Points ahead of {REFERENCE} without dropping, in the same training: mean ± standard deviation over trainings; what a
-t test over them tells, corrected for the number of contenders (Holm); the means by network; medians of what was chosen:
+Points ahead of {REFERENCE} without dropping, in the same training: the mean; for each family mean ± standard deviation
+over trainings, and what a t test over them tells, corrected for the number of tests (Holm); the means by network;
+medians of what was chosen:
 
 {ranking(results)}
 
@@ -214,14 +234,16 @@ def draw(results: Results, path: Path) -> None:
         places = [-math.log10(1 - rate) for rate in results["rates"]]
         right.plot(places, [100 * fmean(s) for s in zip(*(r["curves"]["DARE"] for r in records), strict=True)], **style)
     for row, each in enumerate(ranked):
-        colour = "#000000" if each.p <= SIGNIFICANT else "#999999"
+        colour = "#000000" if min(each.p.values()) <= SIGNIFICANT else "#999999"
         left.plot([fmean(each.every)] * 2, [row - 0.4, row + 0.4], color=colour, linewidth=2.5, zorder=0)
     left.axvline(0, color="#999999", linewidth=0.8)
     left.set_yticks(range(len(ranked)), [each.name for each in ranked], fontsize=8)
     left.set_ylim(len(ranked) - 0.5, -0.5)
     left.set_xscale("symlog", linthresh=2)
     left.xaxis.set_major_formatter(lambda tick, _: f"{tick:+g}")
-    left.set_title(f"points ahead of {REFERENCE} without dropping; bars: means, black if told", fontsize=10, loc="left")
+    left.set_title(
+        f"points ahead of {REFERENCE} without dropping; bars: means, black if told of a family", fontsize=10, loc="left"
+    )
     ticks = (0, 0.5, 0.8, 0.9, 0.95, 0.99)
     right.set_xticks([-math.log10(1 - rate) for rate in ticks], [f"{rate:g}" for rate in ticks])
     right.set_title("one fine-tune at its skill by DARE's drop rate, %", fontsize=10, loc="left")

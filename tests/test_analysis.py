@@ -301,11 +301,7 @@ def test_models_of_different_sizes_get_different_drop_rates(tmp_path: Path) -> N
     base = random_model(1, F32, LAYERED)
     small, alike, large = (scaled(base, size, seed) for seed, size in enumerate((0.0003, 0.0004, 0.004)))
     found, suggested, _ = advise(tmp_path, base, small, large)
-    assert (found["drop_rate"], found["balance"], "rules" in found) == (["small", "large"], ["uneven"], False)
-    assert suggested["dare"]["drop_rate"] == 0.2
-    assert advise(tmp_path, base, small, scaled(base, 0.02))[1]["dare"]["drop_rate"] == [0.2, 0.0]
-    huge = advise(tmp_path, base, scaled(base, 0.02), scaled(base, 0.03))
-    assert (huge[1]["dare"], "start" in huge[0]) == ({"method": "ram", "drop_rate": 0.0}, False), "an average"
+    assert (suggested["dare"]["drop_rate"], found["balance"]) == ([0.9, 0.5], ["uneven"])
     assert "balance" not in advise(tmp_path, base, small, alike)[0]
     base = {"a.weight": torch.rand(8, 8), "b.weight": torch.zeros(8, 8)}
     changed = {name: tensor + 0.001 for name, tensor in base.items()}
@@ -331,44 +327,42 @@ def test_advice_on_rules(tmp_path: Path) -> None:
     assert "features.*.bias" in rule["match"]
 
 
-def test_advice_on_the_method(tmp_path: Path) -> None:
+def test_advice_on_method_and_lambda(tmp_path: Path) -> None:
     base = random_model(1, F32, LAYERED)
     first, second, third = (scaled(base, 0.0005, seed) for seed in range(1, 4))
     against = {name: 2 * base[name] - first[name] for name in base}
-    assert advise(tmp_path, base, first)[0]["method"] == ["linear"]
-    for models in ([first, second], [first, second, third], [first, against]):
-        assert advise(tmp_path, base, *models)[0]["method"] == ["ram"]
+    for models in ([first], [first, second], [first, second, third], [first, against], [first, base]):
+        found, suggested, _ = advise(tmp_path, base, *models)
+        assert (found["method"], suggested["dare"]["method"]) == (["linear"], "linear")
         (text,) = (advice.text for advice in analyze(tmp_path, base, *models).advice if advice.about == "method")
         assert ("cancels" in text) == (models[-1] is against)
+        scaled_up = len(models) > 1 and models[-1] is not base
+        assert (suggested["dare"].get("lambda_coeff"), "lambda" in found) == (1.5 if scaled_up else None, scaled_up)
+    for own in ({"weights": [1, 1]}, {"lambda_coeff": 0.8}):
+        found, suggested, _ = advise(tmp_path, base, first, second, **own)
+        assert ("lambda" in found, own.items() <= suggested["dare"].items()) == (False, True), "it is the user's"
 
 
 def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     base = random_model(1, BF16, LAYERED)
-    models, ties = [scaled(base, 0.0003, seed) for seed in (1, 2, 3)], {"method": "ties"}
-    start = {"drop_rate": 0.2, "drop": "magnitude", "lambda_coeff": 1.5}
-    ram, linear = {"method": "ram", **start}, {"method": "linear", **start}
+    models, linear, ties = [scaled(base, 0.0003, seed) for seed in (1, 2, 3)], {"method": "linear"}, {"method": "ties"}
+    linear |= {"drop_rate": 0.9}
     kept: dict[str, Any] = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
     rule = {"match": ["*layers.0*"], "drop_rate": 0.3}
     tables = advise(tmp_path, base, *models[:2], **kept, rescale_q=0.5, rules=[rule | {"rescale_q": 0.8}])[1]
-    assert (tables["dare"], tables["rules"]) == ({**ram, **kept}, [rule])
+    assert (tables["dare"], tables["rules"][0]) == ({**linear, **kept}, rule)
     kept = {"max_shard_size": "1MB", "delta_threshold": 0.01, "weights": [3, 1]}
-    assert advise(tmp_path, base, *models[:2], **kept, **ties, keep_ratio=0.5)[1]["dare"] == {**ram, **kept}
-    assert advise(tmp_path, base, *models[:2], **ram, threshold=0.1)[1]["dare"] == {**ram, "threshold": 0.1}
-    kept = {"weights": [3, -1, 0.5], "normalize": False}
-    assert advise(tmp_path, base, *models, **ties, **kept)[1]["dare"] == {**linear, **kept}, "ram has no negative ones"
-    kept = {"weights": [3, -1], "normalize": True}
-    assert advise(tmp_path, base, *models[:2], **kept)[1]["dare"] == {**linear, **kept}, "they mean the same to linear"
-    kept = {"weights": [{"gradient": [-1.0, 3.0]}, 3.0]}
+    tables = advise(tmp_path, base, *models[:2], **kept, **ties, keep_ratio=0.5)[1]
+    assert tables["dare"] == {**linear, **kept, "normalize": True}, "to ties, they were shares"
+    for kept in ({"weights": [3, -1], "normalize": False}, {"weights": [3, 1], "normalize": True}):
+        for method in (ties, linear):
+            assert advise(tmp_path, base, *models[:2], **method, **kept)[1]["dare"] == {**linear, **kept}
+    kept = {"weights": [{"gradient": [0.0, 1.0]}, 3.0]}
     rules = [{"match": ["*layers.0*"], "weights": [0.0, {"gradient": [2.0, 1.0]}], "normalize": True}]
     tables = advise(tmp_path, base, *models[:2], **kept, rules=rules)[1]
     assert (tables["dare"], tables["rules"][:1]) == ({**linear, **kept}, rules)
-    kept = {"weights": [{"gradient": [0.0, 1.0]}, 3.0]}
     tables = advise(tmp_path, base, *models[:2], **ties, **kept, rules=rules)[1]
-    assert (tables["dare"], "normalize" in tables["rules"][0]) == ({**ram, **kept}, False), "to both they are shares"
-    one = {"weights": [4.0], "normalize": True}
-    assert advise(tmp_path, base, models[0], **ties, weights=[4])[1]["dare"] == {
-        "method": "linear", "drop_rate": 0.9, **one,
-    }, "the share of an only model is the whole"  # fmt: skip
+    assert (tables["dare"], tables["rules"][:1]) == ({**linear, **kept, "normalize": True}, rules)
     usual = analyze(tmp_path, base, *models[:2])
     found = analyze(tmp_path, base, *models[:2], drop=["magnitude", "random"], rescale="l1", engine="auto")
     for one, other, drop in zip(found.models, usual.models, ("magnitude", "random"), strict=True):
@@ -377,9 +371,8 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     assert "dropping 0.9 at random, instead of by magnitude, would add noise of 3 times its delta" in str(found)
     for dropped in ({"drop": "magnitude", "rescale": "none"}, {"drop": "della", "epsilon": 0.05, "rescale": "l1"}):
         tables = advise(tmp_path, base, *models[:2], **dropped, lambda_coeff={"gradient": [1, 0.5]})[1]
-        assert tables["dare"] == {**ram, "lambda_coeff": {"gradient": [1.0, 0.5]}}
-    tables = advise(tmp_path, base, models[0], rescale="l1")[1]
-    assert tables["dare"] == {"method": "linear", "drop_rate": 0.9, "rescale": "l1"}
+        assert tables["dare"] == {**linear, "lambda_coeff": {"gradient": [1.0, 0.5]}}
+    assert advise(tmp_path, base, models[0], rescale="l1")[1]["dare"] == {**linear, "rescale": "l1"}
 
 
 def run(*words: Any) -> int:
@@ -398,7 +391,7 @@ def test_the_command_analyses_and_suggests_what_merges(tmp_path: Path, capsys: C
     for more in ([], ["--per-tensor"], ["--json"], ["--json", "--per-tensor"]):
         assert run(*flags, *more) == 0
         printed.append(capsys.readouterr().out)
-    for words in ("rotated and covered", "Advice", "How sure", "[dare]", "lambda_coeff", "by layer", "fc2", "read in"):
+    for words in ("rotated and covered", "Advice", "How sure", "[dare]", "[[rules]]", "by layer", "fc2", "read in"):
         assert words in printed[0]
     assert ["fc2.weight" in text for text in printed] == [False, True, False, True]
     assert [model["name"] for model in json.loads(printed[2])["models"]] == flags[4:]
@@ -467,7 +460,7 @@ def test_the_example_of_an_analysis_runs() -> None:
     before = snapshot(HERE / "examples" / "models")
     script = [sys.executable, HERE / "examples" / "analyze_models.py"]
     done = subprocess.run(script, capture_output=True, text=True, check=True)
-    for words in ("cosine 0.082", "may be dropped", "method ram", "would merge 2 models", "drew "):
+    for words in ("cosine 0.082", "drop 0.8 of rotated", "[[rules]]", "would merge 2 models", "drew "):
         assert words in done.stdout
     assert snapshot(HERE / "examples" / "models") == before
 

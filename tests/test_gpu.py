@@ -53,7 +53,7 @@ there = torch.Tensor.is_cuda
 launched = []
 launch, draw = gpu.Batch._launch, gpu.draw_bits
 drawn = []
-gpu.draw_bits = lambda *where: drawn.append(where) or draw(*where)
+gpu.draw_bits = lambda *which, **where: drawn.append(which) or draw(*which, **where)
 gpu.Batch._launch = lambda self, kernel, *rest, **named: launched.append(kernel) or launch(self, kernel, *rest, **named)
 for dtype in (torch.float32, torch.float16):  # it rounds to bfloat16 in another way
     for name, (count, settings) in CONFIGS.items():
@@ -90,7 +90,8 @@ def make_models(count: int, dtype: torch.dtype) -> list[Tensors]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None or torch.cuda.is_available(), reason="no need")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 def test_interpreted_kernels_give_the_bits_of_the_definition() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
     words = [sys.executable, "-c", INTERPRET]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from darelib.config import DareConfig, Rule, as_toml
-from darelib.drops import EXPECTATION, MAGNITUDE, RANDOM
+from darelib.drops import EXPECTATION, RANDOM
 from darelib.gradients import Gradient
-from darelib.methods import LINEAR, METHODS, RAM
+from darelib.methods import LINEAR, METHODS
 from darelib.text import count_of, list_names
 from darelib.tuning import TUNING
 
@@ -47,8 +47,7 @@ DROP_RATES: Final = {
 }
 HOT_LAYERS: Final = 8  # at most; if more of them have large deltas, the model has
 OPPOSED_COSINE: Final = -0.1
-# Several models: what did best in the experiment of docs/evidence.md, by ram and magnitude, where lambda mattered most.
-START_RATE: Final = 0.2
+# Of an average of several models: what was best lay around it in the experiment of docs/evidence.md, and mattered most.
 START_LAMBDA: Final = 1.5
 KEPT_SETTINGS: Final = (
     "seed", "lambda_coeff", "dtype", "mismatch", "any_base", "max_shard_size", "delta_threshold",
@@ -59,7 +58,7 @@ KEPT_SETTINGS: Final = (
 class Advice:
     """One piece of advice, with its reason."""
 
-    about: str  # base, drop_rate, rules, method, start or balance
+    about: str  # base, drop_rate, rules, method, lambda or balance
     verdict: str
     model: str | None  # None: all of them
     text: str
@@ -92,15 +91,11 @@ class Evidence:
         # Of the worst pair: that some two of many models differ at a position is likely by chance alone.
         self.conflict = max((pair.weighted_sign_conflict for pair in pairs), default=0.0)
         self.levels = [find_level(model.total, self.threshold) for model in models]
-        self.tolerated = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
-        self.method, self.why_method = choose_method(self)
+        self.rates = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
         self.hot_layers = find_hot_layers(self)
-        several = len(models) > 1
-        self.rates = [min(rate, START_RATE) for rate in self.tolerated] if several else self.tolerated
-        lambda_coeff = self.config.lambda_coeff  # the user's, if set
-        lambda_coeff = START_LAMBDA if lambda_coeff == DareConfig.lambda_coeff else lambda_coeff
-        self.start = {"drop": MAGNITUDE, "lambda_coeff": lambda_coeff} if several and any(self.rates) else {}
-        self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) and not several else ()
+        self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
+        averaged = sum(model.total.largest > 0 for model in models) > 1 and not self.config.weights
+        self.scales = averaged and self.config.lambda_coeff == DareConfig.lambda_coeff
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
@@ -108,19 +103,6 @@ def find_level(total: DeltaStats, threshold: float) -> str:
     if total.mean > threshold:
         return "huge" if total.mean > HUGE_RATIO * threshold else "large"
     return "tailed" if total.share_above_threshold > TAIL_SHARE else "small"
-
-
-def choose_method(evidence: Evidence) -> tuple[str, str]:
-    """The method, and why."""
-    count, conflict, cosine = len(evidence.models), evidence.conflict, evidence.cosine
-    if count == 1:
-        return LINEAR, "there is one model, so there is nothing to reconcile"
-    most, cancel = "up to " if count > 2 else "", ", so much of it cancels" if cosine < OPPOSED_COSINE else ""
-    figure = f"signs conflict in {most}{conflict:.1%} of what both change, by magnitude; cosine {cosine:.2f}{cancel}"
-    weights = (evidence.config.weights, *(rule.weights for rule in evidence.config.typed_rules))
-    if any(min(list_numbers(given), default=0) < 0 for given in weights):
-        return LINEAR, f"only a sum has negative weights ({figure})"
-    return RAM, f"what one model alone changes stays whole ({figure})"
 
 
 def find_hot_layers(evidence: Evidence) -> dict[str, float]:
@@ -172,26 +154,33 @@ def advise_on_base(evidence: Evidence) -> Iterator[Advice]:
 
 def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
     threshold = evidence.threshold
-    for model, level, rate in zip(evidence.models, evidence.levels, evidence.tolerated, strict=True):
+    for model, level, rate in zip(evidence.models, evidence.levels, evidence.rates, strict=True):
         mean, above = model.total.mean, f"{model.total.share_above_threshold:.1%} are above {threshold:g}"
         figures = {"mean": f"the mean |delta| is {mean:.2g}", "above": above, "ratio": mean / threshold}
         reason = DROP_RATES[level][1].format(**figures, threshold=threshold)
         what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
-        drop = f"drop {rate:g}" if len(evidence.models) == 1 else f"at most {rate:g} may be dropped at random"
         if model.total.largest:
-            yield Advice("drop_rate", level, model.label, f"{drop} of {model.label}: {what}{reason}")
+            yield Advice("drop_rate", level, model.label, f"drop {rate:g} of {model.label}: {what}{reason}")
 
 
 def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
     """What is chosen already: for some tensors, and how to combine."""
     yield from (Advice("rules", rule.verdict, None, rule.text) for rule in evidence.tensor_rules)
-    yield Advice("method", evidence.method, None, f"method {evidence.method}: {evidence.why_method}")
-    if evidence.start:
+    if len(evidence.models) == 1:
+        yield Advice("method", LINEAR, None, "method linear: there is one model, so there is nothing to reconcile")
+        return
+    most, cancel = "up to " if len(evidence.models) > 2 else "", ", so much cancels, whatever the method"
+    text = (
+        f"method linear: signs conflict in {most}{evidence.conflict:.1%} of what both change, by magnitude; cosine "
+        f"{evidence.cosine:.2f}{cancel if evidence.cosine < OPPOSED_COSINE else ''}; let a sweep try ram as well"
+    )
+    yield Advice("method", LINEAR, None, text)
+    if evidence.scales:
         text = (
-            f"drop {START_RATE:g} by magnitude, with a lambda_coeff of about {START_LAMBDA:g}: a start that did well "
-            "in this project's experiment, where lambda_coeff mattered most; search for that first"
+            f"a lambda_coeff of {START_LAMBDA:g} to begin with: of averages, mostly 1.3 to 2.1 was best in this "
+            "project's experiment, and nothing mattered more; search for it first"
         )
-        yield Advice("start", "measured", None, text)
+        yield Advice("lambda", "average", None, text)
 
 
 def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
@@ -216,25 +205,24 @@ def judge_confidence(evidence: Evidence) -> str:
     if count < TUNING.small_model:
         doubts.append(f"these rules are for models of billions of parameters; one of {count:,} tolerates less dropping")
     if not doubts:
-        return "How sure: fairly, no figure is near a limit; but only an evaluation can tell (examples/sweep.py)."
-    return f"How sure: not very, because {', and '.join(doubts)}. Let an evaluation decide (examples/sweep.py)."
+        return "How sure: fairly, no figure is near a limit; but only an evaluation can tell (dare.py sweep)."
+    return f"How sure: not very, because {', and '.join(doubts)}. Let an evaluation decide (dare.py sweep)."
 
 
 def suggest(evidence: Evidence) -> str:
     """A [dare] table and its rules, as TOML: what is advised, and what else the user has set."""
     import tomli_w
 
-    config, method = evidence.config, evidence.method
+    config = evidence.config
     kept: dict[str, Any] = {key: getattr(config, key) for key in KEPT_SETTINGS}
     kept |= keep_weights(evidence, config)
-    if config.drop == RANDOM and "drop" not in evidence.start:  # what goes with one drop need not go with another
+    if config.drop == RANDOM:  # the advice is about that; what goes with other drops need not go with it
         kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
     in_rules = ["match", "drop_rate", "lambda_coeff"]  # not rescale_q, which was found for another drop rate
-    kept |= {key: getattr(config, key) for key in ("threshold",) if key in METHODS[method].settings}
-    kept |= evidence.start
+    kept |= {"lambda_coeff": START_LAMBDA} if evidence.scales else {}
     kept = {key: as_toml(value) if isinstance(value, Gradient | tuple) else value for key, value in kept.items()}
     table = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
-    text = tomli_w.dumps({"dare": {"method": method, "drop_rate": compact(evidence.rates), **table}})
+    text = tomli_w.dumps({"dare": {"method": LINEAR, "drop_rate": compact(evidence.rates), **table}})
     own = [{key: value for key, value in r.as_table().items() if key in in_rules} for r in config.typed_rules]
     for rule, settings in zip(config.typed_rules, own, strict=True):
         settings |= {key: as_toml(value) for key, value in keep_weights(evidence, rule).items() if value is not None}
@@ -246,18 +234,10 @@ def suggest(evidence: Evidence) -> str:
 
 
 def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
-    """The user's weights, which mean the same to the suggested method: shares of a whole, or not."""
-    config, kept = evidence.config, {"weights": given.weights or None, "normalize": given.normalize}
-    normalize = config.normalize if given.normalize is None else given.normalize
-    were_shares = METHODS[config.method].normalize if normalize is None else normalize
-    if "normalize" not in METHODS[evidence.method].settings:
-        return kept | {"normalize": None}
-    return kept | ({"normalize": True} if were_shares and given.weights else {})
-
-
-def list_numbers(weights: Any) -> list[float]:
-    """All that some weights are, gradients included."""
-    return [number for each in weights or () for number in (each.numbers if isinstance(each, Gradient) else [each])]
+    """The user's weights, with the same meaning to linear: what were shares of a whole are divided by it."""
+    normalize = evidence.config.normalize if given.normalize is None else given.normalize
+    were_shares = METHODS[evidence.config.method].normalize if normalize is None else normalize
+    return {"weights": given.weights or None, "normalize": True if were_shares and given.weights else given.normalize}
 
 
 def compact(values: list[float]) -> float | list[float]:

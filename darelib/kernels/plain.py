@@ -118,7 +118,7 @@ def rank(delta: Array, width: int) -> Array:
     lib, rows = library(delta), abs(delta).reshape(-1, width)
     order = lib.argsort(rows, **({"kind": "stable"} if lib is np else {"stable": True}))
     ranks, ones = lib.empty_like(order), lib.ones_like(order)
-    ranks[ones[:, :1].cumsum(0) - 1, order] = ones.cumsum(1) - 1
+    ranks[ones[:, :1].cumsum(0) - 1, order] = ones[:1].cumsum(1) - 1
     return ranks.reshape(-1)
 
 

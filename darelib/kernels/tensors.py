@@ -88,6 +88,7 @@ class StateMerge:
         self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
         self.places: dict[tuple[int | None, ...], str] = {}  # by where the values are, in the base and in the models
         self.chooser = Chooser(config, base, len(finetuned))
+        self.gpu: Any = None  # the kernels for GPUs
 
     @torch.no_grad()
     def run(self) -> dict[str, Tensor]:
@@ -289,9 +290,9 @@ class TensorMerge:
         self, name: str, settings: TensorSettings, seed: int, base: Tensor, parts: dict[int, Tensor], gpu: Any = None
     ) -> None:  # fmt: skip
         self.name, self.settings, self.seed, self.found = name, settings, seed, Found()
-        self.draw: tuple[Any, Any] = plain.draw_bits, partial(torch.arange, device=base.device)
+        self.draw = partial(plain.draw_bits, arange=partial(torch.arange, device=base.device))
         if gpu and gpu.can_merge_on(base.device):
-            self.draw = gpu.draw_bits, base.device
+            self.draw = partial(gpu.draw_bits, device=base.device)
         self.method, self.base, self.flat = METHODS[settings.method], base, base.reshape(-1)
         self.parts = {i: part.reshape(-1) for i, part in parts.items()}
 
@@ -335,8 +336,7 @@ class TensorMerge:
         if not bool(torch.isfinite(delta).all()):
             raise explain_broken(self.name, i, self.dtype)
         thinning, stop = self.settings.thinnings[i], start + len(base)
-        draw, where = self.draw
-        bits = draw(mask_key(self.seed + i, self.name), start // TILE, -(-len(base) // TILE), where)[: len(base)]
+        bits = self.draw(mask_key(self.seed + i, self.name), start // TILE, -(-len(base) // TILE))[: len(base)]
         thresholds = thinning.threshold
         if thinning.scheme.thresholds:  # by ranks, which whole rows decide
             width = self.base.shape[-1] if self.base.shape else 1

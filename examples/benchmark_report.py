@@ -132,10 +132,8 @@ def tell(section: Stored) -> list[str]:
 
 def project(results: Stored) -> str:
     """What larger linear merges of two bf16 fine-tunes come to, by the slowest of measured cores and assumed disks."""
-    (two, *_), (sixteen, *_) = results["files"]["outcomes"], results["threads"]["outcomes"]
-    rates = [
-        8 * each["point"]["parameters"] / value(each, role) for each, role in ((two, "this tool"), (sixteen, EIGHT))
-    ]
+    measured = {role: results[section]["outcomes"][0] for section, role in (("files", "this tool"), ("threads", EIGHT))}
+    rates = [8 * outcome["point"]["parameters"] / value(outcome, role) for role, outcome in measured.items()]
     rows = [["parameters", "read and written", "2 cores", "8 cores", "16 x 8 cores", "16 x 8 cores, one filesystem"]]
     for billions in (8, 70, 671):
         moved = 8e9 * billions
@@ -152,7 +150,7 @@ def project(results: Stored) -> str:
 
 def report(results: Stored) -> str:
     told = [[f"## {name}", *tell(section)] for name, section in results.items()]
-    told += [["## larger models", project(results)]] * (results.keys() >= {"files", "threads"})
+    told += [["## larger models", project(results)]] if results.keys() >= {"files", "threads"} else []
     return "\n\n".join("\n\n".join(blocks) for blocks in told)
 
 

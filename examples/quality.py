@@ -80,6 +80,7 @@ class Settings(NamedTuple):
         *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
     )
     only: tuple[str, ...] = ALL  # how the names of contenders begin, beside the reference
+    rescaled: bool = True  # whether other ways to rescale are ranked, too
     masks: int = 3  # with which the best of a search are scored again, and its winner is tested; 0: one test
     rates: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # for one model
 
@@ -89,6 +90,7 @@ QUICK: Final = Settings(
         Unit("chars", 64, 2, (600, 6e-3, 32), (300, 1.2e-3, 48), 2, 3),
         Unit("digits", 128, 2, (200, 1e-3, 64), (400, 1e-3, 64), 2, 3),
     ),
+    rescaled=False,
     masks=0,
     rates=(0.0, 0.5, 0.8, 0.9, 0.99),
 )
@@ -310,12 +312,13 @@ class Lab:
         return {"score": self.test(skills, found.best.config, masks), "chosen": chosen}
 
 
-def list_contenders(count: int) -> dict[str, dict[str, Any]]:
-    """All ways to merge so many models, each with what its search chooses from."""
+def list_contenders(count: int, rescaled: bool = True) -> dict[str, dict[str, Any]]:
+    """All ways to merge so many models, each with what its search chooses from; or without other ways to rescale."""
     found = {}
     for (method, name), (thinning, space) in product(METHODS.items(), THINNINGS.items()):
-        if method != "slerp" or (count == 2 and "drop" not in space):  # it goes with random drops only
-            found[name + thinning] = {"method": method, "lambda_coeff": SCALE, **space}
+        if (method == "slerp" and (count != 2 or "drop" in space)) or ("rescale" in space and not rescaled):
+            continue  # slerp goes with random drops only
+        found[name + thinning] = {"method": method, "lambda_coeff": SCALE, **space}
     return found
 
 
@@ -335,7 +338,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     }
     merges: dict[str, Any] = {}
     for chosen in ([skills[training % 3], skills[(training + 1) % 3]], skills):
-        spaces = list_contenders(len(chosen))
+        spaces = list_contenders(len(chosen), settings.rescaled)
         ranked = [name for name in spaces if name == REFERENCE or name.startswith(settings.only)]
         merges[" + ".join(chosen)] = {name: lab.contend(chosen, spaces[name], settings) for name in ranked} | {
             "plain average": {"score": lab.test(chosen, quiet(drop_rate=0.0)), "chosen": {}}

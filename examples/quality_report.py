@@ -158,7 +158,9 @@ def ranking(results: Results) -> str:
 
 
 def steps(results: Results) -> str:
-    return table(name_columns(results), [[each.name, *each.cells()] for each in compare(results, STEPS)])
+    merges = [arms for record in results["units"].values() for arms in record["merges"].values()]
+    taken = [step for step in STEPS if any({*step[1:]} <= {*arms} for arms in merges)]
+    return table(name_columns(results), [[each.name, *each.cells()] for each in compare(results, taken)])
 
 
 def scores(results: Results) -> str:

@@ -76,7 +76,10 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
     kits = [
         outcome for outcome in outcomes if outcome["point"]["method"] != "slerp" and "mergekit" in outcome["figures"]
     ]
-    assert min(benchmark_report.ratio(outcome, "mergekit") for outcome in kits) > 10, "more than ten times as fast"
+    waits = {outcome["point"]["cold"] or outcome is largest: [] for outcome in kits}
+    for outcome in kits:
+        waits[outcome["point"]["cold"] or outcome is largest].append(benchmark_report.ratio(outcome, "mergekit"))
+    assert (min(waits[True]) > 7, min(waits[False]) > 14.5, max(waits[False]) < 25.5) == (True, True, True)
     tool, kit, script = ([benchmark_report.value(outcomes[0], role, each) for each in MEASURED] for role in roles)
     assert f"| **{tool[0]:.1f} s** | {kit[0]:.1f} s | not measured | not measured | {script[0]:.1f} s |" in README
     assert f"| memory for it | **{tool[1]:.0f} MiB** | {kit[1] / 1024:.1f} GiB |" in README
@@ -87,7 +90,9 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
     if "gpu" in results:
         gpu = results["gpu"]["outcomes"][0]
         taken, times_as_fast = benchmark_report.value(gpu, "linear"), benchmark_report.ratio(gpu, "mergekit's linear")
-        assert f"in {1000 * taken:.1f} ms, {times_as_fast:.0f} times as fast" in README
+        assert f"in {1000 * taken:.1f} ms, {times_as_fast:.0f} times as fast as mergekit's arithmetic" in README
+    assert benchmark_report.project(results) in printed
+    assert benchmark_report.project(results) in EVIDENCE
 
 
 def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
@@ -128,7 +133,7 @@ def quality() -> Any:
     module: Any = importlib.import_module("quality")
     recipe = (3, 1e-2, 8)
     units = (module.Unit("chars", 4, 1, recipe, recipe, 1, 2), module.Unit("digits", 4, 2, recipe, recipe, 2, 2))
-    module.QUICK = module.QUICK._replace(units=units, rates=(0.0, 0.9))
+    module.QUICK = module.QUICK._replace(units=units, rescaled=True, rates=(0.0, 0.9))
     module.THINNINGS = {name: module.THINNINGS[name] for name in ("", " + DARE", " + DARE, l1", " + magnitude")}
     return module
 
@@ -137,7 +142,6 @@ def quality() -> Any:
 def test_an_experiment_goes_on_where_it_was_stopped_and_a_report_trains_nothing(
     quality: Any, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(quality_report, "STEPS", quality_report.STEPS[:10])
     monkeypatch.setattr(quality, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
     whole = run(quality, "--quick --out whole.json")
     printed = re.sub(r"(?m)^.*is (trained|measured).*\n", "", whole)

@@ -121,7 +121,8 @@ def tell(section: Stored) -> list[str]:
         rows.append([labels[number], *times, *(show(found[number], 0) for found in peaks.values())])
     large = [each for each in outcomes if each["point"]["parameters"] >= outcomes[0]["point"]["parameters"]]
     times = {role: [ratio(each, role) for each in large if (role, each["point"]["method"]) != LESS] for role in roles}
-    words = ", ".join(f"{role} {span(found)}" for role, found in times.items() if role != roles[0])
+    own = {role: role.replace("mergekit's", " times") for role in roles if "mergekit's" in role}
+    words = ", ".join(f"{role} {span(found)}{own.get(role, '')}" for role, found in times.items() if role != roles[0])
     held = ", ".join(f"{role} {span(found)}" for role, found in peaks.items())
     short = f"In short, in times of {roles[0]}: {words}." + f" MiB: {held}." * bool(held)
     versions = ", ".join(f"{name} {version}" for name, version in section["versions"].items())

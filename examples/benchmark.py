@@ -253,15 +253,15 @@ def measure_programs(section: str, point: Point, arguments: argparse.Namespace, 
     return {"figures": figures}
 
 
-def merge_by_mergekit(base: State, finetuned: list[State], method: str) -> None:
-    """mergekit's own arithmetic without anything around it, one tensor at a time."""
-    kit, merge_methods = "mergekit.merge_methods", import_module("mergekit.merge_methods.registry")
-    group, merge = import_module(f"{kit}.base").TensorGroup, merge_methods.get(f"dare_{method}").merge_group
-    models, parameters = range(1, len(finetuned) + 1), {"int8_mask": False, "normalize": False, "rescale": True}
-    each = {"density": dict.fromkeys(models, DENSITY), "weight": dict.fromkeys(models, 1 / len(finetuned))}
+def merge_by_mergekit(base: State, finetuned: list[State], method: str) -> Any:
+    """mergekit's own arithmetic without anything around it, one tensor at a time. Gives the last one."""
+    registry, types = (import_module(f"mergekit.merge_methods.{name}") for name in ("registry", "base"))
+    models, settings = range(1, len(finetuned) + 1), {"int8_mask": False, "normalize": False, "rescale": True}
+    settings |= {"density": dict.fromkeys(models, DENSITY), "weight": dict.fromkeys(models, 1 / len(finetuned))}
     for name, tensor in base.items():
-        inputs = group.from_tensors([tensor, *(model[name] for model in finetuned)], base_index=0)
-        merge(inputs, **parameters, **each, **{"lambda": 1.0})
+        inputs = types.TensorGroup.from_tensors([tensor, *(model[name] for model in finetuned)], base_index=0)
+        merged = registry.get(f"dare_{method}").merge_group(inputs, **settings, **{"lambda": 1.0})
+    return merged
 
 
 def same_bits(dare: Any) -> bool:

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
 
+from benchmark_report import table
+
 from darelib.sweep.report import chance
 
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
@@ -70,11 +72,6 @@ def correct(found: Sequence[float]) -> list[float]:
     for rank, (p, place) in enumerate(sorted(zip(found, range(len(found)), strict=True))):
         corrected[place] = least = max(least, min(1.0, p * (len(found) - rank)))
     return [corrected[place] for place in range(len(found))]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 @dataclass
@@ -154,13 +151,15 @@ def name_columns(results: Results) -> list[str]:
 def ranking(results: Results) -> str:
     head = [*name_columns(results), "lambda", "drop rate"]
     settings = ("lambda_coeff", "drop_rate")
-    return table(head, [[c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)] for c in rank(results)])
+    return table(
+        [head, *([c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)] for c in rank(results))]
+    )
 
 
 def steps(results: Results) -> str:
     merges = [arms for record in results["units"].values() for arms in record["merges"].values()]
     taken = [step for step in STEPS if any({*step[1:]} <= {*arms} for arms in merges)]
-    return table(name_columns(results), [[each.name, *each.cells()] for each in compare(results, taken)])
+    return table([name_columns(results), *([each.name, *each.cells()] for each in compare(results, taken))])
 
 
 def scores(results: Results) -> str:
@@ -171,7 +170,7 @@ def scores(results: Results) -> str:
         found = [[record["base"] for record in records], [r["curves"]["DARE"][0] for r in records], merged]
         cells = [f"{100 * fmean(each):.1f}" for each in found]
         rows.append([title(name, records), f"{records[0]['parameters']:,}", str(len(records)), *cells])
-    return table(["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE], rows)
+    return table([["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE], *rows])
 
 
 def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
@@ -193,7 +192,7 @@ def cliffs(results: Results) -> str:
             found = [100 * cliff(rates, r["curves"][arm], least) for r, least in zip(records, kept, strict=True)]
             cells.append(spread(found, ".0f"))
         rows.append(cells)
-    return table(["", *records[0]["curves"]], rows)
+    return table([["", *records[0]["curves"]], *rows])
 
 
 def report(results: Results) -> str:

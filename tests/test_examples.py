@@ -76,10 +76,10 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
     kits = [
         outcome for outcome in outcomes if outcome["point"]["method"] != "slerp" and "mergekit" in outcome["figures"]
     ]
-    waits = {outcome["point"]["cold"] or outcome is largest: [] for outcome in kits}
-    for outcome in kits:
-        waits[outcome["point"]["cold"] or outcome is largest].append(benchmark_report.ratio(outcome, "mergekit"))
-    assert (min(waits[True]) > 7, min(waits[False]) > 14.5, max(waits[False]) < 25.5) == (True, True, True)
+    times = {id(outcome): benchmark_report.ratio(outcome, "mergekit") for outcome in kits}
+    cached = [times[id(outcome)] for outcome in kits if not outcome["point"]["cold"] and outcome is not largest]
+    assert f"{min(cached):.0f} to {max(cached):.0f} times as fast as mergekit's DARE" in README
+    assert f"({min(times.values()):.0f} and more where one waits for the disk)" in README
     tool, kit, script = ([benchmark_report.value(outcomes[0], role, each) for each in MEASURED] for role in roles)
     assert f"| **{tool[0]:.1f} s** | {kit[0]:.1f} s | not measured | not measured | {script[0]:.1f} s |" in README
     assert f"| memory for it | **{tool[1]:.0f} MiB** | {kit[1] / 1024:.1f} GiB |" in README
@@ -114,6 +114,7 @@ def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
     low, _, high = quantiles((arms[quality_report.REFERENCE]["chosen"]["lambda_coeff"] for arms in merges), n=4)
     assert f"mostly {low:.1f} to {high:.1f} is best" in README.replace("\n", " ")
     assert low < advice.START_LAMBDA < high, "advice follows it"
+    assert f"mostly {low:.1f} to {high:.1f} was best" in Path(advice.__file__).read_text()
 
 
 def run(module: Any, words: str) -> str:

@@ -94,8 +94,9 @@ class Evidence:
         self.rates = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
         self.hot_layers = find_hot_layers(self)
         self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
-        averaged = sum(model.total.largest > 0 for model in models) > 1 and not self.config.weights
-        self.scales = averaged and self.config.lambda_coeff == DareConfig.lambda_coeff
+        # Whether to advise a lambda: for an average of several, unless the user has chosen one.
+        averages = sum(model.total.largest > 0 for model in models) > 1 and not self.config.weights
+        self.scales = averages and self.config.lambda_coeff == DareConfig.lambda_coeff
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:

@@ -117,7 +117,7 @@ def rank(delta: Array, width: int) -> Array:
     """The rank of each entry in its row, 0 for the smallest |delta|; of equal ones, the first comes first."""
     lib, rows = library(delta), abs(delta).reshape(-1, width)
     order = lib.argsort(rows, **({"kind": "stable"} if lib is np else {"stable": True}))
-    ranks, ones = lib.empty_like(order), lib.ones_like(order)
+    ranks, ones = lib.empty_like(order), lib.ones_like(order)  # of ones, sums so far count rows and places
     ranks[ones[:, :1].cumsum(0) - 1, order] = ones[:1].cumsum(1) - 1
     return ranks.reshape(-1)
 

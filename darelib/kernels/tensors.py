@@ -88,7 +88,8 @@ class StateMerge:
         self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
         self.places: dict[tuple[int | None, ...], str] = {}  # by where the values are, in the base and in the models
         self.chooser = Chooser(config, base, len(finetuned))
-        self.gpu: Any = None  # the kernels for GPUs
+        wanted = config.engine == "auto" and any(tensor.is_cuda for tensor in base.values())
+        self.gpu = _load_gpu() if wanted else None
 
     @torch.no_grad()
     def run(self) -> dict[str, Tensor]:
@@ -96,8 +97,6 @@ class StateMerge:
         if self.out is not None:
             check_state_dict("out", self.out)
             self._check_places(self.out)
-        wanted = self.config.engine == "auto" and any(tensor.is_cuda for tensor in self.base.values())
-        self.gpu = _load_gpu() if wanted else None
         if self.gpu:
             self._merge_on_gpu(self.gpu)
         for name in self.base:

@@ -78,7 +78,9 @@ def merge_inside(runner: str, count: str, method: str, output: str, base: str, *
     settings = {"method": method, "threads": int(count) if runner == "threads" else 1, "verbose": False}
     if runner == "ray":
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which makes Ray stay at 127.0.0.1, on all systems
-        import ray
+        from darelib.run.ray import load_ray
+
+        ray = load_ray()
         from ray.cluster_utils import Cluster
 
         settings["max_shard_size"] = f"{os.path.getsize(base) // 24 // 1000}kB"

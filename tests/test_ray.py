@@ -14,11 +14,15 @@ import pytest
 
 from dare import ConfigError, DareConfig, DareError, DareMerger
 from darelib.output.journal import Journal
+from darelib.run.ray import load_ray
 from tests.scene import Contents, Patch, contents, launch, wait_for
 from tests.support import BF16, HERE, finetune, random_model, save_directory, to_hub_cache
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which makes Ray stay at 127.0.0.1, on all systems
-ray = pytest.importorskip("ray")
+try:
+    ray = load_ray()
+except DareError:
+    pytest.skip("could not import 'ray'", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.skipif(os.name == "nt", reason="POSIX")]
 SHAPES = {f"model.layers.{k}.weight": (256, 256) for k in range(12)}
 SETTINGS: dict[str, Any] = {"method": "ties", "keep_ratio": 0.5, "max_shard_size": "100kB", "engine": "plain"}
@@ -126,14 +130,14 @@ def test_a_merge_whose_driver_is_killed_is_resumed_with_what_is_finished(
     kept = finished(tmp_path)
     assert kept >= 3
     count = "from darelib.run import ray\nreal = ray.run_tasks\n"
-    count += (
-        "ray.run_tasks = lambda ray, numbers, *more: (print('to do', len(numbers)), real(ray, numbers, *more))[1]\n"
-    )
+    count += "ray.run_tasks = lambda ray, numbers, *more: (say(ray, numbers), real(ray, numbers, *more))[1]\n"
+    count += "def say(ray, numbers): print('to do', len(numbers), 'sent', ray.get_runtime_context().runtime_env)\n"
     again = launch(count, *arguments(tmp_path, cluster, "--resume"))
     printed = again.communicate(timeout=120)
     assert again.returncode == 0, printed
     assert contents(tmp_path / "out") == whole
     assert 0 < int(printed[0].partition("to do ")[2].split()[0]) <= 12 - kept + 1  # one may have been in the making
+    assert "sent {}" in printed[0]  # not the current folder, which Ray takes along for whoever uses `uv run`
 
 
 def test_a_node_that_sees_another_input_stops_the_merge_with_the_reason(

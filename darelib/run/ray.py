@@ -84,6 +84,8 @@ def name_for_all(source: Source) -> Source:
 
 
 def load_ray() -> Any:
+    # Where `uv run` started the process, Ray would send the current folder, models and all, to every node.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         return importlib.import_module("ray")
     except ImportError:

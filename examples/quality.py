@@ -21,6 +21,7 @@ their own; what it finds is scored on test data. A run that was stopped goes on 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -41,7 +42,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from digits import load_split, rotate
-from quality_report import REFERENCE, draw, report
+from quality_report import draw, report
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
@@ -52,7 +53,6 @@ from dare import DareConfig, dare_merge, dare_sweep
 DEVICE: Final = "cuda" if torch.cuda.is_available() else "cpu"
 quiet = partial(DareConfig, verbose=False)
 State = dict[str, Tensor]
-ALL: Final = ("",)
 Recipe = tuple[int, float, int]  # of a training run: steps, rate for a width of 64, batch
 
 
@@ -75,11 +75,10 @@ class Settings(NamedTuple):
     """What is trained and how much is tried; by default as in the documents."""
 
     units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        Unit("chars", 1024, 8, (1000, 4e-3, 192), (500, 3e-4, 128), 3, 8),
+        Unit("chars", 1024, 8, (1000, 4e-3, 192), (500, 3e-4, 128), 3, 12),
         *(Unit("chars", width, 2, (2000, 4e-3, 256), (800, 3e-4, 128)) for width in (768, 256, 64)),
         *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
     )
-    only: tuple[str, ...] = ALL  # how the names of contenders begin, beside the reference
     rescaled: bool = True  # whether other ways to rescale are ranked, too
     masks: int = 3  # with which the best of a search are scored again, and its winner is tested; 0: one test
     rates: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # for one model
@@ -94,9 +93,10 @@ QUICK: Final = Settings(
     masks=0,
     rates=(0.0, 0.5, 0.8, 0.9, 0.99),
 )
-# Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of search and test lie apart.
-SEARCH_SEED, TEST_SEEDS = 1000, range(2000, 3000, 10)
-SCALE, RATE = {"low": 0.3, "high": 3.0}, {"low": 0.05, "high": 0.99}
+# Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of search and test lie apart. A
+# search also draws its first trials by its seed: it is another one in each training, so that luck evens out.
+SEARCH_SEEDS, TEST_SEEDS = range(10_000, 20_000, 100), range(2000, 3000, 10)
+SCALE, RATE = {"low": 0.3, "high": 3.0}, {"low": 0.0, "high": 0.99}
 DROPS: Final[dict[str, dict[str, Any]]] = {
     "DARE": {"drop_rate": RATE},
     "DAREx-q": {"drop_rate": RATE, "rescale_q": {"low": 0.01, "high": 1.0}},
@@ -112,6 +112,15 @@ THINNINGS: Final[dict[str, dict[str, Any]]] = {
     **{f" + {name}, {how}": DROPS[name] | {"rescale": how} for name, hows in RESCALED.items() for how in hows},
 }
 METHODS: Final = {"linear": "task arithmetic", "ties": "ties", "slerp": "slerp", "ram": "ram"}
+# Without a search: to begin with.
+STARTS: Final[dict[str, dict[str, Any]]] = {
+    "plain average": {"drop_rate": 0.0}, "average, lambda 1.5": {"drop_rate": 0.0, "lambda_coeff": 1.5},
+    "average + DARE 0.9": {}, "average + DARE 0.9, lambda 1.5": {"lambda_coeff": 1.5},
+    "average + DARE 0.5, lambda 1.5": {"drop_rate": 0.5, "lambda_coeff": 1.5},
+    "ram, lambda 1": {"method": "ram", "drop_rate": 0.0},
+    "ram, lambda 1.5": {"method": "ram", "drop_rate": 0.0, "lambda_coeff": 1.5},
+    "ties + magnitude 0.8": {"method": "ties", "drop": "magnitude", "drop_rate": 0.8},
+}  # fmt: skip
 ARMS: Final[dict[str, dict[str, Any]]] = {  # of one model, by drop rate
     "DARE": {}, "no rescale": {"rescale": "none"}, "magnitude": {"drop": "magnitude"},
 }  # fmt: skip
@@ -261,7 +270,7 @@ class Lab:
     """The models of one training, and the scores of their merges."""
 
     def __init__(self, unit: Unit, training: int) -> None:
-        self.unit, self.family = unit, {"chars": Chars, "digits": Digits}[unit.family]()
+        self.unit, self.training, self.family = unit, training, {"chars": Chars, "digits": Digits}[unit.family]()
         torch.manual_seed(training)
         self.model = self.family.network(unit.width, unit.layers)
         self.base, self.experts = self.fit(unit.base, 10 * training), {}
@@ -304,7 +313,8 @@ class Lab:
         """What a search finds best on validation data, and its score on test data."""
         experts = [self.experts[skill] for skill in skills]
         found = dare_sweep(
-            self.base, experts, lambda state: self.score(state, skills, "validation"), space, quiet(seed=SEARCH_SEED),
+            self.base, experts, lambda state: self.score(state, skills, "validation"), space,
+            quiet(seed=SEARCH_SEEDS[self.training]),
             trials=self.unit.trials, confirm=settings.masks,
         )  # fmt: skip
         chosen = {name: round(value, 4) for name, value in found.best.params.items() if isinstance(value, float)}
@@ -339,9 +349,9 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     merges: dict[str, Any] = {}
     for chosen in ([skills[training % 3], skills[(training + 1) % 3]], skills):
         spaces = list_contenders(len(chosen), settings.rescaled)
-        ranked = [name for name in spaces if name == REFERENCE or name.startswith(settings.only)]
-        merges[" + ".join(chosen)] = {name: lab.contend(chosen, spaces[name], settings) for name in ranked} | {
-            "plain average": {"score": lab.test(chosen, quiet(drop_rate=0.0)), "chosen": {}}
+        merges[" + ".join(chosen)] = {name: lab.contend(chosen, spaces[name], settings) for name in spaces} | {
+            name: {"score": lab.test(chosen, quiet(**given), settings.masks), "chosen": {}}
+            for name, given in STARTS.items()
         }
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     seconds["all"] = time.perf_counter() - started
@@ -359,7 +369,8 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
 
 def describe(unit: Unit, settings: Settings) -> list[Any]:
     """What a measurement depends on, as a results file has it."""
-    found: list[Any] = json.loads(json.dumps([unit, settings.only, settings.masks, settings.rates]))
+    ways = hashlib.sha256(json.dumps([METHODS, THINNINGS, STARTS]).encode()).hexdigest()
+    found: list[Any] = json.loads(json.dumps([unit, settings.rescaled, settings.masks, settings.rates, ways]))
     return found
 
 
@@ -369,12 +380,8 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
     if file and file.exists():
         results = json.loads(file.read_text(encoding="utf-8"))
     known = {name: record["settings"] for name, record in results["units"].items()}
-    every = {}
-    for unit in settings.units:
-        first = 0 if settings.only == ALL else unit.trainings  # some are compared in trainings of their own
-        for k in range(first, first + unit.trainings):
-            if known.get(f"{unit}/{k}") != describe(unit, settings):
-                every[f"{unit}/{k}"] = unit, k, settings
+    every = {f"{unit}/{k}": (unit, k, settings) for unit in settings.units for k in range(unit.trainings)}
+    every = {name: what for name, what in every.items() if known.get(name) != describe(what[0], settings)}
     started, before = time.perf_counter(), results["seconds"]
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         names = {pool.submit(measure, *what): name for name, what in every.items()}
@@ -390,8 +397,6 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer trials: minutes on two cores")
-    help_only = "rank contenders whose names begin so, with the reference, in further trainings"
-    parser.add_argument("--only", metavar="NAME", nargs="+", default=ALL, help=help_only)
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the results here, or go on from there")
     parser.add_argument("--report", metavar="FILE", type=Path, help="train nothing: report on a results file")
     parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the ranking: a .png or .svg file")
@@ -399,8 +404,7 @@ def main() -> None:
     if options.report:
         results = json.loads(options.report.read_text(encoding="utf-8"))
     else:
-        settings = QUICK if options.quick else Settings()
-        results = run(settings._replace(only=tuple(options.only)), options.out)
+        results = run(QUICK if options.quick else Settings(), options.out)
     print(report(results))
     if options.plot:
         draw(results, options.plot)

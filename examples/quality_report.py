@@ -34,6 +34,7 @@ STEPS: Final = (
     ("rescaling by l1, not by 1 / (1 - p)", "task arithmetic + DARE, l1", "task arithmetic + DARE"),
     ("a divisor searched for (DAREx-q)", "task arithmetic + DAREx-q", "task arithmetic + DARE"),
     ("della, not DARE", "task arithmetic + della", "task arithmetic + DARE"),
+    ("magnitude in ram", "ram + magnitude", "ram"),
     ("breadcrumbs, not magnitude", "task arithmetic + breadcrumbs", "task arithmetic + magnitude"),
 )
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
@@ -119,7 +120,7 @@ def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Com
         values: dict[str, list[float]] = {}
         for unit, records in units_of(results).items():
             merges = [[arms for arms in r["merges"].values() if one in arms and other in arms] for r in records]
-            ahead = ([arms[one]["score"] - arms[other]["score"] for arms in each] for each in merges if each)
+            ahead = ([arms[one]["score"] - arms[other]["score"] for arms in each] for each in merges)
             values[unit] = [100 * fmean(each) for each in ahead]
         found.append(Comparison(name, values))
     tests = [(each, family) for each in found for family in each.families]
@@ -128,10 +129,15 @@ def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Com
     return found
 
 
+def list_names(results: Results, searched: bool) -> list[str]:
+    """All ways to merge that a search was made for, or none."""
+    merges = (arms for record in results["units"].values() for arms in record["merges"].values())
+    return list(dict.fromkeys(name for arms in merges for name in arms if bool(arms[name]["chosen"]) == searched))
+
+
 def rank(results: Results) -> list[Comparison]:
     """All contenders against the reference, the best first."""
-    every = {name for record in results["units"].values() for arms in record["merges"].values() for name in arms}
-    pairs = [(name, name, REFERENCE) for name in sorted(every - {REFERENCE})]
+    pairs = [(name, name, REFERENCE) for name in list_names(results, True) if name != REFERENCE]
     return sorted(compare(results, pairs), key=lambda each: -fmean(each.every))
 
 
@@ -154,6 +160,13 @@ def ranking(results: Results) -> str:
     return table(
         [head, *([c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)] for c in rank(results))]
     )
+
+
+def starts(results: Results) -> str:
+    """What needs no search, against the first of it."""
+    plain, *others = list_names(results, False)
+    found = compare(results, [(name, name, plain) for name in others])
+    return table(name_columns(results), [[each.name, *each.cells()] for each in found])
 
 
 def steps(results: Results) -> str:
@@ -212,6 +225,10 @@ medians of what was chosen:
 What each step is worth, in points:
 
 {steps(results)}
+
+Without a search, points ahead of the plain average:
+
+{starts(results)}
 
 One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning gained, ± standard deviation over
 trainings:

@@ -163,7 +163,7 @@ def test_an_experiment_goes_on_where_it_was_stopped_and_a_report_trains_nothing(
 @pytest.mark.slow
 def test_what_is_chosen_never_sees_test_data_or_test_masks(quality: Any, monkeypatch: Patch) -> None:
     lab, calls, seeds = quality.Lab.__new__(quality.Lab), [], []
-    lab.unit = quality.QUICK.units[0]._replace(trials=3)
+    lab.unit, lab.training = quality.QUICK.units[0]._replace(trials=3), 1
     lab.base, lab.experts = {"w": quality.torch.zeros(64)}, {s: {"w": quality.torch.ones(64)} for s in "abc"}
     monkeypatch.setattr(lab, "score", lambda state, skills, part: calls.append(part) or float(state["w"].mean()))
     real = quality.dare_merge
@@ -172,7 +172,7 @@ def test_what_is_chosen_never_sees_test_data_or_test_masks(quality: Any, monkeyp
     first = calls.index("test")
     assert calls[first:] == ["test"] * 3, "what is chosen is chosen before"
     assert len(calls[:first]) >= 3 + 3 * 3
-    searched = {quality.SEARCH_SEED + k for k in range(3 * 4)}  # three models, one search and three more masks
+    searched = {seed + k for seed in quality.SEARCH_SEEDS for k in range(3 * 4)}  # three models, a search, three masks
     assert not searched & {seed + i for seed in seeds for i in range(3)}
     spaces = quality.list_contenders(2)
     assert {str(space["lambda_coeff"]) for space in spaces.values()} == {str(quality.SCALE)}, "all choose from the same"

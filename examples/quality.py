@@ -75,8 +75,8 @@ class Settings(NamedTuple):
     """What is trained and how much is tried; by default as in the documents."""
 
     units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        Unit("chars", 1024, 8, (1000, 4e-3, 192), (500, 3e-4, 128), 3, 12),
-        *(Unit("chars", width, 2, (2000, 4e-3, 256), (800, 3e-4, 128)) for width in (768, 256, 64)),
+        Unit("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3, 12),
+        *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (768, 256, 64)),
         *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
     )
     rescaled: bool = True  # whether other ways to rescale are ranked, too

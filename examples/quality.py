@@ -39,6 +39,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, NamedTuple
+from zlib import crc32
 
 import torch
 from digits import load_split, rotate
@@ -95,7 +96,7 @@ QUICK: Final = Settings(
 )
 # Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of search and test lie apart. A
 # search also draws its first trials by its seed: it is another one in each training, so that luck evens out.
-SEARCH_SEEDS, TEST_SEEDS = range(10_000, 20_000, 100), range(2000, 3000, 10)
+SEARCH_SEEDS, TEST_SEEDS = range(10_000, 1_000_000, 100), range(2000, 3000, 10)
 SCALE, RATE = {"low": 0.3, "high": 3.0}, {"low": 0.0, "high": 0.99}
 DROPS: Final[dict[str, dict[str, Any]]] = {
     "DARE": {"drop_rate": RATE},
@@ -312,9 +313,9 @@ class Lab:
     def contend(self, skills: Sequence[str], space: dict[str, Any], settings: Settings) -> dict[str, Any]:
         """What a search finds best on validation data, and its score on test data."""
         experts = [self.experts[skill] for skill in skills]
+        seed = SEARCH_SEEDS[crc32(f"{self.unit}/{self.training}".encode()) % len(SEARCH_SEEDS)]
         found = dare_sweep(
-            self.base, experts, lambda state: self.score(state, skills, "validation"), space,
-            quiet(seed=SEARCH_SEEDS[self.training]),
+            self.base, experts, lambda state: self.score(state, skills, "validation"), space, quiet(seed=seed),
             trials=self.unit.trials, confirm=settings.masks,
         )  # fmt: skip
         chosen = {name: round(value, 4) for name, value in found.best.params.items() if isinstance(value, float)}

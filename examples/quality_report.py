@@ -166,7 +166,7 @@ def starts(results: Results) -> str:
     """What needs no search, against the first of it."""
     plain, *others = list_names(results, False)
     found = compare(results, [(name, name, plain) for name in others])
-    return table(name_columns(results), [[each.name, *each.cells()] for each in found])
+    return table([name_columns(results), *([each.name, *each.cells()] for each in found)])
 
 
 def steps(results: Results) -> str:

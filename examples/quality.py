@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -66,7 +67,7 @@ class Unit(NamedTuple):
     base: Recipe
     expert: Recipe
     trainings: int = 4
-    trials: int = 24  # of the search of each contender
+    trials: int = 16  # of the search of each contender
 
     def __str__(self) -> str:
         return f"{self.family}/{self.width}"
@@ -76,13 +77,15 @@ class Settings(NamedTuple):
     """What is trained and how much is tried; by default as in the documents."""
 
     units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        Unit("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3, 12),
+        Unit("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
         *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (768, 256, 64)),
         *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
     )
     rescaled: bool = True  # whether other ways to rescale are ranked, too
-    masks: int = 3  # with which the best of a search are scored again, and its winner is tested; 0: one test
+    masks: int = 3  # with which a merge is tested
+    confirm: int = 3  # masks with which the best of a search are scored again, before
     rates: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # for one model
+    lambdas: tuple[float, ...] = (1.0, 1.5, 2.0)  # without a search
 
 
 QUICK: Final = Settings(
@@ -91,11 +94,15 @@ QUICK: Final = Settings(
         Unit("digits", 128, 2, (200, 1e-3, 64), (400, 1e-3, 64), 2, 3),
     ),
     rescaled=False,
-    masks=0,
+    masks=1,
+    confirm=0,
     rates=(0.0, 0.5, 0.8, 0.9, 0.99),
+    lambdas=(1.0, 1.5),
 )
+# Trainings with seeds below were looked at when the recipes were chosen.
+FIRST_SEED: Final = 100
 # Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of search and test lie apart. A
-# search also draws its first trials by its seed: it is another one in each training, so that luck evens out.
+# search also draws its first trials by its seed: it is another one for each merge, so that luck evens out.
 SEARCH_SEEDS, TEST_SEEDS = range(10_000, 1_000_000, 100), range(2000, 3000, 10)
 SCALE, RATE = {"low": 0.3, "high": 3.0}, {"low": 0.0, "high": 0.99}
 DROPS: Final[dict[str, dict[str, Any]]] = {
@@ -113,15 +120,11 @@ THINNINGS: Final[dict[str, dict[str, Any]]] = {
     **{f" + {name}, {how}": DROPS[name] | {"rescale": how} for name, hows in RESCALED.items() for how in hows},
 }
 METHODS: Final = {"linear": "task arithmetic", "ties": "ties", "slerp": "slerp", "ram": "ram"}
-# Without a search: to begin with.
-STARTS: Final[dict[str, dict[str, Any]]] = {
-    "plain average": {"drop_rate": 0.0}, "average, lambda 1.5": {"drop_rate": 0.0, "lambda_coeff": 1.5},
-    "average + DARE 0.9": {}, "average + DARE 0.9, lambda 1.5": {"lambda_coeff": 1.5},
-    "average + DARE 0.5, lambda 1.5": {"drop_rate": 0.5, "lambda_coeff": 1.5},
-    "ram, lambda 1": {"method": "ram", "drop_rate": 0.0},
-    "ram, lambda 1.5": {"method": "ram", "drop_rate": 0.0, "lambda_coeff": 1.5},
-    "ties + magnitude 0.8": {"method": "ties", "drop": "magnitude", "drop_rate": 0.8},
+FIXED: Final[dict[str, dict[str, Any]]] = {  # what is dropped without a search
+    "": {"drop_rate": 0.0}, " + DARE 0.5": {"drop_rate": 0.5}, " + DARE 0.9": {"drop_rate": 0.9},
+    **{f" + {name} 0.5": {"drop": name, "drop_rate": 0.5} for name in ("magnitude", "breadcrumbs", "della")},
 }  # fmt: skip
+DRAWN: Final = ("random", "della")  # drops by masks
 ARMS: Final[dict[str, dict[str, Any]]] = {  # of one model, by drop rate
     "DARE": {}, "no rescale": {"rescale": "none"}, "magnitude": {"drop": "magnitude"},
 }  # fmt: skip
@@ -136,12 +139,16 @@ RIGHT_SHARE: Final = 0.4
 # The share of a fine-tune's lines that are other tasks, done as the base has seen them. Without these an expert is
 # asked only one thing, learns to do it whatever it is asked, and no merge can fix that.
 REHEARSED: Final = 0.3
-HELD_OUT: Final = 250  # words for validation, and as many for the test; the base sees neither in a task
+HELD_OUT: Final = 400  # words for validation, and as many for the test; the base sees neither in a task
 WORD_TASKS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
     "reverse": ("r", lambda word: word[::-1]),
     "capitals": ("c", str.upper),
     "shift": ("n", lambda word: "".join(chr((ord(letter) - 96) % 26 + 97) for letter in word)),
 }
+
+
+def seeded(seed: int) -> Generator:
+    return Generator(DEVICE).manual_seed(seed)
 
 
 def encode(text: str) -> Tensor:
@@ -180,13 +187,13 @@ class Chars:
     skills = tuple(WORD_TASKS)
     network = Transformer
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         folder = Path(sysconfig.get_path("stdlib"))  # whose text differs a little from one version to the next
         files = [*sorted(folder.glob("*.py")), folder / "pydoc_data" / "topics.py"]
         whole = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file())
         text = re.sub(r"[^\n -~]", "", whole)
         words = sorted(set(re.findall(r"\b[a-z]{4,6}\b", text)))
-        random.Random(0).shuffle(words)
+        random.Random(seed).shuffle(words)
         self.text = encode(text)
         parts = {"validation": words[:HELD_OUT], "test": words[HELD_OUT : 2 * HELD_OUT], "train": words[2 * HELD_OUT :]}
         self.parts = {part: self.task_lines(chosen) for part, chosen in parts.items()}
@@ -239,10 +246,10 @@ class Digits:
 
     skills = ("rotated", "shifted", "mirrored")
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         self.train, held_out = load_split()
-        half = len(held_out[1]) // 2
-        parts = {"validation": slice(half), "test": slice(half, 2 * half)}
+        half, order = len(held_out[1]) // 2, torch.randperm(len(held_out[1]), generator=seeded(seed))
+        parts = {"validation": order[:half], "test": order[half : 2 * half]}
         self.parts = {part: [torch.cat([tensor[cut]] * COPIES) for tensor in held_out] for part, cut in parts.items()}
         self.draws = ((torch.arange(COPIES) + 0.5) / COPIES).repeat_interleave(half)
 
@@ -271,20 +278,21 @@ class Lab:
     """The models of one training, and the scores of their merges."""
 
     def __init__(self, unit: Unit, training: int) -> None:
-        self.unit, self.training, self.family = unit, training, {"chars": Chars, "digits": Digits}[unit.family]()
-        torch.manual_seed(training)
+        self.unit, self.training, seed = unit, training, FIRST_SEED + training
+        self.family = {"chars": Chars, "digits": Digits}[unit.family](seed)
+        torch.manual_seed(seed)
         self.model = self.family.network(unit.width, unit.layers)
-        self.base, self.experts = self.fit(unit.base, 10 * training), {}
+        self.base, self.experts = self.fit(unit.base, 10 * seed), {}
         for number, skill in enumerate(self.family.skills, 1):
             self.model.load_state_dict(self.base)
-            self.experts[skill] = self.fit(unit.expert, 10 * training + number, skill)
+            self.experts[skill] = self.fit(unit.expert, 10 * seed + number, skill)
 
     def fit(self, recipe: Recipe, seed: int, skill: str | None = None) -> State:
         """Train on from the weights as they are, for one skill or, without one, as a base. Gives them in bf16."""
         steps, rate, batch = recipe
         # The wider, the less each weight has to move: between the square root, common for whole models, and 1 / width.
         rate *= (64 / self.unit.width) ** 0.75
-        generator = Generator(DEVICE).manual_seed(seed)
+        generator = seeded(seed)
         optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, betas=(0.9, 0.99), fused=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1, cycle_momentum=False)
         for _ in range(steps):
@@ -304,33 +312,39 @@ class Lab:
             right = [self.family.right(self.model, skill, part).float().mean() for skill in skills]
         return torch.stack(right).mean().item()
 
-    def test(self, skills: Sequence[str], config: DareConfig, masks: int = 0) -> float:
-        """The score of a merge of the experts for some skills, as a mean over masks."""
+    def test(self, skills: Sequence[str], config: DareConfig, masks: int = 1) -> float:
+        """The score of a merge of the experts for some skills, as a mean over masks where it draws any."""
         experts = [self.experts[skill] for skill in skills]
-        merges = (dare_merge(self.base, experts, replace(config, seed=seed)) for seed in TEST_SEEDS[: masks or 1])
+        seeds = TEST_SEEDS[10 * self.training :][: masks if config.drop_rate and config.drop in DRAWN else 1]
+        merges = (dare_merge(self.base, experts, replace(config, seed=seed)) for seed in seeds)
         return round(fmean(self.score(merged, skills, "test") for merged in merges), 4)
 
     def contend(self, skills: Sequence[str], space: dict[str, Any], settings: Settings) -> dict[str, Any]:
         """What a search finds best on validation data, and its score on test data."""
         experts = [self.experts[skill] for skill in skills]
-        seed = SEARCH_SEEDS[crc32(f"{self.unit}/{self.training}".encode()) % len(SEARCH_SEEDS)]
-        found = dare_sweep(
+        seed = SEARCH_SEEDS[crc32(f"{self.unit}/{self.training}/{'+'.join(skills)}".encode()) % len(SEARCH_SEEDS)]
+        best = dare_sweep(
             self.base, experts, lambda state: self.score(state, skills, "validation"), space, quiet(seed=seed),
-            trials=self.unit.trials, confirm=settings.masks,
-        )  # fmt: skip
-        chosen = {name: round(value, 4) for name, value in found.best.params.items() if isinstance(value, float)}
-        masks = settings.masks if found.best.confirmed else 0  # of what draws no mask one test is enough
-        return {"score": self.test(skills, found.best.config, masks), "chosen": chosen}
+            trials=self.unit.trials, confirm=settings.confirm,
+        ).best  # fmt: skip
+        chosen = {name: round(value, 4) for name, value in best.params.items() if isinstance(value, float)}
+        score = self.test(skills, best.config, settings.masks)
+        return {"score": score, "validation": round(best.mean(0), 4), "chosen": chosen}
+
+
+def list_ways(count: int, thinnings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """All ways to merge so many models that go with some ways to drop."""
+    found = {}
+    for (method, name), (thinning, settings) in product(METHODS.items(), thinnings.items()):
+        if method != "slerp" or (count == 2 and "drop" not in settings):  # it is of two, with random drops only
+            found[name + thinning] = {"method": method, **settings}
+    return found
 
 
 def list_contenders(count: int, rescaled: bool = True) -> dict[str, dict[str, Any]]:
-    """All ways to merge so many models, each with what its search chooses from; or without other ways to rescale."""
-    found = {}
-    for (method, name), (thinning, space) in product(METHODS.items(), THINNINGS.items()):
-        if (method == "slerp" and (count != 2 or "drop" in space)) or ("rescale" in space and not rescaled):
-            continue  # slerp goes with random drops only
-        found[name + thinning] = {"method": method, "lambda_coeff": SCALE, **space}
-    return found
+    """What a search is made for, each with what it chooses from; or without other ways to rescale."""
+    thinnings = {name: space for name, space in THINNINGS.items() if rescaled or "rescale" not in space}
+    return {name: {"lambda_coeff": SCALE, **space} for name, space in list_ways(count, thinnings).items()}
 
 
 def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
@@ -351,15 +365,17 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     for chosen in ([skills[training % 3], skills[(training + 1) % 3]], skills):
         spaces = list_contenders(len(chosen), settings.rescaled)
         merges[" + ".join(chosen)] = {name: lab.contend(chosen, spaces[name], settings) for name in spaces} | {
-            name: {"score": lab.test(chosen, quiet(**given), settings.masks), "chosen": {}}
-            for name, given in STARTS.items()
-        }
+            f"{name}, lambda {scale:g}": {
+                "score": lab.test(chosen, quiet(lambda_coeff=scale, **given), settings.masks), "chosen": {}
+            }
+            for (name, given), scale in product(list_ways(len(chosen), FIXED).items(), settings.lambdas)
+        }  # fmt: skip
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     seconds["all"] = time.perf_counter() - started
     return {
         "settings": describe(unit, settings),
         "machine": f"{where}, {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, "
-        f"torch {torch.__version__}",
+        f"torch {torch.__version__}, optuna {version('optuna')}",
         "parameters": sum(tensor.numel() for tensor in lab.base.values()),
         "seconds": {name: round(taken, 1) for name, taken in seconds.items()},
         "base": round(lab.score(lab.base, skills, "test"), 4),
@@ -370,28 +386,35 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
 
 def describe(unit: Unit, settings: Settings) -> list[Any]:
     """What a measurement depends on, as a results file has it."""
-    ways = hashlib.sha256(json.dumps([METHODS, THINNINGS, STARTS]).encode()).hexdigest()
-    found: list[Any] = json.loads(json.dumps([unit, settings.rescaled, settings.masks, settings.rates, ways]))
+    ways = hashlib.sha256(json.dumps([METHODS, THINNINGS, FIXED, ARMS]).encode()).hexdigest()
+    found: list[Any] = json.loads(json.dumps([unit, *settings[1:], ways]))
     return found
 
 
 def run(settings: Settings, file: Path | None) -> dict[str, Any]:
     """Measure what a results file lacks, or has by other settings, and write it after each training."""
-    results: dict[str, Any] = {"seconds": 0.0, "rates": settings.rates, "units": {}}
-    if file and file.exists():
-        results = json.loads(file.read_text(encoding="utf-8"))
-    known = {name: record["settings"] for name, record in results["units"].items()}
     every = {f"{unit}/{k}": (unit, k, settings) for unit in settings.units for k in range(unit.trainings)}
-    every = {name: what for name, what in every.items() if known.get(name) != describe(what[0], settings)}
-    started, before = time.perf_counter(), results["seconds"]
+    stored = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {"units": {}}
+    known = {name: record for name, record in stored["units"].items() if name in every}
+    known = {name: record for name, record in known.items() if record["settings"] == describe(every[name][0], settings)}
+    results: dict[str, Any] = {"seconds": 0.0, "rates": settings.rates, "units": known}
+    started, before = time.perf_counter(), stored["seconds"] if known else 0.0
+    failures = []
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        names = {pool.submit(measure, *what): name for name, what in every.items()}
+        names = {pool.submit(measure, *what): name for name, what in every.items() if name not in known}
         for done in as_completed(names):
+            if error := done.exception():
+                failures.append(f"{names[done]} failed: {error!r}")
+                continue
             results["units"][names[done]] = done.result()
             results["seconds"] = round(before + time.perf_counter() - started, 1)
             print(f"{names[done]} is measured, {results['seconds']:.0f} s", file=sys.stderr, flush=True)
             if file:
-                file.write_text(json.dumps(results) + "\n", encoding="utf-8")
+                new = file.with_suffix(".new")
+                new.write_text(json.dumps(results) + "\n", encoding="utf-8")
+                new.replace(file)
+    if failures:
+        sys.exit("\n".join(failures))
     return results
 
 

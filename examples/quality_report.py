@@ -18,9 +18,10 @@ from benchmark_report import table
 from darelib.sweep.report import chance
 
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
+PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
 # What each step is worth: what it is called, with it, and without it.
 STEPS: Final = (
-    ("lambda searched for, not 1", "task arithmetic", "plain average"),
+    ("lambda searched for, not 1", "task arithmetic", PLAIN),
     ("ties, not task arithmetic", "ties", "task arithmetic"),
     ("slerp, not task arithmetic", "slerp", "task arithmetic"),
     ("ram, not task arithmetic", "ram", "task arithmetic"),
@@ -35,7 +36,7 @@ STEPS: Final = (
     ("a divisor searched for (DAREx-q)", "task arithmetic + DAREx-q", "task arithmetic + DARE"),
     ("della, not DARE", "task arithmetic + della", "task arithmetic + DARE"),
     ("magnitude in ram", "ram + magnitude", "ram"),
-    ("breadcrumbs, not magnitude", "task arithmetic + breadcrumbs", "task arithmetic + magnitude"),
+    ("breadcrumbs in task arithmetic", "task arithmetic + breadcrumbs", "task arithmetic"),
 )
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
 SIGNIFICANT: Final = 0.05
@@ -60,7 +61,7 @@ def title(name: str, records: Sequence[Results]) -> str:
 
 def probability(values: Sequence[float]) -> float:
     """That a mean so far from 0, either way, is chance: a t test."""
-    if len(values) < 2 or not any(values):
+    if len(values) < 3 or not any(values):
         return 1.0
     if not stdev(values):
         return 0.0
@@ -98,6 +99,10 @@ class Comparison:
     def tell(self, family: str) -> str:
         told = "better" if fmean(self.families[family]) > 0 else "worse"
         return told if self.p[family] <= SIGNIFICANT else "cannot be told"
+
+    def cell(self, family: str) -> str:
+        mark = "" if self.tell(family) == "cannot be told" else "**"
+        return f"{mark}{fmean(self.families[family]):+.1f}{mark}"
 
     def cells(self) -> list[str]:
         """Of a table: over all trainings that have it; what can be told of each family; the means by network."""
@@ -163,10 +168,12 @@ def ranking(results: Results) -> str:
 
 
 def starts(results: Results) -> str:
-    """What needs no search, against the first of it."""
-    plain, *others = list_names(results, False)
-    found = compare(results, [(name, name, plain) for name in others])
-    return table([name_columns(results), *([each.name, *each.cells()] for each in found)])
+    """What needs no search, by family and lambda; bold where a difference can be told."""
+    found = {each.name: each for each in compare(results, [(x, x, PLAIN) for x in list_names(results, False)])}
+    ways, scales = (dict.fromkeys(name.split(", ")[part] for name in found) for part in (0, 1))
+    columns = [(family, scale) for family in found[PLAIN].families for scale in scales]
+    rows = [[way, *(found[f"{way}, {scale}"].cell(family) for family, scale in columns)] for way in ways]
+    return table([["", *map(", ".join, columns)], *rows])
 
 
 def steps(results: Results) -> str:
@@ -226,7 +233,8 @@ What each step is worth, in points:
 
 {steps(results)}
 
-Without a search, points ahead of the plain average:
+Without a search, points ahead of the plain average (task arithmetic with a lambda of 1); bold: a difference that the
+same test tells:
 
 {starts(results)}
 

@@ -198,9 +198,9 @@ def test_verdicts_of_the_experiment_come_out_each_way() -> None:
     assert [each.p for each in quality_report.rank(make_results(gains, 1))] == [{"chars": 1.0}] * 3, "one tells nothing"
     assert quality_report.correct([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     stats = pytest.importorskip("scipy.stats")
-    for values in ([0.1, 0.2, -0.05], [1.0, 2.0], [0.3, 0.1, 0.2, 0.25, -0.4]):
+    for values in ([0.1, 0.2, -0.05], [1.0, 2.0, 2.5], [0.3, 0.1, 0.2, 0.25, -0.4]):
         assert quality_report.probability(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-    assert quality_report.probability([0.0, 0.0]) == 1
+    assert quality_report.probability([0.0, 0.0, 0.0]) == quality_report.probability([1.0, 1.0]) == 1
 
 
 def options(**changed: Any) -> SimpleNamespace:

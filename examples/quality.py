@@ -139,7 +139,7 @@ RIGHT_SHARE: Final = 0.4
 # The share of a fine-tune's lines that are other tasks, done as the base has seen them. Without these an expert is
 # asked only one thing, learns to do it whatever it is asked, and no merge can fix that.
 REHEARSED: Final = 0.3
-HELD_OUT: Final = 400  # words for validation, and as many for the test; the base sees neither in a task
+HELD_OUT: Final = 300  # words for validation, and as many for the test; the base sees neither in a task
 WORD_TASKS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
     "reverse": ("r", lambda word: word[::-1]),
     "capitals": ("c", str.upper),

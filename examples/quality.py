@@ -66,7 +66,7 @@ class Unit(NamedTuple):
     layers: int
     base: Recipe
     expert: Recipe
-    trainings: int = 4
+    trainings: int = 8
     trials: int = 16  # of the search of each contender
 
     def __str__(self) -> str:
@@ -385,9 +385,9 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
 
 
 def describe(unit: Unit, settings: Settings) -> list[Any]:
-    """What a measurement depends on, as a results file has it."""
+    """What a measurement depends on, as a results file has it: not how often others are trained."""
     ways = hashlib.sha256(json.dumps([METHODS, THINNINGS, FIXED, ARMS]).encode()).hexdigest()
-    found: list[Any] = json.loads(json.dumps([unit, *settings[1:], ways]))
+    found: list[Any] = json.loads(json.dumps([unit._replace(trainings=1), *settings[1:], ways]))
     return found
 
 

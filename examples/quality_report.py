@@ -19,6 +19,7 @@ from darelib.sweep.report import chance
 
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
 PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
+DRAWN: Final = "lambda 1.5"  # of the starts without a search
 # What each step is worth: what it is called, with it, and without it.
 STEPS: Final = (
     ("lambda searched for, not 1", "task arithmetic", PLAIN),
@@ -100,9 +101,11 @@ class Comparison:
         told = "better" if fmean(self.families[family]) > 0 else "worse"
         return told if self.p[family] <= SIGNIFICANT else "cannot be told"
 
-    def cell(self, family: str) -> str:
-        mark = "" if self.tell(family) == "cannot be told" else "**"
-        return f"{mark}{fmean(self.families[family]):+.1f}{mark}"
+    def short_cells(self) -> list[str]:
+        """The means by family, bold where a difference can be told, and by network."""
+        marks = {family: "" if self.tell(family) == "cannot be told" else "**" for family in self.families}
+        told = (f"{marks[family]}{fmean(x):+.1f}{marks[family]}" for family, x in self.families.items())
+        return [*told, *(f"{fmean(x):+.1f}" for x in self.values.values())]
 
     def cells(self) -> list[str]:
         """Of a table: over all trainings that have it; what can be told of each family; the means by network."""
@@ -168,12 +171,12 @@ def ranking(results: Results) -> str:
 
 
 def starts(results: Results) -> str:
-    """What needs no search, by family and lambda; bold where a difference can be told."""
-    found = {each.name: each for each in compare(results, [(x, x, PLAIN) for x in list_names(results, False)])}
-    ways, scales = (dict.fromkeys(name.split(", ")[part] for name in found) for part in (0, 1))
-    columns = [(family, scale) for family in found[PLAIN].families for scale in scales]
-    rows = [[way, *(found[f"{way}, {scale}"].cell(family) for family, scale in columns)] for way in ways]
-    return table([["", *map(", ".join, columns)], *rows])
+    """What needs no search, by family and by network, for one lambda after the other."""
+    found: dict[str, list[list[str]]] = {}
+    for each in compare(results, [(name, name, PLAIN) for name in list_names(results, False)]):
+        found.setdefault(each.name.split(", ")[0], []).append(each.short_cells())
+    rows = ([way, *map(" / ".join, zip(*by_lambda, strict=True))] for way, by_lambda in found.items())
+    return table([["", *name_columns(results)[3:]], *rows])
 
 
 def steps(results: Results) -> str:
@@ -217,6 +220,7 @@ def cliffs(results: Results) -> str:
 
 def report(results: Results) -> str:
     machines = {record["machine"] for record in results["units"].values()}
+    scales = dict.fromkeys(name.split(", lambda ")[1] for name in list_names(results, False))
     return f"""{"; ".join(sorted(machines))}; {results["seconds"]:.0f} s in all
 
 Scores on test data in %, means over trainings, merges and masks:
@@ -233,8 +237,8 @@ What each step is worth, in points:
 
 {steps(results)}
 
-Without a search, points ahead of the plain average (task arithmetic with a lambda of 1); bold: a difference that the
-same test tells:
+Without a search, points ahead of the plain average (task arithmetic with a lambda of 1), with a lambda of
+{" / ".join(scales)}; bold: a difference that the same test tells:
 
 {starts(results)}
 
@@ -245,36 +249,47 @@ trainings:
 
 
 def draw(results: Results, path: Path) -> None:
-    """The ranking, a point for each kind of network, and DARE of one model by drop rate."""
+    """All ways to merge with a search and without, a point for each kind of network; DARE of one model by drop rate."""
     from matplotlib.figure import Figure
 
     ranked, units = rank(results), units_of(results)
-    figure = Figure(figsize=(12, 1.5 + 0.27 * len(ranked)), dpi=100, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    for (name, records), colour, mark in zip(units.items(), COLOURS, MARKS, strict=False):
-        style = {"color": colour, "marker": mark, "markersize": 5, "label": title(name, records)}
-        left.plot(
-            [fmean(each.values[name]) for each in ranked], range(len(ranked)), linestyle="none", alpha=0.8, **style
-        )
-        # By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99.
-        places = [-math.log10(1 - rate) for rate in results["rates"]]
-        right.plot(places, [100 * fmean(s) for s in zip(*(r["curves"]["DARE"] for r in records), strict=True)], **style)
-    for row, each in enumerate(ranked):
-        colour = "#000000" if min(each.p.values()) <= SIGNIFICANT else "#999999"
-        left.plot([fmean(each.every)] * 2, [row - 0.4, row + 0.4], color=colour, linewidth=2.5, zorder=0)
-    left.axvline(0, color="#999999", linewidth=0.8)
-    left.set_yticks(range(len(ranked)), [each.name for each in ranked], fontsize=8)
-    left.set_ylim(len(ranked) - 0.5, -0.5)
-    left.set_xscale("symlog", linthresh=2)
-    left.xaxis.set_major_formatter(lambda tick, _: f"{tick:+g}")
-    left.set_title(
-        f"points ahead of {REFERENCE} without dropping; bars: means, black if told of a family", fontsize=10, loc="left"
+    starts = compare(results, [(name, name, PLAIN) for name in list_names(results, False)])  # corrected for them all
+    starts = [each for each in sorted(starts, key=lambda each: -fmean(each.every)) if each.name.endswith(DRAWN)]
+    figure = Figure(figsize=(13, 1.5 + 0.27 * len(ranked)), dpi=100, layout="constrained")
+    axes = figure.subplot_mosaic([["ranked", "starts"], ["ranked", "curves"]])
+    styles = {
+        name: {"color": colour, "marker": mark, "markersize": 5, "label": title(name, records)}
+        for (name, records), colour, mark in zip(units.items(), COLOURS, MARKS, strict=False)
+    }
+    panels = (
+        ("ranked", ranked, f"points ahead of {REFERENCE}, by a search"),
+        ("starts", starts, f"points ahead of the plain average, no search, {DRAWN}"),
     )
+    figure.suptitle("Bars are means over all trainings, black where a difference is told of a family", fontsize=9)
+    for panel, rows, words in panels:
+        drawn = axes[panel]
+        for name, style in styles.items():
+            means = [fmean(each.values[name]) for each in rows]
+            drawn.plot(means, range(len(rows)), linestyle="none", alpha=0.8, **style)
+        for row, each in enumerate(rows):
+            colour = "#000000" if min(each.p.values()) <= SIGNIFICANT else "#999999"
+            drawn.plot([fmean(each.every)] * 2, [row - 0.4, row + 0.4], color=colour, linewidth=2.5, zorder=0)
+        drawn.axvline(0, color="#999999", linewidth=0.8)
+        drawn.set_yticks(range(len(rows)), [each.name.removesuffix(f", {DRAWN}") for each in rows], fontsize=8)
+        drawn.set_ylim(len(rows) - 0.5, -0.5)
+        drawn.set_xscale("symlog", linthresh=2)
+        drawn.xaxis.set_major_formatter(lambda tick, _: f"{tick:+g}")
+        drawn.set_title(words, fontsize=9, loc="left")
+    # By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99.
+    drawn, places = axes["curves"], [-math.log10(1 - rate) for rate in results["rates"]]
+    for name, records in units.items():
+        curves = zip(*(record["curves"]["DARE"] for record in records), strict=True)
+        drawn.plot(places, [100 * fmean(scores) for scores in curves], **styles[name])
     ticks = (0, 0.5, 0.8, 0.9, 0.95, 0.99)
-    right.set_xticks([-math.log10(1 - rate) for rate in ticks], [f"{rate:g}" for rate in ticks])
-    right.set_title("one fine-tune at its skill by DARE's drop rate, %", fontsize=10, loc="left")
-    for axes in (left, right):
-        axes.grid(color="#eeeeee")
-        axes.spines[["top", "right"]].set_visible(False)
-    right.legend(fontsize=8, frameon=False)
+    drawn.set_xticks([-math.log10(1 - rate) for rate in ticks], [f"{rate:g}" for rate in ticks])
+    drawn.set_title("one fine-tune at its skill by DARE's drop rate, %", fontsize=9, loc="left")
+    drawn.legend(fontsize=8, frameon=False)
+    for panel in axes.values():
+        panel.grid(color="#eeeeee")
+        panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

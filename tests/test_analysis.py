@@ -297,11 +297,16 @@ def test_advice_on_base_and_drop_rate_and_how_sure_it_is(tmp_path: Path) -> None
     assert "close to where the advice changes" in advise(tmp_path, base, scaled(base, 0.0025))[2]
 
 
-def test_models_of_different_sizes_get_different_drop_rates(tmp_path: Path) -> None:
+def test_models_of_different_sizes_tolerate_different_drop_rates_and_begin_without_any(tmp_path: Path) -> None:
     base = random_model(1, F32, LAYERED)
     small, alike, large = (scaled(base, size, seed) for seed, size in enumerate((0.0003, 0.0004, 0.004)))
     found, suggested, _ = advise(tmp_path, base, small, large)
-    assert (suggested["dare"]["drop_rate"], found["balance"]) == ([0.9, 0.5], ["uneven"])
+    assert (found["drop_rate"], found["rules"], found["balance"]) == (
+        ["small", "large"],
+        ["vectors", "embeddings"],
+        ["uneven"],
+    )
+    assert (suggested["dare"]["drop_rate"], "rules" in suggested) == (0, False)
     assert "balance" not in advise(tmp_path, base, small, alike)[0]
     base = {"a.weight": torch.rand(8, 8), "b.weight": torch.zeros(8, 8)}
     changed = {name: tensor + 0.001 for name, tensor in base.items()}
@@ -333,20 +338,28 @@ def test_advice_on_method_and_lambda(tmp_path: Path) -> None:
     against = {name: 2 * base[name] - first[name] for name in base}
     for models in ([first], [first, second], [first, second, third], [first, against], [first, base]):
         found, suggested, _ = advise(tmp_path, base, *models)
-        assert (found["method"], suggested["dare"]["method"]) == (["linear"], "linear")
+        scaled_up = len(models) > 1 and models[-1] is not base
+        method = "ram" if scaled_up else "linear"
+        assert (found["method"], suggested["dare"]["method"]) == ([method], method)
         (text,) = (advice.text for advice in analyze(tmp_path, base, *models).advice if advice.about == "method")
         assert ("cancels" in text) == (models[-1] is against)
-        scaled_up = len(models) > 1 and models[-1] is not base
         assert (suggested["dare"].get("lambda_coeff"), "lambda" in found) == (1.5 if scaled_up else None, scaled_up)
-    for own in ({"weights": [1, 1]}, {"lambda_coeff": 0.8}):
-        found, suggested, _ = advise(tmp_path, base, first, second, **own)
-        assert ("lambda" in found, own.items() <= suggested["dare"].items()) == (False, True), "it is the user's"
+    kept: dict[str, Any]
+    for kept in ({"weights": [1, 1]}, {"normalize": True}, {"lambda_coeff": 0.8}):
+        found, suggested, _ = advise(tmp_path, base, first, second, **kept)
+        assert ("lambda" in found, kept.items() <= suggested["dare"].items()) == (False, True), "it is the user's"
+        assert found["method"] == ["ram" if "lambda_coeff" in kept else "linear"]
+    faint = scaled(base, 0.000008, 4)
+    for kept, method in (({}, "linear"), ({"method": "ram", "threshold": 1e-7}, "ram")):
+        found, suggested, _ = advise(tmp_path, base, first, faint, **kept)
+        assert (found["method"], suggested["dare"]["lambda_coeff"]) == ([method], 1.5), "ram would lose most of it"
+        assert suggested["dare"].get("threshold") == kept.get("threshold")
 
 
 def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     base = random_model(1, BF16, LAYERED)
     models, linear, ties = [scaled(base, 0.0003, seed) for seed in (1, 2, 3)], {"method": "linear"}, {"method": "ties"}
-    linear |= {"drop_rate": 0.9}
+    linear |= {"drop_rate": 0.0}
     kept: dict[str, Any] = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
     rule = {"match": ["*layers.0*"], "drop_rate": 0.3}
     tables = advise(tmp_path, base, *models[:2], **kept, rescale_q=0.5, rules=[rule | {"rescale_q": 0.8}])[1]
@@ -371,8 +384,8 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     assert "dropping 0.9 at random, instead of by magnitude, would add noise of 3 times its delta" in str(found)
     for dropped in ({"drop": "magnitude", "rescale": "none"}, {"drop": "della", "epsilon": 0.05, "rescale": "l1"}):
         tables = advise(tmp_path, base, *models[:2], **dropped, lambda_coeff={"gradient": [1, 0.5]})[1]
-        assert tables["dare"] == {**linear, "lambda_coeff": {"gradient": [1.0, 0.5]}}
-    assert advise(tmp_path, base, models[0], rescale="l1")[1]["dare"] == {**linear, "rescale": "l1"}
+        assert tables["dare"] == {**linear, "method": "ram", "lambda_coeff": {"gradient": [1.0, 0.5]}}
+    assert advise(tmp_path, base, models[0], rescale="l1")[1]["dare"] == {**linear, "drop_rate": 0.9, "rescale": "l1"}
 
 
 def run(*words: Any) -> int:
@@ -391,7 +404,7 @@ def test_the_command_analyses_and_suggests_what_merges(tmp_path: Path, capsys: C
     for more in ([], ["--per-tensor"], ["--json"], ["--json", "--per-tensor"]):
         assert run(*flags, *more) == 0
         printed.append(capsys.readouterr().out)
-    for words in ("rotated and covered", "Advice", "How sure", "[dare]", "[[rules]]", "by layer", "fc2", "read in"):
+    for words in ("rotated and covered", "Advice", "How sure", "[dare]", "lambda_coeff", "by layer", "fc2", "read in"):
         assert words in printed[0]
     assert ["fc2.weight" in text for text in printed] == [False, True, False, True]
     assert [model["name"] for model in json.loads(printed[2])["models"]] == flags[4:]
@@ -453,16 +466,6 @@ def test_any_models_are_drawn(pair: Any, tmp_path: Path, capsys: Capture, monkey
     refuse(tmp_path, capsys, 2, "a.png' lies inside the input", arguments=inside)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refuse(tmp_path, capsys, 2, "plots need matplotlib", "install it: ", arguments=[*arguments, tmp_path / "a.png"])
-
-
-@pytest.mark.slow
-def test_the_example_of_an_analysis_runs() -> None:
-    before = snapshot(HERE / "examples" / "models")
-    script = [sys.executable, HERE / "examples" / "analyze_models.py"]
-    done = subprocess.run(script, capture_output=True, text=True, check=True)
-    for words in ("cosine 0.082", "drop 0.8 of rotated", "[[rules]]", "would merge 2 models", "drew "):
-        assert words in done.stdout
-    assert snapshot(HERE / "examples" / "models") == before
 
 
 def test_a_reader_who_goes_away_costs_no_file(models: list[Path], tmp_path: Path) -> None:

@@ -96,25 +96,37 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
 
 
 def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
-    ranked, worth = quality_report.rank(QUALITY), quality_report.compare(QUALITY, quality_report.STEPS)
-    for show in (quality_report.scores, quality_report.ranking, quality_report.steps, quality_report.cliffs):
+    report, (readme, evidence) = quality_report, (" ".join(text.split()) for text in (README, EVIDENCE))
+    for show in (report.scores, report.ranking, report.steps, report.starts, report.cliffs):
         assert show(QUALITY) in EVIDENCE
-    steps = {each.name: each for each in worth}
-    searched, ram, ties = (
-        steps[name] for name in ("lambda searched for, not 1", *(f"{m}, not task arithmetic" for m in ("ram", "ties")))
+    steps, ranked = (
+        {each.name: each for each in found} for found in (report.compare(QUALITY, report.STEPS), report.rank(QUALITY))
     )
-    assert {searched.tell("chars"), searched.tell("digits")} == {"better"}
-    assert (ram.tell("digits"), ties.tell("digits"), ram.tell("chars")) == ("better", "worse", "cannot be told")
-    assert f"Lambda matters most: {fmean(searched.every):.1f} points" in README
+    names = report.list_names(QUALITY, False)
+    starts = {each.name: each for each in report.compare(QUALITY, [(name, name, report.PLAIN) for name in names])}
+    assert f"{len(ranked) + 1} ways to merge by a search and {len(starts)} without one, in seven networks" in readme
+    assert f"trained {len(QUALITY['units'])} times" in readme
+    assert QUALITY["seconds"] <= 15 * 60
+    better = [name for name, each in starts.items() if {each.tell(family) for family in each.p} == {"better"}]
+    begin = starts[f"{advice.START_METHOD}, lambda {advice.START_LAMBDA:g}"]
+    assert (better, min(map(fmean, begin.values.values())) > 0) == (["ram, lambda 1", "ram, lambda 1.5"], True)
+    chars, digits = map(fmean, begin.families.values())
+    assert f"That is {chars:.1f} points ahead of the plain average on chars and {digits:.1f} on digits" in evidence
+    assert f"is {chars:.1f} points ahead of the plain average on transformers and {digits:.1f} on digits" in readme
+    searched, ram, ties = steps["lambda searched for, not 1"], ranked["ram"], ranked["ties"]
+    assert {searched.tell(family) for family in searched.p} == {"better"}
+    assert f"a search for it is worth {fmean(searched.every):.1f} points over 1" in readme
+    assert {each.tell("chars") for each in ranked.values()} == {"cannot be told"}
+    assert (ram.tell("digits"), ties.tell("digits")) == ("better", "worse")
     ahead, behind = fmean(ram.families["digits"]), -fmean(ties.families["digits"])
-    assert f"`ram` is {ahead:.1f} points ahead" in README
-    assert f"`ties` {behind:.1f} behind" in README
-    assert f"{len(ranked) + 1} ways to merge" in README
+    assert f"`ram` is {ahead:.1f} points ahead and `ties` {behind:.1f} behind" in readme
+    dropped = [steps[f"DARE in {method}"] for method in ("task arithmetic", "slerp", "ram")]
+    assert "better" not in {each.tell(family) for each in dropped for family in each.p}
     merges = [arms for record in QUALITY["units"].values() for arms in record["merges"].values()]
-    low, _, high = quantiles((arms[quality_report.REFERENCE]["chosen"]["lambda_coeff"] for arms in merges), n=4)
-    assert f"mostly {low:.1f} to {high:.1f} is best" in README.replace("\n", " ")
-    assert low < advice.START_LAMBDA < high, "advice follows it"
-    assert f"mostly {low:.1f} to {high:.1f} was best" in Path(advice.__file__).read_text()
+    low, _, high = quantiles((arms[advice.START_METHOD]["chosen"]["lambda_coeff"] for arms in merges), n=4)
+    assert low < advice.START_LAMBDA < high
+    for words, text in (("is best", readme), ("was best", Path(advice.__file__).read_text())):
+        assert f"mostly {low:.1f} to {high:.1f} {words}" in text
 
 
 def run(module: Any, words: str) -> str:
@@ -310,7 +322,7 @@ def test_a_benchmark_that_is_stopped_leaves_neither_a_process_nor_files(folder: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "words"), [
-    ("analyze_models", ("cosine 0.082", "drop 0.8 of rotated", "[[rules]]", "would merge 2 models", "drew ")),
+    ("analyze_models", ("cosine 0.082", "tolerates a drop rate of 0.8", "[dare]", "would merge 2 models", "drew ")),
     ("drop_rates", ("mean of 3 masks", "0.95")),
     ("evaluate", ("rotated     96.1%     60.8%     78.5%", "covered     50.9%     94.8%     72.9%")),
 ])  # fmt: skip

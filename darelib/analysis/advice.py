@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from darelib.config import DareConfig, Rule, as_toml
 from darelib.drops import EXPECTATION, RANDOM
 from darelib.gradients import Gradient
-from darelib.methods import LINEAR, METHODS
+from darelib.methods import LINEAR, METHODS, RAM, TensorSettings
 from darelib.text import count_of, list_names
 from darelib.tuning import TUNING
 
@@ -47,8 +47,10 @@ DROP_RATES: Final = {
 }
 HOT_LAYERS: Final = 8  # at most; if more of them have large deltas, the model has
 OPPOSED_COSINE: Final = -0.1
-# Of an average of several models: what was best lay around it in the experiment of docs/evidence.md, and mattered most.
+# Of several models: by the experiment of docs/evidence.md the start that needs no search, with nothing dropped.
+START_METHOD: Final = RAM
 START_LAMBDA: Final = 1.5
+FAINT_SHARE: Final = 0.05
 KEPT_SETTINGS: Final = (
     "seed", "lambda_coeff", "dtype", "mismatch", "any_base", "max_shard_size", "delta_threshold",
 )  # fmt: skip
@@ -94,8 +96,13 @@ class Evidence:
         self.rates = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
         self.hot_layers = find_hot_layers(self)
         self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
-        # Whether to advise a lambda: for an average of several, unless the user has chosen one.
-        averages = sum(model.total.largest > 0 for model in models) > 1 and not self.config.weights
+        self.several = sum(model.total.largest > 0 for model in models) > 1
+        self.start_rates = [0.0] * len(models) if self.several else self.rates
+        # Weights keep their meaning only with linear; a lambda that goes with them is the user's, like any other.
+        scopes: tuple[DareConfig | Rule, ...] = (self.config, *self.config.typed_rules)
+        averages = self.several and not any(scope.weights or scope.normalize is not None for scope in scopes)
+        least = TensorSettings.threshold if self.config.threshold is None else self.config.threshold
+        self.method = LINEAR if not averages or any(is_faint(model, least) for model in models) else START_METHOD
         self.scales = averages and self.config.lambda_coeff == DareConfig.lambda_coeff
 
 
@@ -104,6 +111,12 @@ def find_level(total: DeltaStats, threshold: float) -> str:
     if total.mean > threshold:
         return "huge" if total.mean > HUGE_RATIO * threshold else "large"
     return "tailed" if total.share_above_threshold > TAIL_SHARE else "small"
+
+
+def is_faint(model: ModelAnalysis, least: float) -> bool:
+    """Whether ram, to which a smaller |delta| is none, would lose much of what a model has learned."""
+    whole = sum(size * count for size, count in model.histogram)
+    return sum(size * count for size, count in model.histogram if size < least) > FAINT_SHARE * whole
 
 
 def find_hot_layers(evidence: Evidence) -> dict[str, float]:
@@ -161,27 +174,29 @@ def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
         reason = DROP_RATES[level][1].format(**figures, threshold=threshold)
         what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
         if model.total.largest:
-            yield Advice("drop_rate", level, model.label, f"drop {rate:g} of {model.label}: {what}{reason}")
+            text = f"{model.label} tolerates a drop rate of {rate:g}: {what}{reason}"
+            yield Advice("drop_rate", level, model.label, text)
 
 
 def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
     """What is chosen already: for some tensors, and how to combine."""
     yield from (Advice("rules", rule.verdict, None, rule.text) for rule in evidence.tensor_rules)
-    if len(evidence.models) == 1:
-        yield Advice("method", LINEAR, None, "method linear: there is one model, so there is nothing to reconcile")
+    if not evidence.several:
+        yield Advice("method", LINEAR, None, "method linear: no more than one model differs from the base")
         return
     most, cancel = "up to " if len(evidence.models) > 2 else "", ", so much cancels, whatever the method"
     text = (
-        f"method linear: signs conflict in {most}{evidence.conflict:.1%} of what both change, by magnitude; cosine "
-        f"{evidence.cosine:.2f}{cancel if evidence.cosine < OPPOSED_COSINE else ''}; let a sweep try ram as well"
+        f"method {evidence.method}, and drop nothing at first: dropping at random made neither ram nor linear better "
+        f"in this project's experiment; signs conflict in {most}{evidence.conflict:.1%} of what both change, by "
+        f"magnitude; cosine {evidence.cosine:.2f}{cancel if evidence.cosine < OPPOSED_COSINE else ''}"
     )
-    yield Advice("method", LINEAR, None, text)
+    yield Advice("method", evidence.method, None, text)
     if evidence.scales:
         text = (
-            f"a lambda_coeff of {START_LAMBDA:g} to begin with: of averages, mostly 1.3 to 2.1 was best in this "
-            "project's experiment, and nothing mattered more; search for it first"
+            f"a lambda_coeff of {START_LAMBDA:g} to begin with: with that, ram was ahead of the plain average in each "
+            "network of the experiment, and mostly 1.3 to 1.6 was best; nothing mattered more, so search for it first"
         )
-        yield Advice("lambda", "average", None, text)
+        yield Advice("lambda", "start", None, text)
 
 
 def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
@@ -221,15 +236,16 @@ def suggest(evidence: Evidence) -> str:
         kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
     in_rules = ["match", "drop_rate", "lambda_coeff"]  # not rescale_q, which was found for another drop rate
     kept |= {"lambda_coeff": START_LAMBDA} if evidence.scales else {}
+    kept |= {"threshold": config.threshold} if evidence.method == RAM else {}
     kept = {key: as_toml(value) if isinstance(value, Gradient | tuple) else value for key, value in kept.items()}
     table = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
-    text = tomli_w.dumps({"dare": {"method": LINEAR, "drop_rate": compact(evidence.rates), **table}})
+    text = tomli_w.dumps({"dare": {"method": evidence.method, "drop_rate": compact(evidence.start_rates), **table}})
     own = [{key: value for key, value in r.as_table().items() if key in in_rules} for r in config.typed_rules]
     for rule, settings in zip(config.typed_rules, own, strict=True):
         settings |= {key: as_toml(value) for key, value in keep_weights(evidence, rule).items() if value is not None}
     rules = [("as set before", rule) for rule in own if len(rule) > 1]
-    for found in evidence.tensor_rules:
-        rates = [found.rate(rate) for rate in evidence.rates]
+    for found in evidence.tensor_rules if any(evidence.start_rates) else ():
+        rates = [found.rate(rate) for rate in evidence.start_rates]
         rules.append((found.title, {"match": found.match, "drop_rate": compact(rates)}))
     return text + "".join(f"\n[[rules]]  # {title}\n{tomli_w.dumps(rule)}" for title, rule in rules)
 

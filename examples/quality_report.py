@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,29 +17,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it al
 
 from benchmark_report import table
 
-from darelib.sweep.report import chance
-
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
 PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
 DRAWN: Final = "lambda 1.5"  # of the starts without a search
-# What each step is worth: what it is called, with it, and without it.
+# What each step is worth: what it is called, with it, and without it. (Those from the reference are in the ranking.)
 STEPS: Final = (
     ("lambda searched for, not 1", "task arithmetic", PLAIN),
-    ("ties, not task arithmetic", "ties", "task arithmetic"),
-    ("slerp, not task arithmetic", "slerp", "task arithmetic"),
-    ("ram, not task arithmetic", "ram", "task arithmetic"),
-    ("DARE in task arithmetic", "task arithmetic + DARE", "task arithmetic"),
+    ("lambda searched for, not 1.5, in ram", "ram", f"ram, {DRAWN}"),
+    ("ram, not task arithmetic, lambda 1.5", f"ram, {DRAWN}", f"task arithmetic, {DRAWN}"),
     ("DARE in ties", "ties + DARE", "ties"),
     ("DARE in slerp", "slerp + DARE", "slerp"),
     ("DARE in ram", "ram + DARE", "ram"),
-    ("magnitude in task arithmetic", "task arithmetic + magnitude", "task arithmetic"),
     ("magnitude in ties, as its paper has it", "ties + magnitude", "ties"),
     ("rescaling by 1 / (1 - p), not at all", "task arithmetic + DARE", "task arithmetic + DARE, none"),
     ("rescaling by l1, not by 1 / (1 - p)", "task arithmetic + DARE, l1", "task arithmetic + DARE"),
     ("a divisor searched for (DAREx-q)", "task arithmetic + DAREx-q", "task arithmetic + DARE"),
     ("della, not DARE", "task arithmetic + della", "task arithmetic + DARE"),
+    ("della, not DARE, in ties", "ties + della", "ties + DARE"),
     ("magnitude in ram", "ram + magnitude", "ram"),
-    ("breadcrumbs in task arithmetic", "task arithmetic + breadcrumbs", "task arithmetic"),
+    ("breadcrumbs in ram", "ram + breadcrumbs", "ram"),
 )
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
 SIGNIFICANT: Final = 0.05
@@ -61,12 +59,18 @@ def title(name: str, records: Sequence[Results]) -> str:
 
 
 def probability(values: Sequence[float]) -> float:
-    """That a mean so far from 0, either way, is chance: a t test."""
-    if len(values) < 3 or not any(values):
-        return 1.0
-    if not stdev(values):
-        return 0.0
-    return 2 * chance(abs(fmean(values)) / (stdev(values) / math.sqrt(len(values))), len(values) - 1)
+    """That values lie on the side of their mean by chance: Wilcoxon's signed-rank test, exact, both ways.
+
+    By ranks, so that the small networks, whose differences are large, do not drown out what is so in all of them.
+    """
+    sizes, side = sorted(abs(value) for value in values if value), fmean(values)
+    # Twice the ranks, so that those of equals, which share the mean of theirs, are whole.
+    ranks = [(value, bisect_left(sizes, abs(value)) + bisect_right(sizes, abs(value)) + 1) for value in values if value]
+    sums = Counter({0: 1})  # how many of all choices of signs give each sum of ranks
+    for _, rank in ranks:
+        sums += Counter({before + rank: count for before, count in sums.items()})
+    opposed = sum(rank for value, rank in ranks if value * side <= 0)
+    return min(1.0, 2 * sum(count for found, count in sums.items() if found <= opposed) / 2 ** len(ranks))
 
 
 def correct(found: Sequence[float]) -> list[float]:
@@ -101,11 +105,15 @@ class Comparison:
         told = "better" if fmean(self.families[family]) > 0 else "worse"
         return told if self.p[family] <= SIGNIFICANT else "cannot be told"
 
+    @property
+    def by_network(self) -> list[str]:
+        return [f"{fmean(values):+.1f}" for values in self.values.values()]
+
     def short_cells(self) -> list[str]:
         """The means by family, bold where a difference can be told, and by network."""
         marks = {family: "" if self.tell(family) == "cannot be told" else "**" for family in self.families}
         told = (f"{marks[family]}{fmean(x):+.1f}{marks[family]}" for family, x in self.families.items())
-        return [*told, *(f"{fmean(x):+.1f}" for x in self.values.values())]
+        return [*told, *self.by_network]
 
     def cells(self) -> list[str]:
         """Of a table: over all trainings that have it; what can be told of each family; the means by network."""
@@ -113,8 +121,7 @@ class Comparison:
             f"{spread(values, '+.1f')}, {self.tell(family)} (p {self.p[family]:.3f})".replace("p 0.000", "p < 0.001")
             for family, values in self.families.items()
         )
-        by_network = (f"{fmean(x):+.1f}" for x in self.values.values())
-        return [f"{fmean(self.every):+.1f}", str(len(self.every)), *told, *by_network]
+        return [f"{fmean(self.every):+.1f}", str(len(self.every)), *told, *self.by_network]
 
 
 def spread(values: Sequence[float], form: str) -> str:
@@ -170,10 +177,15 @@ def ranking(results: Results) -> str:
     )
 
 
+def compare_starts(results: Results) -> list[Comparison]:
+    """All that needs no search against the plain average."""
+    return compare(results, [(name, name, PLAIN) for name in list_names(results, False)])
+
+
 def starts(results: Results) -> str:
     """What needs no search, by family and by network, for one lambda after the other."""
     found: dict[str, list[list[str]]] = {}
-    for each in compare(results, [(name, name, PLAIN) for name in list_names(results, False)]):
+    for each in compare_starts(results):
         found.setdefault(each.name.split(", ")[0], []).append(each.short_cells())
     rows = ([way, *map(" / ".join, zip(*by_lambda, strict=True))] for way, by_lambda in found.items())
     return table([["", *name_columns(results)[3:]], *rows])
@@ -228,8 +240,8 @@ Scores on test data in %, means over trainings, merges and masks:
 {scores(results)}
 
 Points ahead of {REFERENCE} without dropping, in the same training: the mean; for each family mean ± standard deviation
-over trainings, and what a t test over them tells, corrected for the number of tests (Holm); the means by network;
-medians of what was chosen:
+over trainings, and what Wilcoxon's signed-rank test over them tells, corrected for the number of tests (Holm); the
+means by network; medians of what was chosen:
 
 {ranking(results)}
 
@@ -253,8 +265,8 @@ def draw(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
 
     ranked, units = rank(results), units_of(results)
-    starts = compare(results, [(name, name, PLAIN) for name in list_names(results, False)])  # corrected for them all
-    starts = [each for each in sorted(starts, key=lambda each: -fmean(each.every)) if each.name.endswith(DRAWN)]
+    begun = sorted(compare_starts(results), key=lambda each: -fmean(each.every))
+    begun = [each for each in begun if each.name.endswith(DRAWN)]
     figure = Figure(figsize=(13, 1.5 + 0.27 * len(ranked)), dpi=100, layout="constrained")
     axes = figure.subplot_mosaic([["ranked", "starts"], ["ranked", "curves"]])
     styles = {
@@ -263,7 +275,7 @@ def draw(results: Results, path: Path) -> None:
     }
     panels = (
         ("ranked", ranked, f"points ahead of {REFERENCE}, by a search"),
-        ("starts", starts, f"points ahead of the plain average, no search, {DRAWN}"),
+        ("starts", begun, f"points ahead of the plain average, no search, {DRAWN}"),
     )
     figure.suptitle("Bars are means over all trainings, black where a difference is told of a family", fontsize=9)
     for panel, rows, words in panels:

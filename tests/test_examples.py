@@ -190,12 +190,12 @@ def test_what_is_chosen_never_sees_test_data_or_test_masks(quality: Any, monkeyp
     assert {str(space["lambda_coeff"]) for space in spaces.values()} == {str(quality.SCALE)}, "all choose from the same"
 
 
-def make_results(gains: dict[str, float], trainings: int = 5) -> dict[str, Any]:
+def make_results(gains: dict[str, float], trainings: int = 9) -> dict[str, Any]:
     """What an experiment might have found: contenders that are so much better than the reference, more or less."""
     units = {}
     for k in range(trainings):
         arms = {
-            name: {"score": 0.5 + gain + 0.001 * (2 * k % 5 - 2), "chosen": {"lambda_coeff": 1.5}}
+            name: {"score": 0.5 + gain + 0.001 * (2 * k % 9 - 4), "chosen": {"lambda_coeff": 1.5}}
             for name, gain in {quality_report.REFERENCE: 0.0, **gains}.items()
         }
         arms[quality_report.REFERENCE]["score"] = 0.5
@@ -210,9 +210,12 @@ def test_verdicts_of_the_experiment_come_out_each_way() -> None:
     assert [each.p for each in quality_report.rank(make_results(gains, 1))] == [{"chars": 1.0}] * 3, "one tells nothing"
     assert quality_report.correct([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     stats = pytest.importorskip("scipy.stats")
-    for values in ([0.1, 0.2, -0.05], [1.0, 2.0, 2.5], [0.3, 0.1, 0.2, 0.25, -0.4]):
-        assert quality_report.probability(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-    assert quality_report.probability([0.0, 0.0, 0.0]) == quality_report.probability([1.0, 1.0]) == 1
+    for values in ([0.1, 0.2, -0.05], [-1.0, -2.0, -2.5], [0.3, 0.1, 0.2, 0.25, -0.4, 0.7]):
+        assert quality_report.probability(values) == pytest.approx(stats.wilcoxon(values, method="exact").pvalue)
+    assert quality_report.probability([1.0, 1.0, -1.0, 0.0]) == 1, (
+        "of equals, of those below the mean two of eight, twice"
+    )
+    assert quality_report.probability([0.0, 0.0, 0.0]) == quality_report.probability([1.0, 1.0, -9.0]) == 1
 
 
 def options(**changed: Any) -> SimpleNamespace:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,14 +15,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it al
 
 from benchmark_report import table
 
+from darelib.sweep.report import chance
+
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
 PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
-DRAWN: Final = "lambda 1.5"  # of the starts without a search
+START: Final = "lambda 1.5"  # of what is drawn without a search
 # What each step is worth: what it is called, with it, and without it. (Those from the reference are in the ranking.)
 STEPS: Final = (
     ("lambda searched for, not 1", "task arithmetic", PLAIN),
-    ("lambda searched for, not 1.5, in ram", "ram", f"ram, {DRAWN}"),
-    ("ram, not task arithmetic, lambda 1.5", f"ram, {DRAWN}", f"task arithmetic, {DRAWN}"),
+    ("lambda searched for, not 1.5, in ram", "ram", f"ram, {START}"),
+    ("ram, not task arithmetic, lambda 1.5", f"ram, {START}", f"task arithmetic, {START}"),
     ("DARE in ties", "ties + DARE", "ties"),
     ("DARE in slerp", "slerp + DARE", "slerp"),
     ("DARE in ram", "ram + DARE", "ram"),
@@ -48,7 +48,8 @@ def units_of(results: Results) -> dict[str, list[Results]]:
     """What was measured of each kind of network, a record for each training, from the smallest network up."""
     names: dict[str, list[Results]] = {}
     for name, record in results["units"].items():
-        names.setdefault(name.rpartition("/")[0], []).append(record)
+        unit, _, training = name.rpartition("/")
+        names.setdefault(unit, []).append({**record, "round": training})
     return dict(sorted(names.items(), key=lambda item: (item[0].split("/")[0], item[1][0]["parameters"])))
 
 
@@ -59,18 +60,12 @@ def title(name: str, records: Sequence[Results]) -> str:
 
 
 def probability(values: Sequence[float]) -> float:
-    """That values lie on the side of their mean by chance: Wilcoxon's signed-rank test, exact, both ways.
-
-    By ranks, so that the small networks, whose differences are large, do not drown out what is so in all of them.
-    """
-    sizes, side = sorted(abs(value) for value in values if value), fmean(values)
-    # Twice the ranks, so that those of equals, which share the mean of theirs, are whole.
-    ranks = [(value, bisect_left(sizes, abs(value)) + bisect_right(sizes, abs(value)) + 1) for value in values if value]
-    sums = Counter({0: 1})  # how many of all choices of signs give each sum of ranks
-    for _, rank in ranks:
-        sums += Counter({before + rank: count for before, count in sums.items()})
-    opposed = sum(rank for value, rank in ranks if value * side <= 0)
-    return min(1.0, 2 * sum(count for found, count in sums.items() if found <= opposed) / 2 ** len(ranks))
+    """That a mean so far from 0, either way, is chance: a t test."""
+    if len(values) < 3 or not any(values):
+        return 1.0
+    if not stdev(values):
+        return 0.0
+    return 2 * chance(abs(fmean(values)) / (stdev(values) / math.sqrt(len(values))), len(values) - 1)
 
 
 def correct(found: Sequence[float]) -> list[float]:
@@ -83,23 +78,24 @@ def correct(found: Sequence[float]) -> list[float]:
 
 @dataclass
 class Comparison:
-    """How many points one contender is ahead of another, by unit for each training; by family, the chance of that."""
+    """How many points one contender is ahead of another, by unit for each round; by family, the chance of that."""
 
     name: str
-    values: dict[str, list[float]]
+    values: dict[str, dict[str, float]]
     p: dict[str, float] = field(default_factory=dict)
 
     @property
     def every(self) -> list[float]:
-        return [value for values in self.values.values() for value in values]
+        return [value for values in self.values.values() for value in values.values()]
 
     @property
     def families(self) -> dict[str, list[float]]:
-        """Its trainings by family: in what may differ between them, one says nothing about the other."""
-        found: dict[str, list[float]] = {}
+        """By family the means of its rounds over networks, which share data within a round and nothing between them."""
+        found: dict[str, dict[str, list[float]]] = {}
         for unit, values in self.values.items():
-            found.setdefault(unit.partition("/")[0], []).extend(values)
-        return found
+            for number, value in values.items():
+                found.setdefault(unit.partition("/")[0], {}).setdefault(number, []).append(value)
+        return {family: [*map(fmean, rounds.values())] for family, rounds in found.items()}
 
     def tell(self, family: str) -> str:
         told = "better" if fmean(self.families[family]) > 0 else "worse"
@@ -107,7 +103,7 @@ class Comparison:
 
     @property
     def by_network(self) -> list[str]:
-        return [f"{fmean(values):+.1f}" for values in self.values.values()]
+        return [f"{fmean(values.values()):+.1f}" for values in self.values.values()]
 
     def short_cells(self) -> list[str]:
         """The means by family, bold where a difference can be told, and by network."""
@@ -132,11 +128,11 @@ def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Com
     """Of each pair, by the mean over the merges of a training that both are for; corrected for their number."""
     found = []
     for name, one, other in pairs:
-        values: dict[str, list[float]] = {}
+        values: dict[str, dict[str, float]] = {}
         for unit, records in units_of(results).items():
             merges = [[arms for arms in r["merges"].values() if one in arms and other in arms] for r in records]
             ahead = ([arms[one]["score"] - arms[other]["score"] for arms in each] for each in merges)
-            values[unit] = [100 * fmean(each) for each in ahead]
+            values[unit] = {r["round"]: 100 * fmean(each) for r, each in zip(records, ahead, strict=True)}
         found.append(Comparison(name, values))
     tests = [(each, family) for each in found for family in each.families]
     for (each, family), p in zip(tests, correct([probability(e.families[f]) for e, f in tests]), strict=True):
@@ -240,8 +236,8 @@ Scores on test data in %, means over trainings, merges and masks:
 {scores(results)}
 
 Points ahead of {REFERENCE} without dropping, in the same training: the mean; for each family mean ± standard deviation
-over trainings, and what Wilcoxon's signed-rank test over them tells, corrected for the number of tests (Holm); the
-means by network; medians of what was chosen:
+over rounds, and what a t test over them tells, corrected for the number of tests (Holm); the means by network; medians
+of what was chosen. A round is one training of each network:
 
 {ranking(results)}
 
@@ -266,7 +262,7 @@ def draw(results: Results, path: Path) -> None:
 
     ranked, units = rank(results), units_of(results)
     begun = sorted(compare_starts(results), key=lambda each: -fmean(each.every))
-    begun = [each for each in begun if each.name.endswith(DRAWN)]
+    begun = [each for each in begun if each.name.endswith(START)]
     figure = Figure(figsize=(13, 1.5 + 0.27 * len(ranked)), dpi=100, layout="constrained")
     axes = figure.subplot_mosaic([["ranked", "starts"], ["ranked", "curves"]])
     styles = {
@@ -275,19 +271,19 @@ def draw(results: Results, path: Path) -> None:
     }
     panels = (
         ("ranked", ranked, f"points ahead of {REFERENCE}, by a search"),
-        ("starts", begun, f"points ahead of the plain average, no search, {DRAWN}"),
+        ("starts", begun, f"points ahead of the plain average, no search, {START}"),
     )
     figure.suptitle("Bars are means over all trainings, black where a difference is told of a family", fontsize=9)
     for panel, rows, words in panels:
         drawn = axes[panel]
         for name, style in styles.items():
-            means = [fmean(each.values[name]) for each in rows]
+            means = [fmean(each.values[name].values()) for each in rows]
             drawn.plot(means, range(len(rows)), linestyle="none", alpha=0.8, **style)
         for row, each in enumerate(rows):
             colour = "#000000" if min(each.p.values()) <= SIGNIFICANT else "#999999"
             drawn.plot([fmean(each.every)] * 2, [row - 0.4, row + 0.4], color=colour, linewidth=2.5, zorder=0)
         drawn.axvline(0, color="#999999", linewidth=0.8)
-        drawn.set_yticks(range(len(rows)), [each.name.removesuffix(f", {DRAWN}") for each in rows], fontsize=8)
+        drawn.set_yticks(range(len(rows)), [each.name.removesuffix(f", {START}") for each in rows], fontsize=8)
         drawn.set_ylim(len(rows) - 0.5, -0.5)
         drawn.set_xscale("symlog", linthresh=2)
         drawn.xaxis.set_major_formatter(lambda tick, _: f"{tick:+g}")

@@ -272,7 +272,7 @@ def advise(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> tupl
     report, found = analyze(folder, base, *models, **config), {}
     for advice in report.advice:
         found[advice.about] = [*found.get(advice.about, ()), advice.verdict]
-        assert re.search(r"\d|identical|one model", advice.text), "each has a reason"
+        assert re.search(r"\d|identical|one model|experiment", advice.text), "each has a reason"
     tables = tomllib.loads(report.suggestion)
     DareConfig(**tables["dare"], rules=tables.get("rules", ())).check_models(len(models))  # whatever it is, it is valid
     return found, tables, report.confidence
@@ -332,7 +332,7 @@ def test_advice_on_rules(tmp_path: Path) -> None:
     assert "features.*.bias" in rule["match"]
 
 
-def test_advice_on_method_and_lambda(tmp_path: Path) -> None:
+def test_advice_on_method_and_lambda(tmp_path: Path, monkeypatch: Any) -> None:
     base = random_model(1, F32, LAYERED)
     first, second, third = (scaled(base, 0.0005, seed) for seed in range(1, 4))
     against = {name: 2 * base[name] - first[name] for name in base}
@@ -352,8 +352,19 @@ def test_advice_on_method_and_lambda(tmp_path: Path) -> None:
     faint = scaled(base, 0.000008, 4)
     for kept, method in (({}, "linear"), ({"method": "ram", "threshold": 1e-7}, "ram")):
         found, suggested, _ = advise(tmp_path, base, first, faint, **kept)
-        assert (found["method"], suggested["dare"]["lambda_coeff"]) == ([method], 1.5), "ram would lose most of it"
+        assert (found["method"], "lambda" in found) == ([method], method == "ram"), "ram would lose most of it"
         assert suggested["dare"].get("threshold") == kept.get("threshold")
+    apart = [base | {name: model[name] for name in list(base)[k::2]} for k, model in enumerate((first, second))]
+    for models in (apart, [first, random_model(2, F32, LAYERED)], [scaled(base, 0.02, seed) for seed in (1, 2)]):
+        found, suggested, _ = advise(tmp_path, base, *models)
+        assert (found["method"], found["start"], "lambda" in found) == (["ram"], ["whole"], False)
+        assert suggested["dare"] == {"method": "ram", "drop_rate": 0}, "no model of the experiment was like these"
+    TUNING.small_model, count = 10**9, sum(tensor.numel() for tensor in base.values())
+    assert "fairly" in advise(tmp_path, base, first, second)[2], (
+        "where nothing is dropped, small models are like others"
+    )
+    monkeypatch.setattr("darelib.analysis.advice.LARGEST_TRIED", count - 1)
+    assert f"of up to {count - 1:,} parameters" in advise(tmp_path, base, first, second)[2]
 
 
 def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
@@ -361,9 +372,13 @@ def test_a_suggestion_keeps_what_else_was_set(tmp_path: Path) -> None:
     models, linear, ties = [scaled(base, 0.0003, seed) for seed in (1, 2, 3)], {"method": "linear"}, {"method": "ties"}
     linear |= {"drop_rate": 0.0}
     kept: dict[str, Any] = {"seed": 7, "weights": [1.0, 0.5], "dtype": "bfloat16"}
-    rule = {"match": ["*layers.0*"], "drop_rate": 0.3}
-    tables = advise(tmp_path, base, *models[:2], **kept, rescale_q=0.5, rules=[rule | {"rescale_q": 0.8}])[1]
-    assert (tables["dare"], tables["rules"][0]) == ({**linear, **kept}, rule)
+    rule = {"match": ["*layers.0*"], "lambda_coeff": 0.3}
+    rules = [rule | {"rescale_q": 0.8, "drop_rate": 0.3}, {"match": ["*norm*"], "drop_rate": 0.5}]
+    tables = advise(tmp_path, base, *models[:2], **kept, rescale_q=0.5, rules=rules)[1]
+    assert (tables["dare"], tables["rules"]) == ({**linear, **kept}, [rule]), "several begin with nothing dropped"
+    rules[0]["drop"] = "magnitude"
+    del rules[0]["rescale_q"]
+    assert advise(tmp_path, base, models[0], rules=rules)[1]["rules"][:2] == [rule, rules[1]]
     kept = {"max_shard_size": "1MB", "delta_threshold": 0.01, "weights": [3, 1]}
     tables = advise(tmp_path, base, *models[:2], **kept, **ties, keep_ratio=0.5)[1]
     assert tables["dare"] == {**linear, **kept, "normalize": True}, "to ties, they were shares"

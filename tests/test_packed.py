@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import struct
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,28 @@ def test_dry_run_verify_and_resume_take_packed_models(
     assert out.read_bytes() == whole
     assert dare.main(["--config", str(out), "--output", "again.safetensors", *PLAIN]) == 0
     assert Path("again.safetensors").read_bytes() == whole
+
+
+def test_what_an_analysis_suggests_for_packed_models_merges(models: list[Path], tmp_path: Path) -> None:
+    packed = pack_all(models, 0.95, 42, "--rule", "*norm*:drop_rate=0.1")
+    for merged, rate in ((packed[:1], 0.95), ([packed[0], models[2]], [0.95, 0.0])):
+        words = [
+            "-b",
+            models[0],
+            "-m",
+            *merged,
+            "--drop-rate",
+            0.95,
+            "--write-config",
+            tmp_path / "a.toml",
+            "--force",
+            *PLAIN,
+            "-q",
+        ]
+        assert dare.main(["analyze", *map(str, words)]) == 0
+        suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
+        assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)
+        assert dare.main(["--config", str(tmp_path / "a.toml"), *PLAIN, "-q"]) == 0
 
 
 def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RELATED_NORM: Final = 0.15
 UNRELATED_NORM: Final = 0.5
 BASE_TEXTS: Final = {
-    "identical": "{model} is identical to the base and only dilutes the others: leave it out",
+    "identical": "{model} is identical to the base: leave it out",
     "wrong": "{base} does not look like the base of {model}: {figure}, where unrelated models have 141% and fine-tunes "
     "a few percent; find the model that it was trained from",
     "doubtful": "{base} may not be the base of {model}: {figure}, which is more than fine-tuning usually changes; it "
@@ -47,10 +47,19 @@ DROP_RATES: Final = {
 }
 HOT_LAYERS: Final = 8  # at most; if more of them have large deltas, the model has
 OPPOSED_COSINE: Final = -0.1
-# Of several models: by the experiment of docs/evidence.md the start that needs no search, with nothing dropped.
+# Of several models: by the experiment of docs/evidence.md the start that needs no search, with nothing dropped. It was
+# of networks up to so large, whose fine-tunes change mostly the same entries. (What only one changes, ram keeps whole.)
 START_METHOD: Final = RAM
 START_LAMBDA: Final = 1.5
+LARGEST_TRIED: Final = 101_000_000
+LEAST_OVERLAP: Final = 0.5
 FAINT_SHARE: Final = 0.05
+METHOD_REASONS: Final = {
+    RAM: "the best start without a search in this project's experiment",
+    "weights": "so that your weights mean what they did",
+    "packed": "so that what a packed model lacks does not count",
+    "faint": "to ram, a |delta| below {least:g} is none, and too much of a model is below",
+}
 KEPT_SETTINGS: Final = (
     "seed", "lambda_coeff", "dtype", "mismatch", "any_base", "max_shard_size", "delta_threshold",
 )  # fmt: skip
@@ -93,17 +102,18 @@ class Evidence:
         # Of the worst pair: that some two of many models differ at a position is likely by chance alone.
         self.conflict = max((pair.weighted_sign_conflict for pair in pairs), default=0.0)
         self.levels = [find_level(model.total, self.threshold) for model in models]
+        # What is packed cannot be merged at a lower drop rate.
+        infos = [(i, info.drop_rate) for tensor in task.tensors for i, info in tensor.finetuned]
+        self.least_rates = [max((rate for i, rate in infos if i == k), default=0.0) for k in range(len(models))]
         self.rates = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
         self.hot_layers = find_hot_layers(self)
         self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
         self.several = sum(model.total.largest > 0 for model in models) > 1
-        self.start_rates = [0.0] * len(models) if self.several else self.rates
-        # Weights keep their meaning only with linear; a lambda that goes with them is the user's, like any other.
-        scopes: tuple[DareConfig | Rule, ...] = (self.config, *self.config.typed_rules)
-        averages = self.several and not any(scope.weights or scope.normalize is not None for scope in scopes)
-        least = TensorSettings.threshold if self.config.threshold is None else self.config.threshold
-        self.method = LINEAR if not averages or any(is_faint(model, least) for model in models) else START_METHOD
-        self.scales = averages and self.config.lambda_coeff == DareConfig.lambda_coeff
+        self.start_rates = self.least_rates if self.several else [*map(max, self.rates, self.least_rates)]
+        self.reason = choose_method(self)
+        self.method = START_METHOD if self.several and self.reason == START_METHOD else LINEAR
+        own = self.config.lambda_coeff != DareConfig.lambda_coeff
+        self.scales = self.method == START_METHOD and not own and is_like_those_tried(self, pairs)
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
@@ -113,10 +123,27 @@ def find_level(total: DeltaStats, threshold: float) -> str:
     return "tailed" if total.share_above_threshold > TAIL_SHARE else "small"
 
 
-def is_faint(model: ModelAnalysis, least: float) -> bool:
-    """Whether ram, to which a smaller |delta| is none, would lose much of what a model has learned."""
-    whole = sum(size * count for size, count in model.histogram)
-    return sum(size * count for size, count in model.histogram if size < least) > FAINT_SHARE * whole
+def choose_method(evidence: Evidence) -> str:
+    """What several models begin with, or what speaks for linear."""
+    scopes: tuple[DareConfig | Rule, ...] = (evidence.config, *evidence.config.typed_rules)
+    if any(scope.weights or scope.normalize is not None for scope in scopes):
+        return "weights"
+    if any(evidence.least_rates):
+        return "packed"
+    for model in evidence.models if evidence.config.threshold is None else ():
+        sizes = [(size, size * count) for size, count in model.histogram]
+        faint = sum(share for size, share in sizes if size < TensorSettings.threshold)
+        if faint > FAINT_SHARE * sum(share for _, share in sizes):
+            return "faint"
+    return START_METHOD
+
+
+def is_like_those_tried(evidence: Evidence, pairs: Sequence[PairAnalysis]) -> bool:
+    """Whether fine-tunes are as near to their base and to one another as those of the experiment."""
+    changed = {model.label: 1 - model.total.share_zero for model in evidence.models}
+    overlaps = (pair.share_both >= LEAST_OVERLAP * min(changed[name] for name in pair.models) for pair in pairs)
+    near = (model.total.relative_norm <= RELATED_NORM or model.adapter for model in evidence.models)
+    return all(overlaps) and all(near) and "huge" not in evidence.levels
 
 
 def find_hot_layers(evidence: Evidence) -> dict[str, float]:
@@ -134,22 +161,22 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
     vectors, embeddings, hot = evidence.vectors, evidence.embeddings, evidence.hot_layers
     if vectors:
         text = (
-            f"drop nothing of norms and biases: they are {count_of(len(vectors), 'tensor')} of one dimension, with too "
-            "few values for what is dropped to average out"
+            f"norms and biases tolerate no dropping: they are {count_of(len(vectors), 'tensor')} of one dimension, "
+            "with too few values for what is dropped to average out"
         )
         match = make_patterns(vectors, evidence.matrices)
         yield TensorRule("vectors", "norms and biases", match, lambda rate: 0.0, text)
     if embeddings:
-        stats = ((stats, model.label) for model in evidence.models for stats in model.kinds)
+        stats = ((stats, model.label) for model in evidence.models for stats in model.kinds if model.total.largest)
         zero, label = max((found.share_zero, label) for found, label in stats if found.name == "embedding")
         rest = f"; {zero:.1%} of those of {label} are unchanged, so the rest carries everything" if zero else ""
         count = count_of(len(embeddings), "tensor")
-        text = f"drop less of the embeddings ({count}): a token's row is all that the model knows of it{rest}"
+        text = f"embeddings tolerate less ({count}): a token's row is all that the model knows of it{rest}"
         match = make_patterns(embeddings, set(evidence.matrices) - set(embeddings))
         yield TensorRule("embeddings", "embeddings", match, lambda rate: round(max(0.0, rate - 0.2), 2), text)
     if hot:
         text = (
-            f"drop less of {list_names(list(hot))}: the mean |delta| there is up to {max(hot.values()):.2g}, above "
+            f"{list_names(list(hot))} tolerate less: the mean |delta| there is up to {max(hot.values()):.2g}, above "
             f"{evidence.threshold:g}, unlike elsewhere"
         )
         match = [f"{escape(layer)}{end}" for layer in hot for end in (".*", "") if end or layer in evidence.matrices]
@@ -185,16 +212,22 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
         yield Advice("method", LINEAR, None, "method linear: no more than one model differs from the base")
         return
     most, cancel = "up to " if len(evidence.models) > 2 else "", ", so much cancels, whatever the method"
+    reason = METHOD_REASONS[evidence.reason].format(least=TensorSettings.threshold)
     text = (
-        f"method {evidence.method}, and drop nothing at first: dropping at random made neither ram nor linear better "
-        f"in this project's experiment; signs conflict in {most}{evidence.conflict:.1%} of what both change, by "
+        f"method {evidence.method}: {reason}; signs conflict in {most}{evidence.conflict:.1%} of what both change, by "
         f"magnitude; cosine {evidence.cosine:.2f}{cancel if evidence.cosine < OPPOSED_COSINE else ''}"
     )
     yield Advice("method", evidence.method, None, text)
+    if not any(evidence.start_rates):
+        text = (
+            "drop nothing at first: once lambda was searched for, dropping at random made neither ram nor linear "
+            "better in this project's experiment"
+        )
+        yield Advice("start", "whole", None, text)
     if evidence.scales:
         text = (
             f"a lambda_coeff of {START_LAMBDA:g} to begin with: with that, ram was ahead of the plain average in each "
-            "network of the experiment, and mostly 1.3 to 1.6 was best; nothing mattered more, so search for it first"
+            "network of the experiment; what was best went from 1.1 to 2.1, so search for it first"
         )
         yield Advice("lambda", "start", None, text)
 
@@ -212,13 +245,16 @@ RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices, advise_on_ba
 
 def judge_confidence(evidence: Evidence) -> str:
     doubts, count = [], evidence.parameters
+    alone = () if evidence.several else evidence.models
     if any(model.total.relative_norm > RELATED_NORM and not model.adapter for model in evidence.models):
         doubts.append("a base is in doubt, and with it all the rest")
-    for model in evidence.models:
+    for model in alone:
         ratios = (model.total.mean / evidence.threshold, model.total.share_above_threshold / TAIL_SHARE)
         if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
             doubts.append(f"the deltas of {model.label} are close to where the advice changes")
-    if count < TUNING.small_model:
+    if evidence.several and count > LARGEST_TRIED:
+        doubts.append(f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters")
+    if alone and count < TUNING.small_model:
         doubts.append(f"these rules are for models of billions of parameters; one of {count:,} tolerates less dropping")
     if not doubts:
         return "How sure: fairly, no figure is near a limit; but only an evaluation can tell (dare.py sweep)."
@@ -234,18 +270,21 @@ def suggest(evidence: Evidence) -> str:
     kept |= keep_weights(evidence, config)
     if config.drop == RANDOM:  # the advice is about that; what goes with other drops need not go with it
         kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
-    in_rules = ["match", "drop_rate", "lambda_coeff"]  # not rescale_q, which was found for another drop rate
     kept |= {"lambda_coeff": START_LAMBDA} if evidence.scales else {}
     kept |= {"threshold": config.threshold} if evidence.method == RAM else {}
     kept = {key: as_toml(value) if isinstance(value, Gradient | tuple) else value for key, value in kept.items()}
     table = {key: value for key, value in kept.items() if value != getattr(DareConfig, key)}
     text = tomli_w.dumps({"dare": {"method": evidence.method, "drop_rate": compact(evidence.start_rates), **table}})
-    own = [{key: value for key, value in r.as_table().items() if key in in_rules} for r in config.typed_rules]
+    own: list[dict[str, Any]] = []
+    for rule in config.typed_rules:  # not with a rescale_q, which was found for another drop rate
+        random = not evidence.several and (config.drop if rule.drop is None else rule.drop) == RANDOM
+        keys = ("match", "lambda_coeff", *["drop_rate"] * random)
+        own.append({key: value for key, value in rule.as_table().items() if key in keys})
     for rule, settings in zip(config.typed_rules, own, strict=True):
         settings |= {key: as_toml(value) for key, value in keep_weights(evidence, rule).items() if value is not None}
     rules = [("as set before", rule) for rule in own if len(rule) > 1]
-    for found in evidence.tensor_rules if any(evidence.start_rates) else ():
-        rates = [found.rate(rate) for rate in evidence.start_rates]
+    for found in () if evidence.several else evidence.tensor_rules:
+        rates = [*map(max, map(found.rate, evidence.rates), evidence.least_rates)]
         rules.append((found.title, {"match": found.match, "drop_rate": compact(rates)}))
     return text + "".join(f"\n[[rules]]  # {title}\n{tomli_w.dumps(rule)}" for title, rule in rules)
 

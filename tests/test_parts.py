@@ -109,6 +109,26 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(tmp_path: Path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "code", "math", "out", "whole"]
 
 
+def test_a_part_that_begins_again_while_it_runs_takes_the_journal_and_stops_nobody(
+    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
+) -> None:
+    TUNING.flush_seconds, TUNING.journal_seconds = 0.0005, 0.0
+    write, taken = Shard.write_at, list[Path]()
+
+    def begin(self: Shard, file: int, view: memoryview, offset: int) -> None:
+        write(self, file, view, offset)
+        for journal in (tmp_path / "out.partial").glob("journal-*"):  # as the same part does that saw none yet
+            journal.unlink()
+            taken.append(journal)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Shard, "write_at", begin)
+        assert run("--part", "1/2") == 0
+    assert taken
+    assert run("--part", "2/2") == run("--resume") == 0
+    assert contents(tmp_path / "out") == whole
+
+
 def test_a_part_that_is_interrupted_goes_on_from_there(
     tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
 ) -> None:

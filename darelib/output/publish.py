@@ -208,7 +208,6 @@ class Shard(Files):
                 self.journal = Journal(self.journal.path)
                 self._sync()
                 self.journal.append(mark)
-            self.marks.append((os.open(self.journal.path, os.O_RDONLY | BINARY), self.journal.path))
             sync_directory(self.made)
         except BaseException:
             self._close()

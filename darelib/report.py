@@ -418,7 +418,7 @@ def find_odd_deltas(plan: MergePlan, i: int, tallies: Mapping[str, Tally], total
     threshold = plan.config.delta_threshold
     large = sorted(((tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold), reverse=True)
     if total.parameters and total.peak == 0:
-        yield f"{name} is identical to the base {plan.base}: it only dilutes the others; leave it out"
+        yield f"{name} is identical to the base {plan.base}: it only dilutes an average; leave it out"
     elif total.sum > UNRELATED_RATIO * total.base_sum:
         yield (
             f"{plan.base} does not look like the base of {name}: the mean |delta| is {total.mean:.3g} where the mean "

@@ -336,7 +336,14 @@ def test_advice_on_method_and_lambda(tmp_path: Path, monkeypatch: Any) -> None:
     base = random_model(1, F32, LAYERED)
     first, second, third = (scaled(base, 0.0005, seed) for seed in range(1, 4))
     against = {name: 2 * base[name] - first[name] for name in base}
-    for models in ([first], [first, second], [first, second, third], [first, against], [first, base]):
+    for models in (
+        [first],
+        [first, second],
+        [first, second, third],
+        [base, first, second],
+        [first, against],
+        [first, base],
+    ):
         found, suggested, _ = advise(tmp_path, base, *models)
         scaled_up = len(models) > 1 and models[-1] is not base
         method = "ram" if scaled_up else "linear"
@@ -345,18 +352,26 @@ def test_advice_on_method_and_lambda(tmp_path: Path, monkeypatch: Any) -> None:
         assert ("cancels" in text) == (models[-1] is against)
         assert (suggested["dare"].get("lambda_coeff"), "lambda" in found) == (1.5 if scaled_up else None, scaled_up)
     kept: dict[str, Any]
-    for kept in ({"weights": [1, 1]}, {"normalize": True}, {"lambda_coeff": 0.8}):
+    for kept, method in (
+        ({"weights": [1, 1]}, "linear"), ({"lambda_coeff": 0.8}, "ram"), ({"method": "ram", "weights": [2, 1]}, "ram"),
+    ):  # fmt: skip
         found, suggested, _ = advise(tmp_path, base, first, second, **kept)
         assert ("lambda" in found, kept.items() <= suggested["dare"].items()) == (False, True), "it is the user's"
-        assert found["method"] == ["ram" if "lambda_coeff" in kept else "linear"]
+        assert found["method"] == [method]
+    rules = [{"match": ["*norm*"], "lambda_coeff": 0.5}]
+    found, suggested, _ = advise(tmp_path, base, first, second, normalize=True, rules=rules)
+    assert (suggested["dare"], suggested["rules"]) == ({"method": "ram", "drop_rate": 0}, rules)
     faint = scaled(base, 0.000008, 4)
     for kept, method in (({}, "linear"), ({"method": "ram", "threshold": 1e-7}, "ram")):
         found, suggested, _ = advise(tmp_path, base, first, faint, **kept)
         assert (found["method"], "lambda" in found) == ([method], method == "ram"), "ram would lose most of it"
         assert suggested["dare"].get("threshold") == kept.get("threshold")
     apart = [base | {name: model[name] for name in list(base)[k::2]} for k, model in enumerate((first, second))]
-    for models in (apart, [first, random_model(2, F32, LAYERED)], [scaled(base, 0.02, seed) for seed in (1, 2)]):
-        found, suggested, _ = advise(tmp_path, base, *models)
+    nested = base | {"model.norm.weight": second["model.norm.weight"]}
+    other, huge = random_model(2, F32, LAYERED), [scaled(base, 0.02, seed) for seed in (1, 2)]
+    for models in (apart, [first, nested], [first, second, nested], [first, other], huge):
+        found, suggested, sure = advise(tmp_path, base, *models)
+        assert "were not tried" in sure
         assert (found["method"], found["start"], "lambda" in found) == (["ram"], ["whole"], False)
         assert suggested["dare"] == {"method": "ram", "drop_rate": 0}, "no model of the experiment was like these"
     TUNING.small_model, count = 10**9, sum(tensor.numel() for tensor in base.values())

@@ -121,11 +121,6 @@ def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
     assert f"`ties` is {-fmean(ranked['ties'].families['digits']):.1f} points behind" in readme
     dropped = [ranked["task arithmetic + DARE"], steps["DARE in slerp"], steps["DARE in ram"]]
     assert "better" not in {each.tell(family) for each in dropped for family in each.p}
-    whole, thinned = (
-        fmean(starts[f"task arithmetic{drop}, lambda 1.5"].values["chars/1024"].values())
-        for drop in ("", " + DARE 0.9")
-    )
-    assert f"at a rate of 0.9 it costs `linear` {whole - thinned:.1f} points with 101 million" in readme
     best = [
         median(arms["ram"]["chosen"]["lambda_coeff"] for record in records for arms in record["merges"].values())
         for records in report.units_of(QUALITY).values()

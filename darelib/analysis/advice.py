@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from darelib.config import DareConfig, Rule, as_toml
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 RELATED_NORM: Final = 0.15
 UNRELATED_NORM: Final = 0.5
 BASE_TEXTS: Final = {
-    "identical": "{model} is identical to the base: leave it out",
+    "identical": "{model} is identical to the base and only dilutes an average: leave it out",
     "wrong": "{base} does not look like the base of {model}: {figure}, where unrelated models have 141% and fine-tunes "
     "a few percent; find the model that it was trained from",
     "doubtful": "{base} may not be the base of {model}: {figure}, which is more than fine-tuning usually changes; it "
@@ -55,7 +56,7 @@ LARGEST_TRIED: Final = 101_000_000
 LEAST_OVERLAP: Final = 0.5
 FAINT_SHARE: Final = 0.05
 METHOD_REASONS: Final = {
-    RAM: "the best start without a search in this project's experiment",
+    RAM: "significantly ahead of the plain average in both families of this project's experiment",
     "weights": "so that your weights mean what they did",
     "packed": "so that what a packed model lacks does not count",
     "faint": "to ram, a |delta| below {least:g} is none, and too much of a model is below",
@@ -112,8 +113,10 @@ class Evidence:
         self.start_rates = self.least_rates if self.several else [*map(max, self.rates, self.least_rates)]
         self.reason = choose_method(self)
         self.method = START_METHOD if self.several and self.reason == START_METHOD else LINEAR
-        own = self.config.lambda_coeff != DareConfig.lambda_coeff
-        self.scales = self.method == START_METHOD and not own and is_like_those_tried(self, pairs)
+        self.alike = all(map(are_alike, combinations(models, 2), pairs)) and all(map(is_near, models, self.levels))
+        scopes: tuple[DareConfig | Rule, ...] = (self.config, *self.config.typed_rules)
+        own = any(scope.weights or scope.lambda_coeff not in (None, DareConfig.lambda_coeff) for scope in scopes)
+        self.scales = self.method == START_METHOD and self.alike and not own
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
@@ -125,8 +128,8 @@ def find_level(total: DeltaStats, threshold: float) -> str:
 
 def choose_method(evidence: Evidence) -> str:
     """What several models begin with, or what speaks for linear."""
-    scopes: tuple[DareConfig | Rule, ...] = (evidence.config, *evidence.config.typed_rules)
-    if any(scope.weights or scope.normalize is not None for scope in scopes):
+    weighted = evidence.config.weights or any(rule.weights for rule in evidence.config.typed_rules)
+    if weighted and evidence.config.method != START_METHOD:
         return "weights"
     if any(evidence.least_rates):
         return "packed"
@@ -138,12 +141,17 @@ def choose_method(evidence: Evidence) -> str:
     return START_METHOD
 
 
-def is_like_those_tried(evidence: Evidence, pairs: Sequence[PairAnalysis]) -> bool:
-    """Whether fine-tunes are as near to their base and to one another as those of the experiment."""
-    changed = {model.label: 1 - model.total.share_zero for model in evidence.models}
-    overlaps = (pair.share_both >= LEAST_OVERLAP * min(changed[name] for name in pair.models) for pair in pairs)
-    near = (model.total.relative_norm <= RELATED_NORM or model.adapter for model in evidence.models)
-    return all(overlaps) and all(near) and "huge" not in evidence.levels
+def are_alike(models: Sequence[ModelAnalysis], pair: PairAnalysis) -> bool:
+    """Whether two models change mostly the same entries."""
+    one, other = ({stats.name: stats.parameters for stats in model.tensors} for model in models)
+    both = pair.share_both * sum(count for name, count in one.items() if name in other)
+    changed = [(1 - each.total.share_zero) * each.total.parameters for each in models]
+    return both >= LEAST_OVERLAP * max(changed) or not min(changed)
+
+
+def is_near(model: ModelAnalysis, level: str) -> bool:
+    """Whether a model is as near to its base as fine-tunes are."""
+    return level != "huge" and (model.adapter or model.total.relative_norm <= RELATED_NORM)
 
 
 def find_hot_layers(evidence: Evidence) -> dict[str, float]:
@@ -161,23 +169,25 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
     vectors, embeddings, hot = evidence.vectors, evidence.embeddings, evidence.hot_layers
     if vectors:
         text = (
-            f"norms and biases tolerate no dropping: they are {count_of(len(vectors), 'tensor')} of one dimension, "
-            "with too few values for what is dropped to average out"
+            f"nothing of norms and biases should be dropped: they are {count_of(len(vectors), 'tensor')} of one "
+            "dimension, with too few values for what is dropped to average out"
         )
         match = make_patterns(vectors, evidence.matrices)
         yield TensorRule("vectors", "norms and biases", match, lambda rate: 0.0, text)
     if embeddings:
         stats = ((stats, model.label) for model in evidence.models for stats in model.kinds if model.total.largest)
         zero, label = max((found.share_zero, label) for found, label in stats if found.name == "embedding")
-        rest = f"; {zero:.1%} of those of {label} are unchanged, so the rest carries everything" if zero else ""
+        rest = f"; {zero:.1%} of those of {label} are unchanged, so the rest carries everything" if 0 < zero < 1 else ""
         count = count_of(len(embeddings), "tensor")
-        text = f"embeddings tolerate less ({count}): a token's row is all that the model knows of it{rest}"
+        text = (
+            f"less of the embeddings should be dropped ({count}): a token's row is all that the model knows of it{rest}"
+        )
         match = make_patterns(embeddings, set(evidence.matrices) - set(embeddings))
         yield TensorRule("embeddings", "embeddings", match, lambda rate: round(max(0.0, rate - 0.2), 2), text)
     if hot:
         text = (
-            f"{list_names(list(hot))} tolerate less: the mean |delta| there is up to {max(hot.values()):.2g}, above "
-            f"{evidence.threshold:g}, unlike elsewhere"
+            f"less of {list_names(list(hot))} should be dropped: the mean |delta| there is up to "
+            f"{max(hot.values()):.2g}, above {evidence.threshold:g}, unlike elsewhere"
         )
         match = [f"{escape(layer)}{end}" for layer in hot for end in (".*", "") if end or layer in evidence.matrices]
         yield TensorRule("layers", "layers with large deltas", match, lambda rate: min(0.5, rate), text)
@@ -227,7 +237,7 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
     if evidence.scales:
         text = (
             f"a lambda_coeff of {START_LAMBDA:g} to begin with: with that, ram was ahead of the plain average in each "
-            "network of the experiment; what was best went from 1.1 to 2.1, so search for it first"
+            "network of the experiment; what was best went from 1.1 to 2.1, in the median, so search for it first"
         )
         yield Advice("lambda", "start", None, text)
 
@@ -252,12 +262,14 @@ def judge_confidence(evidence: Evidence) -> str:
         ratios = (model.total.mean / evidence.threshold, model.total.share_above_threshold / TAIL_SHARE)
         if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
             doubts.append(f"the deltas of {model.label} are close to where the advice changes")
+    if evidence.several and not evidence.alike:
+        doubts.append("fine-tunes that change as different entries, or as much, were not tried")
     if evidence.several and count > LARGEST_TRIED:
         doubts.append(f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters")
     if alone and count < TUNING.small_model:
         doubts.append(f"these rules are for models of billions of parameters; one of {count:,} tolerates less dropping")
     if not doubts:
-        return "How sure: fairly, no figure is near a limit; but only an evaluation can tell (dare.py sweep)."
+        return "How sure: fairly; but only an evaluation can tell (dare.py sweep)."
     return f"How sure: not very, because {', and '.join(doubts)}. Let an evaluation decide (dare.py sweep)."
 
 
@@ -285,12 +297,15 @@ def suggest(evidence: Evidence) -> str:
     rules = [("as set before", rule) for rule in own if len(rule) > 1]
     for found in () if evidence.several else evidence.tensor_rules:
         rates = [*map(max, map(found.rate, evidence.rates), evidence.least_rates)]
-        rules.append((found.title, {"match": found.match, "drop_rate": compact(rates)}))
+        if rates != evidence.start_rates:
+            rules.append((found.title, {"match": found.match, "drop_rate": compact(rates)}))
     return text + "".join(f"\n[[rules]]  # {title}\n{tomli_w.dumps(rule)}" for title, rule in rules)
 
 
 def keep_weights(evidence: Evidence, given: DareConfig | Rule) -> dict[str, Any]:
     """The user's weights, with the same meaning to linear: what were shares of a whole are divided by it."""
+    if evidence.method != LINEAR:  # so there are none, or they were for it
+        return {"weights": given.weights or None}
     normalize = evidence.config.normalize if given.normalize is None else given.normalize
     were_shares = METHODS[evidence.config.method].normalize if normalize is None else normalize
     return {"weights": given.weights or None, "normalize": True if were_shares and given.weights else given.normalize}

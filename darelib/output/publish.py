@@ -201,6 +201,7 @@ class Shard(Files):
                     f"{file.name!r} is gone from {str(self.folder)!r}", "remove that folder, and merge again"
                 )
             self._open()
+            self.journal = Journal(self.journal.path)  # which is gone, if the file was
             if self.journal.identity == (mark := mark_of(identity)) and self.journal.path.exists():
                 os.truncate(self.journal.path, self.journal.length)
             else:

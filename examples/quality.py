@@ -386,22 +386,10 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
 
 def describe(unit: Unit, settings: Settings) -> list[Any]:
     """What a measurement depends on, as a results file has it; not how many there are."""
-    ways = [
-        METHODS,
-        THINNINGS,
-        FIXED,
-        ARMS,
-        SCALE,
-        FIRST_SEED,
-        TASK_SHARE,
-        RIGHT_SHARE,
-        REHEARSED,
-        HELD_OUT,
-        SMOOTHING,
-        COPIES,
-    ]
-    ways = hashlib.sha256(json.dumps(ways).encode()).hexdigest()
-    found: list[Any] = json.loads(json.dumps([unit._replace(trainings=1), *settings[1:], ways]))
+    ways = [METHODS, THINNINGS, FIXED, ARMS, SCALE]
+    data = [FIRST_SEED, TASK_SHARE, RIGHT_SHARE, REHEARSED, HELD_OUT, SMOOTHING, COPIES]
+    digest = hashlib.sha256(json.dumps([*ways, *data]).encode()).hexdigest()
+    found: list[Any] = json.loads(json.dumps([unit._replace(trainings=1), *settings[1:], digest]))
     return found
 
 

@@ -90,7 +90,7 @@ class Comparison:
 
     @property
     def families(self) -> dict[str, list[float]]:
-        """By family the means of its rounds over networks, which share data within a round and nothing between them."""
+        """By family the means of its rounds over networks: those of a round share what is held out and merged."""
         found: dict[str, dict[str, list[float]]] = {}
         for unit, values in self.values.items():
             for number, value in values.items():

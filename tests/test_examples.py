@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+import dare
 from darelib.analysis import advice
 from tests.scene import POSIX, Patch, wait_for
 from tests.support import HERE, snapshot
@@ -102,16 +103,17 @@ def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
     steps, ranked = (
         {each.name: each for each in found} for found in (report.compare(QUALITY, report.STEPS), report.rank(QUALITY))
     )
-    names = report.list_names(QUALITY, False)
-    starts = {each.name: each for each in report.compare(QUALITY, [(name, name, report.PLAIN) for name in names])}
+    starts = {each.name: each for each in report.compare_starts(QUALITY)}
     assert f"{len(ranked) + 1} ways to merge by a search and {len(starts)} without one, in seven networks" in readme
     assert f"trained {len(QUALITY['units'])} times" in readme
     assert QUALITY["seconds"] <= 15 * 60
     better = [name for name, each in starts.items() if {each.tell(family) for family in each.p} == {"better"}]
     begin = starts[f"{advice.START_METHOD}, lambda {advice.START_LAMBDA:g}"]
-    assert (better, min(fmean(each.values()) for each in begin.values.values()) > 0) == (
-        ["ram, lambda 1", "ram, lambda 1.5"],
-        True,
+    assert better == ["ram, lambda 1", "ram, lambda 1.5"]
+    assert min(fmean(each.values()) for each in begin.values.values()) > 0, "ahead in each network"
+    assert f"and in {sum(each > 0 for each in begin.every)} of {len(begin.every)} trainings" in evidence
+    assert max(record["parameters"] for record in QUALITY["units"].values()) == pytest.approx(
+        advice.LARGEST_TRIED, rel=0.01
     )
     chars, digits = map(fmean, begin.families.values())
     assert f"That is {chars:.1f} points ahead of the plain average on chars and {digits:.1f} on digits" in evidence
@@ -322,6 +324,16 @@ def test_a_benchmark_that_is_stopped_leaves_neither_a_process_nor_files(folder: 
     assert process.wait(timeout=30) == 128 + number
     wait_for(lambda: not is_held())
     assert list(folder.glob("dare-benchmark-*")) == []
+
+
+@pytest.mark.slow
+def test_the_advice_merges_the_example_to_what_the_readme_says(folder: Path) -> None:
+    given = ["--config", str(HERE / "merge_config.toml"), "-q", "--output"]
+    assert dare.main([*given, "plain.safetensors"]) == 0
+    assert dare.main(["analyze", *given, "advised.safetensors", "--write-config", "advice.toml"]) == 0
+    assert dare.main(["--config", "advice.toml", "-q"]) == 0
+    scores = [run_example("evaluate", folder / f"{name}.safetensors").split()[-1] for name in ("advised", "plain")]
+    assert "a configuration that merges: here to {}, where the defaults gave {}.".format(*scores) in README
 
 
 @pytest.mark.slow

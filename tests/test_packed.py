@@ -247,19 +247,8 @@ def test_dry_run_verify_and_resume_take_packed_models(
 def test_what_an_analysis_suggests_for_packed_models_merges(models: list[Path], tmp_path: Path) -> None:
     packed = pack_all(models, 0.95, 42, "--rule", "*norm*:drop_rate=0.1")
     for merged, rate in ((packed[:1], 0.95), ([packed[0], models[2]], [0.95, 0.0])):
-        words = [
-            "-b",
-            models[0],
-            "-m",
-            *merged,
-            "--drop-rate",
-            0.95,
-            "--write-config",
-            tmp_path / "a.toml",
-            "--force",
-            *PLAIN,
-            "-q",
-        ]
+        words = ["-b", models[0], "-m", *merged, "--write-config", tmp_path / "a.toml", "--force", "-q", *PLAIN]
+        words += ["--drop-rate", 0.95]
         assert dare.main(["analyze", *map(str, words)]) == 0
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
         assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)

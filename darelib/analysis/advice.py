@@ -104,8 +104,9 @@ class Evidence:
         self.conflict = max((pair.weighted_sign_conflict for pair in pairs), default=0.0)
         self.levels = [find_level(model.total, self.threshold) for model in models]
         # What is packed cannot be merged at a lower drop rate.
-        infos = [(i, info.drop_rate) for tensor in task.tensors for i, info in tensor.finetuned]
-        self.least_rates = [max((rate for i, rate in infos if i == k), default=0.0) for k in range(len(models))]
+        self.least_rates = [0.0] * len(models)
+        for i, info in (each for tensor in task.tensors for each in tensor.finetuned):
+            self.least_rates[i] = max(self.least_rates[i], info.drop_rate)
         self.rates = [DROP_RATES[level][0][model.adapter] for level, model in zip(self.levels, models, strict=True)]
         self.hot_layers = find_hot_layers(self)
         self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
@@ -145,7 +146,7 @@ def are_alike(models: Sequence[ModelAnalysis], pair: PairAnalysis) -> bool:
     """Whether two models change mostly the same entries."""
     one, other = ({stats.name: stats.parameters for stats in model.tensors} for model in models)
     both = pair.share_both * sum(count for name, count in one.items() if name in other)
-    changed = [(1 - each.total.share_zero) * each.total.parameters for each in models]
+    changed = [(1 - model.total.share_zero) * model.total.parameters for model in models]
     return both >= LEAST_OVERLAP * max(changed) or not min(changed)
 
 

@@ -71,7 +71,15 @@ def judge(ending: str = "    return value") -> str:
 
 
 def calls() -> list[Any]:
-    return [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
+    lines = Path("calls.jsonl").read_text().splitlines() if Path("calls.jsonl").exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def has_ended(process: int) -> bool:
+    try:
+        return Path("/proc", str(process), "stat").read_text().split()[2] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def command(*flags: str, evaluate: str = "", text: str = "", **values: Any) -> list[str]:
@@ -209,7 +217,7 @@ def test_two_processes_work_on_one_study() -> None:
     flags = command(*flags, evaluate="judge.py:score")
     words = [sys.executable, str(HERE / "dare.py"), *flags]
     first = subprocess.Popen([*words, "--write-config", "first.toml"], stderr=subprocess.PIPE)
-    wait_for(lambda: Path("calls.jsonl").exists() and len(calls()) > 1)
+    wait_for(lambda: len(calls()) > 1, 60)
     second = subprocess.Popen(words, stderr=subprocess.PIPE)
     printed = [process.communicate(timeout=120)[1] for process in (first, second)]
     assert [first.returncode, second.returncode] == [0, 0], printed
@@ -256,8 +264,7 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
     assert [trial.user_attrs["why"] for trial in trials[:5]] == [f"failed: {reason}" for reason in reasons]
     assert trials[0].user_attrs["output"] == "working on it\nout of memory\n"
     assert all("working on it" in trial.user_attrs["output"] for trial in trials[:4])
-    child = Path("/proc", Path("child").read_text(), "stat")
-    wait_for(lambda: not child.exists() or child.read_text().split()[2] == "Z")
+    wait_for(lambda: has_ended(int(Path("child").read_text())))
     done = len(calls())
     assert dare.main(flags) == 0
     assert len(calls()) == done + 5, "what has failed is tried again by the next run"
@@ -424,7 +431,7 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
     def interrupt(rate: float, then: Callable[[subprocess.Popen[str]], None]) -> str:
         Path(f"wait{rate}").touch()
         process = subprocess.Popen([sys.executable, str(HERE / "dare.py"), *flags], stderr=subprocess.PIPE, text=True)
-        wait_for(lambda: Path("calls.jsonl").exists() and calls()[-1][1] == rate, 60)
+        wait_for(lambda: [call[1] for call in calls()[-1:]] == [rate], 60)
         assert len(list(tmp_path.glob(".sweep-*/merged.safetensors"))) == 1
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
@@ -437,8 +444,7 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
 
     assert "[2/4] drop rate 0.2" in interrupt(0.2, lambda _: Path("wait0.2").unlink())
     assert "[4/4]" not in interrupt(0.4, lambda process: process.send_signal(signal.SIGINT))
-    ended = Path("/proc", str(calls()[-1][0]), "stat")
-    wait_for(lambda: not ended.exists() or ended.read_text().split()[2] == "Z")
+    wait_for(lambda: has_ended(calls()[-1][0]))
     Path("wait0.4").unlink()
     assert dare.main(flags) == 0
     assert [call[1] for call in calls() if call[1]] == [0.1, 0.2, 0.3, 0.4, 0.4], "what was stopped is tried again"

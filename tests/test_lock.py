@@ -60,7 +60,7 @@ def test_a_report_that_cannot_be_printed_does_not_undo_the_merge(models: list[Pa
 @pytest.mark.parametrize("flags", [[], slow(["--resume", "--force"])], ids=str)
 def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(tmp_path: Path, flags: list[str]) -> None:
     scene = Scene(tmp_path, "file")
-    first = launch(SLOWLY, *scene.arguments)
+    first = launch(SLOWLY.replace("0.05", "0.1"), *scene.arguments)
     try:
         wait_for(lambda: (scene.partial / "lock").exists() and (scene.partial / "lock").read_text())
         merger = DareMerger(scene.inputs / "base", [scene.inputs / "math"], DareConfig(verbose=False))

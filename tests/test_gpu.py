@@ -43,7 +43,7 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # Runs a merge as on a GPU, with kernels that are interpreted; torch is told that its tensors are there.
 INTERPRET = """
-import contextlib, torch, dare
+import contextlib, sys, torch, dare
 from darelib.kernels import gpu
 from tests.test_gpu import CONFIGS, make_models
 from tests.support import same_bits
@@ -55,17 +55,16 @@ launch, draw = gpu.Batch._launch, gpu.draw_bits
 drawn = []
 gpu.draw_bits = lambda *which, **where: drawn.append(which) or draw(*which, **where)
 gpu.Batch._launch = lambda self, kernel, *rest, **named: launched.append(kernel) or launch(self, kernel, *rest, **named)
-for dtype in (torch.float32, torch.float16):  # it rounds to bfloat16 in another way
-    for name, (count, settings) in CONFIGS.items():
-        base, *models = make_models(count, dtype)
-        wanted = dare.dare_merge(base, models, dare.DareConfig(**settings))
-        torch.Tensor.is_cuda = property(lambda _: True)
-        given = dare.dare_merge(base, models, dare.DareConfig(**settings))
-        torch.Tensor.is_cuda = there
-        assert all(same_bits(given[n], wanted[n]) for n in base), (dtype, name)
-        assert bool(launched) == (name not in ("magnitude", "sums", "ram", "della")), name
-        assert drawn or launched, name
-        launched.clear(), drawn.clear()
+for name, (count, settings) in CONFIGS.items():
+    base, *models = make_models(count, getattr(torch, sys.argv[1]))
+    wanted = dare.dare_merge(base, models, dare.DareConfig(**settings))
+    torch.Tensor.is_cuda = property(lambda _: True)
+    given = dare.dare_merge(base, models, dare.DareConfig(**settings))
+    torch.Tensor.is_cuda = there
+    assert all(same_bits(given[n], wanted[n]) for n in base), name
+    assert bool(launched) == (name not in ("magnitude", "sums", "ram", "della")), name
+    assert drawn or launched, name
+    launched.clear(), drawn.clear()
 base, *models = make_models(2, torch.float32)
 for model in (base, *models):
     model["tied"] = model["even.weight"]
@@ -92,10 +91,11 @@ def make_models(count: int, dtype: torch.dtype) -> list[Tensors]:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
-def test_interpreted_kernels_give_the_bits_of_the_definition() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # it rounds to bfloat16 in another way
+def test_interpreted_kernels_give_the_bits_of_the_definition(dtype: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
-    words = [sys.executable, "-c", INTERPRET]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, cwd=HERE)
+    words = [sys.executable, "-c", INTERPRET, dtype]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, cwd=HERE)
     assert (done.stdout, done.returncode) == ("same bits\n", 0), done.stderr
 
 

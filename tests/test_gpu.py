@@ -55,8 +55,9 @@ launch, draw = gpu.Batch._launch, gpu.draw_bits
 drawn = []
 gpu.draw_bits = lambda *which, **where: drawn.append(which) or draw(*which, **where)
 gpu.Batch._launch = lambda self, kernel, *rest, **named: launched.append(kernel) or launch(self, kernel, *rest, **named)
+dtype = getattr(torch, sys.argv[1])
 for name, (count, settings) in CONFIGS.items():
-    base, *models = make_models(count, getattr(torch, sys.argv[1]))
+    base, *models = make_models(count, dtype)
     wanted = dare.dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = property(lambda _: True)
     given = dare.dare_merge(base, models, dare.DareConfig(**settings))
@@ -65,12 +66,12 @@ for name, (count, settings) in CONFIGS.items():
     assert bool(launched) == (name not in ("magnitude", "sums", "ram", "della")), name
     assert drawn or launched, name
     launched.clear(), drawn.clear()
-base, *models = make_models(2, torch.float32)
+base, *models = make_models(2, dtype)
 for model in (base, *models):
     model["tied"] = model["even.weight"]
 wanted = dare.dare_merge(base, models)
 out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
-out["even.weight"] = torch.zeros(64, 128)[:, ::2]  # not contiguous, so not for the kernels
+out["even.weight"] = torch.zeros(64, 128, dtype=dtype)[:, ::2]  # not contiguous, so not for the kernels
 torch.Tensor.is_cuda = property(lambda _: True)
 dare.dare_merge(base, models, out=out)
 torch.Tensor.is_cuda = there

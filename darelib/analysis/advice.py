@@ -112,11 +112,12 @@ class Evidence:
         self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
         self.several = sum(model.total.largest > 0 for model in models) > 1
         self.start_rates = self.least_rates if self.several else [*map(max, self.rates, self.least_rates)]
+        scopes: tuple[DareConfig | Rule, ...] = (self.config, *self.config.typed_rules)
+        self.weighted = any(scope.weights for scope in scopes)
         self.reason = choose_method(self)
         self.method = START_METHOD if self.several and self.reason == START_METHOD else LINEAR
         self.alike = all(map(are_alike, combinations(models, 2), pairs)) and all(map(is_near, models, self.levels))
-        scopes: tuple[DareConfig | Rule, ...] = (self.config, *self.config.typed_rules)
-        own = any(scope.weights or scope.lambda_coeff not in (None, DareConfig.lambda_coeff) for scope in scopes)
+        own = self.weighted or any(scope.lambda_coeff not in (None, DareConfig.lambda_coeff) for scope in scopes)
         self.scales = self.method == START_METHOD and self.alike and not own
 
 
@@ -129,8 +130,7 @@ def find_level(total: DeltaStats, threshold: float) -> str:
 
 def choose_method(evidence: Evidence) -> str:
     """What several models begin with, or what speaks for linear."""
-    weighted = evidence.config.weights or any(rule.weights for rule in evidence.config.typed_rules)
-    if weighted and evidence.config.method != START_METHOD:
+    if evidence.weighted and evidence.config.method != START_METHOD:
         return "weights"
     if any(evidence.least_rates):
         return "packed"
@@ -264,7 +264,7 @@ def judge_confidence(evidence: Evidence) -> str:
         if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
             doubts.append(f"the deltas of {model.label} are close to where the advice changes")
     if evidence.several and not evidence.alike:
-        doubts.append("fine-tunes that change as different entries, or as much, were not tried")
+        doubts.append("fine-tunes that differ as much, from one another or from the base, were not tried")
     if evidence.several and count > LARGEST_TRIED:
         doubts.append(f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters")
     if alone and count < TUNING.small_model:

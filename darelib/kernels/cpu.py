@@ -36,12 +36,11 @@ def build_merge(spec: KernelSpec) -> Any:
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
         _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
     ) -> None:  # fmt: skip
-        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
+        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = open_buffers(
             base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
         )
         tensor = tensors[0]
         output_all = carray(output_at, (1, tiles * TILE), output_raw)[0]
-        dense = scratch[DENSE_ROW].view(finetuned_raw)
         base, merged, size, kept = scratch[BASE_ROW], scratch[MERGED_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS:]
         threshold = real(tensor.threshold)
         lambda_coeff, base_share = real(tensor.lambda_coeff), real(tensor.base_share)

@@ -42,12 +42,11 @@ def build_products(spec: KernelSpec) -> Any:
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
         _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
     ) -> None:  # fmt: skip
-        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
+        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = open_buffers(
             base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
         )
         tensor = tensors[0]
         sums = carray(output_at, (3, tiles), np.float64)
-        dense = scratch[DENSE_ROW].view(finetuned_raw)
         products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
         base, size, ends = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[LEFT_ROW : RIGHT_ROW + 1]
         for tile in range(tiles):
@@ -88,11 +87,10 @@ def build_sums(spec: KernelSpec) -> Any:
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
         _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
     ) -> None:  # fmt: skip
-        tiles, base_all, finetuned_all, records, _, scratch, bits, limits = open_buffers(
+        tiles, base_all, finetuned_all, records, _, scratch, bits, limits, dense = open_buffers(
             base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
         )
         sums = carray(output_at, (2, tiles), np.float64)
-        dense = scratch[DENSE_ROW].view(finetuned_raw)
         wide = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
         base, size, kept = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[LEFT_ROW]
         for i in range(models):
@@ -163,6 +161,7 @@ def build_count(spec: KernelSpec) -> Any:
     base_raw, finetuned_raw, _ = parts.raw
     draw_bits, pick_kept, decode_finetuned = inline(tiles.draw), inline(tiles.pick), parts.decode_finetuned
     unpack_tile = parts.unpack
+    item, wide = finetuned_raw().itemsize, real().itemsize
 
     def find_pattern(value: Any, base: Any, minus_base: Any) -> Any:  # compiled
         delta = real(decode_finetuned(value))
@@ -192,7 +191,8 @@ def build_count(spec: KernelSpec) -> Any:
         rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
         bits, picked = rows[0], rows[1]
         scratch = carray(scratch_at, (DENSE_ROW + 1, SCRATCH_WIDTH), real)
-        dense, patterns = scratch[DENSE_ROW].view(finetuned_raw), scratch[SIZE_ROW].view(unsigned)
+        dense = carray(scratch_at, (DENSE_ROW + 1, SCRATCH_WIDTH * wide // item), finetuned_raw)[DENSE_ROW]
+        patterns = carray(scratch_at, (SIZE_ROW + 1, SCRATCH_WIDTH), unsigned)[SIZE_ROW]
         for start in range(0, count, TILE):
             width = count - start
             base = base_all[start : start + TILE]
@@ -230,13 +230,12 @@ def build_measure(spec: KernelSpec) -> Any:
         base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
         pairs_at: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
     ) -> None:  # fmt: skip
-        tiles, base_all, finetuned_all, records, tensors, scratch, bins, _ = open_buffers(
+        tiles, base_all, finetuned_all, records, tensors, scratch, bins, _, dense = open_buffers(
             base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
         )
         tensor = tensors[0]
         pairs = carray(pairs_at, (1 + models * (models - 1) // 2,), PAIR)
         counts = carray(counts_at, (models, LANES, BINS), np.uint32)
-        dense = scratch[DENSE_ROW].view(finetuned_raw)
         base, size, deltas = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS:]
         left, right, products = scratch[LEFT_ROW], scratch[RIGHT_ROW], scratch[MERGED_ROW]
         threshold = real(tensor.threshold)

@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from darelib.formats import FORMATS
 from darelib.kernels import KernelSpec, tiles
-from darelib.kernels.records import MODEL, SCRATCH_ROWS, SCRATCH_WIDTH, TENSOR, ZERO_ROW
+from darelib.kernels.records import MODEL, DENSE_ROW, SCRATCH_ROWS, SCRATCH_WIDTH, TENSOR, ZERO_ROW
 from darelib.mask import MASK_BITS, TILE
 
 numba: Any = importlib.import_module("numba")  # whose types say less than its functions take
@@ -90,7 +90,7 @@ class Parts:
         """Addresses as arrays, with zeros behind the last tile and in the row that stands in for a base of zeros."""
         carray, real, pad_rows = numba.carray, self.real, inline(tiles.pad)
         base_raw, finetuned_raw, _ = self.raw
-        item = finetuned_raw().itemsize
+        item, wide = finetuned_raw().itemsize, real().itemsize
 
         def open_buffers(  # compiled
             base_at: Any, finetuned_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, limits_at: Any,
@@ -103,11 +103,12 @@ class Parts:
             tensor = carray(tensor_at, (1,), TENSOR)
             scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
             bits = carray(scratch_at, (1, TILE), np.uint16)[0]
+            dense = carray(scratch_at, (SCRATCH_ROWS, SCRATCH_WIDTH * wide // item), finetuned_raw)[DENSE_ROW]
             limits = carray(limits_at, (models, stride * item // 2), np.uint16)
             pad_rows(base, count, tiles * TILE)
             pad_rows(finetuned, count, tiles * TILE)
             pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)
-            return tiles, base[0], finetuned, records, tensor, scratch, bits, limits
+            return tiles, base[0], finetuned, records, tensor, scratch, bits, limits, dense
 
         return inline(open_buffers)
 

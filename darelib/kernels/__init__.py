@@ -1,4 +1,4 @@
-"""The arithmetic: one definition (plain), and engines that give its very bits (cpu, fallback, tensors)."""
+"""The arithmetic: one definition (plain), and engines that give its very bits (native, fallback, tensors)."""
 
 from __future__ import annotations
 
@@ -40,20 +40,32 @@ class KernelSpec:
 
 # The module of each engine; its load_kernels(specs, interrupts) gives a kernel for each spec, to be called as
 # kernel(buffers, count, models, first_tile), or to expand as kernel(left, right, made, first, ranks_before), or to rank
-# as kernel(base, values, by_rank, order, limits, skipped, is_delta).
-ENGINES: Final = {"numba": "darelib.kernels.native", "plain": "darelib.kernels.fallback"}
+# as kernel(base, values, by_rank, order, limits, skipped, is_delta). Auto takes the first of them that can be used.
+ENGINES: Final = {
+    "numba": "darelib.kernels.native",
+    "numba, for this run": "darelib.kernels.here",
+    "plain": "darelib.kernels.fallback",
+}
+TAKEN_OVER: Final = {
+    "numba, for this run": "Kernels compiled beforehand cannot be used (%s), so Numba compiles them for this run: the "
+    "same result, after a longer start",
+    "plain": "Numba cannot be used (%s), so NumPy computes: the same result, many times slower",
+}
 
 
 def load_kernels(specs: Collection[KernelSpec], engine: str, interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
-    """The kernels of an engine; auto: Numba's or, where that cannot be loaded, NumPy's."""
-    name = "numba" if engine == "auto" else engine
-    try:
-        return importlib.import_module(ENGINES[name]).load_kernels(specs, interrupts)
-    except EngineUnavailable as error:
-        if engine != "auto":
-            raise DareError(f"the engine {engine} cannot be used: {error}", "use engine auto or plain") from None
-        LOG.warning(f"Numba cannot be used ({error}), so NumPy computes: the same result, many times slower")
-        return load_kernels(specs, "plain", interrupts)
+    """The kernels of an engine, or of the first that can be used."""
+    reason = None
+    for name in ENGINES if engine == "auto" else (engine,):
+        try:
+            kernels = importlib.import_module(ENGINES[name]).load_kernels(specs, interrupts)
+        except EngineUnavailable as error:
+            reason = reason or error
+            continue
+        if reason:
+            LOG.warning(TAKEN_OVER[name], reason)
+        return kernels
+    raise DareError(f"the engine {engine} cannot be used: {reason}", "use engine auto or plain")
 
 
 def load_tensors() -> Any:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import llvmlite.binding as llvm
 import numpy as np
 
-from darelib.kernels import KernelSpec, looks, tiles
-from darelib.kernels.parts import Parts, inline, numba
+from darelib.kernels import EngineUnavailable, KernelSpec, looks, tiles
+from darelib.kernels.parts import inline, numba, share_parts
 from darelib.kernels.records import (
+    ADD,
+    AVERAGE,
     BASE_ROW,
-    DENSE_ROW,
     DIVISOR_ROW,
     LEFT_ROW,
     MERGED_ROW,
@@ -25,16 +27,15 @@ from darelib.mask import TILE
 
 
 def build_merge(spec: KernelSpec) -> Any:
-    """The loop that merges one chunk: decode, subtract, mask, combine, encode."""
-    parts = Parts(spec)
+    """The loop that merges one chunk: decode, subtract, mask, combine, encode. way: as WAYS has it."""
+    parts = share_parts(spec.base, spec.finetuned, spec.output)
     carray, real, unsigned, decode, encode = numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
     open_buffers, thin_model, decode_finetuned = parts.open, parts.thin, parts.decode_finetuned
-    fold_tile, elect_signs = inline(tiles.fold), inline(tiles.elect)
-    (_, finetuned_raw, output_raw), elects, any_sign = parts.raw, spec.kind != "sum", spec.kind == "average"
+    output_raw, fold_tile, elect_signs = parts.raw[2], inline(tiles.fold), inline(tiles.elect)
 
     def merge_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
-        _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
+        _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int, way: int,
     ) -> None:  # fmt: skip
         tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = open_buffers(
             base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
@@ -56,15 +57,14 @@ def build_merge(spec: KernelSpec) -> Any:
             for i in range(models):
                 model = records[i]
                 against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
-                row, at = kept[i] if elects else merged, first_tile + tile
                 thin_model(
-                    finetuned_all[i], start, count - start, at, model, against, bits, limits[i], dense, size,
-                    scratch[DIVISOR_ROW], row, threshold,
+                    finetuned_all[i], start, count - start, first_tile + tile, model, against, bits, limits[i], dense,
+                    size, scratch[DIVISOR_ROW], kept[i], merged, threshold,
                 )  # fmt: skip
                 model.size += fold_tile(size)
-            if elects:
+            if way != ADD:
                 first_share = real(tensor.first_share)
-                elect_signs(kept, records, merged, scratch[LEFT_ROW], scratch[RIGHT_ROW], first_share, any_sign)
+                elect_signs(kept, records, merged, scratch[LEFT_ROW], scratch[RIGHT_ROW], first_share, way == AVERAGE)
             if tensor.exact:
                 raw_finetuned = finetuned_all[0, start : start + TILE]
                 for j in range(TILE):
@@ -89,7 +89,7 @@ def build_expand(spec: KernelSpec) -> Any:
 
     The products are added in the order of the rank, whatever the range: no library promises the same bits twice.
     """
-    parts = Parts(spec)
+    parts = share_parts(spec.base, spec.finetuned, spec.output)
     carray, real = numba.carray, parts.real
 
     def expand_chunk(  # compiled
@@ -131,7 +131,7 @@ def build_expand(spec: KernelSpec) -> Any:
 
 def build_pack(spec: KernelSpec) -> Any:
     """The loop that picks the entries of a chunk that the mask keeps."""
-    parts = Parts(spec)
+    parts = share_parts(spec.base, spec.finetuned, spec.output)
     carray, raw, draw_bits, pick_kept = numba.carray, parts.raw[1], inline(tiles.draw), inline(tiles.pick)
 
     def pack_chunk(  # compiled
@@ -155,20 +155,32 @@ def build_pack(spec: KernelSpec) -> Any:
     return parts.compile(pack_chunk)
 
 
+# What a kernel may call: every process has these.
+FROM_C: Final = frozenset({"memset", "memcpy", "memmove"})
+
 BUILDERS: Final = {
-    "sum": build_merge, "elect": build_merge, "average": build_merge, "expand": build_expand, "pack": build_pack,
-    "products": looks.build_products, "sums": looks.build_sums, "rank": looks.build_rank, "count": looks.build_count,
-    "measure": looks.build_measure,
+    "merge": build_merge, "expand": build_expand, "pack": build_pack, "totals": looks.build_totals,
+    "rank": looks.build_rank, "count": looks.build_count, "measure": looks.build_measure,
 }  # fmt: skip
 
 
-def compile_object(spec: KernelSpec, machine: Any) -> bytes:
+def run_here(code: KernelSpec) -> Callable[..., None]:
+    """The kernel as a function of this process, which Numba owns."""
+    compiled = BUILDERS[code.kind](code)
+
+    def call(*arguments: int) -> None:
+        compiled.ctypes(*arguments)
+
+    return call
+
+
+def compile_object(code: KernelSpec, machine: Any) -> bytes:
     """The kernel as an object file that needs nothing of Numba to run.
 
     Loading Numba takes longer than merging a billion parameters. So Numba compiles once, and what is kept is the bare
     function: status = kernel(return slot, exception slot, arguments...), its wrappers for Python left behind.
     """
-    function = BUILDERS[spec.kind](spec)
+    function = BUILDERS[code.kind](code)
     module = llvm.parse_assembly(function.inspect_llvm())
     bare = function.native_name.removeprefix("cfunc.")
     for other in module.functions:
@@ -178,4 +190,7 @@ def compile_object(spec: KernelSpec, machine: Any) -> bytes:
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
+    for value in (*module.functions, *module.global_variables):
+        if value.is_declaration and not value.name.startswith("llvm.") and value.name not in FROM_C:
+            raise EngineUnavailable(f"the kernel {code.kind} needs {value.name}, which only Numba has")
     return machine.emit_object(module)

@@ -8,8 +8,9 @@ import numpy as np
 
 from darelib.formats import DIGIT_BITS
 from darelib.kernels import KernelSpec, tiles
-from darelib.kernels.parts import Parts, inline, numba
+from darelib.kernels.parts import inline, numba, share_parts
 from darelib.kernels.records import (
+    ADD_SIZES,
     BASE_ROW,
     BINS,
     DENSE_ROW,
@@ -18,6 +19,7 @@ from darelib.kernels.records import (
     LEFT_ROW,
     MERGED_ROW,
     MODEL,
+    MULTIPLY,
     PAIR,
     RIGHT_ROW,
     SCRATCH_ROWS,
@@ -32,15 +34,19 @@ from darelib.mask import TILE
 INSERTED: Final = 32  # so few entries of a row are sorted one by one
 
 
-def build_products(spec: KernelSpec) -> Any:
-    """The loop that gives slerp |end 0|^2, |end 1|^2 and end 0 . end 1, where an end of the arc is base + kept."""
-    parts = Parts(spec)
-    carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
-    fold_tile, fold_pairs, finetuned_raw = inline(tiles.fold), inline(tiles.fold_neighbours), parts.raw[1]
+def build_totals(spec: KernelSpec) -> Any:
+    """The loop that adds up what must be known of a whole tensor. way: MULTIPLY or ADD_SIZES.
 
-    def multiply_chunk(  # compiled
+    For slerp, |end 0|^2, |end 1|^2 and end 0 . end 1, where an end of the arc is base + kept. Or, for each model,
+    |delta| and what is kept of it.
+    """
+    parts = share_parts(spec.base, spec.finetuned, spec.output)
+    carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
+    fold_products, fold_sums = inline(tiles.fold_products), inline(tiles.fold_neighbours)
+
+    def add_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
-        _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
+        _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int, way: int,
     ) -> None:  # fmt: skip
         tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = open_buffers(
             base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
@@ -48,77 +54,51 @@ def build_products(spec: KernelSpec) -> Any:
         tensor = tensors[0]
         sums = carray(output_at, (3, tiles), np.float64)
         products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
-        base, size, ends = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[LEFT_ROW : RIGHT_ROW + 1]
-        for tile in range(tiles):
-            start = tile * TILE
-            raw = base_all[start : start + TILE]
-            for j in range(TILE):
-                value = decode(raw[j])
-                base[j] = value
-                ends[0, j] = value
-                ends[1, j] = value
-            for i in range(models):
-                model = records[i]
-                against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
-                end, at = ends[np.int64(model.number)], first_tile + tile
-                thin_model(
-                    finetuned_all[i], start, count - start, at, model, against, bits, limits[i], dense, size,
-                    scratch[DIVISOR_ROW], end, real(0),
-                )  # fmt: skip
-            for which in range(3):
-                left, right = ends[1 if which == 1 else 0], ends[0 if which == 0 else 1]
-                for j in range(TILE):
-                    products[j] = np.float64(left[j]) * np.float64(right[j])
-                sums[which, tile] = fold_tile(products)
-        tensor.square_0 = fold_pairs(sums[0])
-        tensor.square_1 = fold_pairs(sums[1])
-        tensor.product = fold_pairs(sums[2])
-
-    return parts.compile(multiply_chunk)
-
-
-def build_sums(spec: KernelSpec) -> Any:
-    """The loop that adds up, for each model, |delta| and what is kept of it."""
-    parts = Parts(spec)
-    carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
-    fold_tile, fold_pairs, finetuned_raw = inline(tiles.fold), inline(tiles.fold_neighbours), parts.raw[1]
-
-    def add_chunk(  # compiled
-        base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
-        _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
-    ) -> None:  # fmt: skip
-        tiles, base_all, finetuned_all, records, _, scratch, bits, limits, dense = open_buffers(
-            base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
-        )
-        sums = carray(output_at, (2, tiles), np.float64)
-        wide = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
-        base, size, kept = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[LEFT_ROW]
-        for i in range(models):
-            model = records[i]
-            against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
+        base, size, kept, ones = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS], scratch[MERGED_ROW]
+        left, right = scratch[LEFT_ROW], scratch[RIGHT_ROW]
+        # An arc has two models at most; sizes are added up for one at a time, since there is room for the sums of one.
+        step = models if way == MULTIPLY else 1
+        for first in range(0, models, step):
             for tile in range(tiles):
                 start = tile * TILE
                 raw = base_all[start : start + TILE]
                 for j in range(TILE):
-                    base[j] = decode(raw[j])
-                thin_model(
-                    finetuned_all[i], start, count - start, first_tile + tile, model, against, bits, limits[i], dense,
-                    size, scratch[DIVISOR_ROW], kept, real(0),
-                )  # fmt: skip
-                for which in range(2):
-                    row = size if which == 0 else kept
+                    value = decode(raw[j])
+                    base[j] = value
+                    left[j] = value
+                    right[j] = value
+                for i in range(first, first + step):
+                    model = records[i]
+                    against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
+                    thin_model(
+                        finetuned_all[i], start, count - start, first_tile + tile, model, against, bits, limits[i],
+                        dense, size, scratch[DIVISOR_ROW], kept, right if model.number else left, real(0),
+                    )  # fmt: skip
+                if way == ADD_SIZES:
                     for j in range(TILE):
-                        wide[j] = np.float64(abs(row[j]))
-                    sums[which, tile] = fold_tile(wide)
-            model.size = fold_pairs(sums[0])
-            model.kept_size = fold_pairs(sums[1])
+                        left[j] = size[j]
+                        right[j] = abs(kept[j])
+                        ones[j] = 1
+                for which in range(3):
+                    one = right if which == 1 else left
+                    other = ones if way == ADD_SIZES else left if which == 0 else right
+                    sums[which, tile] = fold_products(one, other, products)
+            for which in range(3):
+                fold_sums(sums[which])
+            if way == ADD_SIZES:
+                records[first].size = sums[0, 0]
+                records[first].kept_size = sums[1, 0]
+        if way == MULTIPLY:
+            tensor.square_0 = sums[0, 0]
+            tensor.square_1 = sums[1, 0]
+            tensor.product = sums[2, 0]
 
     return parts.compile(add_chunk)
 
 
 def build_rank(spec: KernelSpec) -> Any:
     """The loop that ranks the entries of each row by |delta|, and looks up their limits by rank."""
-    parts = Parts(spec)
+    parts = share_parts(spec.base, spec.finetuned, spec.output)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     (base_raw, finetuned_raw, _), decode_finetuned = parts.raw, parts.decode_finetuned
     rank_row, rank_short_row = inline(tiles.rank_row), inline(tiles.rank_short_row)
@@ -156,7 +136,7 @@ def build_count(spec: KernelSpec) -> Any:
     shift says which bits; only patterns that continue one of the model's prefixes, found by the passes before, are
     counted. Where few entries survive, they are picked first.
     """
-    parts = Parts(spec)
+    parts = share_parts(spec.base, spec.finetuned, spec.output)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     base_raw, finetuned_raw, _ = parts.raw
     draw_bits, pick_kept, decode_finetuned = inline(tiles.draw), inline(tiles.pick), parts.decode_finetuned
@@ -190,7 +170,6 @@ def build_count(spec: KernelSpec) -> Any:
         counts = carray(counts_at, (models, 2, 1 << DIGIT_BITS), np.uint32)
         rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
         bits, picked = rows[0], rows[1]
-        scratch = carray(scratch_at, (DENSE_ROW + 1, SCRATCH_WIDTH), real)
         dense = carray(scratch_at, (DENSE_ROW + 1, SCRATCH_WIDTH * wide // item), finetuned_raw)[DENSE_ROW]
         patterns = carray(scratch_at, (SIZE_ROW + 1, SCRATCH_WIDTH), unsigned)[SIZE_ROW]
         for start in range(0, count, TILE):
@@ -220,11 +199,11 @@ def build_count(spec: KernelSpec) -> Any:
 
 def build_measure(spec: KernelSpec) -> Any:
     """The loop that gathers an analysis' figures. Zeros that pad a last tile are counted with the others."""
-    parts = Parts(spec)
+    parts = share_parts(spec.base, spec.finetuned, spec.output)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     decode_finetuned, open_buffers, fold_tile = parts.decode_finetuned, parts.open, inline(tiles.fold)
     signs, mixed_signs, bin_tile = inline(tiles.compare_signs), inline(tiles.compare_all), inline(tiles.find_bins)
-    draw_bits, unpack_tile, finetuned_raw = inline(tiles.draw), parts.unpack, parts.raw[1]
+    draw_bits, unpack_tile = inline(tiles.draw), parts.unpack
 
     def measure_chunk(  # compiled
         base_at: Any, finetuned_at: Any, _output: Any, models_at: Any, tensor_at: Any, scratch_at: Any, counts_at: Any,
@@ -243,7 +222,7 @@ def build_measure(spec: KernelSpec) -> Any:
             start = tile * TILE
             raw = base_all[start : start + TILE]
             for j in range(TILE):
-                value = decode(raw[j])
+                value = real(decode(raw[j]))
                 base[j] = value
                 products[j] = value * value
             tensor.base_squares += fold_tile(products)

@@ -1,230 +1,132 @@
-"""Numba's kernels as machine code: compiled once by a process of their own, kept on disk, loaded without Numba.
+"""Numba's kernels as machine code: compiled and proved once by other processes, kept on disk, loaded without Numba.
 
 Loading Numba takes longer than merging a billion parameters, and which vectors it uses can only be set for a whole
-process. So a child process compiles, and this one loads the object file by llvmlite alone.
+process. So child processes compile, and this one loads the object files by llvmlite alone.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import importlib.util
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from darelib.formats import FORMATS
 from darelib.interrupts import Interrupts
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
+from darelib.kernels.compiler import compile_objects
+from darelib.kernels.machine import load_llvmlite, target_machine
+from darelib.kernels.objects import find_cache, find_doubt, is_announced, object_name, read_object, store
+from darelib.kernels.records import ADD, ADD_SIZES, AVERAGE, ELECT, MULTIPLY
 from darelib.text import LOG
-from darelib.tuning import TUNING, count_cores
+from darelib.tuning import TUNING
 
-# What the machine code depends on; an edit elsewhere recompiles nothing.
-SOURCES: Final = (
-    "kernels/__init__.py",
-    "kernels/cpu.py",
-    "kernels/looks.py",
-    "kernels/parts.py",
-    "kernels/records.py",
-    "kernels/tiles.py",
-    "formats.py",
-    "mask.py",
-)
-# What users set to choose the processor's features themselves.
-FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
-# Far more than a kernel takes on a busy machine.
-COMPILE_SECONDS: Final = 300
-COMPILE: Final = "import sys; from darelib.kernels import native; native.compile_to(*sys.argv[1:])"
+# Kinds of kernels that share one function: its name, and what it is asked for.
+SHARED: Final = {
+    "sum": ("merge", ADD),
+    "elect": ("merge", ELECT),
+    "average": ("merge", AVERAGE),
+    "products": ("totals", MULTIPLY),
+    "sums": ("totals", ADD_SIZES),
+}
+# Kernels that merge a type in other ways, and show what a merge would do: who needs one of them soon wants another.
+COMPANIONS: Final = ("merge", "count", "totals", "rank", "pack", "measure")
 
-_loaded: dict[KernelSpec, Kernel] = {}
+Function = Callable[..., Any]  # of nine addresses, then whole numbers
+
+_loaded: dict[KernelSpec, Function] = {}
+_refused: dict[KernelSpec, str] = {}  # and why
 
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
     """The kernels as functions that run without the interpreter's lock; what was never compiled is compiled first."""
-    wanted = sorted(set(specs) - _loaded.keys(), key=str)
+    codes = {spec: find_code(spec) for spec in specs}
+    wanted = sorted({*codes.values()} - _loaded.keys(), key=str)
+    for code in wanted:
+        if code in _refused:
+            raise EngineUnavailable(_refused[code])
     if wanted:
-        folder = find_cache()
-        paths = {spec: folder / f"dare.{spec}.{_identify()}.o" for spec in wanted}
-        codes = {spec: code for spec, path in paths.items() if (code := _read_object(path))}
-        for spec, code in _compile([spec for spec in wanted if spec not in codes], interrupts).items():
-            codes[spec] = code
-            _store(code, paths[spec])
-        _loaded.update({spec: _load(spec, code) for spec, code in codes.items()})
-    return {spec: _loaded[spec] for spec in specs}
+        try:
+            _loaded.update({code: load_object(code, made) for code, made in _find_objects(wanted, interrupts).items()})
+        except EngineUnavailable as error:
+            _refused.update(dict.fromkeys(wanted, str(error)))
+            raise
+    return {spec: bind(spec, _loaded[code]) for spec, code in codes.items()}
 
 
-@cache
-def _llvm() -> Any:
-    """llvmlite, whose binding can compile for this machine."""
-    try:
-        import llvmlite
-        import llvmlite.binding as llvm
-    except Exception as error:  # of a library that is missing, or does not fit this system
-        raise EngineUnavailable(f"{type(error).__name__}: {error}") from None
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    return llvmlite
+def find_code(spec: KernelSpec) -> KernelSpec:
+    """The function that a kernel is in. All but one write no values of the output's type."""
+    kind, _ = SHARED.get(spec.kind, (spec.kind, None))
+    return KernelSpec(kind, spec.base, spec.finetuned, spec.output if kind == "merge" else spec.real)
 
 
-def host_features() -> str:
-    """What this processor can do, as LLVM names it.
-
-    Where it has vectors of 512 bits, LLVM would use half of them, to avoid a lower clock; the kernels gain by all.
-    """
-    features = _llvm().binding.get_host_cpu_features().flatten()
-    return f"{features},-prefer-256-bit" if "+avx512f" in features else features
+def list_kinds(code: KernelSpec) -> list[str]:
+    """The kinds of kernels that are in a function."""
+    return [kind for kind, (name, _) in SHARED.items() if name == code.kind] or [code.kind]
 
 
-def _target_machine() -> Any:
-    llvm = _llvm().binding
-    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=host_features(), opt=3, codemodel="jitdefault"
-    )
+def list_companions(code: KernelSpec) -> list[KernelSpec]:
+    """Other functions of the same types."""
+    kinds = COMPANIONS if code.kind in COMPANIONS else ()
+    output = code.output if code.kind == "merge" else code.base
+    return [find_code(KernelSpec(kind, code.base, code.finetuned, output)) for kind in kinds if kind != code.kind]
 
 
-@cache
-def _identify() -> str:
-    """What an object file is good for: this processor, then these sources and versions."""
-    llvm = _llvm()
-    chosen = [os.environ.get(name) for name in FEATURE_VARIABLES]
-    processor = repr((llvm.binding.get_process_triple(), llvm.binding.get_host_cpu_name(), host_features(), chosen))
-    made_by = hashlib.sha256(llvm.__version__.encode())
-    numba = importlib.util.find_spec("numba")
-    try:
-        for folder in (numba and numba.submodule_search_locations) or ():
-            made_by.update(Path(folder, "_version.py").read_bytes())  # without importing it
-        for name in SOURCES:
-            made_by.update((Path(__file__).parent.parent / name).read_bytes())
-    except OSError as error:
-        raise EngineUnavailable(f"its sources cannot be read: {error.strerror}") from None
-    return f"{hashlib.sha256(processor.encode()).hexdigest()[:8]}.{made_by.hexdigest()[:16]}"
+def _find_objects(wanted: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, bytes]:
+    folder = find_cache()
+    paths = {code: folder / object_name(code) for code in wanted}
+    doubt = next(filter(None, map(find_doubt, (folder, *paths.values()))), None)
+    if doubt:
+        LOG.warning(f"{doubt}, so no kernel there is run: they are compiled for this run only")
+        return compile_objects(wanted, {}, interrupts, kept=False)
+    for path in paths.values():
+        while not path.exists() and is_announced(path):
+            time.sleep(TUNING.poll_seconds / 5)
+            interrupts.check()
+    known = {code: made for code, path in paths.items() if (made := read_object(path))}
+    missing = [code for code in wanted if code not in known]
+    if missing:
+        companions = [companion for code in missing for companion in list_companions(code) if companion not in wanted]
+        others = {code: path for code in companions if not (path := folder / object_name(code)).exists()}
+        known |= compile_objects(missing, others, interrupts)
+        for code in missing:
+            store(known[code], paths[code])
+    return known
 
 
-def find_cache() -> Path:
-    """Where compiled kernels are kept: NUMBA_CACHE_DIR, or beside this file, or in the user's cache."""
-    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(chosen)
-    beside = Path(__file__).absolute().parent / "__pycache__"
-    with suppress(OSError):
-        beside.mkdir(exist_ok=True)
-    users = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return beside if os.access(beside, os.W_OK) else Path(users, "dare")
-
-
-def _read_object(path: Path) -> bytes | None:
-    """The code in an object file; a file that a crash cut short must not be run."""
-    with suppress(OSError):
-        stored = path.read_bytes()
-        if hashlib.sha256(stored[32:]).digest() == stored[:32]:
-            return stored[32:]
-    return None
-
-
-def _compile(specs: Sequence[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, bytes]:
-    """The code of these kernels, compiled by as many processes at a time as there are cores."""
-    if not specs:
-        return {}
-    waiting, running = list(specs), dict[KernelSpec, subprocess.Popen[bytes]]()
-    started = time.monotonic()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            while waiting or running:
-                while waiting and len(running) < count_cores():
-                    spec = waiting.pop()
-                    LOG.info("compiling for this machine (%s, %s); later runs start at once", spec.kind, spec.finetuned)
-                    running[spec] = _start_compiler(spec, Path(folder))
-                for spec in [spec for spec, child in running.items() if child.poll() is not None]:
-                    interrupts.check()  # which may be why it ended
-                    if running.pop(spec).returncode:
-                        reason = Path(folder, f"{spec}.txt").read_text(errors="replace").strip().rpartition("\n")[2]
-                        raise EngineUnavailable(reason or "its compiler failed")
-                if time.monotonic() - started > COMPILE_SECONDS * len(specs):
-                    raise EngineUnavailable("its compiler does not come to an end")
-                time.sleep(TUNING.poll_seconds / 5)
-                interrupts.check()
-            return {spec: Path(folder, f"{spec}.o").read_bytes() for spec in specs}
-    except OSError as error:  # such as a full disk, or where Python is part of another program
-        raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
-    finally:
-        for child in running.values():
-            child.kill()
-            child.wait()
-
-
-def _start_compiler(spec: KernelSpec, folder: Path) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).parent.parent.parent)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
-        "NUMBA_DISABLE_JIT": "0",
-        "OPENBLAS_NUM_THREADS": "1",  # more of them only take memory, and where there is little they never start
-    }
-    if "+avx512f" in host_features() and not any(name in os.environ for name in FEATURE_VARIABLES):
-        environment["NUMBA_CPU_FEATURES"] = host_features()
-    # -P: nothing is imported from the working directory. A session of its own: Ctrl-C is for this process to handle.
-    words = [sys.executable or "python", "-P", "-c", COMPILE, str(folder / f"{spec}.o")]
-    words += [spec.kind, spec.base, spec.finetuned, spec.output]
-    with open(folder / f"{spec}.txt", "wb") as messages:
-        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": messages}
-        return subprocess.Popen(words, env=environment, start_new_session=True, **quiet)
-
-
-def compile_to(path: str, *words: str) -> None:
-    """What the child process does: compile one kernel."""
-    from darelib.kernels import cpu
-
-    Path(path).write_bytes(cpu.compile_object(KernelSpec(*words), _target_machine()))
-
-
-def _store(code: bytes, path: Path) -> None:
-    """Keep what was compiled, if that can be done, and remove what other sources compiled for this processor."""
-    partial = path.with_name(f"{path.name}.{os.urandom(4).hex()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(hashlib.sha256(code).digest() + code)
-        partial.replace(path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-    processor, made_by = path.name.split(".")[-3:-1]
-    for other in path.parent.glob(f"dare.*.{processor}.*"):
-        if f".{processor}.{made_by}." not in other.name:
-            with suppress(OSError):
-                other.unlink()
-
-
-def _load(spec: KernelSpec, code: bytes) -> Kernel:
-    llvm = _llvm().binding
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+def load_object(code: KernelSpec, made: bytes) -> Function:
+    llvm = load_llvmlite().binding
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(made))
     engine.finalize_object()
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * 4)
+    numbers = 5 if code.kind in ("merge", "totals") else 4
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * numbers)
     function = prototype(engine.get_function_address("kernel"))
     slots = ctypes.create_string_buffer(16)  # for a returned value and an exception, of which there are none
-    where, itemsize = ctypes.addressof(slots), FORMATS[spec.finetuned].itemsize
+    first = ctypes.addressof(slots)
 
-    def run_chunk(buffers: Any, count: int, models: int, first_tile: int, _owners: Any = (engine, slots)) -> None:
+    def call(*arguments: int, _owners: Any = (engine, slots)) -> None:  # which live as long as the function
+        function(first, first + 8, *arguments)
+
+    return call
+
+
+def bind(spec: KernelSpec, function: Function) -> Kernel:
+    """A kernel as it is called, whatever its function wants to be told."""
+    itemsize, way = FORMATS[spec.finetuned].itemsize, SHARED[spec.kind][1:] if spec.kind in SHARED else ()
+
+    def run_chunk(buffers: Any, count: int, models: int, first_tile: int) -> None:
         stride = buffers.finetuned.shape[1] // itemsize
-        function(where, where + 8, *buffers.addresses, count, stride, models, first_tile)
+        function(*buffers.addresses, count, stride, models, first_tile, *way)
 
-    def expand(left: Any, right: Any, made: Any, first: int, ranks_before: int, _owners: Any = (engine, slots)) -> None:
+    def expand(left: Any, right: Any, made: Any, first: int, ranks_before: int) -> None:
         before = ctypes.c_int64(ranks_before)
         addresses = [*(array.ctypes.data for array in (left, right, made)), ctypes.addressof(before)]
-        function(where, where + 8, *addresses, 0, 0, 0, 0, 0, len(made), right.shape[1], left.shape[1], first)
+        function(*addresses, 0, 0, 0, 0, 0, len(made), right.shape[1], left.shape[1], first)
 
-    def rank(
-        base: Any, values: Any, by_rank: Any, order: Any, limits: Any, skipped: int, is_delta: bool,
-        _owners: Any = (engine, slots),
-    ) -> None:  # fmt: skip
+    def rank(base: Any, values: Any, by_rank: Any, order: Any, limits: Any, skipped: int, is_delta: bool) -> None:
         addresses = [array.ctypes.data for array in (base, values, by_rank, order, limits)]
-        function(where, where + 8, *addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
+        function(*addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
 
-    # The engine owns the code and the function writes to its slots: they live as long as these functions do.
     others: dict[str, Kernel] = {"expand": expand, "rank": rank}
     return others.get(spec.kind, run_chunk)

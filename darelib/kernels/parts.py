@@ -11,8 +11,8 @@ import numpy as np
 from llvmlite import ir
 
 from darelib.formats import FORMATS
-from darelib.kernels import KernelSpec, tiles
-from darelib.kernels.records import MODEL, DENSE_ROW, SCRATCH_ROWS, SCRATCH_WIDTH, TENSOR, ZERO_ROW
+from darelib.kernels import tiles
+from darelib.kernels.records import DENSE_ROW, MODEL, SCRATCH_ROWS, SCRATCH_WIDTH, TENSOR, ZERO_ROW
 from darelib.mask import MASK_BITS, TILE
 
 numba: Any = importlib.import_module("numba")  # whose types say less than its functions take
@@ -61,21 +61,21 @@ expand_entries: Any = numba.extending.intrinsic(_expand_entries)
 
 
 class Parts:
-    """What all kernels of a spec are made of: the types, and the inner functions, ready to be compiled in."""
+    """What all kernels of some types are made of: the types, and the inner functions, ready to be compiled in."""
 
-    def __init__(self, spec: KernelSpec) -> None:
-        wide = spec.real == "F64"
+    def __init__(self, base: str, finetuned: str, output: str) -> None:
+        wide = "F64" in (base, finetuned, output)
         self.real: Any = np.float64 if wide else np.float32
         self.unsigned: Any = np.uint64 if wide else np.uint32
-        self.raw = [np.dtype(FORMATS[name].raw).type for name in (spec.base, spec.finetuned, spec.output)]
-        self.decode = inline(tiles.DECODERS[spec.base])
-        self.decode_finetuned = inline(tiles.DECODERS[spec.finetuned])
-        self.encode = inline(tiles.ENCODERS[spec.output])
-        if wide and FORMATS[spec.output].bits == 16:
+        self.raw = [np.dtype(FORMATS[name].raw).type for name in (base, finetuned, output)]
+        self.decode = inline(tiles.DECODERS[base])
+        self.decode_finetuned = inline(tiles.DECODERS[finetuned])
+        self.encode = inline(tiles.ENCODERS[output])
+        if wide and FORMATS[output].bits == 16:
             self.encode = self._encode_by_odd(self.encode)
         self.expand = expand_entries
         self.unpack = self._unpack_tile()
-        self.thin = self._thin_model(spec.kind in ("elect", "average", "sums"))
+        self.thin = self._thin_model()
         self.open = self._open_buffers()
 
     def _encode_by_odd(self, encode: Any) -> Any:
@@ -112,18 +112,21 @@ class Parts:
 
         return inline(open_buffers)
 
-    def _thin_model(self, apart: bool) -> Any:
+    def _thin_model(self) -> Any:
         """The heart of all kernels: one tile of one model, from its stored values to its thinned deltas.
 
-        They are added to a row, or, to elect signs, are what the row holds then.
+        They are what a row holds then, and are added to a total.
         """
         draw_bits, unpack_tile, choose_by_size = inline(tiles.draw), self.unpack, self._choose_by_size()
-        choose_by_rank, thin_row = inline(tiles.choose_by_rank), self._thin_row(apart)
-        thin_packed, thin_divided = self._thin_row(apart, packed=True), self._thin_row(apart, divided=True)
+        choose_by_rank, thin_row, thin_rare = (
+            inline(tiles.choose_by_rank),
+            self._thin_row(rare=False),
+            self._thin_row(rare=True),
+        )
 
         def thin_model(  # compiled
             values: Any, start: int, width: int, tile: int, model: Any, base: Any, bits: Any, limits: Any, dense: Any,
-            size: Any, divisors: Any, row: Any, threshold: Any,
+            size: Any, divisors: Any, row: Any, total: Any, threshold: Any,
         ) -> None:  # fmt: skip
             limit = np.uint16(model.limit)
             raw = values[start : start + TILE]
@@ -135,11 +138,11 @@ class Parts:
                 limit = choose_by_rank(bits, limits[start : start + TILE], divisors)
             if model.stored:
                 unpack_tile(values, width, model, bits, dense)
-                thin_packed(dense, model, base, bits, limit, size, divisors, row, threshold)
-            elif model.divided:
-                thin_divided(raw, model, base, bits, limit, size, divisors, row, threshold)
+                raw = dense
+            if model.stored or model.divided or model.floor > 0:
+                thin_rare(raw, model, base, bits, limit, size, divisors, row, total, threshold)
             else:
-                thin_row(raw, model, base, bits, limit, size, divisors, row, threshold)
+                thin_row(raw, model, base, bits, limit, size, divisors, row, total, threshold)
             for j in range(width, TILE):  # what pads a last tile was counted too
                 model.kept -= np.uint64(bits[j] <= limit)
 
@@ -162,20 +165,22 @@ class Parts:
 
         return inline(choose_by_size)
 
-    def _thin_row(self, apart: bool, packed: bool = False, divided: bool = False) -> Any:
-        """packed: only some entries are there, and nothing has changed elsewhere. divided: each by its own divisor."""
+    def _thin_row(self, rare: bool) -> Any:
+        """rare: of a model that is packed (there are only some entries, and nothing has changed elsewhere), divided
+        (each entry by its own divisor) or trimmed."""
         decode, real, unsigned = self.decode_finetuned, self.real, self.unsigned
 
         def thin_row(  # compiled
-            raw: Any, model: Any, base: Any, bits: Any, limit: Any, size: Any, divisors: Any, row: Any, threshold: Any
-        ) -> None:
-            floor, scale = real(model.floor), real(model.scale)
+            raw: Any, model: Any, base: Any, bits: Any, limit: Any, size: Any, divisors: Any, row: Any, total: Any,
+            threshold: Any,
+        ) -> None:  # fmt: skip
+            floor, scale, divided = real(model.floor), real(model.scale), model.divided != 0
             stored, peak = np.uint16(model.stored - np.uint64(1)), unsigned(model.peak)
             above = np.uint32(0)
             survivors = np.uint32(0)
             for j in range(TILE):
                 delta = decode(raw[j]) - base[j]
-                if packed:
+                if rare:
                     delta = delta if bits[j] <= stored else real(0)
                 magnitude = abs(delta)
                 size[j] = magnitude
@@ -185,11 +190,13 @@ class Parts:
                 above = np.uint32(above + np.uint32(magnitude > threshold))
                 survives = bits[j] <= limit
                 survivors = np.uint32(survivors + np.uint32(survives))
-                scaled = delta * scale / divisors[j] if divided else delta * scale
-                if apart:
-                    row[j] = scaled if survives and magnitude >= floor else real(0)
-                else:
-                    row[j] += scaled if survives else real(0)
+                scaled = delta * scale
+                if rare:
+                    scaled = scaled / divisors[j] if divided else scaled
+                    scaled = scaled if magnitude >= floor else real(0)
+                kept = scaled if survives else real(0)
+                row[j] = kept
+                total[j] += kept
             model.peak = peak
             model.above += np.uint64(above)
             model.kept += np.uint64(survivors)
@@ -212,6 +219,9 @@ class Parts:
         return inline(unpack_tile)
 
     def compile(self, function: Callable[..., None]) -> Any:
-        """All kernels have one signature: nine addresses and four whole numbers."""
-        types = numba.types
-        return numba.cfunc(types.void(*[types.voidptr] * 9, *[types.intp] * 4))(function)
+        """All kernels take nine addresses, then four whole numbers or five."""
+        types, numbers = numba.types, function.__code__.co_argcount - 9
+        return numba.cfunc(types.void(*[types.voidptr] * 9, *[types.intp] * numbers))(function)
+
+
+share_parts = cache(Parts)  # so that what several kernels need of them is compiled once

@@ -11,6 +11,11 @@ from numpy.typing import NDArray
 
 from darelib.mask import TILE
 
+# What the kernels merge and totals can do: add the thinned deltas, average those of the elected sign, or all; multiply
+# the ends of an arc, or add up sizes.
+ADD, ELECT, AVERAGE = range(3)
+MULTIPLY, ADD_SIZES = range(2)
+
 # A record for each model. peak is the bit pattern of the largest |delta|. stored: of a packed model, the threshold of
 # the mask whose entries are all that it has, one after the other; next: which of them comes next. bounded: what lies
 # between low and high is kept, and of what equals them, what has mask bits below at_low or at_high. ranked: each

@@ -1,0 +1,123 @@
+"""The processes that compile kernels and prove them: what crashes there ends one of them, and no merge."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.interrupts import Interrupts
+from darelib.kernels import EngineUnavailable, KernelSpec
+from darelib.kernels.machine import FEATURE_VARIABLES, host_features
+from darelib.kernels.objects import announced, object_name, read_object
+from darelib.text import LOG
+from darelib.tuning import TUNING, count_cores
+
+# Far more than a kernel takes on a busy machine.
+COMPILE_SECONDS: Final = 300
+CHILD: Final = "import sys; from darelib.kernels import child; child.work(*sys.argv[1:])"
+
+Process = subprocess.Popen[bytes]
+
+_background: list[Process] = []  # which nobody waits for
+
+
+def compile_objects(
+    wanted: Collection[KernelSpec], others: Mapping[KernelSpec, Path], interrupts: Interrupts, kept: bool = True
+) -> dict[KernelSpec, bytes]:
+    """The machine code of kernels, proved.
+
+    others: what other processes compile besides, without being waited for, and where they store it.
+    """
+    types = ", ".join(dict.fromkeys(code.finetuned for code in wanted))
+    LOG.info(f"compiling for this machine ({types}){'; later runs start at once' if kept else ''}")
+    with _open_folder() as folder, announced(others.values()):
+        jobs = [["object", folder, str(code)] for code in wanted]
+        _work_off(jobs, _divide(others), folder, interrupts)
+        made = {code: read_object(Path(folder, object_name(code))) for code in wanted}
+    if None in made.values():
+        raise EngineUnavailable("what it compiled could not be written")
+    return {code: what for code, what in made.items() if what}
+
+
+def prove_here(codes: Collection[KernelSpec], interrupts: Interrupts) -> None:
+    """Let another process find out whether kernels that Numba compiles and runs itself can be used."""
+    with _open_folder() as folder:
+        _work_off([["here", folder, *map(str, codes)]], [], folder, interrupts)
+
+
+@contextmanager
+def _open_folder() -> Iterator[str]:
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            yield folder
+    except OSError as error:  # such as a full disk, or where Python is part of another program
+        raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
+
+
+def _divide(others: Mapping[KernelSpec, Path]) -> list[list[str]]:
+    """What other processes are told to compile, one on each core that is left."""
+    names = list(map(str, others))
+    folder = next((str(path.parent) for path in others.values()), "")
+    shares = [names[start :: max(1, count_cores() - 1)] for start in range(max(1, count_cores() - 1))]
+    return [["object", folder, *share] for share in shares if share]
+
+
+def _work_off(jobs: Sequence[list[str]], aside: Sequence[list[str]], folder: str, interrupts: Interrupts) -> None:
+    """Run processes with these arguments, as many at a time as there are cores; aside: those that nobody waits for."""
+    waiting, unwatched, deadline = list(jobs), list(aside), time.monotonic() + COMPILE_SECONDS * len(jobs)
+    running, background, done = dict[Process, Path](), list[Process](), False
+    try:
+        while waiting or running:
+            while waiting and len(running) < count_cores():
+                messages = Path(folder, f"{len(waiting)}.txt")
+                running[_start(waiting.pop(), messages)] = messages
+            while unwatched and len(running) + len(background) < count_cores():
+                background.append(_start(unwatched.pop(), None))
+            for process in [process for process in running if process.poll() is not None]:
+                interrupts.check()  # which may be why it ended
+                messages = running.pop(process)
+                if process.returncode:
+                    raise EngineUnavailable(_explain(process.returncode, messages.read_text(errors="replace")))
+            if time.monotonic() > deadline:
+                raise EngineUnavailable("its compiler does not come to an end")
+            time.sleep(TUNING.poll_seconds / 5)
+            interrupts.check()
+        background += [_start(words, None) for words in unwatched]
+        done = True
+    finally:
+        for process in (*running, *([] if done else background)):
+            process.kill()
+            process.wait()
+    _background.extend(background)
+
+
+def _explain(status: int, messages: str) -> str:
+    """Why a process failed: what it said last, unless it was ended without a word."""
+    last = messages.strip().rpartition("\n")[2]
+    if status < 0 or not last:
+        return f"what was compiled crashed when it was tried, with status {status}"
+    return last
+
+
+def _start(words: Sequence[str], messages: Path | None) -> Process:
+    """messages: a file for what it says; None: for one that is in nobody's way, either."""
+    root = str(Path(__file__).parent.parent.parent)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
+        "NUMBA_DISABLE_JIT": "0",
+        "OPENBLAS_NUM_THREADS": "1",  # more of them only take memory, and where there is little they never start
+    }
+    if "+avx512f" in host_features() and not any(name in os.environ for name in FEATURE_VARIABLES):
+        environment["NUMBA_CPU_FEATURES"] = host_features()
+    # -P: nothing is imported from the working directory. A session of its own: Ctrl-C is for this process to handle.
+    command = [sys.executable or "python", "-P", "-c", CHILD, *words]
+    quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    with open(messages or os.devnull, "wb") as told:
+        return subprocess.Popen(command, env=environment, start_new_session=True, stderr=told, **quiet)

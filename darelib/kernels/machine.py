@@ -1,0 +1,74 @@
+"""This machine, as LLVM knows it, and what machine code for it depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.kernels import EngineUnavailable
+
+# What the machine code depends on; an edit elsewhere recompiles nothing.
+SOURCES: Final = (
+    "kernels/__init__.py",
+    "kernels/cpu.py",
+    "kernels/looks.py",
+    "kernels/parts.py",
+    "kernels/proof.py",
+    "kernels/records.py",
+    "kernels/tiles.py",
+    "formats.py",
+    "mask.py",
+)
+# What users set to choose the processor's features themselves.
+FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
+
+
+@cache
+def load_llvmlite() -> Any:
+    """llvmlite, whose binding can compile for this machine."""
+    try:
+        import llvmlite
+        import llvmlite.binding as llvm
+    except Exception as error:  # of a library that is missing, or does not fit this system
+        raise EngineUnavailable(f"{type(error).__name__}: {error}") from None
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvmlite
+
+
+def host_features() -> str:
+    """What this processor can do, as LLVM names it.
+
+    Where it has vectors of 512 bits, LLVM would use half of them, to avoid a lower clock; the kernels gain by all.
+    """
+    features = load_llvmlite().binding.get_host_cpu_features().flatten()
+    return f"{features},-prefer-256-bit" if "+avx512f" in features else features
+
+
+def target_machine() -> Any:
+    llvm = load_llvmlite().binding
+    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=host_features(), opt=3, codemodel="jitdefault"
+    )
+
+
+@cache
+def identify() -> str:
+    """What an object file is good for: this processor, then these sources and versions."""
+    llvm = load_llvmlite()
+    chosen = [os.environ.get(name) for name in FEATURE_VARIABLES]
+    processor = repr((llvm.binding.get_process_triple(), llvm.binding.get_host_cpu_name(), host_features(), chosen))
+    made_by = hashlib.sha256(llvm.__version__.encode())
+    numba = importlib.util.find_spec("numba")
+    try:
+        for folder in (numba and numba.submodule_search_locations) or ():
+            made_by.update(Path(folder, "_version.py").read_bytes())  # without importing it
+        for name in SOURCES:
+            made_by.update((Path(__file__).parent.parent / name).read_bytes())
+    except OSError as error:
+        raise EngineUnavailable(f"its sources cannot be read: {error.strerror}") from None
+    return f"{hashlib.sha256(processor.encode()).hexdigest()[:8]}.{made_by.hexdigest()[:16]}"

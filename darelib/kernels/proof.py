@@ -1,0 +1,195 @@
+"""Proof that a compiled kernel computes what its definition does, bit for bit, on chunks that take all its branches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darelib.formats import DIGIT_BITS, FORMATS, NO_PREFIX
+from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, plain
+from darelib.kernels.native import Function, bind, list_kinds
+from darelib.kernels.records import BINS, LANES, SORT_COUNTERS, WIDEST, Buffers
+from darelib.mask import TILE
+
+Record = Mapping[str, float]
+Array = NDArray[Any]
+
+# Elements of a chunk, whose last tile is not full, and its place in a tensor.
+COUNT: Final = 2 * TILE + 37
+FIRST_TILE: Final = 5
+ALL: Final = 0xFFFF  # the limit of a mask that keeps everything
+TENTH: Final = 6552
+LOW: Final = 2.0**-10
+# Models that are thinned in all the ways there are.
+WHOLE: Final[Record] = {"limit": ALL, "scale": 0.5, "weight": 0.5}
+DROPPED: Final[Record] = {"limit": TENTH, "scale": 2.5, "weight": 0.25}
+ADAPTER: Final[Record] = {"limit": TENTH, "scale": -2.5, "weight": -0.25, "is_delta": 1}
+PACKED: Final[Record] = {"limit": TENTH, "scale": 5, "weight": 1, "stored": 2 * TENTH, "next": 3}
+TRIMMED: Final[Record] = {"limit": ALL, "scale": 0.7, "weight": 0.7, "floor": 0.002}
+BOUNDED: Final[Record] = {"bounded": 1, "low": LOW, "high": 0.0625, "at_low": 40000, "at_high": 20000, "scale": 1.3}
+BOUNDED_ALL: Final[Record] = {"bounded": 1, "low": LOW, "high": 0.25, "at_low": 65536, "at_high": 65536, "scale": 0.3}
+RANKED: Final[Record] = {"ranked": 1, "scale": 0.2, "weight": 1}
+DIVIDED: Final[Record] = {"ranked": 1, "divided": 1, "scale": 0.1, "weight": 1}
+DENSE: Final = (WHOLE, DROPPED, ADAPTER, BOUNDED, BOUNDED_ALL, RANKED, DIVIDED, PACKED)
+TENSOR: Final[Record] = {"lambda_coeff": 0.9, "base_share": 0.25, "first_share": 0.3, "threshold": 0.001}
+# Zeros of either sign, and values whose differences are the bounds above, in all types.
+BASE_SPECIAL: Final = (0.0, -0.0, 0.5, 0.5625, 0.75, 0.0, 0.0)
+MODEL_SPECIAL: Final = (-0.0, 0.0, 0.5625, 0.5, 0.5, LOW, -LOW)
+# Places of what is not finite.
+BROKEN: Final = (30, 31, TILE + 1)
+# What kernels find, of each model and of the tensor.
+MERGED: Final = (("peak", "above", "kept", "size", "next"), ("peak", "base_size"))
+FOUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "sum": MERGED,
+    "elect": MERGED,
+    "average": MERGED,
+    "products": ((), ("square_0", "square_1", "product")),
+    "sums": (("size", "kept_size"), ()),
+    "count": (("next",), ()),
+    "measure": (("peak", "above", "zeros", "size", "squares", "next"), ("base_squares",)),
+    "pack": (("kept",), ()),
+}
+
+
+def prove_function(code: KernelSpec, function: Function) -> None:
+    """Refuse a compiled function that gives other bits than the definition."""
+    provers = {"rank": _compare_ranks, "expand": _compare_products}
+    for kind in list_kinds(code):
+        spec = KernelSpec(kind, code.base, code.finetuned, code.output)
+        compiled, defined = bind(spec, function), partial(fallback.KERNELS[kind], spec)
+        with np.errstate(all="ignore"):
+            different = next(provers.get(kind, _compare_chunks)(spec, compiled, defined), None)
+        if different:
+            raise EngineUnavailable(f"the compiled kernel {kind} gives another {different} than its definition")
+
+
+def _compare_chunks(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
+    """What is different on chunks that take all branches of a kernel."""
+    for models, tensor, broken in _list_cases(spec):
+        results = []
+        for run in (compiled, defined):
+            buffers = _fill(spec, models, tensor, broken)
+            run(buffers, COUNT, len(models), FIRST_TILE)
+            results.append(_list_found(spec, buffers, broken))
+        for (name, mine), (_, theirs) in zip(*results, strict=True):
+            if mine.tobytes() != theirs.tobytes():
+                yield name
+
+
+def _list_cases(spec: KernelSpec) -> Iterator[tuple[Sequence[Record], Record, bool]]:
+    """Models, a tensor, and whether some of their values are not finite."""
+    match spec.kind:
+        case "products":
+            for one, other in pairwise(DENSE):
+                yield ({**one, "number": 0}, {**other, "number": 1}), {}, False
+        case "sums":
+            yield DENSE, {}, False
+        case "count":
+            bits = FORMATS[spec.real].bits
+            sizes = np.array([0.001, 0.005], FORMATS[spec.real].real).view(FORMATS[spec.real].raw)
+            first, second = (int(size) >> (bits - DIGIT_BITS) for size in sizes)
+            for shift, prefix, prefix_2 in ((bits - 16, 0, NO_PREFIX), (bits - 32, first, second)):
+                models = [
+                    {**model, "prefix": prefix, "prefix_2": prefix_2} for model in (WHOLE, DROPPED, ADAPTER, PACKED)
+                ]
+                yield models, {"shift": shift}, True
+        case "measure":
+            yield (WHOLE, ADAPTER, DROPPED, PACKED), TENSOR, False
+            yield (WHOLE, ADAPTER), TENSOR, False
+        case "pack":
+            yield (DROPPED,), {}, False
+        case _:
+            yield (*DENSE, TRIMMED), TENSOR, False
+            yield (*DENSE, TRIMMED), TENSOR, True
+            yield (WHOLE,), {**TENSOR, "exact": 1}, False
+            yield (), TENSOR, False
+
+
+def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bool) -> Buffers:
+    """What a kernel is given; the same every time."""
+    rng = np.random.default_rng(0)
+    buffers = Buffers(len(models), 3 * TILE * WIDEST, [spec.kind], ranked=1)
+    base = rng.normal(0, 0.02, COUNT)
+    base[8:15] = BASE_SPECIAL
+    _put(buffers.base, base, spec.base)
+    for i, model in enumerate(models):
+        values = rng.normal(0, 0.01, COUNT)
+        values[::7] = 0
+        values[8:15] = MODEL_SPECIAL
+        if not model.get("is_delta"):
+            values[15:] += base[15:]
+        if broken and i < len(BROKEN):
+            values[BROKEN[i]] = (math.inf, math.nan, -math.inf)[i]
+        _put(buffers.finetuned[i], values, spec.finetuned)
+        buffers.limits[i, :COUNT] = rng.integers(0, 1 << 16, COUNT)
+        for name, value in {"key_0": 7 * i, "key_1": 1234567890 + i, **model}.items():
+            buffers.models[name][i] = value
+    for name, value in tensor.items():
+        buffers.tensor[name] = value
+    return buffers
+
+
+def _put(row: Array, values: Array, dtype: str) -> None:
+    raw = plain.encode(values, dtype)
+    raw[16:18] = 1, 1 << (FORMATS[dtype].bits - 1) | 1  # the smallest subnormals
+    row[: raw.nbytes] = raw.view(np.uint8)
+
+
+def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> list[tuple[str, Array]]:
+    """What a kernel has found; where values are not finite, that they were noticed, and what is beside them."""
+    of_models, of_tensor = FOUND[spec.kind]
+    output = buffers.output[: COUNT * FORMATS[spec.output].itemsize].view(FORMATS[spec.output].raw)
+    if broken and "peak" in of_models:
+        peaks = np.append(buffers.models["peak"], buffers.tensor["peak"]).astype(FORMATS[spec.real].raw)
+        return [("peak", np.isfinite(peaks.view(FORMATS[spec.real].real))), ("output", np.delete(output, BROKEN))]
+    found = [(name, buffers.models[name]) for name in of_models]
+    found += [(name, buffers.tensor[name]) for name in of_tensor]
+    match spec.kind:
+        case "count":
+            found.append(("count", buffers.counts))
+        case "measure":
+            found.append(("count", buffers.counts[:, : LANES * BINS].reshape(-1, LANES, BINS).sum(1)))
+            found.append(("pair", buffers.pairs))
+        case "pack" | "sum" | "elect" | "average":
+            found.append(("output", output))
+    return found
+
+
+def _compare_ranks(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
+    """Rows of a few entries, of many, and of more than are sorted by fewer bits at a time."""
+    rng, skipped = np.random.default_rng(0), 3
+    for width in (7, TILE, 4 * TILE + 5):
+        count = -(-2 * TILE // width) * width
+        rows = [np.zeros(count * FORMATS[name].itemsize, np.uint8) for name in (spec.base, spec.finetuned)]
+        base = rng.normal(0, 0.02, count)
+        values = base + np.round(rng.normal(0, 3, count)) / 256  # often the same
+        values[20:23] = math.nan, math.inf, -math.inf
+        for row, numbers, dtype in zip(rows, (base, values), (spec.base, spec.finetuned), strict=True):
+            _put(row, numbers, dtype)
+        by_rank = rng.integers(0, 1 << 16, width).astype(np.uint16)
+        order = np.zeros(3 * width + SORT_COUNTERS // 2, np.uint64)
+        for is_delta in (False, True):
+            limits = [np.zeros(count - skipped - 2, np.uint16) for _ in range(2)]
+            for run, found in zip((compiled, defined), limits, strict=True):
+                run(*rows, by_rank, order, found, skipped, is_delta)
+            if limits[0].tobytes() != limits[1].tobytes():
+                yield "order"
+
+
+def _compare_products(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
+    """Of a first piece of an adapter's ranks, and of another that is added to it; not all are a multiple of four."""
+    rng, real, first, columns = np.random.default_rng(0), FORMATS[spec.real].real, 5, TILE + 100
+    left, right = rng.normal(0, 1, (4, 6)).astype(real), rng.normal(0, 1, (6, columns)).astype(real)
+    left[0, :3], right[0, :3] = (0, -0.0, 1e-38), (-0.0, 1e-42, -1e-30)
+    for ranks_before in (0, 6):
+        results = [np.full(3 * columns, 0.75, real) for _ in range(2)]
+        for run, product in zip((compiled, defined), results, strict=True):
+            run(left, right, product, first, ranks_before)
+        if results[0].tobytes() != results[1].tobytes():
+            yield "product"

@@ -1,23 +1,16 @@
-"""One arithmetic: every engine gives the bits of the definition; the machine code of the fast one is kept on disk."""
+"""One arithmetic: every engine gives the bits of the definition."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-import signal
 import struct
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -29,12 +22,12 @@ from safetensors import safe_open
 import dare
 from dare import ConfigError, DareConfig, DareError
 from darelib.interrupts import Interrupts
-from darelib.kernels import KernelSpec, load_kernels, native, plain
+from darelib.kernels import KernelSpec, load_kernels, plain
 from darelib.kernels.records import Buffers
 from darelib.mask import keep_rate, mask_key
 from tests import support
 from tests.fuzz import examples
-from tests.support import BF16, F16, F32, F64, HERE, Tensors, assert_same, define, finetune, mask, merge, random_model
+from tests.support import BF16, F16, F32, F64, Tensors, assert_same, define, finetune, mask, merge, random_model
 
 Capture, Patch, Config, SLOW = pytest.CaptureFixture[str], pytest.MonkeyPatch, dict[str, Any], pytest.mark.slow
 SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
@@ -326,162 +319,6 @@ def test_arguments_of_another_type_are_refused_with_a_sentence(call: Callable[[]
     with pytest.raises(ConfigError, match=f"^{complaint}") as caught:
         call()
     assert caught.value.hint
-
-
-# --- machine code on disk ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
-    """What is compiled from now on: kernels are kept in an empty folder, and a compiler copies what it made before."""
-    with Interrupts() as interrupts:
-        load_kernels([SUM], "numba", interrupts)
-    usual, kinds = native.find_cache(), list[str]()
-
-    def copy(spec: KernelSpec, folder: Path) -> subprocess.Popen[bytes]:
-        kinds.append(spec.kind)
-        made = (usual / f"dare.{spec}.{native._identify()}.o").read_bytes()
-        (folder / f"{spec}.o").write_bytes(made[32:])  # without its checksum
-        return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
-
-    monkeypatch.setattr(native, "_start_compiler", copy)
-    monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
-    return kinds
-
-
-def run_command(models: list[Path], *flags: str) -> int:
-    """Merge as a new process would, with no kernels in memory."""
-    native._loaded.clear()
-    output = models[0].with_name("out.safetensors")
-    return dare.main(["-b", str(models[0]), "-m", str(models[1]), "-o", str(output), *flags])
-
-
-def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
-    compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture
-) -> None:
-    assert run_command(models) == 0
-    assert capsys.readouterr().err == "compiling for this machine (sum, BF16); later runs start at once\n"
-    [kernel] = (tmp_path / "kernels").iterdir()
-    assert kernel.name.startswith("dare.sum-BF16-BF16-BF16."), "what is needed, and only that"
-    older = kernel.with_name(kernel.name.rsplit(".", 2)[0] + ".0123456789abcdef.o")
-    other = kernel.with_name("dare.sum-BF16-BF16-BF16.deadbeef.0123456789abcdef.o")
-    for path in (older, other):
-        path.write_bytes(b"old")
-    assert run_command(models) == 0
-    assert "compiling for" not in capsys.readouterr().err
-    kernel.write_bytes(kernel.read_bytes()[:-1])
-    assert run_command(models) == 0
-    assert compiled == ["sum", "sum"]
-    assert not older.exists(), "what other sources compiled is removed"
-    assert other.exists(), "what another processor needs is not"
-
-
-def test_kernels_depend_on_their_own_sources_and_on_nothing_else(tmp_path: Path, monkeypatch: Patch) -> None:
-    copy = shutil.copytree(HERE / "darelib", tmp_path / "darelib", ignore=shutil.ignore_patterns("__pycache__"))
-    identify, before = native._identify.__wrapped__, native._identify()
-    monkeypatch.setattr(native, "__file__", str(copy / "kernels" / "native.py"))
-    for name in ("config.py", "run/worker.py", "kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "mask.py"):
-        (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
-        assert (identify() != before) == (name in ("kernels/tiles.py", "kernels/looks.py", "mask.py")), name
-        shutil.copy(HERE / "darelib" / name, copy / name)
-
-
-def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
-    compiled: list[str], models: list[Path], tmp_path: Path, monkeypatch: Patch
-) -> None:
-    (tmp_path / "blocked").write_text("not a directory")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "blocked" / "below"))
-    assert (run_command(models), run_command(models)) == (0, 0)
-    assert compiled == ["sum", "sum"]
-    monkeypatch.delenv("NUMBA_CACHE_DIR")
-    monkeypatch.setattr(os, "access", lambda path, mode: "__pycache__" not in str(path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert run_command(models) == 0
-    assert len(list((tmp_path / "cache" / "dare").iterdir())) == 1
-
-
-def environment_of_compiler() -> dict[str, str]:
-    with patch.object(subprocess, "Popen") as started, tempfile.TemporaryDirectory() as folder:
-        native._start_compiler(SUM, Path(folder))
-    return started.call_args.kwargs["env"]
-
-
-@pytest.mark.slow
-def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_what_it_likes(
-    models: list[Path], tmp_path: Path
-) -> None:
-    (tmp_path / "numba.py").write_text("raise SystemExit('from the working directory')")
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONVERBOSE": "1"}
-    words = [sys.executable, HERE / "dare.py", "-q", "-b", models[0], "-m", models[1], "-o", "out.safetensors"]
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "cannot be used" in done.stderr) == (0, False)
-    assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_what_a_user_tells_numba_about_the_processor_holds(monkeypatch: Patch) -> None:
-    found = {native._identify()}
-    for variable, value in (("NUMBA_ENABLE_AVX", "0"), ("NUMBA_CPU_FEATURES", "+sse2")):
-        for name in native.FEATURE_VARIABLES:
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(variable, value)
-        environment = environment_of_compiler()
-        assert {n: environment[n] for n in native.FEATURE_VARIABLES if n in environment} == {variable: value}
-        found.add(native._identify.__wrapped__())
-    assert len(found) == 3, "such kernels are kept apart"
-
-
-@SLOW
-def test_kernels_use_the_whole_width_of_the_vectors(monkeypatch: Patch) -> None:
-    if "+avx512f" not in native.host_features():
-        pytest.skip("no vectors of 512 bits")
-    for name in native.FEATURE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    code = "from darelib.kernels import KernelSpec, cpu; print(cpu.BUILDERS['sum'](KernelSpec('sum', *['BF16'] * 3))"
-    words, environment = [sys.executable, "-c", f"{code}.inspect_llvm())"], environment_of_compiler()
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.count("<16 x float>") > done.stdout.count("<8 x float>")
-
-
-@pytest.mark.parametrize("missing", ["llvmlite", "numba"])
-def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
-    models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch, missing: str
-) -> None:
-    support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
-    monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
-    native._llvm.cache_clear()
-    if missing == "llvmlite":
-        monkeypatch.setitem(sys.modules, "llvmlite", None)
-    else:  # which only the compiler loads
-        (tmp_path / "numba.py").write_text("raise ImportError('no such thing here')")
-        monkeypatch.syspath_prepend(tmp_path)
-    assert run_command(models, "-q") == 0
-    [warning] = capsys.readouterr().err.splitlines()
-    assert warning.startswith("warning: Numba cannot be used (")
-    assert warning.endswith("so NumPy computes: the same result, many times slower")
-    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
-    assert run_command(models, "-q", "--engine", "numba") == 1
-    assert "error: the engine numba cannot be used: " in capsys.readouterr().err
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
-    models: list[Path], tmp_path: Path, sent: signal.Signals, status: int
-) -> None:
-    before = support.snapshot(tmp_path)
-    words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    assert "compiling" in process.stderr.readline()
-    started = time.monotonic()
-    process.send_signal(sent)
-    _, error = process.communicate(timeout=60)
-    assert time.monotonic() - started < 2
-    assert (process.returncode, error.splitlines()[0]) == (status, "interrupted")
-    assert support.snapshot(tmp_path) == before
 
 
 def test_tensors_of_any_class_are_merged() -> None:

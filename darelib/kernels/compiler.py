@@ -19,8 +19,8 @@ from darelib.kernels.objects import announced, object_name, read_object
 from darelib.text import LOG
 from darelib.tuning import TUNING, count_cores
 
-# Far more than a kernel takes on a busy machine.
-COMPILE_SECONDS: Final = 300
+# Far more than all kernels of a merge take on a busy machine.
+COMPILE_SECONDS: Final = 600
 CHILD: Final = "import sys; from darelib.kernels import child; child.work(*sys.argv[1:])"
 
 Process = subprocess.Popen[bytes]
@@ -37,9 +37,12 @@ def compile_objects(
     """
     types = ", ".join(dict.fromkeys(code.finetuned for code in wanted))
     LOG.info(f"compiling for this machine ({types}){'; later runs start at once' if kept else ''}")
+    cores = count_cores()
     with _open_folder() as folder, announced(others.values()):
-        jobs = [["object", folder, str(code)] for code in wanted]
-        _work_off(jobs, _divide(others), folder, interrupts)
+        jobs = [["object", folder, *names] for names in _divide(wanted, cores)]
+        places = {str(path.parent) for path in others.values()}
+        aside = [["object", place, *names] for place in places for names in _divide(others, max(1, cores - len(jobs)))]
+        _work_off(jobs, aside, folder, interrupts)
         made = {code: read_object(Path(folder, object_name(code))) for code in wanted}
     if None in made.values():
         raise EngineUnavailable("what it compiled could not be written")
@@ -61,25 +64,22 @@ def _open_folder() -> Iterator[str]:
         raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
 
 
-def _divide(others: Mapping[KernelSpec, Path]) -> list[list[str]]:
-    """What other processes are told to compile, one on each core that is left."""
-    names = list(map(str, others))
-    folder = next((str(path.parent) for path in others.values()), "")
-    shares = [names[start :: max(1, count_cores() - 1)] for start in range(max(1, count_cores() - 1))]
-    return [["object", folder, *share] for share in shares if share]
+def _divide(codes: Collection[KernelSpec], shares: int) -> list[list[str]]:
+    """Their names, in so many lists or fewer: to load Numba takes as long as to compile a kernel."""
+    names = list(map(str, codes))
+    return [names[start::shares] for start in range(min(shares, len(names)))]
 
 
 def _work_off(jobs: Sequence[list[str]], aside: Sequence[list[str]], folder: str, interrupts: Interrupts) -> None:
-    """Run processes with these arguments, as many at a time as there are cores; aside: those that nobody waits for."""
-    waiting, unwatched, deadline = list(jobs), list(aside), time.monotonic() + COMPILE_SECONDS * len(jobs)
-    running, background, done = dict[Process, Path](), list[Process](), False
+    """Run processes with these arguments; aside: those that nobody waits for, which begin when there is a core left."""
+    running, background, deadline = dict[Process, Path](), list[Process](), time.monotonic() + COMPILE_SECONDS
     try:
-        while waiting or running:
-            while waiting and len(running) < count_cores():
-                messages = Path(folder, f"{len(waiting)}.txt")
-                running[_start(waiting.pop(), messages)] = messages
-            while unwatched and len(running) + len(background) < count_cores():
-                background.append(_start(unwatched.pop(), None))
+        for number, words in enumerate(jobs):
+            messages = Path(folder, f"{number}.txt")
+            running[_start(words, messages)] = messages
+        while running:
+            if len(running) < count_cores() and not background:
+                background += [_start(words, None) for words in aside]
             for process in [process for process in running if process.poll() is not None]:
                 interrupts.check()  # which may be why it ended
                 messages = running.pop(process)
@@ -89,13 +89,12 @@ def _work_off(jobs: Sequence[list[str]], aside: Sequence[list[str]], folder: str
                 raise EngineUnavailable("its compiler does not come to an end")
             time.sleep(TUNING.poll_seconds / 5)
             interrupts.check()
-        background += [_start(words, None) for words in unwatched]
-        done = True
-    finally:
-        for process in (*running, *([] if done else background)):
+    except BaseException:
+        for process in (*running, *background):
             process.kill()
             process.wait()
-    _background.extend(background)
+        raise
+    _background.extend(background or [_start(words, None) for words in aside])
 
 
 def _explain(status: int, messages: str) -> str:

@@ -1,0 +1,435 @@
+"""Machine code: proved before it is used, kept where nobody else can write, replaced by the next engine if it fails."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import llvmlite.binding as llvm
+import pytest
+
+import dare
+from darelib.interrupts import Interrupts
+from darelib.kernels import EngineUnavailable, KernelSpec, compiler, here, load_kernels, machine, native, objects
+from darelib.kernels.proof import prove_function
+from darelib.kernels.records import MODEL, TENSOR
+from tests import support
+from tests.support import HERE
+
+Capture, Patch, SLOW = pytest.CaptureFixture[str], pytest.MonkeyPatch, pytest.mark.slow
+SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
+MERGE = native.find_code(SUM)
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs owners of files, and POSIX signals")
+
+# --- kernels that are wrong -------------------------------------------------------------------------------------------
+
+ARGUMENTS = ", ".join(["ptr"] * 11 + ["i64"] * 5)
+# By what is wrong: what a compiler made of the kernel that merges, and what Numba itself does.
+WRONG = {
+    "a symbol": ("declare void @NRT_decref(ptr)\n{0} {{ call void @NRT_decref(ptr null) ret i32 0 }}", "1 / 0"),
+    "the bits": ("{0} {{ ret i32 0 }}", "return None"),
+    "a crash": ("{0} {{ store volatile i32 1, ptr inttoptr (i64 8 to ptr) ret i32 0 }}", "ctypes.string_at(8)"),
+}
+REASONS = {
+    "a symbol": "the kernel merge needs NRT_decref, which only Numba has",
+    "the bits": "the compiled kernel sum gives another peak than its definition",
+    "a crash": "what was compiled crashed when it was tried",
+}
+# A compiler that makes the same of any function.
+NUMBA = """
+import ctypes
+class Anything:
+    def __getattr__(self, _): return self
+    def __call__(self, *_, **__): return self
+class Made:
+    native_name = "cfunc.made"
+    def inspect_llvm(self): return {code!r}
+    def ctypes(self, *_): {itself}
+carray = core = types = Anything()
+njit = lambda **_: lambda function: function
+cfunc = lambda *_: lambda function: Made()
+"""
+
+
+def write_code(wrong: str, name: str) -> str:
+    return WRONG[wrong][0].format(f"define i32 @{name}({ARGUMENTS})")
+
+
+def make_object(wrong: str) -> bytes:
+    return machine.target_machine().emit_object(llvm.parse_assembly(write_code(wrong, "kernel")))
+
+
+@pytest.fixture(params=WRONG)
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A copy of the program beside a compiler that makes something wrong."""
+    folder = copy_house(tmp_path)
+    (folder / "numba").mkdir()
+    (folder / "numba" / "_version.py").write_text(f"# {request.param}")
+    (folder / "numba" / "extending.py").write_text("intrinsic = lambda function: function")
+    code, itself = write_code(request.param, "made"), WRONG[request.param][1]
+    (folder / "numba" / "__init__.py").write_text(NUMBA.format(code=code, itself=itself))
+    return folder, request.param
+
+
+def copy_house(folder: Path) -> Path:
+    shutil.copytree(HERE / "darelib", folder / "house" / "darelib", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(HERE / "dare.py", folder / "house")
+    return folder / "house"
+
+
+def merge_in(house: Path, models: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
+    words = ["-q", "-b", models[0], "-m", *models[1:], "-o", models[0].with_name("out.safetensors"), *flags]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(house.parent / "kernels"), "PYTHONPATH": ""}
+    command = [sys.executable, house / "dare.py", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_kernel_that_is_wrong_is_not_used_and_the_result_is_right(
+    house: tuple[Path, str], models: list[Path], tmp_path: Path
+) -> None:
+    folder, wrong = house
+    support.run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
+    done = merge_in(folder, models)
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"warning: Numba cannot be used ({REASONS[wrong]}")
+    assert line.endswith("so NumPy computes: the same result, many times slower")
+    assert done.returncode == 0
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+    assert not list(tmp_path.rglob("*.o")), "what was not proved is not stored"
+
+
+def test_engine_numba_refuses_a_kernel_that_is_wrong(house: tuple[Path, str], models: list[Path]) -> None:
+    folder, wrong = house
+    before = support.snapshot(folder.parent)
+    done = merge_in(folder, models, "--engine", "numba")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: the engine numba cannot be used: {REASONS[wrong]}")
+    assert support.snapshot(folder.parent) == before
+
+
+@SLOW
+def test_where_stored_kernels_cannot_be_used_numba_takes_over(models: list[Path], tmp_path: Path) -> None:
+    folder = copy_house(tmp_path)
+    support.run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
+    with (folder / "darelib" / "kernels" / "cpu.py").open("a") as file:
+        code = f"machine.emit_object(llvm.parse_assembly({write_code('a crash', 'kernel')!r}))"
+        file.write(f"def compile_object(code, machine):\n    return {code}\n")
+    done = merge_in(folder, models)
+    [line] = done.stderr.splitlines()
+    assert line.startswith("warning: Kernels compiled beforehand cannot be used (what was compiled crashed")
+    assert line.endswith("so Numba compiles them for this run: the same result, after a longer start")
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+
+
+def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Patch) -> None:
+    tried = Mock(side_effect=EngineUnavailable("it is out of order"))
+    monkeypatch.setattr(native, "compile_objects", tried)
+    monkeypatch.setattr(native, "find_cache", lambda: Path("nowhere"))
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "_refused", {})
+    with Interrupts() as interrupts:
+        for _ in range(2):
+            with pytest.raises(EngineUnavailable, match="it is out of order"):
+                native.load_kernels([SUM], interrupts)
+    assert tried.call_count == 1
+
+
+def test_numba_in_this_process_is_proved_too(monkeypatch: Patch) -> None:
+    cpu = Mock(run_here=lambda code: lambda *_: None)
+    monkeypatch.setattr(here, "prove_here", Mock())
+    monkeypatch.setitem(sys.modules, "darelib.kernels.cpu", cpu)
+    with Interrupts() as interrupts, pytest.raises(EngineUnavailable, match="sum gives another peak"):
+        here.load_kernels([SUM], interrupts)
+    cpu.run_here = Mock(side_effect=ZeroDivisionError("no"))
+    with Interrupts() as interrupts, pytest.raises(EngineUnavailable, match="ZeroDivisionError: no"):
+        here.load_kernels([SUM], interrupts)
+
+
+# By kernel: which of its arguments it writes to, and where.
+RESULTS = {
+    "sum": (2, 2 * 100), "elect": (2, 2 * 2084), "average": (4, TENSOR.fields["base_size"][1]),
+    "products": (4, TENSOR.fields["square_1"][1]), "sums": (3, MODEL.fields["kept_size"][1]), "count": (6, 4 * 0x3A80),
+    "measure": (7, 0), "rank": (4, 5), "pack": (2, 7), "expand": (2, 99),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("sum", "elect") else pytest.param(kind, marks=SLOW) for kind in RESULTS]
+)
+def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
+    types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
+    code = native.find_code(KernelSpec(kind, *types))
+    with Interrupts() as interrupts:
+        load_kernels([KernelSpec(kind, *types)], "numba", interrupts)
+    prove_function(code, native._loaded[code])
+    way = native.SHARED[kind][1] if kind in native.SHARED else None
+    argument, offset = RESULTS[kind]
+
+    def spoil(*arguments: int) -> None:
+        native._loaded[code](*arguments)
+        if way is None or way == arguments[-1]:
+            ctypes.c_ubyte.from_address(arguments[argument] + offset).value ^= 1
+
+    with pytest.raises(EngineUnavailable, match=f"^the compiled kernel {kind} gives another "):
+        prove_function(code, spoil)
+
+
+@SLOW
+@pytest.mark.parametrize("types", [("F32", "F64", "F64"), ("F64", "BF16", "F16"), ("F16", "F32", "BF16")])
+def test_kernels_of_mixed_types_are_proved(types: tuple[str, str, str]) -> None:
+    specs = [KernelSpec(kind, *types) for kind in RESULTS if kind != "expand"]
+    with Interrupts() as interrupts:
+        assert load_kernels(specs, "numba", interrupts).keys() == set(specs)
+
+
+# --- kernels on disk --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
+    """What is compiled from now on: kernels are kept in an empty folder, and a compiler copies what it made before."""
+    with Interrupts() as interrupts:
+        load_kernels([SUM], "numba", interrupts)
+    usual, made = objects.find_cache(), list[str]()
+
+    def copy(words: list[str], messages: Path | None) -> subprocess.Popen[bytes]:
+        for name in words[2:] if messages else ():
+            made.append(name)
+            shutil.copy(usual / f"dare.{name}.{machine.identify()}.o", words[1])
+        return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
+
+    monkeypatch.setattr(compiler, "_start", copy)
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    return made
+
+
+def run_command(models: list[Path], *flags: str) -> int:
+    """Merge as a new process would, with no kernels in memory."""
+    native._loaded.clear()
+    native._refused.clear()
+    output = models[0].with_name("out.safetensors")
+    return dare.main(["-b", str(models[0]), "-m", str(models[1]), "-o", str(output), *flags])
+
+
+def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
+    compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
+    assert run_command(models) == 0
+    assert capsys.readouterr().err == "compiling for this machine (BF16); later runs start at once\n"
+    [kernel] = (tmp_path / "kernels").glob("*.o")
+    assert kernel.name.startswith("dare.merge-BF16-BF16-BF16.")
+    older = kernel.with_name(kernel.name.rsplit(".", 2)[0] + ".0123456789abcdef.o")
+    older.write_bytes(b"another version's")
+    assert run_command(models, "--method", "ties") == 0, "with the same kernel"
+    assert "compiling for" not in capsys.readouterr().err
+    kernel.write_bytes(kernel.read_bytes()[:-1])
+    assert run_command(models) == 0
+    assert compiled == [str(MERGE)] * 2
+    assert older.exists()
+
+
+@POSIX
+@pytest.mark.parametrize("whose", ["another user's", "in a folder for all", "writable for all"])
+def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
+    compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch, whose: str
+) -> None:
+    support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
+    planted = tmp_path / "kernels" / objects.object_name(MERGE)
+    compiled.clear()
+    shutil.rmtree(planted.parent)
+    objects.store(make_object("the bits"), planted)
+    before = planted.read_bytes()
+    if whose == "another user's":
+        if os.geteuid() == 0:
+            os.chown(planted, 12345, -1)
+        else:
+            monkeypatch.setattr(os, "geteuid", Mock(return_value=os.geteuid() + 1))
+        reason = "belongs to another user"
+    else:
+        (planted if whose == "writable for all" else planted.parent).chmod(0o777)
+        reason = "others can write to "
+    assert run_command(models, "-q") == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ")
+    assert reason in line
+    assert line.endswith("so no kernel there is run: they are compiled for this run only")
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+    assert compiled == [str(MERGE)]
+    assert [path.read_bytes() for path in planted.parent.iterdir()] == [before], "and nothing is kept there"
+
+
+@POSIX
+def test_kernels_are_stored_so_that_nobody_else_can_write_to_them(
+    compiled: list[str], models: list[Path], tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        assert run_command(models) == 0
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path, *tmp_path.glob("kernels/*.o"))][1:] == [0o644]
+    assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o755
+    assert run_command(models) == 0
+    assert compiled == [str(MERGE)]
+
+
+def test_who_wants_what_is_being_compiled_waits_for_it(compiled: list[str], models: list[Path], tmp_path: Path) -> None:
+    assert run_command(models) == 0
+    kernel = tmp_path / "kernels" / objects.object_name(MERGE)
+    made = objects.read_object(kernel)
+    assert made is not None
+    kernel.unlink()
+    kernel.with_suffix(objects.MAKING).touch()
+    threading.Timer(0.3, objects.store, [made, kernel]).start()
+    assert run_command(models) == 0
+    assert compiled == [str(MERGE)], "and not once more"
+    kernel.unlink()
+    kernel.with_suffix(objects.MAKING).touch()
+    os.utime(kernel.with_suffix(objects.MAKING), (0, 0))
+    assert run_command(models) == 0
+    assert compiled == [str(MERGE)] * 2, "a process that died is not waited for"
+
+
+@SLOW
+def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compiler(
+    models: list[Path], tmp_path: Path
+) -> None:
+    environment, folder = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}, tmp_path / "kernels"
+    ways = [
+        [], ["--method", "ties", "--keep-ratio", "0.5"], ["--method", "slerp"], ["--method", "ram"],
+        ["--drop", "magnitude"], ["--drop", "della", "--drop-rate", "0.5"], ["--drop", "breadcrumbs"],
+        ["--rescale", "l1"],
+    ]  # fmt: skip
+    for number, way in enumerate(ways):
+        words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", *models[1:], "-o", tmp_path / "out", *way]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert ("compiling for this machine" in done.stderr) == (number == 0), way
+    deadline = time.monotonic() + 60
+    while list(folder.glob("*.making")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    kinds = {path.name.split("-")[0].removeprefix("dare.") for path in folder.iterdir()}
+    assert kinds == set(native.COMPANIONS)
+
+
+def test_kernels_depend_on_their_own_sources_and_on_nothing_else(tmp_path: Path, monkeypatch: Patch) -> None:
+    copy = copy_house(tmp_path) / "darelib"
+    identify, before = machine.identify.__wrapped__, machine.identify()
+    monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
+    for name in ("config.py", "run/worker.py", "kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "mask.py"):
+        (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
+        assert (identify() != before) == (name in ("kernels/tiles.py", "kernels/looks.py", "mask.py")), name
+        shutil.copy(HERE / "darelib" / name, copy / name)
+
+
+def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
+    compiled: list[str], models: list[Path], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    (tmp_path / "blocked").write_text("not a directory")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "blocked" / "below"))
+    assert (run_command(models), run_command(models)) == (0, 0)
+    assert compiled == [str(MERGE)] * 2
+    monkeypatch.delenv("NUMBA_CACHE_DIR")
+    monkeypatch.setattr(os, "access", lambda path, mode: "__pycache__" not in str(path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert run_command(models) == 0
+    assert len(list((tmp_path / "cache" / "dare").glob("*.o"))) == 1
+
+
+# --- the processes that compile ---------------------------------------------------------------------------------------
+
+
+def environment_of_compiler() -> dict[str, str]:
+    with patch.object(subprocess, "Popen") as started, tempfile.TemporaryDirectory() as folder:
+        compiler._start(["object", folder, str(MERGE)], None)
+    return started.call_args.kwargs["env"]
+
+
+@SLOW
+def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_what_it_likes(
+    models: list[Path], tmp_path: Path
+) -> None:
+    (tmp_path / "numba.py").write_text("raise SystemExit('from the working directory')")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONVERBOSE": "1"}
+    words = [sys.executable, HERE / "dare.py", "-q", "-b", models[0], "-m", models[1], "-o", "out.safetensors"]
+    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "cannot be used" in done.stderr) == (0, False)
+    assert len(list((tmp_path / "cache").glob("dare.merge-*.o"))) == 1
+
+
+def test_what_a_user_tells_numba_about_the_processor_holds(monkeypatch: Patch) -> None:
+    found = {machine.identify()}
+    for variable, value in (("NUMBA_ENABLE_AVX", "0"), ("NUMBA_CPU_FEATURES", "+sse2")):
+        for name in machine.FEATURE_VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(variable, value)
+        environment = environment_of_compiler()
+        assert {n: environment[n] for n in machine.FEATURE_VARIABLES if n in environment} == {variable: value}
+        found.add(machine.identify.__wrapped__())
+    assert len(found) == 3, "such kernels are kept apart"
+
+
+@SLOW
+def test_kernels_use_the_whole_width_of_the_vectors(monkeypatch: Patch) -> None:
+    if "+avx512f" not in machine.host_features():
+        pytest.skip("no vectors of 512 bits")
+    for name in machine.FEATURE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    code = (
+        "from darelib.kernels import KernelSpec, cpu; print(cpu.BUILDERS['merge'](KernelSpec('merge', *['BF16'] * 3))"
+    )
+    words, environment = [sys.executable, "-c", f"{code}.inspect_llvm())"], environment_of_compiler()
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.count("<16 x float>") > done.stdout.count("<8 x float>")
+
+
+@pytest.mark.parametrize("missing", ["llvmlite", "numba"])
+def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
+    models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch, missing: str
+) -> None:
+    support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
+    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(native, "_refused", {})
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
+    machine.load_llvmlite.cache_clear()
+    if missing == "llvmlite":
+        monkeypatch.setitem(sys.modules, "llvmlite", None)
+    else:  # which only the compiler loads
+        (tmp_path / "numba.py").write_text("raise ImportError('no such thing here')")
+        monkeypatch.syspath_prepend(tmp_path)
+    assert run_command(models, "-q") == 0
+    [warning] = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: Numba cannot be used (")
+    assert warning.endswith("so NumPy computes: the same result, many times slower")
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+    assert run_command(models, "-q", "--engine", "numba") == 1
+    assert "error: the engine numba cannot be used: " in capsys.readouterr().err
+
+
+@POSIX
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
+    models: list[Path], tmp_path: Path, sent: signal.Signals, status: int
+) -> None:
+    before = support.snapshot(tmp_path)
+    words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "compiling" in process.stderr.readline()
+    started = time.monotonic()
+    process.send_signal(sent)
+    _, error = process.communicate(timeout=60)
+    assert time.monotonic() - started < 2
+    assert (process.returncode, error.splitlines()[0]) == (status, "interrupted")
+    assert support.snapshot(tmp_path) == before

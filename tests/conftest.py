@@ -16,6 +16,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, since tests run side 
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and config.cache:
+        # Programs are started hundreds of times, and would compile their modules each time.
+        os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
     fuzz.THOROUGH = config.getoption("markexpr") != "not slow"
 
 

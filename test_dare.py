@@ -48,7 +48,7 @@ def bf16(values: Any) -> np.ndarray:
 
 
 def floats(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def write(path: Path, tensors: Model) -> Path:

@@ -155,8 +155,8 @@ def build_pack(spec: KernelSpec) -> Any:
     return parts.compile(pack_chunk)
 
 
-# What a kernel may call: every process has these.
-FROM_C: Final = frozenset({"memset", "memcpy", "memmove"})
+# What a kernel may call: every process has these (the last two on a Mac).
+FROM_C: Final = frozenset({"memset", "memcpy", "memmove", "bzero", "memset_pattern16"})
 
 BUILDERS: Final = {
     "merge": build_merge, "expand": build_expand, "pack": build_pack, "totals": looks.build_totals,

@@ -139,7 +139,7 @@ def keep(thinning: Thinning, delta: Array, bits: Array, thresholds: Array, bound
 
 def as_divisors(thresholds: Array, delta: Array) -> Array:
     """The probabilities by which they keep, in the type to compute in."""
-    return library(delta).asarray(thresholds, dtype=delta.dtype) / (1 << MASK_BITS)
+    return library(delta).asarray(thresholds, dtype=delta.dtype) / float(1 << MASK_BITS)
 
 
 def thin(delta: Array, mask: Array, divisors: Array | None, scale: float, floor: float = 0.0) -> Array:

@@ -203,8 +203,8 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
 
     def copy(words: list[str], messages: Path | None) -> subprocess.Popen[bytes]:
         for name in words[2:] if messages else ():
-            made.append(name)
-            shutil.copy(usual / f"dare.{name}.{machine.identify()}.o", words[1])
+            made.append(str(objects.code_of(name)))
+            shutil.copy(usual / name, words[1])
         return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
 
     monkeypatch.setattr(compiler, "_start", copy)
@@ -351,7 +351,7 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
 
 def environment_of_compiler() -> dict[str, str]:
     with patch.object(subprocess, "Popen") as started, tempfile.TemporaryDirectory() as folder:
-        compiler._start(["object", folder, str(MERGE)], None)
+        compiler._start(["object", folder, objects.object_name(MERGE)], None)
     return started.call_args.kwargs["env"]
 
 

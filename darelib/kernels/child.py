@@ -5,27 +5,32 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-from darelib.kernels import EngineUnavailable, KernelSpec, cpu
+from darelib.kernels import EngineUnavailable, cpu
 from darelib.kernels.machine import target_machine
 from darelib.kernels.native import load_object
-from darelib.kernels.objects import object_name, store, withdraw
+from darelib.kernels.objects import code_of, store, withdraw
 from darelib.kernels.proof import prove_function
 
 
 def work(how: str, folder: str, *names: str) -> None:
-    """how: object, for what is stored; here, for what Numba runs itself, where there is nothing to store."""
+    """Compile what object files of these names hold.
+
+    how: object, for them to be stored; here, for what Numba runs itself, where there is nothing to store.
+    """
     gc.disable()  # a compiler makes many objects, and lives for a few seconds
     try:
         for name in names:
-            code = KernelSpec(*name.split("-"))
+            code = code_of(name)
             if how == "here":
                 prove_function(code, cpu.run_here(code))
                 continue
             made = cpu.compile_object(code, target_machine())
             prove_function(code, load_object(code, made))
-            store(made, Path(folder, object_name(code)))
+            store(made, Path(folder, name))
     except EngineUnavailable as error:
         raise SystemExit(str(error)) from None
+    except Exception as error:  # of a compiler, which says much
+        raise SystemExit(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
     finally:
         for name in names:
-            withdraw(Path(folder, object_name(KernelSpec(*name.split("-")))))
+            withdraw(Path(folder, name))

@@ -52,7 +52,7 @@ def compile_objects(
 def prove_here(codes: Collection[KernelSpec], interrupts: Interrupts) -> None:
     """Let another process find out whether kernels that Numba compiles and runs itself can be used."""
     with _open_folder() as folder:
-        _work_off([["here", folder, *map(str, codes)]], [], folder, interrupts)
+        _work_off([["here", folder, *names] for names in _divide(codes, 1)], [], folder, interrupts)
 
 
 @contextmanager
@@ -65,8 +65,8 @@ def _open_folder() -> Iterator[str]:
 
 
 def _divide(codes: Collection[KernelSpec], shares: int) -> list[list[str]]:
-    """Their names, in so many lists or fewer: to load Numba takes as long as to compile a kernel."""
-    names = list(map(str, codes))
+    """The names of their object files, in so many lists or fewer: Numba takes as long to load as to compile."""
+    names = [object_name(code) for code in codes]
     return [names[start::shares] for start in range(min(shares, len(names)))]
 
 

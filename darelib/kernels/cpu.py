@@ -59,7 +59,7 @@ def build_merge(spec: KernelSpec) -> Any:
                 against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
                 thin_model(
                     finetuned_all[i], start, count - start, first_tile + tile, model, against, bits, limits[i], dense,
-                    size, scratch[DIVISOR_ROW], kept[i], merged, threshold,
+                    size, scratch[DIVISOR_ROW], kept[i], merged, threshold, way != ADD,
                 )  # fmt: skip
                 model.size += fold_tile(size)
             if way != ADD:

@@ -73,6 +73,7 @@ def build_totals(spec: KernelSpec) -> Any:
                     thin_model(
                         finetuned_all[i], start, count - start, first_tile + tile, model, against, bits, limits[i],
                         dense, size, scratch[DIVISOR_ROW], kept, right if model.number else left, real(0),
+                        way == ADD_SIZES,
                     )  # fmt: skip
                 if way == ADD_SIZES:
                     for j in range(TILE):

@@ -24,6 +24,11 @@ def object_name(code: KernelSpec) -> str:
     return f"dare.{code}.{identify()}.o"
 
 
+def code_of(name: str) -> KernelSpec:
+    """What an object file of this name holds."""
+    return KernelSpec(*name.split(".")[1].split("-"))
+
+
 def find_cache() -> Path:
     """Where compiled kernels are kept: NUMBA_CACHE_DIR, or beside this file, or in the user's cache."""
     if chosen := os.environ.get("NUMBA_CACHE_DIR"):

@@ -115,18 +115,15 @@ class Parts:
     def _thin_model(self) -> Any:
         """The heart of all kernels: one tile of one model, from its stored values to its thinned deltas.
 
-        They are what a row holds then, and are added to a total.
+        They are added to a total; apart: they are what a row holds, too.
         """
         draw_bits, unpack_tile, choose_by_size = inline(tiles.draw), self.unpack, self._choose_by_size()
-        choose_by_rank, thin_row, thin_rare = (
-            inline(tiles.choose_by_rank),
-            self._thin_row(rare=False),
-            self._thin_row(rare=True),
-        )
+        choose_by_rank, thin_row = inline(tiles.choose_by_rank), self._thin_row()
+        thin_apart, thin_rare = self._thin_row(apart=True), self._thin_row(apart=True, rare=True)
 
         def thin_model(  # compiled
             values: Any, start: int, width: int, tile: int, model: Any, base: Any, bits: Any, limits: Any, dense: Any,
-            size: Any, divisors: Any, row: Any, total: Any, threshold: Any,
+            size: Any, divisors: Any, row: Any, total: Any, threshold: Any, apart: bool,
         ) -> None:  # fmt: skip
             limit = np.uint16(model.limit)
             raw = values[start : start + TILE]
@@ -141,6 +138,8 @@ class Parts:
                 raw = dense
             if model.stored or model.divided or model.floor > 0:
                 thin_rare(raw, model, base, bits, limit, size, divisors, row, total, threshold)
+            elif apart:
+                thin_apart(raw, model, base, bits, limit, size, divisors, row, total, threshold)
             else:
                 thin_row(raw, model, base, bits, limit, size, divisors, row, total, threshold)
             for j in range(width, TILE):  # what pads a last tile was counted too
@@ -165,7 +164,7 @@ class Parts:
 
         return inline(choose_by_size)
 
-    def _thin_row(self, rare: bool) -> Any:
+    def _thin_row(self, apart: bool = False, rare: bool = False) -> Any:
         """rare: of a model that is packed (there are only some entries, and nothing has changed elsewhere), divided
         (each entry by its own divisor) or trimmed."""
         decode, real, unsigned = self.decode_finetuned, self.real, self.unsigned
@@ -195,7 +194,8 @@ class Parts:
                     scaled = scaled / divisors[j] if divided else scaled
                     scaled = scaled if magnitude >= floor else real(0)
                 kept = scaled if survives else real(0)
-                row[j] = kept
+                if apart:
+                    row[j] = kept
                 total[j] += kept
             model.peak = peak
             model.above += np.uint64(above)

@@ -65,6 +65,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (darelib.pack, darelib.models.packed):
         monkeypatch.setattr(module, "BLOCK", 4096)
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 2048
+    TUNING.many_threads = 1 << 30  # whose chunks would be larger than a block
 
 
 @pytest.fixture

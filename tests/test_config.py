@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 
 import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger
+from darelib import kernels
 from darelib.kernels import EngineUnavailable, here, native
 from darelib.models import tensorfile
 from darelib.output.publish import Output
@@ -284,6 +285,7 @@ def test_short_names_of_types_make_the_same_bytes(models: Models, tmp_path: Path
 def test_flags_and_toml_choose_an_engine(models: Models, refused: Refused, capsys: Capture, monkeypatch: Patch) -> None:
     assert dare.main(["-q", "--engine", "numba", *MERGE]) == 0
     made = {OUT.read_bytes()}
+    monkeypatch.setattr(kernels, "_refused", {})
     for engine in (native, here):
         monkeypatch.setattr(engine, "load_kernels", Mock(side_effect=EngineUnavailable("it is out of order")))
     refused(1, "the engine numba cannot be used: it is out of order", *MERGE, "--engine", "numba")

@@ -18,6 +18,7 @@ import llvmlite.binding as llvm
 import pytest
 
 import dare
+from darelib import kernels
 from darelib.interrupts import Interrupts
 from darelib.kernels import EngineUnavailable, KernelSpec, compiler, here, load_kernels, machine, native, objects
 from darelib.kernels.proof import prove_function
@@ -88,7 +89,7 @@ def copy_house(folder: Path) -> Path:
 
 def merge_in(house: Path, models: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
     words = ["-q", "-b", models[0], "-m", *models[1:], "-o", models[0].with_name("out.safetensors"), *flags]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(house.parent / "kernels"), "PYTHONPATH": ""}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(house.parent / "kernels")}
     command = [sys.executable, house / "dare.py", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -132,15 +133,15 @@ def test_where_stored_kernels_cannot_be_used_numba_takes_over(models: list[Path]
 
 def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Patch) -> None:
     tried = Mock(side_effect=EngineUnavailable("it is out of order"))
-    monkeypatch.setattr(native, "compile_objects", tried)
-    monkeypatch.setattr(native, "find_cache", lambda: Path("nowhere"))
-    monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(native, "_refused", {})
+    monkeypatch.setattr(native, "load_kernels", tried)
+    monkeypatch.setattr(here, "load_kernels", tried)
+    monkeypatch.setattr(kernels, "_refused", {})
     with Interrupts() as interrupts:
-        for _ in range(2):
-            with pytest.raises(EngineUnavailable, match="it is out of order"):
-                native.load_kernels([SUM], interrupts)
-    assert tried.call_count == 1
+        for _ in range(3):
+            assert load_kernels([SUM], "auto", interrupts)
+        with pytest.raises(dare.DareError, match="it is out of order"):
+            load_kernels([SUM], "numba", interrupts)
+    assert tried.call_count == 2
 
 
 def test_numba_in_this_process_is_proved_too(monkeypatch: Patch) -> None:
@@ -183,6 +184,41 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
         prove_function(code, spoil)
 
 
+# By kernel: what a compiler might get wrong, where the sources say it.
+MUTANTS = [
+    ("merge", "tiles", " if share[j] > 0 else zero", ""),
+    ("merge", "tiles", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
+    ("merge", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
+    ("merge", "parts", "pad_rows(finetuned, count, tiles * TILE)", "pass"),
+    ("merge", "parts", "pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)", "pass"),
+    ("merge", "parts", "(at_low if is_low else at_high)", "at_low"),
+    ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
+    ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
+    ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
+    ("rank", "tiles", "passes = max(1, ", "passes = ("),
+    ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
+    ("measure", "tiles", "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)", "place"),
+    ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
+    ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
+]
+
+
+@SLOW
+@pytest.mark.parametrize(("kind", "module", "right", "wrong"), MUTANTS)
+def test_what_a_compiler_might_get_wrong_is_found(
+    tmp_path: Path, kind: str, module: str, right: str, wrong: str
+) -> None:
+    path = copy_house(tmp_path) / "darelib" / "kernels" / f"{module}.py"
+    assert path.read_text().count(right) == 1
+    path.write_text(path.read_text().replace(right, wrong))
+    types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
+    name = f"dare.{native.find_code(KernelSpec(kind, *types))}.o"
+    words = [sys.executable, "-c", compiler.CHILD, "object", tmp_path, name]
+    done = subprocess.run(words, cwd=tmp_path / "house", capture_output=True, text=True, timeout=300)
+    assert done.returncode < 0 or " than its definition" in done.stderr
+    assert not (tmp_path / name).exists()
+
+
 @SLOW
 @pytest.mark.parametrize("types", [("F32", "F64", "F64"), ("F64", "BF16", "F16"), ("F16", "F32", "BF16")])
 def test_kernels_of_mixed_types_are_proved(types: tuple[str, str, str]) -> None:
@@ -216,7 +252,7 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
 def run_command(models: list[Path], *flags: str) -> int:
     """Merge as a new process would, with no kernels in memory."""
     native._loaded.clear()
-    native._refused.clear()
+    kernels._refused.clear()
     output = models[0].with_name("out.safetensors")
     return dare.main(["-b", str(models[0]), "-m", str(models[1]), "-o", str(output), *flags])
 
@@ -232,9 +268,11 @@ def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
     older.write_bytes(b"another version's")
     assert run_command(models, "--method", "ties") == 0, "with the same kernel"
     assert "compiling for" not in capsys.readouterr().err
-    kernel.write_bytes(kernel.read_bytes()[:-1])
-    assert run_command(models) == 0
-    assert compiled == [str(MERGE)] * 2
+    whole = kernel.read_bytes()
+    for damaged in (whole[:-1], older.read_bytes(), objects._digest(older, whole[32:]) + whole[32:]):
+        kernel.write_bytes(damaged)  # the last has another file's name
+        assert run_command(models) == 0
+    assert compiled == [str(MERGE)] * 4
     assert older.exists()
 
 
@@ -277,7 +315,7 @@ def test_kernels_are_stored_so_that_nobody_else_can_write_to_them(
         assert run_command(models) == 0
     finally:
         os.umask(before)
-    assert [path.stat().st_mode & 0o777 for path in (tmp_path, *tmp_path.glob("kernels/*.o"))][1:] == [0o644]
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.glob("kernels/*.o")] == [0o644]
     assert (tmp_path / "kernels").stat().st_mode & 0o777 == 0o755
     assert run_command(models) == 0
     assert compiled == [str(MERGE)]
@@ -293,11 +331,12 @@ def test_who_wants_what_is_being_compiled_waits_for_it(compiled: list[str], mode
     threading.Timer(0.3, objects.store, [made, kernel]).start()
     assert run_command(models) == 0
     assert compiled == [str(MERGE)], "and not once more"
-    kernel.unlink()
-    kernel.with_suffix(objects.MAKING).touch()
-    os.utime(kernel.with_suffix(objects.MAKING), (0, 0))
-    assert run_command(models) == 0
-    assert compiled == [str(MERGE)] * 2, "a process that died is not waited for"
+    for said in (0, time.time() + 3600):  # by a process that died, or by another clock
+        kernel.unlink()
+        objects.announce(kernel)
+        os.utime(kernel.with_suffix(objects.MAKING), (said, said))
+        assert run_command(models) == 0
+    assert compiled == [str(MERGE)] * 3
 
 
 @SLOW
@@ -314,7 +353,7 @@ def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compile
         words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", *models[1:], "-o", tmp_path / "out", *way]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        assert ("compiling for this machine" in done.stderr) == (number == 0), way
+        assert ("compiling for this machine (" in done.stderr) == (number == 0), way
     deadline = time.monotonic() + 60
     while list(folder.glob("*.making")) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -326,24 +365,29 @@ def test_kernels_depend_on_their_own_sources_and_on_nothing_else(tmp_path: Path,
     copy = copy_house(tmp_path) / "darelib"
     identify, before = machine.identify.__wrapped__, machine.identify()
     monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
-    for name in ("config.py", "run/worker.py", "kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "mask.py"):
+    needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "mask.py")
+    for name in ("config.py", "run/worker.py", "kernels/tensors.py", *needed):
         (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
-        assert (identify() != before) == (name in ("kernels/tiles.py", "kernels/looks.py", "mask.py")), name
+        assert (identify() != before) == (name in needed), name
         shutil.copy(HERE / "darelib" / name, copy / name)
 
 
 def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
-    compiled: list[str], models: list[Path], tmp_path: Path, monkeypatch: Patch
+    compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     (tmp_path / "blocked").write_text("not a directory")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "blocked" / "below"))
     assert (run_command(models), run_command(models)) == (0, 0)
     assert compiled == [str(MERGE)] * 2
+    assert capsys.readouterr().err.count("compiling for this machine (BF16)\n") == 2, "nothing is promised"
     monkeypatch.delenv("NUMBA_CACHE_DIR")
     monkeypatch.setattr(os, "access", lambda path, mode: "__pycache__" not in str(path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert run_command(models) == 0
     assert len(list((tmp_path / "cache" / "dare").glob("*.o"))) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", "somewhere")
+    assert run_command(models) == 0
+    assert not Path("somewhere").exists(), "the working directory is no place for machine code"
 
 
 # --- the processes that compile ---------------------------------------------------------------------------------------
@@ -399,7 +443,7 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
 ) -> None:
     support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
     monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(native, "_refused", {})
+    monkeypatch.setattr(kernels, "_refused", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
     machine.load_llvmlite.cache_clear()
     if missing == "llvmlite":

@@ -52,14 +52,20 @@ TAKEN_OVER: Final = {
     "plain": "Numba cannot be used (%s), so NumPy computes: the same result, many times slower",
 }
 
+_refused: dict[tuple[str, frozenset[KernelSpec]], EngineUnavailable] = {}  # what failed once is not tried again
+
 
 def load_kernels(specs: Collection[KernelSpec], engine: str, interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
     """The kernels of an engine, or of the first that can be used."""
     reason = None
     for name in ENGINES if engine == "auto" else (engine,):
+        attempt = name, frozenset(specs)
         try:
+            if attempt in _refused:
+                raise _refused[attempt]
             kernels = importlib.import_module(ENGINES[name]).load_kernels(specs, interrupts)
         except EngineUnavailable as error:
+            _refused[attempt] = error
             reason = reason or error
             continue
         if reason:

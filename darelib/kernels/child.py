@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 from pathlib import Path
 
 from darelib.kernels import EngineUnavailable, cpu
 from darelib.kernels.machine import target_machine
 from darelib.kernels.native import load_object
-from darelib.kernels.objects import code_of, store, withdraw
+from darelib.kernels.objects import announce, code_of, is_announced, store, withdraw
 from darelib.kernels.proof import prove_function
 
 
@@ -19,7 +20,8 @@ def work(how: str, folder: str, *names: str) -> None:
     """
     gc.disable()  # a compiler makes many objects, and lives for a few seconds
     try:
-        for name in names:
+        for number, name in enumerate(names):
+            _say_again([Path(folder, name) for name in names[number:]])
             code = code_of(name)
             if how == "here":
                 prove_function(code, cpu.run_here(code))
@@ -34,3 +36,11 @@ def work(how: str, folder: str, *names: str) -> None:
     finally:
         for name in names:
             withdraw(Path(folder, name))
+
+
+def _say_again(paths: list[Path]) -> None:
+    """That they are being made, where that was said at all."""
+    for path in paths:
+        with suppress(OSError):
+            if is_announced(path):
+                announce(path)

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +29,7 @@ _background: list[Process] = []  # which nobody waits for
 
 
 def compile_objects(
-    wanted: Collection[KernelSpec], others: Mapping[KernelSpec, Path], interrupts: Interrupts, kept: bool = True
+    wanted: Collection[KernelSpec], others: Mapping[KernelSpec, Path], interrupts: Interrupts, kept: bool
 ) -> dict[KernelSpec, bytes]:
     """The machine code of kernels, proved.
 
@@ -58,7 +58,7 @@ def prove_here(codes: Collection[KernelSpec], interrupts: Interrupts) -> None:
 @contextmanager
 def _open_folder() -> Iterator[str]:
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             yield folder
     except OSError as error:  # such as a full disk, or where Python is part of another program
         raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
@@ -79,7 +79,7 @@ def _work_off(jobs: Sequence[list[str]], aside: Sequence[list[str]], folder: str
             running[_start(words, messages)] = messages
         while running:
             if len(running) < count_cores() and not background:
-                background += [_start(words, None) for words in aside]
+                background += _start_aside(aside)
             for process in [process for process in running if process.poll() is not None]:
                 interrupts.check()  # which may be why it ended
                 messages = running.pop(process)
@@ -94,7 +94,16 @@ def _work_off(jobs: Sequence[list[str]], aside: Sequence[list[str]], folder: str
             process.kill()
             process.wait()
         raise
-    _background.extend(background or [_start(words, None) for words in aside])
+    _background[:] = [process for process in _background if process.poll() is None]
+    _background.extend(background or _start_aside(aside))
+
+
+def _start_aside(jobs: Sequence[list[str]]) -> list[Process]:
+    started = []
+    with suppress(OSError):  # where there is no room for another process, the merge needs none
+        for words in jobs:
+            started.append(_start(words, None))
+    return started
 
 
 def _explain(status: int, messages: str) -> str:
@@ -106,7 +115,7 @@ def _explain(status: int, messages: str) -> str:
 
 
 def _start(words: Sequence[str], messages: Path | None) -> Process:
-    """messages: a file for what it says; None: for one that is in nobody's way, either."""
+    """messages: a file for what it says, if anybody will read that."""
     root = str(Path(__file__).parent.parent.parent)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),

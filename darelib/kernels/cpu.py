@@ -27,7 +27,7 @@ from darelib.mask import TILE
 
 
 def build_merge(spec: KernelSpec) -> Any:
-    """The loop that merges one chunk: decode, subtract, mask, combine, encode. way: as WAYS has it."""
+    """The loop that merges one chunk: decode, subtract, mask, combine, encode. way: ADD, ELECT or AVERAGE."""
     parts = share_parts(spec.base, spec.finetuned, spec.output)
     carray, real, unsigned, decode, encode = numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
     open_buffers, thin_model, decode_finetuned = parts.open, parts.thin, parts.decode_finetuned

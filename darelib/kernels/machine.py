@@ -11,12 +11,15 @@ from typing import Any, Final
 
 from darelib.kernels import EngineUnavailable
 
-# What the machine code depends on; an edit elsewhere recompiles nothing.
+# What the machine code and its proof depend on; an edit elsewhere recompiles nothing.
 SOURCES: Final = (
     "kernels/__init__.py",
     "kernels/cpu.py",
+    "kernels/fallback.py",
     "kernels/looks.py",
+    "kernels/native.py",
     "kernels/parts.py",
+    "kernels/plain.py",
     "kernels/proof.py",
     "kernels/records.py",
     "kernels/tiles.py",

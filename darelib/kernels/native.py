@@ -7,16 +7,18 @@ process. So child processes compile, and this one loads the object files by llvm
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, Final
 
 from darelib.formats import FORMATS
 from darelib.interrupts import Interrupts
-from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
+from darelib.kernels import Kernel, KernelSpec
 from darelib.kernels.compiler import compile_objects
 from darelib.kernels.machine import load_llvmlite, target_machine
-from darelib.kernels.objects import find_cache, find_doubt, is_announced, object_name, read_object, store
+from darelib.kernels.objects import can_keep, find_cache, find_doubt, is_announced, object_name, read_object, store
 from darelib.kernels.records import ADD, ADD_SIZES, AVERAGE, ELECT, MULTIPLY
 from darelib.text import LOG
 from darelib.tuning import TUNING
@@ -35,22 +37,14 @@ COMPANIONS: Final = ("merge", "count", "totals", "rank", "pack", "measure")
 Function = Callable[..., Any]  # of nine addresses, then whole numbers
 
 _loaded: dict[KernelSpec, Function] = {}
-_refused: dict[KernelSpec, str] = {}  # and why
 
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
     """The kernels as functions that run without the interpreter's lock; what was never compiled is compiled first."""
     codes = {spec: find_code(spec) for spec in specs}
     wanted = sorted({*codes.values()} - _loaded.keys(), key=str)
-    for code in wanted:
-        if code in _refused:
-            raise EngineUnavailable(_refused[code])
     if wanted:
-        try:
-            _loaded.update({code: load_object(code, made) for code, made in _find_objects(wanted, interrupts).items()})
-        except EngineUnavailable as error:
-            _refused.update(dict.fromkeys(wanted, str(error)))
-            raise
+        _loaded.update({code: load_object(code, made) for code, made in _find_objects(wanted, interrupts).items()})
     return {spec: bind(spec, _loaded[code]) for spec, code in codes.items()}
 
 
@@ -79,19 +73,29 @@ def _find_objects(wanted: Collection[KernelSpec], interrupts: Interrupts) -> dic
     if doubt:
         LOG.warning(f"{doubt}, so no kernel there is run: they are compiled for this run only")
         return compile_objects(wanted, {}, interrupts, kept=False)
-    for path in paths.values():
-        while not path.exists() and is_announced(path):
-            time.sleep(TUNING.poll_seconds / 5)
-            interrupts.check()
+    _await(paths.values(), interrupts)
     known = {code: made for code, path in paths.items() if (made := read_object(path))}
     missing = [code for code in wanted if code not in known]
     if missing:
+        kept = can_keep(folder)
         companions = [companion for code in missing for companion in list_companions(code) if companion not in wanted]
-        others = {code: path for code in companions if not (path := folder / object_name(code)).exists()}
-        known |= compile_objects(missing, others, interrupts)
+        others = {code: folder / object_name(code) for code in companions if kept}
+        others = {code: path for code, path in others.items() if not (os.path.exists(path) or is_announced(path))}
+        known |= compile_objects(missing, others, interrupts, kept)
         for code in missing:
             store(known[code], paths[code])
     return known
+
+
+def _await(paths: Collection[Path], interrupts: Interrupts) -> None:
+    """Wait for what another process is about to store."""
+    said = False
+    while any(is_announced(path) and not os.path.exists(path) for path in paths):
+        if not said:
+            LOG.info("waiting for what another process is compiling for this machine")
+        said = True
+        time.sleep(TUNING.poll_seconds / 5)
+        interrupts.check()
 
 
 def load_object(code: KernelSpec, made: bytes) -> Function:
@@ -106,7 +110,8 @@ def load_object(code: KernelSpec, made: bytes) -> Function:
     first = ctypes.addressof(slots)
 
     def call(*arguments: int, _owners: Any = (engine, slots)) -> None:  # which live as long as the function
-        function(first, first + 8, *arguments)
+        if function(first, first + 8, *arguments):
+            raise RuntimeError(f"the kernel {code.kind} failed")
 
     return call
 

@@ -15,9 +15,9 @@ from typing import Final
 from darelib.kernels import KernelSpec
 from darelib.kernels.machine import identify
 
-# What stands beside an object file that is being made, and how long that is believed.
+# What stands beside an object file that is being made, and how long that is believed unless it is said again.
 MAKING: Final = ".making"
-MAKING_SECONDS: Final = 30
+MAKING_SECONDS: Final = 15
 
 
 def object_name(code: KernelSpec) -> str:
@@ -36,16 +36,27 @@ def find_cache() -> Path:
     beside = Path(__file__).absolute().parent / "__pycache__" / "kernels"
     with suppress(OSError):
         beside.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if os.access(beside, os.W_OK) and not find_doubt(beside):
+        return beside
     users = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return beside if os.access(beside, os.W_OK) else Path(users, "dare")
+    # Where a user has no home, or says so with a relative path, the working directory is no place for machine code.
+    return Path(users, "dare") if os.path.isabs(users) else beside
+
+
+def can_keep(folder: Path) -> bool:
+    """Whether something can be stored there, or that folder made."""
+    nearest = next((path for path in (folder, *folder.absolute().parents) if os.path.exists(path)), folder)
+    return os.path.isdir(nearest) and os.access(nearest, os.W_OK)
 
 
 def find_doubt(path: Path) -> str | None:
     """Why what is there may be another user's, if it is there and may be."""
-    try:
-        told = path.stat()
-    except OSError:
-        return None
+    with suppress(OSError):
+        return _doubt(path.stat(), path)
+    return None
+
+
+def _doubt(told: os.stat_result, path: Path) -> str | None:
     if not hasattr(os, "geteuid"):
         return None
     if told.st_uid not in (0, os.geteuid()):
@@ -55,12 +66,16 @@ def find_doubt(path: Path) -> str | None:
 
 
 def read_object(path: Path) -> bytes | None:
-    """The code in an object file; a file that a crash cut short must not be run."""
-    with suppress(OSError):
-        stored = path.read_bytes()
-        if hashlib.sha256(stored[32:]).digest() == stored[:32]:
-            return stored[32:]
+    """The code in an object file; one that a crash cut short, or that was given another name, must not be run."""
+    with suppress(OSError), open(path, "rb") as file:
+        stored = file.read()
+        whole = _digest(path, stored[32:]) == stored[:32]
+        return stored[32:] if whole and not _doubt(os.fstat(file.fileno()), path) else None
     return None
+
+
+def _digest(path: Path, made: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + made).digest()
 
 
 @contextmanager
@@ -70,7 +85,7 @@ def announced(paths: Collection[Path]) -> Iterator[None]:
     for path in paths:
         with suppress(OSError):
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            path.with_suffix(MAKING).touch()
+            announce(path)
     try:
         yield
     except BaseException:
@@ -82,6 +97,10 @@ def announced(paths: Collection[Path]) -> Iterator[None]:
         raise
 
 
+def announce(path: Path) -> None:
+    path.with_suffix(MAKING).touch()
+
+
 def withdraw(path: Path) -> None:
     with suppress(OSError):
         path.with_suffix(MAKING).unlink()
@@ -90,7 +109,7 @@ def withdraw(path: Path) -> None:
 def is_announced(path: Path) -> bool:
     """Whether an object file will soon be there: a process that says so and dies is not believed for long."""
     with suppress(OSError):
-        return time.time() - path.with_suffix(MAKING).stat().st_mtime < MAKING_SECONDS
+        return abs(time.time() - path.with_suffix(MAKING).stat().st_mtime) < MAKING_SECONDS
     return False
 
 
@@ -100,7 +119,7 @@ def store(made: bytes, path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         with open(unfinished, "xb", opener=partial(os.open, mode=0o644)) as file:
-            file.write(hashlib.sha256(made).digest() + made)
+            file.write(_digest(path, made) + made)
         unfinished.replace(path)
     except OSError:
         with suppress(OSError):

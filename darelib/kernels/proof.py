@@ -20,9 +20,9 @@ from darelib.mask import TILE
 Record = Mapping[str, float]
 Array = NDArray[Any]
 
-# Elements of a chunk, whose last tile is not full, and its place in a tensor.
+# Elements of a chunk, whose last tile is not full, and its place in a tensor, beyond 2^32 elements.
 COUNT: Final = 2 * TILE + 37
-FIRST_TILE: Final = 5
+FIRST_TILE: Final = (1 << 25) + 5
 ALL: Final = 0xFFFF  # the limit of a mask that keeps everything
 TENTH: Final = 6552
 LOW: Final = 2.0**-10
@@ -38,11 +38,13 @@ RANKED: Final[Record] = {"ranked": 1, "scale": 0.2, "weight": 1}
 DIVIDED: Final[Record] = {"ranked": 1, "divided": 1, "scale": 0.1, "weight": 1}
 DENSE: Final = (WHOLE, DROPPED, ADAPTER, BOUNDED, BOUNDED_ALL, RANKED, DIVIDED, PACKED)
 TENSOR: Final[Record] = {"lambda_coeff": 0.9, "base_share": 0.25, "first_share": 0.3, "threshold": 0.001}
-# Zeros of either sign, and values whose differences are the bounds above, in all types.
+# Zeros of either sign, and values whose differences are the bounds above, in all types: each many times.
+SPECIAL: Final = slice(8, 8 + 7 * 40)
 BASE_SPECIAL: Final = (0.0, -0.0, 0.5, 0.5625, 0.75, 0.0, 0.0)
 MODEL_SPECIAL: Final = (-0.0, 0.0, 0.5625, 0.5, 0.5, LOW, -LOW)
-# Places of what is not finite.
-BROKEN: Final = (30, 31, TILE + 1)
+SUBNORMAL: Final = slice(300, 302)
+# What is not finite, or very large, in models, and where.
+BROKEN: Final = {310: math.inf, 311: math.nan, 312: -math.inf, TILE + 400: 6e4}
 # What kernels find, of each model and of the tensor.
 MERGED: Final = (("peak", "above", "kept", "size", "next"), ("peak", "base_size"))
 FOUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
@@ -102,11 +104,13 @@ def _list_cases(spec: KernelSpec) -> Iterator[tuple[Sequence[Record], Record, bo
         case "measure":
             yield (WHOLE, ADAPTER, DROPPED, PACKED), TENSOR, False
             yield (WHOLE, ADAPTER), TENSOR, False
+            yield (WHOLE, ADAPTER), TENSOR, True
         case "pack":
             yield (DROPPED,), {}, False
         case _:
             yield (*DENSE, TRIMMED), TENSOR, False
             yield (*DENSE, TRIMMED), TENSOR, True
+            yield (DROPPED, ADAPTER, DROPPED), {**TENSOR, "base_share": 0, "first_share": 0}, False
             yield (WHOLE,), {**TENSOR, "exact": 1}, False
             yield (), TENSOR, False
 
@@ -115,17 +119,19 @@ def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bo
     """What a kernel is given; the same every time."""
     rng = np.random.default_rng(0)
     buffers = Buffers(len(models), 3 * TILE * WIDEST, [spec.kind], ranked=1)
+    for used in (buffers.base, buffers.finetuned, buffers.output, buffers.scratch, buffers.limits):
+        used.view(np.uint8)[:] = rng.integers(0, 256, used.nbytes, np.uint8).reshape(used.view(np.uint8).shape)
     base = rng.normal(0, 0.02, COUNT)
-    base[8:15] = BASE_SPECIAL
+    base[SPECIAL] = np.tile(BASE_SPECIAL, 40)
     _put(buffers.base, base, spec.base)
     for i, model in enumerate(models):
         values = rng.normal(0, 0.01, COUNT)
         values[::7] = 0
-        values[8:15] = MODEL_SPECIAL
         if not model.get("is_delta"):
-            values[15:] += base[15:]
-        if broken and i < len(BROKEN):
-            values[BROKEN[i]] = (math.inf, math.nan, -math.inf)[i]
+            values += base
+        values[SPECIAL] = np.tile(MODEL_SPECIAL, 40)
+        if broken and not model.get("stored"):
+            values[list(BROKEN)] = list(BROKEN.values())
         _put(buffers.finetuned[i], values, spec.finetuned)
         buffers.limits[i, :COUNT] = rng.integers(0, 1 << 16, COUNT)
         for name, value in {"key_0": 7 * i, "key_1": 1234567890 + i, **model}.items():
@@ -137,7 +143,7 @@ def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bo
 
 def _put(row: Array, values: Array, dtype: str) -> None:
     raw = plain.encode(values, dtype)
-    raw[16:18] = 1, 1 << (FORMATS[dtype].bits - 1) | 1  # the smallest subnormals
+    raw[SUBNORMAL] = 1, 1 << (FORMATS[dtype].bits - 1) | 1  # the smallest
     row[: raw.nbytes] = raw.view(np.uint8)
 
 
@@ -145,16 +151,18 @@ def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> list[tuple[
     """What a kernel has found; where values are not finite, that they were noticed, and what is beside them."""
     of_models, of_tensor = FOUND[spec.kind]
     output = buffers.output[: COUNT * FORMATS[spec.output].itemsize].view(FORMATS[spec.output].raw)
+    counts = buffers.counts[:, : LANES * BINS].reshape(-1, LANES, BINS).sum(1) if spec.kind == "measure" else None
     if broken and "peak" in of_models:
         peaks = np.append(buffers.models["peak"], buffers.tensor["peak"]).astype(FORMATS[spec.real].raw)
-        return [("peak", np.isfinite(peaks.view(FORMATS[spec.real].real))), ("output", np.delete(output, BROKEN))]
+        beside = np.delete(output, list(BROKEN)) if counts is None else counts
+        return [("peak", np.isfinite(peaks.view(FORMATS[spec.real].real))), ("output", beside)]
     found = [(name, buffers.models[name]) for name in of_models]
     found += [(name, buffers.tensor[name]) for name in of_tensor]
     match spec.kind:
         case "count":
             found.append(("count", buffers.counts))
         case "measure":
-            found.append(("count", buffers.counts[:, : LANES * BINS].reshape(-1, LANES, BINS).sum(1)))
+            found.append(("count", np.asarray(counts)))
             found.append(("pair", buffers.pairs))
         case "pack" | "sum" | "elect" | "average":
             found.append(("output", output))
@@ -162,18 +170,20 @@ def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> list[tuple[
 
 
 def _compare_ranks(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
-    """Rows of a few entries, of many, and of more than are sorted by fewer bits at a time."""
+    """Rows of a few entries, of many, and of more than are sorted by fewer bits at a time; some of equal deltas."""
     rng, skipped = np.random.default_rng(0), 3
     for width in (7, TILE, 4 * TILE + 5):
-        count = -(-2 * TILE // width) * width
+        count = max(3, 2 * TILE // width) * width
         rows = [np.zeros(count * FORMATS[name].itemsize, np.uint8) for name in (spec.base, spec.finetuned)]
         base = rng.normal(0, 0.02, count)
         values = base + np.round(rng.normal(0, 3, count)) / 256  # often the same
-        values[20:23] = math.nan, math.inf, -math.inf
+        values[width : 2 * width] = base[width : 2 * width]
+        base[2 * width : 3 * width], values[2 * width : 3 * width] = 0.5, 0.75
+        values[2:5] = math.nan, math.inf, -math.inf
         for row, numbers, dtype in zip(rows, (base, values), (spec.base, spec.finetuned), strict=True):
-            _put(row, numbers, dtype)
+            row[:] = plain.encode(numbers, dtype).view(np.uint8)
         by_rank = rng.integers(0, 1 << 16, width).astype(np.uint16)
-        order = np.zeros(3 * width + SORT_COUNTERS // 2, np.uint64)
+        order = np.full(3 * width + SORT_COUNTERS // 2, 0xABCDEF0123456789, np.uint64)
         for is_delta in (False, True):
             limits = [np.zeros(count - skipped - 2, np.uint16) for _ in range(2)]
             for run, found in zip((compiled, defined), limits, strict=True):

@@ -89,7 +89,7 @@ def copy_house(folder: Path) -> Path:
 
 def merge_in(house: Path, models: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
     words = ["-q", "-b", models[0], "-m", *models[1:], "-o", models[0].with_name("out.safetensors"), *flags]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(house.parent / "kernels")}
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(house.parent / "kernels"), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, house / "dare.py", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -213,7 +213,7 @@ def test_what_a_compiler_might_get_wrong_is_found(
     path.write_text(path.read_text().replace(right, wrong))
     types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
     name = f"dare.{native.find_code(KernelSpec(kind, *types))}.o"
-    words = [sys.executable, "-c", compiler.CHILD, "object", tmp_path, name]
+    words = [sys.executable, "-c", compiler.CHILD, "object", tmp_path / name]
     done = subprocess.run(words, cwd=tmp_path / "house", capture_output=True, text=True, timeout=300)
     assert done.returncode < 0 or " than its definition" in done.stderr
     assert not (tmp_path / name).exists()
@@ -237,10 +237,11 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
         load_kernels([SUM], "numba", interrupts)
     usual, made = objects.find_cache(), list[str]()
 
-    def copy(words: list[str], messages: Path | None) -> subprocess.Popen[bytes]:
-        for name in words[2:] if messages else ():
-            made.append(str(objects.code_of(name)))
-            shutil.copy(usual / name, words[1])
+    def copy(words: list[str], messages: Path) -> subprocess.Popen[bytes]:
+        for path in map(Path, words[1:]):
+            if path.parent == messages.parent:  # which somebody waits for
+                made.append(str(objects.code_of(path.name)))
+                shutil.copy(usual / path.name, path)
         return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
 
     monkeypatch.setattr(compiler, "_start", copy)
@@ -395,7 +396,7 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
 
 def environment_of_compiler() -> dict[str, str]:
     with patch.object(subprocess, "Popen") as started, tempfile.TemporaryDirectory() as folder:
-        compiler._start(["object", folder, objects.object_name(MERGE)], None)
+        compiler._start(["object", objects.object_name(MERGE)], Path(folder, "messages"))
     return started.call_args.kwargs["env"]
 
 

@@ -13,33 +13,35 @@ from darelib.kernels.objects import announce, code_of, is_announced, store, with
 from darelib.kernels.proof import prove_function
 
 
-def work(how: str, folder: str, *names: str) -> None:
-    """Compile what object files of these names hold.
+def work(how: str, *names: str) -> None:
+    """Make object files.
 
-    how: object, for them to be stored; here, for what Numba runs itself, where there is nothing to store.
+    how: object, for what is stored in them; here, for what Numba runs itself, where they only say that it was proved.
     """
     gc.disable()  # a compiler makes many objects, and lives for a few seconds
+    paths = [Path(name) for name in names]
     try:
-        for number, name in enumerate(names):
-            _say_again([Path(folder, name) for name in names[number:]])
-            code = code_of(name)
+        for number, path in enumerate(paths):
+            _renew(paths[number:])
+            code, made = code_of(path.name), b""
             if how == "here":
-                prove_function(code, cpu.run_here(code))
-                continue
-            made = cpu.compile_object(code, target_machine())
-            prove_function(code, load_object(code, made))
-            store(made, Path(folder, name))
+                function = cpu.run_here(code)
+            else:
+                made = cpu.compile_object(code, target_machine())
+                function = load_object(code, made)
+            prove_function(code, function)
+            store(made, path)
     except EngineUnavailable as error:
         raise SystemExit(str(error)) from None
     except Exception as error:  # of a compiler, which says much
         raise SystemExit(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
     finally:
-        for name in names:
-            withdraw(Path(folder, name))
+        for path in paths:
+            withdraw(path)
 
 
-def _say_again(paths: list[Path]) -> None:
-    """That they are being made, where that was said at all."""
+def _renew(paths: list[Path]) -> None:
+    """Announce once more what was announced and is still to be made."""
     for path in paths:
         with suppress(OSError):
             if is_announced(path):

@@ -8,6 +8,7 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 import numpy as np
 
+from darelib.formats import FORMATS
 from darelib.kernels import EngineUnavailable, KernelSpec, looks, tiles
 from darelib.kernels.parts import inline, numba, share_parts
 from darelib.kernels.records import (
@@ -28,10 +29,11 @@ from darelib.mask import TILE
 
 def build_merge(spec: KernelSpec) -> Any:
     """The loop that merges one chunk: decode, subtract, mask, combine, encode. way: ADD, ELECT or AVERAGE."""
-    parts = share_parts(spec.base, spec.finetuned, spec.output)
-    carray, real, unsigned, decode, encode = numba.carray, parts.real, parts.unsigned, parts.decode, parts.encode
+    parts = share_parts(spec.base, spec.finetuned, spec.real)
+    carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     open_buffers, thin_model, decode_finetuned = parts.open, parts.thin, parts.decode_finetuned
-    output_raw, fold_tile, elect_signs = parts.raw[2], inline(tiles.fold), inline(tiles.elect)
+    encode, output_raw = parts.find_encoder(spec.output), np.dtype(FORMATS[spec.output].raw).type
+    fold_tile, elect_signs = inline(tiles.fold), inline(tiles.elect)
 
     def merge_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
@@ -89,7 +91,7 @@ def build_expand(spec: KernelSpec) -> Any:
 
     The products are added in the order of the rank, whatever the range: no library promises the same bits twice.
     """
-    parts = share_parts(spec.base, spec.finetuned, spec.output)
+    parts = share_parts(spec.base, spec.finetuned, spec.real)
     carray, real = numba.carray, parts.real
 
     def expand_chunk(  # compiled
@@ -131,7 +133,7 @@ def build_expand(spec: KernelSpec) -> Any:
 
 def build_pack(spec: KernelSpec) -> Any:
     """The loop that picks the entries of a chunk that the mask keeps."""
-    parts = share_parts(spec.base, spec.finetuned, spec.output)
+    parts = share_parts(spec.base, spec.finetuned, spec.real)
     carray, raw, draw_bits, pick_kept = numba.carray, parts.raw[1], inline(tiles.draw), inline(tiles.pick)
 
     def pack_chunk(  # compiled

@@ -40,9 +40,9 @@ def build_totals(spec: KernelSpec) -> Any:
     For slerp, |end 0|^2, |end 1|^2 and end 0 . end 1, where an end of the arc is base + kept. Or, for each model,
     |delta| and what is kept of it.
     """
-    parts = share_parts(spec.base, spec.finetuned, spec.output)
+    parts = share_parts(spec.base, spec.finetuned, spec.real)
     carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
-    fold_products, fold_sums = inline(tiles.fold_products), inline(tiles.fold_neighbours)
+    fold_tile, fold_sums, multiply_rows = inline(tiles.fold), inline(tiles.fold_neighbours), inline(tiles.multiply)
 
     def add_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
@@ -83,7 +83,8 @@ def build_totals(spec: KernelSpec) -> Any:
                 for which in range(3):
                     one = right if which == 1 else left
                     other = ones if way == ADD_SIZES else left if which == 0 else right
-                    sums[which, tile] = fold_products(one, other, products)
+                    multiply_rows(one, other, products)
+                    sums[which, tile] = fold_tile(products)
             for which in range(3):
                 fold_sums(sums[which])
             if way == ADD_SIZES:
@@ -99,9 +100,9 @@ def build_totals(spec: KernelSpec) -> Any:
 
 def build_rank(spec: KernelSpec) -> Any:
     """The loop that ranks the entries of each row by |delta|, and looks up their limits by rank."""
-    parts = share_parts(spec.base, spec.finetuned, spec.output)
+    parts = share_parts(spec.base, spec.finetuned, spec.real)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
-    (base_raw, finetuned_raw, _), decode_finetuned = parts.raw, parts.decode_finetuned
+    (base_raw, finetuned_raw), decode_finetuned = parts.raw, parts.decode_finetuned
     rank_row, rank_short_row = inline(tiles.rank_row), inline(tiles.rank_short_row)
 
     def rank_rows(  # compiled
@@ -137,9 +138,9 @@ def build_count(spec: KernelSpec) -> Any:
     shift says which bits; only patterns that continue one of the model's prefixes, found by the passes before, are
     counted. Where few entries survive, they are picked first.
     """
-    parts = share_parts(spec.base, spec.finetuned, spec.output)
+    parts = share_parts(spec.base, spec.finetuned, spec.real)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
-    base_raw, finetuned_raw, _ = parts.raw
+    base_raw, finetuned_raw = parts.raw
     draw_bits, pick_kept, decode_finetuned = inline(tiles.draw), inline(tiles.pick), parts.decode_finetuned
     unpack_tile = parts.unpack
     item, wide = finetuned_raw().itemsize, real().itemsize
@@ -200,7 +201,7 @@ def build_count(spec: KernelSpec) -> Any:
 
 def build_measure(spec: KernelSpec) -> Any:
     """The loop that gathers an analysis' figures. Zeros that pad a last tile are counted with the others."""
-    parts = share_parts(spec.base, spec.finetuned, spec.output)
+    parts = share_parts(spec.base, spec.finetuned, spec.real)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     decode_finetuned, open_buffers, fold_tile = parts.decode_finetuned, parts.open, inline(tiles.fold)
     signs, mixed_signs, bin_tile = inline(tiles.compare_signs), inline(tiles.compare_all), inline(tiles.find_bins)

@@ -31,7 +31,8 @@ SHARED: Final = {
     "products": ("totals", MULTIPLY),
     "sums": ("totals", ADD_SIZES),
 }
-# Kernels that merge a type in other ways, and show what a merge would do: who needs one of them soon wants another.
+# Kernels that merge a type in other ways, and show what a merge would do: who needs one of them soon wants another. The
+# process that has compiled merge goes on with totals, which is made of the same parts.
 COMPANIONS: Final = ("merge", "count", "totals", "rank", "pack", "measure")
 
 Function = Callable[..., Any]  # of nine addresses, then whole numbers

@@ -15,7 +15,7 @@ from typing import Final
 from darelib.kernels import KernelSpec
 from darelib.kernels.machine import identify
 
-# What stands beside an object file that is being made, and how long that is believed unless it is said again.
+# What stands beside an object file that is being made, and how long that is believed unless it is renewed.
 MAKING: Final = ".making"
 MAKING_SECONDS: Final = 15
 

@@ -63,23 +63,22 @@ expand_entries: Any = numba.extending.intrinsic(_expand_entries)
 class Parts:
     """What all kernels of some types are made of: the types, and the inner functions, ready to be compiled in."""
 
-    def __init__(self, base: str, finetuned: str, output: str) -> None:
-        wide = "F64" in (base, finetuned, output)
+    def __init__(self, base: str, finetuned: str, real: str) -> None:
+        wide = real == "F64"
         self.real: Any = np.float64 if wide else np.float32
         self.unsigned: Any = np.uint64 if wide else np.uint32
-        self.raw = [np.dtype(FORMATS[name].raw).type for name in (base, finetuned, output)]
+        self.raw = [np.dtype(FORMATS[name].raw).type for name in (base, finetuned)]
         self.decode = inline(tiles.DECODERS[base])
         self.decode_finetuned = inline(tiles.DECODERS[finetuned])
-        self.encode = inline(tiles.ENCODERS[output])
-        if wide and FORMATS[output].bits == 16:
-            self.encode = self._encode_by_odd(self.encode)
         self.expand = expand_entries
         self.unpack = self._unpack_tile()
         self.thin = self._thin_model()
         self.open = self._open_buffers()
 
-    def _encode_by_odd(self, encode: Any) -> Any:
-        narrow = inline(tiles.round_to_odd)
+    def find_encoder(self, output: str) -> Any:
+        encode, narrow = inline(tiles.ENCODERS[output]), inline(tiles.round_to_odd)
+        if self.real is np.float32 or FORMATS[output].bits > 16:
+            return encode
 
         def encode_by_odd(value: Any) -> Any:  # compiled
             return encode(narrow(value))
@@ -89,7 +88,7 @@ class Parts:
     def _open_buffers(self) -> Any:
         """Addresses as arrays, with zeros behind the last tile and in the row that stands in for a base of zeros."""
         carray, real, pad_rows = numba.carray, self.real, inline(tiles.pad)
-        base_raw, finetuned_raw, _ = self.raw
+        base_raw, finetuned_raw = self.raw
         item, wide = finetuned_raw().itemsize, real().itemsize
 
         def open_buffers(  # compiled

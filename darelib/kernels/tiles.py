@@ -222,16 +222,10 @@ def elect(
         merged[j] = total[j] / share[j] if share[j] > 0 else zero
 
 
-def fold_products(one: Any, other: Any, products: Any) -> Any:  # compiled
-    """The sum of the products of two tiles, in float64, by halves."""
+def multiply(one: Any, other: Any, products: Any) -> None:  # compiled
+    """The products of two tiles, in float64."""
     for j in range(TILE):
         products[j] = np.float64(one[j]) * np.float64(other[j])
-    half = TILE // 2
-    while half > 0:
-        for j in range(half):
-            products[j] += products[j + half]
-        half //= 2
-    return products[0]
 
 
 def fold(values: Any) -> Any:  # compiled

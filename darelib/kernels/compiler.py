@@ -64,8 +64,8 @@ def _work_off(how: str, wanted: Sequence[Path], others: Sequence[Path], folder: 
     running, deadline = dict[Process, tuple[Path, Sequence[Path]]](), time.monotonic() + COMPILE_SECONDS
     try:
         for number in range(count):
-            # The others are dealt out from the last process on, so that the first goes on with the second of them.
-            paths, messages = [*wanted[number::count], *others[(number + 1) % count :: count]], folder / f"{number}.txt"
+            # The others are dealt out from the second process on: the first has the most to do for what is wanted.
+            paths, messages = [*wanted[number::count], *others[(number - 1) % count :: count]], folder / f"{number}.txt"
             running[_start([how, *map(str, paths)], messages)] = messages, wanted[number::count]
         while not all(map(os.path.exists, wanted)):
             for process, (messages, its) in running.items():

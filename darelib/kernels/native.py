@@ -31,9 +31,9 @@ SHARED: Final = {
     "products": ("totals", MULTIPLY),
     "sums": ("totals", ADD_SIZES),
 }
-# Kernels that merge a type in other ways, and show what a merge would do: who needs one of them soon wants another. The
-# process that has compiled merge goes on with totals, which is made of the same parts.
-COMPANIONS: Final = ("merge", "count", "totals", "rank", "pack", "measure")
+# Kernels that merge a type in other ways, or show what a merge would do: who needs one of them soon wants another. On
+# two cores a process compiles merge, count and pack, another the rest: all but the last are there soon after merge.
+COMPANIONS: Final = ("merge", "totals", "count", "rank", "pack", "measure")
 
 Function = Callable[..., Any]  # of nine addresses, then whole numbers
 

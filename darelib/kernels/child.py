@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from contextlib import suppress
 from pathlib import Path
 
 from darelib.kernels import EngineUnavailable, cpu
 from darelib.kernels.machine import target_machine
 from darelib.kernels.native import load_object
-from darelib.kernels.objects import announce, code_of, is_announced, store, withdraw
+from darelib.kernels.objects import MAKING, code_of, store, withdraw
 from darelib.kernels.proof import prove_function
 
 
@@ -22,6 +23,8 @@ def work(how: str, *names: str) -> None:
     paths = [Path(name) for name in names]
     try:
         for number, path in enumerate(paths):
+            if not path.parent.is_dir():
+                break  # somebody has removed what was to be kept there
             _renew(paths[number:])
             code, made = code_of(path.name), b""
             if how == "here":
@@ -44,5 +47,4 @@ def _renew(paths: list[Path]) -> None:
     """Announce once more what was announced and is still to be made."""
     for path in paths:
         with suppress(OSError):
-            if is_announced(path):
-                announce(path)
+            os.utime(path.with_suffix(MAKING))

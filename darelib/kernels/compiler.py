@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +40,10 @@ def compile_objects(
     with _open_folder() as folder, announced(others.values()):
         paths = {code: folder / object_name(code) for code in wanted}
         _work_off("object", list(paths.values()), list(others.values()), folder, interrupts)
-        return {code: read_object(path) or b"" for code, path in paths.items()}
+        made = {code: what for code, path in paths.items() if (what := read_object(path))}
+    if len(made) < len(wanted):
+        raise EngineUnavailable("what it compiled cannot be read")
+    return made
 
 
 def prove_here(codes: Collection[KernelSpec], interrupts: Interrupts) -> None:
@@ -61,12 +64,13 @@ def _open_folder() -> Iterator[Path]:
 def _work_off(how: str, wanted: Sequence[Path], others: Sequence[Path], folder: Path, interrupts: Interrupts) -> None:
     """Start a process for each core, and wait until what is wanted was made; others are made after that."""
     count = min(count_cores(), len(wanted) + len(others))
-    running, deadline = dict[Process, tuple[Path, Sequence[Path]]](), time.monotonic() + COMPILE_SECONDS
+    running, deadline = dict[Process, tuple[Path, list[Path]]](), time.monotonic() + COMPILE_SECONDS
     try:
         for number in range(count):
-            # The others are dealt out from the second process on: the first has the most to do for what is wanted.
-            paths, messages = [*wanted[number::count], *others[(number - 1) % count :: count]], folder / f"{number}.txt"
-            running[_start([how, *map(str, paths)], messages)] = messages, wanted[number::count]
+            paths, messages = [*wanted, *others][number::count], folder / f"{number}.txt"
+            its = [path for path in paths if path in wanted]
+            with nullcontext() if its else suppress(OSError):  # what nobody waits for need not be made
+                running[_start([how, *map(str, paths)], messages)] = messages, its
         while not all(map(os.path.exists, wanted)):
             for process, (messages, its) in running.items():
                 ended = process.poll() is not None
@@ -89,17 +93,17 @@ def _explain(status: int, messages: str) -> str:
     last = messages.strip().rpartition("\n")[2]
     if status == 0:
         return "what it compiled could not be written"
-    if status < 0 or not last:
-        return f"what was compiled crashed when it was tried, with status {status}"
-    return last
+    return last if status == 1 and last else f"its compiler, or what that made, crashed with status {status}"
 
 
 def _start(words: Sequence[str], messages: Path) -> Process:
     """messages: a file for what it says."""
     root = str(Path(__file__).parent.parent.parent)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)]),
-        "NUMBA_DISABLE_JIT": "0",
+    paths = [path for path in sys.path if path and isinstance(path, str)]
+    # What else is set for Numba, as for finding mistakes, would change what is stored for good.
+    known = {name: value for name, value in os.environ.items() if name[:6] != "NUMBA_" or name in FEATURE_VARIABLES}
+    environment = known | {
+        "PYTHONPATH": os.pathsep.join(paths if root in paths else [root, *paths]),
         "OPENBLAS_NUM_THREADS": "1",  # more of them only take memory, and where there is little they never start
     }
     if "+avx512f" in host_features() and not any(name in os.environ for name in FEATURE_VARIABLES):

@@ -14,9 +14,11 @@ from darelib.kernels import EngineUnavailable
 # What the machine code and its proof depend on; an edit elsewhere recompiles nothing.
 SOURCES: Final = (
     "kernels/__init__.py",
+    "kernels/child.py",
     "kernels/cpu.py",
     "kernels/fallback.py",
     "kernels/looks.py",
+    "kernels/machine.py",
     "kernels/native.py",
     "kernels/parts.py",
     "kernels/plain.py",

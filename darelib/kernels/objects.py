@@ -17,7 +17,7 @@ from darelib.kernels.machine import identify
 
 # What stands beside an object file that is being made, and how long that is believed unless it is renewed.
 MAKING: Final = ".making"
-MAKING_SECONDS: Final = 15
+MAKING_SECONDS: Final = 30
 
 
 def object_name(code: KernelSpec) -> str:
@@ -81,11 +81,11 @@ def _digest(path: Path, made: bytes) -> bytes:
 @contextmanager
 def announced(paths: Collection[Path]) -> Iterator[None]:
     """Say of object files that they are being made, by processes that nobody waits for yet; unless that fails."""
-    folders = {path.parent for path in paths if not path.parent.exists()}
+    folders = dict.fromkeys(folder for path in paths for folder in path.parents if not os.path.exists(folder))
     for path in paths:
         with suppress(OSError):
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            announce(path)
+            path.with_suffix(MAKING).touch()
     try:
         yield
     except BaseException:
@@ -95,10 +95,6 @@ def announced(paths: Collection[Path]) -> Iterator[None]:
             with suppress(OSError):
                 folder.rmdir()
         raise
-
-
-def announce(path: Path) -> None:
-    path.with_suffix(MAKING).touch()
 
 
 def withdraw(path: Path) -> None:

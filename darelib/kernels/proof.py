@@ -37,6 +37,7 @@ BOUNDED_ALL: Final[Record] = {"bounded": 1, "low": LOW, "high": 0.25, "at_low": 
 RANKED: Final[Record] = {"ranked": 1, "scale": 0.2, "weight": 1}
 DIVIDED: Final[Record] = {"ranked": 1, "divided": 1, "scale": 0.1, "weight": 1}
 DENSE: Final = (WHOLE, DROPPED, ADAPTER, BOUNDED, BOUNDED_ALL, RANKED, DIVIDED, PACKED)
+COUNTED: Final = (WHOLE, {**ADAPTER, "limit": ALL}, DROPPED, ADAPTER, PACKED)
 TENSOR: Final[Record] = {"lambda_coeff": 0.9, "base_share": 0.25, "first_share": 0.3, "threshold": 0.001}
 # Zeros of either sign, and values whose differences are the bounds above, in all types: each many times.
 SPECIAL: Final = slice(8, 8 + 7 * 40)
@@ -97,9 +98,7 @@ def _list_cases(spec: KernelSpec) -> Iterator[tuple[Sequence[Record], Record, bo
             sizes = np.array([0.001, 0.005], FORMATS[spec.real].real).view(FORMATS[spec.real].raw)
             first, second = (int(size) >> (bits - DIGIT_BITS) for size in sizes)
             for shift, prefix, prefix_2 in ((bits - 16, 0, NO_PREFIX), (bits - 32, first, second)):
-                models = [
-                    {**model, "prefix": prefix, "prefix_2": prefix_2} for model in (WHOLE, DROPPED, ADAPTER, PACKED)
-                ]
+                models = [{**model, "prefix": prefix, "prefix_2": prefix_2} for model in COUNTED]
                 yield models, {"shift": shift}, True
         case "measure":
             yield (WHOLE, ADAPTER, DROPPED, PACKED), TENSOR, False

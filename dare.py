@@ -56,25 +56,26 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from darelib import __version__
 from darelib.config import DareConfig, Rule
-from darelib.drops import DROPS
-from darelib.interrupts import Interrupts
+from darelib.core.drops import DROPS
+from darelib.core.interrupts import Interrupts
+from darelib.core.methods import METHODS
+from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest, progress
+from darelib.core.tuning import raise_open_file_limit
 from darelib.kernels import load_tensors
-from darelib.methods import METHODS
-from darelib.text import LOG, ConfigError, DareError, Messages, label, nearest, progress
-from darelib.tuning import raise_open_file_limit
 
 if TYPE_CHECKING:
     import torch
 
-    from darelib.analysis.plots import plot_analysis
-    from darelib.analysis.report import AnalysisReport
-    from darelib.models import Input
+    from darelib.commands.analyze.plots import plot_analysis
+    from darelib.commands.analyze.report import AnalysisReport
+    from darelib.commands.report import Estimate, MergeReport, ModelReport, Plan
+    from darelib.commands.sweep.report import SweepReport, plot_sweep
+    from darelib.commands.verify import VerifyReport
+    from darelib.models.inputs import Input
+    from darelib.models.source import Source
     from darelib.output.destination import Destination
-    from darelib.plan import MergePlan
-    from darelib.readers import Request, Source
-    from darelib.report import Estimate, MergeReport, ModelReport, Plan
-    from darelib.sweep.report import SweepReport, plot_sweep
-    from darelib.verify import VerifyReport
+    from darelib.plan.plan import MergePlan
+    from darelib.requests.request import Request
 
 __all__ = [
     "AnalysisReport", "ConfigError", "DareConfig", "DareError", "DareMerger", "Estimate", "MergeReport", "ModelReport",
@@ -83,10 +84,10 @@ __all__ = [
 ]  # fmt: skip
 # Rooms are imported where they are used, so that --help starts at once. These names are found in theirs when asked for.
 ROOMS: Final = {
-    "AnalysisReport": "darelib.analysis.report", "Estimate": "darelib.report", "MergeReport": "darelib.report",
-    "ModelReport": "darelib.report", "Plan": "darelib.report", "VerifyReport": "darelib.verify",
-    "plot_analysis": "darelib.analysis.plots", "SweepReport": "darelib.sweep.report",
-    "plot_sweep": "darelib.sweep.report",
+    "AnalysisReport": "darelib.commands.analyze.report", "Estimate": "darelib.commands.report", "MergeReport": "darelib.commands.report",
+    "ModelReport": "darelib.commands.report", "Plan": "darelib.commands.report", "VerifyReport": "darelib.commands.verify",
+    "plot_analysis": "darelib.commands.analyze.plots", "SweepReport": "darelib.commands.sweep.report",
+    "plot_sweep": "darelib.commands.sweep.report",
 }  # fmt: skip
 
 
@@ -119,10 +120,12 @@ class DareMerger:
         tokenizer: of an output directory: the "base"'s, a "union" of all tokens, each with its row, or a model's.
         chat_template: a model or a file; None: the base's or, if it has none, that of the first model that has one.
         """
-        from darelib.readers import Source
+        from darelib.models.source import Source
 
         if isinstance(merge_files, str | Path):
-            raise ConfigError("merge_files must be a list of files, not a single path", "put it in brackets")
+            raise ConfigError(
+                "merge_files must be a list of files, not a single path", "put it in brackets"
+            )
         if not merge_files:
             raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
         self.base = Source.of(base_file)
@@ -132,7 +135,9 @@ class DareMerger:
         self.config = check_config(config)
         self.config.check_models(len(self.models))
         self.version = __version__  # that recipes name
-        self.published: MergeReport | None = None  # what merge has made, even if it is interrupted right after that
+        self.published: MergeReport | None = (
+            None  # what merge has made, even if it is interrupted right after that
+        )
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -140,8 +145,8 @@ class DareMerger:
 
     def _open(self) -> AbstractContextManager[list[Input]]:
         """The base and the models, with the same number for each token if their tokenizers are to be united."""
-        from darelib.models import open_models
-        from darelib.readers import UNION
+        from darelib.models.inputs import open_models
+        from darelib.models.source import UNION
 
         return open_models(self.sources, self.tokenizer.name == UNION)
 
@@ -162,10 +167,10 @@ class DareMerger:
         directory's files, while other machines make the others; a last merge with resume makes what is missing and
         publishes. runner: "ray" makes the files on the nodes of a Ray cluster. All machines see the same filesystem.
         """
-        from darelib.models import check_unchanged
+        from darelib.commands.report import report_merge
+        from darelib.models.inputs import check_unchanged
         from darelib.output.destination import find_output
         from darelib.output.publish import Output, explain_write_errors
-        from darelib.report import report_merge
         from darelib.run import check_runner, load_runner
         from darelib.run.parts import make_part
 
@@ -185,7 +190,13 @@ class DareMerger:
                         Output(destination, plan.files, identity, resume) as output,
                     ):
                         outcomes = run(output)
-                        output.publish(plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts)
+                        output.publish(
+                            plan.side,
+                            plan.digests,
+                            lambda: check_unchanged(inputs),
+                            force,
+                            interrupts,
+                        )
                 else:
                     name = f"{output_file} (part {part[0]} of {part[1]})"
                     with explain_write_errors(destination, resume=True):
@@ -197,14 +208,19 @@ class DareMerger:
         return report
 
     def plan(
-        self, output_file: str | Path, *, force: bool = False, resume: bool = False, estimate: bool = False
+        self,
+        output_file: str | Path,
+        *,
+        force: bool = False,
+        resume: bool = False,
+        estimate: bool = False,
     ) -> Plan:
         """Check everything and describe what merge would do with the same force and resume; write nothing.
 
         estimate: also run the first jobs, for half a second, to estimate how long all of them will take.
         """
+        from darelib.commands.report import describe_plan
         from darelib.output.destination import find_output
-        from darelib.report import describe_plan
         from darelib.run.threads import measure_rate
         from darelib.run.worker import Worker
 
@@ -219,10 +235,10 @@ class DareMerger:
 
     def analyze(self) -> AnalysisReport:
         """Look at every delta once, and report what the models are like and how they might be merged; write nothing."""
-        from darelib.analysis.measure import Findings, MeasureLook
-        from darelib.analysis.report import analysis_report
-        from darelib.models import check_unchanged
-        from darelib.plan import plan_analysis
+        from darelib.commands.analyze.measure import Findings, MeasureLook
+        from darelib.commands.analyze.report import analysis_report
+        from darelib.models.inputs import check_unchanged
+        from darelib.plan.plan import plan_analysis
         from darelib.run.threads import run_rounds
         from darelib.run.worker import Worker
 
@@ -235,7 +251,13 @@ class DareMerger:
             size = sum(tensor.bytes_read for tensor in task.changed)
             with progress("analyzing", size, self.config.verbose) as advance:
                 jobs = task.jobs(task.changed, look_pass=0)
-                run_rounds([jobs], worker, lambda *_: None, lambda job, _: advance(job.bytes_read), interrupts)
+                run_rounds(
+                    [jobs],
+                    worker,
+                    lambda *_: None,
+                    lambda job, _: advance(job.bytes_read),
+                    interrupts,
+                )
             check_unchanged(inputs)
         for warning in task.warnings:
             LOG.warning(warning)
@@ -247,26 +269,32 @@ class DareMerger:
 
         Of a directory, the files besides the tensors are compared with the digests in its recipe.
         """
+        from darelib.commands.verify import Comparison, VerifyReport
         from darelib.output.destination import Destination
         from darelib.output.tokenizer import TokenizerChoice
-        from darelib.plan import plan_merge
+        from darelib.plan.plan import plan_merge
         from darelib.run.threads import run_rounds
         from darelib.run.worker import Worker
-        from darelib.verify import Comparison, VerifyReport
 
         started = time.perf_counter()
         path = Path(os.path.expanduser(output_file)).resolve()
         destination = Destination(str(output_file), path, path.is_dir())
         with self._open() as inputs, Interrupts() as interrupts:
             tokens = TokenizerChoice(self.tokenizer.name)
-            plan = plan_merge(self.config, inputs, destination, tokens, self.version, with_side_files=False)
+            plan = plan_merge(
+                self.config, inputs, destination, tokens, self.version, with_side_files=False
+            )
             with closing(Comparison(plan, str(output_file))) as comparison:
                 comparison.check_side_files()
                 worker = Worker.for_merge(plan, inputs, interrupts)
                 with progress("verifying", plan.bytes_to_read, self.config.verbose) as advance:
                     rounds, compare = plan.rounds(), comparison.write_at
-                    run_rounds(rounds, worker, compare, lambda job, _: advance(job.bytes_read), interrupts)
-        return VerifyReport(str(output_file), len(plan.tensors), plan.size, time.perf_counter() - started)
+                    run_rounds(
+                        rounds, worker, compare, lambda job, _: advance(job.bytes_read), interrupts
+                    )
+        return VerifyReport(
+            str(output_file), len(plan.tensors), plan.size, time.perf_counter() - started
+        )
 
     def sweep(
         self,
@@ -285,14 +313,14 @@ class DareMerger:
         evaluate: a function, file.py:function, or a command with {model} in it. It is given the path of a merged model,
         which is written in folder, over the one before unless keep_models; in_memory, a state dict; or the live model,
         into whose tensors it was merged, and which holds the winner in the end. space: as under [sweep] in TOML.
-        options: trials, search, objectives, confirm, storage and study (darelib.sweep.search.Options).
+        options: trials, search, objectives, confirm, storage and study (darelib.commands.sweep.search.Options).
         """
-        from darelib.models import check_unchanged
+        from darelib.commands.sweep.bench import FileBench, load_states, prepare_folder
+        from darelib.commands.sweep.evaluation import find_evaluation
+        from darelib.commands.sweep.search import Options, Search, search_in_memory
+        from darelib.commands.sweep.space import Space
         from darelib.models.hub import download
-        from darelib.sweep.bench import FileBench, load_states, prepare_folder
-        from darelib.sweep.evaluation import find_evaluation
-        from darelib.sweep.search import Options, Search, search_in_memory
-        from darelib.sweep.space import Space
+        from darelib.models.inputs import check_unchanged
 
         run, label = find_evaluation(evaluate, timeout)
         how, quiet = Options.of(**options), dataclasses.replace(self.config, verbose=False)
@@ -302,7 +330,9 @@ class DareMerger:
             facts += [each.fingerprint for each in inputs]
             if model is not None or in_memory:
                 if keep_models:
-                    raise ConfigError("in memory there are no models to keep", "leave one of the two out")
+                    raise ConfigError(
+                        "in memory there are no models to keep", "leave one of the two out"
+                    )
                 base, *finetuned = load_states(inputs, model)
                 return search_in_memory(base, finetuned, run, choices, how, model, label, facts)
 
@@ -316,11 +346,17 @@ class DareMerger:
                 return Search(choices, bench, how, label, facts).run()
 
     def _with(self, config: DareConfig) -> DareMerger:
-        return DareMerger(self.base, self.models, config, tokenizer=self.tokenizer, chat_template=self.chat_template)
+        return DareMerger(
+            self.base,
+            self.models,
+            config,
+            tokenizer=self.tokenizer,
+            chat_template=self.chat_template,
+        )
 
     def _plan(self, inputs: Sequence[Input], destination: Destination, force: bool) -> MergePlan:
         from darelib.output.tokenizer import choose_tokenizer
-        from darelib.plan import plan_output
+        from darelib.plan.plan import plan_output
 
         tokenizer = choose_tokenizer(self.tokenizer, self.chat_template)
         return plan_output(self.config, inputs, destination, tokenizer, force)
@@ -330,7 +366,10 @@ class DareMerger:
 
 
 def dare_drop(
-    task_vector: Mapping[str, torch.Tensor], drop_rate: float = 0.9, seed: int = 42, rescale: bool = True
+    task_vector: Mapping[str, torch.Tensor],
+    drop_rate: float = 0.9,
+    seed: int = 42,
+    rescale: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Thin deltas: drop entries at random and rescale the rest. Tensors that are not floats are left as they are."""
     config = DareConfig(drop_rate=drop_rate, seed=seed, rescale=rescale)
@@ -377,9 +416,9 @@ def dare_sweep(
     evaluate: is given the merged state dict or, if there is one, the live model, into whose tensors it was merged, and
     which holds the winner in the end.
     """
-    from darelib.sweep.evaluation import find_evaluation
-    from darelib.sweep.search import Options, search_in_memory
-    from darelib.sweep.space import Space
+    from darelib.commands.sweep.evaluation import find_evaluation
+    from darelib.commands.sweep.search import Options, search_in_memory
+    from darelib.commands.sweep.space import Space
 
     run, label = find_evaluation(evaluate, None)
     how, config = Options.of(**options), check_config(config)
@@ -388,8 +427,13 @@ def dare_sweep(
     config.check_models(len(finetuned))
     facts: list[Any] = []
     if how.storage:
-        facts = [{n: float(tensor.double().sum()) for n, tensor in state.items()} for state in (base, *finetuned)]
-    return search_in_memory(base, finetuned, run, Space(space, config, len(finetuned)), how, model, label, facts)
+        facts = [
+            {n: float(tensor.double().sum()) for n, tensor in state.items()}
+            for state in (base, *finetuned)
+        ]
+    return search_in_memory(
+        base, finetuned, run, Space(space, config, len(finetuned)), how, model, label, facts
+    )
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -402,7 +446,9 @@ GOES_ON: Final = "the same command goes on from here"
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         numbers = "only numbers, with spaces between them, go there; files go after --merge"
-        raise ConfigError(message, numbers if "invalid float" in message else f"see {self.prog} --help")
+        raise ConfigError(
+            message, numbers if "invalid float" in message else f"see {self.prog} --help"
+        )
 
 
 def build_parser(name: str) -> Parser:
@@ -412,7 +458,9 @@ def build_parser(name: str) -> Parser:
     lines = "; ".join(f"{word}: {other.help}" for word, other in COMMANDS.items())
     parser = Parser(
         prog=script,
-        usage=f"%(prog)s [{' | '.join(COMMANDS)}] [options]" if default else f"%(prog)s {name} [options]",
+        usage=f"%(prog)s [{' | '.join(COMMANDS)}] [options]"
+        if default
+        else f"%(prog)s {name} [options]",
         description="Merge models fine-tuned from the same base by DARE: drop most of each delta at random, rescale "
         f"the rest, combine, add to the base. Commands: {lines}. Each has a --help of its own."
         if default
@@ -426,9 +474,19 @@ def build_parser(name: str) -> Parser:
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     add = parser.add_argument
     command.add_options(add)
-    add("--json", action="store_true", help="print what was done, planned, verified or found as JSON")
+    add(
+        "--json",
+        action="store_true",
+        help="print what was done, planned, verified or found as JSON",
+    )
     add("-v", "--verbose", action="store_true", help="show progress and summary (default)")
-    add("-q", "--quiet", action="store_false", dest="verbose", help="no progress or summary, only warnings and errors")
+    add(
+        "-q",
+        "--quiet",
+        action="store_false",
+        dest="verbose",
+        help="no progress or summary, only warnings and errors",
+    )
     add("--version", action="version", version=f"dare {__version__}")
     return parser
 
@@ -436,15 +494,34 @@ def build_parser(name: str) -> Parser:
 def add_models(add: Add) -> None:
     """What every command that computes takes."""
     add("-b", "--base", metavar="MODEL", help="the model that the others were fine-tuned from")
-    add("-m", "--merge", metavar="MODEL", nargs="+", action="extend", help="the fine-tuned models, or LoRA adapters")
-    add("--threads", metavar="N", type=int, help="threads to use (default: all cores this process may use)")
-    add("--engine", metavar="NAME", help="what computes: auto (default), numba, or plain (NumPy: the same, but slow)")
+    add(
+        "-m",
+        "--merge",
+        metavar="MODEL",
+        nargs="+",
+        action="extend",
+        help="the fine-tuned models, or LoRA adapters",
+    )
+    add(
+        "--threads",
+        metavar="N",
+        type=int,
+        help="threads to use (default: all cores this process may use)",
+    )
+    add(
+        "--engine",
+        metavar="NAME",
+        help="what computes: auto (default), numba, or plain (NumPy: the same, but slow)",
+    )
 
 
 def add_settings(add: Add) -> None:
     """The models and the settings: what has a key in TOML too."""
     each: dict[str, Any] = {"type": float, "nargs": "+"}
-    drops, methods = "share of each delta to drop, 0 <= P < 1 (default 0.9); one or one each", ", ".join(METHODS)
+    drops, methods = (
+        "share of each delta to drop, 0 <= P < 1 (default 0.9); one or one each",
+        ", ".join(METHODS),
+    )
     q = "DAREx-q: divide by Q, 1 - P <= Q <= 1, instead of 1 - P; one or one each"
     normalize = "divide by the sum of the weights, in ties of the models that agree (default: ties yes, linear no)"
     trim = "ties: share of the surviving entries that trim keeps (default 1)"
@@ -460,41 +537,139 @@ def add_settings(add: Add) -> None:
         help="TOML configuration, mergekit's YAML, or a merged model: its recipe",
     )
     add_models(add)
-    add("-o", "--output", metavar="PATH", help="where to write: a .safetensors file, or a model directory")
+    add(
+        "-o",
+        "--output",
+        metavar="PATH",
+        help="where to write: a .safetensors file, or a model directory",
+    )
     add("--method", metavar="NAME", help=f"how to combine: {methods} (default linear)")
     add("--drop-rate", **each, metavar="P", help=drops)
     add("--drop", metavar="NAME", nargs="+", help=which)
-    add("--gamma", **each, metavar="G", help="breadcrumbs: share of the largest to drop as well (default 0.01)")
-    add("--epsilon", **each, metavar="E", help="della: keep with 1 - P - E (smallest) to 1 - P + E (default 0.15)")
-    add("--weights", **each, metavar="W", help="one per model; linear: default 1/n each; ties: relative, default equal")
+    add(
+        "--gamma",
+        **each,
+        metavar="G",
+        help="breadcrumbs: share of the largest to drop as well (default 0.01)",
+    )
+    add(
+        "--epsilon",
+        **each,
+        metavar="E",
+        help="della: keep with 1 - P - E (smallest) to 1 - P + E (default 0.15)",
+    )
+    add(
+        "--weights",
+        **each,
+        metavar="W",
+        help="one per model; linear: default 1/n each; ties: relative, default equal",
+    )
     add("--normalize", action=argparse.BooleanOptionalAction, help=normalize)
-    add("--lambda", dest="lambda_coeff", metavar="X", type=float, help="scale of the merged delta (default 1)")
+    add(
+        "--lambda",
+        dest="lambda_coeff",
+        metavar="X",
+        type=float,
+        help="scale of the merged delta (default 1)",
+    )
     add("--rescale", metavar="HOW", help=rescale)
     add("--no-rescale", action="store_false", dest="rescale", help="the same as --rescale none")
     add("--rescale-q", **each, metavar="Q", help=q)
     add("--keep-ratio", metavar="R", type=float, help=trim)
-    add("--slerp-t", metavar="T", type=float, help="slerp: position between the two models (default 0.5)")
-    add("--threshold", metavar="X", type=float, help="ram: a smaller |delta| counts as none (default 1e-5)")
+    add(
+        "--slerp-t",
+        metavar="T",
+        type=float,
+        help="slerp: position between the two models (default 0.5)",
+    )
+    add(
+        "--threshold",
+        metavar="X",
+        type=float,
+        help="ram: a smaller |delta| counts as none (default 1e-5)",
+    )
     add("--dtype", metavar="NAME", help=types)
     add("--mismatch", metavar="HOW", help=shapes)
-    add("--any-base", action="store_true", help="merge even if config.json says that the base is another kind of model")
-    add("--max-shard-size", metavar="SIZE", help="largest size of one file of an output directory (default 5GB)")
-    add("--tokenizer", metavar="WHICH", help="of an output directory: base (default), union (all tokens), or a model's")
-    add("--chat-template", metavar="WHICH", help="of a model, or a file (default: the base's, else a model's)")
-    add("--rule", dest="rules", metavar="RULE", action="append", help="PATTERN:SETTING=VALUE,... for matching tensors")
-    add("--delta-threshold", metavar="X", type=float, help="warn where deltas are larger than this (default 0.002)")
-    add("--seed", metavar="N", type=int, help="the first model's seed; model i uses N + i (default 42)")
+    add(
+        "--any-base",
+        action="store_true",
+        help="merge even if config.json says that the base is another kind of model",
+    )
+    add(
+        "--max-shard-size",
+        metavar="SIZE",
+        help="largest size of one file of an output directory (default 5GB)",
+    )
+    add(
+        "--tokenizer",
+        metavar="WHICH",
+        help="of an output directory: base (default), union (all tokens), or a model's",
+    )
+    add(
+        "--chat-template",
+        metavar="WHICH",
+        help="of a model, or a file (default: the base's, else a model's)",
+    )
+    add(
+        "--rule",
+        dest="rules",
+        metavar="RULE",
+        action="append",
+        help="PATTERN:SETTING=VALUE,... for matching tensors",
+    )
+    add(
+        "--delta-threshold",
+        metavar="X",
+        type=float,
+        help="warn where deltas are larger than this (default 0.002)",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=int,
+        help="the first model's seed; model i uses N + i (default 42)",
+    )
 
 
 def add_merge_options(add: Add) -> None:
     add_settings(add)
-    add("--force", action="store_true", help="replace an existing output that this tool did not make")
-    add("--resume", action="store_true", help="continue an unfinished merge; if interrupted, leave one to continue")
-    add("--part", metavar="K/N", type=parse_part, help="make every Nth file, from the Kth on; --resume then publishes")
-    add("--runner", metavar="NAME", help="who makes the files: threads (default), or ray, the nodes of a cluster")
-    add("--ray-address", metavar="ADDRESS", help="of the cluster (default: what Ray finds, or one on this machine)")
-    add("--dry-run", action="store_true", help="print the plan, with an estimate of the time, and write nothing")
-    add("--write-config", metavar="FILE", type=Path, help="write the settings and models as TOML, and merge nothing")
+    add(
+        "--force",
+        action="store_true",
+        help="replace an existing output that this tool did not make",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="continue an unfinished merge; if interrupted, leave one to continue",
+    )
+    add(
+        "--part",
+        metavar="K/N",
+        type=parse_part,
+        help="make every Nth file, from the Kth on; --resume then publishes",
+    )
+    add(
+        "--runner",
+        metavar="NAME",
+        help="who makes the files: threads (default), or ray, the nodes of a cluster",
+    )
+    add(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of the cluster (default: what Ray finds, or one on this machine)",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the plan, with an estimate of the time, and write nothing",
+    )
+    add(
+        "--write-config",
+        metavar="FILE",
+        type=Path,
+        help="write the settings and models as TOML, and merge nothing",
+    )
 
 
 def parse_part(text: str) -> tuple[int, ...] | str:
@@ -508,20 +683,24 @@ def run_merge_command(flags: dict[str, Any]) -> None:
     check_runner(**where)
     merger, request = make_merger(flags)
     if "write_config" in flags:
-        from darelib.output.configfile import write_request
+        from darelib.requests.configfile import write_request
 
         write_request(request, flags["write_config"], "force" in flags)
         return
     if request.output is None:
         raise ConfigError("there is no output", "give --output PATH, or output_file in [models]")
     if "dry_run" in flags:
-        plan = merger.plan(request.output, force="force" in flags, resume="resume" in flags, estimate=True)
+        plan = merger.plan(
+            request.output, force="force" in flags, resume="resume" in flags, estimate=True
+        )
         for warning in plan.warnings:
             LOG.warning(warning)
         show(plan, flags, True)
         return
     try:
-        report = merger.merge(request.output, force="force" in flags, resume="resume" in flags, **where)
+        report = merger.merge(
+            request.output, force="force" in flags, resume="resume" in flags, **where
+        )
         ignore_signals()
     except (KeyboardInterrupt, Terminated):
         if merger.published is None:
@@ -539,15 +718,25 @@ def say_how_to_go_on(flags: dict[str, Any]) -> str:
 def add_analyze_options(add: Add) -> None:
     add_settings(add)
     add("--per-tensor", action="store_true", help="also list every tensor")
-    add("--plot", metavar="FILE", type=Path, help="draw what was found, to a .png, .svg or .pdf file")
-    add("--write-config", metavar="FILE", type=Path, help="write the suggested settings as a configuration")
+    add(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw what was found, to a .png, .svg or .pdf file",
+    )
+    add(
+        "--write-config",
+        metavar="FILE",
+        type=Path,
+        help="write the suggested settings as a configuration",
+    )
     add("--force", action="store_true", help="replace an existing file of --write-config")
 
 
 def run_analyze_command(flags: dict[str, Any]) -> None:
     merger, request = make_merger(flags)
-    from darelib.analysis.files import check_places, write_suggestion
-    from darelib.analysis.plots import plot_analysis
+    from darelib.commands.analyze.files import check_places, write_suggestion
+    from darelib.commands.analyze.plots import plot_analysis
 
     plot, written = flags.get("plot"), flags.get("write_config")
     check_places(merger.sources, plot, written, "force" in flags)
@@ -565,36 +754,92 @@ def run_analyze_command(flags: dict[str, Any]) -> None:
 
 
 def add_sweep_options(add: Add) -> None:
-    evaluate = "a command with {model} in it, whose last line is a score or JSON, or file.py:function"
+    evaluate = (
+        "a command with {model} in it, whose last line is a score or JSON, or file.py:function"
+    )
     add("--evaluate", metavar="WHAT", help=evaluate)
-    add("--vary", metavar="AXIS", action="append", help="what to choose from, besides [sweep]: drop_rate=[0, 0.5]")
-    add("--trials", metavar="N", type=int, help="in all, earlier runs included (default 30; a grid: all of it)")
+    add(
+        "--vary",
+        metavar="AXIS",
+        action="append",
+        help="what to choose from, besides [sweep]: drop_rate=[0, 0.5]",
+    )
+    add(
+        "--trials",
+        metavar="N",
+        type=int,
+        help="in all, earlier runs included (default 30; a grid: all of it)",
+    )
     add("--search", metavar="HOW", help="tpe (default), cmaes, grid or random")
-    add("--objective", metavar="NAME:max", nargs="+", help="scores by name, :max or :min (default score:max)")
-    add("--confirm", metavar="N", type=int, help="fresh seeds to score the best few with again (default 5; 0: none)")
-    add("--timeout", metavar="S", type=float, help="seconds after which a command is ended, and has failed")
-    add("--in-memory", action="store_true", help="give the function a merged state dict, and write no model")
-    add("--keep-models", metavar="DIR", type=Path, help="keep all merged models there (default: none)")
-    add("--storage", metavar="URL", help="of the study, for Optuna (default: a _sweep.db file beside the config)")
+    add(
+        "--objective",
+        metavar="NAME:max",
+        nargs="+",
+        help="scores by name, :max or :min (default score:max)",
+    )
+    add(
+        "--confirm",
+        metavar="N",
+        type=int,
+        help="fresh seeds to score the best few with again (default 5; 0: none)",
+    )
+    add(
+        "--timeout",
+        metavar="S",
+        type=float,
+        help="seconds after which a command is ended, and has failed",
+    )
+    add(
+        "--in-memory",
+        action="store_true",
+        help="give the function a merged state dict, and write no model",
+    )
+    add(
+        "--keep-models",
+        metavar="DIR",
+        type=Path,
+        help="keep all merged models there (default: none)",
+    )
+    add(
+        "--storage",
+        metavar="URL",
+        help="of the study, for Optuna (default: a _sweep.db file beside the config)",
+    )
     add("--study", metavar="NAME", help="its name (default: made from all that scores depend on)")
-    add("--plot", metavar="FILE", type=Path, help="draw what was found, to a .png, .svg or .pdf file")
-    add("--write-config", metavar="FILE", type=Path, help="the winner (default: a _best.toml file beside the config)")
+    add(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw what was found, to a .png, .svg or .pdf file",
+    )
+    add(
+        "--write-config",
+        metavar="FILE",
+        type=Path,
+        help="the winner (default: a _best.toml file beside the config)",
+    )
     add("--force", action="store_true", help="replace existing files of --plot and --write-config")
     add_settings(add)
 
 
 def run_sweep_command(flags: dict[str, Any]) -> None:
-    from darelib.analysis.files import check_places
-    from darelib.readers import parse_axes
-    from darelib.sweep.files import find_places, write_winner
-    from darelib.sweep.report import plot_sweep
+    from darelib.commands.analyze.files import check_places
+    from darelib.commands.sweep.files import find_places, write_winner
+    from darelib.commands.sweep.report import plot_sweep
+    from darelib.requests.request import parse_axes
 
     merger, request = make_merger(flags)
     if "evaluate" not in flags:
-        raise ConfigError("nothing scores the models", "give --evaluate 'COMMAND {model}' or file.py:function")
+        raise ConfigError(
+            "nothing scores the models", "give --evaluate 'COMMAND {model}' or file.py:function"
+        )
     places, plot = find_places(flags), flags.get("plot")
     check_places(merger.sources, plot, places.winner, places.may_replace)
-    options = {name: flags[name] for name in ("trials", "search", "confirm", "study", "timeout") if name in flags}
+    options = {
+        name: flags[name]
+        for name in ("trials", "search", "confirm", "study", "timeout")
+        if name in flags
+    }
     report = merger.sweep(
         flags["evaluate"],
         {**request.sweep, **parse_axes(flags.get("vary", ()))},
@@ -613,20 +858,27 @@ def run_sweep_command(flags: dict[str, Any]) -> None:
 
 
 def add_verify_options(add: Add) -> None:
-    add("path", metavar="PATH", nargs="?", help="the merged model; its settings are those of its recipe")
+    add(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="the merged model; its settings are those of its recipe",
+    )
     add("--verify", metavar="PATH", dest="path", help="the same, without the word verify")
     add_models(add)
 
 
 def run_verify_command(flags: dict[str, Any]) -> None:
     """Check a merged model by its own recipe."""
-    from darelib.output.recipe import locate_inputs, read_recipe
-    from darelib.readers import UNION
+    from darelib.models.source import UNION
+    from darelib.requests.recipe import locate_inputs, read_recipe
 
     if "path" not in flags:
         raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
     path = Path(os.path.expanduser(flags["path"]))
-    request = dataclasses.replace(read_recipe(path), chat_template=None)  # other files are held to their digests
+    request = dataclasses.replace(
+        read_recipe(path), chat_template=None
+    )  # other files are held to their digests
     if request.tokenizer and request.tokenizer.name != UNION:
         request = dataclasses.replace(request, tokenizer=None)
     request = locate_inputs(request, models_of(flags), path)
@@ -656,18 +908,33 @@ class Command:
     add_options: Callable[[Add], None]
     run: Callable[[dict[str, Any]], None]  # by the flags that are given
     room: str = ""  # where it is, if not here: to be imported only when it is used
-    stopped: Callable[[dict[str, Any]], str] = lambda _: ""  # what to do after an interrupt, by the flags
+    stopped: Callable[[dict[str, Any]], str] = lambda _: (
+        ""
+    )  # what to do after an interrupt, by the flags
 
 
 COMMANDS: Final = {
-    "merge": Command("merge models (default)", add_merge_options, run_merge_command, stopped=say_how_to_go_on),
-    "analyze": Command("show what models are like, and suggest settings", add_analyze_options, run_analyze_command),
-    "sweep": Command(
-        "let an evaluation choose the settings", add_sweep_options, run_sweep_command, stopped=lambda _: GOES_ON
+    "merge": Command(
+        "merge models (default)", add_merge_options, run_merge_command, stopped=say_how_to_go_on
     ),
-    "verify": Command("make a merged model again from its recipe, and compare", add_verify_options, run_verify_command),
-    "pack": in_room("darelib.pack", "store what a drop rate leaves of a fine-tune, for merges"),
-    "convert": in_room("darelib.convert", "write a PyTorch pickle as a .safetensors file"),
+    "analyze": Command(
+        "show what models are like, and suggest settings", add_analyze_options, run_analyze_command
+    ),
+    "sweep": Command(
+        "let an evaluation choose the settings",
+        add_sweep_options,
+        run_sweep_command,
+        stopped=lambda _: GOES_ON,
+    ),
+    "verify": Command(
+        "make a merged model again from its recipe, and compare",
+        add_verify_options,
+        run_verify_command,
+    ),
+    "pack": in_room(
+        "darelib.commands.pack", "store what a drop rate leaves of a fine-tune, for merges"
+    ),
+    "convert": in_room("darelib.commands.convert", "write a PyTorch pickle as a .safetensors file"),
 }
 DEFAULT_COMMAND: Final = "merge"
 
@@ -680,7 +947,9 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Command, dict[str, Any
         name = "verify"
     parser = build_parser(name)
     parsed, unknown = parser.parse_known_args(words)
-    late = next((word for word in COMMANDS if word in unknown or word in getattr(parsed, "merge", ())), None)
+    late = next(
+        (word for word in COMMANDS if word in unknown or word in getattr(parsed, "merge", ())), None
+    )
     if late and not os.path.exists(late):
         raise ConfigError(f"{late!r} must be the first word", f"like {parser.prog} {late} ...")
     if unknown:
@@ -696,31 +965,37 @@ def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
         close = difflib.get_close_matches(word, COMMANDS, cutoff=0.5)
         files = "files go after --config, --base, --merge or --output"
         return ConfigError(
-            f"{word!r} is not expected here", f"did you mean {parser.prog} {close[0]}?" if close else files
+            f"{word!r} is not expected here",
+            f"did you mean {parser.prog} {close[0]}?" if close else files,
         )
     for other, command in COMMANDS.items():
         if not command.room and word in build_parser(other)._option_string_actions:
-            return ConfigError(f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}")
-    from darelib.readers import explain_key
+            return ConfigError(
+                f"{word} means nothing to {name}", f"it belongs to {parser.prog} {other}"
+            )
+    from darelib.requests.request import explain_key
 
     hint = explain_key(word.lstrip("-").replace("-", "_"), ())
-    return ConfigError(f"there is no option {word!r}", hint or nearest(word, parser._option_string_actions))
+    return ConfigError(
+        f"there is no option {word!r}", hint or nearest(word, parser._option_string_actions)
+    )
 
 
 def make_merger(flags: dict[str, Any]) -> tuple[DareMerger, Request]:
     """The merger that a configuration, or the recipe of a merged model, and flags ask for."""
-    from darelib.readers import Request, layer_flags, load_request
+    from darelib.requests.readers import load_request
+    from darelib.requests.request import Request, layer_flags
 
     request, path = Request(), Path(os.path.expanduser(flags.get("config", "")))
     if "config" in flags and (path.suffix == ".safetensors" or path.is_dir()):
-        from darelib.output.recipe import read_recipe
+        from darelib.requests.recipe import read_recipe
 
         request = read_recipe(path)
     elif "config" in flags:
         request = load_request(path)
     layered = layer_flags(request, flags)
     if request.inputs:
-        from darelib.output.recipe import locate_inputs
+        from darelib.requests.recipe import locate_inputs
 
         layered = locate_inputs(layered, models_of(flags), path)
     return merger_for(layered), layered
@@ -735,11 +1010,18 @@ def merger_for(request: Request) -> DareMerger:
     config = DareConfig(**request.dare, rules=request.rules)
     LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
     if request.base is None:
-        raise ConfigError("there is no base model", "give --base MODEL, or base_file in [models] of a --config file")
+        raise ConfigError(
+            "there is no base model",
+            "give --base MODEL, or base_file in [models] of a --config file",
+        )
     if not request.merge:
-        raise ConfigError("there are no models to merge", "give --merge MODEL..., or merge_files in [models]")
+        raise ConfigError(
+            "there are no models to merge", "give --merge MODEL..., or merge_files in [models]"
+        )
     tokenizer, template = request.tokenizer or "base", request.chat_template
-    return DareMerger(request.base, request.merge, config, tokenizer=tokenizer, chat_template=template)
+    return DareMerger(
+        request.base, request.merge, config, tokenizer=tokenizer, chat_template=template
+    )
 
 
 def show(report: Any, flags: dict[str, Any], verbose: bool) -> None:
@@ -782,7 +1064,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal lacks letters for is no error
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a name that the terminal lacks letters for is no error
     messages = Messages(sys.stderr)
     LOG.addHandler(messages)
     LOG.propagate = False
@@ -823,7 +1107,10 @@ def explain(error: Exception) -> int:
         raise error
     else:
         message = f"unexpected {type(error).__name__}: {error}"
-        hint, status = "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows", 1
+        hint, status = (
+            "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows",
+            1,
+        )
     print(label("error", message, sys.stderr), file=sys.stderr)
     if hint:
         print(label("hint", hint, sys.stderr), file=sys.stderr)

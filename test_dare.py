@@ -25,18 +25,27 @@ from hypothesis import strategies as st
 import dare
 from dare import DareConfig, DareError, DareMerger
 from darelib.config import CHECKS
+from darelib.core.mask import keep_rate, keep_threshold, mask_key
+from darelib.core.tuning import TUNING
 from darelib.kernels import plain
-from darelib.mask import keep_rate, keep_threshold, mask_key
-from darelib.readers import TABLES
-from darelib.tuning import TUNING
+from darelib.requests.readers import TABLES
 
 HERE = Path(__file__).resolve().parent
 Model = dict[str, np.ndarray]  # bf16 as its bits
 Capture = pytest.CaptureFixture[str]
-STORED = {"uint16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64", "int32": "I32"}
+STORED = {
+    "uint16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "int32": "I32",
+}
 STORED |= {"uint8": "F8_E4M3", "bool": "BOOL"}
 TYPES = {stored: np.dtype(name) for name, stored in STORED.items()}
-few = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 # --- small models as files --------------------------------------------------------------------------------------------
 
@@ -56,10 +65,18 @@ def write(path: Path, tensors: Model) -> Path:
     header, end = {}, 0
     for name, tensor in tensors.items():
         place = end, (end := end + tensor.nbytes)
-        header[name] = {"dtype": STORED[tensor.dtype.name], "shape": tensor.shape, "data_offsets": place}
+        header[name] = {
+            "dtype": STORED[tensor.dtype.name],
+            "shape": tensor.shape,
+            "data_offsets": place,
+        }
     text = json.dumps(header).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(tensor.tobytes() for tensor in tensors.values()))
+    path.write_bytes(
+        struct.pack("<Q", len(text))
+        + text
+        + b"".join(tensor.tobytes() for tensor in tensors.values())
+    )
     return path
 
 
@@ -74,7 +91,9 @@ def read(path: Path) -> Model:
     header, data = split(path)
     del header["__metadata__"]
     parts = {name: data[slice(*entry["data_offsets"])] for name, entry in header.items()}
-    return {n: np.frombuffer(parts[n], TYPES[e["dtype"]]).reshape(e["shape"]) for n, e in header.items()}
+    return {
+        n: np.frombuffer(parts[n], TYPES[e["dtype"]]).reshape(e["shape"]) for n, e in header.items()
+    }
 
 
 def make_models(count: int = 2, size: float = 0.001) -> list[Model]:
@@ -83,13 +102,21 @@ def make_models(count: int = 2, size: float = 0.001) -> list[Model]:
     random = np.random.default_rng(0)
     base = {name: random.normal(size=shape) * 0.05 for name, shape in shapes.items()}
     scales = [0.0, *[size] * count]
-    return [{n: bf16(value + random.normal(size=value.shape) * scale) for n, value in base.items()} for scale in scales]
+    return [
+        {n: bf16(value + random.normal(size=value.shape) * scale) for n, value in base.items()}
+        for scale in scales
+    ]
 
 
 def merge(folder: Path, base: Model, *models: Model, **config: Any) -> Model:
     """Merge through the front door: write the files, merge them, load the result."""
-    paths = [write(folder / f"{number}.safetensors", model) for number, model in enumerate((base, *models))]
-    DareMerger(paths[0], paths[1:], DareConfig(verbose=False, **config)).merge(folder / "merged.safetensors")
+    paths = [
+        write(folder / f"{number}.safetensors", model)
+        for number, model in enumerate((base, *models))
+    ]
+    DareMerger(paths[0], paths[1:], DareConfig(verbose=False, **config)).merge(
+        folder / "merged.safetensors"
+    )
     return read(folder / "merged.safetensors")
 
 
@@ -113,13 +140,23 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(tmp_path: Path) -> list[Path]:
     """A base and two fine-tunes, as files."""
     names = ("base", "math", "code")
-    return [write(tmp_path / f"{name}.safetensors", model) for name, model in zip(names, make_models(), strict=True)]
+    return [
+        write(tmp_path / f"{name}.safetensors", model)
+        for name, model in zip(names, make_models(), strict=True)
+    ]
 
 
 @pytest.fixture
 def flags(models: list[Path], tmp_path: Path) -> list[str]:
     """The command's words to merge them."""
-    return ["-b", str(models[0]), "-m", *map(str, models[1:]), "-o", str(tmp_path / "out.safetensors")]
+    return [
+        "-b",
+        str(models[0]),
+        "-m",
+        *map(str, models[1:]),
+        "-o",
+        str(tmp_path / "out.safetensors"),
+    ]
 
 
 def run(*words: Any, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -129,7 +166,11 @@ def run(*words: Any, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p): (p.stat().st_mtime_ns, p.read_bytes())
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 # --- the definition ---------------------------------------------------------------------------------------------------
@@ -146,15 +187,24 @@ def test_a_merge_is_the_base_plus_the_average_of_the_kept_and_rescaled_deltas(
         start, total = floats(stored).ravel(), np.float32(0)
         for i, model in enumerate(tuned):
             kept = draw_mask(42 + i, name, start.size, drop_rate)
-            total += np.where(kept, (floats(model[name]).ravel() - start) * np.float32(1 / 3 / keep_rate(drop_rate)), 0)
+            total += np.where(
+                kept,
+                (floats(model[name]).ravel() - start) * np.float32(1 / 3 / keep_rate(drop_rate)),
+                0,
+            )
         assert np.array_equal(merged[name].ravel(), bf16(start + total)), name
 
 
-def test_dropping_changes_no_expectation_and_the_variance_is_as_the_paper_has_it(tmp_path: Path) -> None:
+def test_dropping_changes_no_expectation_and_the_variance_is_as_the_paper_has_it(
+    tmp_path: Path,
+) -> None:
     """Every seed gives an unbiased estimate of the plain average, with variance p / (1 - p) * delta^2 per model."""
     base, *deltas = np.random.default_rng(3).normal(size=(3, 2048)).astype(np.float32)
     samples, rate = [], keep_rate(0.8)
-    paths = [write(tmp_path / f"{k}.safetensors", {"w": base + d}) for k, d in enumerate((np.float32(0), *deltas))]
+    paths = [
+        write(tmp_path / f"{k}.safetensors", {"w": base + d})
+        for k, d in enumerate((np.float32(0), *deltas))
+    ]
     for seed in range(200):
         config = DareConfig(drop_rate=0.8, seed=2 * seed, engine="plain", threads=1, verbose=False)
         DareMerger(paths[0], paths[1:], config).merge(tmp_path / "merged.safetensors")
@@ -167,7 +217,11 @@ def test_dropping_changes_no_expectation_and_the_variance_is_as_the_paper_has_it
 
 
 @few
-@given(st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)).map(sorted), st.integers(0, 2**62), st.integers(1, 3000))
+@given(
+    st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)).map(sorted),
+    st.integers(0, 2**62),
+    st.integers(1, 3000),
+)
 def test_what_is_kept_at_a_higher_drop_rate_is_kept_at_every_lower_one(
     tmp_path: Path, rates: list[float], seed: int, count: int
 ) -> None:
@@ -178,7 +232,9 @@ def test_what_is_kept_at_a_higher_drop_rate_is_kept_at_every_lower_one(
 
 
 bits = st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=300)
-ways = st.sampled_from([{}, {"method": "ties"}, {"method": "ties", "keep_ratio": 0.4}, {"method": "slerp"}])
+ways = st.sampled_from(
+    [{}, {"method": "ties"}, {"method": "ties", "keep_ratio": 0.4}, {"method": "slerp"}]
+)
 
 
 def finite(patterns: list[int], name: str) -> np.ndarray:
@@ -206,12 +262,20 @@ def test_lambda_0_and_models_equal_to_the_base_give_the_base_bit_for_bit_at_any_
 ) -> None:
     base, config = {"w": finite(patterns, kind)}, {"drop_rate": drop_rate, "engine": "plain", **way}
     assert_same(merge(tmp_path, base, base, base, **config), base)
-    base, model = ({"w": finite(list(np.bitwise_and(part, 0xBFFF)), kind)} for part in (patterns, patterns[::-1]))
+    base, model = (
+        {"w": finite(list(np.bitwise_and(part, 0xBFFF)), kind)}
+        for part in (patterns, patterns[::-1])
+    )
     assert_same(merge(tmp_path, base, model, base, lambda_coeff=0, **config), base)
 
 
-def test_empty_tensors_and_scalars_merge_and_what_a_model_lacks_is_unchanged(tmp_path: Path) -> None:
-    base = {name: bf16(value) for name, value in {"empty": np.zeros((0, 4)), "scalar": 1.0, "both": [1.0] * 4}.items()}
+def test_empty_tensors_and_scalars_merge_and_what_a_model_lacks_is_unchanged(
+    tmp_path: Path,
+) -> None:
+    base = {
+        name: bf16(value)
+        for name, value in {"empty": np.zeros((0, 4)), "scalar": 1.0, "both": [1.0] * 4}.items()
+    }
     one, other = {**base, "scalar": bf16(3.0)}, {"both": bf16([5.0] * 4)}
     merged = merge(tmp_path, base, one, other, drop_rate=0)
     assert merged["empty"].shape == (0, 4)
@@ -222,13 +286,29 @@ def test_empty_tensors_and_scalars_merge_and_what_a_model_lacks_is_unchanged(tmp
 
 def test_tensors_that_are_not_floats_are_copied_and_differences_reported(tmp_path: Path) -> None:
     weights, quantised = bf16(np.ones(4)), np.array([56, 64], np.uint8)
-    base = {"w": weights, "ids": np.arange(3000), "kind": np.arange(4), "flag": np.array([True, False])}
+    base = {
+        "w": weights,
+        "ids": np.arange(3000),
+        "kind": np.arange(4),
+        "flag": np.array([True, False]),
+    }
     base |= {"same": np.arange(5), "q": quantised}
-    model = {**base, "ids": np.arange(3000) + 1, "kind": np.arange(4, dtype=np.int32), "flag": np.array([True, True])}
-    paths = [write(tmp_path / f"{k}.safetensors", tensors) for k, tensors in enumerate((base, model))]
-    report = DareMerger(paths[0], paths[1:], DareConfig(verbose=False)).merge(tmp_path / "out.safetensors")
+    model = {
+        **base,
+        "ids": np.arange(3000) + 1,
+        "kind": np.arange(4, dtype=np.int32),
+        "flag": np.array([True, True]),
+    }
+    paths = [
+        write(tmp_path / f"{k}.safetensors", tensors) for k, tensors in enumerate((base, model))
+    ]
+    report = DareMerger(paths[0], paths[1:], DareConfig(verbose=False)).merge(
+        tmp_path / "out.safetensors"
+    )
     assert_same(read(tmp_path / "out.safetensors"), base)
-    assert any("'flag', 'ids', 'kind'" in warning and "copied" in warning for warning in report.warnings)
+    assert any(
+        "'flag', 'ids', 'kind'" in warning and "copied" in warning for warning in report.warnings
+    )
     assert report.copied_tensors == 5
     with pytest.raises(DareError, match="'q' is part of a quantised module"):
         merge(tmp_path, base, {**base, "q": quantised + np.uint8(1)})
@@ -237,9 +317,13 @@ def test_tensors_that_are_not_floats_are_copied_and_differences_reported(tmp_pat
 # --- same recipe, same bytes ------------------------------------------------------------------------------------------
 
 
-def test_same_bytes_on_any_number_of_threads_for_any_chunk_size_and_engine(models: list[Path], tmp_path: Path) -> None:
+def test_same_bytes_on_any_number_of_threads_for_any_chunk_size_and_engine(
+    models: list[Path], tmp_path: Path
+) -> None:
     def merge_again(**config: Any) -> bytes:
-        DareMerger(models[0], models[1:], DareConfig(verbose=False, **config)).merge(tmp_path / "out.safetensors")
+        DareMerger(models[0], models[1:], DareConfig(verbose=False, **config)).merge(
+            tmp_path / "out.safetensors"
+        )
         return (tmp_path / "out.safetensors").read_bytes()
 
     usual = merge_again()
@@ -262,21 +346,29 @@ def test_same_tensors_in_any_stored_order_in_shards_and_alone(tmp_path: Path) ->
     assert list(merged) == list(backwards), "the base's order is kept"
     assert_same(merged, together)
     for name in base:
-        assert_same(merge(tmp_path, {name: base[name]}, {name: model[name]}), {name: together[name]})
+        assert_same(
+            merge(tmp_path, {name: base[name]}, {name: model[name]}), {name: together[name]}
+        )
     for number, name in enumerate(model):
         write(tmp_path / "shards" / f"{number}.safetensors", {name: model[name]})
     index = {"weight_map": {name: f"{number}.safetensors" for number, name in enumerate(model)}}
     (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
     base_file = write(tmp_path / "base.safetensors", base)
-    DareMerger(base_file, [tmp_path / "shards"], DareConfig(verbose=False)).merge(tmp_path / "out.safetensors")
+    DareMerger(base_file, [tmp_path / "shards"], DareConfig(verbose=False)).merge(
+        tmp_path / "out.safetensors"
+    )
     assert_same(read(tmp_path / "out.safetensors"), together)
 
 
 @pytest.mark.skipif(not hasattr(os, "pwrite"), reason="no pwrite")
-def test_writes_that_the_system_cuts_short_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_that_the_system_cuts_short_are_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     models, write_at = make_models(), os.pwrite
     usual = merge(tmp_path, *models)
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, view, offset: write_at(descriptor, view[:777], offset))
+    monkeypatch.setattr(
+        os, "pwrite", lambda descriptor, view, offset: write_at(descriptor, view[:777], offset)
+    )
     assert_same(merge(tmp_path, *models), usual)
 
 
@@ -292,7 +384,9 @@ def test_a_merger_plans_merges_verifies_and_analyzes_and_its_reports_are_plain_d
     models: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     output = tmp_path / "out.safetensors"
-    merger = DareMerger(models[0], models[1:], DareConfig(drop_rate=0.5, delta_threshold=1e-9, verbose=False))
+    merger = DareMerger(
+        models[0], models[1:], DareConfig(drop_rate=0.5, delta_threshold=1e-9, verbose=False)
+    )
     before = contents(tmp_path)
     plan, analysis = merger.plan(output, estimate=True), merger.analyze()
     assert contents(tmp_path) == before, "neither writes anything"
@@ -304,30 +398,52 @@ def test_a_merger_plans_merges_verifies_and_analyzes_and_its_reports_are_plain_d
     for found in (plan, report, verified, analysis):
         assert json.loads(json.dumps(found.as_dict())) == found.as_dict()
         assert str(found)
-    assert (plan.seeds, plan.weights, plan.bytes_to_write) == ((42, 43), (0.5, 0.5), output.stat().st_size)
+    assert (plan.seeds, plan.weights, plan.bytes_to_write) == (
+        (42, 43),
+        (0.5, 0.5),
+        output.stat().st_size,
+    )
     assert plan.estimate is not None
-    assert [model["name"] for model in report.as_dict()["models"]] == [str(path) for path in models[1:]]
+    assert [model["name"] for model in report.as_dict()["models"]] == [
+        str(path) for path in models[1:]
+    ]
     assert report.models[1].seed == 43
     assert abs(report.models[0].dropped_share - 0.5) < 0.03
     assert verified.as_dict()["tensors"] == report.tensors == 4
-    assert [model["name"] for model in analysis.as_dict()["models"]] == [str(path) for path in models[1:]]
+    assert [model["name"] for model in analysis.as_dict()["models"]] == [
+        str(path) for path in models[1:]
+    ]
     output.write_bytes(output.read_bytes()[:-1] + b"\x00")
     with pytest.raises(DareError, match="tensor 'scalar'"):
         merger.verify(output)
 
 
 def find_blocks(language: str) -> list[str]:
-    texts = [path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))]
-    return [block for text in texts for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)]
+    texts = [
+        path.read_text() for path in (HERE / "README.md", *sorted((HERE / "docs").glob("*.md")))
+    ]
+    return [
+        block
+        for text in texts
+        for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    ]
 
 
-def test_the_documents_code_runs(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documents_code_runs(
+    models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     models_table = '[models]\nbase_file = "base.safetensors"\nmerge_files = ["math.safetensors", "code.safetensors"]\n'
     for block in find_blocks("toml"):
         if "[models]" not in block:  # what a search may choose
             Path("config.toml").write_text(models_table + block)
-            words = ["sweep", "--evaluate", f"'{sys.executable}' -c 'print(1)' {{model}}", "--trials", "1"]
+            words = [
+                "sweep",
+                "--evaluate",
+                f"'{sys.executable}' -c 'print(1)' {{model}}",
+                "--trials",
+                "1",
+            ]
             assert dare.main([*words, "--confirm", "0", "--quiet", "--config", "config.toml"]) == 0
             continue
         Path("config.toml").write_text(block)
@@ -343,15 +459,24 @@ def test_the_documents_code_runs(models: list[Path], tmp_path: Path, monkeypatch
     for block in others:
         exec(block, names)
     assert names["merged"].keys() == names["base"].keys()
-    assert dare.main(["--quiet", "--config", "merged.safetensors", "--output", "again.safetensors"]) == 0
+    assert (
+        dare.main(["--quiet", "--config", "merged.safetensors", "--output", "again.safetensors"])
+        == 0
+    )
     assert Path("again.safetensors").read_bytes() == Path("merged.safetensors").read_bytes()
 
 
-def test_tensors_in_memory_without_torch_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_in_memory_without_torch_are_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "darelib.kernels.tensors", raising=False)
     monkeypatch.delattr("darelib.kernels.tensors", raising=False)
-    for call in (lambda: dare.dare_merge({}, [{}]), lambda: dare.dare_sparsify({}, {}), lambda: dare.dare_drop({})):
+    for call in (
+        lambda: dare.dare_merge({}, [{}]),
+        lambda: dare.dare_sparsify({}, {}),
+        lambda: dare.dare_drop({}),
+    ):
         with pytest.raises(DareError, match="tensors in memory need torch") as caught:
             call()
         assert caught.value.hint.startswith("install it: ")
@@ -402,7 +527,10 @@ def test_a_merge_loads_neither_torch_nor_numba_and_leaves_the_process_alone(
     flags: list[str], tmp_path: Path, kernels: str
 ) -> None:
     """Although the kernels may have to be compiled: other processes do that."""
-    environment = {**os.environ, **({"NUMBA_CACHE_DIR": str(tmp_path / "kernels")} if kernels == "compiled" else {})}
+    environment = {
+        **os.environ,
+        **({"NUMBA_CACHE_DIR": str(tmp_path / "kernels")} if kernels == "compiled" else {}),
+    }
     done = run("-c", STATE, flags[1], flags[3], flags[-1], env=environment)
     assert done.returncode == 0, done.stderr
     assert not {"torch", "numba", "rich", "safetensors"} & set(json.loads(done.stdout))
@@ -433,22 +561,34 @@ def example(tmp_path: Path) -> Path:
     return Path(shutil.copy(HERE / "merge_config.toml", tmp_path))
 
 
-def test_the_shipped_example_is_planned_merged_verified_and_analyzed(example: Path, capsys: Capture) -> None:
+def test_the_shipped_example_is_planned_merged_verified_and_analyzed(
+    example: Path, capsys: Capture
+) -> None:
     models = example.parent / "examples" / "models"
     recipe = models / "recipe.toml"
     output, before = models / "merged.safetensors", contents(example.parent)
     config = ["--config", str(example)]
     for words, printed, key in (
-        (["--dry-run", *config], r"^would merge 2 models into .*(\n.*)*method linear; seeds 42, 43; ", "seeds"),
+        (
+            ["--dry-run", *config],
+            r"^would merge 2 models into .*(\n.*)*method linear; seeds 42, 43; ",
+            "seeds",
+        ),
         (["analyze", *config], r"\nrotated and covered   0.082 ", "models"),
-        (config, r"\nmerged 2 models into .*: 6 tensors, 2.78 MB read, 930 kB written in ", "bytes_written"),
+        (
+            config,
+            r"\nmerged 2 models into .*: 6 tensors, 2.78 MB read, 930 kB written in ",
+            "bytes_written",
+        ),
         (["verify", str(output)], r"6 tensors", "tensors"),
     ):
         assert dare.main([*words, "--json"]) == 0
         assert key in json.loads(capsys.readouterr().out), "and nothing else is printed"
         assert dare.main(words) == 0
         assert re.search(printed, capsys.readouterr().out)
-        assert contents(example.parent) == before or words[0] in ("--config", "verify"), "the others write nothing"
+        assert contents(example.parent) == before or words[0] in ("--config", "verify"), (
+            "the others write nothing"
+        )
     merged = output.read_bytes()
     recipe.write_text(split(output)[0]["__metadata__"]["dare_recipe"])
     assert dare.main(["--quiet", "--config", str(recipe), "--output", str(output)]) == 0
@@ -456,12 +596,16 @@ def test_the_shipped_example_is_planned_merged_verified_and_analyzed(example: Pa
 
 
 @pytest.mark.slow
-def test_the_shipped_example_merges_two_experts_into_one_model_that_does_both(example: Path) -> None:
+def test_the_shipped_example_merges_two_experts_into_one_model_that_does_both(
+    example: Path,
+) -> None:
     pytest.importorskip("sklearn")
     assert dare.main(["--quiet", "--config", str(example)]) == 0
     names = ("base", "rotated", "covered", "merged")
     paths = [example.parent / "examples" / "models" / f"{name}.safetensors" for name in names]
-    *single, merged = json.loads(run("examples/evaluate.py", "--json", *paths).stdout)["models"].values()
+    *single, merged = json.loads(run("examples/evaluate.py", "--json", *paths).stdout)[
+        "models"
+    ].values()
     assert merged["mean"] > 0.05 + max(scores["mean"] for scores in single)
     assert min(merged["rotated"], merged["covered"]) > 0.8
 
@@ -470,7 +614,9 @@ def test_the_shipped_example_merges_two_experts_into_one_model_that_does_both(ex
 @pytest.mark.parametrize(("script", "words"), [
     ("drop_rates.py", ("mean of 3 masks", "0.95")),
 ])  # fmt: skip
-def test_the_example_scripts_run_and_leave_the_example_alone(script: str, words: tuple[str, ...]) -> None:
+def test_the_example_scripts_run_and_leave_the_example_alone(
+    script: str, words: tuple[str, ...]
+) -> None:
     pytest.importorskip("sklearn")
     before = contents(HERE / "examples" / "models")
     done = run(f"examples/{script}")
@@ -484,7 +630,9 @@ def test_the_shipped_configuration_has_every_key_with_its_default() -> None:
         for key in keys if table not in ("recipe", "sweep") else ():
             assert re.search(rf"^(# )?{key} = ", text, re.MULTILINE), key
     shown = tomllib.loads(text)["dare"]
-    assert shown == {key: getattr(DareConfig(), key) for key in shown}, "what is not commented out is the default"
+    assert shown == {key: getattr(DareConfig(), key) for key in shown}, (
+        "what is not commented out is the default"
+    )
     whole = tomllib.loads(re.sub(r"^# (?=\[\[|[a-z_]+ = )", "", text, flags=re.MULTILINE))
     assert set(whole["dare"]) == set(CHECKS)
 
@@ -499,16 +647,37 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
     names = {"lambda_coeff": "lambda", "base_file": "base", "merge_files": "merge"}
     names |= {"output_file": "output", "rules": "rule"}
     keys = {names.get(key, key.replace("_", "-")) for key in (*CHECKS, *TABLES["models"], "rules")}
-    own = {"help", "config", "force", "resume", "verify", "dry-run", "per-tensor", "plot", "write-config", "json"}
+    own = {
+        "help",
+        "config",
+        "force",
+        "resume",
+        "verify",
+        "dry-run",
+        "per-tensor",
+        "plot",
+        "write-config",
+        "json",
+    }
     own |= {"part", "runner", "ray-address"}
     assert printed - own - {"quiet", "version"} == keys | {"no-normalize", "no-rescale"}
 
 
 def test_flags_beat_toml_and_toml_beats_defaults(example: Path, tmp_path: Path) -> None:
-    changed = example.read_text().replace("drop_rate = 0.9", "drop_rate = 0.5").replace("seed = 42", "seed = 7")
+    changed = (
+        example.read_text()
+        .replace("drop_rate = 0.9", "drop_rate = 0.5")
+        .replace("seed = 42", "seed = 7")
+    )
     example.write_text(changed)
-    output, model = tmp_path / "out.safetensors", HERE / "examples" / "models" / "covered.safetensors"
-    assert dare.main(["-q", "-c", str(example), "--seed", "8", "-m", str(model), "-o", str(output)]) == 0
+    output, model = (
+        tmp_path / "out.safetensors",
+        HERE / "examples" / "models" / "covered.safetensors",
+    )
+    assert (
+        dare.main(["-q", "-c", str(example), "--seed", "8", "-m", str(model), "-o", str(output)])
+        == 0
+    )
     recipe = tomllib.loads(split(output)[0]["__metadata__"]["dare_recipe"])
     assert [recipe["dare"][name] for name in ("drop_rate", "seed", "lambda_coeff")] == [0.5, 8, 1.0]
     assert recipe["models"]["merge_files"] == [model.name]
@@ -533,7 +702,13 @@ def test_quiet_prints_only_warnings(flags: list[str], capsys: Capture) -> None:
     ("--base missing.safetensors", 1, "'missing.safetensors'", "looked for"),
 ])  # fmt: skip
 def test_an_error_is_one_sentence_and_a_hint_and_changes_nothing(
-    flags: list[str], tmp_path: Path, capsys: Capture, words: str, status: int, error: str, hint: str
+    flags: list[str],
+    tmp_path: Path,
+    capsys: Capture,
+    words: str,
+    status: int,
+    error: str,
+    hint: str,
 ) -> None:
     before = contents(tmp_path)
     assert dare.main([*flags, *words.split()]) == status
@@ -550,7 +725,9 @@ def test_an_error_is_one_sentence_and_a_hint_and_changes_nothing(
 def test_a_reader_who_has_read_enough_is_no_error(flags: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     words = [sys.executable, str(HERE / "dare.py"), *flags]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
     assert process.stdout is not None
     process.stdout.close()
     _, error = process.communicate(timeout=60)
@@ -566,18 +743,27 @@ def test_output_that_nobody_listens_to_is_no_error(flags: list[str], closed: str
     assert Path(flags[-1]).exists()
 
 
-def test_names_that_the_terminal_has_no_letters_for_are_no_error(models: list[Path], flags: list[str]) -> None:
-    flags[flags.index(str(models[1]))] = str(models[1].rename(models[1].with_name("\u6a21\u578b.safetensors")))
+def test_names_that_the_terminal_has_no_letters_for_are_no_error(
+    models: list[Path], flags: list[str]
+) -> None:
+    flags[flags.index(str(models[1]))] = str(
+        models[1].rename(models[1].with_name("\u6a21\u578b.safetensors"))
+    )
     done = run("dare.py", *flags, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
     assert done.returncode == 0, done.stderr
     assert "\\u6a21" in done.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only here may names be any bytes")
-def test_names_that_are_no_text_still_give_a_file_that_opens(models: list[Path], tmp_path: Path) -> None:
+def test_names_that_are_no_text_still_give_a_file_that_opens(
+    models: list[Path], tmp_path: Path
+) -> None:
     odd = models[1].rename(os.fsdecode(os.fsencode(tmp_path) + b"/n\xff.safetensors"))
     DareMerger(models[0], [odd], DareConfig(verbose=False)).merge(tmp_path / "out.safetensors")
-    assert r"n\\udcff.safetensors" in split(tmp_path / "out.safetensors")[0]["__metadata__"]["dare_recipe"]
+    assert (
+        r"n\\udcff.safetensors"
+        in split(tmp_path / "out.safetensors")[0]["__metadata__"]["dare_recipe"]
+    )
 
 
 if __name__ == "__main__":

@@ -12,17 +12,26 @@ from decimal import Decimal
 from functools import cached_property, lru_cache
 from typing import Any, Final, TypeAlias, cast
 
-from darelib.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, RESCALES, Thinning
-from darelib.formats import DTYPES, SHORT_DTYPES
-from darelib.gradients import Gradient, count_layers, depth_of, find_depths, freeze, value_at
-from darelib.methods import LINEAR, METHOD_SETTINGS, METHODS, add_up
-from darelib.methods import TensorSettings as TensorSettings
-from darelib.text import ConfigError, count_of, nearest
+from darelib.core.drops import (
+    DROP_SETTINGS,
+    DROPS,
+    EXPECTATION,
+    L1,
+    NONE,
+    RANDOM,
+    RESCALES,
+    Thinning,
+)
+from darelib.core.formats import DTYPES, SHORT_DTYPES
+from darelib.core.gradients import Gradient, count_layers, depth_of, find_depths, freeze, value_at
+from darelib.core.methods import LINEAR, METHOD_SETTINGS, METHODS, sum_weights
+from darelib.core.methods import TensorSettings as TensorSettings
+from darelib.core.text import ConfigError, count_of, nearest
 
 # A number, or one that changes over the layers: {"gradient": [0.9, 0.5, 0.9]}.
 Number: TypeAlias = float | Gradient | Mapping[str, Sequence[float]]
 MISMATCHES: Final = ("error", "overlap", "base")
-ENGINES: Final = ("auto", "numba", "plain")
+ENGINE_NAMES: Final = ("auto", "numba", "plain")
 SIZE_UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{ending}": base**power
     for power, letter in enumerate("KMGT", 1)
@@ -35,14 +44,18 @@ CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "rescale": RESCALES,
     "dtype": (*DTYPES, *SHORT_DTYPES),
     "mismatch": MISMATCHES,
-    "engine": ENGINES,
+    "engine": ENGINE_NAMES,
 }
 # A size below this that names no unit was meant in another one: nobody wants files of five bytes.
 LEAST_BARE_SIZE: Final = 1000
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def is_count(value: object, least: int) -> bool:
@@ -50,13 +63,16 @@ def is_count(value: object, least: int) -> bool:
 
 
 def _one_or_each(accepts: Callable[[Any], bool]) -> Callable[[object], bool]:
-    return lambda value: all(map(accepts, value)) and len(value) > 0 if isinstance(value, tuple) else accepts(value)
+    return lambda value: (
+        all(map(accepts, value)) and len(value) > 0 if isinstance(value, tuple) else accepts(value)
+    )
 
 
 def _number(accepts: Callable[[Any], bool] = lambda _: True) -> Callable[[object], bool]:
     """Of a number that may change over the layers."""
     return lambda value: all(
-        is_number(number) and accepts(number) for number in (value.numbers if isinstance(value, Gradient) else (value,))
+        is_number(number) and accepts(number)
+        for number in (value.numbers if isinstance(value, Gradient) else (value,))
     )
 
 
@@ -66,7 +82,9 @@ def _is_word(name: str) -> Callable[[object], bool]:
 
 def parse_size(given: object) -> int:
     """Bytes, from a number of them or from text like 5GB (powers of 1000) or 4.5GiB (of 1024). 0: it is neither."""
-    if isinstance(given, str) and (found := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", given.strip())):
+    if isinstance(given, str) and (
+        found := re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", given.strip())
+    ):
         return int(Decimal(found[1]) * SIZE_UNITS.get(found[2].upper(), 0))
     return given if isinstance(given, int) and is_count(given, 1) else 0
 
@@ -78,7 +96,10 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
         "a number from 0 up to but not including 1, or one such number per model",
         _one_or_each(_number(lambda p: 0 <= p < 1)),
     ),
-    "drop": (f"one of {', '.join(DROPS)}, or one such word per model", _one_or_each(_is_word("drop"))),
+    "drop": (
+        f"one of {', '.join(DROPS)}, or one such word per model",
+        _one_or_each(_is_word("drop")),
+    ),
     "gamma": (
         "a number from 0 up to but not including 1, or one such number per model",
         _one_or_each(_number(lambda share: 0 <= share < 1)),
@@ -107,18 +128,22 @@ CHECKS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "dtype": (f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})", _is_word("dtype")),
     "mismatch": (f"one of {', '.join(MISMATCHES)}", _is_word("mismatch")),
     "any_base": ("true or false", lambda v: isinstance(v, bool)),
-    "max_shard_size": ("a size like 5GB or 500MiB, or a number of bytes", lambda v: parse_size(v) > 0),
+    "max_shard_size": (
+        "a size like 5GB or 500MiB, or a number of bytes",
+        lambda v: parse_size(v) > 0,
+    ),
     "delta_threshold": ("a number above 0", lambda v: is_number(v) and v > 0),
     "seed": ("a whole number from 0 to 2^63 - 1", lambda v: is_count(v, 0)),
     "threads": ("a whole number from 1 up", lambda v: is_count(v, 1)),
-    "engine": (f"one of {', '.join(ENGINES)}", _is_word("engine")),
+    "engine": (f"one of {', '.join(ENGINE_NAMES)}", _is_word("engine")),
     "verbose": ("true or false", lambda v: isinstance(v, bool)),
 }
 # What a search may choose: the settings that change what is merged, less the noise of the masks.
 SWEEP_SETTINGS: Final = tuple(
     name
     for name in CHECKS
-    if name not in ("any_base", "max_shard_size", "delta_threshold", "seed", "threads", "engine", "verbose")
+    if name
+    not in ("any_base", "max_shard_size", "delta_threshold", "seed", "threads", "engine", "verbose")
 )
 # What there may be one of per model.
 PER_MODEL: Final = ("drop_rate", "drop", "gamma", "epsilon", "rescale_q", "weights")
@@ -137,7 +162,8 @@ def check_setting(name: str, value: object, where: str) -> None:
     size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
     if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
         raise ConfigError(
-            f"{where} would be {count_of(size, 'byte')}", f"write {str(value).strip()}GB, or {size}B if you mean it"
+            f"{where} would be {count_of(size, 'byte')}",
+            f"write {str(value).strip()}GB, or {size}B if you mean it",
         )
 
 
@@ -160,8 +186,14 @@ class Rule:
 
     def __post_init__(self) -> None:
         match = (self.match,) if isinstance(self.match, str) else self.match
-        if not isinstance(match, list | tuple) or not match or not all(isinstance(p, str) for p in match):
-            raise ConfigError("match must be a pattern or a list of patterns", 'like match = ["*lm_head*"]')
+        if (
+            not isinstance(match, list | tuple)
+            or not match
+            or not all(isinstance(p, str) for p in match)
+        ):
+            raise ConfigError(
+                "match must be a pattern or a list of patterns", 'like match = ["*lm_head*"]'
+            )
         object.__setattr__(self, "match", tuple(match))
         for name in RULE_SETTINGS:
             if getattr(self, name) is not None:
@@ -176,25 +208,37 @@ class Rule:
         if isinstance(table, Rule):
             return table
         if not isinstance(table, dict):
-            raise ConfigError(f"{where} must be a table, not {table!r}", 'like {match = "*norm*", drop_rate = 0.5}')
+            raise ConfigError(
+                f"{where} must be a table, not {table!r}",
+                'like {match = "*norm*", drop_rate = 0.5}',
+            )
         for key in table:
             if key not in ("match", *RULE_SETTINGS):
-                raise ConfigError(f"{where} has no key {key!r}", nearest(key, ("match", *RULE_SETTINGS)))
+                raise ConfigError(
+                    f"{where} has no key {key!r}", nearest(key, ("match", *RULE_SETTINGS))
+                )
         try:
             return cls(**{"match": (), **table})
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}", error.hint) from None
 
     def as_table(self) -> dict[str, Any]:
-        given = {name: getattr(self, name) for name in RULE_SETTINGS if getattr(self, name) is not None}
-        return {"match": list(self.match), **{name: as_toml(value) for name, value in given.items()}}
+        given = {
+            name: getattr(self, name) for name in RULE_SETTINGS if getattr(self, name) is not None
+        }
+        return {
+            "match": list(self.match),
+            **{name: as_toml(value) for name, value in given.items()},
+        }
 
     def matches(self, name: str) -> bool:
         return _compile_globs(self.match)(name) is not None
 
 
 # What a rule may set for the tensors that it matches.
-RULE_SETTINGS: Final = tuple(field.name for field in dataclasses.fields(Rule) if field.name != "match")
+RULE_SETTINGS: Final = tuple(
+    field.name for field in dataclasses.fields(Rule) if field.name != "match"
+)
 
 
 @lru_cache(4096)
@@ -220,7 +264,12 @@ def name_rescale(rescale: bool | str | None, drop: str) -> str:
 
 
 def make_thinning(
-    drop_rate: float, drop: str, gamma: float, epsilon: float, rescale: bool | str | None, q: float | None
+    drop_rate: float,
+    drop: str,
+    gamma: float,
+    epsilon: float,
+    rescale: bool | str | None,
+    q: float | None,
 ) -> Thinning:
     """How one model's delta is thinned. q: what is to be divided by, instead of the rate at which the mask keeps."""
     # The tolerance allows for 1 - 0.9 being a little less than 0.1.
@@ -242,23 +291,47 @@ class DareConfig:
     """How to merge. Every field is also a key of [dare] in TOML (rules: [[rules]]) and a flag of the command."""
 
     method: str = LINEAR  # how the thinned deltas are combined: linear, ties, slerp or ram
-    drop_rate: Number | Sequence[Number] = 0.9  # share of each delta to drop; one for all models, or one per model
+    drop_rate: Number | Sequence[Number] = (
+        0.9  # share of each delta to drop; one for all models, or one per model
+    )
     weights: Sequence[Number] | None = None  # None: 1/n each, or equal shares where ties normalizes
-    normalize: bool | None = None  # divide by the sum of the weights (ties: of those that agree); None: ties only
+    normalize: bool | None = (
+        None  # divide by the sum of the weights (ties: of those that agree); None: ties only
+    )
     lambda_coeff: Number = 1.0  # scale of the merged delta
-    rescale: bool | str | None = None  # of what is kept: expectation (True), l1, none (False); None: by drop
-    rescale_q: Number | Sequence[Number] | None = None  # DAREx-q: divide by this instead of by the keep rate
-    keep_ratio: Number | None = None  # ties: share of the surviving entries that trim keeps; None: all
+    rescale: bool | str | None = (
+        None  # of what is kept: expectation (True), l1, none (False); None: by drop
+    )
+    rescale_q: Number | Sequence[Number] | None = (
+        None  # DAREx-q: divide by this instead of by the keep rate
+    )
+    keep_ratio: Number | None = (
+        None  # ties: share of the surviving entries that trim keeps; None: all
+    )
     slerp_t: Number | None = None  # slerp: position between the two models; None: 0.5
-    drop: str | Sequence[str] = RANDOM  # what to drop: random, magnitude, breadcrumbs or della; one, or one per model
-    gamma: Number | Sequence[Number] | None = None  # breadcrumbs: share of the largest to drop; None: 0.01
-    epsilon: Number | Sequence[Number] | None = None  # della: keep with 1 - drop_rate +- this, by size; None: 0.15
-    threshold: float | None = None  # ram: a model changes an entry if |delta| is at least this; None: 1e-5
-    dtype: str | None = None  # output type of float tensors, kept by its long name; None: the base's
+    drop: str | Sequence[str] = (
+        RANDOM  # what to drop: random, magnitude, breadcrumbs or della; one, or one per model
+    )
+    gamma: Number | Sequence[Number] | None = (
+        None  # breadcrumbs: share of the largest to drop; None: 0.01
+    )
+    epsilon: Number | Sequence[Number] | None = (
+        None  # della: keep with 1 - drop_rate +- this, by size; None: 0.15
+    )
+    threshold: float | None = (
+        None  # ram: a model changes an entry if |delta| is at least this; None: 1e-5
+    )
+    dtype: str | None = (
+        None  # output type of float tensors, kept by its long name; None: the base's
+    )
     mismatch: str = "error"  # tensors of another shape: error; overlap: merge the common rows; base: keep the base's
-    any_base: bool = False  # True: merge even where config.json says that the base is another kind of model
+    any_base: bool = (
+        False  # True: merge even where config.json says that the base is another kind of model
+    )
     max_shard_size: str | int = "5GB"  # of each file's tensors, where the output is a directory
-    delta_threshold: float = 0.002  # warn where deltas are larger; the paper's limit for safe dropping
+    delta_threshold: float = (
+        0.002  # warn where deltas are larger; the paper's limit for safe dropping
+    )
     seed: int = 42  # the first model's seed; model i draws its mask with seed + i
     threads: int | None = None  # None: all cores that this process may use
     engine: str = "auto"  # what computes: numba, plain (NumPy: slow, for where Numba cannot be loaded), or auto
@@ -275,7 +348,8 @@ class DareConfig:
             object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
         if not isinstance(self.rules, list | tuple):
             raise ConfigError(
-                f"rules must be a list, not {self.rules!r}", 'like [{"match": "*norm*", "drop_rate": 0.5}]'
+                f"rules must be a list, not {self.rules!r}",
+                'like [{"match": "*norm*", "drop_rate": 0.5}]',
             )
         rules = tuple(Rule.of(rule, f"rule {k}") for k, rule in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
@@ -285,18 +359,27 @@ class DareConfig:
         """Refuse settings that mean nothing together, rather than ignore one of them."""
 
         def is_set(name: str) -> bool:
-            return any(getattr(holder, name, None) is not None for holder in (self, *self.typed_rules))
+            return any(
+                getattr(holder, name, None) is not None for holder in (self, *self.typed_rules)
+            )
 
         for name in METHOD_SETTINGS:
             if is_set(name) and name not in METHODS[self.method].settings:
-                fitting = "method " + " or ".join(m for m, entry in METHODS.items() if name in entry.settings)
+                fitting = "method " + " or ".join(
+                    m for m, entry in METHODS.items() if name in entry.settings
+                )
                 verb = "mean" if name == "weights" else "means"
-                raise ConfigError(f"{name} {verb} nothing to method {self.method}", f"use {fitting}, or leave it out")
+                raise ConfigError(
+                    f"{name} {verb} nothing to method {self.method}",
+                    f"use {fitting}, or leave it out",
+                )
         for where, rule in self._scopes():
             self._check_drops(where, rule)
             users = set(self._drops(rule)) if rule else self._all_drops
             for name in DROP_SETTINGS:
-                if getattr(rule or self, name) is not None and not any(name in DROPS[d].settings for d in users):
+                if getattr(rule or self, name) is not None and not any(
+                    name in DROPS[d].settings for d in users
+                ):
                     [fitting] = (drop for drop, entry in DROPS.items() if name in entry.settings)
                     raise ConfigError(
                         f"{where}{name} means nothing to drop {' and '.join(sorted(users))}",
@@ -312,7 +395,8 @@ class DareConfig:
         if other and not METHODS[self.method].any_drop:
             fitting = " or ".join(name for name, method in METHODS.items() if method.any_drop)
             raise ConfigError(
-                f"{where}method {self.method} goes with drop random only, not {other}", f"use method {fitting}"
+                f"{where}method {self.method} goes with drop random only, not {other}",
+                f"use method {fitting}",
             )
         if other and self._choose(rule, "keep_ratio") not in (None, 1):
             raise ConfigError(
@@ -325,7 +409,13 @@ class DareConfig:
                 'use rescale "l1" or "none", or leave it out',
             )
         if self._choose(rule, "rescale_q") is not None and (other or rescale in (False, NONE, L1)):
-            why = f"to drop {other}" if other else "when rescale is off" if rescale != L1 else "when rescale is l1"
+            why = (
+                f"to drop {other}"
+                if other
+                else "when rescale is off"
+                if rescale != L1
+                else "when rescale is l1"
+            )
             raise ConfigError(f"{where}rescale_q means nothing {why}", "leave one of the two out")
 
     def _scopes(self) -> list[tuple[str, Rule | None]]:
@@ -363,7 +453,9 @@ class DareConfig:
         method = METHODS[self.method]
         if method.models not in (None, count):
             others = " or ".join(name for name, entry in METHODS.items() if entry.models is None)
-            raise ConfigError(f"method {self.method} takes {method.models} models, not {count}", f"use {others}")
+            raise ConfigError(
+                f"method {self.method} takes {method.models} models, not {count}", f"use {others}"
+            )
         for where, rule in self._scopes():
             for name in PER_MODEL:
                 value = getattr(rule or self, name)
@@ -373,7 +465,9 @@ class DareConfig:
                         "give one for each model; what changes over the layers is like {gradient = [0.9, 0.5, 0.9]}",
                     )
         if self.weights is not None and not any(self.weights):
-            raise ConfigError("all weights are 0, so nothing would be merged", "give the models weights above 0")
+            raise ConfigError(
+                "all weights are 0, so nothing would be merged", "give the models weights above 0"
+            )
         self.resolve_all(count)
         self._fitting.add(count)
 
@@ -394,8 +488,10 @@ class DareConfig:
                 f"{self.method} weights must not be negative where they are normalized",
                 "they are shares, and lambda_coeff sets the size; or set normalize to false",
             )
-        if normalize and any(weights) and not add_up(weights):
-            raise ConfigError("the weights add up to 0, so they cannot be normalized", "set normalize to false")
+        if normalize and any(weights) and not sum_weights(weights):
+            raise ConfigError(
+                "the weights add up to 0, so they cannot be normalized", "set normalize to false"
+            )
 
     @property
     def is_normalized(self) -> bool:
@@ -452,16 +548,24 @@ class DareConfig:
 
     def recipe_settings(self) -> dict[str, Any]:
         """The settings that determine the output's bytes, as a [dare] table."""
-        chosen: dict[str, Any] = {"method": self.method, "drop_rate": as_toml(self.drop_rate), "seed": self.seed}
+        chosen: dict[str, Any] = {
+            "method": self.method,
+            "drop_rate": as_toml(self.drop_rate),
+            "seed": self.seed,
+        }
         chosen["lambda_coeff"] = as_toml(self.lambda_coeff)
         drops = self._all_drops
         words = {name_rescale(self.rescale, drop) for drop in drops}
         if len(words) == 1:  # else each drop's own
             [word] = words
-            chosen["rescale"] = {EXPECTATION: True, NONE: False}.get(word, word) if drops == {RANDOM} else word
+            chosen["rescale"] = (
+                {EXPECTATION: True, NONE: False}.get(word, word) if drops == {RANDOM} else word
+            )
         for name, default in (("slerp_t", 0.5), ("threshold", TensorSettings.threshold)):
             if name in METHODS[self.method].settings:
-                chosen[name] = as_toml(default if getattr(self, name) is None else getattr(self, name))
+                chosen[name] = as_toml(
+                    default if getattr(self, name) is None else getattr(self, name)
+                )
         for name in ("weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS):
             if getattr(self, name) is not None:
                 chosen[name] = as_toml(getattr(self, name))

@@ -52,11 +52,28 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # where dare.py is
 DARE, RIVALS = str(ROOT / "dare.py"), str(ROOT / "examples" / "benchmark_rivals.py")
 BARE = [sys.executable, "-I", "-S", RIVALS]  # a Python that imports next to nothing
-PACKAGES = ("numpy", "numba", "llvmlite", "safetensors", "mergekit", "torch", "triton", "transformers", "ray")
+PACKAGES = (
+    "numpy",
+    "numba",
+    "llvmlite",
+    "safetensors",
+    "mergekit",
+    "torch",
+    "triton",
+    "transformers",
+    "ray",
+)
 INSTALLED = {each.name: each.version for each in metadata.distributions()}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-START_UP, CENTRE = 1_000_000, 480_000_000  # parameters: one that shows how long a program takes to start, and the usual
-SQUARES, SMALL, LLAMA = "squares of 4096", "squares of 1024", "Llama"  # what tensors on a GPU are like
+START_UP, CENTRE = (
+    1_000_000,
+    480_000_000,
+)  # parameters: one that shows how long a program takes to start, and the usual
+SQUARES, SMALL, LLAMA = (
+    "squares of 4096",
+    "squares of 1024",
+    "Llama",
+)  # what tensors on a GPU are like
 # The points of each section go from the first along one axis at a time: all combinations would take days.
 SECTIONS: dict[str, list[Point]] = {
     "files": [
@@ -79,7 +96,10 @@ ON_GPU = ("gpu", "threads", "cuda")  # what --gpu measures, and --whole does not
 NEEDS = {"install": ["uv"], "nodes": ["ray"], "gpu": ["a GPU"], "cuda": ["a GPU", "mergekit"]}
 NEEDS["threads"] = ["safetensors"]
 # What is compared, the first with all others. list_programs says what the words in capitals stand for.
-MERGE, INSIDE = "DARE --base BASE --merge MODELS --output FILE -q", "RIVAL merge_inside {} METHOD FOLDER BASE MODELS"
+MERGE, INSIDE = (
+    "DARE --base BASE --merge MODELS --output FILE -q",
+    "RIVAL merge_inside {} METHOD FOLDER BASE MODELS",
+)
 KIT = "PYTHON -m mergekit.scripts.run_yaml RECIPE FOLDER --no-copy-tokenizer --no-write-model-card --quiet"
 PROGRAMS: dict[str, dict[str, str]] = {
     "files": {
@@ -101,15 +121,32 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "threads": {count_of(n, "thread"): INSIDE.format(f"threads {n}") for n in (1, 2, 4, 8, 16) if n <= CORES},
     "cuda": {"this tool": f"{MERGE} SETTINGS", "mergekit": KIT, "mergekit --cuda": f"{KIT} --cuda"},
 }  # fmt: skip
-METHODS = {point.method: section for section in ("analysis", "packed", "drops", "files") for point in SECTIONS[section]}
-SETTINGS = {"ties": "--method ties", "slerp": "--method slerp", "trim": "--method ties --keep-ratio 0.5"}
+METHODS = {
+    point.method: section
+    for section in ("analysis", "packed", "drops", "files")
+    for point in SECTIONS[section]
+}
+SETTINGS = {
+    "ties": "--method ties",
+    "slerp": "--method slerp",
+    "trim": "--method ties --keep-ratio 0.5",
+}
 # mergekit's names. Its slerp drops nothing, so it does less.
 KIT_METHODS = {"linear": "dare_linear", "ties": "dare_ties", "slerp": "slerp", "magnitude": "ties"}
 KIT_METHODS |= {"breadcrumbs": "breadcrumbs", "della": "della_linear"}
 DENSITY = 0.1  # what the rivals keep of the deltas: the tool's default
 DTYPES = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}  # their names in torch, and bytes
-WIDTHS = {2e7: 128, 1e8: 512, 8e8: 1280, math.inf: 3072}  # hidden sizes of models with up to so many parameters
-ON_TENSORS: dict[str, dict[str, Any]] = {"linear": {}, "ties": {"method": "ties"}, "slerp": {"method": "slerp"}}
+WIDTHS = {
+    2e7: 128,
+    1e8: 512,
+    8e8: 1280,
+    math.inf: 3072,
+}  # hidden sizes of models with up to so many parameters
+ON_TENSORS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "ties": {"method": "ties"},
+    "slerp": {"method": "slerp"},
+}
 ON_TENSORS["trim"] = {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.5}
 Shapes, State = dict[str, tuple[int, ...]], dict[str, Any]
 # What Python, C++ and torch print when there is no memory left.
@@ -125,14 +162,35 @@ def describe(parameters: int) -> tuple[Shapes, dict[str, Any]]:
     hidden = next(width for limit, width in WIDTHS.items() if parameters <= limit)
     mlp, vocabulary = 128 * round(hidden / 48), min(32 * hidden, 32000)
     layer: Shapes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    layer |= {f"self_attn.{name}_proj": (hidden if name in "qo" else hidden // 4, hidden) for name in "qkvo"}
-    layer |= {"mlp.gate_proj": (mlp, hidden), "mlp.up_proj": (mlp, hidden), "mlp.down_proj": (hidden, mlp)}
-    named = {"model.embed_tokens": (vocabulary, hidden), "lm_head": (vocabulary, hidden), "model.norm": (hidden,)}
+    layer |= {
+        f"self_attn.{name}_proj": (hidden if name in "qo" else hidden // 4, hidden)
+        for name in "qkvo"
+    }
+    layer |= {
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    named = {
+        "model.embed_tokens": (vocabulary, hidden),
+        "lm_head": (vocabulary, hidden),
+        "model.norm": (hidden,),
+    }
     rest = parameters - sum(map(math.prod, named.values()))
     layers = max(1, round(rest / sum(map(math.prod, layer.values()))))
-    named |= {f"model.layers.{index}.{name}": shape for index in range(layers) for name, shape in layer.items()}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers}
-    return {f"{name}.weight": shape for name, shape in sorted(named.items())}, config | {"hidden_size": hidden}
+    named |= {
+        f"model.layers.{index}.{name}": shape
+        for index in range(layers)
+        for name, shape in layer.items()
+    }
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+    }
+    return {f"{name}.weight": shape for name, shape in sorted(named.items())}, config | {
+        "hidden_size": hidden
+    }
 
 
 def make_state(shapes: Shapes, model: int, dtype: str = "bf16", device: str = "cpu") -> State:
@@ -141,9 +199,13 @@ def make_state(shapes: Shapes, model: int, dtype: str = "bf16", device: str = "c
 
     made, random, empty = {}, torch.Generator(device), partial(torch.empty, device=device)
     for seed, (name, shape) in enumerate(shapes.items()):
-        weights = empty(shape).normal_(float(len(shape) == 1), 0.02, generator=random.manual_seed(seed))
+        weights = empty(shape).normal_(
+            float(len(shape) == 1), 0.02, generator=random.manual_seed(seed)
+        )
         if model:
-            weights += empty(shape).normal_(0, 0.001, generator=random.manual_seed(1000 * model + seed))
+            weights += empty(shape).normal_(
+                0, 0.001, generator=random.manual_seed(1000 * model + seed)
+            )
         made[name] = weights.to(getattr(torch, DTYPES[dtype][0]))
     return made
 
@@ -153,7 +215,10 @@ def make_models(folder: Path, point: Point) -> list[Path]:
     from safetensors.torch import save_file
 
     folder.mkdir(exist_ok=True)
-    free, needed = shutil.disk_usage(folder).free, DTYPES[point.dtype][1] * point.parameters * (point.models + 2)
+    free, needed = (
+        shutil.disk_usage(folder).free,
+        DTYPES[point.dtype][1] * point.parameters * (point.models + 2),
+    )
     if free < needed + 256 * MIB:  # a disk that is filled to the last block is slow
         sys.exit(f"{free / MIB:,.0f} MiB of disk are free, and {needed / MIB:,.0f} MiB are needed")
     shapes, config = describe(point.parameters)
@@ -161,42 +226,94 @@ def make_models(folder: Path, point: Point) -> list[Path]:
     for number, file in enumerate(files):
         file.parent.mkdir()
         file.with_name("config.json").write_text(json.dumps(config))
-        made = make_state(shapes, number, point.dtype, "cuda" if torch.cuda.is_available() else "cpu")
+        made = make_state(
+            shapes, number, point.dtype, "cuda" if torch.cuda.is_available() else "cpu"
+        )
         save_file(made, file, metadata={"format": "pt"})
     return files
 
 
-def list_programs(section: str, point: Point, files: list[Path], output: Path) -> dict[str, list[str]]:
+def list_programs(
+    section: str, point: Point, files: list[Path], output: Path
+) -> dict[str, list[str]]:
     """The commands that are compared; what they read beside the models is made."""
-    (base, *models), recipe, dare = map(str, files), files[0].with_name("mergekit.yaml"), [sys.executable, DARE]
+    (base, *models), recipe, dare = (
+        map(str, files),
+        files[0].with_name("mergekit.yaml"),
+        [sys.executable, DARE],
+    )
     packed = [f"{file.parent}-packed.safetensors" for file in files[1:]]
-    words = {"BASE": [base], "MODELS": models, "MODEL": models[:1], "PACKED": packed, "RECIPE": [str(recipe)]}
-    words |= {"FILE": [f"{output}/merged.safetensors"], "FOLDER": [f"{output}/merged"], "NOWHERE": [os.devnull]}
-    words |= {"DARE": dare, "COPY": [*BARE, "copy"], "RIVAL": [sys.executable, RIVALS], "PYTHON": [sys.executable]}
-    words |= {"METHOD": [point.method], "DENSITY": [str(DENSITY)], "CORES": [str(point.threads or CORES)]}
+    words = {
+        "BASE": [base],
+        "MODELS": models,
+        "MODEL": models[:1],
+        "PACKED": packed,
+        "RECIPE": [str(recipe)],
+    }
+    words |= {
+        "FILE": [f"{output}/merged.safetensors"],
+        "FOLDER": [f"{output}/merged"],
+        "NOWHERE": [os.devnull],
+    }
+    words |= {
+        "DARE": dare,
+        "COPY": [*BARE, "copy"],
+        "RIVAL": [sys.executable, RIVALS],
+        "PYTHON": [sys.executable],
+    }
+    words |= {
+        "METHOD": [point.method],
+        "DENSITY": [str(DENSITY)],
+        "CORES": [str(point.threads or CORES)],
+    }
     words |= {"SETTINGS": SETTINGS.get(point.method, "").split(), "ROOT": [str(ROOT)]}
     words["SETTINGS"] += ["--threads", str(point.threads)] if point.threads else []
     if kit_method := KIT_METHODS.get(point.method):
         dares, listed = kit_method != "slerp", [{"model": str(file.parent)} for file in files]
         parameters = {"density": 0.5 if section == "drops" else DENSITY, "weight": 1 / len(models)}
         wanted = {"merge_method": kit_method, "dtype": DTYPES[point.dtype][0], "models": listed[1:]}
-        wanted |= {"base_model": listed[0 if dares else 1]["model"], "parameters": parameters if dares else {"t": 0.5}}
+        wanted |= {
+            "base_model": listed[0 if dares else 1]["model"],
+            "parameters": parameters if dares else {"t": 0.5},
+        }
         recipe.write_text(json.dumps(wanted))  # JSON is YAML, too
-    for number, file in enumerate(packed if section == "packed" else ()):  # with the seeds of a merge of the models
-        flags = ["--base", base, "--merge", models[number], "--output", file, "--seed", str(42 + number), "-q"]
+    for number, file in enumerate(
+        packed if section == "packed" else ()
+    ):  # with the seeds of a merge of the models
+        flags = [
+            "--base",
+            base,
+            "--merge",
+            models[number],
+            "--output",
+            file,
+            "--seed",
+            str(42 + number),
+            "-q",
+        ]
         subprocess.run([*dare, "pack", *flags], check=True)
     missing = {"linear": ["linear"], "trim": ["mergekit", "torch script"]}.get(point.method, [])
     missing = missing if "mergekit" in INSTALLED else [*missing, "mergekit"]
     lines = {role: line.split() for role, line in PROGRAMS[section].items() if role not in missing}
-    return {role: [each for word in line for each in words.get(word, [word])] for role, line in lines.items()}
+    return {
+        role: [each for word in line for each in words.get(word, [word])]
+        for role, line in lines.items()
+    }
 
 
 def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]:
     """Run a command in a fresh process. To run out of memory is a result, other failures are not."""
     # Without bytecode on disk, imports would take several times as long.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""} | environment
-    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-    with subprocess.Popen([*BARE, "launch", *command], env=environment, start_new_session=True, **options) as process:
+    options: Any = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "errors": "replace",
+    }
+    with subprocess.Popen(
+        [*BARE, "launch", *command], env=environment, start_new_session=True, **options
+    ) as process:
         try:
             stdout, stderr = process.communicate()
         except BaseException:  # this process was told to stop, and what it runs is to stop with it
@@ -206,18 +323,32 @@ def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]
     if status == -signal.SIGKILL or any(word in stderr for word in STARVED):
         raise Trouble("out of memory", f"ended after {run['wall_s']:.1f} s")
     if status:
-        raise Trouble("failed", "\n".join([f"ended with status {status}", *stderr.splitlines()[-20:]]))
+        raise Trouble(
+            "failed", "\n".join([f"ended with status {status}", *stderr.splitlines()[-20:]])
+        )
     return run
 
 
-def measure_programs(section: str, point: Point, arguments: argparse.Namespace, scratch: Path) -> Stored:
+def measure_programs(
+    section: str, point: Point, arguments: argparse.Namespace, scratch: Path
+) -> Stored:
     """Measure the programs in turn, so that a slow spell of the machine affects all of them."""
-    output, small = scratch / "output", make_models(scratch / "small", point._replace(parameters=START_UP))
-    programs, warm_up = (list_programs(section, point, each, output) for each in (make_models(scratch, point), small))
+    output, small = (
+        scratch / "output",
+        make_models(scratch / "small", point._replace(parameters=START_UP)),
+    )
+    programs, warm_up = (
+        list_programs(section, point, each, output) for each in (make_models(scratch, point), small)
+    )
     if arguments.against:
-        other, tools = str(arguments.against / "dare.py"), [next(iter(each.values())) for each in (programs, warm_up)]
+        other, tools = (
+            str(arguments.against / "dare.py"),
+            [next(iter(each.values())) for each in (programs, warm_up)],
+        )
         others = [[other if word == DARE else word for word in tool] for tool in tools]
-        programs, warm_up = ({"this checkout": tool, other: rival} for tool, rival in zip(tools, others, strict=True))
+        programs, warm_up = (
+            {"this checkout": tool, other: rival} for tool, rival in zip(tools, others, strict=True)
+        )
 
     def run(command: list[str]) -> dict[str, float]:
         output.mkdir()
@@ -226,15 +357,21 @@ def measure_programs(section: str, point: Point, arguments: argparse.Namespace, 
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
-            found = measure(command, {"OMP_NUM_THREADS": str(point.threads)} if point.threads else {})
-            packed = [file.stat().st_size for file in output.glob("*.safetensors") if "pack" in command]
+            found = measure(
+                command, {"OMP_NUM_THREADS": str(point.threads)} if point.threads else {}
+            )
+            packed = [
+                file.stat().st_size for file in output.glob("*.safetensors") if "pack" in command
+            ]
             return found | ({"written_bytes": packed[0]} if packed else {})
         finally:
             shutil.rmtree(output)
 
     # Bytecode and kernels are to be on disk, and the inputs in the cache, before anything is timed. One program runs at
     # full size: a virtual machine gets its memory only once it is used, and the first to use it would pay for that.
-    for command in [*warm_up.values(), next(iter(programs.values()))] if section != "install" else ():
+    for command in (
+        [*warm_up.values(), next(iter(programs.values()))] if section != "install" else ()
+    ):
         with suppress(Trouble):  # which shows again
             run(command)
     figures: Stored = {role: {"runs": [], "trouble": ""} for role in programs}
@@ -255,11 +392,21 @@ def measure_programs(section: str, point: Point, arguments: argparse.Namespace, 
 
 def merge_by_mergekit(base: State, finetuned: list[State], method: str) -> Any:
     """mergekit's own arithmetic without anything around it, one tensor at a time. Gives the last one."""
-    registry, types = (import_module(f"mergekit.merge_methods.{name}") for name in ("registry", "base"))
-    models, settings = range(1, len(finetuned) + 1), {"int8_mask": False, "normalize": False, "rescale": True}
-    settings |= {"density": dict.fromkeys(models, DENSITY), "weight": dict.fromkeys(models, 1 / len(finetuned))}
+    registry, types = (
+        import_module(f"mergekit.merge_methods.{name}") for name in ("registry", "base")
+    )
+    models, settings = (
+        range(1, len(finetuned) + 1),
+        {"int8_mask": False, "normalize": False, "rescale": True},
+    )
+    settings |= {
+        "density": dict.fromkeys(models, DENSITY),
+        "weight": dict.fromkeys(models, 1 / len(finetuned)),
+    }
     for name, tensor in base.items():
-        inputs = types.TensorGroup.from_tensors([tensor, *(model[name] for model in finetuned)], base_index=0)
+        inputs = types.TensorGroup.from_tensors(
+            [tensor, *(model[name] for model in finetuned)], base_index=0
+        )
         merged = registry.get(f"dare_{method}").merge_group(inputs, **settings, **{"lambda": 1.0})
     return merged
 
@@ -268,12 +415,17 @@ def same_bits(dare: Any) -> bool:
     """Whether the GPU gives the CPU's bits."""
     import torch
 
-    here = [make_state({"w": (300, 700), "v": (4999,), "x": (64, 1024)}, model) for model in range(3)]
+    here = [
+        make_state({"w": (300, 700), "v": (4999,), "x": (64, 1024)}, model) for model in range(3)
+    ]
     there = [{name: tensor.cuda() for name, tensor in state.items()} for state in here]
     for settings in ON_TENSORS.values():
         config = dare.DareConfig(**settings)
         ours, theirs = (dare.dare_merge(state[0], state[1:], config) for state in (here, there))
-        if not all(torch.equal(ours[name].view(torch.uint8), theirs[name].cpu().view(torch.uint8)) for name in ours):
+        if not all(
+            torch.equal(ours[name].view(torch.uint8), theirs[name].cpu().view(torch.uint8))
+            for name in ours
+        ):
             return False
     return True
 
@@ -283,19 +435,37 @@ def measure_gpu(point: Point) -> Stored:
     import torch
 
     dare: Any = import_module("dare")
-    if 4 * point.parameters * (point.models + 2) > torch.cuda.mem_get_info()[1]:  # all models and as much for the copy
+    if (
+        4 * point.parameters * (point.models + 2) > torch.cuda.mem_get_info()[1]
+    ):  # all models and as much for the copy
         return {"figures": {"copy": {"runs": [], "trouble": "out of memory"}}}
-    squares = {f"layers.{k}.weight": (4096, 4096) for k in range(max(1, round(point.parameters / 4096**2)))}
-    small = {f"layers.{k}.weight": (1024, 1024) for k in range(max(1, point.parameters // 1_000_000))}
+    squares = {
+        f"layers.{k}.weight": (4096, 4096) for k in range(max(1, round(point.parameters / 4096**2)))
+    }
+    small = {
+        f"layers.{k}.weight": (1024, 1024) for k in range(max(1, point.parameters // 1_000_000))
+    }
     shapes = {SQUARES: squares, SMALL: small, LLAMA: describe(point.parameters)[0]}[point.method]
-    base, *finetuned = (make_state(shapes, model, device="cuda") for model in range(point.models + 1))
+    base, *finetuned = (
+        make_state(shapes, model, device="cuda") for model in range(point.models + 1)
+    )
     out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
     elements = sum(tensor.numel() for tensor in base.values())
-    halves = torch.empty((2, (point.models + 2) * elements // 2), dtype=torch.bfloat16, device="cuda")
-    configs = {kind: dare.DareConfig(**ON_TENSORS[kind]) for kind in list(ON_TENSORS)[: 4 if point.models == 2 else 2]}
-    merges = {kind: partial(dare.dare_merge, base, finetuned, config, out=out) for kind, config in configs.items()}
+    halves = torch.empty(
+        (2, (point.models + 2) * elements // 2), dtype=torch.bfloat16, device="cuda"
+    )
+    configs = {
+        kind: dare.DareConfig(**ON_TENSORS[kind])
+        for kind in list(ON_TENSORS)[: 4 if point.models == 2 else 2]
+    }
+    merges = {
+        kind: partial(dare.dare_merge, base, finetuned, config, out=out)
+        for kind, config in configs.items()
+    }
     tasks: dict[str, Callable[[], Any]] = {"copy": lambda: halves[0].copy_(halves[1]), **merges}
-    for kind in ("linear", "ties") if point == SECTIONS["gpu"][0] and "mergekit" in INSTALLED else ():
+    for kind in (
+        ("linear", "ties") if point == SECTIONS["gpu"][0] and "mergekit" in INSTALLED else ()
+    ):
         tasks[f"mergekit's {kind}"] = partial(merge_by_mergekit, base, finetuned, kind)
     figures: Stored = {role: {"runs": [], "trouble": ""} for role in tasks}
     for number in range(26):
@@ -320,9 +490,16 @@ def measure_gpu(point: Point) -> Stored:
 
 def identify(section: str, arguments: argparse.Namespace) -> Stored:
     """Where points come from; only those that have all of it in common stand in one table."""
-    cpus, memory = Path("/proc/cpuinfo"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
+    cpus, memory = (
+        Path("/proc/cpuinfo"),
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30),
+    )
     named = re.search(r"model name\s*: (.+)", cpus.read_text()) if cpus.exists() else None
-    machine = [named[1] if named else platform.machine(), count_of(CORES, "core"), f"{memory:.1f} GiB of memory"]
+    machine = [
+        named[1] if named else platform.machine(),
+        count_of(CORES, "core"),
+        f"{memory:.1f} GiB of memory",
+    ]
     if "a GPU" in NEEDS.get(section, ()):
         machine.insert(0, import_module("torch").cuda.get_device_name())
     versions = {
@@ -331,13 +508,22 @@ def identify(section: str, arguments: argparse.Namespace) -> Stored:
         "dare": import_module("darelib").__version__,
     }
     versions |= {name: INSTALLED[name] for name in PACKAGES if name in INSTALLED}
-    code = b"".join(file.read_bytes() for file in (ROOT / "dare.py", *sorted(ROOT.glob("darelib/**/*.py"))))
+    code = b"".join(
+        file.read_bytes() for file in (ROOT / "dare.py", *sorted(ROOT.glob("darelib/**/*.py")))
+    )
     size = f" --parameters {arguments.parameters:g}" if arguments.parameters else ""
     command = f"examples/benchmark.py --only {section} --repeat {arguments.repeat}{size}"
-    return {"machine": machine, "versions": versions, "code": hashlib.sha256(code).hexdigest(), "command": command}
+    return {
+        "machine": machine,
+        "versions": versions,
+        "code": hashlib.sha256(code).hexdigest(),
+        "command": command,
+    }
 
 
-def measure_section(section: str, points: list[Point], results: Stored, arguments: argparse.Namespace) -> None:
+def measure_section(
+    section: str, points: list[Point], results: Stored, arguments: argparse.Namespace
+) -> None:
     """Measure the points that are not stored yet, and store each as soon as it is measured."""
     origin, old = identify(section, arguments), results.get(section, {})
     kept = old["outcomes"] if old | origin == old else []
@@ -348,7 +534,9 @@ def measure_section(section: str, points: list[Point], results: Stored, argument
             continue
         print(f"{section}: {point.label()}", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix="dare-benchmark-") as scratch:
-            programs = section != "gpu" and measure_programs(section, point, arguments, Path(scratch))
+            programs = section != "gpu" and measure_programs(
+                section, point, arguments, Path(scratch)
+            )
         outcomes.append({"point": point._asdict()} | (programs or measure_gpu(point)))
         if arguments.json:
             written = arguments.json.with_suffix(".partial")
@@ -361,45 +549,91 @@ def has_failed(outcome: Stored) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--parameters", type=float, metavar="N", help="size of the models (default 1e8); of sections, at most that")
-    add("--method", choices=list(METHODS), default="linear", help="what to measure (default linear)")
+    add(
+        "--parameters",
+        type=float,
+        metavar="N",
+        help="size of the models (default 1e8); of sections, at most that",
+    )
+    add(
+        "--method", choices=list(METHODS), default="linear", help="what to measure (default linear)"
+    )
     add("--models", type=int, default=2, metavar="N", help="number of fine-tunes (default 2)")
     add("--dtype", choices=list(DTYPES), default="bf16", help="type of the tensors (default bf16)")
-    add("--against", type=Path, metavar="DIR", help="compare with another checkout of the tool, and with nothing else")
-    add("--whole", action="store_true", help=f"measure all sections but {', '.join(ON_GPU)}, in about an hour")
+    add(
+        "--against",
+        type=Path,
+        metavar="DIR",
+        help="compare with another checkout of the tool, and with nothing else",
+    )
+    add(
+        "--whole",
+        action="store_true",
+        help=f"measure all sections but {', '.join(ON_GPU)}, in about an hour",
+    )
     add("--gpu", action="store_true", help=f"measure {', '.join(ON_GPU)}")
-    add("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help=f"measure some of {', '.join(SECTIONS)}")
+    add(
+        "--only",
+        nargs="+",
+        choices=list(SECTIONS),
+        metavar="SECTION",
+        help=f"measure some of {', '.join(SECTIONS)}",
+    )
     add("--repeat", type=int, default=3, metavar="N", help="runs of each program (default 3)")
-    add("--json", type=Path, metavar="FILE", help="store sections in this file, and measure what it lacks")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="store sections in this file, and measure what it lacks",
+    )
     add("--report", type=Path, metavar="FILE", help="measure nothing; print what such a file holds")
-    add("--plot", type=Path, metavar="FILE", help="draw times and memory of files: a .png or .svg file")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw times and memory of files: a .png or .svg file",
+    )
     arguments = parser.parse_args()
-    chosen = arguments.only or [name for name in SECTIONS if (arguments.gpu if name in ON_GPU else arguments.whole)]
+    chosen = arguments.only or [
+        name for name in SECTIONS if (arguments.gpu if name in ON_GPU else arguments.whole)
+    ]
     if arguments.json and not chosen:
         parser.error("--json stores sections: give --whole, --gpu or --only as well")
     stored = arguments.report or arguments.json
     results = json.loads(stored.read_text()) if stored and stored.exists() else {}
     here = {*INSTALLED, *(["uv"] if shutil.which("uv") else [])}
-    if {"gpu", "cuda"} & {*chosen} and "torch" in INSTALLED and import_module("torch").cuda.is_available():
+    if (
+        {"gpu", "cuda"} & {*chosen}
+        and "torch" in INSTALLED
+        and import_module("torch").cuda.is_available()
+    ):
         here.add("a GPU")
     for section in chosen:
         if missing := [need for need in NEEDS.get(section, ()) if need not in here]:
             print(f"{section} is left out: it needs {' and '.join(missing)}", file=sys.stderr)
             continue
         most = arguments.parameters or math.inf
-        points = dict.fromkeys(each._replace(parameters=int(min(each.parameters, most))) for each in SECTIONS[section])
+        points = dict.fromkeys(
+            each._replace(parameters=int(min(each.parameters, most))) for each in SECTIONS[section]
+        )
         measure_section(section, list(points), results, arguments)
     if chosen or arguments.report:
         print(report(results))
     else:
-        point = Point(int(arguments.parameters or 1e8), arguments.method, arguments.models, arguments.dtype)
+        point = Point(
+            int(arguments.parameters or 1e8), arguments.method, arguments.models, arguments.dtype
+        )
         measure_section(METHODS[point.method], [point], results, arguments)
         print(show_runs(results[METHODS[point.method]]["outcomes"][0]))
     if arguments.plot:
         draw(results["files"]["outcomes"], arguments.plot)
-    sys.exit(int(any(has_failed(each) for section in results.values() for each in section["outcomes"])))
+    sys.exit(
+        int(any(has_failed(each) for section in results.values() for each in section["outcomes"]))
+    )
 
 
 if __name__ == "__main__":

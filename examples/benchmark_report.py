@@ -20,11 +20,16 @@ MEASURES: dict[str, tuple[str, Any, int]] = {
 }
 LESS = ("mergekit", "slerp")  # which drops nothing there
 EIGHT = "8 threads"
-DISK, FILESYSTEM = 3e9, 10e9  # what is assumed of a machine's disk, and of a filesystem of many: bytes a second
+DISK, FILESYSTEM = (
+    3e9,
+    10e9,
+)  # what is assumed of a machine's disk, and of a filesystem of many: bytes a second
 COPIES = ("copy on 1 thread", "copy on all threads")
 MARKS = {"copy": ("|", "#888888"), "this tool": ("o", "#0072B2"), "mergekit": ("s", "#D55E00")}
 MARKS["torch script"] = ("^", "#009E73")
-Stored = dict[str, Any]  # all results, a section, the outcome of a point, or the figures of a program
+Stored = dict[
+    str, Any
+]  # all results, a section, the outcome of a point, or the figures of a program
 
 
 class Point(NamedTuple):
@@ -40,10 +45,22 @@ class Point(NamedTuple):
     def label(self, usual: Point | None = None) -> str:
         """How it differs from the usual point; in full if it does not, or there is none."""
         large = self.parameters >= 1e8
-        size = f"{self.parameters / 1e9:g} billion" if large else f"{self.parameters / 1e6:g} million"
-        words = {"method": self.method, "models": count_of(self.models, "fine-tune"), "dtype": self.dtype}
-        words |= {"parameters": size, "cold": "cold" * self.cold, "threads": count_of(self.threads or 0, "thread")}
-        differing = [words[name] for name in words if getattr(self, name) != getattr(usual, name, None)]
+        size = (
+            f"{self.parameters / 1e9:g} billion" if large else f"{self.parameters / 1e6:g} million"
+        )
+        words = {
+            "method": self.method,
+            "models": count_of(self.models, "fine-tune"),
+            "dtype": self.dtype,
+        }
+        words |= {
+            "parameters": size,
+            "cold": "cold" * self.cold,
+            "threads": count_of(self.threads or 0, "thread"),
+        }
+        differing = [
+            words[name] for name in words if getattr(self, name) != getattr(usual, name, None)
+        ]
         return ", ".join(filter(None, differing)) or self.label()
 
 
@@ -60,7 +77,9 @@ def value(outcome: Stored, role: str, measure: str = "median time") -> float:
 
 def ratio(outcome: Stored, role: str) -> float:
     """How many times the first program's time it takes; mergekit's arithmetic, that of the same method on a GPU."""
-    return value(outcome, role) / value(outcome, role.partition("mergekit's ")[2] or next(iter(outcome["figures"])))
+    return value(outcome, role) / value(
+        outcome, role.partition("mergekit's ")[2] or next(iter(outcome["figures"]))
+    )
 
 
 def show(number: float, digits: int | None = None) -> str:
@@ -80,13 +99,38 @@ def table(rows: list[list[str]]) -> str:
 
 def show_runs(outcome: Stored) -> str:
     """All measures of one point. The tool and the copies wait for the disk (fsync); mergekit and torch do not."""
-    rows = [[f"{Point(**outcome['point']).label()}; s, MiB", "runs", *MEASURES, "time / first", "trouble"]]
+    rows = [
+        [
+            f"{Point(**outcome['point']).label()}; s, MiB",
+            "runs",
+            *MEASURES,
+            "time / first",
+            "trouble",
+        ]
+    ]
     for role, figure in outcome["figures"].items():
         numbers = [*(value(outcome, role, measure) for measure in MEASURES), ratio(outcome, role)]
-        rows.append([role, str(len(figure["runs"])), *(show(number, 2) for number in numbers), figure["trouble"]])
+        rows.append(
+            [
+                role,
+                str(len(figure["runs"])),
+                *(show(number, 2) for number in numbers),
+                figure["trouble"],
+            ]
+        )
     if "this checkout" in outcome["figures"]:
-        pairs = ([value(outcome, role, measure) for role in outcome["figures"]] for measure in MEASURES)
-        rows.append(["this checkout / the other", "", *(show(one / other, 2) for one, other in pairs), "", ""])
+        pairs = (
+            [value(outcome, role, measure) for role in outcome["figures"]] for measure in MEASURES
+        )
+        rows.append(
+            [
+                "this checkout / the other",
+                "",
+                *(show(one / other, 2) for one, other in pairs),
+                "",
+                "",
+            ]
+        )
     return table(rows)
 
 
@@ -96,8 +140,14 @@ def show_time(outcome: Stored, role: str) -> str:
     if not figure or not figure["runs"]:
         return figure["trouble"] if figure else "-"
     notes = [f"{show(times, 1 + (times < 2))} x"] * (role != next(iter(outcome["figures"])))
-    notes += [f"{run['written_bytes'] / 1e6:,.0f} MB" for run in figure["runs"][:1] if "written_bytes" in run]
-    notes += ["1 run"] * (len(figure["runs"]) == 1 < max(len(each["runs"]) for each in outcome["figures"].values()))
+    notes += [
+        f"{run['written_bytes'] / 1e6:,.0f} MB"
+        for run in figure["runs"][:1]
+        if "written_bytes" in run
+    ]
+    notes += ["1 run"] * (
+        len(figure["runs"]) == 1 < max(len(each["runs"]) for each in outcome["figures"].values())
+    )
     notes += ["no dropping"] * ((role, outcome["point"]["method"]) == LESS)
     notes += [f"then {figure['trouble']}"] * bool(figure["trouble"])
     shown = f"{show(taken, 1 + (taken < 10))} s" if taken > 0.1 else f"{show(1000 * taken, 2)} ms"
@@ -106,7 +156,10 @@ def show_time(outcome: Stored, role: str) -> str:
 
 def list_labels(outcomes: list[Stored]) -> list[str]:
     points = [Point(**outcome["point"]) for outcome in outcomes]
-    return [point.label(points[0]) + outcome.get("note", "") for point, outcome in zip(points, outcomes, strict=True)]
+    return [
+        point.label(points[0]) + outcome.get("note", "")
+        for point, outcome in zip(points, outcomes, strict=True)
+    ]
 
 
 def tell(section: Stored) -> list[str]:
@@ -114,15 +167,28 @@ def tell(section: Stored) -> list[str]:
     outcomes, labels = section["outcomes"], list_labels(section["outcomes"])
     roles = list(dict.fromkeys(role for outcome in outcomes for role in outcome["figures"]))
     peaks = {role: [value(outcome, role, "peak memory") for outcome in outcomes] for role in roles}
-    peaks = {role: found for role, found in peaks.items() if span(found) != "n/a" and role not in COPIES}
+    peaks = {
+        role: found for role, found in peaks.items() if span(found) != "n/a" and role not in COPIES
+    }
     rows = [["", *roles, *(f"MiB, {role}" for role in peaks)]]
     for number, outcome in enumerate(outcomes):
         times = [show_time(outcome, role) for role in roles]
         rows.append([labels[number], *times, *(show(found[number], 0) for found in peaks.values())])
-    large = [each for each in outcomes if each["point"]["parameters"] >= outcomes[0]["point"]["parameters"]]
-    times = {role: [ratio(each, role) for each in large if (role, each["point"]["method"]) != LESS] for role in roles}
+    large = [
+        each
+        for each in outcomes
+        if each["point"]["parameters"] >= outcomes[0]["point"]["parameters"]
+    ]
+    times = {
+        role: [ratio(each, role) for each in large if (role, each["point"]["method"]) != LESS]
+        for role in roles
+    }
     own = {role: role.replace("mergekit's", " times") for role in roles if "mergekit's" in role}
-    words = ", ".join(f"{role} {span(found)}{own.get(role, '')}" for role, found in times.items() if role != roles[0])
+    words = ", ".join(
+        f"{role} {span(found)}{own.get(role, '')}"
+        for role, found in times.items()
+        if role != roles[0]
+    )
     held = ", ".join(f"{role} {span(found)}" for role, found in peaks.items())
     short = f"In short, in times of {roles[0]}: {words}." + f" MiB: {held}." * bool(held)
     versions = ", ".join(f"{name} {version}" for name, version in section["versions"].items())
@@ -133,25 +199,49 @@ def tell(section: Stored) -> list[str]:
 
 def project(results: Stored) -> str:
     """What larger linear merges of two bf16 fine-tunes come to, by the slowest of measured cores and assumed disks."""
-    measured = {role: results[section]["outcomes"][0] for section, role in (("files", "this tool"), ("threads", EIGHT))}
-    rates = [8 * outcome["point"]["parameters"] / value(outcome, role) for role, outcome in measured.items()]
-    rows = [["parameters", "read and written", "2 cores", "8 cores", "16 x 8 cores", "16 x 8 cores, one filesystem"]]
+    measured = {
+        role: results[section]["outcomes"][0]
+        for section, role in (("files", "this tool"), ("threads", EIGHT))
+    }
+    rates = [
+        8 * outcome["point"]["parameters"] / value(outcome, role)
+        for role, outcome in measured.items()
+    ]
+    rows = [
+        [
+            "parameters",
+            "read and written",
+            "2 cores",
+            "8 cores",
+            "16 x 8 cores",
+            "16 x 8 cores, one filesystem",
+        ]
+    ]
     for billions in (8, 70, 671):
         moved = 8e9 * billions
         ways = [{"cores": rate, "disk": DISK} for rate in rates]
-        ways += [{"cores": 16 * rates[1], "disk": 16 * DISK}, {"cores": 16 * rates[1], "filesystem": FILESYSTEM}]
+        ways += [
+            {"cores": 16 * rates[1], "disk": 16 * DISK},
+            {"cores": 16 * rates[1], "filesystem": FILESYSTEM},
+        ]
         cells = [f"{billions} billion", f"{moved / 1e9:,.0f} GB"]
         for way in ways:
             bound, rate = min(way.items(), key=lambda item: item[1])
             seconds = moved / rate
-            cells.append(f"{seconds:.0f} s ({bound})" if seconds < 60 else f"{seconds / 60:.0f} min ({bound})")
+            cells.append(
+                f"{seconds:.0f} s ({bound})"
+                if seconds < 60
+                else f"{seconds / 60:.0f} min ({bound})"
+            )
         rows.append(cells)
     return table(rows)
 
 
 def report(results: Stored) -> str:
     told = [[f"## {name}", *tell(section)] for name, section in results.items()]
-    told += [["## larger models", project(results)]] if results.keys() >= {"files", "threads"} else []
+    told += (
+        [["## larger models", project(results)]] if results.keys() >= {"files", "threads"} else []
+    )
     return "\n\n".join("\n\n".join(blocks) for blocks in told)
 
 
@@ -160,12 +250,17 @@ def draw(outcomes: list[Stored], path: Path) -> None:
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(9.3, 1.9 + 0.36 * len(outcomes)), dpi=150, layout="constrained")
-    panels, titles = picture.subplots(1, 2, sharey=True), ("median time in seconds", "peak memory in MiB")
+    panels, titles = (
+        picture.subplots(1, 2, sharey=True),
+        ("median time in seconds", "peak memory in MiB"),
+    )
     fastest = [min(COPIES, key=partial(value, outcome)) for outcome in outcomes]
     for axes, title, measure in zip(panels, titles, ("median time", "peak memory"), strict=True):
         axes.set_xscale("log")
         for role, (mark, color) in MARKS.items():
-            programs = zip(outcomes, fastest if role == "copy" else [role] * len(outcomes), strict=True)
+            programs = zip(
+                outcomes, fastest if role == "copy" else [role] * len(outcomes), strict=True
+            )
             places = [value(outcome, program, measure) for outcome, program in programs]
             style = {"ms": 13, "mew": 2.5} if mark == "|" else {"ms": 8, "markeredgecolor": "white"}
             axes.plot(places, range(len(places)), mark, label=role, color=color, **style)

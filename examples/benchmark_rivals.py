@@ -28,12 +28,17 @@ def launch(*command: str) -> None:
     wall, usage = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     run = {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": peak}
-    print(json.dumps([done.returncode, json.loads(done.stdout) if done.stdout[:1] == b"{" else run]))
+    print(
+        json.dumps([done.returncode, json.loads(done.stdout) if done.stdout[:1] == b"{" else run])
+    )
 
 
 def copy(threads: str, output: str, *names: str) -> None:
     """Read all inputs and write one copy of the last."""
-    inputs, target = [os.open(name, os.O_RDONLY) for name in names], os.open(output, os.O_RDWR | os.O_CREAT)
+    inputs, target = (
+        [os.open(name, os.O_RDONLY) for name in names],
+        os.open(output, os.O_RDWR | os.O_CREAT),
+    )
 
     def copy_share(first: int) -> None:
         buffer = memoryview(bytearray(CHUNK))
@@ -42,7 +47,9 @@ def copy(threads: str, output: str, *names: str) -> None:
                 count = os.preadv(file, [buffer], offset)
             os.pwrite(target, buffer[:count], offset)
 
-    workers = [threading.Thread(target=copy_share, args=(number,)) for number in range(int(threads))]
+    workers = [
+        threading.Thread(target=copy_share, args=(number,)) for number in range(int(threads))
+    ]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -58,26 +65,44 @@ def install(cache: str, output: str, root: str) -> None:
     from pathlib import Path
 
     command = re.findall(r"&& (uv run .+)", Path(root, "README.md").read_text())[0].split()
-    settings = {"UV_CACHE_DIR": f"{output}/cache", "UV_PROJECT_ENVIRONMENT": ".venv", "NUMBA_CACHE_DIR": ""}
+    settings = {
+        "UV_CACHE_DIR": f"{output}/cache",
+        "UV_PROJECT_ENVIRONMENT": ".venv",
+        "NUMBA_CACHE_DIR": "",
+    }
     for tree in (f"{output}/tree", f"{output}/again")[: 1 + (cache == "filled")]:
-        shutil.copytree(root, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "uv.lock", "*.egg-info"))
+        shutil.copytree(
+            root, tree, ignore=shutil.ignore_patterns(".*", "__pycache__", "uv.lock", "*.egg-info")
+        )
         started = time.perf_counter()
         subprocess.run(command, cwd=tree, env=os.environ | settings, stdout=sys.stderr, check=True)
         taken = time.perf_counter() - started
     files = (f"{folder}/{name}" for folder, _, names in os.walk(f"{tree}/.venv") for name in names)
-    print(json.dumps({"wall_s": taken, "written_bytes": sum(os.lstat(file).st_size for file in files)}))
+    print(
+        json.dumps(
+            {"wall_s": taken, "written_bytes": sum(os.lstat(file).st_size for file in files)}
+        )
+    )
 
 
-def merge_inside(runner: str, count: str, method: str, output: str, base: str, *models: str) -> None:
+def merge_inside(
+    runner: str, count: str, method: str, output: str, base: str, *models: str
+) -> None:
     """Merge twice in this process, and time the second: by some threads, or by nodes of Ray's with one CPU each."""
     import shutil
 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     import dare
 
-    settings = {"method": method, "threads": int(count) if runner == "threads" else 1, "verbose": False}
+    settings = {
+        "method": method,
+        "threads": int(count) if runner == "threads" else 1,
+        "verbose": False,
+    }
     if runner == "ray":
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which makes Ray stay at 127.0.0.1, on all systems
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+            "0"  # which makes Ray stay at 127.0.0.1, on all systems
+        )
         from darelib.run.ray import load_ray
 
         ray = load_ray()
@@ -109,13 +134,27 @@ def torch_analyze(*files: str) -> None:
         deltas = [model[name].float() - weights for model in models]
         for i, delta in enumerate(deltas):
             size = delta.abs()
-            counts = torch.histc(size.clamp(min=2.0**-40).log2(), 1024, -40, 24).cumsum(0) / size.numel()
+            counts = (
+                torch.histc(size.clamp(min=2.0**-40).log2(), 1024, -40, 24).cumsum(0) / size.numel()
+            )
             found += [(counts < share).sum() for share in (0.5, 0.95, 0.99)]
-            found += [which.float().mean() for which in (size == 0, size > 0.002, size < size.max() / 100)]
+            found += [
+                which.float().mean() for which in (size == 0, size > 0.002, size < size.max() / 100)
+            ]
             found += [size.mean(), size.std(), size.max(), delta.norm() / weights.norm()]
             for other in deltas[:i]:
-                both, opposed, sums = (delta != 0) & (other != 0), delta.sign() * other.sign() < 0, size + other.abs()
-                found += [(delta * other).sum(), both.sum(), opposed.sum(), sums[both].sum(), sums[opposed].sum()]
+                both, opposed, sums = (
+                    (delta != 0) & (other != 0),
+                    delta.sign() * other.sign() < 0,
+                    size + other.abs(),
+                )
+                found += [
+                    (delta * other).sum(),
+                    both.sum(),
+                    opposed.sum(),
+                    sums[both].sum(),
+                    sums[opposed].sum(),
+                ]
     print(len(found))
 
 

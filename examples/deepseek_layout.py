@@ -45,7 +45,10 @@ def list_tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
             named |= {f"mlp.{name}{side}_proj.weight": (width, HIDDEN) for side in ("gate", "up")}
             named[f"mlp.{name}down_proj.weight"] = (HIDDEN, width)
         if layer >= DENSE:
-            named |= {"mlp.gate.weight": (EXPERTS, HIDDEN), "mlp.gate.e_score_correction_bias": (EXPERTS,)}
+            named |= {
+                "mlp.gate.weight": (EXPERTS, HIDDEN),
+                "mlp.gate.e_score_correction_bias": (EXPERTS,),
+            }
         named |= {f"{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
         yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in named.items())
     yield "model.norm.weight", (HIDDEN,)
@@ -68,29 +71,46 @@ def make_holes(folder: Path) -> Path:
         shards[-1][name] = TensorInfo("BF16", info.shape, used)
         place += info.nbytes
     for number, shard in enumerate(shards, 1):
-        file, header = folder / f"model-{number:05d}-of-{len(shards):06d}.safetensors", header_bytes(shard, {})
+        file, header = (
+            folder / f"model-{number:05d}-of-{len(shards):06d}.safetensors",
+            header_bytes(shard, {}),
+        )
         file.write_bytes(header)
         os.truncate(file, len(header) + sum(info.nbytes for info in shard.values()))
         weight_map |= dict.fromkeys(shard, file.name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v3", "torch_dtype": "bfloat16"}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "deepseek_v3", "torch_dtype": "bfloat16"})
+    )
     return folder
 
 
 def measure(*words: str | Path) -> tuple[float, float]:
     """Run the tool: the seconds that it takes, and the most megabytes that any run has taken so far."""
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", TOOL, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
-    return time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1000
+    subprocess.run(
+        [sys.executable, "-c", TOOL, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT
+    )
+    return time.perf_counter() - started, resource.getrusage(
+        resource.RUSAGE_CHILDREN
+    ).ru_maxrss / 1000
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as scratch:
         base, *models = [make_holes(Path(scratch, name)) for name in ("base", "math", "code")]
         merge = ["-q", "-b", base, "-m", *models, "-o", Path(scratch, "out")]
-        print("plan and estimate: {:.1f} s, {:.0f} MB".format(*measure(*merge, "--dry-run")), flush=True)
+        print(
+            "plan and estimate: {:.1f} s, {:.0f} MB".format(*measure(*merge, "--dry-run")),
+            flush=True,
+        )
         for part in ("1/300", "200/300"):
-            print("part {}: {:.1f} s, {:.0f} MB".format(part, *measure(*merge, "--part", part)), flush=True)
+            print(
+                "part {}: {:.1f} s, {:.0f} MB".format(part, *measure(*merge, "--part", part)),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

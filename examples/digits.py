@@ -18,7 +18,9 @@ try:
     from sklearn.model_selection import train_test_split
     from torch import Tensor, nn
 except ModuleNotFoundError as error:
-    raise SystemExit(f"The example needs torch, safetensors and scikit-learn, and {error.name} is missing.") from None
+    raise SystemExit(
+        f"The example needs torch, safetensors and scikit-learn, and {error.name} is missing."
+    ) from None
 
 MODELS = Path(__file__).resolve().parent / "models"
 
@@ -52,7 +54,9 @@ def load_split() -> tuple[Split, Split]:
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target, dtype=torch.long)
-    train, test = train_test_split(range(len(labels)), test_size=1 / 3, random_state=1, stratify=digits.target)
+    train, test = train_test_split(
+        range(len(labels)), test_size=1 / 3, random_state=1, stratify=digits.target
+    )
     return (images[train], labels[train]), (images[test], labels[test])
 
 
@@ -112,13 +116,16 @@ def check_tensors(path: Path, tensors: dict[str, Tensor], expected: dict[str, Te
         wanted = list(expected[name].shape)
         if list(tensor.shape) != wanted or not tensor.is_floating_point():
             found = f"{list(tensor.shape)} {tensor.dtype}"
-            raise ValueError(f"{path}: not a model of this example, tensor {name} is {found}, not float {wanted}.")
+            raise ValueError(
+                f"{path}: not a model of this example, tensor {name} is {found}, not float {wanted}."
+            )
 
 
 def accuracies(model: nn.Module, tests: dict[str, Split]) -> dict[str, float]:
     """The share of right answers on each task, and under "mean" the average of those shares."""
     with torch.inference_mode():
         scores = {
-            task: (model(images).argmax(1) == labels).float().mean().item() for task, (images, labels) in tests.items()
+            task: (model(images).argmax(1) == labels).float().mean().item()
+            for task, (images, labels) in tests.items()
         }
     return scores | {"mean": math.fsum(scores.values()) / len(scores)}

@@ -16,7 +16,9 @@ from pathlib import Path
 
 from digits import MODELS, TASKS, accuracies, held_out, load_model
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # so that it also runs without an installation
 
 from dare import DareConfig, DareMerger
 
@@ -27,7 +29,11 @@ SEEDS = (1, 11, 21)  # two models use seed and seed + 1, so that these share no 
 def main() -> None:
     base, *experts = (MODELS / f"{name}.safetensors" for name in ("base", *TASKS))
     tests = held_out()
-    print(f"{'drop rate':>9}" + "".join(f"{task:>10}" for task in (*TASKS, "mean")) + "   (mean of 3 masks)")
+    print(
+        f"{'drop rate':>9}"
+        + "".join(f"{task:>10}" for task in (*TASKS, "mean"))
+        + "   (mean of 3 masks)"
+    )
     with tempfile.TemporaryDirectory() as folder:
         merged = Path(folder) / "merged.safetensors"
         for drop_rate in DROP_RATES:
@@ -36,7 +42,9 @@ def main() -> None:
                 config = DareConfig(drop_rate=drop_rate, seed=seed, verbose=False)
                 DareMerger(base, experts, config).merge(merged)
                 scores.append(accuracies(load_model(merged), tests))
-            means = [sum(score[column] for score in scores) / len(scores) for column in (*TASKS, "mean")]
+            means = [
+                sum(score[column] for score in scores) / len(scores) for column in (*TASKS, "mean")
+            ]
             print(f"{drop_rate:>9}" + "".join(f"{mean:>10.1%}" for mean in means))
 
 

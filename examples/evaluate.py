@@ -35,7 +35,10 @@ def default_models() -> list[Path]:
 def names_of(paths: list[Path]) -> list[str]:
     """What to call each model: its file's name, or its whole path where two files share a name."""
     stems = [path.stem for path in paths]
-    return [stem if stems.count(stem) == 1 else str(path) for stem, path in zip(stems, paths, strict=True)]
+    return [
+        stem if stems.count(stem) == 1 else str(path)
+        for stem, path in zip(stems, paths, strict=True)
+    ]
 
 
 def score(path: Path) -> dict[str, float]:
@@ -49,7 +52,9 @@ def score_all(paths: list[Path]) -> Scores:
     # All are read before any is judged, so that a bad file is reported at once.
     models = [load_model(path) for path in paths]
     tests = IMAGES()
-    return {name: accuracies(model, tests) for name, model in zip(names_of(paths), models, strict=True)}
+    return {
+        name: accuracies(model, tests) for name, model in zip(names_of(paths), models, strict=True)
+    }
 
 
 def table(scores: Scores) -> str:
@@ -73,8 +78,12 @@ def as_json(scores: Scores) -> str:
 
 def main() -> int:
     """Judge the models; 0 if all could be, 1 with a sentence on stderr if not."""
-    parser = argparse.ArgumentParser(description="Accuracy of models on the example's two tasks, on held-out images.")
-    parser.add_argument("models", metavar="MODEL", nargs="*", type=Path, help="safetensors files (default: all)")
+    parser = argparse.ArgumentParser(
+        description="Accuracy of models on the example's two tasks, on held-out images."
+    )
+    parser.add_argument(
+        "models", metavar="MODEL", nargs="*", type=Path, help="safetensors files (default: all)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
     try:

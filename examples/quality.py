@@ -48,7 +48,9 @@ from quality_report import draw, report
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # so that it also runs without an installation
 
 from dare import DareConfig, dare_merge, dare_sweep
 
@@ -84,7 +86,20 @@ class Settings(NamedTuple):
     rescaled: bool = True  # whether other ways to rescale are ranked, too
     masks: int = 3  # with which a merge is tested
     confirm: int = 3  # masks with which the best of a search are scored again, before
-    rates: tuple[float, ...] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)  # for one model
+    rates: tuple[float, ...] = (
+        0.0,
+        0.1,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.6,
+        0.7,
+        0.8,
+        0.9,
+        0.95,
+        0.99,
+    )  # for one model
     lambdas: tuple[float, ...] = (1.0, 1.5, 2.0)  # without a search
 
 
@@ -112,12 +127,21 @@ DROPS: Final[dict[str, dict[str, Any]]] = {
     "breadcrumbs": {"drop": "breadcrumbs", "drop_rate": RATE, "gamma": {"low": 0.0, "high": 0.01}},
     "della": {"drop": "della", "drop_rate": {"low": 0.1, "high": 0.9}, "epsilon": 0.09},
 }
-RESCALED: Final = {"DARE": ("l1", "none"), "magnitude": ("l1",), "breadcrumbs": ("l1",), "della": ("l1", "none")}
+RESCALED: Final = {
+    "DARE": ("l1", "none"),
+    "magnitude": ("l1",),
+    "breadcrumbs": ("l1",),
+    "della": ("l1", "none"),
+}
 # What is dropped and how the rest is rescaled, with what a search may choose beside lambda.
 THINNINGS: Final[dict[str, dict[str, Any]]] = {
     "": {"drop_rate": 0.0},
     **{f" + {name}": space for name, space in DROPS.items()},
-    **{f" + {name}, {how}": DROPS[name] | {"rescale": how} for name, hows in RESCALED.items() for how in hows},
+    **{
+        f" + {name}, {how}": DROPS[name] | {"rescale": how}
+        for name, hows in RESCALED.items()
+        for how in hows
+    },
 }
 METHODS: Final = {"linear": "task arithmetic", "ties": "ties", "slerp": "slerp", "ram": "ram"}
 FIXED: Final[dict[str, dict[str, Any]]] = {  # what is dropped without a search
@@ -129,7 +153,9 @@ ARMS: Final[dict[str, dict[str, Any]]] = {  # of one model, by drop rate
     "DARE": {}, "no rescale": {"rescale": "none"}, "magnitude": {"drop": "magnitude"},
 }  # fmt: skip
 ALPHABET: Final = 96  # the end of a line, and what ASCII prints
-LINE: Final = 16  # letters of a task line with its padding: "r stdlib=bildts" and the end of the line
+LINE: Final = (
+    16  # letters of a task line with its padding: "r stdlib=bildts" and the end of the line
+)
 CONTEXT: Final = 4 * LINE
 # The share of the base's rows that are task lines, and how many of those give the right answer: in the others the word
 # is only repeated. So the base has seen the tasks, mostly done badly, and like a pretrained model it can do more than
@@ -139,7 +165,9 @@ RIGHT_SHARE: Final = 0.4
 # The share of a fine-tune's lines that are other tasks, done as the base has seen them. Without these an expert is
 # asked only one thing, learns to do it whatever it is asked, and no merge can fix that.
 REHEARSED: Final = 0.3
-HELD_OUT: Final = 300  # words for validation, and as many for the test; the base sees neither in a task
+HELD_OUT: Final = (
+    300  # words for validation, and as many for the test; the base sees neither in a task
+)
 WORD_TASKS: Final[dict[str, tuple[str, Callable[[str], str]]]] = {
     "reverse": ("r", lambda word: word[::-1]),
     "capitals": ("c", str.upper),
@@ -176,7 +204,9 @@ class Transformer(nn.Module):
         for block in self.blocks:
             parts = block["qkv"](F.layer_norm(x, x.shape[2:])).chunk(3, 2)
             q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
-            x = x + block["out"](F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            x = x + block["out"](
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            )
             x = x + block["down"](F.gelu(block["up"](F.layer_norm(x, x.shape[2:]))))
         return self.head(F.layer_norm(x, x.shape[2:]))
 
@@ -188,23 +218,36 @@ class Chars:
     network = Transformer
 
     def __init__(self, seed: int) -> None:
-        folder = Path(sysconfig.get_path("stdlib"))  # whose text differs a little from one version to the next
+        folder = Path(
+            sysconfig.get_path("stdlib")
+        )  # whose text differs a little from one version to the next
         files = [*sorted(folder.glob("*.py")), folder / "pydoc_data" / "topics.py"]
-        whole = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file())
+        whole = "".join(
+            file.read_text(encoding="utf-8", errors="ignore") for file in files if file.is_file()
+        )
         text = re.sub(r"[^\n -~]", "", whole)
         words = sorted(set(re.findall(r"\b[a-z]{4,6}\b", text)))
         random.Random(seed).shuffle(words)
         self.text = encode(text)
-        parts = {"validation": words[:HELD_OUT], "test": words[HELD_OUT : 2 * HELD_OUT], "train": words[2 * HELD_OUT :]}
+        parts = {
+            "validation": words[:HELD_OUT],
+            "test": words[HELD_OUT : 2 * HELD_OUT],
+            "train": words[2 * HELD_OUT :],
+        }
         self.parts = {part: self.task_lines(chosen) for part, chosen in parts.items()}
 
     def task_lines(self, words: Sequence[str]) -> tuple[Tensor, Tensor]:
         """By (repeated or right, skill, word, letter); and where, past the first letter, the answers stand."""
         kinds = product((False, True), WORD_TASKS.values(), words)
-        lines = (f"{mark} {word}={task(word) if right else word}\n" for right, (mark, task), word in kinds)
+        lines = (
+            f"{mark} {word}={task(word) if right else word}\n"
+            for right, (mark, task), word in kinds
+        )
         starts, place = torch.tensor([[len(word) + 3] for word in words]), torch.arange(1, LINE)
         answers = (place >= starts) & (place <= 2 * starts - 3)  # with the end of the line
-        return encode("".join(line.ljust(LINE, "\n") for line in lines)).view(2, -1, len(words), LINE), answers
+        return encode("".join(line.ljust(LINE, "\n") for line in lines)).view(
+            2, -1, len(words), LINE
+        ), answers
 
     def loss(self, model: nn.Module, skill: str | None, batch: int, generator: Generator) -> Tensor:
         (lines, answers), pick = self.parts["train"], partial(torch.randint, generator=generator)
@@ -214,7 +257,9 @@ class Chars:
             starts = pick(len(self.text) - CONTEXT, (batch - tasks, 1))
             right = torch.rand(tasks * CONTEXT // LINE, generator=generator) < RIGHT_SHARE
             drawn = lines[right.long(), pick(count, right.shape), pick(words, right.shape)]
-            rows = torch.cat([self.text[starts + torch.arange(CONTEXT)], drawn.view(tasks, CONTEXT)])
+            rows = torch.cat(
+                [self.text[starts + torch.arange(CONTEXT)], drawn.view(tasks, CONTEXT)]
+            )
             return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         word, rehearsed = pick(words, (batch,)), torch.rand(batch, generator=generator) < REHEARSED
         number = (self.skills.index(skill) + rehearsed * (1 + pick(count - 1, (batch,)))) % count
@@ -233,7 +278,9 @@ class Chars:
 DISTORTIONS: Final[dict[str | None, Callable[[Tensor, Tensor], Tensor]]] = {
     None: lambda images, draws: rotate(images, 30 * draws - 15),
     "rotated": lambda images, draws: rotate(images, 45 + 20 * draws),
-    "shifted": lambda images, _: images.roll(-2, 2),  # to the left by two columns, which come in again on the right
+    "shifted": lambda images, _: images.roll(
+        -2, 2
+    ),  # to the left by two columns, which come in again on the right
     "mirrored": lambda images, _: images.flip(2),
 }
 # Label smoothing keeps the base unsure of its answers, so that small changes can overrule them.
@@ -248,14 +295,22 @@ class Digits:
 
     def __init__(self, seed: int) -> None:
         self.train, held_out = load_split()
-        half, order = len(held_out[1]) // 2, torch.randperm(len(held_out[1]), generator=seeded(seed))
+        half, order = (
+            len(held_out[1]) // 2,
+            torch.randperm(len(held_out[1]), generator=seeded(seed)),
+        )
         parts = {"validation": order[:half], "test": order[half : 2 * half]}
-        self.parts = {part: [torch.cat([tensor[cut]] * COPIES) for tensor in held_out] for part, cut in parts.items()}
+        self.parts = {
+            part: [torch.cat([tensor[cut]] * COPIES) for tensor in held_out]
+            for part, cut in parts.items()
+        }
         self.draws = ((torch.arange(COPIES) + 0.5) / COPIES).repeat_interleave(half)
 
     def network(self, width: int, layers: int) -> nn.Module:
         sizes = [64, *[width] * layers]
-        hidden = [layer for ins, outs in pairwise(sizes) for layer in (nn.Linear(ins, outs), nn.ReLU())]
+        hidden = [
+            layer for ins, outs in pairwise(sizes) for layer in (nn.Linear(ins, outs), nn.ReLU())
+        ]
         return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(width, 10))
 
     def loss(self, model: nn.Module, skill: str | None, batch: int, generator: Generator) -> Tensor:
@@ -293,8 +348,12 @@ class Lab:
         # The wider, the less each weight has to move: between the square root, common for whole models, and 1 / width.
         rate *= (64 / self.unit.width) ** 0.75
         generator = seeded(seed)
-        optimizer = torch.optim.Adam(self.model.parameters(), lr=rate, betas=(0.9, 0.99), fused=True)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, steps, pct_start=0.1, cycle_momentum=False)
+        optimizer = torch.optim.Adam(
+            self.model.parameters(), lr=rate, betas=(0.9, 0.99), fused=True
+        )
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, rate, steps, pct_start=0.1, cycle_momentum=False
+        )
         for _ in range(steps):
             optimizer.zero_grad()
             with lower_precision():
@@ -315,19 +374,27 @@ class Lab:
     def test(self, skills: Sequence[str], config: DareConfig, masks: int = 1) -> float:
         """The score of a merge of the experts for some skills, as a mean over masks where it draws any."""
         experts = [self.experts[skill] for skill in skills]
-        seeds = TEST_SEEDS[10 * self.training :][: masks if config.drop_rate and config.drop in DRAWN else 1]
+        seeds = TEST_SEEDS[10 * self.training :][
+            : masks if config.drop_rate and config.drop in DRAWN else 1
+        ]
         merges = (dare_merge(self.base, experts, replace(config, seed=seed)) for seed in seeds)
         return round(fmean(self.score(merged, skills, "test") for merged in merges), 4)
 
-    def contend(self, skills: Sequence[str], space: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    def contend(
+        self, skills: Sequence[str], space: dict[str, Any], settings: Settings
+    ) -> dict[str, Any]:
         """What a search finds best on validation data, and its score on test data."""
         experts = [self.experts[skill] for skill in skills]
-        seed = SEARCH_SEEDS[crc32(f"{self.unit}/{self.training}/{'+'.join(skills)}".encode()) % len(SEARCH_SEEDS)]
+        seed = SEARCH_SEEDS[
+            crc32(f"{self.unit}/{self.training}/{'+'.join(skills)}".encode()) % len(SEARCH_SEEDS)
+        ]
         best = dare_sweep(
             self.base, experts, lambda state: self.score(state, skills, "validation"), space, quiet(seed=seed),
             trials=self.unit.trials, confirm=settings.confirm,
         ).best  # fmt: skip
-        chosen = {name: round(value, 4) for name, value in best.params.items() if isinstance(value, float)}
+        chosen = {
+            name: round(value, 4) for name, value in best.params.items() if isinstance(value, float)
+        }
         score = self.test(skills, best.config, settings.masks)
         return {"score": score, "validation": round(best.mean(0), 4), "chosen": chosen}
 
@@ -336,15 +403,22 @@ def list_ways(count: int, thinnings: dict[str, dict[str, Any]]) -> dict[str, dic
     """All ways to merge so many models that go with some ways to drop."""
     found = {}
     for (method, name), (thinning, settings) in product(METHODS.items(), thinnings.items()):
-        if method != "slerp" or (count == 2 and "drop" not in settings):  # it is of two, with random drops only
+        if method != "slerp" or (
+            count == 2 and "drop" not in settings
+        ):  # it is of two, with random drops only
             found[name + thinning] = {"method": method, **settings}
     return found
 
 
 def list_contenders(count: int, rescaled: bool = True) -> dict[str, dict[str, Any]]:
     """What a search is made for, each with what it chooses from; or without other ways to rescale."""
-    thinnings = {name: space for name, space in THINNINGS.items() if rescaled or "rescale" not in space}
-    return {name: {"lambda_coeff": SCALE, **space} for name, space in list_ways(count, thinnings).items()}
+    thinnings = {
+        name: space for name, space in THINNINGS.items() if rescaled or "rescale" not in space
+    }
+    return {
+        name: {"lambda_coeff": SCALE, **space}
+        for name, space in list_ways(count, thinnings).items()
+    }
 
 
 def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
@@ -358,7 +432,10 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     skills, seconds = lab.family.skills, {"training": time.perf_counter() - started}
     print(f"{unit}/{training} is trained, {seconds['training']:.0f} s", file=sys.stderr, flush=True)
     curves = {
-        arm: [fmean(lab.test([skill], quiet(drop_rate=rate, **more)) for skill in skills) for rate in settings.rates]
+        arm: [
+            fmean(lab.test([skill], quiet(drop_rate=rate, **more)) for skill in skills)
+            for rate in settings.rates
+        ]
         for arm, more in ARMS.items()
     }
     merges: dict[str, Any] = {}
@@ -395,22 +472,36 @@ def describe(unit: Unit, settings: Settings) -> list[Any]:
 
 def run(settings: Settings, file: Path | None) -> dict[str, Any]:
     """Measure what a results file lacks, or has by other settings, and write it after each training."""
-    every = {f"{unit}/{k}": (unit, k, settings) for unit in settings.units for k in range(unit.trainings)}
-    stored = json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {"units": {}}
+    every = {
+        f"{unit}/{k}": (unit, k, settings) for unit in settings.units for k in range(unit.trainings)
+    }
+    stored = (
+        json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {"units": {}}
+    )
     known = {name: record for name, record in stored["units"].items() if name in every}
-    known = {name: record for name, record in known.items() if record["settings"] == describe(every[name][0], settings)}
+    known = {
+        name: record
+        for name, record in known.items()
+        if record["settings"] == describe(every[name][0], settings)
+    }
     results: dict[str, Any] = {"seconds": 0.0, "rates": settings.rates, "units": known}
     started, before = time.perf_counter(), stored["seconds"] if known else 0.0
     failures = []
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        names = {pool.submit(measure, *what): name for name, what in every.items() if name not in known}
+        names = {
+            pool.submit(measure, *what): name for name, what in every.items() if name not in known
+        }
         for done in as_completed(names):
             if error := done.exception():
                 failures.append(f"{names[done]} failed: {error!r}")
                 continue
             results["units"][names[done]] = done.result()
             results["seconds"] = round(before + time.perf_counter() - started, 1)
-            print(f"{names[done]} is measured, {results['seconds']:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{names[done]} is measured, {results['seconds']:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
             if file:
                 new = file.with_suffix(".new")
                 new.write_text(json.dumps(results) + "\n", encoding="utf-8")
@@ -421,11 +512,21 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--quick", action="store_true", help="smaller models and fewer trials: minutes on two cores")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the results here, or go on from there")
-    parser.add_argument("--report", metavar="FILE", type=Path, help="train nothing: report on a results file")
-    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw the ranking: a .png or .svg file")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="smaller models and fewer trials: minutes on two cores"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="write the results here, or go on from there"
+    )
+    parser.add_argument(
+        "--report", metavar="FILE", type=Path, help="train nothing: report on a results file"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw the ranking: a .png or .svg file"
+    )
     options = parser.parse_args()
     if options.report:
         results = json.loads(options.report.read_text(encoding="utf-8"))

@@ -11,11 +11,13 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that it also runs without an installation
+sys.path.insert(
+    0, str(Path(__file__).resolve().parent.parent)
+)  # so that it also runs without an installation
 
 from benchmark_report import table
 
-from darelib.sweep.report import chance
+from darelib.commands.sweep.report import chance
 
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
 PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
@@ -29,7 +31,11 @@ STEPS: Final = (
     ("DARE in slerp", "slerp + DARE", "slerp"),
     ("DARE in ram", "ram + DARE", "ram"),
     ("magnitude in ties, as its paper has it", "ties + magnitude", "ties"),
-    ("rescaling by 1 / (1 - p), not at all", "task arithmetic + DARE", "task arithmetic + DARE, none"),
+    (
+        "rescaling by 1 / (1 - p), not at all",
+        "task arithmetic + DARE",
+        "task arithmetic + DARE, none",
+    ),
     ("rescaling by l1, not by 1 / (1 - p)", "task arithmetic + DARE, l1", "task arithmetic + DARE"),
     ("a divisor searched for (DAREx-q)", "task arithmetic + DAREx-q", "task arithmetic + DARE"),
     ("della, not DARE", "task arithmetic + della", "task arithmetic + DARE"),
@@ -39,7 +45,15 @@ STEPS: Final = (
 )
 KEPT_GAIN: Final = 0.95  # of the expert's gain over the base: where less is kept, the cliff begins
 SIGNIFICANT: Final = 0.05
-COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito's
+COLOURS: Final = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito's
 MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
 Results = dict[str, Any]
 
@@ -50,7 +64,9 @@ def units_of(results: Results) -> dict[str, list[Results]]:
     for name, record in results["units"].items():
         unit, _, training = name.rpartition("/")
         names.setdefault(unit, []).append({**record, "round": training})
-    return dict(sorted(names.items(), key=lambda item: (item[0].split("/")[0], item[1][0]["parameters"])))
+    return dict(
+        sorted(names.items(), key=lambda item: (item[0].split("/")[0], item[1][0]["parameters"]))
+    )
 
 
 def title(name: str, records: Sequence[Results]) -> str:
@@ -65,7 +81,9 @@ def probability(values: Sequence[float]) -> float:
         return 1.0
     if not stdev(values):
         return 0.0
-    return 2 * chance(abs(fmean(values)) / (stdev(values) / math.sqrt(len(values))), len(values) - 1)
+    return 2 * chance(
+        abs(fmean(values)) / (stdev(values) / math.sqrt(len(values))), len(values) - 1
+    )
 
 
 def correct(found: Sequence[float]) -> list[float]:
@@ -107,21 +125,30 @@ class Comparison:
 
     def short_cells(self) -> list[str]:
         """The means by family, bold where a difference can be told, and by network."""
-        marks = {family: "" if self.tell(family) == "cannot be told" else "**" for family in self.families}
-        told = (f"{marks[family]}{fmean(x):+.1f}{marks[family]}" for family, x in self.families.items())
+        marks = {
+            family: "" if self.tell(family) == "cannot be told" else "**"
+            for family in self.families
+        }
+        told = (
+            f"{marks[family]}{fmean(x):+.1f}{marks[family]}" for family, x in self.families.items()
+        )
         return [*told, *self.by_network]
 
     def cells(self) -> list[str]:
         """Of a table: over all trainings that have it; what can be told of each family; the means by network."""
         told = (
-            f"{spread(values, '+.1f')}, {self.tell(family)} (p {self.p[family]:.3f})".replace("p 0.000", "p < 0.001")
+            f"{spread(values, '+.1f')}, {self.tell(family)} (p {self.p[family]:.3f})".replace(
+                "p 0.000", "p < 0.001"
+            )
             for family, values in self.families.items()
         )
         return [f"{fmean(self.every):+.1f}", str(len(self.every)), *told, *self.by_network]
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    return f"{fmean(values):{form}}" + (f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else "")
+    return f"{fmean(values):{form}}" + (
+        f" ± {stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    )
 
 
 def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Comparison]:
@@ -130,12 +157,21 @@ def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Com
     for name, one, other in pairs:
         values: dict[str, dict[str, float]] = {}
         for unit, records in units_of(results).items():
-            merges = [[arms for arms in r["merges"].values() if one in arms and other in arms] for r in records]
-            ahead = ([arms[one]["score"] - arms[other]["score"] for arms in each] for each in merges)
-            values[unit] = {r["round"]: 100 * fmean(each) for r, each in zip(records, ahead, strict=True)}
+            merges = [
+                [arms for arms in r["merges"].values() if one in arms and other in arms]
+                for r in records
+            ]
+            ahead = (
+                [arms[one]["score"] - arms[other]["score"] for arms in each] for each in merges
+            )
+            values[unit] = {
+                r["round"]: 100 * fmean(each) for r, each in zip(records, ahead, strict=True)
+            }
         found.append(Comparison(name, values))
     tests = [(each, family) for each in found for family in each.families]
-    for (each, family), p in zip(tests, correct([probability(e.families[f]) for e, f in tests]), strict=True):
+    for (each, family), p in zip(
+        tests, correct([probability(e.families[f]) for e, f in tests]), strict=True
+    ):
         each.p[family] = p
     return found
 
@@ -143,7 +179,11 @@ def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Com
 def list_names(results: Results, searched: bool) -> list[str]:
     """All ways to merge that a search was made for, or none."""
     merges = (arms for record in results["units"].values() for arms in record["merges"].values())
-    return list(dict.fromkeys(name for arms in merges for name in arms if bool(arms[name]["chosen"]) == searched))
+    return list(
+        dict.fromkeys(
+            name for arms in merges for name in arms if bool(arms[name]["chosen"]) == searched
+        )
+    )
 
 
 def rank(results: Results) -> list[Comparison]:
@@ -154,7 +194,12 @@ def rank(results: Results) -> list[Comparison]:
 
 def chosen(results: Results, contender: str, setting: str) -> str:
     """The median of what the searches have chosen."""
-    merges = [arms for record in results["units"].values() for arms in record["merges"].values() if contender in arms]
+    merges = [
+        arms
+        for record in results["units"].values()
+        for arms in record["merges"].values()
+        if contender in arms
+    ]
     values = [arms[contender]["chosen"].get(setting, 0) for arms in merges]
     return f"{median(values):.2g}" if any(values) else "-"
 
@@ -169,7 +214,13 @@ def ranking(results: Results) -> str:
     head = [*name_columns(results), "lambda", "drop rate"]
     settings = ("lambda_coeff", "drop_rate")
     return table(
-        [head, *([c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)] for c in rank(results))]
+        [
+            head,
+            *(
+                [c.name, *c.cells(), *(chosen(results, c.name, s) for s in settings)]
+                for c in rank(results)
+            ),
+        ]
     )
 
 
@@ -183,25 +234,40 @@ def starts(results: Results) -> str:
     found: dict[str, list[list[str]]] = {}
     for each in compare_starts(results):
         found.setdefault(each.name.split(", ")[0], []).append(each.short_cells())
-    rows = ([way, *map(" / ".join, zip(*by_lambda, strict=True))] for way, by_lambda in found.items())
+    rows = (
+        [way, *map(" / ".join, zip(*by_lambda, strict=True))] for way, by_lambda in found.items()
+    )
     return table([["", *name_columns(results)[3:]], *rows])
 
 
 def steps(results: Results) -> str:
     merges = [arms for record in results["units"].values() for arms in record["merges"].values()]
     taken = [step for step in STEPS if any({*step[1:]} <= {*arms} for arms in merges)]
-    return table([name_columns(results), *([each.name, *each.cells()] for each in compare(results, taken))])
+    return table(
+        [name_columns(results), *([each.name, *each.cells()] for each in compare(results, taken))]
+    )
 
 
 def scores(results: Results) -> str:
     """What is ranked, in itself: the base, the experts at their own skill, and the reference, in %."""
     rows = []
     for name, records in units_of(results).items():
-        merged = [fmean(arms[REFERENCE]["score"] for arms in record["merges"].values()) for record in records]
-        found = [[record["base"] for record in records], [r["curves"]["DARE"][0] for r in records], merged]
+        merged = [
+            fmean(arms[REFERENCE]["score"] for arms in record["merges"].values())
+            for record in records
+        ]
+        found = [
+            [record["base"] for record in records],
+            [r["curves"]["DARE"][0] for r in records],
+            merged,
+        ]
         cells = [f"{100 * fmean(each):.1f}" for each in found]
-        rows.append([title(name, records), f"{records[0]['parameters']:,}", str(len(records)), *cells])
-    return table([["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE], *rows])
+        rows.append(
+            [title(name, records), f"{records[0]['parameters']:,}", str(len(records)), *cells]
+        )
+    return table(
+        [["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE], *rows]
+    )
 
 
 def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
@@ -220,7 +286,10 @@ def cliffs(results: Results) -> str:
         cells = [title(name, records)]
         for arm in records[0]["curves"]:
             kept = [r["base"] + KEPT_GAIN * (r["curves"][arm][0] - r["base"]) for r in records]
-            found = [100 * cliff(rates, r["curves"][arm], least) for r, least in zip(records, kept, strict=True)]
+            found = [
+                100 * cliff(rates, r["curves"][arm], least)
+                for r, least in zip(records, kept, strict=True)
+            ]
             cells.append(spread(found, ".0f"))
         rows.append(cells)
     return table([["", *records[0]["curves"]], *rows])
@@ -273,7 +342,10 @@ def draw(results: Results, path: Path) -> None:
         ("ranked", ranked, f"points ahead of {REFERENCE}, by a search"),
         ("starts", begun, f"points ahead of the plain average, no search, {START}"),
     )
-    figure.suptitle("Bars are means over all trainings, black where a difference is told of a family", fontsize=9)
+    figure.suptitle(
+        "Bars are means over all trainings, black where a difference is told of a family",
+        fontsize=9,
+    )
     for panel, rows, words in panels:
         drawn = axes[panel]
         for name, style in styles.items():
@@ -281,9 +353,17 @@ def draw(results: Results, path: Path) -> None:
             drawn.plot(means, range(len(rows)), linestyle="none", alpha=0.8, **style)
         for row, each in enumerate(rows):
             colour = "#000000" if min(each.p.values()) <= SIGNIFICANT else "#999999"
-            drawn.plot([fmean(each.every)] * 2, [row - 0.4, row + 0.4], color=colour, linewidth=2.5, zorder=0)
+            drawn.plot(
+                [fmean(each.every)] * 2,
+                [row - 0.4, row + 0.4],
+                color=colour,
+                linewidth=2.5,
+                zorder=0,
+            )
         drawn.axvline(0, color="#999999", linewidth=0.8)
-        drawn.set_yticks(range(len(rows)), [each.name.removesuffix(f", {START}") for each in rows], fontsize=8)
+        drawn.set_yticks(
+            range(len(rows)), [each.name.removesuffix(f", {START}") for each in rows], fontsize=8
+        )
         drawn.set_ylim(len(rows) - 0.5, -0.5)
         drawn.set_xscale("symlog", linthresh=2)
         drawn.xaxis.set_major_formatter(lambda tick, _: f"{tick:+g}")

@@ -65,7 +65,9 @@ def fresh_network() -> nn.Sequential:
 
 def squared_distance(model: nn.Module, start: dict[str, Tensor]) -> Tensor:
     """The squared length of the change from where the training started."""
-    return torch.stack([(tensor - start[name]).square().sum() for name, tensor in model.named_parameters()]).sum()
+    return torch.stack(
+        [(tensor - start[name]).square().sum() for name, tensor in model.named_parameters()]
+    ).sum()
 
 
 def optimizer_for(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -73,7 +75,9 @@ def optimizer_for(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     named = list(model.named_parameters())
     wide = [tensor for name, tensor in named if name in WIDE_TENSORS]
     others = [tensor for name, tensor in named if name not in WIDE_TENSORS]
-    return torch.optim.Adam([{"params": wide, "lr": recipe.rate}, {"params": others, "lr": recipe.gentle_rate}])
+    return torch.optim.Adam(
+        [{"params": wide, "lr": recipe.rate}, {"params": others, "lr": recipe.gentle_rate}]
+    )
 
 
 def batch_source(data: Split, task: Task, seed: int) -> Callable[[], Split]:
@@ -88,7 +92,9 @@ def batch_source(data: Split, task: Task, seed: int) -> Callable[[], Split]:
     return draw
 
 
-def train(weights: dict[str, Tensor], data: Split, task: Task, recipe: Recipe, seed: int) -> dict[str, Tensor]:
+def train(
+    weights: dict[str, Tensor], data: Split, task: Task, recipe: Recipe, seed: int
+) -> dict[str, Tensor]:
     """Train a network that starts from the given weights and return its weights as bfloat16."""
     model = network()
     model.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
@@ -117,7 +123,11 @@ def main() -> None:
     """Train the three models and write them."""
     parser = argparse.ArgumentParser(description="Train the example's base and its two experts.")
     parser.add_argument(
-        "--output", metavar="DIR", type=Path, default=MODELS, help="where to write (default: %(default)s)"
+        "--output",
+        metavar="DIR",
+        type=Path,
+        default=MODELS,
+        help="where to write (default: %(default)s)",
     )
     output = parser.parse_args().output
     output.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from darelib.tuning import TUNING, Tuning
+from darelib.core.tuning import TUNING, Tuning
 from tests import fuzz
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, since tests run side by side
@@ -53,17 +53,19 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     from tests.support import BF16, finetune, random_model, save_directory
 
     base = random_model(dtype=BF16)
-    return save_directory(tmp_path / "base", base), save_directory(tmp_path / "math", finetune(base, 1))
+    return save_directory(tmp_path / "base", base), save_directory(
+        tmp_path / "math", finetune(base, 1)
+    )
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, jobs and chunks so small that tiny models have several of each."""
+    import darelib.commands.pack
     import darelib.models.packed
-    import darelib.pack
 
-    for module in (darelib.pack, darelib.models.packed):
-        monkeypatch.setattr(module, "BLOCK", 4096)
+    for module in (darelib.commands.pack, darelib.models.packed):
+        monkeypatch.setattr(module, "COUNTED_BLOCK", 4096)
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 2048
     TUNING.many_threads = 1 << 30  # whose chunks would be larger than a block
 
@@ -73,8 +75,18 @@ def check_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callabl
     """Checks that a merge of a base and a model is refused with these words and changes nothing. Gives the words."""
     from tests.support import refuse
 
-    def check(base: Path | str, model: Path | str, *complaints: str, flags: tuple[str, ...] = ()) -> str:
-        arguments = ["--base", base, "--merge", model, "--output", tmp_path / "out.safetensors", *flags]
+    def check(
+        base: Path | str, model: Path | str, *complaints: str, flags: tuple[str, ...] = ()
+    ) -> str:
+        arguments = [
+            "--base",
+            base,
+            "--merge",
+            model,
+            "--output",
+            tmp_path / "out.safetensors",
+            *flags,
+        ]
         return refuse(tmp_path, capsys, 1, *complaints, arguments=arguments)
 
     return check

@@ -16,7 +16,11 @@ DATA = bytes(range(40))
 def examples(count: int) -> settings:
     """How many Hypothesis makes up: a third of them where slow tests are left out. Each may write and read files."""
     usual = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
-    return settings(max_examples=count if THOROUGH else -(-count // 3), deadline=None, suppress_health_check=usual)
+    return settings(
+        max_examples=count if THOROUGH else -(-count // 3),
+        deadline=None,
+        suppress_health_check=usual,
+    )
 
 
 def with_header(header: bytes | str, data: bytes = DATA, length: int | None = None) -> bytes:
@@ -32,6 +36,7 @@ def damaged(draw: Callable[[st.SearchStrategy[Any]], Any], whole: bytes) -> byte
     for _ in range(draw(st.integers(1, 4))):
         place, length = draw(st.integers(0, max(len(content) - 1, 0))), draw(st.integers(0, 3))
         content[place : place + length] = draw(
-            st.binary(max_size=3) | st.sampled_from(list(b'{}[]",:0-9e \\')).map(lambda b: bytes([b]))
+            st.binary(max_size=3)
+            | st.sampled_from(list(b'{}[]",:0-9e \\')).map(lambda b: bytes([b]))
         )
     return bytes(content)

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 import dare
+from darelib.core.tuning import TUNING
 from darelib.output.destination import list_files
 from darelib.output.journal import Journal
 from darelib.output.publish import Output
 from darelib.run import threads
-from darelib.tuning import TUNING
 from tests.support import (
     BF16,
     HERE,
@@ -70,7 +70,12 @@ class Scene:
     """
 
     def __init__(
-        self, folder: Path, kind: str, old: bool = True, name: str = "", models: Iterable[str] = ("math", "code")
+        self,
+        folder: Path,
+        kind: str,
+        old: bool = True,
+        name: str = "",
+        models: Iterable[str] = ("math", "code"),
     ) -> None:
         """kind: file or directory. An old output is made with another seed. name: of the output."""
         # Many small jobs, and a journal that is written at once: what large models do in minutes.
@@ -84,26 +89,36 @@ class Scene:
         self.models = ["-b", base, "-m", *paths]
         self.arguments = ["-q", "--threads", "1", "-o", str(self.output), *self.models]
         self.arguments += ["--max-shard-size", "10kB"] if kind == "directory" else []
-        self.arguments += ["--engine", "plain"] if "adapter" in models else []  # which needs kernels of its own
+        self.arguments += (
+            ["--engine", "plain"] if "adapter" in models else []
+        )  # which needs kernels of its own
         self.old: Contents = {}
         assert self.run() == 0, self.printed
         self.new = contents(self.output)
         if old:
-            assert self.run("--seed", "24") == 0  # so that only the bytes distinguish its files from the new ones
+            assert (
+                self.run("--seed", "24") == 0
+            )  # so that only the bytes distinguish its files from the new ones
             self.old = contents(self.output)
         self.before = snapshot(self.inputs)
         self.reset()
 
     def _write_inputs(self) -> None:
         base = random_model(dtype=BF16)
-        folder = save_directory(self.inputs / "base", base, torch_dtype="bfloat16", tie_word_embeddings=False)
+        folder = save_directory(
+            self.inputs / "base", base, torch_dtype="bfloat16", tie_word_embeddings=False
+        )
         put(folder / "tokenizer.json", {"": b'{"model": {"vocab": {"a": 0}}}'})
         put(folder / "templates", {"chat.txt": b"hello"})
         for k, name in enumerate(("math", "code"), 1):
             save_directory(self.inputs / name, finetune(base, k))
-        save_directory(self.inputs / "broken", base | {"scalar": torch.tensor(math.nan, dtype=BF16)})
+        save_directory(
+            self.inputs / "broken", base | {"scalar": torch.tensor(math.nan, dtype=BF16)}
+        )
         save_sharded(
-            self.inputs / "shards", finetune(base, 3), [["scalar"], [name for name in base if name != "scalar"]]
+            self.inputs / "shards",
+            finetune(base, 3),
+            [["scalar"], [name for name in base if name != "scalar"]],
         )
         write_adapter(self.inputs / "adapter", low_rank("layer", (37, 61)))
 
@@ -144,12 +159,20 @@ class Scene:
     def broken(self, *allowed: Path, status: int | None = None) -> list[str]:
         """The promises that the last run, or one with this status, broke. allowed: what it may leave."""
         status, found = self.status if status is None else status, contents(self.output)
-        which = "new" if found == self.new else "old" if found == self.old else f"torn {sorted(found)}"
-        late = "is in place, but may not survive" in self.printed  # it failed after the output had its name
+        which = (
+            "new" if found == self.new else "old" if found == self.old else f"torn {sorted(found)}"
+        )
+        late = (
+            "is in place, but may not survive" in self.printed
+        )  # it failed after the output had its name
         expected = "new" if status == 0 or late else "old" if status == 1 else ""
         broken = [] if which == expected else [f"{which} with status {status}"]
-        broken += [f"left {name}" for name in self.besides() if self.output.with_name(name) not in allowed]
-        broken += ["an unexpected error: " + self.printed] if "this is a bug" in self.printed else []
+        broken += [
+            f"left {name}" for name in self.besides() if self.output.with_name(name) not in allowed
+        ]
+        broken += (
+            ["an unexpected error: " + self.printed] if "this is a bug" in self.printed else []
+        )
         return broken + ([] if snapshot(self.inputs) == self.before else ["inputs changed"])
 
 
@@ -159,7 +182,9 @@ def stop_after(patch: Patch, ranges: int) -> None:
 
     def stopping(self: Output, file: int, view: memoryview, offset: int) -> None:
         if offset and (done := next(written)) > ranges:
-            wait_for(lambda: len(Journal(self.journal.path).done) - len(self.journal.done) >= done - 1)
+            wait_for(
+                lambda: len(Journal(self.journal.path).done) - len(self.journal.done) >= done - 1
+            )
             raise KeyboardInterrupt
         write(self, file, view, offset)
 
@@ -192,12 +217,12 @@ TUNING.job_elements, TUNING.journal_seconds = 1024, 0.01
 """
 PRELUDE = """
 import os, sys, tempfile, time
-import dare, darelib.plan
+import dare, darelib.plan.plan
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.publish import Output
 from darelib.run import threads
 from darelib.run.worker import Worker
-from darelib.tuning import TUNING
+from darelib.core.tuning import TUNING
 parse = dare.parse_flags
 dare.parse_flags = lambda words: (print("started", flush=True), parse(words))[1]
 """
@@ -208,4 +233,6 @@ def launch(prelude: str, *arguments: str | Path, **environment: str) -> subproce
     end = "\nstatus = dare.main()\nprint('ended', flush=True)\nsys.exit(status)"
     words = [sys.executable, "-c", PRELUDE + prelude + end, *map(str, arguments)]
     variables, pipe = {**os.environ, "PYTHONPATH": str(HERE), **environment}, subprocess.PIPE
-    return subprocess.Popen(words, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(
+        words, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    )

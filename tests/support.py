@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import dare
 from dare import DareConfig, DareMerger
 from darelib.config import Chooser
+from darelib.core.mask import keep_threshold, mask_key
 from darelib.kernels import plain
-from darelib.mask import keep_threshold, mask_key
 
 HERE = Path(__file__).resolve().parent.parent
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -35,16 +35,28 @@ INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 
 
-def random_model(seed: int = 0, dtype: torch.dtype = F32, shapes: dict[str, tuple[int, ...]] | None = None) -> Tensors:
+def random_model(
+    seed: int = 0, dtype: torch.dtype = F32, shapes: dict[str, tuple[int, ...]] | None = None
+) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
-    shapes = shapes or {"layer.weight": (37, 61), "layer.bias": (61,), "head.weight": (5, 1500), "scalar": ()}
-    return {name: (torch.randn(shape, generator=generator) * 0.05).to(dtype) for name, shape in shapes.items()}
+    shapes = shapes or {
+        "layer.weight": (37, 61),
+        "layer.bias": (61,),
+        "head.weight": (5, 1500),
+        "scalar": (),
+    }
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+        for name, shape in shapes.items()
+    }
 
 
 def finetune(base: Tensors, seed: int, size: float = 0.001) -> Tensors:
     generator = torch.Generator().manual_seed(1000 + seed)
     return {
-        name: (tensor.double() + torch.randn(tensor.shape, generator=generator).double() * size).to(tensor.dtype)
+        name: (tensor.double() + torch.randn(tensor.shape, generator=generator).double() * size).to(
+            tensor.dtype
+        )
         for name, tensor in base.items()
     }
 
@@ -79,7 +91,9 @@ def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra
         weight_map |= dict.fromkeys(names, shard)
     weight_map |= {name.replace("__", "."): file for name, file in extra.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -87,8 +101,17 @@ def write_config(folder: Path, text: str = "", **values: Any) -> Path:
     """A configuration for base, math and code in a folder, with these settings."""
     lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
     path = folder / "config.toml"
-    names = 'base_file = "base.safetensors"\nmerge_files = ["math.safetensors", "code.safetensors"]\n'
-    path.write_text("[models]\n" + names + 'output_file = "out.safetensors"\n[dare]\n' + "\n".join(lines) + "\n" + text)
+    names = (
+        'base_file = "base.safetensors"\nmerge_files = ["math.safetensors", "code.safetensors"]\n'
+    )
+    path.write_text(
+        "[models]\n"
+        + names
+        + 'output_file = "out.safetensors"\n[dare]\n'
+        + "\n".join(lines)
+        + "\n"
+        + text
+    )
     return path
 
 
@@ -116,14 +139,22 @@ def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
     settings = DareConfig(**config)
     merged = {}
     for name, tensor in base.items():
-        parts = {i: (raw(model[name]), STORED[model[name].dtype]) for i, model in enumerate(models) if name in model}
+        parts = {
+            i: (raw(model[name]), STORED[model[name].dtype])
+            for i, model in enumerate(models)
+            if name in model
+        }
         output = getattr(torch, settings.dtype) if settings.dtype else tensor.dtype
         made = plain.merge_tensor(
             name, raw(tensor), STORED[tensor.dtype], parts, STORED[output],
             Chooser(settings, base, len(models)).choose(name)[1], settings.seed,
             tensor.shape[-1] or 1 if tensor.shape else 1,
         )  # fmt: skip
-        merged[name] = torch.from_numpy(made.view(f"i{made.itemsize}").copy()).view(output).reshape(tensor.shape)
+        merged[name] = (
+            torch.from_numpy(made.view(f"i{made.itemsize}").copy())
+            .view(output)
+            .reshape(tensor.shape)
+        )
     return merged
 
 
@@ -154,7 +185,11 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
-        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() and os.access(path, os.R_OK) else ""
+        content = (
+            hashlib.sha256(path.read_bytes()).hexdigest()
+            if path.is_file() and os.access(path, os.R_OK)
+            else ""
+        )
         found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, content)
     return found
 
@@ -166,7 +201,11 @@ def command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProce
 
 
 def refuse(
-    folder: Path, capsys: pytest.CaptureFixture[str], status: int, *complaints: str, arguments: list[Any]
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    *complaints: str,
+    arguments: list[Any],
 ) -> str:
     """The command must fail with these words, one error and one hint, and leave the folder as it was."""
     before = snapshot(folder)
@@ -219,16 +258,32 @@ def to_hub_cache(cache: Path, repository: str, folder: Path, commit: str) -> Pat
     return home / "snapshots" / commit
 
 
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 SIZES |= {"vocab_size": 40, "max_position_embeddings": 32}
 GROUPED = {**SIZES, "num_key_value_heads": 1}
-GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 32, "bos_token_id": 0}
+GPT2 = {
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": 40,
+    "n_positions": 32,
+    "bos_token_id": 0,
+}
 # Families of models: their class in transformers, that of their configuration, and its settings.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**GROUPED, "tie_word_embeddings": False}),
     "qwen": ("Qwen2ForCausalLM", "Qwen2Config", {**GROUPED, "tie_word_embeddings": True}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "eos_token_id": 0}),
-    "gpt2 untied": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "eos_token_id": 0, "tie_word_embeddings": False}),
+    "gpt2 untied": (
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {**GPT2, "eos_token_id": 0, "tie_word_embeddings": False},
+    ),
     "moe": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}),
     "bert": ("BertForMaskedLM", "BertConfig", SIZES),
 }

@@ -27,18 +27,42 @@ from safetensors.torch import load_file
 import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger
 from darelib import kernels
+from darelib.core.tuning import TUNING
 from darelib.kernels import EngineUnavailable, here, native
 from darelib.models import tensorfile
 from darelib.output.publish import Output
-from darelib.output.recipe import read_recipe
-from darelib.plan import Task
+from darelib.plan.plan import Task
+from darelib.requests.recipe import read_recipe
 from darelib.run.worker import Worker
-from darelib.tuning import TUNING
 from tests import support
-from tests.support import BF16, F16, F32, F64, command, finetune, random_model, save, snapshot, write_config
+from tests.support import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    command,
+    finetune,
+    random_model,
+    save,
+    snapshot,
+    write_config,
+)
 
-Models, Capture, Patch, Refused = list[Path], pytest.CaptureFixture[str], pytest.MonkeyPatch, Callable[..., str]
-MERGE = ["-b", "base.safetensors", "-m", "math.safetensors", "code.safetensors", "-o", "out.safetensors"]
+Models, Capture, Patch, Refused = (
+    list[Path],
+    pytest.CaptureFixture[str],
+    pytest.MonkeyPatch,
+    Callable[..., str],
+)
+MERGE = [
+    "-b",
+    "base.safetensors",
+    "-m",
+    "math.safetensors",
+    "code.safetensors",
+    "-o",
+    "out.safetensors",
+]
 OUT, LOCK = Path("out.safetensors"), "merged.partial/lock"
 
 
@@ -46,7 +70,9 @@ OUT, LOCK = Path("out.safetensors"), "merged.partial/lock"
 def refused(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> Refused:
     """A function that wants the command refused with a status and some words, and nothing changed, at the models."""
     monkeypatch.chdir(tmp_path)
-    return lambda status, words, *flags: support.refuse(tmp_path, capsys, status, words, arguments=[*flags])
+    return lambda status, words, *flags: support.refuse(
+        tmp_path, capsys, status, words, arguments=[*flags]
+    )
 
 
 def fill(contents: dict[str, bytes]) -> None:
@@ -59,22 +85,42 @@ def test_flags_beat_toml_and_toml_beats_defaults(models: Models, tmp_path: Path)
     config = str(write_config(tmp_path, drop_rate=0.5, verbose=False))
     assert dare.main(["-c", config]) == 0
     assert (read_recipe(OUT).dare["drop_rate"], read_recipe(OUT).dare["seed"]) == (0.5, 42)
-    flags = ["--drop-rate", ".25", "--merge", str(models[1]), "--lambda", "-1e-3", "--weights", "-2.5E+1"]
+    flags = [
+        "--drop-rate",
+        ".25",
+        "--merge",
+        str(models[1]),
+        "--lambda",
+        "-1e-3",
+        "--weights",
+        "-2.5E+1",
+    ]
     assert dare.main([*flags, "-c", config]) == 0
     recipe = read_recipe(OUT)
-    assert [recipe.dare[name] for name in ("drop_rate", "lambda_coeff", "weights")] == [0.25, -0.001, [-25.0]]
+    assert [recipe.dare[name] for name in ("drop_rate", "lambda_coeff", "weights")] == [
+        0.25,
+        -0.001,
+        [-25.0],
+    ]
     assert [model.name for model in recipe.merge] == [models[1].name]
 
 
-def test_paths_in_toml_are_relative_to_it(models: Models, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_paths_in_toml_are_relative_to_it(
+    models: Models, tmp_path: Path, monkeypatch: Patch
+) -> None:
     config = write_config(tmp_path, verbose=False)
-    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes().replace(b"\n", b"\r\n"))  # as editors on Windows do
+    config.write_bytes(
+        b"\xef\xbb\xbf" + config.read_bytes().replace(b"\n", b"\r\n")
+    )  # as editors on Windows do
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     assert dare.main(["-c", str(config), "-o", "here.safetensors"]) == 0
     assert Path("here.safetensors").exists()
     assert dare.main(["-c", "../config.toml"]) == 0
-    assert [model.name for model in read_recipe(tmp_path / OUT).merge] == ["math.safetensors", "code.safetensors"]
+    assert [model.name for model in read_recipe(tmp_path / OUT).merge] == [
+        "math.safetensors",
+        "code.safetensors",
+    ]
 
 
 @pytest.mark.parametrize(("text", "words"), [
@@ -86,7 +132,9 @@ def test_paths_in_toml_are_relative_to_it(models: Models, tmp_path: Path, monkey
     ("x = [{" + "'a'." * 20_000 + "a = 1}]", "too many parts"),
     ('"\\' * 20_000, "is not valid TOML"), ("x = " + "[" * 100_000, "is not valid TOML"),
 ], ids=lambda text: text[:12])  # fmt: skip
-def test_toml_that_takes_forever_is_refused_at_once(models: Models, refused: Refused, text: str, words: str) -> None:
+def test_toml_that_takes_forever_is_refused_at_once(
+    models: Models, refused: Refused, text: str, words: str
+) -> None:
     """Recipes too: that of a model directory may come from anywhere."""
     fill({"out/dare_recipe.toml": text.encode()})
     started = time.process_time()
@@ -96,8 +144,12 @@ def test_toml_that_takes_forever_is_refused_at_once(models: Models, refused: Ref
 
 
 @pytest.mark.slow
-def test_a_recipe_that_could_not_be_read_again_is_not_written(models: Models, refused: Refused) -> None:
-    Path("c.toml").write_text(f'[[rules]]\nmatch = ["*", "{"x" * ((1 << 20) - 60)}"]\ndrop_rate = 0.5')
+def test_a_recipe_that_could_not_be_read_again_is_not_written(
+    models: Models, refused: Refused
+) -> None:
+    Path("c.toml").write_text(
+        f'[[rules]]\nmatch = ["*", "{"x" * ((1 << 20) - 60)}"]\ndrop_rate = 0.5'
+    )
     refused(2, "the recipe would be longer than 1,048,576 bytes", *MERGE, "-c", "c.toml")
 
 
@@ -110,7 +162,9 @@ def test_a_recipe_that_could_not_be_read_again_is_not_written(models: Models, re
     "threads": (0, 1.5), "engine": (1,), "verbose": (1,), "method": (2,), "dtype": (16,), "mismatch": (False,),
     "any_base": (1,),
 }.items())  # fmt: skip
-def test_every_setting_is_checked_in_toml_and_in_scripts(refused: Refused, setting: str, values: Any) -> None:
+def test_every_setting_is_checked_in_toml_and_in_scripts(
+    refused: Refused, setting: str, values: Any
+) -> None:
     for value in values:
         Path("c.toml").write_text(tomli_w.dumps({"dare": {setting: value}}))
         error = refused(2, "hint: --help says what it does", "-c", "c.toml")
@@ -133,9 +187,23 @@ def test_a_gradient_of_what_the_setting_cannot_be_is_refused(refused: Refused, t
 
 
 def test_a_bare_list_is_no_gradient(models: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--base", *models[:1], "--merge", *models[1:3], "-o", "out", "--drop-rate", "0.9", "0.5", "0.9"]
+    words = [
+        "--base",
+        *models[:1],
+        "--merge",
+        *models[1:3],
+        "-o",
+        "out",
+        "--drop-rate",
+        "0.9",
+        "0.5",
+        "0.9",
+    ]
     assert dare.main(list(map(str, words))) == 2
-    assert "for 2 models\nhint: give one for each model; what changes over the layers is" in capsys.readouterr().err
+    assert (
+        "for 2 models\nhint: give one for each model; what changes over the layers is"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("config", "complaint", "hint"), [
@@ -161,14 +229,19 @@ def test_a_bare_list_is_no_gradient(models: list[Path], capsys: pytest.CaptureFi
     ({"rescale_q": 0.5, "drop_rate": {"gradient": [0.9, 0.4, 0.9]}}, "rescale_q 0.5 is below 1 - drop_rate = 0.6", "q"),
     ({"rules": [{"match": "*", "slerp_t": 0.5}]}, "slerp_t means nothing to method linear", "use method slerp"),
 ], ids=str)  # fmt: skip
-def test_what_does_not_go_with_a_drop_is_refused(config: dict[str, Any], complaint: str, hint: str) -> None:
+def test_what_does_not_go_with_a_drop_is_refused(
+    config: dict[str, Any], complaint: str, hint: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
         DareMerger("base.safetensors", ["model.safetensors"] * 2, DareConfig(**config))
     assert hint in caught.value.hint
 
 
 def test_what_goes_with_each_drop_is_accepted() -> None:
-    breadcrumbs, della = {"match": "a", "drop": "breadcrumbs"}, {"match": "b", "drop": "della", "drop_rate": [0.5, 0]}
+    breadcrumbs, della = (
+        {"match": "a", "drop": "breadcrumbs"},
+        {"match": "b", "drop": "della", "drop_rate": [0.5, 0]},
+    )
     for config in (
         {"drop": ["random", "magnitude"], "rescale": "l1", "rules": [breadcrumbs, della]},
         {"gamma": 0.1, "epsilon": 0.4, "rules": [breadcrumbs, della]},
@@ -194,8 +267,14 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
 
 
 def test_a_flag_beats_the_rescale_of_a_file(models: Models, tmp_path: Path) -> None:
-    config = str(write_config(tmp_path, drop_rate=0.5, verbose=False, engine="plain", rescale="none"))
-    for flags, recorded in (([], False), (["--rescale", "expectation"], True), (["--no-rescale"], False)):
+    config = str(
+        write_config(tmp_path, drop_rate=0.5, verbose=False, engine="plain", rescale="none")
+    )
+    for flags, recorded in (
+        ([], False),
+        (["--rescale", "expectation"], True),
+        (["--no-rescale"], False),
+    ):
         assert dare.main(["-c", config, *flags]) == 0
         assert read_recipe(OUT).dare["rescale"] is recorded
 
@@ -210,7 +289,9 @@ def test_a_flag_beats_the_rescale_of_a_file(models: Models, tmp_path: Path) -> N
     ("max_shard_size", "5.5", "write 5.5GB, or 5B if you mean it"),
     ("max_shard_size", 1, "write 1GB, or 1B if you mean it"),
 ])  # fmt: skip
-def test_what_was_probably_meant_is_hinted_at(refused: Refused, setting: str, value: Any, hint: str) -> None:
+def test_what_was_probably_meant_is_hinted_at(
+    refused: Refused, setting: str, value: Any, hint: str
+) -> None:
     Path("c.toml").write_text(tomli_w.dumps({"dare": {setting: value}}))
     refused(2, f"hint: {hint}\n", "-c", "c.toml")
     refused(2, f"hint: {hint}\n", f"--{setting.replace('_', '-')}={value}")
@@ -235,7 +316,9 @@ def test_what_was_probably_meant_is_hinted_at(refused: Refused, setting: str, va
     ("[recipe]\nmask = 'other'", "this recipe draws its mask with 'other'", "run it with the version of dare"),
     ("[recipe]\ninputs = 3", "inputs must be a list of tables", "take the [recipe] table out"),
 ])  # fmt: skip
-def test_a_wrong_configuration_is_named(refused: Refused, text: str, complaint: str, hint: str) -> None:
+def test_a_wrong_configuration_is_named(
+    refused: Refused, text: str, complaint: str, hint: str
+) -> None:
     Path("c.toml").write_text(text)
     error, hinted = refused(2, complaint, "--config", "c.toml").splitlines()
     assert error.startswith("error: c.toml")
@@ -266,15 +349,25 @@ def test_wrong_flags_are_named(refused: Refused, flags: str, complaint: str, hin
 
 
 def test_scripts_must_give_a_list_of_models_and_a_config() -> None:
-    for words, *given in (("be a list of files", "m"), ("no models", []), ("be a DareConfig", ["m"], {"seed": 1})):
+    for words, *given in (
+        ("be a list of files", "m"),
+        ("no models", []),
+        ("be a DareConfig", ["m"], {"seed": 1}),
+    ):
         with pytest.raises(ConfigError, match=words):
             DareMerger("base.safetensors", *given)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
-def test_short_names_of_types_make_the_same_bytes(models: Models, tmp_path: Path, name: str) -> None:
+def test_short_names_of_types_make_the_same_bytes(
+    models: Models, tmp_path: Path, name: str
+) -> None:
     short, made = name.replace("bfloat", "bf").replace("float", "fp"), set()
-    for flags in (["--dtype", name], ["--dtype", short], ["-c", str(write_config(tmp_path, dtype=short))]):
+    for flags in (
+        ["--dtype", name],
+        ["--dtype", short],
+        ["-c", str(write_config(tmp_path, dtype=short))],
+    ):
         assert dare.main(["-q", "--engine", "plain", *MERGE, *flags]) == 0
         made.add(OUT.read_bytes())
     assert len(made) == 1
@@ -282,15 +375,23 @@ def test_short_names_of_types_make_the_same_bytes(models: Models, tmp_path: Path
     assert load_file(OUT)["layer.weight"].dtype == getattr(torch, name)
 
 
-def test_flags_and_toml_choose_an_engine(models: Models, refused: Refused, capsys: Capture, monkeypatch: Patch) -> None:
+def test_flags_and_toml_choose_an_engine(
+    models: Models, refused: Refused, capsys: Capture, monkeypatch: Patch
+) -> None:
     assert dare.main(["-q", "--engine", "numba", *MERGE]) == 0
     made = {OUT.read_bytes()}
     monkeypatch.setattr(kernels, "_refused", {})
     for engine in (native, here):
-        monkeypatch.setattr(engine, "load_kernels", Mock(side_effect=EngineUnavailable("it is out of order")))
+        monkeypatch.setattr(
+            engine, "load_kernels", Mock(side_effect=EngineUnavailable("it is out of order"))
+        )
     refused(1, "the engine numba cannot be used: it is out of order", *MERGE, "--engine", "numba")
     config = str(write_config(Path(), engine="plain"))
-    for flags, warned in (["--engine", "plain"], False), (["-c", config], False), (["--engine", "auto"], True):
+    for flags, warned in (
+        (["--engine", "plain"], False),
+        (["-c", config], False),
+        (["--engine", "auto"], True),
+    ):
         assert dare.main(["-q", *MERGE, *flags]) == 0
         made.add(OUT.read_bytes())
         assert ("warning: Numba cannot be used" in capsys.readouterr().err) is warned
@@ -299,14 +400,28 @@ def test_flags_and_toml_choose_an_engine(models: Models, refused: Refused, capsy
     assert dare.main(["verify", str(OUT), "--engine", "numba"]) == 1
 
 
-def test_files_that_are_not_models_of_this_base_are_refused(models: Models, refused: Refused) -> None:
+def test_files_that_are_not_models_of_this_base_are_refused(
+    models: Models, refused: Refused
+) -> None:
     base, misread = load_file(models[0]), ("$(reboot).bin", "a'b.bin", "`x`.bin")
-    texts = {"empty": b"", "text": b"no model at all, just text", "model.gguf": b"GGUF" + bytes(100)}
-    texts |= {"folder/x": b"", "short": models[1].read_bytes()[:-100], "index.json": b'{"weight_map": {}}'}
+    texts = {
+        "empty": b"",
+        "text": b"no model at all, just text",
+        "model.gguf": b"GGUF" + bytes(100),
+    }
+    texts |= {
+        "folder/x": b"",
+        "short": models[1].read_bytes()[:-100],
+        "index.json": b'{"weight_map": {}}',
+    }
     fill(texts | {"pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n"})
     for name in ("pickle.bin", "pickled.safetensors", *misread):
         torch.save({"w": torch.ones(3)}, name)
-    save(Path(), wide={**base, "layer.bias": torch.ones(62, dtype=BF16)}, other={"something": torch.ones(3)})
+    save(
+        Path(),
+        wide={**base, "layer.bias": torch.ones(62, dtype=BF16)},
+        other={"something": torch.ones(3)},
+    )
     save(Path(), ints={**base, "layer.bias": torch.ones(61, dtype=torch.int64)})
     os.mkfifo("pipe") if hasattr(os, "mkfifo") else Path("pipe").symlink_to(os.devnull)
     for name, words in {
@@ -326,9 +441,13 @@ def test_files_that_are_not_models_of_this_base_are_refused(models: Models, refu
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
 @pytest.mark.parametrize("name", ["my model.pt", "pickled.safetensors"])
-def test_the_command_that_converts_a_pickle_can_be_pasted(models: Models, refused: Refused, name: str) -> None:
+def test_the_command_that_converts_a_pickle_can_be_pasted(
+    models: Models, refused: Refused, name: str
+) -> None:
     torch.save(load_file(models[1]), name)
-    [line] = re.findall(r"which runs none: dare.py (convert .*)\n", refused(1, "", *MERGE, "-m", name))
+    [line] = re.findall(
+        r"which runs none: dare.py (convert .*)\n", refused(1, "", *MERGE, "-m", name)
+    )
     before = set(Path().iterdir())
     program = shlex.join([sys.executable, str(support.HERE / "dare.py")])
     subprocess.run(["sh", "-c", f"{program} {line}"], check=True, timeout=60)
@@ -337,7 +456,9 @@ def test_the_command_that_converts_a_pickle_can_be_pasted(models: Models, refuse
     support.assert_same(load_file(made), load_file(models[1]))
 
 
-def test_outputs_that_cannot_be_written_are_refused(models: Models, refused: Refused, monkeypatch: Patch) -> None:
+def test_outputs_that_cannot_be_written_are_refused(
+    models: Models, refused: Refused, monkeypatch: Patch
+) -> None:
     Path("sub").mkdir()
     Path("taken.safetensors").mkdir()
     Path("soft.safetensors").symlink_to(models[1])
@@ -345,20 +466,39 @@ def test_outputs_that_cannot_be_written_are_refused(models: Models, refused: Ref
     os.link(models[0], "hard.safetensors")
     for output in ("base", "sub/../math", "./code", "soft", "hard"):
         refused(2, "is the input", *MERGE, "-o", f"{output}.safetensors", "--force")
-    for suffix in ("bin", "pt", "pth", "ckpt", "gguf", "safetensor", "safetensors2", "SafeTensor", "safetenosrs", "st"):
+    for suffix in (
+        "bin",
+        "pt",
+        "pth",
+        "ckpt",
+        "gguf",
+        "safetensor",
+        "safetensors2",
+        "SafeTensor",
+        "safetenosrs",
+        "st",
+    ):
         words = f"'merged.{suffix}' does not end in .safetensors\nhint: did you mean .safetensors?"
         refused(2, words, *MERGE, "-o", f"merged.{suffix}")
     refused(2, "cannot be written to standard output", *MERGE, "-o", "-")
     refused(2, "holds the input", *MERGE, "-o", os.path.abspath(os.sep))
-    for output, words in {"nowhere/out": "does not exist", "taken": "is a directory", "loop": "loop"}.items():
+    for output, words in {
+        "nowhere/out": "does not exist",
+        "taken": "is a directory",
+        "loop": "loop",
+    }.items():
         refused(1, words, *MERGE, "-o", f"{output}.safetensors")
     refused(1, "cannot be used: File name too long", *MERGE, "-o", "x" * 300)
     refused(1, "is not a path", *MERGE, "-b", "a\0b")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000)
+    )
     refused(1, " has 1 kB free\nhint: make room", *MERGE)
 
 
-def test_only_files_of_this_tool_are_replaced_without_force(models: Models, refused: Refused) -> None:
+def test_only_files_of_this_tool_are_replaced_without_force(
+    models: Models, refused: Refused
+) -> None:
     for content in (models[0].read_bytes(), b"some notes"):
         OUT.write_bytes(content)
         refused(1, "exists and was not made by this tool\nhint: add --force", *MERGE)
@@ -367,7 +507,9 @@ def test_only_files_of_this_tool_are_replaced_without_force(models: Models, refu
     assert read_recipe(OUT).dare["seed"] == 1
 
 
-def test_what_the_system_refuses_is_passed_on(models: Models, capsys: Capture, monkeypatch: Patch) -> None:
+def test_what_the_system_refuses_is_passed_on(
+    models: Models, capsys: Capture, monkeypatch: Patch
+) -> None:
     """As root nothing is unreadable, so the system's refusals are stood in for."""
     denied, stat, before = (
         Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")),
@@ -378,12 +520,22 @@ def test_what_the_system_refuses_is_passed_on(models: Models, capsys: Capture, m
     base, folder = Path("base.safetensors"), Path().absolute()
     for owner, name, stand_in, complaint in (
         (Path, "open", denied, "cannot read 'base.safetensors': Permission denied"),
-        (Path, "stat", lambda path, **_: denied() if path == base else stat(path, **_), "cannot read 'base.safetens"),
+        (
+            Path,
+            "stat",
+            lambda path, **_: denied() if path == base else stat(path, **_),
+            "cannot read 'base.safetens",
+        ),
         (Path, "stat", denied, "'out.safetensors' cannot be used: Permission denied"),
         (os, "access", lambda path, mode: Path(path) != folder, "is not writable"),
         (os, "fsync", denied, "cannot write 'out.safetensors': Permission denied"),
         (tensorfile, "read_at", broken, "cannot read 'base.safetensors': Input/output error"),
-        (shutil, "disk_usage", broken, "the output 'out.safetensors' cannot be used: Input/output error"),
+        (
+            shutil,
+            "disk_usage",
+            broken,
+            "the output 'out.safetensors' cannot be used: Input/output error",
+        ),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stand_in)
@@ -401,7 +553,12 @@ def test_a_directory_that_may_not_be_read_is_not_missing(
     arguments = ["-o", "merged", "-m", "math", "-b"]
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: Path(path) != Path("base"))
-        refused(1, "cannot read 'base': Permission denied\nhint: check its permissions", *arguments, "base")
+        refused(
+            1,
+            "cannot read 'base': Permission denied\nhint: check its permissions",
+            *arguments,
+            "base",
+        )
     stat = Path.stat
 
     def deny(path: Path, **options: Any) -> os.stat_result:
@@ -416,7 +573,9 @@ def test_a_directory_that_may_not_be_read_is_not_missing(
             refused(1, "cannot read 'locked/base': Permission denied", *arguments, *words)
 
 
-def test_a_disk_that_fails_in_the_background_is_noticed(models: Models, refused: Refused, monkeypatch: Patch) -> None:
+def test_a_disk_that_fails_in_the_background_is_noticed(
+    models: Models, refused: Refused, monkeypatch: Patch
+) -> None:
     """The system reports a failed write to the first sync that follows, and to no later one."""
     publish, failures = Output.publish, [OSError(errno.EIO, "Input/output error")]
 
@@ -451,13 +610,18 @@ def test_what_is_nested_too_deeply_is_no_accident(pair: tuple[Path, Path], capsy
         assert dare.main(flags) == 1
     finally:
         subprocess.run(["rm", "-rf", "base/d"], check=True)  # which pytest could not do
-    assert "error: something in the models' directories is nested too deeply" in capsys.readouterr().err
+    assert (
+        "error: something in the models' directories is nested too deeply"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(pair: tuple[Path, Path], kind: str) -> None:
+def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(
+    pair: tuple[Path, Path], kind: str
+) -> None:
     fill({"base/config.json": b"{}", LOCK: b""})
     merge = ("-q", "-b", "base", "-m", "math", "-o", "merged")
     for place, flags, status, words in (
@@ -482,45 +646,77 @@ def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(pair: tu
     (BF16, {"method": "ties", "keep_ratio": 0.5}), (BF16, {"method": "slerp"}),
     *(pytest.param(dtype, {}, marks=pytest.mark.slow) for dtype in (F16, F64)),
 ], ids=str)  # fmt: skip
-def test_a_value_that_is_not_finite_is_named_with_its_place(refused: Refused, dtype: Any, config: Any) -> None:
+def test_a_value_that_is_not_finite_is_named_with_its_place(
+    refused: Refused, dtype: Any, config: Any
+) -> None:
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in config.items()]
     for bad in (math.nan, math.inf, -math.inf):
-        for where, name, place in (("base", "own", 1), *((m, "layer.bias", 60) for m in ("base", "math", "code"))):
-            models = {model: finetune(random_model(dtype=dtype), k) for k, model in enumerate(("base", "math", "code"))}
+        for where, name, place in (
+            ("base", "own", 1),
+            *((m, "layer.bias", 60) for m in ("base", "math", "code")),
+        ):
+            models = {
+                model: finetune(random_model(dtype=dtype), k)
+                for k, model in enumerate(("base", "math", "code"))
+            }
             models["base"]["own"] = torch.zeros(3, dtype=dtype)
             models[where][name][place] = bad
             save(Path(), **models)
-            refused(1, f"'{where}.safetensors': tensor '{name}' holds {bad} at [{place}]", *MERGE, *flags)
+            refused(
+                1,
+                f"'{where}.safetensors': tensor '{name}' holds {bad} at [{place}]",
+                *MERGE,
+                *flags,
+            )
 
 
-@pytest.mark.parametrize(("dtype", "large"), [(F16, 60000.0), (BF16, 3e38), (F32, 3e38), (F64, 1.7e308)])
+@pytest.mark.parametrize(
+    ("dtype", "large"), [(F16, 60000.0), (BF16, 3e38), (F32, 3e38), (F64, 1.7e308)]
+)
 def test_a_result_beyond_the_type_is_refused(refused: Refused, dtype: Any, large: float) -> None:
     base, model = torch.zeros(3000, dtype=dtype), torch.zeros(3000, dtype=dtype)
     model[17], model[1500:] = large, large / 2
     for pair in ((base, model), (torch.full_like(base, large), torch.full_like(base, -large))):
         save(Path(), base={"w": pair[0]}, math={"w": pair[1]}, code={"w": pair[1]})
         engine = "plain" if dtype in (F16, F64) else "numba"
-        refused(1, "merging tensor 'w' gives values beyond the range of ", *MERGE, "--engine", engine)
+        refused(
+            1, "merging tensor 'w' gives values beyond the range of ", *MERGE, "--engine", engine
+        )
 
 
-def test_of_several_faults_the_first_in_the_file_is_named(refused: Refused, monkeypatch: Patch) -> None:
+def test_of_several_faults_the_first_in_the_file_is_named(
+    refused: Refused, monkeypatch: Patch
+) -> None:
     base = {f"t{i:03}": torch.ones(2000, dtype=BF16) for i in range(100)}
-    broken = {name: tensor * (math.nan if name in ("t013", "t014", "t050") else 1) for name, tensor in base.items()}
+    broken = {
+        name: tensor * (math.nan if name in ("t013", "t014", "t050") else 1)
+        for name, tensor in base.items()
+    }
     save(Path(), base=base, math=broken, code=broken)
     run = Worker.run  # in which the first fault is found last
-    monkeypatch.setattr(Worker, "run", lambda *given: time.sleep(0.2 * (given[1].tensor.name == "t013")) or run(*given))
+    monkeypatch.setattr(
+        Worker,
+        "run",
+        lambda *given: time.sleep(0.2 * (given[1].tensor.name == "t013")) or run(*given),
+    )
     refused(1, "'math.safetensors': tensor 't013'", *MERGE, "--threads", "7")
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_noticed(models: Models, monkeypatch: Patch) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_noticed(
+    models: Models, monkeypatch: Patch
+) -> None:
     jobs = Task.jobs
-    monkeypatch.setattr(Task, "jobs", lambda *arguments: os.truncate(models[1], 2000) or jobs(*arguments))
+    monkeypatch.setattr(
+        Task, "jobs", lambda *arguments: os.truncate(models[1], 2000) or jobs(*arguments)
+    )
     with pytest.raises(DareError, match="became shorter"):
         support.run_merge(models[0], models[1:], OUT)
     assert list(Path().glob("out*")) == []
 
 
-def test_a_bug_leaves_nothing_behind_and_no_traceback(models: Models, capsys: Capture, monkeypatch: Patch) -> None:
+def test_a_bug_leaves_nothing_behind_and_no_traceback(
+    models: Models, capsys: Capture, monkeypatch: Patch
+) -> None:
     jobs, start, before = Task.jobs, threading.Thread.start, snapshot(Path())
     started: list[threading.Thread] = []
 
@@ -530,7 +726,9 @@ def test_a_bug_leaves_nothing_behind_and_no_traceback(models: Models, capsys: Ca
 
     def start_two(self: threading.Thread) -> None:
         started.append(self)
-        start(self) if len(started) % 3 else Mock(side_effect=RuntimeError("can't start new thread"))()
+        start(self) if len(started) % 3 else Mock(
+            side_effect=RuntimeError("can't start new thread")
+        )()
 
     for owner, name, stand_in, kind, words in (
         (Task, "jobs", make_one_job, MemoryError, "no more"),

@@ -54,19 +54,27 @@ def weights() -> dict[str, torch.Tensor]:
     lambda w: {"module": w, "optimizer": {"lr": 0.1}}, lambda w: {"model_state_dict": w},
 ])  # fmt: skip
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before 1.6"])
-def test_weights_are_found_wherever_they_are(tmp_path: Path, weights: Any, wrap: Any, zipped: bool) -> None:
+def test_weights_are_found_wherever_they_are(
+    tmp_path: Path, weights: Any, wrap: Any, zipped: bool
+) -> None:
     torch.save(wrap(weights), tmp_path / "old.bin", _use_new_zipfile_serialization=zipped)
     assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors", "-q") == 0
     assert_equal(load_file(tmp_path / "new.safetensors"), weights)
 
 
-def test_what_a_trainer_leaves_in_a_checkpoint_is_not_run(tmp_path: Path, capsys: Capture, weights: Any) -> None:
+def test_what_a_trainer_leaves_in_a_checkpoint_is_not_run(
+    tmp_path: Path, capsys: Capture, weights: Any
+) -> None:
     """As the checkpoints of Stable Diffusion have it: callbacks of a trainer, and numbers of NumPy."""
     trainer = types.ModuleType("trainer_of_old")
     callback = type("Callback", (), {"__module__": trainer.__name__})
     trainer.Callback = callback  # type: ignore[attr-defined]
     sys.modules[trainer.__name__] = trainer
-    content = {"state_dict": {**weights, "odd": callback()}, "step": np.float64(3), "callbacks": {callback: callback()}}
+    content = {
+        "state_dict": {**weights, "odd": callback()},
+        "step": np.float64(3),
+        "callbacks": {callback: callback()},
+    }
     torch.save(content, tmp_path / "sd.ckpt")
     del sys.modules[trainer.__name__]
     assert convert(tmp_path / "sd.ckpt", tmp_path / "sd.safetensors") == 0
@@ -92,7 +100,9 @@ def test_a_converted_model_merges(tmp_path: Path) -> None:
     for name in ("base", "math"):
         torch.save(random_model(), tmp_path / f"{name}.bin")
         assert convert(tmp_path / f"{name}.bin", tmp_path / f"{name}.safetensors", "-q") == 0
-    dare.DareMerger(tmp_path / "base.safetensors", [tmp_path / "math.safetensors"]).merge(tmp_path / "out.safetensors")
+    dare.DareMerger(tmp_path / "base.safetensors", [tmp_path / "math.safetensors"]).merge(
+        tmp_path / "out.safetensors"
+    )
 
 
 class Evil:
@@ -100,10 +110,14 @@ class Evil:
         return os.mkdir, ("evil",)
 
 
-def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_converted_is_refused(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"a": torch.ones(2), "b": Evil()}, "evil.pt")
-    torch.save({"a": torch.ones(2), "b": Evil()}, "evil_old.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"a": torch.ones(2), "b": Evil()}, "evil_old.pt", _use_new_zipfile_serialization=False
+    )
     torch.save({"a": torch.ones(3).to_sparse()}, "sparse.pt")
     torch.save([torch.ones(3)], "list.pt")
     torch.save({"a": torch.ones(3, device="meta")}, "meta.pt")
@@ -125,7 +139,12 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: Capture, mo
             "save only its state_dict",
         ),
         (["evil_old.pt", "x.safetensors"], 1, "could run any code", "save only its state_dict"),
-        (["sparse.pt", "x.safetensors"], 1, "tensor 'a' is torch.float32 (torch.sparse_coo)", "no such type"),
+        (
+            ["sparse.pt", "x.safetensors"],
+            1,
+            "tensor 'a' is torch.float32 (torch.sparse_coo)",
+            "no such type",
+        ),
         (["list.pt", "x.safetensors"], 1, "holds no table of tensors", "state_dict"),
         (["numbers.pt", "x.safetensors"], 1, "holds no table of tensors", "state_dict"),
         (["junk.bin", "x.safetensors"], 1, "'junk.bin' is no PyTorch file", "copy it again"),
@@ -140,7 +159,12 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path, capsys: Capture, mo
         (["index.json", "x.safetensors"], 1, "is JSON without a weight_map", "name the file"),
         (["loop.pt", "x.safetensors"], 1, "holds no table of tensors", "state_dict"),
         (["list.pt"], 2, "the following arguments are required: NEW", "--help"),
-        (["numbers.pt", "x.safetensors", "--threads", "2"], 2, "--threads means nothing to convert", "belongs to"),
+        (
+            ["numbers.pt", "x.safetensors", "--threads", "2"],
+            2,
+            "--threads means nothing to convert",
+            "belongs to",
+        ),
     ]:
         before = sorted(os.listdir())
         assert convert(*arguments) == status
@@ -159,12 +183,14 @@ def test_an_interrupted_conversion_leaves_nothing(
     def stop(_: Any) -> memoryview:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("darelib.convert.tensor_bytes", stop)
+    monkeypatch.setattr("darelib.commands.convert.tensor_bytes", stop)
     assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors") == 130
     assert os.listdir(tmp_path) == ["old.bin"]
 
 
-def test_without_torch_there_is_a_hint(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_there_is_a_hint(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "old.bin").write_bytes(b"x")
     assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors") == 1

@@ -12,34 +12,68 @@ import torch
 from safetensors.torch import load_file
 
 import dare
+from darelib.core.tuning import TUNING
 from darelib.models.kohya import KohyaAdapter
-from darelib.tuning import TUNING
-from tests.support import F16, F32, F64, Tensors, assert_same, finetune, random_model, run_merge, same_bits, save
+from tests.support import (
+    F16,
+    F32,
+    F64,
+    Tensors,
+    assert_same,
+    finetune,
+    random_model,
+    run_merge,
+    same_bits,
+    save,
+)
 
 Refusal = Callable[..., str]
 OUT = "out.safetensors"
 IDS = "cond_stage_model.transformer.text_model.embeddings.position_ids"
 CONV = "model.diffusion_model.input_blocks.0.0.weight"
 UNET, TEXT = "model.diffusion_model.", "cond_stage_model.transformer."
-LINEAR, POINT, KERNEL = "middle_block.1.proj_in", "input_blocks.1.1.proj_out", "output_blocks.2.0.in_layers.2"
-SHAPES: dict[str, tuple[int, ...]] = {LINEAR: (24, 40), POINT: (12, 20, 1, 1), KERNEL: (10, 6, 3, 3)}
+LINEAR, POINT, KERNEL = (
+    "middle_block.1.proj_in",
+    "input_blocks.1.1.proj_out",
+    "output_blocks.2.0.in_layers.2",
+)
+SHAPES: dict[str, tuple[int, ...]] = {
+    LINEAR: (24, 40),
+    POINT: (12, 20, 1, 1),
+    KERNEL: (10, 6, 3, 3),
+}
 
 
 # --- checkpoints in one file ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(torch.int64, F32), (F16, torch.int64), (F32, torch.int32)], ids=str)
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(torch.int64, F32), (F16, torch.int64), (F32, torch.int32)], ids=str
+)
 @pytest.mark.parametrize("flags", [(), ("--dtype=float32",), ("--method=ties",)], ids=str)
 def test_positions_that_are_integers_in_one_model_only_are_copied_and_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], mine: torch.dtype, theirs: torch.dtype, flags: tuple[str, ...]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    mine: torch.dtype,
+    theirs: torch.dtype,
+    flags: tuple[str, ...],
 ) -> None:
     base = random_model()
     ids = {IDS: torch.arange(77)[None]}
-    paths = save(tmp_path, base=base | {IDS: ids[IDS].to(mine)}, odd=finetune(base, 1) | {IDS: ids[IDS].to(theirs)})
+    paths = save(
+        tmp_path,
+        base=base | {IDS: ids[IDS].to(mine)},
+        odd=finetune(base, 1) | {IDS: ids[IDS].to(theirs)},
+    )
     paths += save(tmp_path, same=finetune(base, 2) | {IDS: ids[IDS].to(mine)})
     arguments = ["-b", *paths[:1], "-m", *paths[1:], "-o", tmp_path / OUT, *flags]
     for command in ([], ["analyze"]):
-        assert dare.main([*command, *map(str, arguments if not command else arguments[:5]), "--engine=plain"]) == 0
+        assert (
+            dare.main(
+                [*command, *map(str, arguments if not command else arguments[:5]), "--engine=plain"]
+            )
+            == 0
+        )
     words = f"odd.safetensors differs from the base in tensors that are copied, not merged: '{IDS}'"
     printed = capsys.readouterr().err
     assert words in printed
@@ -64,9 +98,16 @@ def test_what_may_be_quantised_is_no_position(
 
 
 def test_an_inpainting_model_gets_a_hint_that_works(tmp_path: Path, check_refused: Refusal) -> None:
-    base = random_model(shapes={CONV: (8, 4, 3, 3), "model.diffusion_model.out.2.weight": (4, 8, 3, 3)})
+    base = random_model(
+        shapes={CONV: (8, 4, 3, 3), "model.diffusion_model.out.2.weight": (4, 8, 3, 3)}
+    )
     paths = save(tmp_path, base=base, paint=finetune(base, 1) | {CONV: torch.ones(8, 9, 3, 3)})
-    words = ("is [8, 4, 3, 3] in", "and [8, 9, 3, 3] in", "inpainting", "--mismatch base keeps the base's tensor")
+    words = (
+        "is [8, 4, 3, 3] in",
+        "and [8, 9, 3, 3] in",
+        "inpainting",
+        "--mismatch base keeps the base's tensor",
+    )
     check_refused(*paths, *words)
     run_merge(paths[0], paths[1:], tmp_path / OUT, mismatch="base")
     assert same_bits(load_file(tmp_path / OUT)[CONV], base[CONV])
@@ -75,12 +116,17 @@ def test_an_inpainting_model_gets_a_hint_that_works(tmp_path: Path, check_refuse
 # --- LoRA files of kohya's trainer ------------------------------------------------------------------------------------
 
 
-def pair(module: str, shape: tuple[int, ...], rank: int = 3, alpha: torch.Tensor | None = None) -> Tensors:
+def pair(
+    module: str, shape: tuple[int, ...], rank: int = 3, alpha: torch.Tensor | None = None
+) -> Tensors:
     """The tensors of one module. shape: of the tensor that it changes."""
     generator = torch.Generator().manual_seed(len(module))
     tensors = {
         f"{module}.lora_down.weight": torch.randn(rank, *shape[1:], generator=generator),
-        f"{module}.lora_up.weight": torch.randn(shape[0], rank, *(1 for _ in shape[2:]), generator=generator) * 0.01,
+        f"{module}.lora_up.weight": torch.randn(
+            shape[0], rank, *(1 for _ in shape[2:]), generator=generator
+        )
+        * 0.01,
     }
     return tensors | ({} if alpha is None else {f"{module}.alpha": alpha})
 
@@ -91,22 +137,36 @@ def module_of(name: str, kind: str = "lora_unet_") -> str:
 
 def change(tensors: Tensors, module: str, shape: tuple[int, ...]) -> torch.Tensor:
     """What torch makes of a pair."""
-    down, up = (tensors[f"{module}.lora_{part}.weight"].double().flatten(1) for part in ("down", "up"))
+    down, up = (
+        tensors[f"{module}.lora_{part}.weight"].double().flatten(1) for part in ("down", "up")
+    )
     alpha = float(tensors.get(f"{module}.alpha", down.shape[0]))
     return (up @ down * (alpha / down.shape[0])).reshape(shape)
 
 
-def make(folder: Path, dtype: torch.dtype = F32, stored: torch.dtype = F32, prefix: str = UNET) -> list[Path]:
+def make(
+    folder: Path, dtype: torch.dtype = F32, stored: torch.dtype = F32, prefix: str = UNET
+) -> list[Path]:
     """A base, and an adapter for a linear layer and two convolutions, all with other ranks and alphas."""
-    base = random_model(1, dtype, {f"{prefix}{name}.weight": shape for name, shape in SHAPES.items()} | {"rest": (9,)})
+    base = random_model(
+        1,
+        dtype,
+        {f"{prefix}{name}.weight": shape for name, shape in SHAPES.items()} | {"rest": (9,)},
+    )
     alphas = {LINEAR: torch.tensor(1.5), POINT: torch.tensor(8), KERNEL: None}
     tensors: Tensors = {}
     for rank, (name, shape) in enumerate(SHAPES.items(), 2):
         tensors |= pair(module_of(name), shape, rank, alphas[name])
-    return save(folder, base=base, lora={n: t.to(stored) if t.is_floating_point() else t for n, t in tensors.items()})
+    return save(
+        folder,
+        base=base,
+        lora={n: t.to(stored) if t.is_floating_point() else t for n, t in tensors.items()},
+    )
 
 
-@pytest.mark.parametrize(("dtype", "stored"), [(F32, F32), (F32, F16), (F16, F16), (F16, F32), (F64, F32)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(F32, F32), (F32, F16), (F16, F16), (F16, F32), (F64, F32)], ids=str
+)
 @pytest.mark.parametrize("prefix", ["", UNET, "unet.", "diffusion_model."])
 def test_a_lora_file_adds_what_torch_computes(
     tmp_path: Path, dtype: torch.dtype, stored: torch.dtype, prefix: str
@@ -139,12 +199,20 @@ def test_text_encoders_have_names_of_their_own(tmp_path: Path, kind: str, prefix
     paths = save(tmp_path, base=base, lora=lora)
     run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0, engine="plain")
     for place, tensor in load_file(tmp_path / OUT).items():
-        expected = change(lora, module_of(name, kind), (8, 6)) if place == f"{prefix}{name}.weight" else base[place]
+        expected = (
+            change(lora, module_of(name, kind), (8, 6))
+            if place == f"{prefix}{name}.weight"
+            else base[place]
+        )
         assert torch.allclose(tensor.double(), expected.double(), atol=1e-7)
 
 
-@pytest.mark.parametrize(("stored", "shape"), [((24, 40, 1, 1), (24, 40)), ((12, 20), (12, 20, 1, 1))])
-def test_a_convolution_of_one_point_is_a_linear_layer(tmp_path: Path, stored: Any, shape: Any) -> None:
+@pytest.mark.parametrize(
+    ("stored", "shape"), [((24, 40, 1, 1), (24, 40)), ((12, 20), (12, 20, 1, 1))]
+)
+def test_a_convolution_of_one_point_is_a_linear_layer(
+    tmp_path: Path, stored: Any, shape: Any
+) -> None:
     lora = pair("lora_unet_proj_in", stored)
     paths = save(tmp_path, base={"proj_in.weight": torch.zeros(shape)}, lora=lora)
     run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0, engine="plain")
@@ -153,18 +221,28 @@ def test_a_convolution_of_one_point_is_a_linear_layer(tmp_path: Path, stored: An
 
 
 @pytest.mark.parametrize(
-    "alpha", [torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(2)], ids=str
+    "alpha",
+    [torch.tensor([2.0]), torch.tensor(2.0, dtype=torch.bfloat16), torch.tensor(2)],
+    ids=str,
 )
 def test_an_alpha_is_a_number_of_any_type(tmp_path: Path, alpha: torch.Tensor) -> None:
-    paths = save(tmp_path, base={"proj.weight": torch.zeros(5, 6)}, lora=pair("lora_unet_proj", (5, 6), 4, alpha))
+    paths = save(
+        tmp_path,
+        base={"proj.weight": torch.zeros(5, 6)},
+        lora=pair("lora_unet_proj", (5, 6), 4, alpha),
+    )
     paths += save(tmp_path, plain=pair("lora_unet_proj", (5, 6), 4))
     for path, name in zip(paths[1:], ("half", "whole"), strict=True):
         run_merge(paths[0], [path], tmp_path / f"{name}.safetensors", drop_rate=0.0, engine="plain")
-    half, whole = (load_file(tmp_path / f"{name}.safetensors")["proj.weight"] for name in ("half", "whole"))
+    half, whole = (
+        load_file(tmp_path / f"{name}.safetensors")["proj.weight"] for name in ("half", "whole")
+    )
     assert torch.equal(2 * half, whole)
 
 
-def test_every_command_takes_a_lora_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_takes_a_lora_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Together with a full fine-tune, and a merge that was interrupted is resumed."""
     base, lora = make(tmp_path)
     [full] = save(tmp_path, full=finetune(load_file(base), 1))
@@ -174,7 +252,10 @@ def test_every_command_takes_a_lora_file(tmp_path: Path, capsys: pytest.CaptureF
     assert "LoRA of rank 2 to 4, changes 3 tensors" in capsys.readouterr().out
     assert dare.main(["analyze", *map(str, common), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["models"]
-    assert [(model["adapter"], model["total"]["tensors"]) for model in found] == [(True, 3), (False, 4)]
+    assert [(model["adapter"], model["total"]["tensors"]) for model in found] == [
+        (True, 3),
+        (False, 4),
+    ]
     overwriting = ["analyze", *map(str, common), "--write-config", str(lora), "--force"]
     assert dare.main(overwriting) == 2
     assert dare.main(arguments) == 0
@@ -202,7 +283,10 @@ def test_a_recipe_knows_the_lora_file(tmp_path: Path) -> None:
     base, lora = make(tmp_path)
     run_merge(base, [lora], tmp_path / OUT, engine="plain")
     tensors = load_file(lora)
-    save(tmp_path, lora={name: torch.cat([t, t]) if t.ndim == 2 else t for name, t in tensors.items()})
+    save(
+        tmp_path,
+        lora={name: torch.cat([t, t]) if t.ndim == 2 else t for name, t in tensors.items()},
+    )
     assert dare.main(["verify", "-q", "--engine=plain", str(tmp_path / OUT)]) == 1
 
 
@@ -210,14 +294,23 @@ def test_words_in_the_metadata_of_a_model_make_it_no_lora_file(tmp_path: Path) -
     from safetensors.torch import save_file
 
     base = random_model()
-    odd = {'{"lora_unet_x.alpha":{': '{"lora_unet_x.lora_down.weight": {}}, {"lora_unet_x.alpha" : {'}
+    odd = {
+        '{"lora_unet_x.alpha":{': '{"lora_unet_x.lora_down.weight": {}}, {"lora_unet_x.alpha" : {'
+    }
     save_file(base, tmp_path / "base.safetensors", odd)
     save_file(finetune(base, 1), tmp_path / "model.safetensors", odd)
-    run_merge(tmp_path / "base.safetensors", [tmp_path / "model.safetensors"], tmp_path / OUT, drop_rate=0.0)
+    run_merge(
+        tmp_path / "base.safetensors",
+        [tmp_path / "model.safetensors"],
+        tmp_path / OUT,
+        drop_rate=0.0,
+    )
     assert_same(load_file(tmp_path / OUT), finetune(base, 1))
 
 
-DOWN, UP, ALPHA = (f"{module_of(LINEAR)}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha"))
+DOWN, UP, ALPHA = (
+    f"{module_of(LINEAR)}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")
+)
 OTHERS = {
     "hada_w1_a": "LoHa", "lokr_w2": "LoKr", "dora_scale": "DoRA", "lora_mid.weight": "LoCon of three",
     "diff_b": "not a part of a plain LoRA",
@@ -247,15 +340,23 @@ def test_a_lora_file_that_does_not_fit_is_refused(
     tmp_path: Path, check_refused: Refusal, changed: dict[str, Any], complaints: list[str]
 ) -> None:
     base, lora = make(tmp_path)
-    tensors = {name: tensor for name, tensor in {**load_file(lora), **changed}.items() if tensor is not None}
+    tensors = {
+        name: tensor
+        for name, tensor in {**load_file(lora), **changed}.items()
+        if tensor is not None
+    }
     save(tmp_path, lora=tensors)
     check_refused(base, lora, "lora.safetensors", *complaints, flags=("--engine=plain",))
 
 
-def test_a_lora_file_whose_names_mean_several_tensors_is_refused(tmp_path: Path, check_refused: Refusal) -> None:
+def test_a_lora_file_whose_names_mean_several_tensors_is_refused(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
     base, lora = make(tmp_path)
     check_refused(lora, base, "the base '", "is a LoRA adapter", "the model that it was trained on")
-    several = save(tmp_path, several={"a.b_c.weight": torch.ones(4, 4), "a_b.c.weight": torch.ones(4, 4)})
+    several = save(
+        tmp_path, several={"a.b_c.weight": torch.ones(4, 4), "a_b.c.weight": torch.ones(4, 4)}
+    )
     several += save(tmp_path, model=pair("lora_unet_a_b_c", (4, 4)))
     check_refused(*several, "may mean several tensors: 'a.b_c.weight', 'a_b.c.weight'")
     twice = save(tmp_path, twice={"text_encoder.x.weight": torch.ones(4, 4)})

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import dare
-import darelib.matching
+import darelib.plan.matching
 from dare import DareConfig, DareError, dare_merge
+from darelib.core.mask import mask_key
+from darelib.core.tuning import TUNING
 from darelib.kernels.plain import draw_bits
-from darelib.mask import mask_key
-from darelib.tuning import TUNING
 from tests.fuzz import examples
 from tests.support import (
     BF16,
@@ -85,7 +85,9 @@ def test_magnitude_keeps_the_largest(delta: list[float], rate: float, kept: list
     ({"drop": "breadcrumbs", "drop_rate": 0.7, "gamma": 0.08}, [0, 0, 0, 0, 0, 0, 0.8, 1, 1, 0.2]),
     ({"drop": "breadcrumbs", "drop_rate": 0.96, "gamma": 0.03}, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0.4]),
 ])  # fmt: skip
-def test_of_equal_deltas_as_many_are_kept_as_there_is_room_for(settings: dict[str, Any], shares: list[float]) -> None:
+def test_of_equal_deltas_as_many_are_kept_as_there_is_room_for(
+    settings: dict[str, Any], shares: list[float]
+) -> None:
     """As in models that are stored in 16 bits."""
     delta = torch.randint(0, 10, (400, 500), generator=torch.Generator().manual_seed(1)).float()
     kept = merge_delta(delta + 100, **settings) != 0
@@ -112,9 +114,13 @@ def test_breadcrumbs_drops_the_largest_and_the_smallest(
 
 
 @pytest.mark.parametrize("rescale", ["expectation", "none"])
-def test_della_keeps_by_ranks_within_rows_and_divides_each_by_its_own_probability(rescale: str) -> None:
+def test_della_keeps_by_ranks_within_rows_and_divides_each_by_its_own_probability(
+    rescale: str,
+) -> None:
     rate, epsilon, shape = 0.6, 0.3, (40, 70)
-    delta = torch.from_numpy(np.random.default_rng(3).integers(-20, 20, shape).astype(np.float32))  # many are equal
+    delta = torch.from_numpy(
+        np.random.default_rng(3).integers(-20, 20, shape).astype(np.float32)
+    )  # many are equal
     bits = draw_bits(mask_key(42, "w"), 0, 3)[: delta.numel()].reshape(shape)
     expected = np.zeros(shape, np.float32)
     for row in range(shape[0]):
@@ -132,11 +138,17 @@ def test_della_keeps_by_ranks_within_rows_and_divides_each_by_its_own_probabilit
 def test_della_keeps_the_larger_ones_more_often_and_changes_no_mean() -> None:
     """Of a hundred rows of equal deltas the first is the smallest, since ties are broken by position."""
     delta, seeds = torch.ones(100, 101), range(20)
-    kept = torch.stack([merge_delta(delta, drop="della", drop_rate=0.5, epsilon=0.4, seed=seed) for seed in seeds])
+    kept = torch.stack(
+        [merge_delta(delta, drop="della", drop_rate=0.5, epsilon=0.4, seed=seed) for seed in seeds]
+    )
     assert torch.mean(kept) == pytest.approx(1, abs=0.01)
     shares = (kept != 0).double().mean((0, 1))
-    assert torch.allclose(shares, torch.linspace(0.1, 0.9, 101).double(), atol=5 * math.sqrt(0.25 / 2000))
-    assert merge_delta(torch.ones(500, 1), drop="della", drop_rate=0.5).max() == 2  # a row of one is in the middle
+    assert torch.allclose(
+        shares, torch.linspace(0.1, 0.9, 101).double(), atol=5 * math.sqrt(0.25 / 2000)
+    )
+    assert (
+        merge_delta(torch.ones(500, 1), drop="della", drop_rate=0.5).max() == 2
+    )  # a row of one is in the middle
 
 
 @pytest.mark.parametrize("drop", DROPS)
@@ -148,7 +160,9 @@ def test_l1_restores_the_sum_of_sizes(drop: str) -> None:
     assert torch.allclose(factors, factors[:1])
     assert factors[0] > 1.1
     nothing = torch.full((300,), 1e-12)
-    assert torch.equal(abs(merge_delta(nothing, drop=drop, drop_rate=0.7, rescale="l1")).max(), nothing[0])
+    assert torch.equal(
+        abs(merge_delta(nothing, drop=drop, drop_rate=0.7, rescale="l1")).max(), nothing[0]
+    )
 
 
 def test_ram_keeps_what_one_model_has_and_averages_what_several_have() -> None:
@@ -156,7 +170,9 @@ def test_ram_keeps_what_one_model_has_and_averages_what_several_have() -> None:
     models = [{"w": torch.tensor(delta)} for delta in deltas]
 
     def combine(**config: Any) -> list[float]:
-        merged = dare_merge({"w": torch.zeros(5)}, models, DareConfig(method="ram", drop_rate=0.0, **config))
+        merged = dare_merge(
+            {"w": torch.zeros(5)}, models, DareConfig(method="ram", drop_rate=0.0, **config)
+        )
         return merged["w"].tolist()
 
     assert combine() == [4, 3, 8, 2, 0]
@@ -168,30 +184,55 @@ def test_ram_keeps_what_one_model_has_and_averages_what_several_have() -> None:
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-def make_tensors(kind: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[Tensors, list[Tensors]]:
+def make_tensors(
+    kind: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> tuple[Tensors, list[Tensors]]:
     """A base and two models, the second of which lacks a tensor."""
     base = random_model(4, dtype, shapes)
     if kind == "random":
         models = [finetune(base, seed, 0.01) for seed in (1, 2)]
     elif kind == "ties":  # many equal deltas, zeros among them
-        steps = {name: torch.arange(tensor.numel()).reshape(tensor.shape) % 7 - 3 for name, tensor in base.items()}
+        steps = {
+            name: torch.arange(tensor.numel()).reshape(tensor.shape) % 7 - 3
+            for name, tensor in base.items()
+        }
         base = {name: torch.ones_like(tensor) for name, tensor in base.items()}
         models = [{name: (1 + k * steps[name] / 8).to(dtype) for name in base} for k in (1, 2)]
     else:
-        models = [{name: (tensor + 0.25 * k).to(dtype) for name, tensor in base.items()} for k in (0, 1)]
+        models = [
+            {name: (tensor + 0.25 * k).to(dtype) for name, tensor in base.items()} for k in (0, 1)
+        ]
     models[1].pop("last", None)
     return base, models
 
 
-@pytest.mark.parametrize("engine", ["plain", pytest.param("numba", marks=pytest.mark.slow), *DEVICES])
+@pytest.mark.parametrize(
+    "engine", ["plain", pytest.param("numba", marks=pytest.mark.slow), *DEVICES]
+)
 @pytest.mark.parametrize("kind", ["random", "ties", "equal"])
-def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition(tmp_path: Path, engine: str, kind: str) -> None:
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = 4096, 1024, 1024, 2048
-    shapes = {"rows": (9, 900), "long": (2, 5000), "flat": (3000,), "one": (1,), "none": (), "last": (2, 3, 40)}
+def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition(
+    tmp_path: Path, engine: str, kind: str
+) -> None:
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = (
+        4096,
+        1024,
+        1024,
+        2048,
+    )
+    shapes = {
+        "rows": (9, 900),
+        "long": (2, 5000),
+        "flat": (3000,),
+        "one": (1,),
+        "none": (),
+        "last": (2, 3, 40),
+    }
     base, models = make_tensors(kind, {**shapes, "empty": (0, 4), "flat empty": (4, 0)}, BF16)
     for config in CONFIGS:
         chosen = {"drop_rate": 0.6, **config}
-        assert_same(merge_by(engine, tmp_path, base, models, chosen), define(base, models, **chosen))
+        assert_same(
+            merge_by(engine, tmp_path, base, models, chosen), define(base, models, **chosen)
+        )
 
 
 @pytest.mark.parametrize(("engine", "dtypes"), [
@@ -206,14 +247,21 @@ def test_types_of_all_kinds_give_the_bits_of_the_definition(
     models = [{name: tensor.to(dtypes[1]) for name, tensor in model.items()} for model in models]
     for config in CONFIGS:
         chosen = {"drop_rate": 0.6, **config}
-        assert_same(merge_by(engine, tmp_path, base, models, chosen), define(base, models, **chosen))
+        assert_same(
+            merge_by(engine, tmp_path, base, models, chosen), define(base, models, **chosen)
+        )
 
 
 @few
 @given(st.data())
 def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.DataObject) -> None:
     draw, count = data.draw, data.draw(st.integers(1, 3))
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = 2048, 1024, 1024, 1024
+    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = (
+        2048,
+        1024,
+        1024,
+        1024,
+    )
     each = lambda values: st.lists(values, min_size=count, max_size=count)  # noqa: E731
     drops = draw(each(st.sampled_from(DROPS)))
     config: Config = {"method": draw(st.sampled_from(["linear", "ties", "ram"])), "drop": drops}
@@ -225,7 +273,9 @@ def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.D
         config["weights"] = draw(each(st.floats(0.01, 2)))
     shape = draw(st.sampled_from([(), (1,), (2500,), (7, 300), (1500, 2), (2, 1300), (3, 1, 50)]))
     base = random_model(draw(st.integers(0, 99)), BF16, {"w": shape})
-    models = [finetune(base, seed, draw(st.sampled_from([0, 0.0001, 0.01, 1]))) for seed in range(count)]
+    models = [
+        finetune(base, seed, draw(st.sampled_from([0, 0.0001, 0.01, 1]))) for seed in range(count)
+    ]
     expected = define(base, models, **config)
     for engine in ("numba", "plain", "cpu"):
         assert_same(merge_by(engine, tmp_path, base, models, config), expected)
@@ -237,7 +287,9 @@ def test_threads_and_chunks_do_not_matter(tmp_path: Path, config: Config) -> Non
     expected = merge(tmp_path, base, *models, **config, drop_rate=0.6)
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 2048
     for threads in (1, 3):
-        assert_same(merge(tmp_path, base, *models, **config, drop_rate=0.6, threads=threads), expected)
+        assert_same(
+            merge(tmp_path, base, *models, **config, drop_rate=0.6, threads=threads), expected
+        )
 
 
 # --- all kinds of inputs ----------------------------------------------------------------------------------------------
@@ -255,17 +307,31 @@ def test_rows_that_a_model_lacks_are_deltas_of_0(tmp_path: Path, drop: str) -> N
         made = merge(tmp_path, base, model, mismatch="overlap", engine="plain", **config)
         assert_same(made, define(base, [whole], **config))
     paths = save(tmp_path, base=base, m0=fewer)
-    report = run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", mismatch="overlap", engine="plain", **config)
-    kept = 0.4 if drop == "della" else 0.4 * 90 / 60  # of what it has, since what it lacks is smaller than all else
+    report = run_merge(
+        paths[0],
+        paths[1:],
+        tmp_path / "out.safetensors",
+        mismatch="overlap",
+        engine="plain",
+        **config,
+    )
+    kept = (
+        0.4 if drop == "della" else 0.4 * 90 / 60
+    )  # of what it has, since what it lacks is smaller than all else
     assert report.models[0].dropped_share == pytest.approx(1 - kept, abs=0.02)
 
 
 @pytest.mark.parametrize("engine", ["plain", pytest.param("numba", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drop", DROPS[1:])
-def test_adapters_are_thinned_like_the_deltas_that_they_stand_for(tmp_path: Path, drop: str, engine: str) -> None:
+def test_adapters_are_thinned_like_the_deltas_that_they_stand_for(
+    tmp_path: Path, drop: str, engine: str
+) -> None:
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 4096, 1024, 1024
     base = {"layer.weight": torch.zeros(60, 90)}
-    adapter, output = write_adapter(tmp_path / "lora", low_rank("layer", (60, 90))), tmp_path / "out.safetensors"
+    adapter, output = (
+        write_adapter(tmp_path / "lora", low_rank("layer", (60, 90))),
+        tmp_path / "out.safetensors",
+    )
     [path] = save(tmp_path, base=base)
     run_merge(path, [adapter], output, drop_rate=0.0, engine=engine)
     delta = load_file(output)
@@ -279,7 +345,12 @@ def test_packed_models_go_with_other_drops_of_other_models_only(
     base, math_model, code = models
     packed = pack(base, math_model, tmp_path / "packed.safetensors")
     for drop in ("magnitude", "della"):
-        config: Config = {"drop": ["random", drop], "drop_rate": 0.9, "epsilon": None, "engine": "plain"}
+        config: Config = {
+            "drop": ["random", drop],
+            "drop_rate": 0.9,
+            "epsilon": None,
+            "engine": "plain",
+        }
         config |= {"epsilon": 0.05} if drop == "della" else {}
         made = []
         for first in (math_model, packed):
@@ -287,23 +358,34 @@ def test_packed_models_go_with_other_drops_of_other_models_only(
             made.append(load_file(tmp_path / "out.safetensors"))
         assert_same(*made)
     (tmp_path / "out.safetensors").unlink()
-    check_refused(base, packed, "is packed, and drop magnitude must see all of", flags=("--drop", "magnitude"))
-    check_refused(base, packed, "is packed, and rescale l1 must see all of", flags=("--rescale", "l1"))
+    check_refused(
+        base, packed, "is packed, and drop magnitude must see all of", flags=("--drop", "magnitude")
+    )
+    check_refused(
+        base, packed, "is packed, and rescale l1 must see all of", flags=("--rescale", "l1")
+    )
 
 
 def test_rows_too_long_to_be_ranked_are_refused(
     pair: tuple[Path, Path], check_refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(darelib.matching, "MAX_RANKED", 1000)
+    monkeypatch.setattr(darelib.plan.matching, "MAX_RANKED", 1000)
     flags = ("--drop", "della", "--drop-rate", "0.5")
     rule, (base, model) = 'head.weight:drop="random"', pair
-    words = "'head.weight' have 1,500, more than 1,000", f"hint: give it another drop: --rule '{rule}'\n"
+    words = (
+        "'head.weight' have 1,500, more than 1,000",
+        f"hint: give it another drop: --rule '{rule}'\n",
+    )
     check_refused(*pair, *words, flags=flags)
     flags = (*flags, "--rule", rule, "--mismatch", "overlap", "--engine", "plain")
     words = ("-b", base, "-m", model, "-o", base.parent / "merged.safetensors")
     assert dare.main(["-q", *map(str, words), *flags]) == 0
-    save_directory(base, load_file(base / "model.safetensors") | {"layer.bias": torch.zeros(1001, dtype=BF16)})
-    check_refused(*pair, "'layer.bias' have 1,001, more than 1,000", flags=flags)  # the base's, not the model's
+    save_directory(
+        base, load_file(base / "model.safetensors") | {"layer.bias": torch.zeros(1001, dtype=BF16)}
+    )
+    check_refused(
+        *pair, "'layer.bias' have 1,001, more than 1,000", flags=flags
+    )  # the base's, not the model's
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -319,7 +401,12 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path, config: Config) 
 def test_ranks_that_are_remembered_are_those_that_were_found(tmp_path: Path, room: int) -> None:
     shapes = {"rows": (9, 900), "long": (2, 5000), "flat": (3000,)}
     base, models = make_tensors("ties", shapes, BF16)
-    config: dict[str, Any] = {"drop": ["della", "random"], "drop_rate": 0.5, "rescale": "l1", "engine": "plain"}
+    config: dict[str, Any] = {
+        "drop": ["della", "random"],
+        "drop_rate": 0.5,
+        "rescale": "l1",
+        "engine": "plain",
+    }
     wanted = merge(tmp_path, base, *models, **config)
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 4096, 1024, 1024
     TUNING.ranked_elements, TUNING.ranked_bytes = 4096, room

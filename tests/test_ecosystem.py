@@ -9,7 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import BF16, F32, FAMILIES, INDEX, assert_same, family_model, run_merge, tensors_in
+from tests.support import (
+    BF16,
+    F32,
+    FAMILIES,
+    INDEX,
+    assert_same,
+    family_model,
+    run_merge,
+    tensors_in,
+)
 
 LOADED = [(family, dtype) for family in FAMILIES for dtype in (BF16, F32)]
 
@@ -29,7 +38,9 @@ def save_family(folder: Path, family: str, dtype: torch.dtype = F32, **shards: s
 
 @pytest.mark.slow  # importing transformers takes longer than most of the suite
 @pytest.mark.parametrize(("family", "dtype"), LOADED)
-def test_a_merged_directory_loads_in_transformers_and_runs(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+def test_a_merged_directory_loads_in_transformers_and_runs(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
     import transformers
 
     base, *models = save_family(tmp_path, family, dtype, math="9KB")
@@ -45,14 +56,20 @@ def test_a_merged_directory_loads_in_transformers_and_runs(tmp_path: Path, famil
     # What transformers saves again is what we wrote, under the same names, in as many bytes.
     loaded.save_pretrained(tmp_path / "again", max_shard_size="5KB")
     assert_same(tensors_in(tmp_path / "again"), load_file(tmp_path / "merged.safetensors"))
-    ours, theirs = (json.loads((tmp_path / name / INDEX).read_text()) for name in ("merged", "again"))
+    ours, theirs = (
+        json.loads((tmp_path / name / INDEX).read_text()) for name in ("merged", "again")
+    )
     assert ours["metadata"] == theirs["metadata"]
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
 
 
 @pytest.mark.slow
 def test_the_same_models_sharded_in_any_way_give_the_same_tensors(tmp_path: Path) -> None:
-    layouts = {"one": {}, "few": {"base": "9KB"}, "many": {"base": "3KB", "math": "9KB", "code": "2KB"}}
+    layouts = {
+        "one": {},
+        "few": {"base": "9KB"},
+        "many": {"base": "3KB", "math": "9KB", "code": "2KB"},
+    }
     results = []
     for name, shards in layouts.items():
         base, *models = save_family(tmp_path / name, "llama", BF16, **shards)

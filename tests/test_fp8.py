@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError, DareMerger, dare_merge
+from darelib.core.tuning import TUNING
 from darelib.kernels import fp8
-from darelib.tuning import TUNING
 from tests import support
 from tests.scene import slow
 from tests.support import (
@@ -62,7 +62,9 @@ USUAL = [kind if kind in ("blocks", "rows", "tensor") else slow(kind) for kind i
 QUANTISE = {"quant_method": "fp8", "weight_block_size": [16, 48]}
 
 
-def blocks(tensor: torch.Tensor, block: tuple[int, int]) -> list[tuple[int, int, tuple[slice, slice]]]:
+def blocks(
+    tensor: torch.Tensor, block: tuple[int, int]
+) -> list[tuple[int, int, tuple[slice, slice]]]:
     high, wide = block[0] or tensor.shape[0], block[1] or tensor.shape[1]
     return [
         (i // high, k // wide, (slice(i, i + high), slice(k, k + wide)))
@@ -74,15 +76,24 @@ def blocks(tensor: torch.Tensor, block: tuple[int, int]) -> list[tuple[int, int,
 def quantise(values: Tensors, kind: str, old: Tensors | None = None) -> Tensors:
     """The model in FP8; where a block of an old one stands for the same values, it is kept."""
     end, dtype, block, form = KINDS[kind]
-    before, made = dequantise(old, kind) if old else {}, {k: v for k, v in values.items() if k not in WEIGHTS}
+    before, made = (
+        dequantise(old, kind) if old else {},
+        {k: v for k, v in values.items() if k not in WEIGHTS},
+    )
     for name in WEIGHTS:
         value = values[name].float()
         places = blocks(value, block)
-        scales = torch.ones(1 + max(i for i, _, _ in places), 1 + max(k for _, k, _ in places)).to(dtype)
+        scales = torch.ones(1 + max(i for i, _, _ in places), 1 + max(k for _, k, _ in places)).to(
+            dtype
+        )
         stored = torch.zeros(value.shape).to(FP8)
         for i, k, place in places:
             mine = None if old is None else old[name + end].reshape(scales.shape)[i, k]
-            if old is not None and mine is not None and torch.equal(value[place], before[name][place]):
+            if (
+                old is not None
+                and mine is not None
+                and torch.equal(value[place], before[name][place])
+            ):
                 scales[i, k], stored[place] = mine, old[name][place]
                 continue
             peak = value[place].abs().max()
@@ -90,7 +101,13 @@ def quantise(values: Tensors, kind: str, old: Tensors | None = None) -> Tensors:
             scale = (peak / torch.tensor(448.0)).to(dtype) if peak > 0 else kept
             scales[i, k], stored[place] = scale, (value[place] / scale.float()).to(FP8)
         if form != "grid":
-            scales = scales.reshape(()) if form == "scalar" else scales.reshape(-1) if form == "flat" else scales
+            scales = (
+                scales.reshape(())
+                if form == "scalar"
+                else scales.reshape(-1)
+                if form == "flat"
+                else scales
+            )
         made |= {name: stored, name + end: scales}
     return made
 
@@ -118,7 +135,10 @@ def make_models(kind: str, count: int = 3) -> list[Tensors]:
     models[1]["b.weight"] = base["b.weight"]
     made = [quantise(model, kind) for model in models]
     for model in made[1:]:
-        for name in ("d.weight", "a.weight"):  # where values are equal, so are bytes, whatever else the scale is for
+        for name in (
+            "d.weight",
+            "a.weight",
+        ):  # where values are equal, so are bytes, whatever else the scale is for
             if kind.startswith("tensor"):
                 model[name], scale = made[0][name].clone(), name + KINDS[kind][0]
                 model[scale] = made[0][scale].clone()
@@ -127,7 +147,10 @@ def make_models(kind: str, count: int = 3) -> list[Tensors]:
 
 
 def write(folder: Path, kind: str, models: list[Tensors]) -> list[Path]:
-    config = {"torch_dtype": "bfloat16", "quantization_config": QUANTISE if kind == "small blocks" else {}}
+    config = {
+        "torch_dtype": "bfloat16",
+        "quantization_config": QUANTISE if kind == "small blocks" else {},
+    }
     return [save_directory(folder / f"m{k}", model, **config) for k, model in enumerate(models)]
 
 
@@ -145,13 +168,17 @@ def assert_all_same(found: Tensors, expected: Tensors) -> None:
 
 @pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize("settings", METHODS, ids=lambda s: "-".join(map(str, s.values())))
-def test_a_merge_is_what_torch_makes_of_it(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_a_merge_is_what_torch_makes_of_it(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
     models = make_models(kind)
     paths = write(tmp_path, kind, models)
     report = run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=1)
     expected = expect(models, kind, **settings)
     assert_all_same(tensors_in(tmp_path / "out"), expected)
-    assert (tmp_path / "out" / "config.json").read_bytes() == (paths[0] / "config.json").read_bytes()
+    assert (tmp_path / "out" / "config.json").read_bytes() == (
+        paths[0] / "config.json"
+    ).read_bytes()
     assert (report.tensors, report.models[0].parameters) == (
         len(SHAPES),
         sum(v.numel() for v in dequantise(models[0], kind).values()),
@@ -160,13 +187,23 @@ def test_a_merge_is_what_torch_makes_of_it(tmp_path: Path, kind: str, settings: 
 
 @pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize(
-    "settings", [{"drop_rate": 0.0}, *map(slow, [{"drop": "della", "drop_rate": 0.5, "rescale": "l1"}, *METHODS[2:]])]
+    "settings",
+    [
+        {"drop_rate": 0.0},
+        *map(slow, [{"drop": "della", "drop_rate": 0.5, "rescale": "l1"}, *METHODS[2:]]),
+    ],
 )
-def test_jobs_chunks_threads_and_engines_change_nothing(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+def test_jobs_chunks_threads_and_engines_change_nothing(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
     models = make_models(kind)
     paths = write(tmp_path, kind, models)
     expected = expect(models, kind, **settings)
-    for job, chunk, threads, engine in ((8192, 1024, 3, "numba"), (1024, 1024, 2, "plain"), (4096, 4096, 1, "plain")):
+    for job, chunk, threads, engine in (
+        (8192, 1024, 3, "numba"),
+        (1024, 1024, 2, "plain"),
+        (4096, 4096, 1, "plain"),
+    ):
         TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = job, chunk, chunk
         run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=threads, engine=engine)
         assert_all_same(tensors_in(tmp_path / "out"), expected)
@@ -197,7 +234,10 @@ def test_base_and_fine_tunes_may_be_stored_differently(tmp_path: Path, kind: str
     merged = dare_merge(dequantise(base, kind), [plain], DareConfig(drop_rate=0.5))
     assert_all_same(tensors_in(tmp_path / "scaled"), quantise(merged, kind, base))
     run_merge(bare, [scaled], tmp_path / "bare", drop_rate=0.5)
-    assert_same(tensors_in(tmp_path / "bare"), dare_merge(plain, [dequantise(base, kind)], DareConfig(drop_rate=0.5)))
+    assert_same(
+        tensors_in(tmp_path / "bare"),
+        dare_merge(plain, [dequantise(base, kind)], DareConfig(drop_rate=0.5)),
+    )
     assert (tmp_path / "bare" / "config.json").read_bytes() == (bare / "config.json").read_bytes()
 
 
@@ -208,7 +248,9 @@ def test_fine_tunes_of_several_types_merge_onto_an_fp8_base(tmp_path: Path, kind
         plain = {name: tensor.to(dtype) for name, tensor in dequantise(other, kind).items()}
         paths = write(tmp_path, kind, [base, one, plain])
         run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5, engine="plain")
-        merged = dare_merge(dequantise(base, kind), [dequantise(one, kind), plain], DareConfig(drop_rate=0.5))
+        merged = dare_merge(
+            dequantise(base, kind), [dequantise(one, kind), plain], DareConfig(drop_rate=0.5)
+        )
         assert_all_same(tensors_in(tmp_path / "out"), quantise(merged, kind, base))
 
 
@@ -220,7 +262,10 @@ def test_with_a_dtype_the_output_is_plain(tmp_path: Path, kind: str, dtype: str)
         model["a.input_scale"] = torch.ones(1)
     paths = write(tmp_path, kind, models)
     run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5, dtype=dtype)
-    plain = [{n: t for n, t in dequantise(model, kind).items() if n != "a.input_scale"} for model in models]
+    plain = [
+        {n: t for n, t in dequantise(model, kind).items() if n != "a.input_scale"}
+        for model in models
+    ]
     expected = dare_merge(plain[0], plain[1:], DareConfig(drop_rate=0.5, dtype=dtype))
     assert_same(tensors_in(tmp_path / "out"), expected)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": dtype}
@@ -240,7 +285,9 @@ def test_what_no_model_changed_keeps_its_bytes(tmp_path: Path) -> None:
         run_merge(paths[0], [paths[1]], tmp_path / kind / "off", lambda_coeff=0.0)
         assert_all_same(tensors_in(tmp_path / kind / "off"), base)
         run_merge(paths[0], [paths[1]], tmp_path / kind / "one", drop_rate=0.0)
-        assert_all_same(tensors_in(tmp_path / kind / "one"), expect([base, other], kind, drop_rate=0.0))
+        assert_all_same(
+            tensors_in(tmp_path / kind / "one"), expect([base, other], kind, drop_rate=0.0)
+        )
     changed = load_file(tmp_path / "blocks" / "one" / "model.safetensors")["a.weight_scale_inv"]
     assert (changed != make_models("blocks")[0]["a.weight_scale_inv"]).sum() == 1
 
@@ -271,8 +318,16 @@ def test_resume_verify_dry_run_analyze_and_recipe(
     models = make_models(kind)
     paths = write(tmp_path, kind, models)
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 1024
-    settings: dict[str, Any] = {"method": "slerp", "drop_rate": 0.5, "max_shard_size": "60KB", "threads": 1}
-    merger, writes = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, engine="plain", **settings)), 0
+    settings: dict[str, Any] = {
+        "method": "slerp",
+        "drop_rate": 0.5,
+        "max_shard_size": "60KB",
+        "threads": 1,
+    }
+    merger, writes = (
+        DareMerger(paths[0], paths[1:], DareConfig(verbose=False, engine="plain", **settings)),
+        0,
+    )
     usual = Output.write_at
 
     def fail(self: Output, file: int, view: memoryview, offset: int) -> None:
@@ -297,7 +352,13 @@ def test_resume_verify_dry_run_analyze_and_recipe(
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
     assert merger.verify(tmp_path / "out").tensors == len(SHAPES)
     assert "cosine" in str(merger.analyze())
-    arguments = ["--config", tmp_path / "out" / "dare_recipe.toml", "--output", tmp_path / "again", "--engine=plain"]
+    arguments = [
+        "--config",
+        tmp_path / "out" / "dare_recipe.toml",
+        "--output",
+        tmp_path / "again",
+        "--engine=plain",
+    ]
     assert dare.main([str(argument) for argument in arguments]) == 0
     assert_all_same(tensors_in(tmp_path / "again"), expected)
     scale = f"c.weight{KINDS[kind][0]}"
@@ -318,11 +379,15 @@ def test_an_adapter_is_merged_onto_an_fp8_base(tmp_path: Path) -> None:
     run_merge(path, [adapter], tmp_path / "out", drop_rate=0.0)
     plain = save_directory(tmp_path / "plain", dequantise(base, "blocks"))
     run_merge(plain, [adapter], tmp_path / "expected", drop_rate=0.0)
-    assert_all_same(tensors_in(tmp_path / "out"), quantise(tensors_in(tmp_path / "expected"), "blocks", base))
+    assert_all_same(
+        tensors_in(tmp_path / "out"), quantise(tensors_in(tmp_path / "expected"), "blocks", base)
+    )
 
 
 @pytest.mark.parametrize("name", ["a.input_scale", "a.input_scale_ub"])
-def test_activation_scales_are_copied_and_must_be_equal(tmp_path: Path, check_refused: Refusal, name: str) -> None:
+def test_activation_scales_are_copied_and_must_be_equal(
+    tmp_path: Path, check_refused: Refusal, name: str
+) -> None:
     models = make_models("tensor")
     for model in models:
         model[name] = torch.tensor([0.25])
@@ -331,7 +396,9 @@ def test_activation_scales_are_copied_and_must_be_equal(tmp_path: Path, check_re
     assert tensors_in(tmp_path / "out")[name].item() == 0.25
     models[1][name] += 1
     write(tmp_path, "tensor", models)
-    check_refused(paths[0], paths[1], f"'{name}' is part of a quantised module", "before quantising")
+    check_refused(
+        paths[0], paths[1], f"'{name}' is part of a quantised module", "before quantising"
+    )
 
 
 SCALE = "a.weight_scale_inv"
@@ -345,25 +412,41 @@ WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
     "block size": ({}, [64, 64], "has [5, 4] blocks of [64, 64]"),
     "no block size": ({}, "128", "weight_block_size in config.json is '128'"),
     "missing": ({SCALE: None}, None, "is quantised in a way that is not read"),
-    "another type": ({SCALE: torch.ones(3, 2).double()}, None, "is quantised in a way that is not read"),
-    "more parts": ({"a.weight_zero_point": torch.zeros(3, 2)}, None, "is quantised in a way that is not read"),
+    "another type": (
+        {SCALE: torch.ones(3, 2).double()},
+        None,
+        "is quantised in a way that is not read",
+    ),
+    "more parts": (
+        {"a.weight_zero_point": torch.zeros(3, 2)},
+        None,
+        "is quantised in a way that is not read",
+    ),
     "NaN": ({SCALE: torch.full((3, 2), torch.nan)}, None, "'a.weight' holds nan at [0, 0]"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_refused_in_a_sentence(tmp_path: Path, check_refused: Refusal, case: str) -> None:
+def test_what_does_not_fit_is_refused_in_a_sentence(
+    tmp_path: Path, check_refused: Refusal, case: str
+) -> None:
     changes, size, complaint = WRONG[case]
     base, model = make_models("blocks", 2)
     odd = {name: tensor for name, tensor in (model | changes).items() if tensor is not None}
     paths = write(tmp_path, "blocks", [base, odd])
-    (paths[1] / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": size}}))
+    (paths[1] / "config.json").write_text(
+        json.dumps({"quantization_config": {"weight_block_size": size}})
+    )
     check_refused(*paths, complaint)
 
 
 def test_a_base_that_lacks_a_scale_is_told_so(tmp_path: Path, check_refused: Refusal) -> None:
     base, model = make_models("blocks", 2)
-    paths = write(tmp_path, "blocks", [{n: t for n, t in base.items() if n != SCALE}, dequantise(model, "blocks")])
+    paths = write(
+        tmp_path,
+        "blocks",
+        [{n: t for n, t in base.items() if n != SCALE}, dequantise(model, "blocks")],
+    )
     check_refused(*paths, "is quantised, and", "needs a weight_scale or weight_scale_inv")
 
 
@@ -372,8 +455,13 @@ def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: P
     models = make_models("blocks", 2)
     for model in models:
         for name in WEIGHTS:  # the next power of two, and the values by that
-            value, scale = dequantise(model, "blocks")[name], model[f"{name}_scale_inv"].log2().ceil().exp2()
-            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
+            value, scale = (
+                dequantise(model, "blocks")[name],
+                model[f"{name}_scale_inv"].log2().ceil().exp2(),
+            )
+            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[
+                : value.shape[0], : value.shape[1]
+            ]
             model |= {f"{name}_scale_inv": scale, name: (value / wide).to(FP8)}
         model |= {"a.k_scale": torch.tensor(0.5), "self_attn.k_scale": torch.tensor(0.5)}
         model |= {
@@ -381,15 +469,22 @@ def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: P
             "self_attn.k_proj.weight_scale_inv": model[SCALE].clone(),
         }
     paths = write(tmp_path, "blocks", models)
-    config = {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"}}
+    config = {
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"},
+    }
     for path in paths:
         (path / "config.json").write_text(json.dumps(config))
         (path / "hf_quant_config.json").write_text("{}")
     run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.0)
     made = tensors_in(tmp_path / "out")
-    scales = torch.cat([tensor.flatten() for name, tensor in made.items() if name.endswith("_scale_inv")])
+    scales = torch.cat(
+        [tensor.flatten() for name, tensor in made.items() if name.endswith("_scale_inv")]
+    )
     assert (scales.frexp().mantissa == 0.5).all()
-    values, wanted = (dequantise({n: t for n, t in m.items() if n in made}, "blocks") for m in (made, models[1]))
+    values, wanted = (
+        dequantise({n: t for n, t in m.items() if n in made}, "blocks") for m in (made, models[1])
+    )
     assert all(torch.equal(values[name], wanted[name]) for name in WEIGHTS)
     assert (made["a.k_scale"].item(), made["self_attn.k_scale"].item()) == (0.5, 0.5)
     assert (tmp_path / "out" / "hf_quant_config.json").exists()
@@ -410,14 +505,25 @@ def test_pack_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     refuse(tmp_path, capsys, 1, "is in FP8, which cannot be packed", arguments=arguments)
 
 
-def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths, plain = [tmp_path / "base", tmp_path / "chat"], [tmp_path / "plain base", tmp_path / "plain chat"]
+def test_tokens_are_united_unless_they_have_rows_in_fp8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, plain = (
+        [tmp_path / "base", tmp_path / "chat"],
+        [tmp_path / "plain base", tmp_path / "plain chat"],
+    )
     tokens = [{"<s>": 8, "</s>": 9}, {"<s>": 8, "</s>": 9, "<a>": 10, "<b>": 11}]
     for k, (folder, bare) in enumerate(zip(paths, plain, strict=True)):
         mine = write_model(folder, 12, tokens[k], k)
         write_model(bare, 12, tokens[k], k)
         mine["model.layers.0.mlp.weight"] = mine["model.layers.0.mlp.weight"].to(FP8)
-        save_directory(bare, {name: tensor.to(F32 if tensor.dtype == FP8 else BF16) for name, tensor in mine.items()})
+        save_directory(
+            bare,
+            {
+                name: tensor.to(F32 if tensor.dtype == FP8 else BF16)
+                for name, tensor in mine.items()
+            },
+        )
         mine["model.layers.0.mlp.weight_scale"] = torch.ones(1)
         save_directory(folder, mine)
     merged = []
@@ -427,7 +533,10 @@ def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: 
         merged.append(tensors_in(tmp_path / "out"))
     assert_same(*merged)
     head = load_file(paths[0] / "model.safetensors")
-    head |= {"lm_head.weight": head["lm_head.weight"].to(FP8), "lm_head.weight_scale": torch.ones(1)}
+    head |= {
+        "lm_head.weight": head["lm_head.weight"].to(FP8),
+        "lm_head.weight_scale": torch.ones(1),
+    }
     save_directory(paths[0], head)
     arguments = ["-b", paths[0], "-m", paths[1], "-o", tmp_path / "new", "--tokenizer", "union"]
     refuse(tmp_path, capsys, 1, "is in FP8, so that it cannot have more rows", arguments=arguments)
@@ -436,9 +545,13 @@ def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: 
 def test_every_float_is_rounded_as_torch_rounds_it() -> None:
     """Every 16 bits at the top, with what decides ties below them."""
     tops = np.arange(1 << 16, dtype=np.uint32) << 16
-    values = (tops[:, None] | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).view(np.float32)
+    values = (tops[:, None] | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).view(
+        np.float32
+    )
     values = values[np.abs(values) < 464]  # what is beyond rounds to no number
     assert np.array_equal(fp8.encode(values), raw(torch.from_numpy(values).to(FP8)))
     every, decoded = np.arange(255, dtype=np.uint8), np.empty(255, np.float32)
     fp8.decode(every, decoded)
-    assert np.array_equal(decoded, torch.from_numpy(every).view(FP8).float().numpy(), equal_nan=True)
+    assert np.array_equal(
+        decoded, torch.from_numpy(every).view(FP8).float().numpy(), equal_nan=True
+    )

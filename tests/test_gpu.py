@@ -23,7 +23,10 @@ from tests.test_kernels import DEVICES
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "linear": (2, {}),
-    "weights": (3, {"weights": [0.5, -0.2, 0.1], "lambda_coeff": 1.5, "drop_rate": [0.1, 0.5, 0.99]}),
+    "weights": (
+        3,
+        {"weights": [0.5, -0.2, 0.1], "lambda_coeff": 1.5, "drop_rate": [0.1, 0.5, 0.99]},
+    ),
     "ties": (2, {"method": "ties", "drop_rate": 0.5}),
     "ties of five": (5, {"method": "ties", "drop_rate": 0.3}),
     "ties with shares": (5, {"method": "ties", "drop_rate": 0.5, "weights": [1, 2, 3, 4, 5]}),
@@ -34,7 +37,11 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "the model": (1, {"drop_rate": 0.0}),
     "q": (
         2,
-        {"drop_rate": 0.9, "rescale_q": 0.5, "rules": [{"match": "*bias", "drop_rate": 0.6, "lambda_coeff": 0.5}]},
+        {
+            "drop_rate": 0.9,
+            "rescale_q": 0.5,
+            "rules": [{"match": "*bias", "drop_rate": 0.6, "lambda_coeff": 0.5}],
+        },
     ),
     "magnitude": (2, {"drop": "magnitude", "drop_rate": 0.5}),
     "sums": (2, {"drop_rate": 0.5, "rescale": "l1"}),
@@ -94,9 +101,16 @@ def make_models(count: int, dtype: torch.dtype) -> list[Tensors]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # it rounds to bfloat16 in another way
 def test_interpreted_kernels_give_the_bits_of_the_definition(dtype: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(HERE),
+        "PYTHONWARNINGS": "ignore",
+    }
     words = [sys.executable, "-c", INTERPRET, dtype]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, cwd=HERE)
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=600, cwd=HERE
+    )
     assert (done.stdout, done.returncode) == ("same bits\n", 0), done.stderr
 
 
@@ -109,7 +123,8 @@ def test_a_gpu_gives_the_bits_of_the_cpu(name: str, dtype: torch.dtype) -> None:
     there = [{name: tensor.cuda() for name, tensor in model.items()} for model in (base, *models)]
     merged = dare.dare_merge(there[0], there[1:], DareConfig(**settings))
     assert_same(
-        {n: tensor.cpu() for n, tensor in merged.items()}, dare.dare_merge(base, models, DareConfig(**settings))
+        {n: tensor.cpu() for n, tensor in merged.items()},
+        dare.dare_merge(base, models, DareConfig(**settings)),
     )
 
 
@@ -122,9 +137,14 @@ def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) 
     values = torch.ldexp(torch.randn((count, 1 << 20), generator=random), sizes)
     base, models = {"w": torch.zeros(1 << 20)}, [{"w": row} for row in values]
     merged = dare.dare_merge(
-        {"w": base["w"].cuda()}, [{"w": row.cuda()} for row in values], DareConfig(method="ties", drop_rate=0)
+        {"w": base["w"].cuda()},
+        [{"w": row.cuda()} for row in values],
+        DareConfig(method="ties", drop_rate=0),
     )
-    assert_same({"w": merged["w"].cpu()}, dare.dare_merge(base, models, DareConfig(method="ties", drop_rate=0)))
+    assert_same(
+        {"w": merged["w"].cpu()},
+        dare.dare_merge(base, models, DareConfig(method="ties", drop_rate=0)),
+    )
 
 
 @on_gpu
@@ -139,7 +159,11 @@ def test_on_a_gpu_tensors_of_all_kinds_are_merged_together() -> None:
     del models[1]["scalar"], models[2]["odd"]
     there = [{name: tensor.cuda() for name, tensor in model.items()} for model in (base, *models)]
     for model in there:
-        model["odd"] = model["even.weight"].reshape(-1)[1:3001] if "odd" in model else model["tied"].reshape(-1)[1:3001]
+        model["odd"] = (
+            model["even.weight"].reshape(-1)[1:3001]
+            if "odd" in model
+            else model["tied"].reshape(-1)[1:3001]
+        )
         model["tied"] = model["even.weight"]
         model["turned"] = model["even.weight"].T
     del there[3]["odd"]
@@ -152,9 +176,13 @@ def test_on_a_gpu_tensors_of_all_kinds_are_merged_together() -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize(("value", "complaint"), [(math.nan, "of the base or of model 1"), (3e38, "holds or gives")])
+@pytest.mark.parametrize(
+    ("value", "complaint"), [(math.nan, "of the base or of model 1"), (3e38, "holds or gives")]
+)
 def test_a_gpu_finds_values_that_are_not_finite(value: float, complaint: str) -> None:
-    base, *models = ({name: t.cuda() for name, t in model.items()} for model in make_models(2, BF16))
+    base, *models = (
+        {name: t.cuda() for name, t in model.items()} for model in make_models(2, BF16)
+    )
     models[1]["even.weight"][3, 3] = value
     with pytest.raises(DareError, match=rf"tensor 'even.weight' {complaint}"):
         dare.dare_merge(base, models, DareConfig(drop_rate=0.0, weights=[1.0, 9.0]))
@@ -165,15 +193,22 @@ def test_a_gpu_finds_values_that_are_not_finite(value: float, complaint: str) ->
 def test_results_can_be_written_into_existing_tensors(name: str, device: str) -> None:
     count, settings = CONFIGS[name]
     config = DareConfig(**settings)
-    base, *models = ({n: t.to(device) for n, t in model.items()} for model in make_models(count, BF16))
+    base, *models = (
+        {n: t.to(device) for n, t in model.items()} for model in make_models(count, BF16)
+    )
     for model in (base, *models):
         model["ids"], model["tied"] = torch.arange(5, device=device), model["even.weight"]
     wanted = dare.dare_merge(base, models, config)
     out = {name: torch.full_like(tensor, 7) for name, tensor in base.items()}
-    out["even.weight"] = torch.full((64, 128), 7.0, dtype=BF16, device=device)[:, ::2]  # not contiguous
+    out["even.weight"] = torch.full((64, 128), 7.0, dtype=BF16, device=device)[
+        :, ::2
+    ]  # not contiguous
     out["layer.weight"] = torch.nn.Parameter(out["layer.weight"])
     addresses = {name: tensor.data_ptr() for name, tensor in out.items()}
-    assert_same({n: t.cpu() for n, t in dare.dare_merge(base, models, config, out=out).items()}, to_cpu(wanted))
+    assert_same(
+        {n: t.cpu() for n, t in dare.dare_merge(base, models, config, out=out).items()},
+        to_cpu(wanted),
+    )
     assert_same(to_cpu({name: tensor.detach() for name, tensor in out.items()}), to_cpu(wanted))
     assert {name: tensor.data_ptr() for name, tensor in out.items()} == addresses
     dare.dare_merge(base, models, config, out=base)
@@ -184,7 +219,9 @@ def to_cpu(state: Tensors) -> Tensors:
     return {name: tensor.cpu().contiguous() for name, tensor in state.items()}
 
 
-def test_ranks_are_those_of_the_base_before_it_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_those_of_the_base_before_it_is_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tensors.TUNING, "memory_chunk", 1024)
     base, model = ({"w": random_model(seed, F32)["layer.weight"].repeat(40, 1)} for seed in (1, 2))
     config = DareConfig(drop="della", drop_rate=0.5)
@@ -213,4 +250,6 @@ def test_without_triton_torch_merges_and_it_is_said_once(
         assert tensors._load_gpu() is None
         assert tensors._load_gpu() is None
     tensors._load_gpu.cache_clear()
-    assert [record.message.partition(" (")[0] for record in caplog.records] == ["Triton cannot be used"]
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+        "Triton cannot be used"
+    ]

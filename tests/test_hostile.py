@@ -26,15 +26,50 @@ from darelib.config import CHECKS, RULE_SETTINGS
 from darelib.models.lora import OTHER_ADAPTERS
 from darelib.output.recipe import recipe_metadata
 from tests.fuzz import damaged, examples, with_header
-from tests.support import INDEX, low_rank, refuse, save, save_directory, save_sharded, tensors_in, write_adapter
+from tests.support import (
+    INDEX,
+    low_rank,
+    refuse,
+    save,
+    save_directory,
+    save_sharded,
+    tensors_in,
+    write_adapter,
+)
 
 Answer = Callable[..., int]
 Paths = tuple[Path, Path]
 SHARD = "model-00001-of-00002.safetensors"
 ODD_TEXTS = st.one_of(
     st.text(st.characters(exclude_categories=[]), max_size=6),
-    st.sampled_from(["", ".", "..", "~", "~\0", "~nobody-of-that-name", "a\0b", "\ud800", "\udcff", "a\nb", "\x1b[2J"]),
-    st.sampled_from(["\u202e", "x" * 70_000, "x" * 5000, "x" * 300, "CON", "a/b/c", "./x", "C:x", "out.safetensors"]),
+    st.sampled_from(
+        [
+            "",
+            ".",
+            "..",
+            "~",
+            "~\0",
+            "~nobody-of-that-name",
+            "a\0b",
+            "\ud800",
+            "\udcff",
+            "a\nb",
+            "\x1b[2J",
+        ]
+    ),
+    st.sampled_from(
+        [
+            "\u202e",
+            "x" * 70_000,
+            "x" * 5000,
+            "x" * 300,
+            "CON",
+            "a/b/c",
+            "./x",
+            "C:x",
+            "out.safetensors",
+        ]
+    ),
 )
 SCALARS = st.booleans() | st.floats() | st.integers(-(2**70), 2**70) | st.integers(0, 4)
 ODD_VALUES = st.recursive(
@@ -44,12 +79,16 @@ ODD_VALUES = st.recursive(
 )
 TOML_VALUES = st.recursive(
     SCALARS | st.datetimes() | ODD_TEXTS.filter(lambda text: text.isascii() or text.isprintable()),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 
 
-def one_or_some(table: dict[str, st.SearchStrategy[Any]], odd: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+def one_or_some(
+    table: dict[str, st.SearchStrategy[Any]], odd: st.SearchStrategy[Any]
+) -> st.SearchStrategy[Any]:
     """One key with any value, or any keys with likely values."""
     ones = [st.fixed_dictionaries({key: values | odd}) for key, values in table.items()]
     return st.one_of(*ones, st.fixed_dictionaries({}, optional=table))
@@ -70,7 +109,9 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
 
     def run(*arguments: str | Path, output: Path | None = None) -> int:
         capsys.readouterr()
-        status = dare.main([*map(str, arguments), *(["-o", str(output)] if output else []), "--engine", "plain"])
+        status = dare.main(
+            [*map(str, arguments), *(["-o", str(output)] if output else []), "--engine", "plain"]
+        )
         printed = capsys.readouterr()
         errors = [line for line in printed.err.splitlines() if line.startswith("error: ")]
         assert status in (0, 1, 2)
@@ -97,10 +138,13 @@ def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
 @given(
     index=ODD_VALUES | st.fixed_dictionaries({"weight_map": ODD_VALUES}),
     tensor=st.sampled_from(["layer.weight", "layer.bias", "other"]) | ODD_TEXTS,
-    file=ODD_VALUES | st.sampled_from([SHARD, f"./{SHARD}", f"x/../{SHARD}", f"{SHARD}/x", INDEX, "y/" * 3000]),
+    file=ODD_VALUES
+    | st.sampled_from([SHARD, f"./{SHARD}", f"x/../{SHARD}", f"{SHARD}/x", INDEX, "y/" * 3000]),
     drop=st.booleans(),
 )
-def test_any_index_is_answered(small: Paths, answer: Answer, index: Any, tensor: str, file: Any, drop: bool) -> None:
+def test_any_index_is_answered(
+    small: Paths, answer: Answer, index: Any, tensor: str, file: Any, drop: bool
+) -> None:
     base, model = small
     shards = {"layer.weight": SHARD, "layer.bias": SHARD.replace("00001", "00002", 1)}
     for content in (index, {"weight_map": ({} if drop else shards) | {tensor: file}}):
@@ -111,7 +155,19 @@ def test_any_index_is_answered(small: Paths, answer: Answer, index: Any, tensor:
 
 GOOD_ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
 PATTERNS = st.text("()[]{}*+?|\\^$.layer12,-<=!:P", max_size=8) | st.sampled_from(
-    ["layer", "l.*r", "(", "[", "[[l]ayer", "a{99999999999}", "(?i)layer", "a**", "\\", "(?P<n>l", ")|("]
+    [
+        "layer",
+        "l.*r",
+        "(",
+        "[",
+        "[[l]ayer",
+        "a{99999999999}",
+        "(?i)layer",
+        "a**",
+        "\\",
+        "(?P<n>l",
+        ")|(",
+    ]
 )
 ADAPTER_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "r": st.integers(0, 4),
@@ -119,24 +175,43 @@ ADAPTER_KEYS: dict[str, st.SearchStrategy[Any]] = {
     "rank_pattern": st.dictionaries(PATTERNS, st.integers(0, 3) | ODD_VALUES, max_size=3),
     "alpha_pattern": st.dictionaries(PATTERNS, st.floats() | ODD_VALUES, max_size=2),
     "init_lora_weights": st.sampled_from([True, "gaussian", "pissa"]),
-    **dict.fromkeys(("use_rslora", "fan_in_fan_out", *OTHER_ADAPTERS), st.sampled_from([None, False, True, [], {}, 0])),
+    **dict.fromkeys(
+        ("use_rslora", "fan_in_fan_out", *OTHER_ADAPTERS),
+        st.sampled_from([None, False, True, [], {}, 0]),
+    ),
     **dict.fromkeys(("peft_type", "bias", "base_model_name_or_path", "target_modules"), ODD_TEXTS),
 }
 ADAPTER_NAMES = st.tuples(
     st.sampled_from(["", "base_model.model.", "base_model.model.base_model.model.", "."]),
-    st.sampled_from(["layer", "layer.weight", "", ".", "a\nb", "lora_A", "layer.lora_A", "x.layer"]),
-    st.sampled_from(["", ".lora_A.weight", ".lora_B.weight", ".lora_A", ".lora_embedding_A", ".lora_B.default.weight"])
-    | st.sampled_from([".modules_to_save.weight", ".base_layer.weight", ".lora_A.weight.weight", ".bias"]),
+    st.sampled_from(
+        ["layer", "layer.weight", "", ".", "a\nb", "lora_A", "layer.lora_A", "x.layer"]
+    ),
+    st.sampled_from(
+        [
+            "",
+            ".lora_A.weight",
+            ".lora_B.weight",
+            ".lora_A",
+            ".lora_embedding_A",
+            ".lora_B.default.weight",
+        ]
+    )
+    | st.sampled_from(
+        [".modules_to_save.weight", ".base_layer.weight", ".lora_A.weight.weight", ".bias"]
+    ),
 ).map("".join)
 SHAPES = st.sampled_from([(2, 3), (4, 2), (2,), (), (0, 0), (2, 0), (4, 3), (2, 3, 1, 1)])
 
 
 @examples(80)
 @given(
-    text=one_or_some(ADAPTER_KEYS, ODD_VALUES).map(lambda table: json.dumps(GOOD_ADAPTER | table).encode())
+    text=one_or_some(ADAPTER_KEYS, ODD_VALUES).map(
+        lambda table: json.dumps(GOOD_ADAPTER | table).encode()
+    )
     | ODD_VALUES.map(json.dumps).map(str.encode)
     | damaged(json.dumps(GOOD_ADAPTER).encode()),
-    tensors=st.none() | st.dictionaries(ADAPTER_NAMES.filter(bool), SHAPES.map(torch.ones), min_size=1, max_size=4),
+    tensors=st.none()
+    | st.dictionaries(ADAPTER_NAMES.filter(bool), SHAPES.map(torch.ones), min_size=1, max_size=4),
 )
 def test_any_adapter_is_answered(small: Paths, answer: Answer, text: bytes, tensors: Any) -> None:
     adapter = write_adapter(small[0].with_name("adapter"), tensors or low_rank("layer", (4, 3)))
@@ -146,8 +221,19 @@ def test_any_adapter_is_answered(small: Paths, answer: Answer, text: bytes, tens
 
 
 KOHYA_NAMES = st.tuples(
-    st.sampled_from(["lora_unet_layer", "lora_te_layer", "lora_te3_layer", "lora_unet_", "layer", "lora_unet_other"]),
-    st.sampled_from([".lora_down.weight", ".lora_up.weight", ".alpha", ".dora_scale", ".", ".lora_down", ""]),
+    st.sampled_from(
+        [
+            "lora_unet_layer",
+            "lora_te_layer",
+            "lora_te3_layer",
+            "lora_unet_",
+            "layer",
+            "lora_unet_other",
+        ]
+    ),
+    st.sampled_from(
+        [".lora_down.weight", ".lora_up.weight", ".alpha", ".dora_scale", ".", ".lora_down", ""]
+    ),
 ).map("".join)
 VALUES = st.sampled_from([torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool])
 
@@ -155,7 +241,10 @@ VALUES = st.sampled_from([torch.float32, torch.float16, torch.int64, torch.uint8
 @examples(60)
 @given(tensors=st.dictionaries(KOHYA_NAMES.filter(bool), st.tuples(SHAPES, VALUES), max_size=5))
 def test_any_lora_file_is_answered(small: Paths, answer: Answer, tensors: Any) -> None:
-    whole = {"lora_unet_layer.lora_down.weight": torch.ones(2, 3), "lora_unet_layer.lora_up.weight": torch.ones(4, 2)}
+    whole = {
+        "lora_unet_layer.lora_down.weight": torch.ones(2, 3),
+        "lora_unet_layer.lora_up.weight": torch.ones(4, 2),
+    }
     odd = {name: torch.ones(shape).to(kind) for name, (shape, kind) in tensors.items()}
     [lora] = save(small[0].parent, lora=whole | odd)
     answer("-b", small[0], "-m", lora, output=small[0].with_name("out.safetensors"))
@@ -163,41 +252,71 @@ def test_any_lora_file_is_answered(small: Paths, answer: Answer, tensors: Any) -
 
 MODELS = {"base_file": "base.safetensors", "merge_files": [f"model/{INDEX}", "model"]}
 EACH = st.floats(0, 1) | st.lists(st.floats(0, 1), min_size=2, max_size=2)
-NUMBERS = EACH | st.floats() | st.integers(-(10**400), 10**400) | st.sampled_from([0, 1, 2, 2**63 - 1, True])
+NUMBERS = (
+    EACH
+    | st.floats()
+    | st.integers(-(10**400), 10**400)
+    | st.sampled_from([0, 1, 2, 2**63 - 1, True])
+)
 SETTINGS: dict[str, st.SearchStrategy[Any]] = dict.fromkeys(CHECKS, NUMBERS) | {
     "method": st.sampled_from(["linear", "ties", "slerp", "LINEAR"]),
     "weights": st.lists(st.floats(-1e308, 1e308) | st.integers(-1, 3), max_size=3),
     "dtype": st.sampled_from(["float32", "bf16", "float8"]),
     "mismatch": st.sampled_from(["error", "overlap", "base"]),
-    "max_shard_size": st.sampled_from(["1", "1B", "5 kb", "9" * 15 + "TiB", "0.0001KB", "\u0661GB"]) | st.integers(),
+    "max_shard_size": st.sampled_from(["1", "1B", "5 kb", "9" * 15 + "TiB", "0.0001KB", "\u0661GB"])
+    | st.integers(),
     "engine": st.sampled_from(["auto", "numba", "plain", "cuda"]),
 }
 RULES = st.fixed_dictionaries(
     {"match": st.text("*?[]!-layer.", max_size=6) | TOML_VALUES},
     optional={key: SETTINGS[key] | TOML_VALUES for key in RULE_SETTINGS},
 )
-ODD_MODELS = dict.fromkeys([*MODELS, "tokenizer", "chat_template"], TOML_VALUES | st.lists(TOML_VALUES))
-ODD_RECIPE = dict.fromkeys(["version", "inputs", "mask", "files"], TOML_VALUES | st.lists(TOML_VALUES))
+ODD_MODELS = dict.fromkeys(
+    [*MODELS, "tokenizer", "chat_template"], TOML_VALUES | st.lists(TOML_VALUES)
+)
+ODD_RECIPE = dict.fromkeys(
+    ["version", "inputs", "mask", "files"], TOML_VALUES | st.lists(TOML_VALUES)
+)
 CONFIGS = st.one_of(
     one_or_some(SETTINGS, TOML_VALUES).map(lambda table: {"dare": table}),
     st.lists(RULES, max_size=2).map(lambda rules: {"rules": rules}),
     one_or_some(ODD_MODELS, TOML_VALUES).map(lambda table: {"models": MODELS | table}),
     (TOML_VALUES | one_or_some(ODD_RECIPE, TOML_VALUES)).map(lambda value: {"recipe": value}),
 ).map(lambda tables: tomli_w.dumps({"models": MODELS} | tables).encode())
-PLAIN = {"models": MODELS, "dare": {"drop_rate": [0.5, 0.25]}, "rules": [{"match": ["*bias*"], "drop_rate": 0.5}]}
+PLAIN = {
+    "models": MODELS,
+    "dare": {"drop_rate": [0.5, 0.25]},
+    "rules": [{"match": ["*bias*"], "drop_rate": 0.5}],
+}
 
 
 @examples(100)
-@given(text=CONFIGS | damaged(tomli_w.dumps(PLAIN).encode()) | st.binary(max_size=30), folder=st.booleans())
-def test_any_configuration_is_answered(small: Paths, answer: Answer, text: bytes, folder: bool) -> None:
+@given(
+    text=CONFIGS | damaged(tomli_w.dumps(PLAIN).encode()) | st.binary(max_size=30),
+    folder=st.booleans(),
+)
+def test_any_configuration_is_answered(
+    small: Paths, answer: Answer, text: bytes, folder: bool
+) -> None:
     config = small[0].with_name("config.toml")
     config.write_bytes(text)
     answer("-c", config, output=small[0].with_name("out" if folder else "out.safetensors"))
 
 
-@pytest.mark.parametrize("key", ["base_file", "merge_files", "output_file", "tokenizer", "chat_template"])
-def test_paths_that_cannot_be_are_refused_wherever_they_are_given(small: Paths, answer: Answer, key: str) -> None:
-    for path in ("~\0", "a\0b", "x" * 5000, "~" + "x" * 5000, "base.safetensors/x", "y/" * 3000 + "z"):
+@pytest.mark.parametrize(
+    "key", ["base_file", "merge_files", "output_file", "tokenizer", "chat_template"]
+)
+def test_paths_that_cannot_be_are_refused_wherever_they_are_given(
+    small: Paths, answer: Answer, key: str
+) -> None:
+    for path in (
+        "~\0",
+        "a\0b",
+        "x" * 5000,
+        "~" + "x" * 5000,
+        "base.safetensors/x",
+        "y/" * 3000 + "z",
+    ):
         named = MODELS | {"output_file": "out", key: [path] if key == "merge_files" else path}
         config = small[0].with_name("config.toml")
         config.write_text(tomli_w.dumps({"models": named}))
@@ -207,23 +326,31 @@ def test_paths_that_cannot_be_are_refused_wherever_they_are_given(small: Paths, 
 
 @pytest.mark.parametrize("rule", ["a:drop_rate=" + "1" * 5000, "a:drop_rate=" + "[" * 5000, "a:" + "b." * 5000 + "c=1",
                                   "a:drop_rate=0.5}\nx={y=1"], ids=["digits", "lists", "keys", "lines"])  # fmt: skip
-def test_a_rule_given_by_a_flag_cannot_break_the_command(small: Paths, answer: Answer, rule: str) -> None:
+def test_a_rule_given_by_a_flag_cannot_break_the_command(
+    small: Paths, answer: Answer, rule: str
+) -> None:
     output = small[0].with_name("out.safetensors")
     assert answer("-b", small[0], "-m", small[1], "--rule", rule, output=output) == 2
 
 
 @examples(60)
 @given(data=st.data())
-def test_any_recipe_in_a_merged_file_is_answered(small: Paths, answer: Answer, data: st.DataObject) -> None:
+def test_any_recipe_in_a_merged_file_is_answered(
+    small: Paths, answer: Answer, data: st.DataObject
+) -> None:
     """Even if it is sealed as ours are."""
-    merged, changed, config = (small[0].with_name(name) for name in ("merged.safetensors", "x.safetensors", "x.toml"))
+    merged, changed, config = (
+        small[0].with_name(name) for name in ("merged.safetensors", "x.safetensors", "x.toml")
+    )
     assert merged.exists() or answer("-b", small[0], "-m", small[1], "-o", merged) == 0
     content = merged.read_bytes()
     length = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + length])
     recipe = header["__metadata__"]["dare_recipe"]
     if data.draw(st.booleans()):
-        text = data.draw(damaged(recipe.encode()) | st.text(max_size=20).map(str.encode)).decode(errors="replace")
+        text = data.draw(damaged(recipe.encode()) | st.text(max_size=20).map(str.encode)).decode(
+            errors="replace"
+        )
     else:
         tables = tomllib.loads(recipe)
         homes = [tables["models"], tables["dare"], tables["recipe"], tables["recipe"]["inputs"][1]]
@@ -244,7 +371,9 @@ def test_a_hostile_recipe_in_a_directory_does_not_let_it_be_replaced(
 ) -> None:
     output = save_directory(small[0].with_name("out"), {"w": torch.ones(3)})
     (output / "dare_recipe.toml").write_text(recipe)
-    refuse(small[0].parent, capsys, 1, "out", arguments=["-b", small[0], "-m", small[1], "-o", output])
+    refuse(
+        small[0].parent, capsys, 1, "out", arguments=["-b", small[0], "-m", small[1], "-o", output]
+    )
     assert answer("verify", output) in (1, 2)
 
 
@@ -259,24 +388,35 @@ def test_any_config_json_of_the_base_is_answered(small: Paths, answer: Answer, t
         answer("-b", folder, "-m", small[1], *flags, output=small[0].with_name("out"))
 
 
-TOKENS = {"model": ODD_VALUES | st.fixed_dictionaries({"vocab": ODD_VALUES}), "added_tokens": ODD_VALUES}
+TOKENS = {
+    "model": ODD_VALUES | st.fixed_dictionaries({"vocab": ODD_VALUES}),
+    "added_tokens": ODD_VALUES,
+}
 
 
 @examples(25)
-@given(table=ODD_VALUES | st.fixed_dictionaries({}, optional=TOKENS) | st.just({"added_tokens": [{"content": "x"}]}))
+@given(
+    table=ODD_VALUES
+    | st.fixed_dictionaries({}, optional=TOKENS)
+    | st.just({"added_tokens": [{"content": "x"}]})
+)
 @example(table={"model": {"vocab": {"": 4}}})
 def test_any_tokenizer_is_no_obstacle_unless_it_numbers_more_rows_than_there_are(
     small: Paths, answer: Answer, table: Any
 ) -> None:
     [base] = save(small[0].parent, embedded={"embed_tokens.weight": torch.ones(4, 3)})
     (small[1] / "tokenizer.json").write_text(json.dumps(table))
-    status = answer("-b", base, "-m", base, "--tokenizer", small[1], output=small[0].with_name("out"))
+    status = answer(
+        "-b", base, "-m", base, "--tokenizer", small[1], output=small[0].with_name("out")
+    )
     numbers = re.findall(r"\d+", json.dumps(table, ensure_ascii=False))
     assert status == 0 or max(map(int, numbers), default=0) > 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only here may names be any bytes")
-def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(small: Paths, answer: Answer) -> None:
+def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(
+    small: Paths, answer: Answer
+) -> None:
     folder = save_directory(small[0].with_name("folder"), load_file(small[0]), model_type="x")
     name, output = os.fsdecode(b"n\xff.txt"), small[0].with_name("out")
     (folder / name).write_text("a licence")
@@ -288,10 +428,12 @@ def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(small: Paths, a
 
 # --- files that are all there is room for ---
 
-MEASURED = (
-    "import sys, dare; print(dare.main(sys.argv[1:]), open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+MEASURED = "import sys, dare; print(dare.main(sys.argv[1:]), open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+WIDE, ESCAPED, EMPTY = (
+    "\U0001f600",
+    "\\ud83d\\ude00",
+    '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}',
 )
-WIDE, ESCAPED, EMPTY = "\U0001f600", "\\ud83d\\ude00", '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 
 
 def table(count: int, value: str, name: str = "{}") -> str:
@@ -310,22 +452,45 @@ LARGE_FILES: dict[str, tuple[str, Callable[[], str]]] = {
     "wide names": ("model", lambda: table(300, EMPTY, WIDE + "{:065500}")),
     "a wide name": ("model", lambda: table(1, "0", WIDE + "{:019900000}")),
     "metadata": ("model", lambda: table(1, table(90_000, '""'), "__metadata__")),
-    "wide metadata": ("model", lambda: table(1, table(1, '""', WIDE + "{:019900000}"), "__metadata__")),
-    "escaped metadata": ("model", lambda: table(1, table(1, '""', ESCAPED + "{:015900000}"), "__metadata__")),
+    "wide metadata": (
+        "model",
+        lambda: table(1, table(1, '""', WIDE + "{:019900000}"), "__metadata__"),
+    ),
+    "escaped metadata": (
+        "model",
+        lambda: table(1, table(1, '""', ESCAPED + "{:015900000}"), "__metadata__"),
+    ),
     "sides": ("model", lambda: shape("0," * 24_900_000)),
     "text for sides": ("model", lambda: shape('"ab",' * 3_990_000)),
-    "tensors and lists for sides": ("model", lambda: shape(f"{EMPTY}," * 249_000 + "[0]," * 600_000)),
+    "tensors and lists for sides": (
+        "model",
+        lambda: shape(f"{EMPTY}," * 249_000 + "[0]," * 600_000),
+    ),
     "names of shards": ("shards", lambda: table(240, EMPTY, "#" + ESCAPED + "{:065500}")),
-    "metadata of shards": ("shards", lambda: table(1, f'{{"a":"{WIDE}{"x" * 8_000_000}"}}', "__metadata__")),
-    "tensors of an index": (INDEX, lambda: table(1, table(1_700_000, '"x.safetensors"'), "weight_map")),
-    "wide tensors of an index": (INDEX, lambda: table(1, table(290_000, f'"{WIDE}"', WIDE + "{:020}"), "weight_map")),
+    "metadata of shards": (
+        "shards",
+        lambda: table(1, f'{{"a":"{WIDE}{"x" * 8_000_000}"}}', "__metadata__"),
+    ),
+    "tensors of an index": (
+        INDEX,
+        lambda: table(1, table(1_700_000, '"x.safetensors"'), "weight_map"),
+    ),
+    "wide tensors of an index": (
+        INDEX,
+        lambda: table(1, table(290_000, f'"{WIDE}"', WIDE + "{:020}"), "weight_map"),
+    ),
     "a path of an index": (INDEX, lambda: '{"weight_map":{"w":"' + "x/" * 16_000_000 + '"}}'),
     "lists of an index": (INDEX, lambda: '{"metadata":[' + "[]," * 16_600_000 + "[]]}"),
     "lists of an adapter": ("adapter_config.json", lambda: '{"a":[' + "[]," * 5_000_000 + "[]]}"),
-    "an adapter of a wide type": ("adapter_config.json", lambda: f'{{"peft_type":"{WIDE}{"x" * 16_700_000}"}}'),
+    "an adapter of a wide type": (
+        "adapter_config.json",
+        lambda: f'{{"peft_type":"{WIDE}{"x" * 16_700_000}"}}',
+    ),
     "patterns of an adapter": (
         "adapter_config.json",
-        lambda: '{"peft_type":"LORA","rank_pattern":{"' + "[\\\\u0100-\\\\uffff]" * 50_000 + '":1}}',
+        lambda: (
+            '{"peft_type":"LORA","rank_pattern":{"' + "[\\\\u0100-\\\\uffff]" * 50_000 + '":1}}'
+        ),
     ),
     "empty rules": ("config.toml", lambda: "[[rules]]\n" * 100_000),
     "lists of a configuration": ("config.toml", lambda: "a=" + "[" * 300_000),
@@ -343,12 +508,25 @@ def test_a_large_file_of_nonsense_is_refused_in_the_usual_memory(small: Paths, k
     (odd / name).write_bytes(with_header(make(), b"") if name == "model" else make().encode())
     for k in range(20) if name == "shards" else ():
         (odd / f"{k}.safetensors").write_bytes(with_header(make().replace("#", str(k)), b""))
-        (odd / INDEX).write_text(json.dumps({"weight_map": {str(j): f"{j}.safetensors" for j in range(20)}}))
+        (odd / INDEX).write_text(
+            json.dumps({"weight_map": {str(j): f"{j}.safetensors" for j in range(20)}})
+        )
     model = odd / name if name == "model" else odd
-    arguments = ["-b", small[0], "-m", model, "-o", small[0].with_name("out.safetensors"), "--engine", "plain"]
+    arguments = [
+        "-b",
+        small[0],
+        "-m",
+        model,
+        "-o",
+        small[0].with_name("out.safetensors"),
+        "--engine",
+        "plain",
+    ]
     arguments = ["-c", odd / name] if name == "config.toml" else arguments
     words = [sys.executable, "-c", MEASURED, *map(str, arguments)]
-    done = subprocess.run(words, cwd=Path(dare.__file__).parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        words, cwd=Path(dare.__file__).parent, capture_output=True, text=True, timeout=120
+    )
     status, peak = map(int, done.stdout.split())
     assert status == (2 if name == "config.toml" else 1), done.stderr
     assert done.stderr.count("\n") == 2

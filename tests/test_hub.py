@@ -13,7 +13,16 @@ import pytest
 
 import dare
 from tests import support
-from tests.support import BF16, INDEX, assert_same, define, finetune, random_model, run_merge, tensors_in
+from tests.support import (
+    BF16,
+    INDEX,
+    assert_same,
+    define,
+    finetune,
+    random_model,
+    run_merge,
+    tensors_in,
+)
 
 Refusal = Callable[..., str]
 COMMITS = {"base": "b" * 40, "math": "c" * 40}
@@ -32,7 +41,10 @@ def snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "made"
-    return [support.to_hub_cache(tmp_path / "hub", f"org/{name}", made / name, COMMITS[name]) for name in COMMITS]
+    return [
+        support.to_hub_cache(tmp_path / "hub", f"org/{name}", made / name, COMMITS[name])
+        for name in COMMITS
+    ]
 
 
 def merge_by_name(base: str, model: str, *flags: str) -> Path:
@@ -40,7 +52,9 @@ def merge_by_name(base: str, model: str, *flags: str) -> Path:
     return Path("out")
 
 
-def test_shards_may_be_links_that_lead_somewhere(tmp_path: Path, snapshots: list[Path], check_refused: Refusal) -> None:
+def test_shards_may_be_links_that_lead_somewhere(
+    tmp_path: Path, snapshots: list[Path], check_refused: Refusal
+) -> None:
     base, math = snapshots
     run_merge(base, [math / INDEX], tmp_path / "out")
     assert_same(tensors_in(tmp_path / "out"), define(BASE, [MATH]))
@@ -49,7 +63,9 @@ def test_shards_may_be_links_that_lead_somewhere(tmp_path: Path, snapshots: list
     check_refused(base, math, "lacks its file 'model-00001-of-00001.safetensors'")
 
 
-def test_models_are_found_by_name_and_recipes_pin_their_commits(tmp_path: Path, snapshots: list[Path]) -> None:
+def test_models_are_found_by_name_and_recipes_pin_their_commits(
+    tmp_path: Path, snapshots: list[Path]
+) -> None:
     out = merge_by_name("org/base", PINNED["math"], "--tokenizer", "org/base@main")
     assert_same(tensors_in(out), define(BASE, [MATH]))
     assert (out / "tokenizer.json").read_text() == "{}"
@@ -58,13 +74,19 @@ def test_models_are_found_by_name_and_recipes_pin_their_commits(tmp_path: Path, 
     assert models["tokenizer"] == PINNED["base"]
     # The recipe makes the same again, from anywhere, as the user runs it.
     (tmp_path / "elsewhere").mkdir()
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("HF_", "HUGGINGFACE_"))
+    }
     environment = {**kept, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     arguments = ("-q", "-c", "../out/dare_recipe.toml", "-o", "again")
     done = support.command(*arguments, env=environment, cwd=tmp_path / "elsewhere")
     assert done.returncode == 0, done.stderr
     for path in sorted(out.iterdir()):
-        assert (tmp_path / "elsewhere" / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+        assert (tmp_path / "elsewhere" / "again" / path.name).read_bytes() == path.read_bytes(), (
+            path.name
+        )
 
 
 def test_parts_may_each_have_a_cache_of_their_own(
@@ -82,17 +104,25 @@ def test_parts_may_each_have_a_cache_of_their_own(
         os.utime(path, (1, 1))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another"))
     merge_by_name(*flags, "--part", "2/2")
-    assert {path.name: path.read_bytes() for path in merge_by_name(*flags, "--resume").iterdir()} == whole
+    assert {
+        path.name: path.read_bytes() for path in merge_by_name(*flags, "--resume").iterdir()
+    } == whole
 
 
 def test_a_path_beats_a_name_on_the_hub(tmp_path: Path, snapshots: list[Path]) -> None:
     support.save_directory(tmp_path / "org" / "math", finetune(BASE, 8))
-    assert_same(tensors_in(merge_by_name("org/base", "org/math")), define(BASE, [finetune(BASE, 8)]))
+    assert_same(
+        tensors_in(merge_by_name("org/base", "org/math")), define(BASE, [finetune(BASE, 8)])
+    )
 
 
-def test_a_name_that_the_hub_does_not_have_is_one_error(snapshots: list[Path], check_refused: Refusal) -> None:
+def test_a_name_that_the_hub_does_not_have_is_one_error(
+    snapshots: list[Path], check_refused: Refusal
+) -> None:
     for name in ("org/absent", "org/math@nightly", "made/mth"):
-        complaint = f"error: there is no file or directory {name!r}, and the Hugging Face Hub does not give"
+        complaint = (
+            f"error: there is no file or directory {name!r}, and the Hugging Face Hub does not give"
+        )
         hints = ("did you mean math?",) if name == "made/mth" else ("hint: looked for ", "HF_TOKEN")
         assert len(check_refused("org/base", name, complaint, *hints).splitlines()) == 2
 
@@ -103,7 +133,16 @@ def test_without_the_hubs_library_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.chdir(tmp_path)
     complaint = "there is no file or directory 'org/name@main'"
-    assert len(check_refused(pair[0], "org/name@main", complaint, "huggingface_hub").splitlines()) == 2
-    for name in ("org/name.safetensors", "org/model.json", "a/b/c", "../org/name", "name", "org/name@"):
+    assert (
+        len(check_refused(pair[0], "org/name@main", complaint, "huggingface_hub").splitlines()) == 2
+    )
+    for name in (
+        "org/name.safetensors",
+        "org/model.json",
+        "a/b/c",
+        "../org/name",
+        "name",
+        "org/name@",
+    ):
         error = check_refused(name, pair[1], f"no file or directory {name!r}")
         assert "[hub]" not in error, "which no name on the Hub looks like"

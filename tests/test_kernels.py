@@ -21,17 +21,37 @@ from safetensors import safe_open
 
 import dare
 from dare import ConfigError, DareConfig, DareError
-from darelib.interrupts import Interrupts
+from darelib.core.interrupts import Interrupts
+from darelib.core.mask import keep_rate, mask_key
 from darelib.kernels import KernelSpec, load_kernels, plain
 from darelib.kernels.records import Buffers
-from darelib.mask import keep_rate, mask_key
 from tests import support
 from tests.fuzz import examples
-from tests.support import BF16, F16, F32, F64, Tensors, assert_same, define, finetune, mask, merge, random_model
+from tests.support import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    Tensors,
+    assert_same,
+    define,
+    finetune,
+    mask,
+    merge,
+    random_model,
+)
 
-Capture, Patch, Config, SLOW = pytest.CaptureFixture[str], pytest.MonkeyPatch, dict[str, Any], pytest.mark.slow
+Capture, Patch, Config, SLOW = (
+    pytest.CaptureFixture[str],
+    pytest.MonkeyPatch,
+    dict[str, Any],
+    pytest.mark.slow,
+)
 SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 few = examples(25)
 # Each combination of types is a kernel to compile, so of these the usual run has one.
 SAME = [(dtype, [dtype] * 2, None) for dtype in (BF16, F16, F32, F64)]
@@ -47,9 +67,13 @@ ENGINES = [
 ]  # fmt: skip
 
 
-def merge_by(engine: str, folder: Path, base: Tensors, models: list[Tensors], config: Config) -> Tensors:
+def merge_by(
+    engine: str, folder: Path, base: Tensors, models: list[Tensors], config: Config
+) -> Tensors:
     if engine in ("cpu", "cuda"):  # in memory
-        given = [{name: tensor.to(engine) for name, tensor in model.items()} for model in (base, *models)]
+        given = [
+            {name: tensor.to(engine) for name, tensor in model.items()} for model in (base, *models)
+        ]
         merged = dare.dare_merge(given[0], given[1:], DareConfig(**config))
         assert all(tensor.device.type == engine for tensor in merged.values())
         return {name: tensor.cpu() for name, tensor in merged.items()}
@@ -63,8 +87,12 @@ def list_values(dtype: torch.dtype, largest: float) -> torch.Tensor:
     else:
         limit = {F32: 2**31, F64: 2**63}[dtype]
         patterns = np.random.default_rng(1).integers(-limit, limit, 30_000)
-        small = torch.arange(-200, 200).to(support.BITS[dtype]).view(dtype)  # subnormals and zeros of both signs
-        values = torch.cat([torch.from_numpy(patterns).to(support.BITS[dtype]).view(dtype), small, -small])
+        small = (
+            torch.arange(-200, 200).to(support.BITS[dtype]).view(dtype)
+        )  # subnormals and zeros of both signs
+        values = torch.cat(
+            [torch.from_numpy(patterns).to(support.BITS[dtype]).view(dtype), small, -small]
+        )
     return values[values.double().abs() <= largest]
 
 
@@ -72,7 +100,9 @@ def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Float64 to a type in one rounding to nearest even, by scaling to integers."""
     digits, least = {BF16: (8, -133), F16: (11, -24), F32: (24, -149), F64: (53, -1074)}[dtype]
     quantum = np.maximum(np.frexp(values.numpy())[1] - digits, least)
-    return torch.from_numpy(np.ldexp(np.rint(np.ldexp(values.numpy(), -quantum)), quantum)).to(dtype)
+    return torch.from_numpy(np.ldexp(np.rint(np.ldexp(values.numpy(), -quantum)), quantum)).to(
+        dtype
+    )
 
 
 # --- the mask ---------------------------------------------------------------------------------------------------------
@@ -94,14 +124,20 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
 ])  # fmt: skip
 def test_philox_gives_the_published_answers(counter: str, key: str, result: str) -> None:
-    words = [struct.unpack(f">{len(text) // 4}I", text) for text in map(bytes.fromhex, (counter, key, result))]
+    words = [
+        struct.unpack(f">{len(text) // 4}I", text)
+        for text in map(bytes.fromhex, (counter, key, result))
+    ]
     assert philox(words[0], words[1]) == words[2]
 
 
 @pytest.mark.parametrize("tile", [0, 1, 2**22 - 1, 2**22, 2**25 - 1, 2**25, 2**40])
 def test_masks_are_philox_also_beyond_two_to_the_32_elements(tile: int) -> None:
     """No test could merge tensors of these sizes, so this one asks the engines themselves."""
-    key, bits = struct.unpack("<II", hashlib.blake2b(b"42:huge", digest_size=8).digest()), np.zeros(1024, np.int64)
+    key, bits = (
+        struct.unpack("<II", hashlib.blake2b(b"42:huge", digest_size=8).digest()),
+        np.zeros(1024, np.int64),
+    )
     assert key == mask_key(42, "huge")
     for lane in range(128):
         block = tile * 128 + lane
@@ -128,7 +164,9 @@ def test_masks_keep_the_share_that_rescales_and_are_independent_of_each_other() 
     for rate in (0.0, 1e-9, 0.1, 0.5, 0.9, 0.99, 0.999, 0.999999):
         share = keep_rate(rate)
         assert abs(share - (1 - rate)) <= 2**-16
-        assert abs(np.mean(mask(7, "a", count, rate)) - share) <= 5 * math.sqrt(share * (1 - share) / count)
+        assert abs(np.mean(mask(7, "a", count, rate)) - share) <= 5 * math.sqrt(
+            share * (1 - share) / count
+        )
     masks = [mask(seed, name, count, 0.5) for seed in (7, 8) for name in ("a", "b")]
     pairs = [(one, other) for k, one in enumerate(masks) for other in masks[:k]]
     # Within a mask, the distances at which the generator's lanes lie.
@@ -142,8 +180,13 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
     count, output = 2**32 + 5000, tmp_path / "out.safetensors"
     if shutil.disk_usage(tmp_path).free < 3 * count * 2:
         pytest.skip("needs 26 GB of disk")
-    header = json.dumps({"w": {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}}).encode()
-    for name, end in (("base", b""), ("model", b"\x80\x3f" * 5000)):  # zeros that take no space; 1.0 in bf16
+    header = json.dumps(
+        {"w": {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}}
+    ).encode()
+    for name, end in (
+        ("base", b""),
+        ("model", b"\x80\x3f" * 5000),
+    ):  # zeros that take no space; 1.0 in bf16
         with open(tmp_path / name, "wb") as file:
             file.write(struct.pack("<Q", len(header)) + header)
             file.truncate(8 + len(header) + 2 * count)
@@ -153,7 +196,9 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
     with safe_open(output, framework="pt") as file:
         tail = file.get_slice("w")[2**32 :]
     output.unlink()
-    assert np.array_equal(tail.float(), (plain.draw_bits(mask_key(42, "w"), 2**22, 5)[:5000] < 32768) * 2.0)
+    assert np.array_equal(
+        tail.float(), (plain.draw_bits(mask_key(42, "w"), 2**22, 5)[:5000] < 32768) * 2.0
+    )
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
@@ -162,7 +207,10 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
 @pytest.mark.parametrize("config", [*support.METHODS, {"drop_rate": 0.0}], ids=str)
 @pytest.mark.parametrize(("engine", "types"), ENGINES, ids=str)
 def test_every_engine_gives_the_bits_of_the_definition_for_every_kind_of_value(
-    tmp_path: Path, engine: str, types: tuple[torch.dtype, list[torch.dtype], str | None], config: Config
+    tmp_path: Path,
+    engine: str,
+    types: tuple[torch.dtype, list[torch.dtype], str | None],
+    config: Config,
 ) -> None:
     dtype, others, output = types
     half = F16 in (dtype, *others) or output == "float16"
@@ -172,14 +220,25 @@ def test_every_engine_gives_the_bits_of_the_definition_for_every_kind_of_value(
     models[0][::3] = base[::3]  # unchanged entries, negative zeros among them
     parts = [{"w": model.to(other)} for model, other in zip(models, others, strict=True)]
     config = {**config, "dtype": output}
-    assert_same(merge_by(engine, tmp_path, {"w": base}, parts, config), define({"w": base}, parts, **config))
+    assert_same(
+        merge_by(engine, tmp_path, {"w": base}, parts, config), define({"w": base}, parts, **config)
+    )
 
 
 @pytest.mark.parametrize("engine", ["plain", *DEVICES, pytest.param("numba", marks=SLOW)])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_the_one_rounding_is_to_nearest_even_even_from_float64(tmp_path: Path, engine: str, dtype: torch.dtype) -> None:
+def test_the_one_rounding_is_to_nearest_even_even_from_float64(
+    tmp_path: Path, engine: str, dtype: torch.dtype
+) -> None:
     """Halfway cases and their neighbours, which a detour over float32 would round twice."""
-    halves = [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-40, 1 + 2**-8 - 2**-40, 1 + 2**-9, -(1 + 2**-8 + 2**-50)]
+    halves = [
+        1 + 2**-8,
+        1 + 3 * 2**-8,
+        1 + 2**-8 + 2**-40,
+        1 + 2**-8 - 2**-40,
+        1 + 2**-9,
+        -(1 + 2**-8 + 2**-50),
+    ]
     steps = torch.tensor(halves, dtype=F64)
     values = torch.cat([steps, steps * 2.0**-130, steps * 2.0**-20, 1 + (steps - 1) * 2**-16])
     base = {"w": torch.zeros(len(values), dtype=dtype)}
@@ -193,17 +252,25 @@ def test_every_finite_16_bit_value_is_read_and_written_as_it_is(dtype: torch.dty
     base, model = {"w": values.flip(0)}, {"w": values}
     assert_same(define(base, [model], drop_rate=0.0), model)
     assert_same(define(base, [model], drop_rate=0.0, dtype="float64"), {"w": values.double()})
-    rounded = torch.from_numpy(plain.encode(values.double().numpy(), support.STORED[dtype]).view("i2")).view(dtype)
+    rounded = torch.from_numpy(
+        plain.encode(values.double().numpy(), support.STORED[dtype]).view("i2")
+    ).view(dtype)
     assert_same({"w": rounded}, model)
 
 
 @few
 @given(st.data())
-def test_every_engine_gives_the_bits_of_the_definition_for_any_settings(tmp_path: Path, data: st.DataObject) -> None:
+def test_every_engine_gives_the_bits_of_the_definition_for_any_settings(
+    tmp_path: Path, data: st.DataObject
+) -> None:
     draw, rates = data.draw, st.floats(0, 0.9999)
     method = draw(st.sampled_from(["linear", "ties", "slerp"]))
     count = 2 if method == "slerp" else draw(st.integers(1, 4))
-    config: Config = {"method": method, "seed": draw(st.integers(0, 2**63 - 9)), "lambda_coeff": draw(st.floats(-2, 2))}
+    config: Config = {
+        "method": method,
+        "seed": draw(st.integers(0, 2**63 - 9)),
+        "lambda_coeff": draw(st.floats(-2, 2)),
+    }
     config["drop_rate"] = draw(st.one_of(rates, st.lists(rates, min_size=count, max_size=count)))
     if method == "slerp":
         config["slerp_t"] = draw(st.floats(0, 1))
@@ -211,8 +278,14 @@ def test_every_engine_gives_the_bits_of_the_definition_for_any_settings(tmp_path
         config["weights"] = draw(st.lists(st.floats(0.01, 2), min_size=count, max_size=count))
     if method == "ties":
         config["keep_ratio"] = draw(st.floats(0.01, 1))
-    name = draw(st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda text: text[0] != "_"))
-    base = random_model(draw(st.integers(0, 99)), BF16, {name: (draw(st.integers(0, 3000)),), "scalar": ()})
+    name = draw(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+            lambda text: text[0] != "_"
+        )
+    )
+    base = random_model(
+        draw(st.integers(0, 99)), BF16, {name: (draw(st.integers(0, 3000)),), "scalar": ()}
+    )
     models = [finetune(base, seed, 0.01) for seed in range(count)]
     expected = define(base, models, **config)
     for engine in ("numba", "plain", "cpu"):
@@ -227,9 +300,16 @@ def test_tensors_in_memory_are_merged_and_left_as_they_are(tmp_path: Path, devic
     base = {**random_model(6, BF16), "ids": torch.arange(7), "empty": torch.zeros(0, 3, dtype=BF16)}
     models = [{**base, **finetune(random_model(6, BF16), seed, 0.02)} for seed in (1, 2, 3)]
     del models[0]["layer.weight"], models[1]["scalar"], models[1]["layer.weight"]
-    config = {"method": "ties", "drop_rate": [0.1, 0.5, 0.9], "keep_ratio": 0.6, "weights": [1, 2, 3]}
+    config = {
+        "method": "ties",
+        "drop_rate": [0.1, 0.5, 0.9],
+        "keep_ratio": 0.6,
+        "weights": [1, 2, 3],
+    }
     before = [{name: tensor.clone() for name, tensor in model.items()} for model in (base, *models)]
-    assert_same(merge_by(device, tmp_path, base, models, config), merge(tmp_path, base, *models, **config))
+    assert_same(
+        merge_by(device, tmp_path, base, models, config), merge(tmp_path, base, *models, **config)
+    )
     sparse = dare.dare_sparsify(base, models[2], drop_rate=0.8, seed=3)
     assert_same(sparse, merge(tmp_path, base, models[2], drop_rate=0.8, seed=3))
     for model, original in zip((base, *models), before, strict=True):
@@ -244,16 +324,25 @@ def test_dropped_deltas_are_masked_and_rescaled(device: str, rescale: bool) -> N
     thinned = dare.dare_drop(given, drop_rate=0.7, seed=5, rescale=rescale)
     scale = np.float32(1 / keep_rate(0.7)) if rescale else np.float32(1)
     for name in ("w", "half"):
-        kept = torch.from_numpy(mask(5, name, deltas[name].numel(), 0.7)).reshape(deltas[name].shape)
+        kept = torch.from_numpy(mask(5, name, deltas[name].numel(), 0.7)).reshape(
+            deltas[name].shape
+        )
         expected = torch.where(kept, deltas[name].float() * scale, 0.0).to(deltas[name].dtype)
         assert support.same_bits(thinned[name].cpu(), expected)
     assert support.same_bits(thinned["ids"].cpu(), deltas["ids"])
     assert_same(dare.dare_drop(deltas, drop_rate=0.0), deltas)
 
 
-@pytest.mark.parametrize("config", [{}, {"method": "ties", "weights": [2.0]}, {"rescale": False}], ids=str)
-def test_one_model_comes_back_although_the_base_is_much_larger(tmp_path: Path, config: Config) -> None:
-    base, model = {"w": torch.full((3000,), 1e10, dtype=BF16)}, {"w": torch.full((3000,), 1e10, dtype=BF16)}
+@pytest.mark.parametrize(
+    "config", [{}, {"method": "ties", "weights": [2.0]}, {"rescale": False}], ids=str
+)
+def test_one_model_comes_back_although_the_base_is_much_larger(
+    tmp_path: Path, config: Config
+) -> None:
+    base, model = (
+        {"w": torch.full((3000,), 1e10, dtype=BF16)},
+        {"w": torch.full((3000,), 1e10, dtype=BF16)},
+    )
     model["w"][:900] = 1e-3
     for engine in ("numba", "plain", "cpu"):
         assert_same(merge_by(engine, tmp_path, base, [model], {"drop_rate": 0.0, **config}), model)
@@ -261,16 +350,24 @@ def test_one_model_comes_back_although_the_base_is_much_larger(tmp_path: Path, c
 
 def test_parameters_that_want_gradients_are_merged_and_quantised_ones_copied() -> None:
     quantised = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
-    base, model = ({"w": torch.nn.Parameter(torch.full((10,), k)), "q": quantised.clone()} for k in (0.0, 1.0))
+    base, model = (
+        {"w": torch.nn.Parameter(torch.full((10,), k)), "q": quantised.clone()} for k in (0.0, 1.0)
+    )
     merged = dare.dare_merge(base, [model], DareConfig(drop_rate=0.0))
     assert merged["w"].tolist() == [1.0] * 10
     assert not merged["w"].requires_grad
     assert torch.equal(merged["q"].view(torch.uint8), quantised.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("mine", "theirs"), [(torch.int64, F32), (F32, torch.int64), (F16, torch.bool)])
-def test_positions_that_are_floats_in_some_models_are_copied(mine: torch.dtype, theirs: torch.dtype) -> None:
-    base, model = ({"ids": torch.arange(9).to(kind), "w.weight": torch.zeros(3)} for kind in (mine, theirs))
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(torch.int64, F32), (F32, torch.int64), (F16, torch.bool)]
+)
+def test_positions_that_are_floats_in_some_models_are_copied(
+    mine: torch.dtype, theirs: torch.dtype
+) -> None:
+    base, model = (
+        {"ids": torch.arange(9).to(kind), "w.weight": torch.zeros(3)} for kind in (mine, theirs)
+    )
     assert support.same_bits(dare.dare_merge(base, [model], DareConfig())["ids"], base["ids"])
     base, model = ({"ids.weight": tensors["ids"]} for tensors in (base, model))
     with pytest.raises(DareError, match=r"tensor 'ids.weight' is \[9\] of .* in the base and"):
@@ -315,7 +412,9 @@ STATE: Any = {"w": torch.zeros(10)}
     (lambda: dare.dare_drop({"w": 1.0}), "the task vector must map names to tensors, not 'w' to float"),
     (lambda: dare.dare_drop(STATE, drop_rate=1.0), "drop_rate must be a number"),
 ])  # fmt: skip
-def test_arguments_of_another_type_are_refused_with_a_sentence(call: Callable[[], Any], complaint: str) -> None:
+def test_arguments_of_another_type_are_refused_with_a_sentence(
+    call: Callable[[], Any], complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{complaint}") as caught:
         call()
     assert caught.value.hint
@@ -346,7 +445,8 @@ def test_a_head_that_a_model_lacks_is_that_of_the_base_tied_to_its_embedding() -
     merged = dare.dare_merge(base, [model])
     assert merged["head.weight"] is merged["embed.weight"]
     assert torch.equal(
-        merged["head.weight"], dare.dare_merge(base, [{**model, "head.weight": model["embed.weight"]}])["head.weight"]
+        merged["head.weight"],
+        dare.dare_merge(base, [{**model, "head.weight": model["embed.weight"]}])["head.weight"],
     )
 
 
@@ -362,7 +462,9 @@ def test_what_does_not_fit_into_out_is_refused_before_anything_is_written() -> N
             dare.dare_merge(base, [model], out=out)
         assert not out["a"].any()
     kept = base["a"].clone()
-    with pytest.raises(DareError, match=re.escape("'b' is [4, 3] of torch.float32 in the base and [2] of")):
+    with pytest.raises(
+        DareError, match=re.escape("'b' is [4, 3] of torch.float32 in the base and [2] of")
+    ):
         dare.dare_merge(base, [{"a": model["a"], "b": torch.zeros(2)}], out=base)
     assert torch.equal(base["a"], kept)
 
@@ -374,7 +476,11 @@ def test_tensors_of_out_share_memory_only_where_the_merged_ones_are_one() -> Non
     with pytest.raises(DareError, match="of out share their memory, and the merged ones differ"):
         dare.dare_merge(base, [untied], out=base)
     expected = dare.dare_merge(base, [model])
-    own = {name: torch.zeros(30, 4, requires_grad=True) for name in base}  # a live model's parameters
+    own = {
+        name: torch.zeros(30, 4, requires_grad=True) for name in base
+    }  # a live model's parameters
     for out in (own, base):
         merged = dare.dare_merge(base, [model], out=out)
-        assert all(merged[name] is out[name] and torch.equal(out[name], expected[name]) for name in base)
+        assert all(
+            merged[name] is out[name] and torch.equal(out[name], expected[name]) for name in base
+        )

@@ -16,7 +16,19 @@ import pytest
 from dare import DareConfig, DareError, DareMerger
 from darelib.output import publish
 from darelib.output.publish import Output
-from tests.scene import BOTH, POSIX, SLOWLY, Patch, Scene, contents, launch, meanwhile, put, slow, wait_for
+from tests.scene import (
+    BOTH,
+    POSIX,
+    SLOWLY,
+    Patch,
+    Scene,
+    contents,
+    launch,
+    meanwhile,
+    put,
+    slow,
+    wait_for,
+)
 from tests.support import HERE, snapshot
 
 
@@ -37,7 +49,9 @@ def test_a_merge_whose_folder_was_taken_by_another_publishes_nothing(
     assert contents(scene.output) == scene.old
 
 
-def test_space_that_an_unfinished_merge_takes_is_space_for_the_next(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_space_that_an_unfinished_merge_takes_is_space_for_the_next(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     scene = Scene(tmp_path, "file")
     scene.interrupt(3)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
@@ -48,8 +62,19 @@ def test_space_that_an_unfinished_merge_takes_is_space_for_the_next(tmp_path: Pa
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_report_that_cannot_be_printed_does_not_undo_the_merge(models: list[Path], tmp_path: Path) -> None:
-    words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+def test_a_report_that_cannot_be_printed_does_not_undo_the_merge(
+    models: list[Path], tmp_path: Path
+) -> None:
+    words = [
+        sys.executable,
+        HERE / "dare.py",
+        "-b",
+        models[0],
+        "-m",
+        models[1],
+        "-o",
+        tmp_path / "out.safetensors",
+    ]
     with open("/dev/full", "w") as full:
         done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, "cannot print what was done" in done.stderr) == (0, True)
@@ -58,12 +83,16 @@ def test_a_report_that_cannot_be_printed_does_not_undo_the_merge(models: list[Pa
 
 @POSIX
 @pytest.mark.parametrize("flags", [[], slow(["--resume", "--force"])], ids=str)
-def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(tmp_path: Path, flags: list[str]) -> None:
+def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(
+    tmp_path: Path, flags: list[str]
+) -> None:
     scene = Scene(tmp_path, "file")
     first = launch(SLOWLY.replace("0.05", "0.1"), *scene.arguments)
     try:
         wait_for(lambda: (scene.partial / "lock").exists() and (scene.partial / "lock").read_text())
-        merger = DareMerger(scene.inputs / "base", [scene.inputs / "math"], DareConfig(verbose=False))
+        merger = DareMerger(
+            scene.inputs / "base", [scene.inputs / "math"], DareConfig(verbose=False)
+        )
         with pytest.raises(DareError, match=rf"another merge \(process {first.pid}\) is writing"):
             merger.merge(scene.output, resume="--resume" in flags, force="--force" in flags)
         assert scene.run(*flags) == 1
@@ -77,7 +106,9 @@ def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(tmp_path: Pa
 @POSIX
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_many_merges_to_one_place_at_once_leave_one_complete_model(tmp_path: Path, kind: str) -> None:
+def test_many_merges_to_one_place_at_once_leave_one_complete_model(
+    tmp_path: Path, kind: str
+) -> None:
     scene = Scene(tmp_path, kind)
     for _ in range(2):
         for process in [launch("", *scene.arguments) for _ in range(6)]:
@@ -88,8 +119,12 @@ def test_many_merges_to_one_place_at_once_leave_one_complete_model(tmp_path: Pat
 
 
 @BOTH
-@pytest.mark.parametrize("foreign", ["file", "folder", "folder with a lock", "link to a folder", "link to nothing"])
-def test_what_only_happens_to_be_called_partial_is_never_touched(tmp_path: Path, kind: str, foreign: str) -> None:
+@pytest.mark.parametrize(
+    "foreign", ["file", "folder", "folder with a lock", "link to a folder", "link to nothing"]
+)
+def test_what_only_happens_to_be_called_partial_is_never_touched(
+    tmp_path: Path, kind: str, foreign: str
+) -> None:
     scene = Scene(tmp_path, kind)
     place = tmp_path / "elsewhere" if "link" in foreign else scene.partial
     if foreign == "file":
@@ -108,7 +143,9 @@ def test_what_only_happens_to_be_called_partial_is_never_touched(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["replaced", "lock", "journal", "output"])
-def test_an_output_may_have_any_name_that_this_tool_uses_itself(tmp_path: Path, monkeypatch: Patch, name: str) -> None:
+def test_an_output_may_have_any_name_that_this_tool_uses_itself(
+    tmp_path: Path, monkeypatch: Patch, name: str
+) -> None:
     scene = Scene(tmp_path, "directory", old=False, name=name)
     scene.interrupt(4)
     assert scene.fail() == 1
@@ -134,7 +171,9 @@ ALWAYS = [("touched", "file"), ("longer", "directory")]
 CASES = itertools.product(CHANGES, ("file", "directory"))
 
 
-@pytest.mark.parametrize(("change", "kind"), [case if case in ALWAYS else slow(*case) for case in CASES])
+@pytest.mark.parametrize(
+    ("change", "kind"), [case if case in ALWAYS else slow(*case) for case in CASES]
+)
 def test_inputs_that_change_during_a_merge_are_noticed_and_nothing_is_published(
     tmp_path: Path, monkeypatch: Patch, change: str, kind: str
 ) -> None:
@@ -143,17 +182,24 @@ def test_inputs_that_change_during_a_merge_are_noticed_and_nothing_is_published(
     weights = ("base/model", "math/model", "shards/model-00002-of-00002", "adapter/adapter_model")
     names = [f"{name}.safetensors" for name in weights]
     if change not in list(CHANGES)[:3]:  # of a small file the content counts
-        names += ["adapter/adapter_config.json", *(["base/tokenizer.json"] if kind == "directory" else [])]
+        names += [
+            "adapter/adapter_config.json",
+            *(["base/tokenizer.json"] if kind == "directory" else []),
+        ]
     for name, flags in itertools.product(names, ([], ["--resume"])):
         shutil.rmtree(scene.inputs)
         shutil.copytree(tmp_path / "kept", scene.inputs)
         with monkeypatch.context() as patch:
             meanwhile(patch, lambda _, path=scene.inputs / name: CHANGES[change](path))
             assert scene.run(*flags) == 1, name
-        assert (str(scene.inputs / "adapter") if "config" in name else Path(name).name) in scene.printed
+        assert (
+            str(scene.inputs / "adapter") if "config" in name else Path(name).name
+        ) in scene.printed
         assert any(words in scene.printed for words in ("while it was merged", "any more"))
         assert contents(scene.output) == scene.old
-        kept = change == "longer" and "tokenizer" in name and "--resume" in flags  # the tensors are as good as before
+        kept = (
+            change == "longer" and "tokenizer" in name and "--resume" in flags
+        )  # the tensors are as good as before
         assert scene.besides() == [scene.partial.name] * kept
         scene.reset()
 

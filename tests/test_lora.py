@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError, DareMerger
+from darelib.core.tuning import TUNING
 from darelib.models.lora import OTHER_ADAPTERS
-from darelib.tuning import TUNING
 from tests.support import (
     BF16,
     F16,
@@ -45,7 +45,11 @@ LAYER = low_rank("layer", (37, 61))
 slow = pytest.mark.slow
 LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PATTERNS = {
-    "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 9, r"^model.layers.0.mlp.down_proj": 3},
+    "rank_pattern": {
+        "q_proj": 2,
+        r"layers\.1\.mlp\.up_proj": 9,
+        r"^model.layers.0.mlp.down_proj": 3,
+    },
     "alpha_pattern": {"q_proj": 3, "0.self_attn.k_proj": 11},
 }
 # The family of the model, the modules that are adapted, and PEFT's settings.
@@ -86,8 +90,12 @@ def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: t
                 parameter += (torch.randn(parameter.shape, generator=generator) * 0.05).to(dtype)
     adapted.save_pretrained(tmp_path / "adapter")
     adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
-    report = run_merge(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "merged", drop_rate=0.0)
-    base, merged, expected = (tensors_in(tmp_path / name) for name in ("base", "merged", "expected"))
+    report = run_merge(
+        tmp_path / "base", [tmp_path / "adapter"], tmp_path / "merged", drop_rate=0.0
+    )
+    base, merged, expected = (
+        tensors_in(tmp_path / name) for name in ("base", "merged", "expected")
+    )
     assert merged.keys() == expected.keys() == base.keys()
     for name, tensor in merged.items():
         # One rounding of the output type; PEFT rounds the change too, to the type of the weights. In float32 its sums
@@ -112,51 +120,88 @@ def multiply(tensors: Tensors, scale: float, real: Any = np.float32) -> torch.Te
 
 @pytest.mark.parametrize(
     ("dtype", "stored", "engine"),
-    [(BF16, F32, "numba"), (BF16, F16, "plain"), (F64, BF16, "plain"), pytest.param(F64, BF16, "numba", marks=slow)],
+    [
+        (BF16, F32, "numba"),
+        (BF16, F16, "plain"),
+        (F64, BF16, "plain"),
+        pytest.param(F64, BF16, "numba", marks=slow),
+    ],
     ids=str,
 )
 def test_changes_are_dropped_and_rescaled_bit_for_bit_like_the_formulas_in_any_chunks(
     tmp_path: Path, dtype: torch.dtype, stored: torch.dtype, engine: str
 ) -> None:
     """Also of several adapters alike in all but their values, and of matrices that are stored transposed."""
-    base = random_model(0, dtype, {"layer.weight": (50, 333), "embed.weight": (70, 130), "rest": (9,)})
+    base = random_model(
+        0, dtype, {"layer.weight": (50, 333), "embed.weight": (70, 130), "rest": (9,)}
+    )
     real, paths, changes = np.float64 if dtype == F64 else np.float32, save(tmp_path, base=base), []
     for k in range(2):
         parts = [low_rank("layer", (50, 333), 7, k), low_rank("embed", (130, 70), 7, k)]
-        parts = [{n.replace("d.lora", "d.lora_embedding"): t.to(stored) for n, t in part.items()} for part in parts]
+        parts = [
+            {n.replace("d.lora", "d.lora_embedding"): t.to(stored) for n, t in part.items()}
+            for part in parts
+        ]
         paths.append(write_adapter(tmp_path / f"{k}", parts[0] | parts[1], r=7, lora_alpha=5))
         layer, embed = (multiply(part, 5 / 7, real) for part in parts)
         changes.append({"layer.weight": layer, "embed.weight": embed.T.contiguous()})
-    kept = define({name: torch.zeros_like(change) for name, change in changes[0].items()}, changes, drop_rate=0.7)
+    kept = define(
+        {name: torch.zeros_like(change) for name, change in changes[0].items()},
+        changes,
+        drop_rate=0.7,
+    )
     expected = {"rest": base["rest"]}
     for name, change in kept.items():
         wide = base[name].to(change.dtype)
         expected[name] = torch.where(change == 0, wide, wide + change).to(dtype)
-    for chunk, room, threads in ((1 << 18, 1 << 22, 1), (1024, 1 << 22, 3), (2048, 1000, 1), (1 << 14, 50, 2)):
+    for chunk, room, threads in (
+        (1 << 18, 1 << 22, 1),
+        (1024, 1 << 22, 3),
+        (2048, 1000, 1),
+        (1 << 14, 50, 2),
+    ):
         TUNING.min_chunk = TUNING.max_chunk = chunk
         TUNING.expand_elements = room
-        run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.7, engine=engine, threads=threads)
+        run_merge(
+            paths[0], paths[1:], tmp_path / OUT, drop_rate=0.7, engine=engine, threads=threads
+        )
         assert_same(load_file(tmp_path / OUT), expected)
 
 
-METHODS: list[dict[str, Any]] = [{}, {"method": "ties"}, {"method": "ties", "keep_ratio": 0.3}, {"method": "slerp"}]
+METHODS: list[dict[str, Any]] = [
+    {},
+    {"method": "ties"},
+    {"method": "ties", "keep_ratio": 0.3},
+    {"method": "slerp"},
+]
 WIDER = [(BF16, F32, {}), (BF16, F64, {}), (F32, F32, {}), (F64, F64, {})]
 
 
 @pytest.mark.parametrize("engine", ["plain", pytest.param("numba", marks=slow)])
-@pytest.mark.parametrize(("dtype", "other", "config"), [*((BF16, BF16, config) for config in METHODS), *WIDER], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "other", "config"), [*((BF16, BF16, config) for config in METHODS), *WIDER], ids=str
+)
 def test_adapters_and_full_finetunes_merge_together(
     tmp_path: Path, dtype: torch.dtype, other: torch.dtype, config: dict[str, Any], engine: str
 ) -> None:
     """As if the adapter's sums, in float32 or float64, were stored as a full fine-tune."""
     base = random_model(dtype=dtype)
     full = finetune({name: tensor.to(other) for name, tensor in base.items()}, 3)
-    wide = {"layer.weight": base["layer.weight"].to(F64 if dtype == F64 else F32) + multiply(LAYER, 2)}
+    wide = {
+        "layer.weight": base["layer.weight"].to(F64 if dtype == F64 else F32) + multiply(LAYER, 2)
+    }
     paths = [*save(tmp_path, base=base, full=full), write_adapter(tmp_path / "adapter", LAYER)]
-    run_merge(paths[0], [paths[2], paths[1]], tmp_path / OUT, drop_rate=0.4, engine=engine, **config)
-    merged, expected = load_file(tmp_path / OUT), define(base, [wide, full], drop_rate=0.4, **config)
+    run_merge(
+        paths[0], [paths[2], paths[1]], tmp_path / OUT, drop_rate=0.4, engine=engine, **config
+    )
+    merged, expected = (
+        load_file(tmp_path / OUT),
+        define(base, [wide, full], drop_rate=0.4, **config),
+    )
     step = 1e-5 if dtype == F64 else 2 * torch.finfo(dtype).eps
-    assert torch.allclose(merged.pop("layer.weight"), expected.pop("layer.weight"), rtol=step, atol=1e-6)
+    assert torch.allclose(
+        merged.pop("layer.weight"), expected.pop("layer.weight"), rtol=step, atol=1e-6
+    )
     assert_same(merged, expected)  # what the adapter does not change
 
 
@@ -171,7 +216,9 @@ def test_an_adapter_is_a_small_part_of_what_is_read(tmp_path: Path) -> None:
 def test_an_adapter_for_a_convolution_merges_by_any_of_its_names(tmp_path: Path) -> None:
     kernel, a, b = torch.randn(6, 3, 2, 2), torch.randn(2, 3, 2, 2), torch.randn(6, 2, 1, 1)
     [base] = save(tmp_path, base={"layer.weight": kernel})
-    adapter = write_adapter(tmp_path / "adapter", {f"{PREFIX}.lora_A.weight": a, f"{PREFIX}.lora_B.weight": b})
+    adapter = write_adapter(
+        tmp_path / "adapter", {f"{PREFIX}.lora_A.weight": a, f"{PREFIX}.lora_B.weight": b}
+    )
     for name in ("", "adapter_model.safetensors", "adapter_config.json"):
         run_merge(base, [adapter / name], tmp_path / OUT, drop_rate=0.0)
         expected = kernel + 2 * torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
@@ -180,33 +227,52 @@ def test_an_adapter_for_a_convolution_merges_by_any_of_its_names(tmp_path: Path)
 
 @pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize("rows", [5, 30, 45])
-def test_an_adapter_of_fewer_or_more_rows_overlaps_like_a_model(tmp_path: Path, embedding: bool, rows: int) -> None:
+def test_an_adapter_of_fewer_or_more_rows_overlaps_like_a_model(
+    tmp_path: Path, embedding: bool, rows: int
+) -> None:
     weight = random_model()["layer.weight"]
     [base] = save(tmp_path, base={"layer.weight": weight})
     tensors = low_rank("layer", (rows, 61))
     a, b = tensors.values()
     if embedding:
-        tensors = {f"{PREFIX}.lora_embedding_A": b.T.contiguous(), f"{PREFIX}.lora_embedding_B": a.T.contiguous()}
+        tensors = {
+            f"{PREFIX}.lora_embedding_A": b.T.contiguous(),
+            f"{PREFIX}.lora_embedding_B": a.T.contiguous(),
+        }
     adapter, common = write_adapter(tmp_path / "adapter", tensors), min(rows, 37)
     for chunk in (1024, 1 << 18):
         TUNING.min_chunk = TUNING.max_chunk = chunk
         run_merge(base, [adapter], tmp_path / OUT, drop_rate=0.0, mismatch="overlap")
         merged = load_file(tmp_path / OUT)["layer.weight"]
-        assert torch.allclose(merged[:common], (weight[:common] + 2 * (b @ a)[:common]), rtol=1e-6, atol=1e-7)
+        assert torch.allclose(
+            merged[:common], (weight[:common] + 2 * (b @ a)[:common]), rtol=1e-6, atol=1e-7
+        )
         assert same_bits(merged[common:].clone(), weight[common:].clone())
 
 
 def test_names_with_and_without_the_models_prefix_meet(tmp_path: Path) -> None:
-    names = [("h.0.attn", "transformer.h.0.attn"), ("model.h.0.attn", "h.0.attn"), ("h.0.attn", "h.0.attn")]
+    names = [
+        ("h.0.attn", "transformer.h.0.attn"),
+        ("model.h.0.attn", "h.0.attn"),
+        ("h.0.attn", "h.0.attn"),
+    ]
     for in_base, in_adapter in names:
-        [base] = save(tmp_path, base={f"{in_base}.weight": torch.zeros(6, 8), "other.weight": torch.zeros(3)})
+        [base] = save(
+            tmp_path, base={f"{in_base}.weight": torch.zeros(6, 8), "other.weight": torch.zeros(3)}
+        )
         tensors = low_rank(in_adapter, (6, 8))
-        run_merge(base, [write_adapter(tmp_path / "adapter", tensors)], tmp_path / OUT, drop_rate=0.0)
+        run_merge(
+            base, [write_adapter(tmp_path / "adapter", tensors)], tmp_path / OUT, drop_rate=0.0
+        )
         assert same_bits(load_file(tmp_path / OUT)[f"{in_base}.weight"], multiply(tensors, 2))
 
 
-def test_an_adapters_names_are_not_guessed_where_several_fit(tmp_path: Path, check_refused: Refusal) -> None:
-    [base] = save(tmp_path, base={f"{part}.layer.weight": torch.randn(37, 61) for part in ("text", "vision")})
+def test_an_adapters_names_are_not_guessed_where_several_fit(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    [base] = save(
+        tmp_path, base={f"{part}.layer.weight": torch.randn(37, 61) for part in ("text", "vision")}
+    )
     complaint = "may mean several tensors: 'text.layer.weight', 'vision.layer.weight'"
     check_refused(base, write_adapter(tmp_path / "adapter", LAYER), complaint)
 
@@ -214,8 +280,12 @@ def test_an_adapters_names_are_not_guessed_where_several_fit(tmp_path: Path, che
 def test_modules_that_an_adapter_saved_are_not_mistaken_for_others(tmp_path: Path) -> None:
     base = {"layer.weight": torch.randn(37, 61), "dense.weight": torch.randn(3, 3)}
     extra = {"classifier.dense.weight": torch.ones(3, 3), "bn.num_batches_tracked": torch.tensor(7)}
-    tensors = low_rank("model.layer", (37, 61)) | {f"base_model.model.{name}": t for name, t in extra.items()}
-    report = run_merge(*save(tmp_path, base=base), [write_adapter(tmp_path / "adapter", tensors)], tmp_path / OUT)
+    tensors = low_rank("model.layer", (37, 61)) | {
+        f"base_model.model.{name}": t for name, t in extra.items()
+    }
+    report = run_merge(
+        *save(tmp_path, base=base), [write_adapter(tmp_path / "adapter", tensors)], tmp_path / OUT
+    )
     assert same_bits(load_file(tmp_path / OUT)["dense.weight"], base["dense.weight"])
     assert set(report.models[0].extra_tensors) == set(extra)
 
@@ -224,16 +294,35 @@ def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path
     def layer(name: str, *shape: int, bias: int) -> Tensors:
         return {f"{name}.weight": torch.zeros(shape), f"{name}.bias": torch.zeros(bias)}
 
-    base = layer("a.b.square", 4, 4, bias=4) | layer("a.b.c.long", 4, 8, bias=8) | layer("a.b-c.long", 4, 8, bias=4)
-    base |= layer("a.d.square", 4, 4, bias=4) | layer("a.d.long", 8, 4, bias=8) | layer("a.bc.long", 8, 4, bias=8)
-    base |= layer("a.e.square", 4, 4, bias=4) | layer("a.e.1", 4, 8, bias=8) | layer("a.e.2", 8, 4, bias=8)
+    base = (
+        layer("a.b.square", 4, 4, bias=4)
+        | layer("a.b.c.long", 4, 8, bias=8)
+        | layer("a.b-c.long", 4, 8, bias=4)
+    )
+    base |= (
+        layer("a.d.square", 4, 4, bias=4)
+        | layer("a.d.long", 8, 4, bias=8)
+        | layer("a.bc.long", 8, 4, bias=8)
+    )
+    base |= (
+        layer("a.e.square", 4, 4, bias=4)
+        | layer("a.e.1", 4, 8, bias=8)
+        | layer("a.e.2", 8, 4, bias=8)
+    )
     base |= layer("a.f.square", 4, 4, bias=4) | layer("square", 4, 4, bias=4)
     [path] = save(tmp_path, base=base)
     names = [name for name in base if name.endswith("square.weight")]
-    tensors = {k: t for name in names for k, t in low_rank(name.removesuffix(".weight"), (4, 4)).items()}
+    tensors = {
+        k: t for name in names for k, t in low_rank(name.removesuffix(".weight"), (4, 4)).items()
+    }
     straight = multiply(low_rank("any", (4, 4)), 2)
     for stated in (False, True):
-        run_merge(path, [write_adapter(tmp_path / "a", tensors, fan_in_fan_out=stated)], tmp_path / OUT, drop_rate=0.0)
+        run_merge(
+            path,
+            [write_adapter(tmp_path / "a", tensors, fan_in_fan_out=stated)],
+            tmp_path / OUT,
+            drop_rate=0.0,
+        )
         merged = load_file(tmp_path / OUT)
         for name in names:
             turned = {"a.b.square.weight": True, "a.d.square.weight": False}.get(name, stated)
@@ -242,22 +331,36 @@ def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["an adapter", "a model of one tensor", "a tied head"])
-def test_the_time_to_plan_grows_with_the_number_of_tensors_and_not_faster(tmp_path: Path, kind: str) -> None:
+def test_the_time_to_plan_grows_with_the_number_of_tensors_and_not_faster(
+    tmp_path: Path, kind: str
+) -> None:
     """Models of experts have tens of thousands, and an adapter few of them, each with a pattern of its own."""
     base = {f"model.layers.{k}.up_proj.weight": torch.zeros(2, 2) for k in range(20_000)}
     base |= {"model.embed_tokens.weight": torch.zeros(3, 2), "lm_head.weight": torch.zeros(3, 2)}
-    model = folder = save_directory(tmp_path / "base", base, tie_word_embeddings=kind == "a tied head")
+    model = folder = save_directory(
+        tmp_path / "base", base, tie_word_embeddings=kind == "a tied head"
+    )
     if kind == "an adapter":
         modules = [f"model.layers.{k}.up_proj" for k in range(6000)]
-        tensors = {name: tensor for module in modules for name, tensor in low_rank(module, (2, 2), 1).items()}
+        tensors = {
+            name: tensor
+            for module in modules
+            for name, tensor in low_rank(module, (2, 2), 1).items()
+        }
         model = write_adapter(tmp_path / "model", tensors, rank_pattern=dict.fromkeys(modules, 1))
     elif kind == "a model of one tensor":
-        model = save_directory(tmp_path / "model", {"model.layers.0.up_proj.weight": torch.zeros(2, 2)})
+        model = save_directory(
+            tmp_path / "model", {"model.layers.0.up_proj.weight": torch.zeros(2, 2)}
+        )
     rules = [{"match": f"*.{k}.*", "drop_rate": 0.5} for k in range(10)]
     started = time.process_time()
-    merger = DareMerger(folder, [model], DareConfig(verbose=False, rules=rules, max_shard_size="20kB"))
+    merger = DareMerger(
+        folder, [model], DareConfig(verbose=False, rules=rules, max_shard_size="20kB")
+    )
     assert len(merger.plan(tmp_path / "out").files) == 17
-    assert time.process_time() - started < 20  # about five; where it grows with the square, over a hundred
+    assert (
+        time.process_time() - started < 20
+    )  # about five; where it grows with the square, over a hundred
 
 
 def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
@@ -273,7 +376,9 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
 
     def warn(stated: Any, given: Path = base) -> str:
         adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=stated)
-        found = DareMerger(given, [adapter], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
+        found = (
+            DareMerger(given, [adapter], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
+        )
         return "; ".join(found)
 
     same = (str(base), "base", "org/base", "Base/", cached, r"C:\models\base", "who/called-2")
@@ -296,15 +401,24 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_unties_the_head_is_warned_about_or_refused(tmp_path: Path, check_refused: Refusal) -> None:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (40, 16), "model.q_proj.weight": (16, 16)}
+def test_an_adapter_that_unties_the_head_is_warned_about_or_refused(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (40, 16),
+        "model.q_proj.weight": (16, 16),
+    }
     base = save_directory(tmp_path / "base", random_model(shapes=shapes), tie_word_embeddings=True)
     tensors = low_rank("model.q_proj", (16, 16))
     saved = {"base_model.model.model.embed_tokens.modules_to_save.weight": torch.ones(40, 16)}
     report = run_merge(base, [write_adapter(tmp_path / "saved", tensors | saved)], tmp_path / OUT)
-    assert any("the base uses that as its output head too" in warning for warning in report.warnings)
+    assert any(
+        "the base uses that as its output head too" in warning for warning in report.warnings
+    )
     head = write_adapter(tmp_path / "head", tensors | low_rank("lm_head", (40, 16)))
-    check_refused(base, head, "changes 'lm_head.weight', which the base does not have", "unties them")
+    check_refused(
+        base, head, "changes 'lm_head.weight', which the base does not have", "unties them"
+    )
 
 
 def test_values_in_an_adapter_that_are_not_finite_are_named(pair: Pair, tmp_path: Path) -> None:
@@ -323,7 +437,9 @@ def test_another_adapter_configuration_is_another_input(pair: Pair, tmp_path: Pa
     assert not (tmp_path / "third").exists()
 
 
-def test_a_directory_of_a_model_and_an_adapter_is_ambiguous(pair: Pair, tmp_path: Path, check_refused: Refusal) -> None:
+def test_a_directory_of_a_model_and_an_adapter_is_ambiguous(
+    pair: Pair, tmp_path: Path, check_refused: Refusal
+) -> None:
     both = write_adapter(pair[1], LAYER)
     check_refused(pair[0], both, "math' holds a model and an adapter", "model.safetensors")
     report = run_merge(pair[0], [both / "model.safetensors"], tmp_path / OUT)
@@ -332,19 +448,37 @@ def test_a_directory_of_a_model_and_an_adapter_is_ambiguous(pair: Pair, tmp_path
     assert report.models[0].parameters == 37 * 61
 
 
-def test_an_adapter_that_is_not_two_matrices_is_named(pair: Pair, tmp_path: Path, check_refused: Refusal) -> None:
+def test_an_adapter_that_is_not_two_matrices_is_named(
+    pair: Pair, tmp_path: Path, check_refused: Refusal
+) -> None:
     for key, words in OTHER_ADAPTERS.items():
         adapter = write_adapter(tmp_path / "adapter", LAYER, **{key: {"some": [1, 2]}})
         check_refused(pair[0], adapter, f"adapter' uses {words} ({key})", "merge_and_unload")
     for unset in (None, False):
-        run_merge(pair[0], [write_adapter(adapter, LAYER, **dict.fromkeys(OTHER_ADAPTERS, unset))], tmp_path / OUT)
+        run_merge(
+            pair[0],
+            [write_adapter(adapter, LAYER, **dict.fromkeys(OTHER_ADAPTERS, unset))],
+            tmp_path / OUT,
+        )
 
 
 def test_settings_that_are_null_have_their_defaults(pair: Pair, tmp_path: Path) -> None:
     tensors = low_rank("layer", (37, 61), rank=8)
-    keys = ("r", "lora_alpha", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "init_lora_weights")
+    keys = (
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "fan_in_fan_out",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+    )
     for name, config in {"null": dict.fromkeys(keys), "full": {"r": 8, "lora_alpha": 8}}.items():
-        run_merge(pair[0], [write_adapter(tmp_path / name, tensors, **config)], tmp_path / f"{name}.safetensors")
+        run_merge(
+            pair[0],
+            [write_adapter(tmp_path / name, tensors, **config)],
+            tmp_path / f"{name}.safetensors",
+        )
     assert_same(load_file(tmp_path / "null.safetensors"), load_file(tmp_path / "full.safetensors"))
 
 
@@ -369,13 +503,25 @@ BAD_PATTERNS = ("lay(er", "*layer", "a{99999999999}", "(" * 5000 + ")" * 5000)
     ({"rank_pattern": {"a" * 1_000_001: 2}}, ["are too long"]),
 ], ids=lambda value: str(value)[:50])  # fmt: skip
 def test_an_adapter_whose_settings_make_no_sense_is_refused(
-    pair: Pair, tmp_path: Path, check_refused: Refusal, config: dict[str, Any], complaints: list[str]
+    pair: Pair,
+    tmp_path: Path,
+    check_refused: Refusal,
+    config: dict[str, Any],
+    complaints: list[str],
 ) -> None:
     where = "LoRA" if {"peft_type", "init_lora_weights"} & config.keys() else "adapter_config.json"
-    check_refused(pair[0], write_adapter(tmp_path / "adapter", LAYER, **config), "adapter'", where, *complaints)
+    check_refused(
+        pair[0],
+        write_adapter(tmp_path / "adapter", LAYER, **config),
+        "adapter'",
+        where,
+        *complaints,
+    )
 
 
-def test_an_adapters_settings_that_cannot_be_read_are_named(pair: Pair, tmp_path: Path, check_refused: Refusal) -> None:
+def test_an_adapters_settings_that_cannot_be_read_are_named(
+    pair: Pair, tmp_path: Path, check_refused: Refusal
+) -> None:
     config = write_adapter(tmp_path / "adapter", LAYER) / "adapter_config.json"
     for text in (b"", b"[]", b"{", b'{"r": 2, "r": 4}', b"[" * 200_000, b"\xff"):
         config.write_bytes(text)
@@ -404,15 +550,27 @@ NO_PAIR = ({B: None}, {A: None}, {f"{PREFIX}.lora_embedding_A": torch.ones(2, 61
     (dict.fromkeys(LAYER), ["adapter' is empty"]),
 ], ids=lambda value: ",".join(value)[:70])  # fmt: skip
 def test_an_adapter_whose_tensors_do_not_fit_is_refused(
-    pair: Pair, tmp_path: Path, check_refused: Refusal, change: dict[str, Any], complaints: list[str]
+    pair: Pair,
+    tmp_path: Path,
+    check_refused: Refusal,
+    change: dict[str, Any],
+    complaints: list[str],
 ) -> None:
     tensors = {name: tensor for name, tensor in {**LAYER, **change}.items() if tensor is not None}
-    error = check_refused(pair[0], write_adapter(tmp_path / "adapter", tensors), "adapter'", *complaints)
+    error = check_refused(
+        pair[0], write_adapter(tmp_path / "adapter", tensors), "adapter'", *complaints
+    )
     assert error.splitlines()[-1].rstrip() == error.splitlines()[-1], "the hint is a whole sentence"
 
 
-def test_an_adapter_that_lacks_a_file_or_a_base_says_so(pair: Pair, tmp_path: Path, check_refused: Refusal) -> None:
-    adapter, weights, config = write_adapter(tmp_path / "a", LAYER), "adapter_model.safetensors", "adapter_config.json"
+def test_an_adapter_that_lacks_a_file_or_a_base_says_so(
+    pair: Pair, tmp_path: Path, check_refused: Refusal
+) -> None:
+    adapter, weights, config = (
+        write_adapter(tmp_path / "a", LAYER),
+        "adapter_model.safetensors",
+        "adapter_config.json",
+    )
     for source in ("", weights, config):
         words = ("the base '", "is a LoRA adapter", "the model that it was trained on")
         check_refused(adapter / source, pair[1], *words)
@@ -431,5 +589,9 @@ def test_an_adapter_on_a_quantised_base_is_refused(tmp_path: Path, check_refused
     adapter = write_adapter(tmp_path / "adapter", LAYER)
     for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.int32):
         name = "layer.qweight" if dtype == torch.int32 else "layer.weight"
-        [base] = save(tmp_path, base={name: torch.ones(37, 61).to(dtype), "norm.weight": torch.ones(61)})
-        check_refused(base, adapter, "base.safetensors' is quantised", "'layer.weight'", "before quantising")
+        [base] = save(
+            tmp_path, base={name: torch.ones(37, 61).to(dtype), "norm.weight": torch.ones(61)}
+        )
+        check_refused(
+            base, adapter, "base.safetensors' is quantised", "'layer.weight'", "before quantising"
+        )

@@ -40,7 +40,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
     **{f"model.layers.0.self_attn.{part}_proj.weight": (HIDDEN, HIDDEN) for part in "qkvo"},
     **{f"model.layers.0.mlp.{part}_proj.weight": (MLP, HIDDEN) for part in ("gate", "up")},
     "model.layers.0.mlp.down_proj.weight": (HIDDEN, MLP),
-    **{f"model.layers.0.{part}_layernorm.weight": (HIDDEN,) for part in ("input", "post_attention")},
+    **{
+        f"model.layers.0.{part}_layernorm.weight": (HIDDEN,) for part in ("input", "post_attention")
+    },
     "lm_head.weight": (VOCABULARY, HIDDEN),
 }
 CONFIG = {
@@ -60,7 +62,12 @@ def make_models(folder: Path, count: int) -> list[Tensors]:
 
 
 def run_mergekit(
-    folder: Path, method: str, count: int, each: Config, shared: Config, weights: Sequence[float] = ()
+    folder: Path,
+    method: str,
+    count: int,
+    each: Config,
+    shared: Config,
+    weights: Sequence[float] = (),
 ) -> Tensors:
     from mergekit.config import MergeConfiguration
     from mergekit.merge import run_merge
@@ -88,10 +95,22 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     ("method", "weights", "each", "shared", "ours"),
     [
         ("task_arithmetic", [0.3] * 4, {}, {"normalize": False}, {}),
-        ("dare_linear", [0.3] * 4, {"density": 1.0}, {"normalize": False, "lambda": 0.7}, {"lambda_coeff": 0.7}),
+        (
+            "dare_linear",
+            [0.3] * 4,
+            {"density": 1.0},
+            {"normalize": False, "lambda": 0.7},
+            {"lambda_coeff": 0.7},
+        ),
         ("dare_linear", UNEVEN, {"density": 1.0}, {"normalize": False}, {}),
         ("ties", [1.0] * 4, {"density": 1.0}, {"normalize": True}, {"method": "ties"}),
-        ("ties", [0.3, 0.7, 1.1, 0.45], {"density": 0.25}, {"normalize": True}, {"method": "ties", "keep_ratio": 0.25}),
+        (
+            "ties",
+            [0.3, 0.7, 1.1, 0.45],
+            {"density": 0.25},
+            {"normalize": True},
+            {"method": "ties", "keep_ratio": 0.25},
+        ),
         ("ties", UNEVEN, {"density": 1.0}, {"normalize": False}, SUMMED),
         ("ties", UNEVEN, {"density": 0.25}, {"normalize": False}, {**SUMMED, "keep_ratio": 0.25}),
         ("dare_ties", [0.5] * 4, {"density": 1.0}, {"normalize": True}, {"method": "ties"}),
@@ -99,11 +118,19 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_linear_and_ties_equal_mergekit_to_the_last_bit(
-    tmp_path: Path, count: int, method: str, weights: list[float], each: Config, shared: Config, ours: Config
+    tmp_path: Path,
+    count: int,
+    method: str,
+    weights: list[float],
+    each: Config,
+    shared: Config,
+    ours: Config,
 ) -> None:
     base, *models = make_models(tmp_path, count)
     theirs = run_mergekit(tmp_path, method, count, each, shared, weights)
-    assert_same(merge(tmp_path, base, *models, drop_rate=0.0, weights=weights[:count], **ours), theirs)
+    assert_same(
+        merge(tmp_path, base, *models, drop_rate=0.0, weights=weights[:count], **ours), theirs
+    )
 
 
 def test_normalized_linear_equals_mergekit_within_rounding(tmp_path: Path) -> None:
@@ -127,7 +154,9 @@ def test_slerp_equals_mergekit_within_rounding(tmp_path: Path, t: float) -> None
 
 LAYERS = 4
 DEEP: dict[str, tuple[int, ...]] = {
-    name.replace("layers.0", f"layers.{layer}"): shape for layer in range(LAYERS) for name, shape in SHAPES.items()
+    name.replace("layers.0", f"layers.{layer}"): shape
+    for layer in range(LAYERS)
+    for name, shape in SHAPES.items()
 }
 # What nothing random is in, by what it shows. $b is the base, $m1 ... its fine-tunes, $l1 and $l2 adapters on it.
 TWO = """
@@ -210,7 +239,9 @@ parameters:
 dtype: float32
 """
 ARC = "models: [{model: $m1}, {model: $m2}]"
-SLICED_ARC = "slices: [{sources: [{model: $m1, layer_range: [0, 4]}, {model: $m2, layer_range: [0, 4]}]}]"
+SLICED_ARC = (
+    "slices: [{sources: [{model: $m1, layer_range: [0, 4]}, {model: $m2, layer_range: [0, 4]}]}]"
+)
 HALVES = """
 slices:
   - sources: [{model: $m2, layer_range: [0, 2]}, {model: $m1, layer_range: [0, 2]}]
@@ -297,14 +328,24 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = random_model(0, F32, DEEP)
     models = {"b": base} | {f"m{k}": finetune(base, k, 0.02) for k in (1, 2, 3)}
     config = {**CONFIG, "num_hidden_layers": LAYERS}
-    paths = {name: save_directory(folder / name, tensors, **config) for name, tensors in models.items()}
+    paths = {
+        name: save_directory(folder / name, tensors, **config) for name, tensors in models.items()
+    }
     for k in (1, 2):
         modules = [
-            f"model.layers.{layer}.{part}" for layer in range(LAYERS) for part in ("self_attn.q_proj", "mlp.up_proj")
+            f"model.layers.{layer}.{part}"
+            for layer in range(LAYERS)
+            for part in ("self_attn.q_proj", "mlp.up_proj")
         ]
-        tensors = {key: t for m in modules for key, t in low_rank(m, DEEP[f"{m}.weight"], seed=k + hash_of(m)).items()}
+        tensors = {
+            key: t
+            for m in modules
+            for key, t in low_rank(m, DEEP[f"{m}.weight"], seed=k + hash_of(m)).items()
+        }
         config = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "up_proj"], "bias": "none"}
-        paths[f"l{k}"] = write_adapter(folder / f"l{k}", tensors, base_model_name_or_path=str(paths["b"]), **config)
+        paths[f"l{k}"] = write_adapter(
+            folder / f"l{k}", tensors, base_model_name_or_path=str(paths["b"]), **config
+        )
     return paths
 
 
@@ -321,7 +362,9 @@ def run_theirs(file: Path, output: Path, seed: int = 0) -> Tensors:
         write_model_card=False, copy_tokenizer=False, cuda=False, random_seed=seed, quiet=True,
         lora_merge_cache=str(output / "adapters"), lora_merge_dtype="float32",
     )  # fmt: skip
-    run_merge(MergeConfiguration.model_validate(yaml.safe_load(file.read_text())), str(output), options)
+    run_merge(
+        MergeConfiguration.model_validate(yaml.safe_load(file.read_text())), str(output), options
+    )
     return tensors_in(output)
 
 
@@ -332,13 +375,17 @@ def run_ours(file: Path, output: Path, *flags: str) -> Tensors:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", EXACT)
-def test_the_same_file_gives_the_same_tensors(case: str, zoo: dict[str, Path], tmp_path: Path) -> None:
+def test_the_same_file_gives_the_same_tensors(
+    case: str, zoo: dict[str, Path], tmp_path: Path
+) -> None:
     file = tmp_path / "merge.yaml"
     file.write_text(Template(EXACT[case]).substitute(zoo))
     ours, theirs = run_ours(file, tmp_path / "ours"), run_theirs(file, tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     for name in ours:
-        np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=2e-6 * 0.05, err_msg=name)
+        np.testing.assert_allclose(
+            ours[name], theirs[name], rtol=2e-6, atol=2e-6 * 0.05, err_msg=name
+        )
     toml = tmp_path / "merge.toml"
     assert dare.main(["-c", str(file), "-q", "--write-config", str(toml)]) == 0
     assert_same(run_ours(toml, tmp_path / "again"), ours)
@@ -355,20 +402,33 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
     for k, name in enumerate(("b", "m1", "m2")):
         tensors = finetune(base, k, 0.02) if k else dict(base)
         for table in ("model.embed_tokens.weight", "lm_head.weight") if k else ():
-            tensors[table] = torch.cat([tensors[table], random_model(k, F32, {table: (1, HIDDEN)})[table]])
-        paths[name] = save_directory(tmp_path / name, tensors, **CONFIG | {"vocab_size": VOCABULARY + bool(k)})
+            tensors[table] = torch.cat(
+                [tensors[table], random_model(k, F32, {table: (1, HIDDEN)})[table]]
+            )
+        paths[name] = save_directory(
+            tmp_path / name, tensors, **CONFIG | {"vocab_size": VOCABULARY + bool(k)}
+        )
         words = {"<unk>": 0} | {f"w{number}": number for number in range(1, VOCABULARY)}
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "<unk>")))
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel(words, "<unk>"))
+        )
         tokenizer.add_tokens([f"<{name}>"] if k else [])
         tokenizer.save_pretrained(paths[name])
     file = tmp_path / "merge.yaml"
     text = f"merge_method: {method}\nbase_model: $b\nmodels: [{{model: $b}}, {{model: $m1}}, {{model: $m2}}]\n"
-    file.write_text(Template(text + "parameters: {weight: 0.4}\ntokenizer_source: union\n").substitute(paths))
+    file.write_text(
+        Template(text + "parameters: {weight: 0.4}\ntokenizer_source: union\n").substitute(paths)
+    )
     ours, theirs = run_ours(file, tmp_path / "ours"), run_theirs(file, tmp_path / "theirs")
-    for made, folder in ((ours, "ours"), (theirs, "theirs")):  # mergekit adds the tokens in any order
+    for made, folder in (
+        (ours, "ours"),
+        (theirs, "theirs"),
+    ):  # mergekit adds the tokens in any order
         added = PreTrainedTokenizerFast.from_pretrained(tmp_path / folder).get_added_vocab()
         rows = [*range(VOCABULARY), added["<m1>"], added["<m2>"]]
-        made |= {table: made[table][rows] for table in ("model.embed_tokens.weight", "lm_head.weight")}
+        made |= {
+            table: made[table][rows] for table in ("model.embed_tokens.weight", "lm_head.weight")
+        }
     for name in theirs:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=1e-7, err_msg=name)
 
@@ -378,7 +438,8 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
 WIDTH, TOKENS = 64, 8192
 SIZES = CONFIG | {"vocab_size": TOKENS, "hidden_size": WIDTH, "intermediate_size": WIDTH}
 TALL: dict[str, tuple[int, ...]] = {
-    name: (TOKENS, WIDTH) if shape[0] == VOCABULARY else (WIDTH,) * len(shape) for name, shape in SHAPES.items()
+    name: (TOKENS, WIDTH) if shape[0] == VOCABULARY else (WIDTH,) * len(shape)
+    for name, shape in SHAPES.items()
 }
 MEASURED = ("model.embed_tokens.weight", "lm_head.weight")
 
@@ -390,9 +451,13 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], li
     zeros = {name: torch.zeros(shape) for name, shape in TALL.items()}
     paths, deltas = {"b": save_directory(folder / "b", zeros, **SIZES)}, []
     for k in (1, 2):
-        sizes = random.permuted(np.tile(np.arange(1, WIDTH + 1) / 4096, (len(MEASURED) * TOKENS, 1)), axis=1)
+        sizes = random.permuted(
+            np.tile(np.arange(1, WIDTH + 1) / 4096, (len(MEASURED) * TOKENS, 1)), axis=1
+        )
         deltas.append((sizes * random.choice([-1, 1], sizes.shape)).astype("f4"))
-        tensors = zeros | dict(zip(MEASURED, torch.from_numpy(deltas[-1]).split(TOKENS), strict=True))
+        tensors = zeros | dict(
+            zip(MEASURED, torch.from_numpy(deltas[-1]).split(TOKENS), strict=True)
+        )
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         paths[f"m{k}"] = save_directory(folder / f"m{k}", tensors, **SIZES)
     return paths, deltas
@@ -457,7 +522,11 @@ def test_della_keeps_entries_with_mergekits_probabilities(
     def distance(made: np.ndarray, probabilities: np.ndarray) -> float:
         """Chi squared, with as many degrees of freedom as there are ranks."""
         kept = sum(np.bincount(ranks.reshape(-1), (row != 0).reshape(-1)) for row in made)
-        return float(((kept - count * probabilities) ** 2 / (count * probabilities * (1 - probabilities))).sum())
+        return float(
+            (
+                (kept - count * probabilities) ** 2 / (count * probabilities * (1 - probabilities))
+            ).sum()
+        )
 
     most = WIDTH + 6 * (2 * WIDTH) ** 0.5
     for made in draw(text, paths, tmp_path, 2):

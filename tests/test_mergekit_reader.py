@@ -19,9 +19,10 @@ from safetensors.torch import load_file
 
 import dare
 from darelib.config import Chooser, Rule
-from darelib.gradients import freeze
-from darelib.mergekit import parse_yaml
-from darelib.readers import Request, load_request
+from darelib.core.gradients import freeze
+from darelib.requests.mergekit import parse_yaml
+from darelib.requests.readers import load_request
+from darelib.requests.request import Request
 from tests.fuzz import examples
 from tests.support import (
     F32,
@@ -43,9 +44,7 @@ SHAPES = {
     "model.embed_tokens.weight": (12, 8), "lm_head.weight": (12, 8), "model.norm.weight": (8,),
     **{f"model.layers.{k}.{part}.weight": (8, 8) for k in range(4) for part in ("self_attn.q_proj", "mlp.up_proj")},
 }  # fmt: skip
-MODELS = (
-    "base_model: base\nmodels: [{model: one, parameters: {weight: 0.7}}, {model: two, parameters: {weight: 0.4}}]\n"
-)
+MODELS = "base_model: base\nmodels: [{model: one, parameters: {weight: 0.7}}, {model: two, parameters: {weight: 0.4}}]\n"
 
 
 @pytest.fixture
@@ -64,7 +63,14 @@ def check(folder: Path, capsys: Capture) -> Refuse:
 
     def check(text: str, *complaints: str) -> str:
         (folder / "merge.yaml").write_text(text)
-        return refuse(folder, capsys, 2, "merge.yaml", *complaints, arguments=["-c", "merge.yaml", "-o", "out"])
+        return refuse(
+            folder,
+            capsys,
+            2,
+            "merge.yaml",
+            *complaints,
+            arguments=["-c", "merge.yaml", "-o", "out"],
+        )
 
     return check
 
@@ -97,16 +103,20 @@ def with_method(method: str, parameters: str = "", models: str = MODELS) -> dict
         "della_linear": {"method": "linear", "normalize": False, "drop": "della", "epsilon": 0.15, "rescale": "l1"},
     }.items(),
 )  # fmt: skip
-def test_each_method_of_the_family_has_mergekits_defaults(method: str, expected: dict[str, Any]) -> None:
-    assert with_method(method) == expected | {"weights": [0.7, 0.4], "lambda_coeff": 1.0, "drop_rate": 0.0}
+def test_each_method_of_the_family_has_mergekits_defaults(
+    method: str, expected: dict[str, Any]
+) -> None:
+    assert with_method(method) == expected | {
+        "weights": [0.7, 0.4],
+        "lambda_coeff": 1.0,
+        "drop_rate": 0.0,
+    }
 
 
 def test_parameters_are_the_models_own_or_the_files() -> None:
     models = "base_model: b\nmodels:\n- {model: b, parameters: {weight: 9}}\n- {model: a, parameters: {density: 0.1}}\n"
     models += "- {model: c, parameters: {weight: [1, '2e-1', 1e-1], epsilon: 0.02}}\n"
-    given = (
-        "parameters: {weight: 0.5, density: 0.3, epsilon: 5e-2, rescale: no, normalize: off, lambda: 2, int8_mask: 1.0}"
-    )
+    given = "parameters: {weight: 0.5, density: 0.3, epsilon: 5e-2, rescale: no, normalize: off, lambda: 2, int8_mask: 1.0}"
     assert with_method("della", given, models) == {
         "method": "ties", "drop": "della", "drop_rate": [0.9, 0.7], "epsilon": [0.05, 0.02], "rescale": "none",
         "weights": [0.5, {"gradient": [1.0, 0.2, 0.1]}], "normalize": False, "lambda_coeff": 2.0,
@@ -114,7 +124,10 @@ def test_parameters_are_the_models_own_or_the_files() -> None:
     given = "parameters: {density: [1, 0.7, 0.1], gamma: [0.5]}"
     made = with_method("breadcrumbs", given)
     assert (made["drop_rate"], made["gamma"]) == ({"gradient": [0.0, 0.3, 0.9]}, 0.5)
-    assert with_method("task_arithmetic", "parameters: {density: 0.2, rescale: true}")["drop_rate"] == 0
+    assert (
+        with_method("task_arithmetic", "parameters: {density: 0.2, rescale: true}")["drop_rate"]
+        == 0
+    )
 
 
 def test_dtypes() -> None:
@@ -124,18 +137,34 @@ def test_dtypes() -> None:
 
 
 def test_an_average_needs_no_base_and_slerp_goes_from_it() -> None:
-    models = "models: [{model: one, parameters: {weight: 1}}, {model: two, parameters: {weight: 3}}]\n"
+    models = (
+        "models: [{model: one, parameters: {weight: 1}}, {model: two, parameters: {weight: 3}}]\n"
+    )
     request = read(f"merge_method: linear\n{models}")
     assert request.base is not None
     assert (request.base.name, [source.name for source in request.merge]) == ("one", ["one", "two"])
-    assert request.dare == {"method": "linear", "drop_rate": 0.0, "weights": [1.0, 3.0], "normalize": True}
+    assert request.dare == {
+        "method": "linear",
+        "drop_rate": 0.0,
+        "weights": [1.0, 3.0],
+        "normalize": True,
+    }
     request = read(f"merge_method: linear\nbase_model: base\n{models}parameters: {{weight: 2}}")
     assert [source.name for source in request.merge] == ["one", "two", "base"]
     assert request.dare["weights"] == [1.0, 3.0, 2.0]
     halves = models.replace("1}", "0.25}").replace("3}", "0.75}")
-    assert read(f"merge_method: linear\n{halves}parameters: {{normalize: false}}").dare["normalize"] is True
-    for listed in ("[{model: two}]", "[{model: one}, {model: two}]", "[{model: two}, {model: one}]"):
-        request = read(f"merge_method: slerp\nbase_model: one\nmodels: {listed}\nparameters: {{t: 0.3}}")
+    assert (
+        read(f"merge_method: linear\n{halves}parameters: {{normalize: false}}").dare["normalize"]
+        is True
+    )
+    for listed in (
+        "[{model: two}]",
+        "[{model: one}, {model: two}]",
+        "[{model: two}, {model: one}]",
+    ):
+        request = read(
+            f"merge_method: slerp\nbase_model: one\nmodels: {listed}\nparameters: {{t: 0.3}}"
+        )
         assert [source.name for source in request.merge] == ["one", "two"]
         assert request.dare == {"method": "slerp", "drop_rate": 0.0, "slerp_t": 0.3}
 
@@ -143,14 +172,19 @@ def test_an_average_needs_no_base_and_slerp_goes_from_it() -> None:
 def test_references() -> None:
     text = "merge_method: ties\nbase_model: org/base@v1\nparameters: {weight: 1}\nmodels:\n"
     text += "- {model: org/base@v1+org/lora@main}\n- {model: {model: {path: org/other, revision: abc}}}\n"
-    text += (
-        "- {model: {model: {path: org/base, revision: v1}, lora: {path: dir/with+plus}}}\n- {model: {model: dir/x}}\n"
-    )
+    text += "- {model: {model: {path: org/base, revision: v1}, lora: {path: dir/with+plus}}}\n- {model: {model: dir/x}}\n"
     request = read(text)
     assert request.base is not None
     assert request.base.name == "org/base@v1"
-    assert [s.name for s in request.merge] == ["org/lora@main", "org/other@abc", "dir/with+plus", "dir/x"]
-    request = read("merge_method: linear\nmodels: [{model: x}, {model: b+l}]\nparameters: {weight: 1}")
+    assert [s.name for s in request.merge] == [
+        "org/lora@main",
+        "org/other@abc",
+        "dir/with+plus",
+        "dir/x",
+    ]
+    request = read(
+        "merge_method: linear\nmodels: [{model: x}, {model: b+l}]\nparameters: {weight: 1}"
+    )
     assert request.base is not None
     assert (request.base.name, [source.name for source in request.merge]) == ("b", ["x", "l"])
 
@@ -166,9 +200,14 @@ def test_references() -> None:
         ("chat_template: '{{ messages }}'", None, "{{ messages }}"), ("chat_template: ''", None, None),
     ],
 )  # fmt: skip
-def test_tokenizer_and_chat_template(given: str, tokenizer: str | None, template: str | None) -> None:
+def test_tokenizer_and_chat_template(
+    given: str, tokenizer: str | None, template: str | None
+) -> None:
     request = read(f"merge_method: ties\n{MODELS}{given}")
-    assert [s and s.name for s in (request.tokenizer, request.chat_template)] == [tokenizer, template]
+    assert [s and s.name for s in (request.tokenizer, request.chat_template)] == [
+        tokenizer,
+        template,
+    ]
 
 
 # --- filters and slices
@@ -176,15 +215,20 @@ def test_tokenizer_and_chat_template(given: str, tokenizer: str | None, template
 
 def test_filters_become_rules_for_the_bases_names(folder: Path) -> None:
     text = "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters:\n  t:\n"
-    text += (
-        "  - {filter: self_attn, value: [0, 0.5, 1]}\n  - {filter: nothing, value: 1}\n  - {filter: mlp, value: 0.1}\n"
-    )
+    text += "  - {filter: self_attn, value: [0, 0.5, 1]}\n  - {filter: nothing, value: 1}\n  - {filter: mlp, value: 0.1}\n"
     request = read(text + "  - {filter: '*', value: 0.5}\n  - {filter: lm_head, value: 0}")
-    found = {rule.match: rule.slerp_t for rule in request.rules} | {("usual",): freeze(request.dare["slerp_t"])}
+    found = {rule.match: rule.slerp_t for rule in request.rules} | {
+        ("usual",): freeze(request.dare["slerp_t"])
+    }
     assert sorted(map(str, found.values())) == ["0.1", "0.5", "Gradient(numbers=(0.0, 0.5, 1.0))"]
-    assert {pattern for match in found for pattern in match} >= {"lm_head.weight", "model.norm.weight"}
+    assert {pattern for match in found for pattern in match} >= {
+        "lm_head.weight",
+        "model.norm.weight",
+    }
     assert any(
-        match == (f"model.layers.*.{part}.weight",) for match in found for part in ("mlp.up_proj", "self_attn.q_proj")
+        match == (f"model.layers.*.{part}.weight",)
+        for match in found
+        for part in ("mlp.up_proj", "self_attn.q_proj")
     )
     text = text.replace("self_attn", "s.3.self") + "  - {value: 0.5}"
     assert ("model.layers.3.self_attn.q_proj.weight",) in {rule.match for rule in read(text).rules}
@@ -193,25 +237,39 @@ def test_filters_become_rules_for_the_bases_names(folder: Path) -> None:
 def test_gradients_are_per_slice(folder: Path) -> None:
     text = "merge_method: task_arithmetic\nbase_model: base\nslices:\n"
     for start, stop, own in ((0, 1, "{weight: 0.25}"), (1, 4, "{}")):
-        models = ", ".join(f"{{model: {m}, layer_range: [{start}, {stop}]}}" for m in ("one", "base", "two"))
+        models = ", ".join(
+            f"{{model: {m}, layer_range: [{start}, {stop}]}}" for m in ("one", "base", "two")
+        )
         text += f"- {{sources: [{models}], parameters: {own}}}\n"
     request = read(
-        text + "parameters: {weight: [{filter: mlp, value: [0, 0.5]}, {filter: norm, value: 4}, {value: 2}]}"
+        text
+        + "parameters: {weight: [{filter: mlp, value: [0, 0.5]}, {filter: norm, value: 4}, {value: 2}]}"
     )
     found = {
-        name: next((rule.weights for rule in request.rules if rule.matches(name)), tuple(request.dare["weights"]))
+        name: next(
+            (rule.weights for rule in request.rules if rule.matches(name)),
+            tuple(request.dare["weights"]),
+        )
         for name in SHAPES
     }
-    expected = {f"model.layers.{k}.mlp.up_proj.weight": weight for k, weight in enumerate((0.25, 0, 0.25, 0.5))}
+    expected = {
+        f"model.layers.{k}.mlp.up_proj.weight": weight
+        for k, weight in enumerate((0.25, 0, 0.25, 0.5))
+    }
     expected |= {f"model.layers.{k}.self_attn.q_proj.weight": 2.0 if k else 0.25 for k in range(4)}
     expected |= {"model.embed_tokens.weight": 0.25, "lm_head.weight": 2.0, "model.norm.weight": 4.0}
     assert found == {name: (weight, weight) for name, weight in expected.items()}
-    one = text.split("- {sources")[0] + "- {sources: [{model: one, layer_range: [0, 4]}]}\nparameters: {weight: [0, 1]}"
+    one = (
+        text.split("- {sources")[0]
+        + "- {sources: [{model: one, layer_range: [0, 4]}]}\nparameters: {weight: [0, 1]}"
+    )
     assert (read(one).dare["weights"], read(one).rules) == ([{"gradient": [0.0, 1.0]}], ())
 
 
 PARTS = st.sampled_from(["a", "b", "ab", "ba", "a[0]", "0", "1", "10", "*"])
-NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=12, unique=True)
+NAMES = st.lists(
+    st.lists(PARTS, min_size=1, max_size=4).map(".".join), min_size=1, max_size=12, unique=True
+)
 WORDS = st.text("ab01.[*", max_size=3)
 VALUES = st.sampled_from([0.25, 0.5, 0.75, [0.5, 1.0]])
 CHOICES = st.lists(st.tuples(WORDS, VALUES), max_size=3)
@@ -219,7 +277,9 @@ CHOICES = st.lists(st.tuples(WORDS, VALUES), max_size=3)
 
 @examples(150)
 @given(names=NAMES, data=st.data())
-def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(names: list[str], data: st.DataObject) -> None:
+def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(
+    names: list[str], data: st.DataObject
+) -> None:
     """Parameters have filters of their own, at three levels; the names are any, also with numbers and brackets."""
     keys = ("weight", "density", "lambda")
     drawn = {(key, level): data.draw(CHOICES) for key in keys for level in ("one", "two", "file")}
@@ -232,11 +292,17 @@ def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(names: 
         listed = [(word, value) for level in levels for word, value in drawn[key, level]]
         return next((value for word, value in listed if word == "*" or word in name), 0.125)
 
-    file = {"merge_method": "breadcrumbs", "base_model": "b", "parameters": {key: write(key, "file") for key in keys}}
+    file = {
+        "merge_method": "breadcrumbs",
+        "base_model": "b",
+        "parameters": {key: write(key, "file") for key in keys},
+    }
     own = {m: {key: write(key, m) for key in ("weight", "density")} for m in ("one", "two")}
-    file["models"] = [{"model": m, "parameters": {k: v for k, v in own[m].items() if v}} for m in own]
+    file["models"] = [
+        {"model": m, "parameters": {k: v for k, v in own[m].items() if v}} for m in own
+    ]
     base = mock.MagicMock(tensors=dict.fromkeys(names))
-    with mock.patch("darelib.mergekit.open_models") as opened:
+    with mock.patch("darelib.requests.mergekit.open_models") as opened:
         opened.return_value.__enter__.return_value = [base]
         request = read(json.dumps(file))
     config = dare.DareConfig(**request.dare, rules=request.rules)
@@ -265,9 +331,7 @@ def as_rate(value: Any) -> Any:
 def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
     """Paths are relative to the working directory, as mergekit has them, and in the TOML file to that file."""
     (folder / "sub").mkdir()
-    text = (
-        f"merge_method: dare_ties\n{MODELS}parameters:\n  density: [{{filter: mlp, value: [0.9, 0.1]}}, {{value: 0.5}}]"
-    )
+    text = f"merge_method: dare_ties\n{MODELS}parameters:\n  density: [{{filter: mlp, value: [0.9, 0.1]}}, {{value: 0.5}}]"
     (folder / "sub" / "merge.yml").write_text(
         text + "\n  rescale: false\ntokenizer_source: base\nout_dtype: bfloat16\n"
     )
@@ -277,7 +341,9 @@ def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
     assert not (folder / "other").exists()
     assert dare.main(["-c", "sub/merge.toml", "--engine", "plain"]) == 0
     assert_same(tensors_in(folder / "out"), tensors_in(folder / "other"))
-    assert (folder / "out" / "dare_recipe.toml").read_text() == (folder / "other" / "dare_recipe.toml").read_text()
+    assert (folder / "out" / "dare_recipe.toml").read_text() == (
+        folder / "other" / "dare_recipe.toml"
+    ).read_text()
     assert dare.main(["verify", "out", "-q", "--engine", "plain"]) == 0
     written = (folder / "sub" / "merge.toml").read_text()
     assert 'base_file = "../base"' in written
@@ -290,25 +356,45 @@ def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
 
 def test_written_configurations(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
     """Any configuration can be written, with the flags on top of it; nothing is overwritten."""
-    flags = ["-b", models[0], "-m", models[1], "-q", "--seed", "7", "--rule", "*bias:drop_rate=0", "--engine", "plain"]
+    flags = [
+        "-b",
+        models[0],
+        "-m",
+        models[1],
+        "-q",
+        "--seed",
+        "7",
+        "--rule",
+        "*bias:drop_rate=0",
+        "--engine",
+        "plain",
+    ]
     written = tmp_path / "new.toml"
     assert dare.main([*map(str, flags), "--write-config", str(written)]) == 0
     assert dare.main([*map(str, flags), "-o", str(tmp_path / "flags.safetensors")]) == 0
     assert dare.main(["-c", str(written), "-q"]) == 0
-    assert_same(load_file(tmp_path / "flags.safetensors"), load_file(tmp_path / "new_merged.safetensors"))
+    assert_same(
+        load_file(tmp_path / "flags.safetensors"), load_file(tmp_path / "new_merged.safetensors")
+    )
     refuse(tmp_path, capsys, 2, "exists already", arguments=[*flags, "--write-config", written])
     for command in ([], ["analyze"]):
         wrong = [*command, *flags, "--write-config", tmp_path / "new.yaml"]
-        refuse(tmp_path, capsys, 2, "the configuration is TOML", "let it end in .toml", arguments=wrong)
+        refuse(
+            tmp_path, capsys, 2, "the configuration is TOML", "let it end in .toml", arguments=wrong
+        )
     flags += ["--force", "--write-config"]
     refuse(tmp_path, capsys, 2, "is the input", arguments=[*flags, models[1]])
-    refuse(tmp_path, capsys, 2, "there is no directory", arguments=[*flags, tmp_path / "no" / "x.toml"])
+    refuse(
+        tmp_path, capsys, 2, "there is no directory", arguments=[*flags, tmp_path / "no" / "x.toml"]
+    )
     assert dare.main([*map(str, flags), str(written)]) == 0
 
 
 def test_names_on_the_hub_stay_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.yaml").write_text(f"merge_method: ties\n{MODELS}".replace("base_model: base", "base_model: a/b@v1"))
+    (tmp_path / "m.yaml").write_text(
+        f"merge_method: ties\n{MODELS}".replace("base_model: base", "base_model: a/b@v1")
+    )
     assert dare.main(["-c", "m.yaml", "-q", "--write-config", "m.toml"]) == 0
     assert 'base_file = "a/b@v1"' in (tmp_path / "m.toml").read_text()
 
@@ -320,7 +406,9 @@ def test_a_base_on_the_hub_with_filters(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     text = f"merge_method: task_arithmetic\n{MODELS}parameters: {{lambda: [{{filter: mlp, value: 0.5}}, {{value: 1}}]}}"
-    assert read(text.replace("base_model: base", "base_model: org/base")).rules[0].lambda_coeff == 0.5
+    assert (
+        read(text.replace("base_model: base", "base_model: org/base")).rules[0].lambda_coeff == 0.5
+    )
 
 
 def test_adapters_on_the_base(folder: Path) -> None:
@@ -345,7 +433,9 @@ def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: 
     assert "is the base itself" not in capsys.readouterr().err
     made = tensors_in(folder / "out")
     kept = {name for name in base if made[name].equal(base[name])}
-    assert kept == {name for name in base if "norm" not in name and ("layers" not in name or "layers.0" in name)}
+    assert kept == {
+        name for name in base if "norm" not in name and ("layers" not in name or "layers.0" in name)
+    }
 
 
 def test_chat_templates_of_a_file(folder: Path) -> None:
@@ -354,7 +444,9 @@ def test_chat_templates_of_a_file(folder: Path) -> None:
         (folder / name / "tokenizer.json").write_text("{}")
         (folder / name / "chat_template.jinja").write_text(template)
     for words, expected in (("auto", "{{ b }}"), ("'{% c %}{{ d }}'", "{% c %}{{ d }}")):
-        (folder / "m.yaml").write_text(f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n")
+        (folder / "m.yaml").write_text(
+            f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
+        )
         assert dare.main(["-c", "m.yaml", "-o", "out", "-q"]) == 0
         assert (folder / "out" / "chat_template.jinja").read_text() == expected
         assert dare.main(["-c", "out", "-o", "again", "-q"]) == 0
@@ -368,8 +460,10 @@ def test_chat_templates_of_a_file(folder: Path) -> None:
 
 def test_the_reader_is_loaded_only_for_yaml() -> None:
     script = "import sys, dare; dare.main(['--base', 'x', '--merge', 'y', '-o', 'z', '-q']); "
-    script += "sys.exit('yaml' in sys.modules or 'darelib.mergekit' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, cwd=Path(dare.__file__).parent)
+    script += "sys.exit('yaml' in sys.modules or 'darelib.requests.mergekit' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, cwd=Path(dare.__file__).parent
+    )
     assert done.returncode == 0
 
 
@@ -464,7 +558,9 @@ def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Captu
         ([("[0, 4, 5]", "[0, 4, 5]")], "layer_range must be two whole numbers"), ([("4", "4")], "two whole numbers"),
     ],
 )  # fmt: skip
-def test_slices_must_be_the_bases_own_layers(check: Refuse, ranges: list[tuple[str, str]], complaint: str) -> None:
+def test_slices_must_be_the_bases_own_layers(
+    check: Refuse, ranges: list[tuple[str, str]], complaint: str
+) -> None:
     text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
     for first, second in ranges:
         text += f"- sources: [{{model: one, layer_range: {first}}}, {{model: two, layer_range: {second}}}]\n"
@@ -486,7 +582,10 @@ def test_slices_must_merge_the_same_models(check: Refuse) -> None:
 def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
     text = "merge_method: ties\nbase_model: base\nmodels:\n- {model: one, parameters: &p {weight: 0.5}}\n"
     assert read(text + "- {model: two, parameters: *p}\n").dare["weights"] == [0.5, 0.5]
-    assert read(text + "- {model: two, parameters: {<<: *p, weight: 1}}\n").dare["weights"] == [0.5, 1.0]
+    assert read(text + "- {model: two, parameters: {<<: *p, weight: 1}}\n").dare["weights"] == [
+        0.5,
+        1.0,
+    ]
     bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
     bomb += "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12))
     started = time.perf_counter()
@@ -497,7 +596,13 @@ def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
 
 def test_a_file_that_is_not_text(folder: Path, capsys: Capture) -> None:
     (folder / "merge.yaml").write_bytes(b"\xff\xfe")
-    refuse(folder, capsys, 2, "merge.yaml is not valid YAML", arguments=["-c", "merge.yaml", "-o", "out"])
+    refuse(
+        folder,
+        capsys,
+        2,
+        "merge.yaml is not valid YAML",
+        arguments=["-c", "merge.yaml", "-o", "out"],
+    )
     refuse(folder, capsys, 2, "no configuration file", arguments=["-c", "none.yaml", "-o", "out"])
 
 

@@ -17,12 +17,24 @@ from safetensors.torch import load_file
 import dare
 from dare import ConfigError, DareConfig, DareMerger, Rule
 from darelib.config import RULE_SETTINGS
-from darelib.methods import slerp_weights
-from darelib.output.recipe import read_recipe
-from darelib.tuning import TUNING
+from darelib.core.methods import slerp_weights
+from darelib.core.tuning import TUNING
+from darelib.requests.recipe import read_recipe
 from tests import support
 from tests.fuzz import examples
-from tests.support import BF16, F16, F32, F64, METHODS, assert_same, define, finetune, mask, merge, random_model
+from tests.support import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    METHODS,
+    assert_same,
+    define,
+    finetune,
+    mask,
+    merge,
+    random_model,
+)
 
 Capture = pytest.CaptureFixture[str]
 Config = dict[str, Any]
@@ -41,7 +53,13 @@ VARIATIONS: list[Config] = [
     {"method": "ties", "drop_rate": 0.3, "rescale_q": 0.9, "keep_ratio": 0.001},
     {"weights": [1.0, -0.5, 2.5], "normalize": True},
     {"method": "ties", "drop_rate": 0.5, "normalize": False},
-    {"method": "ties", "drop_rate": 0.3, "weights": [1.0, -0.5, 0.2], "keep_ratio": 0.5, "normalize": False},
+    {
+        "method": "ties",
+        "drop_rate": 0.3,
+        "weights": [1.0, -0.5, 0.2],
+        "keep_ratio": 0.5,
+        "normalize": False,
+    },
     {"method": "slerp"},
     {"method": "slerp", "drop_rate": [0.3, 0.9], "slerp_t": 0.2, "lambda_coeff": 0.5},
 ]
@@ -59,7 +77,9 @@ def units(*sizes: float, count: int = 5000, name: str = "w") -> list[dict[str, t
 def warnings_of(folder: Path, **config: Any) -> list[str]:
     base = random_model(dtype=BF16)
     paths = support.save(folder, base=base, model=finetune(base, 1, 0.0005))
-    return list(support.run_merge(paths[0], paths[1:], folder / "out.safetensors", **config).warnings)
+    return list(
+        support.run_merge(paths[0], paths[1:], folder / "out.safetensors", **config).warnings
+    )
 
 
 # --- against the definition and closed forms --------------------------------------------------------------------------
@@ -71,13 +91,19 @@ def test_every_setting_means_what_the_definition_says(
     tmp_path: Path, config: Config, engine: str, dtype: torch.dtype
 ) -> None:
     base = random_model(3, dtype, {"w": (50, 73), "tiny": (3,)})
-    models = [finetune(base, seed, 0.01) for seed in range(2 if config.get("method") == "slerp" else 3)]
+    models = [
+        finetune(base, seed, 0.01) for seed in range(2 if config.get("method") == "slerp" else 3)
+    ]
     expected = define(base, models, **config)
     assert_same(merge(tmp_path, base, *models, engine=engine, **config), expected)
     assert_same(dare.dare_merge(base, models, DareConfig(**config)), expected)
     # A rule for all tensors is the same as a setting for all.
     others = {name: value for name, value in config.items() if name not in RULE_SETTINGS}
-    rule = {"match": "*", "lambda_coeff": 1.0, **{name: config[name] for name in RULE_SETTINGS if name in config}}
+    rule = {
+        "match": "*",
+        "lambda_coeff": 1.0,
+        **{name: config[name] for name in RULE_SETTINGS if name in config},
+    }
     assert_same(merge(tmp_path, base, *models, engine=engine, rules=[rule], **others), expected)
 
 
@@ -87,7 +113,9 @@ def test_every_setting_means_what_the_definition_says(
     ([1, 0], {(1, -8): 1, (0, 3): 0, (-2, -6): -2}),
     ([1, 1, 2], {(1, 2, -1): 1.5, (1, 1, -2): -2, (-1, -3, 2): 2, (1, 1, 1): 1}),
 ])  # fmt: skip
-def test_ties_averages_the_models_that_have_the_elected_sign(tmp_path: Path, weights: Any, positions: Any) -> None:
+def test_ties_averages_the_models_that_have_the_elected_sign(
+    tmp_path: Path, weights: Any, positions: Any
+) -> None:
     base = {"w": torch.zeros(len(positions), dtype=BF16)}
     models = [{"w": torch.tensor(column, dtype=BF16)} for column in zip(*positions, strict=True)]
     config: Config = {"method": "ties", "drop_rate": 0, "weights": weights}
@@ -108,18 +136,28 @@ def test_ties_that_does_not_normalize_adds_up_the_models_that_have_the_elected_s
     models = [{"w": torch.tensor(column, dtype=BF16)} for column in zip(*positions, strict=True)]
     config: Config = {"method": "ties", "drop_rate": 0, "weights": weights, "normalize": False}
     for engine in ("numba", "plain"):
-        assert merge(tmp_path, base, *models, **config, engine=engine)["w"].tolist() == list(positions.values())
-    assert dare.dare_merge(base, models, DareConfig(**config))["w"].tolist() == list(positions.values())
+        assert merge(tmp_path, base, *models, **config, engine=engine)["w"].tolist() == list(
+            positions.values()
+        )
+    assert dare.dare_merge(base, models, DareConfig(**config))["w"].tolist() == list(
+        positions.values()
+    )
 
 
 def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
     base = random_model(1, BF16)
     models = [finetune(base, seed, 0.1) for seed in (1, 2)]
     del models[0]["head.weight"]
-    for weights, shares in (([1, 3], [0.25, 0.75]), ([3, -1], [1.5, -0.5]), ([1.7e308, 1.7e308], [0.5, 0.5])):
+    for weights, shares in (
+        ([1, 3], [0.25, 0.75]),
+        ([3, -1], [1.5, -0.5]),
+        ([1.7e308, 1.7e308], [0.5, 0.5]),
+    ):
         expected = merge(tmp_path, base, *models, weights=shares)
         assert_same(merge(tmp_path, base, *models, weights=weights, normalize=True), expected)
-    assert_same(merge(tmp_path, base, models[1], weights=[0.3], drop_rate=0.0, normalize=True), models[1])
+    assert_same(
+        merge(tmp_path, base, models[1], weights=[0.3], drop_rate=0.0, normalize=True), models[1]
+    )
 
 
 @pytest.mark.parametrize(("flags", "recorded"), [
@@ -130,12 +168,27 @@ def test_normalize_is_recorded_where_it_is_not_the_default(
     pair: tuple[Path, Path], tmp_path: Path, flags: str, recorded: bool | None, capsys: Capture
 ) -> None:
     output = tmp_path / "out"
-    words = ["-b", str(pair[0]), "-m", str(pair[1]), "-o", str(output), "--weights", "0.3", "--engine", "plain"]
+    words = [
+        "-b",
+        str(pair[0]),
+        "-m",
+        str(pair[1]),
+        "-o",
+        str(output),
+        "--weights",
+        "0.3",
+        "--engine",
+        "plain",
+    ]
     assert dare.main([*words, *flags.split(), "--dry-run"]) == 0
-    assert (f"normalize {str(recorded).lower()}" in capsys.readouterr().out) == (recorded is not None)
+    assert (f"normalize {str(recorded).lower()}" in capsys.readouterr().out) == (
+        recorded is not None
+    )
     assert dare.main([*words, *flags.split(), "-q"]) == 0
     assert read_recipe(output).dare.get("normalize") == recorded
-    assert ("summed up by weight over the models" in (output / "README.md").read_text()) == (recorded is False)
+    assert ("summed up by weight over the models" in (output / "README.md").read_text()) == (
+        recorded is False
+    )
     assert dare.main(["verify", "-q", str(output)]) == 0
 
 
@@ -143,13 +196,18 @@ def test_normalize_is_recorded_where_it_is_not_the_default(
 def test_ties_with_one_model_equals_linear(tmp_path: Path, drop_rate: float) -> None:
     base = random_model(dtype=BF16)
     linear = merge(tmp_path, base, finetune(base, 1), drop_rate=drop_rate)
-    ties = merge(tmp_path, base, finetune(base, 1), drop_rate=drop_rate, method="ties", weights=[0.3])
+    ties = merge(
+        tmp_path, base, finetune(base, 1), drop_rate=drop_rate, method="ties", weights=[0.3]
+    )
     assert_same(ties, linear)
 
 
 def test_trim_keeps_all_entries_as_large_as_the_last_one_it_must_keep(tmp_path: Path) -> None:
     """Deltas stored in 16 bits tie a lot. Which of two equal entries is kept must not depend on where they lie."""
-    base, model = {"w": torch.zeros(3000, dtype=BF16)}, {"w": (torch.arange(3000) % 4 * 0.25).to(BF16)}
+    base, model = (
+        {"w": torch.zeros(3000, dtype=BF16)},
+        {"w": (torch.arange(3000) % 4 * 0.25).to(BF16)},
+    )
     for ratio, least in ((0.3, 0.5), (0.25, 0.75)):
         merged = merge(tmp_path, base, model, method="ties", drop_rate=0.0, keep_ratio=ratio)["w"]
         assert support.same_bits(merged, torch.where(model["w"] >= least, model["w"], 0.0))
@@ -161,22 +219,37 @@ def test_trim_keeps_all_entries_as_large_as_the_last_one_it_must_keep(tmp_path: 
     st.sampled_from(TYPES),
 )  # fmt: skip
 def test_trim_finds_the_exact_threshold_of_any_tensor(
-    tmp_path: Path, seed: int, count: int, keep_ratio: float, drop_rate: float, kind: tuple[str, torch.dtype]
+    tmp_path: Path,
+    seed: int,
+    count: int,
+    keep_ratio: float,
+    drop_rate: float,
+    kind: tuple[str, torch.dtype],
 ) -> None:
     random, (engine, dtype) = np.random.default_rng(seed), kind
     values = random.standard_cauchy(count) * 2.0 ** random.integers(-30, 20)
     model = torch.from_numpy(values).clamp(-1e30, 1e30).to(dtype)
     config = {"method": "ties", "keep_ratio": keep_ratio, "drop_rate": drop_rate, "rescale": False}
-    merged = merge(tmp_path, {"w": torch.zeros_like(model)}, {"w": model}, engine=engine, **config)["w"]
+    merged = merge(tmp_path, {"w": torch.zeros_like(model)}, {"w": model}, engine=engine, **config)[
+        "w"
+    ]
     survives = torch.from_numpy(mask(42, "w", count, drop_rate))
     sizes = model[survives].abs().sort(descending=True).values
     least = sizes[max(1, int(keep_ratio * len(sizes))) - 1] if len(sizes) else 0
-    assert support.same_bits(merged, torch.where(survives & (model.abs() >= least) & (model != 0), model, 0.0))
+    assert support.same_bits(
+        merged, torch.where(survives & (model.abs() >= least) & (model != 0), model, 0.0)
+    )
 
 
-@pytest.mark.parametrize("size", [0.0001, 0.05, 1.0], ids=["nearly parallel", "at an angle", "nearly orthogonal"])
-@pytest.mark.parametrize("config", [{}, {"slerp_t": 0.0}, {"slerp_t": 0.3, "drop_rate": 0.0}, {"lambda_coeff": 0.5}])
-def test_slerp_equals_the_closed_form_within_rounding(tmp_path: Path, size: float, config: Config) -> None:
+@pytest.mark.parametrize(
+    "size", [0.0001, 0.05, 1.0], ids=["nearly parallel", "at an angle", "nearly orthogonal"]
+)
+@pytest.mark.parametrize(
+    "config", [{}, {"slerp_t": 0.0}, {"slerp_t": 0.3, "drop_rate": 0.0}, {"lambda_coeff": 0.5}]
+)
+def test_slerp_equals_the_closed_form_within_rounding(
+    tmp_path: Path, size: float, config: Config
+) -> None:
     base = random_model(1, F64)
     models = [finetune(base, seed, size) for seed in (1, 2)]
     merged = merge(tmp_path, base, *models, method="slerp", engine="plain", **config)
@@ -188,7 +261,9 @@ def test_slerp_equals_the_closed_form_within_rounding(tmp_path: Path, size: floa
         cosine = float((first * second).sum() / first.norm() / second.norm())
         angle, arc = math.acos(min(1.0, cosine)), (1 - t) * first + t * second
         if abs(cosine) <= 0.9995:
-            arc = (math.sin((1 - t) * angle) * first + math.sin(t * angle) * second) / math.sin(angle)
+            arc = (math.sin((1 - t) * angle) * first + math.sin(t * angle) * second) / math.sin(
+                angle
+            )
         expected = base[name] + config.get("lambda_coeff", 1.0) * (arc - base[name])
         np.testing.assert_allclose(tensor, expected, rtol=1e-12, atol=1e-13)
 
@@ -196,7 +271,10 @@ def test_slerp_equals_the_closed_form_within_rounding(tmp_path: Path, size: floa
 def test_slerp_does_not_depend_on_the_sine_of_a_library() -> None:
     for cosine, t in ((0.3, 0.5), (-0.9, 0.1), (0.999, 0.77), (0.0, 0.5), (-0.9994, 0.4)):
         angle = math.acos(cosine)
-        expected = math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)
+        expected = (
+            math.sin((1 - t) * angle) / math.sin(angle),
+            math.sin(t * angle) / math.sin(angle),
+        )
         assert slerp_weights(4.0, 9.0, 6 * cosine, t) == pytest.approx(expected, rel=1e-13)
     first, second = slerp_weights(1.0, 1.0, 0.5, 0.5)  # 60 degrees: sin 30 / sin 60 = 1 / sqrt 3
     assert first == second
@@ -220,14 +298,18 @@ def test_slerp_at_its_ends_gives_the_models_and_of_zero_vectors_is_linear(tmp_pa
 def test_a_tensor_that_a_model_lacks_is_as_in_the_base(tmp_path: Path, config: Config) -> None:
     base = random_model(1, BF16)
     models = [finetune(base, seed, 0.1) for seed in (1, 2)]
-    whole = merge(tmp_path, base, {**models[0], "head.weight": base["head.weight"]}, models[1], **config)
+    whole = merge(
+        tmp_path, base, {**models[0], "head.weight": base["head.weight"]}, models[1], **config
+    )
     del models[0]["head.weight"]
     assert_same(merge(tmp_path, base, *models, **config), whole)
     assert_same(dare.dare_merge(base, models, DareConfig(**config)), whole)
 
 
 @pytest.mark.parametrize("config", METHODS, ids=str)
-def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(tmp_path: Path, config: Config) -> None:
+def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
+    tmp_path: Path, config: Config
+) -> None:
     base = random_model(4, BF16, {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)})
     models = [finetune(base, seed, 0.02) for seed in (1, 2)]
     usual = merge(tmp_path, base, *models, threads=1, **config)
@@ -236,13 +318,17 @@ def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(tmp_path: P
         TUNING.min_chunk = TUNING.max_chunk = TUNING.memory_chunk = chunk
         TUNING.job_elements = 2 * chunk
         for engine in ("numba", "plain"):
-            assert_same(merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual)
+            assert_same(
+                merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual
+            )
         assert_same(dare.dare_merge(base, models, DareConfig(**config)), usual)
 
 
 def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(tmp_path: Path) -> None:
     for rate in (0.0, 0.3, 0.9):
-        merged = merge(tmp_path, *units(1, 64), drop_rate=[rate, 0.5], rescale=False, weights=[1, 1])["w"].float()
+        merged = merge(
+            tmp_path, *units(1, 64), drop_rate=[rate, 0.5], rescale=False, weights=[1, 1]
+        )["w"].float()
         assert np.array_equal(merged >= 64, mask(43, "w", 5000, 0.5))
         assert np.array_equal(merged % 64 == 1, mask(42, "w", 5000, rate))
 
@@ -266,7 +352,12 @@ def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
     assert_same(dare.dare_merge(base, [model], DareConfig(rules=rules)), merged)
 
 
-LAYERS = ("embed.weight", *(f"model.layers.{k}.mlp.{k % 2}.weight" for k in range(5)), "blocks.0.bias", "norm.weight")
+LAYERS = (
+    "embed.weight",
+    *(f"model.layers.{k}.mlp.{k % 2}.weight" for k in range(5)),
+    "blocks.0.bias",
+    "norm.weight",
+)
 DEPTHS = dict(zip(LAYERS, (0, 0, 0.25, 0.5, 0.75, 1, 1, 0), strict=True))
 
 
@@ -302,7 +393,9 @@ def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, 
     {"weights": [0.3, -2.0]}, {"weights": [1.0, 2.0], "normalize": True}, {"rescale": "none", "drop_rate": 0.5},
     {"method": "ties", "normalize": False}, {"method": "slerp", "slerp_t": 0.2},
 ], ids=str)  # fmt: skip
-def test_a_rule_for_all_tensors_is_like_the_settings_themselves(tmp_path: Path, settings: Config) -> None:
+def test_a_rule_for_all_tensors_is_like_the_settings_themselves(
+    tmp_path: Path, settings: Config
+) -> None:
     base = random_model(0, BF16)
     models = [finetune(base, 1), finetune(base, 2)]
     rule = {name: value for name, value in settings.items() if name != "method"}
@@ -314,12 +407,16 @@ def test_a_rule_for_all_tensors_is_like_the_settings_themselves(tmp_path: Path, 
 def test_gradients_over_no_layers_are_reported(tmp_path: Path) -> None:
     words = "no tensor's name has the number of a layer in it, so each gradient has its first value everywhere"
     assert warnings_of(tmp_path, drop_rate={"gradient": [0.9, 0.5]}) == [words]
-    assert warnings_of(tmp_path, rules=[{"match": "*", "drop_rate": [{"gradient": [0.9, 0.5]}]}]) == [words]
+    assert warnings_of(
+        tmp_path, rules=[{"match": "*", "drop_rate": [{"gradient": [0.9, 0.5]}]}]
+    ) == [words]
 
 
 def test_rules_that_are_never_used_are_reported(tmp_path: Path) -> None:
     patterns = ("layer.*", "*nothing*", "layer.bias", "ead.we")
-    assert warnings_of(tmp_path, rules=[{"match": pattern, "drop_rate": 0.5} for pattern in patterns]) == [
+    assert warnings_of(
+        tmp_path, rules=[{"match": pattern, "drop_rate": 0.5} for pattern in patterns]
+    ) == [
         "rule 2 ('*nothing*') matches no tensor",
         "rule 3 ('layer.bias') matches only tensors that an earlier rule takes",
         "rule 4 ('ead.we') matches no tensor; did you mean '*ead.we*'?",
@@ -328,19 +425,27 @@ def test_rules_that_are_never_used_are_reported(tmp_path: Path) -> None:
 
 def test_dropping_without_rescaling_is_warned_about(tmp_path: Path) -> None:
     [warning] = warnings_of(tmp_path, rescale=False)
-    assert warning == "rescale is off: with 0.9 of a delta dropped, what is left is 10 times too weak"
+    assert (
+        warning == "rescale is off: with 0.9 of a delta dropped, what is left is 10 times too weak"
+    )
     assert warnings_of(tmp_path, rescale=False, drop_rate=0.0) == []
-    [warning] = warnings_of(tmp_path, rescale=False, drop_rate=0.0, rules=[{"match": "*", "drop_rate": 0.5}])
+    [warning] = warnings_of(
+        tmp_path, rescale=False, drop_rate=0.0, rules=[{"match": "*", "drop_rate": 0.5}]
+    )
     assert "2 times too weak" in warning
 
 
-def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(models: list[Path], tmp_path: Path) -> None:
+def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
+    models: list[Path], tmp_path: Path
+) -> None:
     rule = '[[rules]]\nmatch = ["layer.*", "scalar"]\ndrop_rate = [0.5, 0.25]\nlambda_coeff = 0.5\n'
     config, output = support.write_config(tmp_path, rule, verbose=False), tmp_path / "f.safetensors"
     assert dare.main(["-c", str(config)]) == 0
     settings = ":drop_rate=[0.5, 0.25], lambda_coeff=0.5"
     flags = ["--rule", f"layer.*{settings}", "--rule", f"scalar{settings}", "-o", str(output)]
-    assert dare.main(["-q", "-b", str(models[0]), "-m", str(models[1]), str(models[2]), *flags]) == 0
+    assert (
+        dare.main(["-q", "-b", str(models[0]), "-m", str(models[1]), str(models[2]), *flags]) == 0
+    )
     assert_same(load_file(output), load_file(tmp_path / "out.safetensors"))
     assert dare.main(["-c", str(config), "--rule", "*:lambda_coeff=0"]) == 0
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(models[0]))
@@ -376,20 +481,28 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(models: lis
     ({"rules": [{"match": []}]}, 2, "rule 1: match must be a pattern"),
     ({"rules": [{"match": "*"}]}, 2, "rule 1: it sets nothing"),
 ], ids=str)  # fmt: skip
-def test_settings_that_mean_nothing_together_are_refused(config: Config, count: int, complaint: str) -> None:
+def test_settings_that_mean_nothing_together_are_refused(
+    config: Config, count: int, complaint: str
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
         DareMerger("base.safetensors", ["model.safetensors"] * count, DareConfig(**config))
     assert caught.value.hint
 
 
-def test_wrong_rules_are_named_with_the_flag_or_the_file(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
+def test_wrong_rules_are_named_with_the_flag_or_the_file(
+    models: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
     for rule, complaint in {
         "nonsense": "has no colon after its pattern", "*:drop_rate": "must be PATTERN:SETTING=VALUE",
         "*:drop=della": 'words in quotes, like drop="magnitude"',
         "*:drop_rate=3": "drop_rate must be a number", "*:seed=3": "has no key 'seed'",
     }.items():  # fmt: skip
-        support.refuse(tmp_path, capsys, 2, f"--rule {rule!r}", complaint, arguments=["--rule", rule])
+        support.refuse(
+            tmp_path, capsys, 2, f"--rule {rule!r}", complaint, arguments=["--rule", rule]
+        )
     config = support.write_config(tmp_path, '[[rules]]\nmatch = "*"\ndrops = 1\n')
-    support.refuse(tmp_path, capsys, 2, f"error: {config}: rule 1 has no key 'drops'", arguments=["-c", config])
+    support.refuse(
+        tmp_path, capsys, 2, f"error: {config}: rule 1 has no key 'drops'", arguments=["-c", config]
+    )
     config.write_text(config.read_text().replace("[[rules]]", "[rules]"))
     support.refuse(tmp_path, capsys, 2, "write [[rules]]", arguments=["-c", config])

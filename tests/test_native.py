@@ -19,8 +19,17 @@ import pytest
 
 import dare
 from darelib import kernels
-from darelib.interrupts import Interrupts
-from darelib.kernels import EngineUnavailable, KernelSpec, compiler, here, load_kernels, machine, native, objects
+from darelib.core.interrupts import Interrupts
+from darelib.kernels import (
+    EngineUnavailable,
+    KernelSpec,
+    compiler,
+    here,
+    load_kernels,
+    machine,
+    native,
+    objects,
+)
 from darelib.kernels.proof import prove_function
 from darelib.kernels.records import MODEL, TENSOR
 from tests import support
@@ -36,9 +45,15 @@ POSIX = pytest.mark.skipif(os.name == "nt", reason="needs owners of files, and P
 ARGUMENTS = ", ".join(["ptr"] * 11 + ["i64"] * 5)
 # By what is wrong: what a compiler made of the kernel that merges, and what Numba itself does.
 WRONG = {
-    "a symbol": ("declare void @NRT_decref(ptr)\n{0} {{ call void @NRT_decref(ptr null) ret i32 0 }}", "1 / 0"),
+    "a symbol": (
+        "declare void @NRT_decref(ptr)\n{0} {{ call void @NRT_decref(ptr null) ret i32 0 }}",
+        "1 / 0",
+    ),
     "the bits": ("{0} {{ ret i32 0 }}", "return None"),
-    "a crash": ("{0} {{ store volatile i32 1, ptr inttoptr (i64 8 to ptr) ret i32 0 }}", "ctypes.string_at(8)"),
+    "a crash": (
+        "{0} {{ store volatile i32 1, ptr inttoptr (i64 8 to ptr) ret i32 0 }}",
+        "ctypes.string_at(8)",
+    ),
 }
 REASONS = {
     "a symbol": "the kernel merge needs NRT_decref, which only Numba has",
@@ -82,14 +97,29 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
 
 
 def copy_house(folder: Path) -> Path:
-    shutil.copytree(HERE / "darelib", folder / "house" / "darelib", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        HERE / "darelib", folder / "house" / "darelib", ignore=shutil.ignore_patterns("__pycache__")
+    )
     shutil.copy(HERE / "dare.py", folder / "house")
     return folder / "house"
 
 
 def merge_in(house: Path, models: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
-    words = ["-q", "-b", models[0], "-m", *models[1:], "-o", models[0].with_name("out.safetensors"), *flags]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(house.parent / "kernels"), "PYTHONDONTWRITEBYTECODE": "1"}
+    words = [
+        "-q",
+        "-b",
+        models[0],
+        "-m",
+        *models[1:],
+        "-o",
+        models[0].with_name("out.safetensors"),
+        *flags,
+    ]
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(house.parent / "kernels"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     command = [sys.executable, house / "dare.py", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -104,11 +134,15 @@ def test_a_kernel_that_is_wrong_is_not_used_and_the_result_is_right(
     assert line.startswith(f"warning: Numba cannot be used ({REASONS[wrong]}")
     assert line.endswith("so NumPy computes: the same result, many times slower")
     assert done.returncode == 0
-    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == (
+        tmp_path / "usual.safetensors"
+    ).read_bytes()
     assert not list(tmp_path.rglob("*.o")), "what was not proved is not stored"
 
 
-def test_engine_numba_refuses_a_kernel_that_is_wrong(house: tuple[Path, str], models: list[Path]) -> None:
+def test_engine_numba_refuses_a_kernel_that_is_wrong(
+    house: tuple[Path, str], models: list[Path]
+) -> None:
     folder, wrong = house
     before = support.snapshot(folder.parent)
     done = merge_in(folder, models, "--engine", "numba")
@@ -118,7 +152,9 @@ def test_engine_numba_refuses_a_kernel_that_is_wrong(house: tuple[Path, str], mo
 
 
 @SLOW
-def test_where_stored_kernels_cannot_be_used_numba_takes_over(models: list[Path], tmp_path: Path) -> None:
+def test_where_stored_kernels_cannot_be_used_numba_takes_over(
+    models: list[Path], tmp_path: Path
+) -> None:
     folder = copy_house(tmp_path)
     support.run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
     with (folder / "darelib" / "kernels" / "cpu.py").open("a") as file:
@@ -129,8 +165,12 @@ def test_where_stored_kernels_cannot_be_used_numba_takes_over(models: list[Path]
     assert line.startswith(
         "warning: Kernels compiled beforehand cannot be used (its compiler, or what that made, crashed"
     )
-    assert line.endswith("so Numba compiles them for this run: the same result, after a longer start")
-    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+    assert line.endswith(
+        "so Numba compiles them for this run: the same result, after a longer start"
+    )
+    assert (tmp_path / "out.safetensors").read_bytes() == (
+        tmp_path / "usual.safetensors"
+    ).read_bytes()
 
 
 def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Patch) -> None:
@@ -150,10 +190,16 @@ def test_numba_in_this_process_is_proved_too(monkeypatch: Patch) -> None:
     cpu = Mock(run_here=lambda code: lambda *_: None)
     monkeypatch.setattr(here, "prove_here", Mock())
     monkeypatch.setitem(sys.modules, "darelib.kernels.cpu", cpu)
-    with Interrupts() as interrupts, pytest.raises(EngineUnavailable, match="sum gives another peak"):
+    with (
+        Interrupts() as interrupts,
+        pytest.raises(EngineUnavailable, match="sum gives another peak"),
+    ):
         here.load_kernels([SUM], interrupts)
     cpu.run_here = Mock(side_effect=ZeroDivisionError("no"))
-    with Interrupts() as interrupts, pytest.raises(EngineUnavailable, match="ZeroDivisionError: no"):
+    with (
+        Interrupts() as interrupts,
+        pytest.raises(EngineUnavailable, match="ZeroDivisionError: no"),
+    ):
         here.load_kernels([SUM], interrupts)
 
 
@@ -166,7 +212,8 @@ RESULTS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ("sum", "elect") else pytest.param(kind, marks=SLOW) for kind in RESULTS]
+    "kind",
+    [kind if kind in ("sum", "elect") else pytest.param(kind, marks=SLOW) for kind in RESULTS],
 )
 def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
     types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
@@ -216,13 +263,17 @@ def test_what_a_compiler_might_get_wrong_is_found(
     types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
     name = f"dare.{native.find_code(KernelSpec(kind, *types))}.o"
     words = [sys.executable, "-c", compiler.CHILD, "object", tmp_path / name]
-    done = subprocess.run(words, cwd=tmp_path / "house", capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        words, cwd=tmp_path / "house", capture_output=True, text=True, timeout=300
+    )
     assert done.returncode < 0 or " than its definition" in done.stderr
     assert not (tmp_path / name).exists()
 
 
 @SLOW
-@pytest.mark.parametrize("types", [("F32", "F64", "F64"), ("F64", "BF16", "F16"), ("F16", "F32", "BF16")])
+@pytest.mark.parametrize(
+    "types", [("F32", "F64", "F64"), ("F64", "BF16", "F16"), ("F16", "F32", "BF16")]
+)
 def test_kernels_of_mixed_types_are_proved(types: tuple[str, str, str]) -> None:
     specs = [KernelSpec(kind, *types) for kind in RESULTS if kind != "expand"]
     with Interrupts() as interrupts:
@@ -264,7 +315,9 @@ def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
     compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
     assert run_command(models) == 0
-    assert capsys.readouterr().err == "compiling for this machine (BF16); later runs start at once\n"
+    assert (
+        capsys.readouterr().err == "compiling for this machine (BF16); later runs start at once\n"
+    )
     [kernel] = (tmp_path / "kernels").glob("*.o")
     assert kernel.name.startswith("dare.merge-BF16-BF16-BF16.")
     older = kernel.with_name(kernel.name.rsplit(".", 2)[0] + ".0123456789abcdef.o")
@@ -272,7 +325,11 @@ def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
     assert run_command(models, "--method", "ties") == 0, "with the same kernel"
     assert "compiling for" not in capsys.readouterr().err
     whole = kernel.read_bytes()
-    for damaged in (whole[:-1], older.read_bytes(), objects._digest(older, whole[32:]) + whole[32:]):
+    for damaged in (
+        whole[:-1],
+        older.read_bytes(),
+        objects._digest(older, whole[32:]) + whole[32:],
+    ):
         kernel.write_bytes(damaged)  # the last has another file's name
         assert run_command(models) == 0
     assert compiled == [str(MERGE)] * 4
@@ -282,7 +339,12 @@ def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
 @POSIX
 @pytest.mark.parametrize("whose", ["another user's", "in a folder for all", "writable for all"])
 def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
-    compiled: list[str], models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch, whose: str
+    compiled: list[str],
+    models: list[Path],
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: Patch,
+    whose: str,
 ) -> None:
     support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
     planted = tmp_path / "kernels" / objects.object_name(MERGE)
@@ -304,9 +366,13 @@ def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
     assert line.startswith("warning: ")
     assert reason in line
     assert line.endswith("so no kernel there is run: they are compiled for this run only")
-    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == (
+        tmp_path / "usual.safetensors"
+    ).read_bytes()
     assert compiled == [str(MERGE)]
-    assert [path.read_bytes() for path in planted.parent.iterdir()] == [before], "and nothing is kept there"
+    assert [path.read_bytes() for path in planted.parent.iterdir()] == [before], (
+        "and nothing is kept there"
+    )
 
 
 @POSIX
@@ -324,7 +390,9 @@ def test_kernels_are_stored_so_that_nobody_else_can_write_to_them(
     assert compiled == [str(MERGE)]
 
 
-def test_who_wants_what_is_being_compiled_waits_for_it(compiled: list[str], models: list[Path], tmp_path: Path) -> None:
+def test_who_wants_what_is_being_compiled_waits_for_it(
+    compiled: list[str], models: list[Path], tmp_path: Path
+) -> None:
     assert run_command(models) == 0
     kernel = tmp_path / "kernels" / objects.object_name(MERGE)
     made = objects.read_object(kernel)
@@ -346,14 +414,27 @@ def test_who_wants_what_is_being_compiled_waits_for_it(compiled: list[str], mode
 def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compiler(
     models: list[Path], tmp_path: Path
 ) -> None:
-    environment, folder = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}, tmp_path / "kernels"
+    environment, folder = (
+        {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")},
+        tmp_path / "kernels",
+    )
     ways = [
         [], ["--method", "ties", "--keep-ratio", "0.5"], ["--method", "slerp"], ["--method", "ram"],
         ["--drop", "magnitude"], ["--drop", "della", "--drop-rate", "0.5"], ["--drop", "breadcrumbs"],
         ["--rescale", "l1"],
     ]  # fmt: skip
     for number, way in enumerate(ways):
-        words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", *models[1:], "-o", tmp_path / "out", *way]
+        words = [
+            sys.executable,
+            HERE / "dare.py",
+            "-b",
+            models[0],
+            "-m",
+            *models[1:],
+            "-o",
+            tmp_path / "out",
+            *way,
+        ]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         assert ("compiling for this machine (" in done.stderr) == (number == 0), way
@@ -364,7 +445,9 @@ def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compile
     assert kinds == set(native.COMPANIONS)
 
 
-def test_kernels_depend_on_their_own_sources_and_on_nothing_else(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
     copy = copy_house(tmp_path) / "darelib"
     identify, before = machine.identify.__wrapped__, machine.identify()
     monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
@@ -382,7 +465,9 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "blocked" / "below"))
     assert (run_command(models), run_command(models)) == (0, 0)
     assert compiled == [str(MERGE)] * 2
-    assert capsys.readouterr().err.count("compiling for this machine (BF16)\n") == 2, "nothing is promised"
+    assert capsys.readouterr().err.count("compiling for this machine (BF16)\n") == 2, (
+        "nothing is promised"
+    )
     monkeypatch.delenv("NUMBA_CACHE_DIR")
     monkeypatch.setattr(os, "access", lambda path, mode: "__pycache__" not in str(path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -408,8 +493,20 @@ def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_wha
 ) -> None:
     (tmp_path / "numba.py").write_text("raise SystemExit('from the working directory')")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONVERBOSE": "1"}
-    words = [sys.executable, HERE / "dare.py", "-q", "-b", models[0], "-m", models[1], "-o", "out.safetensors"]
-    done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    words = [
+        sys.executable,
+        HERE / "dare.py",
+        "-q",
+        "-b",
+        models[0],
+        "-m",
+        models[1],
+        "-o",
+        "out.safetensors",
+    ]
+    done = subprocess.run(
+        words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, "cannot be used" in done.stderr) == (0, False)
     assert len(list((tmp_path / "cache").glob("dare.merge-*.o"))) == 1
 
@@ -421,7 +518,9 @@ def test_what_a_user_tells_numba_about_the_processor_holds(monkeypatch: Patch) -
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(variable, value)
         environment = environment_of_compiler()
-        assert {n: environment[n] for n in machine.FEATURE_VARIABLES if n in environment} == {variable: value}
+        assert {n: environment[n] for n in machine.FEATURE_VARIABLES if n in environment} == {
+            variable: value
+        }
         found.add(machine.identify.__wrapped__())
     assert len(found) == 3, "such kernels are kept apart"
 
@@ -432,10 +531,11 @@ def test_kernels_use_the_whole_width_of_the_vectors(monkeypatch: Patch) -> None:
         pytest.skip("no vectors of 512 bits")
     for name in machine.FEATURE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    code = (
-        "from darelib.kernels import KernelSpec, cpu; print(cpu.BUILDERS['merge'](KernelSpec('merge', *['BF16'] * 3))"
+    code = "from darelib.kernels import KernelSpec, cpu; print(cpu.BUILDERS['merge'](KernelSpec('merge', *['BF16'] * 3))"
+    words, environment = (
+        [sys.executable, "-c", f"{code}.inspect_llvm())"],
+        environment_of_compiler(),
     )
-    words, environment = [sys.executable, "-c", f"{code}.inspect_llvm())"], environment_of_compiler()
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.count("<16 x float>") > done.stdout.count("<8 x float>")
 
@@ -458,7 +558,9 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
     [warning] = capsys.readouterr().err.splitlines()
     assert warning.startswith("warning: Numba cannot be used (")
     assert warning.endswith("so NumPy computes: the same result, many times slower")
-    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "usual.safetensors").read_bytes()
+    assert (tmp_path / "out.safetensors").read_bytes() == (
+        tmp_path / "usual.safetensors"
+    ).read_bytes()
     assert run_command(models, "-q", "--engine", "numba") == 1
     assert "error: the engine numba cannot be used: " in capsys.readouterr().err
 
@@ -469,7 +571,16 @@ def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
     models: list[Path], tmp_path: Path, sent: signal.Signals, status: int
 ) -> None:
     before = support.snapshot(tmp_path)
-    words = [sys.executable, HERE / "dare.py", "-b", models[0], "-m", models[1], "-o", tmp_path / "out.safetensors"]
+    words = [
+        sys.executable,
+        HERE / "dare.py",
+        "-b",
+        models[0],
+        "-m",
+        models[1],
+        "-o",
+        tmp_path / "out.safetensors",
+    ]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

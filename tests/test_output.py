@@ -37,14 +37,27 @@ Pair = tuple[Path, Path]
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 MADE = {"README.md", "dare_recipe.toml", "model.safetensors"}  # in each directory
-THEIRS = ("", "[recipe]\nfiles = 3", "recipe = 1", "not toml", "[recipe]\nfiles = []")  # recipes that claim nothing
+THEIRS = (
+    "",
+    "[recipe]\nfiles = 3",
+    "recipe = 1",
+    "not toml",
+    "[recipe]\nfiles = []",
+)  # recipes that claim nothing
 
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: Capture) -> Any:
     """A merge into this output must fail with these words and leave everything as it was; always: even if forced."""
 
-    def check(models: Any, output: Any, *words: str, status: int = 1, flags: Any = (), always: bool = False) -> None:
+    def check(
+        models: Any,
+        output: Any,
+        *words: str,
+        status: int = 1,
+        flags: Any = (),
+        always: bool = False,
+    ) -> None:
         capsys.readouterr()
         for force in ([], ["--force"]) if always else ([],):
             arguments = ["-b", models[0], "-m", models[1], "-o", output, *flags, *force]
@@ -64,7 +77,9 @@ def fill(folder: Path, texts: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def test_side_files_of_the_base_come_along_and_weights_and_training_do_not(pair: Pair, tmp_path: Path) -> None:
+def test_side_files_of_the_base_come_along_and_weights_and_training_do_not(
+    pair: Pair, tmp_path: Path
+) -> None:
     odd = os.fsdecode(b"caf\xe9.txt") if sys.platform == "linux" else "caf\u00e9.txt"
     kept = (
         "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE", "modeling_own.py",
@@ -75,7 +90,11 @@ def test_side_files_of_the_base_come_along_and_weights_and_training_do_not(pair:
         "model-00001-of-00002.safetensors", "original/consolidated.00.pth", "original/params.json", "onnx/model.onnx",
         "training_args.bin", "trainer_state.json", "checkpoint-10/config.json", ".git/config",
     )  # fmt: skip
-    fill(pair[0], {name: f'{{"is": {k}}}' for k, name in enumerate(kept)} | dict.fromkeys(left, "of the base"))
+    fill(
+        pair[0],
+        {name: f'{{"is": {k}}}' for k, name in enumerate(kept)}
+        | dict.fromkeys(left, "of the base"),
+    )
     fill(pair[1], {"config.json": "{}", "more.txt": "of a fine-tune"})
     report = run_merge(pair[0], [pair[1]], tmp_path / "out")
     assert set(list_files(tmp_path / "out")) == {*kept, *MADE}
@@ -96,52 +115,97 @@ def test_config_json_names_the_new_type(pair: Pair, tmp_path: Path, key: str | N
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == after
 
 
-def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, capsys: Capture, refused: Any) -> None:
+def test_the_tokenizer_may_come_from_another_model(
+    tmp_path: Path, capsys: Capture, refused: Any
+) -> None:
     base = random_model(dtype=BF16, shapes={"model.embed_tokens.weight": (40, 3)})
-    pair = save_directory(tmp_path / "base", base, model_type="x"), save_directory(tmp_path / "math", finetune(base, 1))
+    pair = (
+        save_directory(tmp_path / "base", base, model_type="x"),
+        save_directory(tmp_path / "math", finetune(base, 1)),
+    )
     for path in pair:
         fill(path, {"tokenizer_config.json": path.name, "LICENSE": path.name})
     fill(pair[0], {"vocab.txt": "of the base only"})
-    vocabulary = {"model": {"vocab": {f"t{k}": k for k in range(40)}}, "added_tokens": [{"id": 41, "content": "x"}]}
+    vocabulary = {
+        "model": {"vocab": {f"t{k}": k for k in range(40)}},
+        "added_tokens": [{"id": 41, "content": "x"}],
+    }
     fill(pair[1], {"tokenizer.json": json.dumps(vocabulary)})
     words = ("has tokens up to 41, and the merged model has rows for 40", "--tokenizer union")
     for word in words:
         refused(pair, tmp_path / "x", word, flags=["--tokenizer", pair[1]])
     fill(pair[1], {"tokenizer.json": json.dumps(vocabulary | {"added_tokens": []})})
     merge_directory(pair, tmp_path / "out", "--tokenizer", pair[1])
-    assert dare.main(["-q", "-c", str(tmp_path / "out" / "dare_recipe.toml"), "-o", str(tmp_path / "again")]) == 0
+    assert (
+        dare.main(
+            ["-q", "-c", str(tmp_path / "out" / "dare_recipe.toml"), "-o", str(tmp_path / "again")]
+        )
+        == 0
+    )
     for folder in (tmp_path / "out", tmp_path / "again"):
-        assert set(list_files(folder)) == {*MADE, "config.json", "LICENSE", "tokenizer.json", "tokenizer_config.json"}
-        assert [(folder / name).read_text() for name in ("tokenizer_config.json", "LICENSE")] == ["math", "base"]
+        assert set(list_files(folder)) == {
+            *MADE,
+            "config.json",
+            "LICENSE",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        assert [(folder / name).read_text() for name in ("tokenizer_config.json", "LICENSE")] == [
+            "math",
+            "base",
+        ]
     bare = save_directory(tmp_path / "bare", base)
     refused(pair, tmp_path / "x", "there is no tokenizer in", flags=["--tokenizer", bare])
-    refused(pair, tmp_path / "x", "there is no file or directory", flags=["--tokenizer", tmp_path / "nowhere"])
+    refused(
+        pair,
+        tmp_path / "x",
+        "there is no file or directory",
+        flags=["--tokenizer", tmp_path / "nowhere"],
+    )
     words, flags = "tokenizer means nothing to an output of one file", ["--tokenizer", pair[1]]
     refused(pair, tmp_path / "x.safetensors", words, status=2, flags=flags)
 
 
 def test_the_model_card_has_front_matter_and_the_recipe(pair: Pair, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    settings: dict[str, Any] = {"weights": [2, 1], "keep_ratio": 0.5, "rules": [{"match": "*bias", "lambda_coeff": 0}]}
+    settings: dict[str, Any] = {
+        "weights": [2, 1],
+        "keep_ratio": 0.5,
+        "rules": [{"match": "*bias", "lambda_coeff": 0}],
+    }
     run_merge(pair[0], [pair[1]] * 2, tmp_path / "ties", method="ties", **settings, engine="plain")
     card = hub.ModelCard.load(tmp_path / "ties" / "README.md")
     assert card.data.base_model == ["base", "math"]
     assert (card.data.library_name, card.data.tags) == ("transformers", ["merge", "dare"])
-    for words in ("agree on a sign", "| `math` | 43 | 0.9 | 0.1 | 1 |", "the largest 0.5", "settings of their own"):
+    for words in (
+        "agree on a sign",
+        "| `math` | 43 | 0.9 | 0.1 | 1 |",
+        "the largest 0.5",
+        "settings of their own",
+    ):
         assert words in card.text
     recipe = card.text.split("```toml\n")[1].split("```")[0]
     with safe_open(tmp_path / "ties" / "model.safetensors", framework="pt") as file:
         assert recipe == file.metadata()["dare_recipe"]
-    run_merge(pair[0], [pair[1]] * 2, tmp_path / "slerp", method="slerp", slerp_t=0.25, engine="plain")
+    run_merge(
+        pair[0], [pair[1]] * 2, tmp_path / "slerp", method="slerp", slerp_t=0.25, engine="plain"
+    )
     assert "slerp at 0.25" in (tmp_path / "slerp" / "README.md").read_text()
     rule = {"match": "*bias", "drop_rate": 0.5}
-    for rate, rules, words in ((0, [], "here nothing is dropped, and all that"), (0, [rule], "most of what each")):
+    for rate, rules, words in (
+        (0, [], "here nothing is dropped, and all that"),
+        (0, [rule], "most of what each"),
+    ):
         run_merge(pair[0], [pair[1]], tmp_path / "all", drop_rate=rate, rules=rules, engine="plain")
         assert words in (tmp_path / "all" / "README.md").read_text()
 
 
 def test_the_model_card_says_what_was_dropped(pair: Pair, tmp_path: Path) -> None:
-    config: dict[str, Any] = {"drop": ["della", "breadcrumbs", "random"], "drop_rate": 0.5, "engine": "plain"}
+    config: dict[str, Any] = {
+        "drop": ["della", "breadcrumbs", "random"],
+        "drop_rate": 0.5,
+        "engine": "plain",
+    }
     run_merge(pair[0], [pair[1]] * 3, tmp_path / "out", **config)
     card = (tmp_path / "out" / "README.md").read_text()
     for words in (
@@ -153,7 +217,10 @@ def test_the_model_card_says_what_was_dropped(pair: Pair, tmp_path: Path) -> Non
     run_merge(pair[0], [pair[1]], tmp_path / "out", drop="magnitude", drop_rate=0.5, engine="plain")
     assert "the smallest first, and what is left is" in (tmp_path / "out" / "README.md").read_text()
     run_merge(pair[0], [pair[1]], tmp_path / "out", drop="magnitude", rescale="l1", engine="plain")
-    assert "| 0.9 (magnitude) | what restores the sum of sizes | 1 |" in (tmp_path / "out" / "README.md").read_text()
+    assert (
+        "| 0.9 (magnitude) | what restores the sum of sizes | 1 |"
+        in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(("config", "words"), [
@@ -171,7 +238,9 @@ def test_the_model_card_says_what_was_dropped(pair: Pair, tmp_path: Path) -> Non
     ({"rules": [{"match": "*", "drop": "magnitude"}]}, None),
     ({"drop": "magnitude"}, None), ({"drop": ["della", "random"], "drop_rate": 0.5}, None),
 ], ids=str)  # fmt: skip
-def test_the_model_card_says_it_in_the_words_of_mergekit(pair: Pair, tmp_path: Path, config: Any, words: Any) -> None:
+def test_the_model_card_says_it_in_the_words_of_mergekit(
+    pair: Pair, tmp_path: Path, config: Any, words: Any
+) -> None:
     run_merge(pair[0], [pair[1]] * 2, tmp_path / "out", **config, engine="plain")
     card = (tmp_path / "out" / "README.md").read_text()
     assert words in card if words else "mergekit" not in card
@@ -179,18 +248,29 @@ def test_the_model_card_says_it_in_the_words_of_mergekit(pair: Pair, tmp_path: P
     assert "\nbase_model_relation: merge\n" in card
 
 
-def test_missing_and_odd_configurations_are_warned_about(models: list[Path], pair: Pair, tmp_path: Path) -> None:
+def test_missing_and_odd_configurations_are_warned_about(
+    models: list[Path], pair: Pair, tmp_path: Path
+) -> None:
     report = run_merge(models[0], models[1:], tmp_path / "bare")
     assert any("has no config.json beside it" in warning for warning in report.warnings)
-    assert set(list_files(tmp_path / "bare")) == MADE, "what lies beside a bare file belongs to no model"
+    assert set(list_files(tmp_path / "bare")) == MADE, (
+        "what lies beside a bare file belongs to no model"
+    )
     for layers, path in zip((2, 3), pair, strict=True):
-        fill(path, {"config.json": json.dumps({"model_type": "llama", "num_hidden_layers": layers})})
+        fill(
+            path, {"config.json": json.dumps({"model_type": "llama", "num_hidden_layers": layers})}
+        )
     (warning,) = run_merge(pair[0], [pair[1]], tmp_path / "out").warnings
-    assert f"{pair[1]} is configured differently from {pair[0]}: its num_hidden_layers is 3, not 2; check" in warning
+    assert (
+        f"{pair[1]} is configured differently from {pair[0]}: its num_hidden_layers is 3, not 2; check"
+        in warning
+    )
 
 
 @pytest.mark.parametrize("limit", ["1B", 4514, 4515, 4636, 10_000, 19_637, 19_638, "20kB"])
-def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(pair: Pair, tmp_path: Path, limit: Any) -> None:
+def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
+    pair: Pair, tmp_path: Path, limit: Any
+) -> None:
     out, bound = tmp_path / "out", parse_size(limit)
     report = run_merge(pair[0], [pair[1]], out, max_shard_size=limit)
     shards, order = {path.name: load_file(path) for path in sorted(out.glob("*.safetensors"))}, []
@@ -204,34 +284,70 @@ def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(pair: Pair, t
     with safe_open(pair[0] / "model.safetensors", framework="np") as file:
         assert order == file.offset_keys(), "tensors lie in the order of the base"
     run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", max_shard_size=limit)
-    assert_same(tensors_in(out), load_file(tmp_path / "out.safetensors"))  # one file, which is never split
+    assert_same(
+        tensors_in(out), load_file(tmp_path / "out.safetensors")
+    )  # one file, which is never split
     names = [f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)]
-    assert list(shards) == list(report.files) == (names if len(names) > 1 else ["model.safetensors"])
+    assert (
+        list(shards) == list(report.files) == (names if len(names) > 1 else ["model.safetensors"])
+    )
     assert (out / "model.safetensors.index.json").exists() == (len(names) > 1)
     if len(names) > 1:
         index = json.loads((out / "model.safetensors.index.json").read_text())
-        assert index["weight_map"] == {name: file for file, tensors in shards.items() for name in tensors}
+        assert index["weight_map"] == {
+            name: file for file, tensors in shards.items() for name in tensors
+        }
         assert index["metadata"]["total_size"] == sum(sizes)
 
 
-def test_sizes_are_read_as_people_write_them(pair: Pair, tmp_path: Path, capsys: Capture, refused: Any) -> None:
-    sizes = {"5GB": 5 * 10**9, "5gb": 5 * 10**9, "1.5GiB": 3 << 29, "300 MB": 300 * 10**6, " 2TiB ": 2 << 40}
-    for source, size in (sizes | {"10kB": 10_000, "10KiB": 10_240, "1000": 1000, 1000: 1000, "1B": 1}).items():
+def test_sizes_are_read_as_people_write_them(
+    pair: Pair, tmp_path: Path, capsys: Capture, refused: Any
+) -> None:
+    sizes = {
+        "5GB": 5 * 10**9,
+        "5gb": 5 * 10**9,
+        "1.5GiB": 3 << 29,
+        "300 MB": 300 * 10**6,
+        " 2TiB ": 2 << 40,
+    }
+    for source, size in (
+        sizes | {"10kB": 10_000, "10KiB": 10_240, "1000": 1000, 1000: 1000, "1B": 1}
+    ).items():
         assert parse_size(source) == size
         assert DareConfig(max_shard_size=source).max_shard_size == source
-    wrong = ["", "GB", "5XB", "5 G B", "-5GB", "5,5GB", "1e9", "0", "0GB", "0.5", "nan", "5GBs", "1.5.1GB", "0x10"]
+    wrong = [
+        "",
+        "GB",
+        "5XB",
+        "5 G B",
+        "-5GB",
+        "5,5GB",
+        "1e9",
+        "0",
+        "0GB",
+        "0.5",
+        "nan",
+        "5GBs",
+        "1.5.1GB",
+        "0x10",
+    ]
     for source in (*wrong, "9" * 16):
         complaint = f"--max-shard-size must be a size like 5GB or 500MiB, or a number of bytes, not {source!r}"
         refused(pair, tmp_path / "out", complaint, status=2, flags=[f"--max-shard-size={source}"])
         fill(tmp_path, {"c.toml": f"[dare]\nmax_shard_size = {json.dumps(source)}\n"})
         assert dare.main(["-c", str(tmp_path / "c.toml")]) == 2
-        assert f"{tmp_path / 'c.toml'}: [dare] max_shard_size must be a size like 5GB" in capsys.readouterr().err
+        assert (
+            f"{tmp_path / 'c.toml'}: [dare] max_shard_size must be a size like 5GB"
+            in capsys.readouterr().err
+        )
     for value in (0, -1, 1.5, True, None, [5], 1 << 63):
         with pytest.raises(ConfigError, match="max_shard_size must be a size like 5GB"):
             DareConfig(max_shard_size=value)
 
 
-def test_no_spelling_of_an_input_is_taken_as_output(tmp_path: Path, monkeypatch: Patch, refused: Any) -> None:
+def test_no_spelling_of_an_input_is_taken_as_output(
+    tmp_path: Path, monkeypatch: Patch, refused: Any
+) -> None:
     base, home = random_model(dtype=BF16), tmp_path / "home"
     first = save_directory(home / "models" / "base", base, model_type="x")
     second = save_sharded(home / "models" / "math", finetune(base, 1), [[name] for name in base])
@@ -240,15 +356,32 @@ def test_no_spelling_of_an_input_is_taken_as_output(tmp_path: Path, monkeypatch:
     (home / "all").symlink_to(home / "models")
     monkeypatch.chdir(second)
     for relation, outputs in {
-        "is": [first, home / "link", "../base", "./../base/", first / "sub" / "..", home / "all/base", ".", "../math"],
-        "lies inside": [first / "new", home / "link" / "new", "../base/sub", home / "all/base/x.safetensors", "new"],
+        "is": [
+            first,
+            home / "link",
+            "../base",
+            "./../base/",
+            first / "sub" / "..",
+            home / "all/base",
+            ".",
+            "../math",
+        ],
+        "lies inside": [
+            first / "new",
+            home / "link" / "new",
+            "../base/sub",
+            home / "all/base/x.safetensors",
+            "new",
+        ],
         "holds": [home / "models", home / "all", "..", "../../models", home / "link" / ".."],
     }.items():
         for output in outputs:
             refused((first, second), output, f"{relation} the input", status=2, always=True)
 
 
-def test_files_adapters_caches_and_tokenizers_are_inputs_too(pair: Pair, tmp_path: Path, refused: Any) -> None:
+def test_files_adapters_caches_and_tokenizers_are_inputs_too(
+    pair: Pair, tmp_path: Path, refused: Any
+) -> None:
     lone = save(tmp_path / "mine", base=random_model(dtype=BF16), math=random_model(1, BF16))
     refused(lone, tmp_path / "mine", "holds the input", status=2, always=True)
     adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
@@ -258,10 +391,19 @@ def test_files_adapters_caches_and_tokenizers_are_inputs_too(pair: Pair, tmp_pat
     for output in (cached, cached.parent.parent / "blobs", tmp_path / "hub"):
         refused((pair[0], cached), output, "the input", status=2, always=True)
     fill(pair[1], {"tokenizer.json": "{}"})
-    refused((pair[0], adapter), pair[1], "is the input", flags=["--tokenizer", pair[1]], status=2, always=True)
+    refused(
+        (pair[0], adapter),
+        pair[1],
+        "is the input",
+        flags=["--tokenizer", pair[1]],
+        status=2,
+        always=True,
+    )
 
 
-def test_inputs_of_the_same_name_are_both_kept(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_inputs_of_the_same_name_are_both_kept(
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     """A path in TOML and a path in a flag may be spelled alike and be two files."""
     save(tmp_path / "x", m=random_model())
     save(tmp_path, m=random_model(1))
@@ -271,19 +413,25 @@ def test_inputs_of_the_same_name_are_both_kept(tmp_path: Path, monkeypatch: Patc
     refuse(tmp_path, capsys, 2, "is the input 'm.safetensors'", arguments=arguments)
 
 
-def test_what_cannot_be_copied_is_named_at_once(pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any) -> None:
+def test_what_cannot_be_copied_is_named_at_once(
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any
+) -> None:
     refused(("", pair[1]), tmp_path / "out", "is empty", status=2)
     refused(pair, "", "is empty", status=2)
     fill(pair[0], {"config.json": '{"a":'})
     refused(pair, tmp_path / "out", "base/config.json' is not valid")
     fill(pair[0], {"config.json": "{}", "vocab.txt": "secret"})
     real = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: "vocab" not in str(path) and real(path, mode))
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "vocab" not in str(path) and real(path, mode)
+    )
     refused(pair, tmp_path / "out", "cannot read", "vocab.txt'", "Permission denied")
 
 
 @pytest.mark.parametrize("kind", ["empty directory", "link"])
-def test_a_directory_of_this_tool_is_replaced_and_nothing_of_it_survives(pair: Pair, tmp_path: Path, kind: str) -> None:
+def test_a_directory_of_this_tool_is_replaced_and_nothing_of_it_survives(
+    pair: Pair, tmp_path: Path, kind: str
+) -> None:
     out, real, found = tmp_path / "out", tmp_path / "real", []
     out.symlink_to(real) if kind == "link" else out.mkdir()
     for limit, count in (("100B", 4), ("10kB", 2), ("5GB", 1)):
@@ -294,18 +442,27 @@ def test_a_directory_of_this_tool_is_replaced_and_nothing_of_it_survives(pair: P
     assert set(list_files(out)) == MADE
     merge_directory(pair, out, "--seed", "7")
     assert not found[0]["layer.weight"].equal(tensors_in(out)["layer.weight"])
-    assert (out.is_symlink(), real.is_dir()) == (kind == "link",) * 2, "a link keeps leading where it led"
+    assert (out.is_symlink(), real.is_dir()) == (kind == "link",) * 2, (
+        "a link keeps leading where it led"
+    )
 
 
 @pytest.mark.parametrize(
     ("ours", "texts", "words"),
     [
         (True, {"README.md": "what I found out about it"}, "also holds 'README.md'"),
-        (True, {"eval/results.json": "{}", "notes.txt": "mine"}, "also holds 'eval/results.json', 'notes.txt'"),
+        (
+            True,
+            {"eval/results.json": "{}", "notes.txt": "mine"},
+            "also holds 'eval/results.json', 'notes.txt'",
+        ),
         (True, {"link/precious.txt": "mine"}, "also holds 'link'"),
         (True, {"model.safetensors": "trained on"}, "also holds 'model.safetensors'"),
         (False, {"notes/precious.txt": "mine"}, "exists and was not made by this tool"),
-        *((False, {"dare_recipe.toml": recipe}, "exists and was not made by this tool") for recipe in THEIRS),
+        *(
+            (False, {"dare_recipe.toml": recipe}, "exists and was not made by this tool")
+            for recipe in THEIRS
+        ),
     ],
 )
 def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
@@ -313,7 +470,9 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
 ) -> None:
     out, kept = tmp_path / "out", tmp_path / "kept"
     kept.mkdir()
-    merge_directory(pair, out) if ours else save_sharded(out, random_model(), [[name] for name in random_model()])
+    merge_directory(pair, out) if ours else save_sharded(
+        out, random_model(), [[name] for name in random_model()]
+    )
     if "link/precious.txt" in texts:
         (out / "link").symlink_to(kept)
     fill(out, texts)
@@ -326,21 +485,35 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
     assert snapshot(kept) == before, "what a link leads to is never removed"
 
 
-def test_what_is_no_model_is_never_replaced(pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any) -> None:
+def test_what_is_no_model_is_never_replaced(
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any
+) -> None:
     thesis = ["chapters/model.safetensors", "thesis.tex"]
-    for k, names in enumerate((thesis, ["config.json", "x.tex"], ["data.npy"], [".git/HEAD", "model.safetensors"])):
+    for k, names in enumerate(
+        (thesis, ["config.json", "x.tex"], ["data.npy"], [".git/HEAD", "model.safetensors"])
+    ):
         fill(tmp_path / f"out{k}", dict.fromkeys(names, "mine"))
         refused(pair, tmp_path / f"out{k}", "is a directory with other things in it", always=True)
     fill(tmp_path, {"file": "mine"})
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "to-file").symlink_to("file")
     (tmp_path / "to-folder.safetensors").symlink_to("folder.safetensors")
-    for kind, names in (("file", ["file", "to-file"]), ("directory", ["folder.safetensors", "to-folder.safetensors"])):
+    for kind, names in (
+        ("file", ["file", "to-file"]),
+        ("directory", ["folder.safetensors", "to-folder.safetensors"]),
+    ):
         for name in names:
             refused(pair, tmp_path / name, f"{name}' is a {kind}", always=True)
     for name in ("file/out", "file/deeper/out.safetensors"):
-        refused(pair, tmp_path / name, f"cannot be inside '{tmp_path / 'file'}', which is a file", always=True)
-    refused(pair, tmp_path / "nowhere" / "out", f"'{tmp_path / 'nowhere'}' does not exist", always=True)
+        refused(
+            pair,
+            tmp_path / name,
+            f"cannot be inside '{tmp_path / 'file'}', which is a file",
+            always=True,
+        )
+    refused(
+        pair, tmp_path / "nowhere" / "out", f"'{tmp_path / 'nowhere'}' does not exist", always=True
+    )
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     refused(pair, ".", "is the working directory", always=True)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError, DareMerger, dare_sparsify
-from darelib.tuning import TUNING
+from darelib.core.tuning import TUNING
 from tests.fuzz import examples
 from tests.scene import POSIX, contents, launch, stop_after
 from tests.support import (
@@ -60,7 +60,16 @@ def pack_all(paths: list[Path], rate: float, seed: int = 42, *flags: Any) -> lis
     """Every model with the seed that it has at its place in the list."""
     base, *models = paths
     return [
-        pack(base, model, base.parent / f"packed{i}.safetensors", "--drop-rate", rate, "--seed", seed + i, *flags)
+        pack(
+            base,
+            model,
+            base.parent / f"packed{i}.safetensors",
+            "--drop-rate",
+            rate,
+            "--seed",
+            seed + i,
+            *flags,
+        )
         for i, model in enumerate(models)
     ]
 
@@ -87,31 +96,48 @@ def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
 @pytest.mark.parametrize("engine", ["numba", "plain"])
 @pytest.mark.parametrize("config", METHODS, ids=lambda config: "-".join(map(str, config.values())))
 @pytest.mark.parametrize(
-    "dtype", [BF16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (F16, F32, F64))], ids=str
+    "dtype",
+    [BF16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (F16, F32, F64))],
+    ids=str,
 )
 def test_every_method_gives_the_bits_of_the_originals(
     tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, engine: str
 ) -> None:
-    base = random_model(0, dtype, {"layer.weight": (97, 131), "bias": (131,), "scalar": (), "none": (0, 4)})
+    base = random_model(
+        0, dtype, {"layer.weight": (97, 131), "bias": (131,), "scalar": (), "none": (0, 4)}
+    )
     paths = save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
     packed = pack_all(paths, 0.5, 42, "--engine", engine)
     for elements, threads in ((8192, 1), (2048, 3)):
         TUNING.job_elements = elements
         compare(paths, packed, engine=engine, threads=threads, **config)
-        compare(paths, [packed[0], paths[2]], engine=engine, threads=threads, **config)  # one of them packed
+        compare(
+            paths, [packed[0], paths[2]], engine=engine, threads=threads, **config
+        )  # one of them packed
 
 
 @examples(40)
 @given(data=st.data())
-def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals(tmp_path: Path, data: Any) -> None:
-    shapes = {f"t{k}": data.draw(st.sampled_from([(), (1,), (0,), (4095,), (4096,), (3, 1367), (9001,)])) for k in "ab"}
+def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals(
+    tmp_path: Path, data: Any
+) -> None:
+    shapes = {
+        f"t{k}": data.draw(st.sampled_from([(), (1,), (0,), (4095,), (4096,), (3, 1367), (9001,)]))
+        for k in "ab"
+    }
     base = random_model(0, data.draw(TYPES, "base"), shapes)
-    tunes = [{n: t.to(data.draw(TYPES)) for n, t in finetune(base, k, 0.01).items()} for k in (1, 2)]
+    tunes = [
+        {n: t.to(data.draw(TYPES)) for n, t in finetune(base, k, 0.01).items()} for k in (1, 2)
+    ]
     paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
     low, high = sorted(data.draw(st.tuples(*[st.floats(0, 0.9999)] * 2), "rates"))
     seed, rule = data.draw(st.integers(0, 2**63 - 3)), data.draw(st.floats(0, 0.99), "rule")
     packed = pack_all(paths, low, seed, "--rule", f"tb:drop_rate={rule!r}")
-    method = data.draw(st.sampled_from(METHODS)) | {"drop_rate": high, "seed": seed, "engine": "plain"}
+    method = data.draw(st.sampled_from(METHODS)) | {
+        "drop_rate": high,
+        "seed": seed,
+        "engine": "plain",
+    }
     compare(paths, packed, rules=[{"match": "tb", "drop_rate": rule}], **method)
 
 
@@ -123,37 +149,59 @@ def test_one_packed_model_alone_gives_what_dare_sparsify_gives(
     base = random_model(0, dtype, {"w": (70, 90)})
     paths = save(tmp_path, base=base, math=finetune(base, 1))
     packed = pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", rate, "--seed", seed)
-    run_merge(paths[0], [packed], tmp_path / "out.safetensors", drop_rate=rate, engine="plain", seed=99)
+    run_merge(
+        paths[0], [packed], tmp_path / "out.safetensors", drop_rate=rate, engine="plain", seed=99
+    )
     expected = dare_sparsify(base, load_file(paths[1]), drop_rate=rate, seed=seed)
     assert_same(load_file(tmp_path / "out.safetensors"), expected)
 
 
-def test_its_seed_is_its_own_at_any_place_and_one_seed_for_two_is_a_warning(models: list[Path]) -> None:
+def test_its_seed_is_its_own_at_any_place_and_one_seed_for_two_is_a_warning(
+    models: list[Path],
+) -> None:
     packed, made = pack_all(models, 0.5), []
     for order in (packed, packed[::-1]):
-        report = run_merge(models[0], order, models[0].with_name("out.safetensors"), seed=7, engine="plain")
+        report = run_merge(
+            models[0], order, models[0].with_name("out.safetensors"), seed=7, engine="plain"
+        )
         made.append(load_file(models[0].with_name("out.safetensors")))
-        assert [model.seed for model in report.models] == [42 + packed.index(path) for path in order]
+        assert [model.seed for model in report.models] == [
+            42 + packed.index(path) for path in order
+        ]
         assert not any("seed" in warning for warning in report.warnings)
     assert_same(*made)  # since a + b is b + a
     compare(models, packed, engine="plain")
     other = pack(models[0], models[2], packed[1].with_name("same.safetensors"), "--drop-rate", 0.5)
-    report = run_merge(models[0], [packed[0], other], models[0].with_name("out.safetensors"), engine="plain")
+    report = run_merge(
+        models[0], [packed[0], other], models[0].with_name("out.safetensors"), engine="plain"
+    )
     assert any("have one seed, 42" in warning for warning in report.warnings)
 
 
 def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal) -> None:
     packed = pack(*models[:2], models[0].with_name("packed.safetensors"), "--drop-rate", 0.5)
-    check_refused(models[0], packed, "a drop rate of 0.5", "cannot be merged at 0.3", flags=("--drop-rate", "0.3"))
+    check_refused(
+        models[0],
+        packed,
+        "a drop rate of 0.5",
+        "cannot be merged at 0.3",
+        flags=("--drop-rate", "0.3"),
+    )
     check_refused(models[0], packed, "'layer.bias'", flags=("--rule", "*bias:drop_rate=0.2"))
     with pytest.raises(DareError, match=r"cannot be merged at 0\.4"):
-        DareMerger(models[0], [packed, models[2]], DareConfig(drop_rate=[0.4, 0.1])).plan("out.safetensors")
-    run_merge(models[0], [packed, models[2]], packed.with_name("out.safetensors"), drop_rate=[0.5, 0.1])
+        DareMerger(models[0], [packed, models[2]], DareConfig(drop_rate=[0.4, 0.1])).plan(
+            "out.safetensors"
+        )
+    run_merge(
+        models[0], [packed, models[2]], packed.with_name("out.safetensors"), drop_rate=[0.5, 0.1]
+    )
 
 
 def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
     """Integers, and other shapes; what the base lacks too, so that it is reported as of the original."""
-    base = random_model(0, BF16, {"embed.weight": (40, 60), "w": (70, 90)}) | {"ids": torch.arange(9)}
+    base = random_model(0, BF16, {"embed.weight": (40, 60), "w": (70, 90)}) | {
+        "ids": torch.arange(9)
+    }
     tunes = [{**finetune(base, k, 0.01), "ids": torch.arange(9) + k} for k in (1, 2)]
     tunes[0] |= random_model(5, BF16, {"embed.weight": (43, 60), "more": (3,)})
     paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
@@ -163,13 +211,21 @@ def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
         assert torch.equal(found[name], tunes[0][name])
     assert len(found["w"]) < 0.6 * 6300
     compare(paths, packed, mismatch="overlap", engine="plain")
-    reports = [run_merge(paths[0], m, tmp_path / "out.safetensors", mismatch="overlap") for m in (paths[1:], packed)]
-    assert [m.extra_tensors for m in reports[0].models] == [m.extra_tensors for m in reports[1].models]
+    reports = [
+        run_merge(paths[0], m, tmp_path / "out.safetensors", mismatch="overlap")
+        for m in (paths[1:], packed)
+    ]
+    assert [m.extra_tensors for m in reports[0].models] == [
+        m.extra_tensors for m in reports[1].models
+    ]
 
 
 def test_what_another_model_has_as_integers_is_the_base_s(tmp_path: Path) -> None:
     base = random_model(0, F32, {"w": (70, 90)}) | {"position_ids": torch.arange(5000.0)}
-    tunes = [{**finetune(base, k), "position_ids": base["position_ids"].to(kind)} for k, kind in ((1, F32), (2, F64))]
+    tunes = [
+        {**finetune(base, k), "position_ids": base["position_ids"].to(kind)}
+        for k, kind in ((1, F32), (2, F64))
+    ]
     tunes[1]["position_ids"] = tunes[1]["position_ids"].long()
     paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
     packed = [*pack_all(paths[:2], 0.5), paths[2]]
@@ -187,20 +243,30 @@ def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
         whole = tensors | {h: tensors[e].clone() for h, e in head.items() if stored or k == 0}
         save_directory(tmp_path / f"m{k}", whole, model_type="llama", tie_word_embeddings=True)
     paths = [tmp_path / f"m{k}" for k in range(3)]
-    packed = [pack(paths[0], path, tmp_path / f"p{i}", "--seed", 42 + i) for i, path in enumerate(paths[1:])]
+    packed = [
+        pack(paths[0], path, tmp_path / f"p{i}", "--seed", 42 + i)
+        for i, path in enumerate(paths[1:])
+    ]
     compare(paths, packed, engine="plain")
     merged = load_file(tmp_path / "out.safetensors")
     assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
-    names = {n: e.get("mask_name") for n, e in table_of(packed[0] / "packed.safetensors")["tensors"].items()}
+    names = {
+        n: e.get("mask_name")
+        for n, e in table_of(packed[0] / "packed.safetensors")["tensors"].items()
+    }
     assert names.get("lm_head.weight") == (head["lm_head.weight"] if stored else None)
 
 
 # --- everything else that takes a model ------------------------------------------------------------------------------
 
 
-def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(pair: Any, tmp_path: Path) -> None:
+def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(
+    pair: Any, tmp_path: Path
+) -> None:
     for k, folder in enumerate(pair):
-        (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False}))
+        (folder / "config.json").write_text(
+            json.dumps({"model_type": "llama", "tie_word_embeddings": False})
+        )
         (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
         (folder / "notes.txt").write_text(str(k))
     base, math = pair
@@ -212,7 +278,12 @@ def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(pa
     assert "base_model: " in (packed / "README.md").read_text()
     assert not any(str(tmp_path).encode() in content for content in contents(packed).values())
     for model in (math, packed):
-        run_merge(base, [model], tmp_path / f"{model.name}-merged", rules=[{"match": "*bias", "drop_rate": 0}])
+        run_merge(
+            base,
+            [model],
+            tmp_path / f"{model.name}-merged",
+            rules=[{"match": "*bias", "drop_rate": 0}],
+        )
     assert_same(tensors_in(tmp_path / "math-merged"), tensors_in(tmp_path / "packed-merged"))
     assert dare.main(["verify", str(packed)]) == 1
     before = contents(packed)
@@ -225,11 +296,21 @@ def test_dry_run_verify_and_resume_take_packed_models(
 ) -> None:
     TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
     packed, out = pack_all(models, 0.9, 7), models[0].with_name("out.safetensors")
-    words = ["-b", str(models[0]), "-m", *map(str, packed), "-o", str(out), *PLAIN, "--threads", "1"]
+    words = [
+        "-b",
+        str(models[0]),
+        "-m",
+        *map(str, packed),
+        "-o",
+        str(out),
+        *PLAIN,
+        "--threads",
+        "1",
+    ]
     assert dare.main([*words, "--dry-run"]) == 0
-    assert "packed at drop rate 0.9, seed 7" in capsys.readouterr().out.replace("0.8999", "0.9").replace(
-        "0.9001", "0.9"
-    )
+    assert "packed at drop rate 0.9, seed 7" in capsys.readouterr().out.replace(
+        "0.8999", "0.9"
+    ).replace("0.9001", "0.9")
     assert dare.main(words) == 0
     whole = out.read_bytes()
     monkeypatch.chdir(out.parent)
@@ -244,10 +325,22 @@ def test_dry_run_verify_and_resume_take_packed_models(
     assert Path("again.safetensors").read_bytes() == whole
 
 
-def test_what_an_analysis_suggests_for_packed_models_merges(models: list[Path], tmp_path: Path) -> None:
+def test_what_an_analysis_suggests_for_packed_models_merges(
+    models: list[Path], tmp_path: Path
+) -> None:
     packed = pack_all(models, 0.95, 42, "--rule", "*norm*:drop_rate=0.1")
     for merged, rate in ((packed[:1], 0.95), ([packed[0], models[2]], [0.95, 0.0])):
-        words = ["-b", models[0], "-m", *merged, "--write-config", tmp_path / "a.toml", "--force", "-q", *PLAIN]
+        words = [
+            "-b",
+            models[0],
+            "-m",
+            *merged,
+            "--write-config",
+            tmp_path / "a.toml",
+            "--force",
+            "-q",
+            *PLAIN,
+        ]
         words += ["--drop-rate", 0.95]
         assert dare.main(["analyze", *map(str, words)]) == 0
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
@@ -268,25 +361,35 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
     (whole, merged), (sample, sampled) = reports
     assert sum("a random sample" in warning for warning in sample.warnings) == 2
     assert not any("sample" in warning for warning in whole.warnings)
-    same = DareMerger(paths[0], pack_all([*paths[:2], paths[1]], 0.5), DareConfig(engine="plain", verbose=False))
+    same = DareMerger(
+        paths[0], pack_all([*paths[:2], paths[1]], 0.5), DareConfig(engine="plain", verbose=False)
+    )
     twice = pack(*paths[:2], tmp_path / "twice.safetensors", "--drop-rate", 0.7)
     nested = DareMerger(paths[0], [same.models[0], twice], same.config).analyze().pairs[0]
     assert same.analyze().pairs[0].cosine == pytest.approx(1, rel=0.03)
     assert nested.cosine == pytest.approx(1, rel=0.03)  # of one seed, one sample is in the other
     for one, other in zip(whole.models, sample.models, strict=True):
-        for stats, estimate in zip((one.total, *one.tensors), (other.total, *other.tensors), strict=True):
+        for stats, estimate in zip(
+            (one.total, *one.tensors), (other.total, *other.tensors), strict=True
+        ):
             assert estimate.parameters == stats.parameters
             for field in ("mean", "standard_deviation", "relative_norm", "relative_noise"):
-                assert getattr(estimate, field) == pytest.approx(getattr(stats, field), rel=0.04), field
+                assert getattr(estimate, field) == pytest.approx(getattr(stats, field), rel=0.04), (
+                    field
+                )
             assert estimate.p95 == pytest.approx(stats.p95, rel=0.08)
     for field in ("cosine", "share_both", "sign_conflict", "weighted_sign_conflict"):
-        assert getattr(sample.pairs[0], field) == pytest.approx(getattr(whole.pairs[0], field), abs=0.02), field
+        assert getattr(sample.pairs[0], field) == pytest.approx(
+            getattr(whole.pairs[0], field), abs=0.02
+        ), field
     assert whole.pairs[0].cosine > 0.6
     for one, other in zip(merged.models, sampled.models, strict=True):
         assert other.mean_delta == pytest.approx(one.mean_delta, rel=0.02)
         assert other.share_above_threshold == pytest.approx(one.share_above_threshold, rel=0.05)
         assert other.dropped_share == one.dropped_share
-    assert ["large deltas" in w for w in merged.warnings] == ["large deltas" in w for w in sampled.warnings]
+    assert ["large deltas" in w for w in merged.warnings] == [
+        "large deltas" in w for w in sampled.warnings
+    ]
 
 
 # --- what cannot be packed, or merged --------------------------------------------------------------------------------
@@ -312,13 +415,33 @@ def test_what_is_small_already_and_other_bases_are_refused(
     )
 
 
-@pytest.mark.parametrize("text", ['[dare]\ndrop = "magnitude"', '[[rules]]\nmatch = "*bias"\ndrop = "magnitude"'])
-def test_only_what_is_dropped_at_random_can_be_packed(models: list[Path], capsys: Capture, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ['[dare]\ndrop = "magnitude"', '[[rules]]\nmatch = "*bias"\ndrop = "magnitude"']
+)
+def test_only_what_is_dropped_at_random_can_be_packed(
+    models: list[Path], capsys: Capture, text: str
+) -> None:
     base, model, _ = models
     config = base.parent / "config.toml"
     config.write_text(text)
-    words = ["pack", "-c", config, "-b", base, "-m", model, "-o", base.parent / "packed.safetensors"]
-    refuse(base.parent, capsys, 2, "at random, and this configuration has drop magnitude", arguments=words)
+    words = [
+        "pack",
+        "-c",
+        config,
+        "-b",
+        base,
+        "-m",
+        model,
+        "-o",
+        base.parent / "packed.safetensors",
+    ]
+    refuse(
+        base.parent,
+        capsys,
+        2,
+        "at random, and this configuration has drop magnitude",
+        arguments=words,
+    )
 
 
 def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -332,7 +455,9 @@ def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsy
     refuse(tmp_path, capsys, 1, "is packed, so that its rows cannot be moved", arguments=words)
 
 
-def test_a_configuration_that_says_how_to_merge_can_be_packed_by(models: list[Path], tmp_path: Path) -> None:
+def test_a_configuration_that_says_how_to_merge_can_be_packed_by(
+    models: list[Path], tmp_path: Path
+) -> None:
     text = '[dare]\nmethod = "ties"\nkeep_ratio = 0.3\ndrop_rate = 0.5\n[[rules]]\nmatch = "*bias"\nkeep_ratio = 1.0\n'
     (tmp_path / "c.toml").write_text(text + '[[rules]]\nmatch = "scalar"\ndrop_rate = 0.0\n')
     packed = pack(*models[:2], tmp_path / "packed.safetensors", "--config", tmp_path / "c.toml")
@@ -350,7 +475,18 @@ def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes
     whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
     out, before = tmp_path / "out" / "out.safetensors", sorted(os.listdir(tmp_path))
     out.parent.mkdir()
-    words = ["pack", "-b", str(models[0]), "-m", str(models[1]), "-o", str(out), *PLAIN, "--threads", "1"]
+    words = [
+        "pack",
+        "-b",
+        str(models[0]),
+        "-m",
+        str(models[1]),
+        "-o",
+        str(out),
+        *PLAIN,
+        "--threads",
+        "1",
+    ]
     for flags, left in (((), 0), (("--resume",), 1)):
         with pytest.MonkeyPatch.context() as patch:
             stop_after(patch, 5)
@@ -383,9 +519,13 @@ def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
     assert out.read_bytes() == whole
 
 
-def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
+    tmp_path: Path, capsys: Capture
+) -> None:
     """The mask of a tied head is its embedding's; whether it is tied, the base's configuration says."""
-    base = random_model(dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)})
+    base = random_model(
+        dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
+    )
     tied = save_directory(tmp_path / "tied", base, tie_word_embeddings=True)
     bare = tmp_path / "bare.safetensors"
     bare.write_bytes((tied / "model.safetensors").read_bytes())
@@ -398,33 +538,67 @@ def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(tmp_path: Pat
 
 
 def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
-    base = random_model(dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)})
+    base = random_model(
+        dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
+    )
     model = finetune(base, 1)
     del model["lm_head.weight"]
-    folder, path = save_directory(tmp_path / "model", model, tie_word_embeddings=True), save(tmp_path, base=base)[0]
+    folder, path = (
+        save_directory(tmp_path / "model", model, tie_word_embeddings=True),
+        save(tmp_path, base=base)[0],
+    )
     compare([path, folder], [pack(path, folder, tmp_path / "packed.safetensors")])
 
 
 def test_a_broken_fine_tune_is_not_packed(tmp_path: Path, capsys: Capture) -> None:
     """Not even where the bad value would be dropped: nobody could tell later."""
     base = random_model(dtype=BF16)
-    for dtype, value in ((BF16, float("inf")), (F16, float("nan")), (F32, float("-inf")), (F64, float("nan"))):
+    for dtype, value in (
+        (BF16, float("inf")),
+        (F16, float("nan")),
+        (F32, float("-inf")),
+        (F64, float("nan")),
+    ):
         model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
         model["head.weight"][3, 5] = value
         paths = save(tmp_path, base=base, model=model)
-        arguments = ["pack", "-b", paths[0], "-m", paths[1], "-o", tmp_path / "x.safetensors", *PLAIN]
+        arguments = [
+            "pack",
+            "-b",
+            paths[0],
+            "-m",
+            paths[1],
+            "-o",
+            tmp_path / "x.safetensors",
+            *PLAIN,
+        ]
         refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
 
 
-def test_mistakes_with_packing_are_explained(pair: tuple[Path, Path], tmp_path: Path, capsys: Capture) -> None:
+def test_mistakes_with_packing_are_explained(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: Capture
+) -> None:
     arguments = ["pack", "-b", pair[0], "-o", tmp_path / "x", *PLAIN, "-m", pair[1]]
     refuse(tmp_path, capsys, 2, "pack takes one model, not 2", arguments=[*arguments, pair[1]])
     (pair[0] / "config.json").write_text('{"model_type": "llama"}')
     (pair[1] / "config.json").write_text('{"model_type": "qwen2"}')
     refuse(tmp_path, capsys, 1, "is another kind of model", "--any-base", arguments=arguments)
-    packed = pack(pair[0], pair[1], tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.12344)
+    packed = pack(
+        pair[0], pair[1], tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.12344
+    )
     refuse(tmp_path, capsys, 1, "is a packed model", "--merge", arguments=["verify", packed])
-    merge = ["-b", pair[0], "-m", packed, "-o", tmp_path / "out.safetensors", "--any-base", "--drop-rate"]
+    merge = [
+        "-b",
+        pair[0],
+        "-m",
+        packed,
+        "-o",
+        tmp_path / "out.safetensors",
+        "--any-base",
+        "--drop-rate",
+    ]
     refuse(tmp_path, capsys, 1, "use a drop rate of 0.12344 or more", arguments=[*merge, "0.1"])
     (pair[1] / "packed.safetensors").write_bytes(packed.read_bytes())
-    run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", any_base=True, drop_rate=0.0)  # the model, not that
+    run_merge(
+        pair[0], [pair[1]], tmp_path / "out.safetensors", any_base=True, drop_rate=0.0
+    )  # the model, not that

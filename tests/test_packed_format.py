@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+import darelib.commands.pack
 import darelib.models.packed
-import darelib.pack
 from dare import DareError
-from darelib.mask import keep_threshold
-from darelib.tuning import TUNING
+from darelib.core.mask import keep_threshold
+from darelib.core.tuning import TUNING
 from tests.fuzz import examples, with_header
 from tests.support import (
     BF16,
@@ -61,7 +61,9 @@ def put(place: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], An
 
     def edit(table: dict[str, Any], header: dict[str, Any]) -> None:
         entry = table["tensors"]["w"]
-        (table if place in table else entry)[place] = value(entry[place]) if callable(value) else value
+        (table if place in table else entry)[place] = (
+            value(entry[place]) if callable(value) else value
+        )
 
     return edit
 
@@ -109,7 +111,9 @@ def test_a_table_that_does_not_fit_is_refused(
 ) -> None:
     rewrite(victim[1], EDITS[how])
     capsys.readouterr()
-    check_refused(*victim, "packed.safetensors'", flags=("--engine", engine, "--mismatch", "overlap"))
+    check_refused(
+        *victim, "packed.safetensors'", flags=("--engine", engine, "--mismatch", "overlap")
+    )
 
 
 def test_values_that_are_cut_or_broken_are_refused(
@@ -132,14 +136,18 @@ def test_values_that_are_cut_or_broken_are_refused(
 PLACES = ["version", "mask", "seed", "base", "tensors", "w", "shape", "drop_rate", "counts"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["shape", "counts"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["shape", "counts"]), inner)
+    ),
     max_leaves=4,
 )
 
 
 @examples(60)
 @given(value=JSON, place=st.sampled_from(PLACES))
-def test_any_other_value_is_refused_or_means_the_same(tmp_path: Path, value: Any, place: str) -> None:
+def test_any_other_value_is_refused_or_means_the_same(
+    tmp_path: Path, value: Any, place: str
+) -> None:
     base = random_model(0, BF16, {"w": (50, 100)})
     paths = save(tmp_path, base=base, math=finetune(base, 1))
     packed = pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", 0.5)
@@ -164,9 +172,14 @@ def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
     c = [blocks & low, blocks >> np.uint64(32), np.zeros_like(blocks), np.zeros_like(blocks)]
     for r in range(7):
         a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
-        k0, k1 = (np.uint64((k + r * w) % 2**32) for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        k0, k1 = (
+            np.uint64((k + r * w) % 2**32)
+            for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
+        )
         c = [(b >> np.uint64(32)) ^ c[1] ^ k0, b & low, (a >> np.uint64(32)) ^ c[3] ^ k1, a & low]
-    return np.stack([word >> np.uint64(shift) & np.uint64(0xFFFF) for word in c for shift in (0, 16)])
+    return np.stack(
+        [word >> np.uint64(shift) & np.uint64(0xFFFF) for word in c for shift in (0, 16)]
+    )
 
 
 def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
@@ -186,7 +199,10 @@ def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
         below = max(1, round((1 - entry["drop_rate"]) * 65536))
         kept = pieces[(k // np.uint64(128)).astype(int), np.arange(len(j))] < below
         blocks = range(0, len(j), 1 << 20)
-        assert entry["counts"] == [*(np.count_nonzero(kept[:at]) for at in blocks), np.count_nonzero(kept)]
+        assert entry["counts"] == [
+            *(np.count_nonzero(kept[:at]) for at in blocks),
+            np.count_nonzero(kept),
+        ]
         first, last = header[name]["data_offsets"]
         found[name] = np.flatnonzero(kept), data[start + first : start + last]
     return found
@@ -195,14 +211,23 @@ def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
 def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (darelib.pack, darelib.models.packed):
-        monkeypatch.setattr(module, "BLOCK", 1 << 20)  # as it is
+    for module in (darelib.commands.pack, darelib.models.packed):
+        monkeypatch.setattr(module, "COUNTED_BLOCK", 1 << 20)  # as it is
     TUNING.job_elements, TUNING.max_chunk = 1 << 22, 1 << 18
     base = random_model(0, BF16, {"large": (1030, 1031), "small": (7, 9), "one": (), "none": (0,)})
     base["wide"] = random_model(1, F64, {"": (50, 60)})[""]
     tuned = finetune(base, 1)
     paths = save(tmp_path, base=base, math=tuned)
-    flags = ("--drop-rate", 0.93, "--seed", 5, "--rule", "small:drop_rate=0.999999", "--rule", "wide:drop_rate=0.3")
+    flags = (
+        "--drop-rate",
+        0.93,
+        "--seed",
+        5,
+        "--rule",
+        "small:drop_rate=0.999999",
+        "--rule",
+        "wide:drop_rate=0.3",
+    )
     found = read_packed(pack(*paths, tmp_path / "packed.safetensors", *flags))
     rates = {"large": 0.93, "one": 0.93, "none": 0.93, "small": 0.999999, "wide": 0.3}
     assert found.keys() == tuned.keys()
@@ -214,7 +239,17 @@ def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
 
 def test_the_page_says_what_the_code_does() -> None:
     page = (HERE / "docs" / "packed.md").read_text()
-    fields = ("version", "mask", "seed", "base", "tensors", "shape", "drop_rate", "counts", "mask_name")
+    fields = (
+        "version",
+        "mask",
+        "seed",
+        "base",
+        "tensors",
+        "shape",
+        "drop_rate",
+        "counts",
+        "mask_name",
+    )
     assert all(f"`{field}`" in page for field in fields)
     assert "max(1, round((1 - p) * 65536))" in page
     assert keep_threshold(0.9999999) == 1

@@ -12,10 +12,10 @@ import pytest
 
 import dare
 from dare import ConfigError, DareConfig, DareMerger
+from darelib.core.tuning import TUNING
 from darelib.output.journal import Journal
 from darelib.output.lock import Lock
 from darelib.output.publish import Flusher, Shard
-from darelib.tuning import TUNING
 from tests.scene import POSIX, SLOWLY, Contents, Patch, contents, launch, wait_for
 from tests.support import BF16, finetune, random_model, refuse, save_directory
 
@@ -38,7 +38,17 @@ def whole(tmp_path: Path) -> Contents:
 
 def arguments(folder: Path, *flags: Any) -> list[str]:
     models = ["-b", folder / "base", "-m", folder / "math", folder / "code", "-o", folder / "out"]
-    usual = ["-q", "--engine", "plain", "--max-shard-size", "4kB", "--method", "ties", "--keep-ratio", "0.5"]
+    usual = [
+        "-q",
+        "--engine",
+        "plain",
+        "--max-shard-size",
+        "4kB",
+        "--method",
+        "ties",
+        "--keep-ratio",
+        "0.5",
+    ]
     return [str(word) for word in (*usual, *models, *flags)]
 
 
@@ -70,7 +80,9 @@ def test_the_last_call_makes_only_what_the_parts_left(
         assert run("--part", f"{k}/4") == run("--part", f"{k}/4") == 0
     ran, work = list[str](), Worker._merge
     monkeypatch.setattr(
-        Worker, "_merge", lambda self, job, *more: (ran.append(job.tensor.name), work(self, job, *more))[1]
+        Worker,
+        "_merge",
+        lambda self, job, *more: (ran.append(job.tensor.name), work(self, job, *more))[1],
     )
     assert run("--part", "2/4") == 0
     assert ran == []
@@ -79,9 +91,13 @@ def test_the_last_call_makes_only_what_the_parts_left(
     assert contents(tmp_path / "out") == whole
 
 
-def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(tmp_path: Path, whole: Contents) -> None:
+def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(
+    tmp_path: Path, whole: Contents
+) -> None:
     merger = DareMerger(
-        tmp_path / "base", [tmp_path / "math"], DareConfig(max_shard_size="4kB", engine="plain", verbose=False)
+        tmp_path / "base",
+        [tmp_path / "math"],
+        DareConfig(max_shard_size="4kB", engine="plain", verbose=False),
     )
     files = [merger.merge(tmp_path / "out", part=(k, 5)).files for k in range(1, 6)]
     assert [len(each) for each in files] == [3, 3, 2, 2, 2]
@@ -95,10 +111,16 @@ def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(tmp_path: Path, w
 
 
 @POSIX
-def test_parts_that_run_at_the_same_time_and_one_that_is_killed(tmp_path: Path, whole: Contents, run: Run) -> None:
-    slowly = SLOWLY.replace("0.05", "0.2").replace("job_elements, TUNING.journal_seconds = 1024,", "journal_seconds =")
+def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
+    tmp_path: Path, whole: Contents, run: Run
+) -> None:
+    slowly = SLOWLY.replace("0.05", "0.2").replace(
+        "job_elements, TUNING.journal_seconds = 1024,", "journal_seconds ="
+    )
     running = [launch(slowly, *arguments(tmp_path, "--part", f"{k}/3")) for k in (1, 2, 3, 3)]
-    wait_for(lambda: any(Journal(path).done for path in (tmp_path / "out.partial").glob("journal-*")))
+    wait_for(
+        lambda: any(Journal(path).done for path in (tmp_path / "out.partial").glob("journal-*"))
+    )
     assert run("--resume") == 1  # while others are at work
     running[0].send_signal(signal.SIGKILL)
     for process in running:
@@ -106,7 +128,13 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(tmp_path: Path, 
     assert [process.returncode for process in running] == [-signal.SIGKILL, 0, 0, 0]
     assert run("--resume") == 0
     assert contents(tmp_path / "out") == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "code", "math", "out", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "base",
+        "code",
+        "math",
+        "out",
+        "whole",
+    ]
 
 
 def test_a_part_that_begins_again_while_it_runs_takes_the_journal_and_stops_nobody(
@@ -117,7 +145,9 @@ def test_a_part_that_begins_again_while_it_runs_takes_the_journal_and_stops_nobo
 
     def begin(self: Shard, file: int, view: memoryview, offset: int) -> None:
         write(self, file, view, offset)
-        for journal in (tmp_path / "out.partial").glob("journal-*"):  # as the same part does that saw none yet
+        for journal in (tmp_path / "out.partial").glob(
+            "journal-*"
+        ):  # as the same part does that saw none yet
             journal.unlink()
             taken.append(journal)
 
@@ -130,7 +160,11 @@ def test_a_part_that_begins_again_while_it_runs_takes_the_journal_and_stops_nobo
 
 
 def test_a_part_that_is_interrupted_goes_on_from_there(
-    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    whole: Contents,
+    run: Run,
+    monkeypatch: Patch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
     write, count = Shard.write_at, iter(range(5))
@@ -151,15 +185,26 @@ def test_a_part_that_is_interrupted_goes_on_from_there(
 
 
 @pytest.mark.parametrize(
-    "flags", [["--seed", "7"], ["--drop-rate", "0.5"], ["--max-shard-size", "10kB"], ["--merge", "math"]]
+    "flags",
+    [["--seed", "7"], ["--drop-rate", "0.5"], ["--max-shard-size", "10kB"], ["--merge", "math"]],
 )
 def test_parts_of_different_merges_are_refused(
-    tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str], flags: list[str], monkeypatch: Patch
+    tmp_path: Path,
+    whole: Contents,
+    run: Run,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    monkeypatch: Patch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("--part", "1/3") == 0
     refuse(
-        tmp_path, capsys, 1, "is another one", "give all parts", arguments=arguments(tmp_path, "--part", "2/3", *flags)
+        tmp_path,
+        capsys,
+        1,
+        "is another one",
+        "give all parts",
+        arguments=arguments(tmp_path, "--part", "2/3", *flags),
     )
 
 
@@ -171,7 +216,9 @@ def test_parts_of_changed_inputs_are_refused(
     refuse(tmp_path, capsys, 1, "is another one", arguments=arguments(tmp_path, "--part", "2/3"))
 
 
-def test_what_cannot_be_divided_is_refused(tmp_path: Path, whole: Contents, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_divided_is_refused(
+    tmp_path: Path, whole: Contents, capsys: pytest.CaptureFixture[str]
+) -> None:
     for flags, words in {
         ("--part", "1/3", "-o", str(tmp_path / "out.safetensors")): "a single file",
         ("--part", "1/3", "--max-shard-size", "1GB"): "a single file",
@@ -201,14 +248,24 @@ def test_a_part_takes_an_empty_folder_but_not_one_in_which_a_merge_begins(
     tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = Lock(tmp_path / "out.partial", "out")
-    refuse(tmp_path, capsys, 1, "another merge is writing", arguments=arguments(tmp_path, "--part", "1/3"))
+    refuse(
+        tmp_path,
+        capsys,
+        1,
+        "another merge is writing",
+        arguments=arguments(tmp_path, "--part", "1/3"),
+    )
     lock.release(keep=False)
     (tmp_path / "out.partial").mkdir()
     assert run("--part", "1/3") == 0
 
 
 def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
-    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    whole: Contents,
+    run: Run,
+    monkeypatch: Patch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     TUNING.flush_seconds = 60  # so that all is flushed at the end
     with monkeypatch.context() as patch:
@@ -221,17 +278,27 @@ def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
     assert contents(tmp_path / "out") == whole
 
 
-def test_parts_may_be_started_from_anywhere(tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch) -> None:
+def test_parts_may_be_started_from_anywhere(
+    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
+) -> None:
     assert run("--part", "1/2") == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert dare.main(arguments(Path(".."), "--part", "2/2")) == dare.main(arguments(Path(".."), "--resume")) == 0
-    assert {name: content for name, content in contents(tmp_path / "out").items() if name.endswith("tensors")} == {
-        name: content for name, content in whole.items() if name.endswith("tensors")
-    }
+    assert (
+        dare.main(arguments(Path(".."), "--part", "2/2"))
+        == dare.main(arguments(Path(".."), "--resume"))
+        == 0
+    )
+    assert {
+        name: content
+        for name, content in contents(tmp_path / "out").items()
+        if name.endswith("tensors")
+    } == {name: content for name, content in whole.items() if name.endswith("tensors")}
 
 
-def test_a_file_of_the_output_that_is_lost_or_torn_is_made_again(tmp_path: Path, whole: Contents, run: Run) -> None:
+def test_a_file_of_the_output_that_is_lost_or_torn_is_made_again(
+    tmp_path: Path, whole: Contents, run: Run
+) -> None:
     assert run("--part", "1/1") == 0
     made = sorted((tmp_path / "out.partial" / "output").glob("*.safetensors"))
     made[0].unlink()

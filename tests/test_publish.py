@@ -22,15 +22,40 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dare import DareConfig, DareMerger
+from darelib.core.tuning import TUNING
 from darelib.output import publish
 from darelib.output.publish import MADE, Output
-from darelib.tuning import TUNING
-from tests.scene import BOTH, POSIX, SLOWLY, Patch, Scene, contents, launch, meanwhile, put, slow, stop_after, wait_for
+from tests.scene import (
+    BOTH,
+    POSIX,
+    SLOWLY,
+    Patch,
+    Scene,
+    contents,
+    launch,
+    meanwhile,
+    put,
+    slow,
+    stop_after,
+    wait_for,
+)
 from tests.support import command, finetune, save_directory, snapshot
 
 # --- any one call to the system may fail -----------------------------------------------------------------------------
 
-CALLS = ["open", "pwrite", "write", "ftruncate", "fsync", "rename", "replace", "close", "mkdir", "unlink", "rmdir"]
+CALLS = [
+    "open",
+    "pwrite",
+    "write",
+    "ftruncate",
+    "fsync",
+    "rename",
+    "replace",
+    "close",
+    "mkdir",
+    "unlink",
+    "rmdir",
+]
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
 
 
@@ -41,7 +66,13 @@ def fail_each(scene: Scene, call: str, *flags: str, lasting: bool = False) -> It
     for number in itertools.count(1):
         calls, error = itertools.count(1), ERRORS[number % len(ERRORS)]
 
-        def failing(*arguments: Any, calls: Any = calls, number: int = number, error: int = error, **more: Any) -> Any:
+        def failing(
+            *arguments: Any,
+            calls: Any = calls,
+            number: int = number,
+            error: int = error,
+            **more: Any,
+        ) -> Any:
             mine = next(calls)
             fails = mine == number or (lasting and mine > number)
             made = None if fails and call != "close" else real(*arguments, **more)
@@ -72,7 +103,9 @@ CASES = itertools.product(("file", "directory"), [*CALLS, "reserve"], (False, Tr
 
 
 @pytest.mark.real_fsync
-@pytest.mark.parametrize(("kind", "call", "lasting"), [case if case in ALWAYS else slow(*case) for case in CASES])
+@pytest.mark.parametrize(
+    ("kind", "call", "lasting"), [case if case in ALWAYS else slow(*case) for case in CASES]
+)
 def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
     tmp_path: Path, kind: str, call: str, lasting: bool
 ) -> None:
@@ -87,7 +120,11 @@ def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
             broken = scene.broken(*([scene.partial] if call in ("unlink", "rmdir") else []))
             broken += ["a file stays open"] if count_open_files() > files else []
             files = count_open_files()
-            broken += ["then it is not merged"] if scene.run() else [f"then {what}" for what in scene.broken()]
+            broken += (
+                ["then it is not merged"]
+                if scene.run()
+                else [f"then {what}" for what in scene.broken()]
+            )
             problems += [f"{which}, old {old}: {what}" for what in broken]
             scene.reset()
     assert problems == []
@@ -96,7 +133,13 @@ def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
 @pytest.mark.real_fsync
 @pytest.mark.parametrize("done", [slow(0), 6])
 @pytest.mark.parametrize(
-    "call", ["open", "write", "ftruncate", *map(slow, ("pwrite", "reserve", "fsync", "rename", "close", "mkdir"))]
+    "call",
+    [
+        "open",
+        "write",
+        "ftruncate",
+        *map(slow, ("pwrite", "reserve", "fsync", "rename", "close", "mkdir")),
+    ],
 )
 def test_what_is_done_survives_a_failure_with_resume_and_is_continued_to_the_same_bytes(
     tmp_path: Path, call: str, done: int
@@ -109,7 +152,11 @@ def test_what_is_done_survives_a_failure_with_resume_and_is_continued_to_the_sam
         broken = scene.broken(scene.partial)
         # The last steps begin with the journal's end, and then there is nothing to continue.
         finished = call == "rename" or not (scene.partial / "journal").exists()
-        broken += ["what was done is gone"] if scene.status and len(scene.journal) < done and not finished else []
+        broken += (
+            ["what was done is gone"]
+            if scene.status and len(scene.journal) < done and not finished
+            else []
+        )
         broken += ["not continued"] if scene.run("--resume") else []
         problems += [f"{which}: {what}" for what in broken + scene.broken()]
         scene.reset()
@@ -119,10 +166,14 @@ def test_what_is_done_survives_a_failure_with_resume_and_is_continued_to_the_sam
 
 @BOTH
 @pytest.mark.parametrize("most", [1, 100, 4096])
-def test_short_writes_of_any_kind_are_continued(tmp_path: Path, monkeypatch: Patch, kind: str, most: int) -> None:
+def test_short_writes_of_any_kind_are_continued(
+    tmp_path: Path, monkeypatch: Patch, kind: str, most: int
+) -> None:
     scene = Scene(tmp_path, kind)
     pwrite, write = os.pwrite, os.write
-    monkeypatch.setattr(os, "pwrite", lambda descriptor, view, offset: pwrite(descriptor, view[:most], offset))
+    monkeypatch.setattr(
+        os, "pwrite", lambda descriptor, view, offset: pwrite(descriptor, view[:most], offset)
+    )
     monkeypatch.setattr(os, "write", lambda descriptor, view: write(descriptor, view[:most]))
     assert scene.run() == 0
     assert scene.broken() == []
@@ -209,10 +260,16 @@ def test_a_directory_that_cannot_be_synced_is_an_error_unless_the_system_never_s
                 patch.setattr(os, "open", open_or_fail)
                 patch.setattr(os, "fsync", sync_or_fail)
                 scene.run("--resume")
-            unsupported = (errno.EINVAL, errno.ENOTSUP, *((errno.EACCES,) if call == "open" else ()))
+            unsupported = (
+                errno.EINVAL,
+                errno.ENOTSUP,
+                *((errno.EACCES,) if call == "open" else ()),
+            )
             assert scene.status == (error not in unsupported)
             assert scene.broken(*([] if is_last else [scene.partial])) == []
-            assert (f"what is done is in {scene.partial}" in scene.printed) == scene.partial.exists()
+            assert (
+                f"what is done is in {scene.partial}" in scene.printed
+            ) == scene.partial.exists()
             if scene.status:
                 seen.append(scene.printed)
                 words = "is in place, but may not survive a power failure: its directory cannot be synced"
@@ -261,7 +318,12 @@ def dies_at(number: int, scene: Scene, flags: list[str], exchange: bool, backgro
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     ("kind", "exchange", "background"),
-    [("file", True, False), slow("file", True, True), slow("directory", True, False), slow("directory", False, False)],
+    [
+        ("file", True, False),
+        slow("file", True, True),
+        slow("directory", True, False),
+        slow("directory", False, False),
+    ],
 )
 def test_a_merge_killed_at_any_call_to_the_system_is_made_good_by_the_next(
     tmp_path: Path, kind: str, exchange: bool, background: bool
@@ -271,15 +333,27 @@ def test_a_merge_killed_at_any_call_to_the_system_is_made_good_by_the_next(
         resume = ["--resume"] if number % 2 else []
         if not dies_at(number, scene, resume, exchange, background):
             break
-        found, begun = contents(scene.output), os.listdir(scene.partial) if scene.partial.exists() else []
+        found, begun = (
+            contents(scene.output),
+            os.listdir(scene.partial) if scene.partial.exists() else [],
+        )
         between = not found and "replaced" in begun and not exchange
         broken = [] if between or found in (scene.old, scene.new) else [f"torn {sorted(found)}"]
         broken += [f"left {name}" for name in scene.besides() if name != scene.partial.name]
         if between:  # a run that fails still restores what was there
             assert scene.fail() == 1
-            broken += [] if contents(scene.output) == scene.old else ["the old model is not restored"]
-        broken += [scene.printed] if scene.run(*resume) else [f"then {what}" for what in scene.broken()]
-        if set(begun) - {"lock"} and not resume and not between and "unfinished merge" not in scene.printed:
+            broken += (
+                [] if contents(scene.output) == scene.old else ["the old model is not restored"]
+            )
+        broken += (
+            [scene.printed] if scene.run(*resume) else [f"then {what}" for what in scene.broken()]
+        )
+        if (
+            set(begun) - {"lock"}
+            and not resume
+            and not between
+            and "unfinished merge" not in scene.printed
+        ):
             broken.append(f"nothing said of {begun}")
         problems += [f"killed at {number}: {what}" for what in broken]
         scene.reset()
@@ -288,7 +362,11 @@ def test_a_merge_killed_at_any_call_to_the_system_is_made_good_by_the_next(
 
 
 # The status and the messages of a process that gets a signal.
-STOPPED = {signal.SIGINT: (130, "interrupted\nhint: "), signal.SIGTERM: (143, "interrupted\nhint: "), 9: (-9, "")}
+STOPPED = {
+    signal.SIGINT: (130, "interrupted\nhint: "),
+    signal.SIGTERM: (143, "interrupted\nhint: "),
+    9: (-9, ""),
+}
 
 
 def stop(process: subprocess.Popen[str], sent: signal.Signals, everybody: bool = False) -> None:
@@ -347,11 +425,17 @@ def test_a_signal_that_comes_when_the_model_is_published_stops_nothing(
 
 
 @POSIX
-def test_in_a_script_a_signal_is_kept_until_the_model_is_published(models: list[Path], tmp_path: Path) -> None:
+def test_in_a_script_a_signal_is_kept_until_the_model_is_published(
+    models: list[Path], tmp_path: Path
+) -> None:
     """Who stops a script wants it to stop; what was made is there."""
     merger = DareMerger(models[0], models[1:], DareConfig(verbose=False))
     with Patch.context() as patch:
-        patch.setattr(publish, "replace", lambda *paths: (os.replace(*paths), signal.raise_signal(signal.SIGINT)))
+        patch.setattr(
+            publish,
+            "replace",
+            lambda *paths: (os.replace(*paths), signal.raise_signal(signal.SIGINT)),
+        )
         with pytest.raises(KeyboardInterrupt):
             merger.merge(tmp_path / "out.safetensors")
     assert merger.published is not None
@@ -375,7 +459,9 @@ Output.write_file = lambda *arguments: (begun or print("copying", file=sys.stder
 
 @POSIX
 @pytest.mark.parametrize("doing", BUSY)
-@pytest.mark.parametrize(("sent", "everybody"), [(signal.SIGINT, True), slow(signal.SIGTERM, False)])
+@pytest.mark.parametrize(
+    ("sent", "everybody"), [(signal.SIGINT, True), slow(signal.SIGTERM, False)]
+)
 def test_a_signal_stops_a_merge_in_two_seconds_whatever_it_is_doing(
     models: list[Path], tmp_path: Path, sent: signal.Signals, everybody: bool, doing: str
 ) -> None:
@@ -384,7 +470,9 @@ def test_a_signal_stops_a_merge_in_two_seconds_whatever_it_is_doing(
     before = sorted(tmp_path.rglob("*"))
     arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out", "--engine"]
     folders = dict.fromkeys(("NUMBA_CACHE_DIR", "TMPDIR"), str(tmp_path / "kernels"))
-    process = launch(BUSY[doing], *arguments, "auto" if doing == "compiling" else "plain", **folders)
+    process = launch(
+        BUSY[doing], *arguments, "auto" if doing == "compiling" else "plain", **folders
+    )
     assert process.stderr is not None
     assert doing in process.stderr.readline()
     with suppress(subprocess.TimeoutExpired):
@@ -392,13 +480,18 @@ def test_a_signal_stops_a_merge_in_two_seconds_whatever_it_is_doing(
     stop(process, sent, everybody)
     assert sorted(tmp_path.rglob("*")) == before
     if shutil.which("ps"):  # no compiler is left behind
-        assert str(tmp_path) not in subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True).stdout
+        assert (
+            str(tmp_path)
+            not in subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True).stdout
+        )
 
 
 @POSIX
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "directory"])
-@pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGTERM]], ids=["kill", "stop"])
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGTERM]], ids=["kill", "stop"]
+)
 def test_a_merge_stopped_at_any_moment_and_resumed_ends_with_the_same_bytes(
     tmp_path: Path, kind: str, signals: list[signal.Signals]
 ) -> None:
@@ -463,7 +556,9 @@ def test_a_full_disk_is_an_error_that_changes_nothing(
     if found == "by the plan":
         complaint = f"kB and {str(small_disk)!r} has 12.3 kB free"
     else:
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 0, 10**9)
+        )
     if found == "by writing":
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     before = snapshot(small_disk)
@@ -475,7 +570,9 @@ def test_a_full_disk_is_an_error_that_changes_nothing(
 
 @POSIX
 @BOTH
-def test_files_that_may_not_grow_are_an_error_that_changes_nothing(tmp_path: Path, kind: str) -> None:
+def test_files_that_may_not_grow_are_an_error_that_changes_nothing(
+    tmp_path: Path, kind: str
+) -> None:
     import resource
 
     scene = Scene(tmp_path, kind)
@@ -490,15 +587,26 @@ def test_files_that_may_not_grow_are_an_error_that_changes_nothing(tmp_path: Pat
 
 
 @BOTH
-@pytest.mark.parametrize("method", ["linear", "ties", "ties trimmed", "slerp", "ties magnitude", "linear della"])
+@pytest.mark.parametrize(
+    "method", ["linear", "ties", "ties trimmed", "slerp", "ties magnitude", "linear della"]
+)
 def test_a_resumed_merge_has_the_bytes_and_the_figures_of_one_that_was_not_interrupted(
     tmp_path: Path, monkeypatch: Patch, method: str, kind: str
 ) -> None:
     scene = Scene(tmp_path, kind)
     base, *models = (scene.inputs / name for name in ("base", "math", "code"))
-    settings = {"method": method.split()[0], "drop_rate": 0.5, "max_shard_size": "10kB", "delta_threshold": 1e-9}
+    settings = {
+        "method": method.split()[0],
+        "drop_rate": 0.5,
+        "max_shard_size": "10kB",
+        "delta_threshold": 1e-9,
+    }
     settings |= {"keep_ratio": 0.3} if "trimmed" in method else {}
-    settings |= {"drop": method.split()[1], "rescale": "l1"} if method.endswith(("magnitude", "della")) else {}
+    settings |= (
+        {"drop": method.split()[1], "rescale": "l1"}
+        if method.endswith(("magnitude", "della"))
+        else {}
+    )
     writes: list[Any] = []
 
     def merge(threads: int = 1, resume: bool = True) -> dict[str, Any]:
@@ -581,7 +689,9 @@ def test_an_unfinished_merge_of_another_recipe_is_left_alone_with_resume_and_rem
 
 
 @pytest.mark.parametrize("change", ["touched", "rewritten", "other tensors"])
-def test_an_unfinished_merge_of_other_inputs_is_refused_and_left_alone(tmp_path: Path, change: str) -> None:
+def test_an_unfinished_merge_of_other_inputs_is_refused_and_left_alone(
+    tmp_path: Path, change: str
+) -> None:
     scene = Scene(tmp_path, "directory")
     scene.interrupt(4)
     weights = scene.inputs / "math" / "model.safetensors"
@@ -593,14 +703,20 @@ def test_an_unfinished_merge_of_other_inputs_is_refused_and_left_alone(tmp_path:
     refuse_to_resume(scene, f"its inputs.{weights}")
 
 
-def test_an_unfinished_merge_of_embeddings_tied_otherwise_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_an_unfinished_merge_of_embeddings_tied_otherwise_is_refused_and_left_alone(
+    tmp_path: Path,
+) -> None:
     """config.json says whether a model without a head merges the embedding's changes into it."""
     scene = Scene(tmp_path, "directory", old=False)
     embedding = load_file(scene.inputs / "math" / "model.safetensors")["layer.weight"]
     tied = {"lm_head.weight": embedding.clone(), "model.embed_tokens.weight": embedding}
     save_directory(scene.inputs / "base", tied, tie_word_embeddings=True)
     for name in ("math", "code"):
-        save_directory(scene.inputs / name, {"model.embed_tokens.weight": embedding * 2}, tie_word_embeddings=True)
+        save_directory(
+            scene.inputs / name,
+            {"model.embed_tokens.weight": embedding * 2},
+            tie_word_embeddings=True,
+        )
     scene.interrupt(2)
     put(scene.inputs / "math" / "config.json", {"": b'{"tie_word_embeddings": false}'})
     refuse_to_resume(scene, "its way to merge the tensors is")
@@ -609,9 +725,26 @@ def test_an_unfinished_merge_of_embeddings_tied_otherwise_is_refused_and_left_al
 def damage_journal(journal: bytes) -> Iterator[bytes]:
     """Journals as crashes, disks and editors leave them."""
     lines = journal.splitlines(keepends=True)
-    yield from (b"", b"\n", b"00000000\n", b"00000000 \n" + journal, journal + b"00000000\n", journal + bytes(4096))
-    yield from (bytes(len(journal)), journal[1:], journal[:-1], journal + lines[-1][:20], b"".join(lines[1:]))
-    yield from (b"".join([lines[0], *lines[2:]]), b"".join([*lines, *lines[1:][:1]]), journal.replace(b"\n", b"\r\n"))
+    yield from (
+        b"",
+        b"\n",
+        b"00000000\n",
+        b"00000000 \n" + journal,
+        journal + b"00000000\n",
+        journal + bytes(4096),
+    )
+    yield from (
+        bytes(len(journal)),
+        journal[1:],
+        journal[:-1],
+        journal + lines[-1][:20],
+        b"".join(lines[1:]),
+    )
+    yield from (
+        b"".join([lines[0], *lines[2:]]),
+        b"".join([*lines, *lines[1:][:1]]),
+        journal.replace(b"\n", b"\r\n"),
+    )
     for place in random.Random(5).choices(range(len(journal)), k=10):
         yield journal[:place]
         yield journal[:place] + bytes([journal[place] ^ 1 << place % 8]) + journal[place + 1 :]
@@ -640,8 +773,12 @@ def test_what_is_done_after_a_torn_line_of_the_journal_is_noted_too(tmp_path: Pa
     assert len(scene.journal) == torn + 5
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "a directory", "no made folder"])
-def test_files_of_an_unfinished_merge_that_are_not_as_they_were_are_made_again(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ["missing", "shorter", "longer", "a directory", "no made folder"]
+)
+def test_files_of_an_unfinished_merge_that_are_not_as_they_were_are_made_again(
+    tmp_path: Path, damage: str
+) -> None:
     scene = Scene(tmp_path, "directory")
     scene.interrupt(9)
     shard = min((scene.partial / MADE).glob("*.safetensors"))
@@ -656,15 +793,25 @@ def test_files_of_an_unfinished_merge_that_are_not_as_they_were_are_made_again(t
     assert scene.broken() == []
 
 
-def test_an_unfinished_merge_is_named_and_removed_without_resume_and_begun_where_there_is_none(tmp_path: Path) -> None:
+def test_an_unfinished_merge_is_named_and_removed_without_resume_and_begun_where_there_is_none(
+    tmp_path: Path,
+) -> None:
     scene = Scene(tmp_path, "file")
     scene.interrupt(4)
     for flags, told in (
-        ([], f"warning: an unfinished merge in {scene.partial} is removed (--resume would continue it)\n"),
-        (["--resume", "--verbose"], "there is no unfinished merge to resume; starting from the beginning\n"),
+        (
+            [],
+            f"warning: an unfinished merge in {scene.partial} is removed (--resume would continue it)\n",
+        ),
+        (
+            ["--resume", "--verbose"],
+            "there is no unfinished merge to resume; starting from the beginning\n",
+        ),
     ):
         assert scene.run(*flags) == 0
         assert scene.printed.endswith(told)
-        assert ("an earlier merge made" in scene.printed) == ("--verbose" in flags), "what is replaced is said"
+        assert ("an earlier merge made" in scene.printed) == ("--verbose" in flags), (
+            "what is replaced is said"
+        )
         assert scene.broken() == []
         scene.reset()

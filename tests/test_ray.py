@@ -18,14 +18,25 @@ from darelib.run.ray import load_ray
 from tests.scene import Contents, Patch, contents, launch, wait_for
 from tests.support import BF16, HERE, finetune, random_model, save_directory, to_hub_cache
 
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # which makes Ray stay at 127.0.0.1, on all systems
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+    "0"  # which makes Ray stay at 127.0.0.1, on all systems
+)
 try:
     ray = load_ray()
 except DareError:
     pytest.skip("could not import 'ray'", allow_module_level=True)
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.skipif(os.name == "nt", reason="POSIX")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(os.name == "nt", reason="POSIX"),
+]
 SHAPES = {f"model.layers.{k}.weight": (256, 256) for k in range(12)}
-SETTINGS: dict[str, Any] = {"method": "ties", "keep_ratio": 0.5, "max_shard_size": "100kB", "engine": "plain"}
+SETTINGS: dict[str, Any] = {
+    "method": "ties",
+    "keep_ratio": 0.5,
+    "max_shard_size": "100kB",
+    "engine": "plain",
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +62,11 @@ def merger(tmp_path: Path) -> DareMerger:
     save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
     for k, name in enumerate(("math", "code"), 1):
         save_directory(tmp_path / name, finetune(base, k))
-    return DareMerger(tmp_path / "base", [tmp_path / "math", tmp_path / "code"], DareConfig(verbose=False, **SETTINGS))
+    return DareMerger(
+        tmp_path / "base",
+        [tmp_path / "math", tmp_path / "code"],
+        DareConfig(verbose=False, **SETTINGS),
+    )
 
 
 @pytest.fixture
@@ -65,7 +80,16 @@ def whole(merger: DareMerger, tmp_path: Path) -> Contents:
 def arguments(folder: Path, cluster: Any, *flags: str) -> list[str]:
     models = ["-b", folder / "base", "-m", folder / "math", folder / "code", "-o", folder / "out"]
     settings = [f"--{key.replace('_', '-')}={value}" for key, value in SETTINGS.items()]
-    return ["-q", *map(str, models), *settings, "--runner", "ray", "--ray-address", cluster.address, *flags]
+    return [
+        "-q",
+        *map(str, models),
+        *settings,
+        "--runner",
+        "ray",
+        "--ray-address",
+        cluster.address,
+        *flags,
+    ]
 
 
 def finished(folder: Path) -> int:
@@ -136,8 +160,12 @@ def test_a_merge_whose_driver_is_killed_is_resumed_with_what_is_finished(
     printed = again.communicate(timeout=120)
     assert again.returncode == 0, printed
     assert contents(tmp_path / "out") == whole
-    assert 0 < int(printed[0].partition("to do ")[2].split()[0]) <= 12 - kept + 1  # one may have been in the making
-    assert "sent {}" in printed[0]  # not the current folder, which Ray takes along for whoever uses `uv run`
+    assert (
+        0 < int(printed[0].partition("to do ")[2].split()[0]) <= 12 - kept + 1
+    )  # one may have been in the making
+    assert (
+        "sent {}" in printed[0]
+    )  # not the current folder, which Ray takes along for whoever uses `uv run`
 
 
 def test_a_node_that_sees_another_input_stops_the_merge_with_the_reason(
@@ -157,7 +185,9 @@ def test_a_node_that_sees_another_input_stops_the_merge_with_the_reason(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "code", "math"]
 
 
-def test_a_value_that_no_merge_can_use_stops_it_at_once(cluster: Any, merger: DareMerger, tmp_path: Path) -> None:
+def test_a_value_that_no_merge_can_use_stops_it_at_once(
+    cluster: Any, merger: DareMerger, tmp_path: Path
+) -> None:
     base = random_model(dtype=BF16, shapes=SHAPES)
     base["model.layers.7.weight"][3, 4] = float("nan")
     save_directory(tmp_path / "math", base)
@@ -182,11 +212,15 @@ def test_a_process_that_is_connected_already_makes_several_merges(
             assert contents(tmp_path / name) == whole
         for _ in range(3):
             with pytest.raises(DareError, match="holds nan"):
-                DareMerger(merger.base, models, merger.config).merge(tmp_path / "third", runner="ray")
+                DareMerger(merger.base, models, merger.config).merge(
+                    tmp_path / "third", runner="ray"
+                )
             merger.merge(tmp_path / "third", runner="ray")
             assert contents(tmp_path / "third") == whole
         with pytest.raises(ConfigError, match="no node of the cluster has 4 CPUs"):
-            DareMerger(merger.base, models, replace(merger.config, threads=4)).merge(tmp_path / "out", runner="ray")
+            DareMerger(merger.base, models, replace(merger.config, threads=4)).merge(
+                tmp_path / "out", runner="ray"
+            )
     finally:
         ray.shutdown()
 
@@ -204,7 +238,9 @@ def test_a_signal_stops_the_driver(cluster: Any, merger: DareMerger, tmp_path: P
 def test_nodes_without_the_tool_and_addresses_where_nobody_is_are_named(
     cluster: Any, merger: DareMerger, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    def make_elsewhere(*_: Any) -> None:  # what Ray raises for a task whose arguments it cannot load
+    def make_elsewhere(
+        *_: Any,
+    ) -> None:  # what Ray raises for a task whose arguments it cannot load
         raise ray.exceptions.RaySystemError("No module named 'darelib'")
 
     monkeypatch.setattr("darelib.run.ray.make_elsewhere", make_elsewhere)

@@ -26,7 +26,9 @@ def recipe_of(path: Path) -> str:
 
 def digest_pages(data: bytes, header: bytes) -> str:
     """As the documents have it: 256 pages of 4 KiB, page k at k / 256 of the way through the tensors."""
-    tensors = sorted((name, entry) for name, entry in json.loads(header[8:]).items() if name != "__metadata__")
+    tensors = sorted(
+        (name, entry) for name, entry in json.loads(header[8:]).items() if name != "__metadata__"
+    )
     ends = [entry["data_offsets"] for _, entry in tensors]
     parts = [data[len(header) + start : len(header) + stop] for start, stop in ends if stop > start]
     found = hashlib.sha256()
@@ -37,20 +39,32 @@ def digest_pages(data: bytes, header: bytes) -> str:
     return found.hexdigest()
 
 
-def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(models: list[Path], tmp_path: Path) -> None:
+def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(
+    models: list[Path], tmp_path: Path
+) -> None:
     run_merge(models[0], models[1:], tmp_path / "out.safetensors", drop_rate=0.75, seed=9)
     recipe = tomllib.loads(recipe_of(tmp_path / "out.safetensors"))
     assert (recipe["dare"]["drop_rate"], recipe["dare"]["seed"]) == (0.75, 9)
-    assert recipe["models"] == {"base_file": models[0].name, "merge_files": [m.name for m in models[1:]]}
+    assert recipe["models"] == {
+        "base_file": models[0].name,
+        "merge_files": [m.name for m in models[1:]],
+    }
     assert (recipe["recipe"]["version"], recipe["recipe"]["seeds"]) == (dare.__version__, [9, 10])
     for entry, path in zip(recipe["recipe"]["inputs"], models, strict=True):
         data = path.read_bytes()
         header = data[: 8 + struct.unpack("<Q", data[:8])[0]]
-        digests = {"header_sha256": hashlib.sha256(header).hexdigest(), "content_sha256": digest_pages(data, header)}
+        digests = {
+            "header_sha256": hashlib.sha256(header).hexdigest(),
+            "content_sha256": digest_pages(data, header),
+        }
         assert entry == {"file": path.name, "size": len(data), **digests}
     others = {"threads": 1, "delta_threshold": 9, "engine": "plain", "max_shard_size": "1MB"}
-    run_merge(models[0], models[1:], tmp_path / "other.safetensors", drop_rate=0.75, seed=9, **others)
-    assert (tmp_path / "other.safetensors").read_bytes() == (tmp_path / "out.safetensors").read_bytes()
+    run_merge(
+        models[0], models[1:], tmp_path / "other.safetensors", drop_rate=0.75, seed=9, **others
+    )
+    assert (tmp_path / "other.safetensors").read_bytes() == (
+        tmp_path / "out.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -69,15 +83,25 @@ def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(models: li
         "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 --rule *.weight:lambda_coeff=0.5",
     ],
 )
-def test_a_recipe_makes_the_same_file_again(models: list[Path], tmp_path: Path, monkeypatch: Patch, flags: str) -> None:
+def test_a_recipe_makes_the_same_file_again(
+    models: list[Path], tmp_path: Path, monkeypatch: Patch, flags: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     base, *others = (path.name for path in models)
     engine = ["-q", "--engine", "plain"]
-    assert dare.main([*engine, "-b", base, "-o", "first.safetensors", *flags.split(), "-m", *others]) == 0
+    assert (
+        dare.main([*engine, "-b", base, "-o", "first.safetensors", *flags.split(), "-m", *others])
+        == 0
+    )
     Path("recipe.toml").write_text(recipe_of(Path("first.safetensors")))
     monkeypatch.chdir("/")
-    assert dare.main([*engine, "-c", f"{tmp_path}/recipe.toml", "-o", f"{tmp_path}/again.safetensors"]) == 0
-    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "first.safetensors").read_bytes()
+    assert (
+        dare.main([*engine, "-c", f"{tmp_path}/recipe.toml", "-o", f"{tmp_path}/again.safetensors"])
+        == 0
+    )
+    assert (tmp_path / "again.safetensors").read_bytes() == (
+        tmp_path / "first.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
@@ -94,13 +118,17 @@ def test_the_same_merge_gives_the_same_bytes_from_any_place(
         out.parent.mkdir()
         monkeypatch.chdir(place)
         assert dare.main(["-q", "-b", str(base), "-m", str(model), "-o", str(out)]) == 0
-        made.append({path.name: path.read_bytes() for path in (out.iterdir() if out.is_dir() else [out])})
+        made.append(
+            {path.name: path.read_bytes() for path in (out.iterdir() if out.is_dir() else [out])}
+        )
     assert made[1:] == made[:1] * 3
     assert not any(str(tmp_path).encode() in content for content in made[0].values())
 
 
 @pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
-def test_a_merged_model_is_a_configuration(pair: tuple[Path, Path], tmp_path: Path, output: str) -> None:
+def test_a_merged_model_is_a_configuration(
+    pair: tuple[Path, Path], tmp_path: Path, output: str
+) -> None:
     (tmp_path / "results").mkdir()
     first, second = tmp_path / "results" / output, tmp_path / output
     flags = ["--drop-rate", "0.5", "--max-shard-size=9kB"]
@@ -115,7 +143,9 @@ def test_a_merged_model_is_a_configuration(pair: tuple[Path, Path], tmp_path: Pa
         assert contents(second) == contents(first)
 
 
-def test_a_recipe_refuses_other_inputs(models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_refuses_other_inputs(
+    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
     run_merge(models[0], models[1:], out)
     (tmp_path / "recipe.toml").write_text(recipe_of(out))
@@ -124,11 +154,15 @@ def test_a_recipe_refuses_other_inputs(models: list[Path], tmp_path: Path, capsy
     for config in (out, tmp_path / "recipe.toml"):
         arguments = ["-c", config, "-q", "-o", again]
         save_file(other, models[2])
-        refuse(tmp_path, capsys, 1, "its content_sha256 is", "--base and --merge", arguments=arguments)
+        refuse(
+            tmp_path, capsys, 1, "its content_sha256 is", "--base and --merge", arguments=arguments
+        )
         save_file(other | {"more": other["scalar"].clone()}, models[2])
         refuse(tmp_path, capsys, 1, "its size is", arguments=[*arguments, "--merge", *models[1:]])
         models[2].unlink()
-        refuse(tmp_path, capsys, 1, "cannot find 'code.safetensors', which the", arguments=arguments)
+        refuse(
+            tmp_path, capsys, 1, "cannot find 'code.safetensors', which the", arguments=arguments
+        )
         models[2].write_bytes(kept)
         assert dare.main([str(argument) for argument in arguments]) == 0
         assert again.read_bytes() == out.read_bytes()

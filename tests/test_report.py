@@ -19,12 +19,23 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareMerger
-from darelib.mask import keep_rate
+from darelib.core.mask import keep_rate
+from darelib.core.text import human
+from darelib.core.tuning import TUNING
 from darelib.run.worker import Worker
-from darelib.text import human
-from darelib.tuning import TUNING
 from tests import support
-from tests.support import BF16, F16, HERE, Tensors, finetune, low_rank, mask, random_model, run_merge, save
+from tests.support import (
+    BF16,
+    F16,
+    HERE,
+    Tensors,
+    finetune,
+    low_rank,
+    mask,
+    random_model,
+    run_merge,
+    save,
+)
 
 Models, Capture, Patch = list[Path], pytest.CaptureFixture[str], pytest.MonkeyPatch
 OUT = Path("out.safetensors")
@@ -53,10 +64,17 @@ def test_the_report_has_the_figures_of_each_model() -> None:
     first, second = finetune(base, 1), finetune(base, 2, size=0.01)
     del second["layer.bias"]
     report = merge(base, first, second | {"adapter": torch.ones(3)}, seed=5)
-    assert [(model.name, model.seed) for model in report.models] == [("m0.safetensors", 5), ("m1.safetensors", 6)]
+    assert [(model.name, model.seed) for model in report.models] == [
+        ("m0.safetensors", 5),
+        ("m1.safetensors", 6),
+    ]
     for model, tensors in zip(report.models, (first, second), strict=True):
-        deltas = torch.cat([(tensors[name] - base[name]).ravel() for name in base if name in tensors]).abs()
-        masks = [mask(model.seed, name, base[name].numel(), 0.9) for name in base if name in tensors]
+        deltas = torch.cat(
+            [(tensors[name] - base[name]).ravel() for name in base if name in tensors]
+        ).abs()
+        masks = [
+            mask(model.seed, name, base[name].numel(), 0.9) for name in base if name in tensors
+        ]
         assert model.parameters == len(deltas)
         assert model.exact_drop_rate == 1 - keep_rate(0.9)
         assert model.dropped_share == 1 - np.concatenate(masks).mean()
@@ -70,11 +88,15 @@ def test_the_report_has_the_figures_of_each_model() -> None:
 
 
 def test_no_figure_depends_on_the_number_of_threads(monkeypatch: Patch) -> None:
-    sizes = torch.logspace(-12, 3, 64 * 1024).flip(0)  # so that no two orders of adding them up agree
+    sizes = torch.logspace(-12, 3, 64 * 1024).flip(
+        0
+    )  # so that no two orders of adding them up agree
     save(Path(), base={"w": torch.zeros(64 * 1024)}, math={"w": sizes}, code={"w": sizes.sqrt()})
     TUNING.job_elements = TUNING.min_chunk = TUNING.max_chunk = 1024
     reports, run = [], Worker.run
-    monkeypatch.setattr(Worker, "run", lambda *given: time.sleep(0.002 * (given[1].number % 3 == 0)) or run(*given))
+    monkeypatch.setattr(
+        Worker, "run", lambda *given: time.sleep(0.002 * (given[1].number % 3 == 0)) or run(*given)
+    )
     for threads in (1, 2, 7):
         report = run_merge(Path("base.safetensors"), [Path("math.safetensors"), Path("code.safetensors")], OUT,
                            threads=threads, engine="plain")  # fmt: skip
@@ -85,7 +107,15 @@ def test_no_figure_depends_on_the_number_of_threads(monkeypatch: Patch) -> None:
 def test_the_report_prints_as_a_table_and_is_plain_data(models: Models) -> None:
     TUNING.least_for_rate = 1000
     rules = [{"match": "head*", "drop_rate": 0.5}]
-    report = run_merge(models[0], models[1:], OUT, method="ties", drop_rate=[0.9, 0.8], lambda_coeff=0.5, rules=rules)
+    report = run_merge(
+        models[0],
+        models[1:],
+        OUT,
+        method="ties",
+        drop_rate=[0.9, 0.8],
+        lambda_coeff=0.5,
+        rules=rules,
+    )
     lines = str(report).splitlines()
     count = {name: tensor.numel() for name, tensor in load_file(models[0]).items()}
     total, head = sum(count.values()), count["head.weight"]
@@ -100,21 +130,35 @@ def test_the_report_prints_as_a_table_and_is_plain_data(models: Models) -> None:
     data = json.loads(json.dumps(report.as_dict()))
     assert [model["seed"] for model in data["models"]] == [42, 43]
     TUNING.least_for_rate = 10**9
-    assert not any(word in str(run_merge(models[0], models[1:], OUT)) for word in ("in all", "copied", "/s)"))
+    assert not any(
+        word in str(run_merge(models[0], models[1:], OUT)) for word in ("in all", "copied", "/s)")
+    )
 
 
 def test_odd_models_are_warned_about_once_each() -> None:
     base = random_model()
-    large, mixed, lacking = finetune(base, 1, 0.02), finetune(base, 2, 0.0005), finetune(base, 3, 0.0005)
+    large, mixed, lacking = (
+        finetune(base, 1, 0.02),
+        finetune(base, 2, 0.0005),
+        finetune(base, 3, 0.0005),
+    )
     mixed["layer.bias"] = base["layer.bias"] + 0.02
     del lacking["scalar"]
     lacking["new\x1b[31m"] = torch.ones(1)
     assert merge(base, finetune(base, 1, 0.0005)).warnings == ()
-    assert merge(base, large, mixed, drop_rate=0).warnings == (), "where nothing is dropped, nothing is lost"
+    assert merge(base, large, mixed, drop_rate=0).warnings == (), (
+        "where nothing is dropped, nothing is lost"
+    )
     first, second = merge(base, large, mixed).warnings
     assert re.search(r"m0.safetensors has large deltas: .* in [34] of 4 tensors", first)
-    assert re.search(r"m1.safetensors has large deltas: .* in 1 of 4 tensors, .* worst: 'layer.bias' \(0.02\)", second)
-    assert all("lower the drop rate, and check that the base is the right one" in words for words in (first, second))
+    assert re.search(
+        r"m1.safetensors has large deltas: .* in 1 of 4 tensors, .* worst: 'layer.bias' \(0.02\)",
+        second,
+    )
+    assert all(
+        "lower the drop rate, and check that the base is the right one" in words
+        for words in (first, second)
+    )
     assert merge(base, large, delta_threshold=0.05).warnings == ()
     [warning] = merge(base, random_model(1)).warnings
     assert "base.safetensors does not look like the base of m0.safetensors" in warning
@@ -122,9 +166,15 @@ def test_odd_models_are_warned_about_once_each() -> None:
     assert "m0.safetensors is identical to the base" in warning
     lacks, has = merge(base, lacking).warnings
     assert "m0.safetensors lacks 1 tensor of the base: 'scalar'" in lacks
-    assert "has 1 tensor that the base lacks: 'new\\x1b[31m'" in has, "an escape sequence is shown, not sent"
+    assert "has 1 tensor that the base lacks: 'new\\x1b[31m'" in has, (
+        "an escape sequence is shown, not sent"
+    )
     Path("link").symlink_to("m0.safetensors")
-    report = run_merge(Path("base.safetensors"), [Path("m0.safetensors"), Path("link"), Path("base.safetensors")], OUT)
+    report = run_merge(
+        Path("base.safetensors"),
+        [Path("m0.safetensors"), Path("link"), Path("base.safetensors")],
+        OUT,
+    )
     for words in ("link is given more than once", "base.safetensors is the base itself"):
         assert sum(words in warning for warning in report.warnings) == 1
 
@@ -132,24 +182,53 @@ def test_odd_models_are_warned_about_once_each() -> None:
 @pytest.fixture
 def mixture() -> Models:
     """A base of two types with integers in it, as a directory; a fine-tune in shards; an adapter."""
-    base = random_model(0, BF16, {"embed.weight": (40, 8), "layer.weight": (6, 8), "norm.weight": (8,)})
+    base = random_model(
+        0, BF16, {"embed.weight": (40, 8), "layer.weight": (6, 8), "norm.weight": (8,)}
+    )
     base |= {"table": torch.arange(12), "scale": torch.ones(3)}
     support.save_directory(Path("base"), base, torch_dtype="bfloat16")
     Path("base/tokenizer.json").write_text("{}")
-    tuned = finetune({name: tensor for name, tensor in base.items() if name != "table"}, 1) | {"table": base["table"]}
-    support.save_sharded(Path("math"), tuned, [["embed.weight", "table"], ["layer.weight", "norm.weight", "scale"]])
+    tuned = finetune({name: tensor for name, tensor in base.items() if name != "table"}, 1) | {
+        "table": base["table"]
+    }
+    support.save_sharded(
+        Path("math"), tuned, [["embed.weight", "table"], ["layer.weight", "norm.weight", "scale"]]
+    )
     support.write_adapter(Path("code"), low_rank("layer", (6, 8)))
     return [Path("base"), Path("math"), Path("code")]
 
 
-def test_the_plan_shows_models_rules_files_and_needs(mixture: Models, tmp_path: Path, capsys: Capture) -> None:
-    flags = ["-b", "base", "-m", "math", "code", "-o", "out", "--drop-rate", "0.9", "0.8", "--max-shard-size=750B"]
-    flags += ["--rule", "embed*:drop_rate=0.5,rescale_q=0.6", "--rule", "*norm*:lambda_coeff=0", "--engine=plain"]
+def test_the_plan_shows_models_rules_files_and_needs(
+    mixture: Models, tmp_path: Path, capsys: Capture
+) -> None:
+    flags = [
+        "-b",
+        "base",
+        "-m",
+        "math",
+        "code",
+        "-o",
+        "out",
+        "--drop-rate",
+        "0.9",
+        "0.8",
+        "--max-shard-size=750B",
+    ]
+    flags += [
+        "--rule",
+        "embed*:drop_rate=0.5,rescale_q=0.6",
+        "--rule",
+        "*norm*:lambda_coeff=0",
+        "--engine=plain",
+    ]
     before = support.snapshot(tmp_path)
     assert dare.main([*flags, "--dry-run"]) == 0
     assert support.snapshot(tmp_path) == before
     lines = capsys.readouterr().out.splitlines()
-    sizes = [human(sum(path.stat().st_size for path in folder.glob("*.safetensors"))) for folder in mixture]
+    sizes = [
+        human(sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+        for folder in mixture
+    ]
     assert lines[0] == "would merge 2 models into out"
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
     for row in (
@@ -162,13 +241,17 @@ def test_the_plan_shows_models_rules_files_and_needs(mixture: Models, tmp_path: 
         ["README.md, config.json, dare_recipe.toml, model.safetensors.index.json, tokenizer.json"],
     ):  # fmt: skip
         assert row in rows
-    assert not any("lacks" in line or "more than the base" in line or "shapes" in line for line in lines)
+    assert not any(
+        "lacks" in line or "more than the base" in line or "shapes" in line for line in lines
+    )
     assert dare.main(["-q", *flags]) == 0
     for word, path in zip(("write", ""), sorted(Path("out").glob("*.safetensors")), strict=True):
         assert f"{word:8}{path.name}, {human(path.stat().st_size)}" in lines
     written = human(sum(path.stat().st_size for path in Path("out").iterdir()))
     assert any(line.startswith(f"disk    {written} needed, ") for line in lines)
-    assert any(re.match(r"time    .+ to read .* and compute on \d+ threads?, ", line) for line in lines)
+    assert any(
+        re.match(r"time    .+ to read .* and compute on \d+ threads?, ", line) for line in lines
+    )
     assert max(map(len, lines)) <= 120
 
 
@@ -195,26 +278,38 @@ def test_large_deltas_are_only_warned_about_where_they_may_be_dropped(tmp_path: 
     base = random_model()
     paths = save(tmp_path, base=base, tuned=finetune(base, 1, 0.01))
     for drop, warned in (("random", True), ("della", True), ("magnitude", False)):
-        report = run_merge(paths[0], paths[1:], tmp_path / OUT, drop=drop, drop_rate=0.5, engine="plain")
+        report = run_merge(
+            paths[0], paths[1:], tmp_path / OUT, drop=drop, drop_rate=0.5, engine="plain"
+        )
         assert any("has large deltas" in warning for warning in report.warnings) == warned
         assert (f" 0.5 by {drop}  " in str(report)) == (drop != "random")
 
 
 def test_the_plan_is_plain_data_and_what_the_merge_then_does(mixture: Models) -> None:
     rules = [{"match": ["embed*", "none"], "drop_rate": 0.5}]
-    merger = DareMerger(mixture[0], mixture[1:], DareConfig(verbose=False, engine="plain", rules=rules))
+    merger = DareMerger(
+        mixture[0], mixture[1:], DareConfig(verbose=False, engine="plain", rules=rules)
+    )
     plan = merger.plan("out")
     assert plan.estimate is None, "asking costs half a second, so it must be asked for"
     data = json.loads(json.dumps(plan.as_dict()))
-    assert [model["note"] for model in data["models"]] == ["", "", "LoRA of rank 2, changes 1 tensor"]
-    rules = [[rule["match"], rule["tensors"], rule["settings"]["drop_rates"]] for rule in data["rules"]]
+    assert [model["note"] for model in data["models"]] == [
+        "",
+        "",
+        "LoRA of rank 2, changes 1 tensor",
+    ]
+    rules = [
+        [rule["match"], rule["tensors"], rule["settings"]["drop_rates"]] for rule in data["rules"]
+    ]
     assert rules == [[["embed*", "none"], 1, [0.5, 0.5]], [[], 3, [0.9, 0.9]]]
     assert "\nembed* and 1 more " in str(plan)
     assert data["copied_tensors"] == ["table"]
     report = merger.merge("out")
     written = {path.name: path.stat().st_size for path in Path("out").iterdir()}
     assert data["bytes_to_write"] == sum(written.values()) == report.bytes_written
-    assert {file["name"]: file["size"] for file in data["files"]} == {name: written[name] for name in report.files}
+    assert {file["name"]: file["size"] for file in data["files"]} == {
+        name: written[name] for name in report.files
+    }
     assert data["side_files"] == list(report.side_files)
     assert data["bytes_to_read"] == report.bytes_read
     assert (report.copied_tensors, str(report).count("5 tensors (1 copied)")) == (1, 1)
@@ -248,7 +343,14 @@ def test_a_plan_of_many_files_names_the_first_of_them(capsys: Capture) -> None:
     base = {f"t{k}": torch.ones(300) for k in range(9)}
     save(Path(), base=base, math=finetune(base, 1))
     plan = planned(capsys, "--max-shard-size", "1200", "-o", "out")
-    assert re.findall(r"model-0000(\d)-of-00009.safetensors, ", plan) == ["1", "2", "3", "4", "5", "6"]
+    assert re.findall(r"model-0000(\d)-of-00009.safetensors, ", plan) == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+    ]
     assert "\n        ... and 3 more\n" in plan
 
 
@@ -261,18 +363,28 @@ def test_the_estimate_is_what_the_first_jobs_say_of_all(config: dict[str, Any], 
         plan = merger.plan(OUT, estimate=True)
         assert plan.estimate.sampled_bytes == jobs * 3 * 40_000
         assert plan.bytes_to_read == 8 * (1 + looks) * 3 * 40_000
-        assert plan.estimate.seconds == pytest.approx(8 / jobs * (1 + looks) * plan.estimate.sampled_seconds)
+        assert plan.estimate.seconds == pytest.approx(
+            8 / jobs * (1 + looks) * plan.estimate.sampled_seconds
+        )
     assert not OUT.exists()
     assert merger.merge(OUT).bytes_read == plan.bytes_to_read
 
 
-def test_a_dry_run_fails_only_by_what_would_fail_the_merge(models: Models, tmp_path: Path, capsys: Capture) -> None:
+def test_a_dry_run_fails_only_by_what_would_fail_the_merge(
+    models: Models, tmp_path: Path, capsys: Capture
+) -> None:
     broken = load_file(models[1])
     broken["layer.weight"][3, 4] = math.nan
     save(tmp_path, math=broken)
-    support.refuse(tmp_path, capsys, 1, "'layer.weight' holds nan at [3, 4]", arguments=[*MERGE, "--dry-run"])
-    base = {"w": torch.tensor([65000.0, 0.0] * 1000, dtype=F16)}  # overflows, unless trim drops the small deltas
-    save(tmp_path, base=base, math={"w": base["w"] + torch.tensor([400.0, 3000.0] * 1000, dtype=F16)})
+    support.refuse(
+        tmp_path, capsys, 1, "'layer.weight' holds nan at [3, 4]", arguments=[*MERGE, "--dry-run"]
+    )
+    base = {
+        "w": torch.tensor([65000.0, 0.0] * 1000, dtype=F16)
+    }  # overflows, unless trim drops the small deltas
+    save(
+        tmp_path, base=base, math={"w": base["w"] + torch.tensor([400.0, 3000.0] * 1000, dtype=F16)}
+    )
     flags = [*MERGE, "--method", "ties", "--drop-rate", "0", "--lambda", "2", "--engine", "plain"]
     support.refuse(tmp_path, capsys, 1, "beyond the range", arguments=flags)
     assert dare.main(["-q", *flags, "--keep-ratio", "0.5", "--dry-run"]) == 0
@@ -309,9 +421,14 @@ def test_json_is_all_that_is_printed(models: Models, tmp_path: Path, capsys: Cap
         assert not re.search("\x1b|merging", said.out + said.err), "neither colours nor progress"
     assert printed["plan"]["estimate"]["seconds"] > 0
     assert printed["merge"]["models"][0] == printed["quiet merge"]["models"][0]
-    assert (printed["merge"]["method"], printed["merge"]["models"][0]["name"]) == ("linear", "math.safetensors")
+    assert (printed["merge"]["method"], printed["merge"]["models"][0]["name"]) == (
+        "linear",
+        "math.safetensors",
+    )
     assert printed["verify"]["tensors"] == printed["quiet verify"]["tensors"] == 4
-    support.refuse(tmp_path, capsys, 2, "must be one of", arguments=[*MERGE, "--json", "--method", "x"])
+    support.refuse(
+        tmp_path, capsys, 2, "must be one of", arguments=[*MERGE, "--json", "--method", "x"]
+    )
 
 
 def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:
@@ -319,7 +436,11 @@ def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:
     import pty
 
     controller, terminal = pty.openpty()
-    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("NO_COLOR", "FORCE_COLOR", "COLORTERM")
+    }
     process = subprocess.Popen(
         [sys.executable, str(HERE / "dare.py"), *flags],
         stdout=subprocess.PIPE, stderr=terminal, env={**kept, "TERM": "xterm", **environment}, text=True,
@@ -341,7 +462,9 @@ def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:
     ({}, True, True), ({"NO_COLOR": ""}, True, True),
     ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, False, False),
 ], ids=str)  # fmt: skip
-def test_colours_and_progress_are_for_terminals(models: Models, environment: Any, moves: bool, colours: bool) -> None:
+def test_colours_and_progress_are_for_terminals(
+    models: Models, environment: Any, moves: bool, colours: bool
+) -> None:
     flags = [*MERGE, "--delta-threshold", "1e-9"]
     assert dare.main(["-q", *flags]) == 0  # so that nothing is left to compile
     status, out, said = run_on_terminal(*flags, **environment)

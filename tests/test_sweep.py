@@ -28,9 +28,18 @@ from sqlalchemy import Engine, event
 
 import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
-from darelib.sweep.report import chance
+from darelib.commands.sweep.report import chance
 from tests.scene import POSIX, Patch, slow, wait_for
-from tests.support import HERE, assert_same, finetune, random_model, refuse, save, snapshot, write_config
+from tests.support import (
+    HERE,
+    assert_same,
+    finetune,
+    random_model,
+    refuse,
+    save,
+    snapshot,
+    write_config,
+)
 
 Capture, Models = pytest.CaptureFixture[str], list[Path]
 AS_COMMAND = f'"{sys.executable}" judge.py {{model}}'
@@ -66,7 +75,9 @@ def models(tmp_path: Path, monkeypatch: Patch) -> Models:
 
 def judge(ending: str = "    return value") -> str:
     """The evaluation as a function of a file; as a command, the file prints what the function returns."""
-    Path("judge.py").write_text(f"{JUDGE}{ending}\nif __name__ == '__main__': print(score(sys.argv[1]))\n")
+    Path("judge.py").write_text(
+        f"{JUDGE}{ending}\nif __name__ == '__main__': print(score(sys.argv[1]))\n"
+    )
     return "judge.py:score"
 
 
@@ -100,7 +111,9 @@ def hill(path: Path) -> float:
     return -((made["drop_rate"] - 0.8) ** 2) - (made["lambda_coeff"] - 1) ** 2 if made else -1.0
 
 
-def sweep(evaluate: Any, space: Any, search: str = "grid", config: Any = None, **options: Any) -> SweepReport:
+def sweep(
+    evaluate: Any, space: Any, search: str = "grid", config: Any = None, **options: Any
+) -> SweepReport:
     names = [f"{name}.safetensors" for name in ("base", "math", "code")]
     merger = DareMerger(names[0], names[1:], DareConfig(engine="plain", **(config or {})))
     return merger.sweep(evaluate, space, search=search, **{"confirm": 0, **options})
@@ -135,21 +148,35 @@ def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
     q = {0: [None], 0.5: [p for p in points if p >= 0.5], 0.8: [p for p in points if p >= 0.2]}
     expected = [("linear", p, None, each) for p in q for each in q[p]]
     expected += [("ties", p, keep, each) for p in q for keep in (0.5, 1) for each in q[p]]
-    chosen = [tuple(map(row.params.get, ("method", "drop_rate", "keep_ratio", "rescale_q"))) for row in found.rows]
+    chosen = [
+        tuple(map(row.params.get, ("method", "drop_rate", "keep_ratio", "rescale_q")))
+        for row in found.rows
+    ]
     assert Counter(chosen) == Counter(expected)
     made = [(each["method"], each["drop_rate"], each["rescale_q"]) for each in tried[1:-1]]
-    assert made == [(method, rate, q) for method, rate, _, q in chosen], "merges are what the trials say"
+    assert made == [(method, rate, q) for method, rate, _, q in chosen], (
+        "merges are what the trials say"
+    )
     assert (tried[0], tried[-1]["drop_rate"]) == ({}, 0.0), "the base first, the plain average last"
     assert len(sweep(hill, {"drop_rate": [0.1, 0.2, 0.3]}, trials=2).rows) == 2
-    assert sweep(hill, {"drop_rate": [0, 0.5]}).best.params == {"drop_rate": 0.5}, "also without fresh seeds"
-    stored: Any = {"storage": "sqlite:///x.db", "study": "x", "trials": 1, "config": {"seed": 2**63 - 1}}
+    assert sweep(hill, {"drop_rate": [0, 0.5]}).best.params == {"drop_rate": 0.5}, (
+        "also without fresh seeds"
+    )
+    stored: Any = {
+        "storage": "sqlite:///x.db",
+        "study": "x",
+        "trials": 1,
+        "config": {"seed": 2**63 - 1},
+    }
     assert len(sweep(hill, {"drop_rate": {"low": 0.5, "high": 0.9}}, "tpe", **stored).rows) == 1
     with pytest.raises(ConfigError, match="'x' is of other models"):
         sweep(hill, {"drop_rate": {"low": 0.5, "high": 0.9, "step": 0.2}}, **stored)
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_with_its_study_and_the_dashboard_shows_it(capsys: Capture) -> None:
+def test_the_same_command_goes_on_with_its_study_and_the_dashboard_shows_it(
+    capsys: Capture,
+) -> None:
     import optuna_dashboard
 
     flags = command("--vary", "drop_rate = {low = 0.1, high = 0.9}", "--confirm", "3", "--trials")
@@ -162,32 +189,66 @@ def test_the_same_command_goes_on_with_its_study_and_the_dashboard_shows_it(caps
     printed = capsys.readouterr()
     assert "going on with the study" in printed.err
     rates = [call[1] for call in calls()[len(first) :]]
-    assert len(set(rates[:2]) - {call[1] for call in first}) == 2, "two new trials, and what they make necessary"
+    assert len(set(rates[:2]) - {call[1] for call in first}) == 2, (
+        "two new trials, and what they make necessary"
+    )
     shown = json.loads(printed.out.partition("\n{")[2].join(["{", ""]))
-    assert [each["number"] for each in sorted(shown["trials"], key=lambda each: each["number"])] == list(range(5))
+    assert [
+        each["number"] for each in sorted(shown["trials"], key=lambda each: each["number"])
+    ] == list(range(5))
     assert max(len(each.get("confirmed", ())) for each in shown["trials"]) == 3
 
     app = optuna_dashboard.wsgi("sqlite:///config_sweep.db")
-    request = {"REQUEST_METHOD": "GET", "SERVER_NAME": "x", "SERVER_PORT": "80", "wsgi.url_scheme": "http"}
+    request = {
+        "REQUEST_METHOD": "GET",
+        "SERVER_NAME": "x",
+        "SERVER_PORT": "80",
+        "wsgi.url_scheme": "http",
+    }
 
     def get(path: str) -> Any:
-        return json.loads(b"".join(app({**request, "PATH_INFO": path, "QUERY_STRING": ""}, lambda *_: None)))
+        return json.loads(
+            b"".join(app({**request, "PATH_INFO": path, "QUERY_STRING": ""}, lambda *_: None))
+        )
 
     [study] = get("/api/studies")["study_summaries"]
     assert study["study_name"] == shown["study"]
-    trials = {each["number"]: each["values"] for each in get(f"/api/studies/{study['study_id']}")["trials"]}
+    trials = {
+        each["number"]: each["values"]
+        for each in get(f"/api/studies/{study['study_id']}")["trials"]
+    }
     assert trials == {each["number"]: [each["scores"]["score"]] for each in shown["trials"]}
     # Another space, other settings, another or an edited evaluation, other models: another study.
     assert dare.main(command("--vary", "drop_rate = [0.1, 0.5]", "--trials", "1")) == 0
     assert dare.main(command(*flags[5:], "1", weights=[1, 2])) == 0
     assert dare.main(command(*flags[5:], "1", "--objective", "score:min")) == 0
     assert dare.main(command(*flags[5:], "1", evaluate=judge("    return value + 0"))) == 0
-    assert len({each.study_name for each in optuna.get_all_study_summaries("sqlite:///config_sweep.db")}) == 5
+    assert (
+        len(
+            {
+                each.study_name
+                for each in optuna.get_all_study_summaries("sqlite:///config_sweep.db")
+            }
+        )
+        == 5
+    )
 
 
-def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_search(capsys: Capture) -> None:
+def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_search(
+    capsys: Capture,
+) -> None:
     Path("kept/mine").mkdir(parents=True)
-    flags = ["--vary", "drop_rate=[0.2, 0.8]", "--trials", "8", "--confirm", "3", "--study", "mine", "--keep-models"]
+    flags = [
+        "--vary",
+        "drop_rate=[0.2, 0.8]",
+        "--trials",
+        "8",
+        "--confirm",
+        "3",
+        "--study",
+        "mine",
+        "--keep-models",
+    ]
     assert dare.main(command(*flags, "kept")) == 0
     assert Counter(call[1] for call in calls()) == {0: 1 + 1, 0.2: 1 + 3, 0.8: 1 + 3}, (
         "both are scored with fresh seeds"
@@ -234,11 +295,17 @@ def test_two_processes_work_on_one_study() -> None:
     ('{"score": "high"}', "no finite number but 'high'"), ('{"score": true}', "but True"), ("score: nan", "but nan"),
     ('{"accuracy": 1}', "no score 'score', but accuracy"), (torch.tensor(0.25), 0.25), ({"score": 3}, 3.0), ("", "no"),
 ])  # fmt: skip
-def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(output: Any, score: float | str) -> None:
+def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(
+    output: Any, score: float | str
+) -> None:
     def evaluate(path: Path) -> Any:
         return output if settings_of(path).get("drop_rate") else 0
 
-    with nullcontext() if isinstance(score, float) else pytest.raises(DareError, match=f"the first failed: .*{score}"):
+    with (
+        nullcontext()
+        if isinstance(score, float)
+        else pytest.raises(DareError, match=f"the first failed: .*{score}")
+    ):
         assert sweep(evaluate, {"drop_rate": [0.5]}).rows[0].scores == [score]
 
 
@@ -253,7 +320,14 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
     if rate == 0.3: os.kill(os.getpid(), signal.SIGKILL)
     return {0.4: "nothing", 0.5: "nan"}.get(rate, value)"""
     judge(ending)
-    flags = ["--vary", "drop_rate=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]", "--search", "grid", "--confirm", "0"]
+    flags = [
+        "--vary",
+        "drop_rate=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]",
+        "--search",
+        "grid",
+        "--confirm",
+        "0",
+    ]
     flags = command(*flags, "--timeout", "1.5", evaluate=AS_COMMAND)
     assert dare.main(flags) == 0
     trials = optuna.load_study(storage="sqlite:///config_sweep.db", study_name=None).trials
@@ -261,7 +335,9 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
     reasons = ["it ended with status 3: out of memory", "it took longer than 1.5 s", "it was ended by signal 9",
                "its last line, 'nothing', is no JSON and has not one number but 0",
                "its 'score' is no finite number but nan"]  # fmt: skip
-    assert [trial.user_attrs["why"] for trial in trials[:5]] == [f"failed: {reason}" for reason in reasons]
+    assert [trial.user_attrs["why"] for trial in trials[:5]] == [
+        f"failed: {reason}" for reason in reasons
+    ]
     assert trials[0].user_attrs["output"] == "working on it\nout of memory\n"
     assert all("working on it" in trial.user_attrs["output"] for trial in trials[:4])
     wait_for(lambda: has_ended(int(Path("child").read_text())))
@@ -270,13 +346,23 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
     assert len(calls()) == done + 5, "what has failed is tried again by the next run"
 
 
-def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(tmp_path: Path, capsys: Capture) -> None:
-    flags = command("--vary", "drop_rate=[0.1]", evaluate=judge("    raise RuntimeError('no tokenizer')"))
+def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    flags = command(
+        "--vary", "drop_rate=[0.1]", evaluate=judge("    raise RuntimeError('no tokenizer')")
+    )
     assert dare.main([*flags, "--keep-models", "kept"]) == 1
-    assert "error: the evaluation cannot score the base: RuntimeError: no tokenizer\nhint: " in capsys.readouterr().err
+    assert (
+        "error: the evaluation cannot score the base: RuntimeError: no tokenizer\nhint: "
+        in capsys.readouterr().err
+    )
     flags[4] = f'"{sys.executable}" -c "print(1); raise SystemExit(\'no data\')" {{model}}'
     assert dare.main([*flags, "--keep-models", "kept"]) == 1
-    assert "| 1\n| no data\nerror: the evaluation cannot score the base: it ended" in capsys.readouterr().err
+    assert (
+        "| 1\n| no data\nerror: the evaluation cannot score the base: it ended"
+        in capsys.readouterr().err
+    )
     assert (os.listdir("kept"), len(calls()), list(tmp_path.glob(".sweep-*"))) == ([], 1, [])
 
 
@@ -297,10 +383,17 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
                     evaluate="~/both.py:score")  # fmt: skip
     assert dare.main([*flags, "front.svg"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (len(shown["trials"]), len(shown["failed"]), len(shown["plain_averages"]) >= 5) == (16, 4, True)
+    assert (len(shown["trials"]), len(shown["failed"]), len(shown["plain_averages"]) >= 5) == (
+        16,
+        4,
+        True,
+    )
     assert {each["why"] for each in shown["failed"]} == {"pruned"}
 
-    points = {each["number"]: (each["scores"]["gain"], -each["scores"]["cost"]) for each in shown["trials"]}
+    points = {
+        each["number"]: (each["scores"]["gain"], -each["scores"]["cost"])
+        for each in shown["trials"]
+    }
     beaten = {a for a, b in itertools.permutations(points, 2)
               if all(map(float.__le__, points[a], points[b])) and points[a] != points[b]}  # fmt: skip
     assert set(shown["front"]) == set(points) - beaten
@@ -324,7 +417,10 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     before, space = snapshot(tmp_path), {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
     options: Any = {"search": "grid", "confirm": 0}
     plain = dare_sweep(base, tunes, miss, space, **options)
-    assert (plain.winner.params, plain.winner.scores) == ({"drop_rate": 0.5, "lambda_coeff": 1.0}, [0.0])
+    assert (plain.winner.params, plain.winner.scores) == (
+        {"drop_rate": 0.5, "lambda_coeff": 1.0},
+        [0.0],
+    )
     net = make_net()
     net.load_state_dict(base)
     own = net.state_dict()  # which is merged into: the base of every merge must be what it was
@@ -333,28 +429,48 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     stated = sweep(miss, space, in_memory=True)
     assert live.base == plain.base == filed.base == [miss(base)]
     for found in (live, filed, stated):
-        assert [(row.params, row.scores) for row in found.rows] == [(row.params, row.scores) for row in plain.rows]
+        assert [(row.params, row.scores) for row in found.rows] == [
+            (row.params, row.scores) for row in plain.rows
+        ]
     assert_same(dict(net.state_dict()), dare_merge(base, tunes, live.winner.config))
     assert_same(dict(other.state_dict()), goal)
     assert_same(base, load_file(models[0]))
     with pytest.raises(DareError, match="model 1 and the live model share their memory"):
         dare_sweep(base, [tunes[0], net.state_dict()], miss, space, model=net, **options)
-    with pytest.raises(DareError, match="no trial could be scored; the first failed: SystemExit: 3"):
+    with pytest.raises(
+        DareError, match="no trial could be scored; the first failed: SystemExit: 3"
+    ):
         dare_sweep(base, tunes, lambda model: miss(model) if miss(model) == plain.base[0] else sys.exit(3), space,
                    model=net, **options)  # fmt: skip
     assert_same(dict(net.state_dict()), base)  # since there is no winner
-    with pytest.raises(DareError, match=r"cannot score the base: out has no tensor 'layer\.weight'"):
-        dare_sweep(base, tunes, miss, space, model=torch.nn.ModuleDict({"head": net["head"]}), **options)
+    with pytest.raises(
+        DareError, match=r"cannot score the base: out has no tensor 'layer\.weight'"
+    ):
+        dare_sweep(
+            base, tunes, miss, space, model=torch.nn.ModuleDict({"head": net["head"]}), **options
+        )
     tied = torch.nn.ModuleDict({"one": (one := torch.nn.Linear(8, 4, bias=False)), "two": one})
-    states = [{"one.weight": state["head.weight"], "two.weight": state["head.weight"]} for state in (base, *tunes)]
+    states = [
+        {"one.weight": state["head.weight"], "two.weight": state["head.weight"]}
+        for state in (base, *tunes)
+    ]
     found = dare_sweep(
-        states[0], states[1:], lambda model: float(model["two"].weight.sum()), space, model=tied, **options
+        states[0],
+        states[1:],
+        lambda model: float(model["two"].weight.sum()),
+        space,
+        model=tied,
+        **options,
     )
     first, *others = [{"one.weight": state["one.weight"]} for state in states]
-    assert_same(dict(tied["one"].state_dict(prefix="one.")), dare_merge(first, others, found.winner.config))
+    assert_same(
+        dict(tied["one"].state_dict(prefix="one.")), dare_merge(first, others, found.winner.config)
+    )
     net.register_buffer("empty", torch.zeros(0))  # which has no memory to share
     states = [{**state, "empty": torch.zeros(0)} for state in (base, *tunes)]
-    assert dare_sweep(states[0], states[1:], miss, space, model=net, **options).winner.scores == [0.0]
+    assert dare_sweep(states[0], states[1:], miss, space, model=net, **options).winner.scores == [
+        0.0
+    ]
     assert snapshot(tmp_path) == before, "nothing is written"
 
 
@@ -367,10 +483,18 @@ def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> No
     def score(path: Path) -> float:
         made = settings_of(path)
         seeds.append(tuple(made.get("seeds", ())))
-        return (hill(path) + random.Random(made["seed"]).gauss(0, 0.05 * (made["drop_rate"] > 0))) if made else -1.0
+        return (
+            (hill(path) + random.Random(made["seed"]).gauss(0, 0.05 * (made["drop_rate"] > 0)))
+            if made
+            else -1.0
+        )
 
     found = sweep(score, {"drop_rate": [0, 0.7, 0.75, 0.85, 0.9]}, config={"seed": 7}, confirm=4)
-    assert Counter(seeds) == {(): 1, (7, 8): 5 + 1, **{(seed, seed + 1): 3 for seed in (9, 11, 13, 15)}}
+    assert Counter(seeds) == {
+        (): 1,
+        (7, 8): 5 + 1,
+        **{(seed, seed + 1): 3 for seed in (9, 11, 13, 15)},
+    }
     values, average = [each[0] for each in found.best.confirmed], found.average
     assert average is not None
     assert average.scores == [pytest.approx(-0.64)]
@@ -399,7 +523,9 @@ def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Mode
     assert called[True] <= 2, "one in twenty at most, but for luck"
     tie = dare_sweep(base, tunes, lambda state: 1.0, space, search="grid")
     assert (tie.winner is tie.average, tie.probability) == (True, None)
-    assert tie.verdict.startswith("No trial scores better than the plain average (lambda 1: 1), so that is the winner")
+    assert tie.verdict.startswith(
+        "No trial scores better than the plain average (lambda 1: 1), so that is the winner"
+    )
 
 
 def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: Capture) -> None:
@@ -411,31 +537,46 @@ def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: 
     printed = capsys.readouterr()
     progress = r"\n\[2/2\] method ties, drop rate 0.8, rules.0.lambda_coeff 1: 0.0002 \(best 0.0002\), .* left\n"
     assert re.search(progress, printed.err)
-    assert re.search(r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: lambda 1 .*\nbase +-1 ", printed.out)
+    assert re.search(
+        r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: lambda 1 .*\nbase +-1 ", printed.out
+    )
     assert "The best merge is trial 1" in printed.out
     assert Path("found.png").read_bytes()[:4] == b"\x89PNG"
     best = Path("config_best.toml").read_text()
     assert best.startswith("# Found by a sweep:\n# trial 1: ")
-    assert dare.main(["-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors"]) == 0
-    assert Path("again.safetensors").read_bytes() == next(Path("kept").glob("*-trial-0001.*")).read_bytes()
+    assert (
+        dare.main(["-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors"])
+        == 0
+    )
+    assert (
+        Path("again.safetensors").read_bytes()
+        == next(Path("kept").glob("*-trial-0001.*")).read_bytes()
+    )
     assert len(os.listdir("kept")) == 2 + 2 * 5 + 1
 
 
 @pytest.mark.slow
 @POSIX
-def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_command_goes_on(tmp_path: Path) -> None:
+def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_command_goes_on(
+    tmp_path: Path,
+) -> None:
     judge("    while os.path.exists(f'wait{rate}'): time.sleep(0.02)\n    return value")
     flags = ["--vary", "drop_rate=[0.1, 0.2, 0.3, 0.4]", "--search", "grid", "--confirm", "0"]
     flags = command(*flags, evaluate=AS_COMMAND)
 
     def interrupt(rate: float, then: Callable[[subprocess.Popen[str]], None]) -> str:
         Path(f"wait{rate}").touch()
-        process = subprocess.Popen([sys.executable, str(HERE / "dare.py"), *flags], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "dare.py"), *flags], stderr=subprocess.PIPE, text=True
+        )
         wait_for(lambda: [call[1] for call in calls()[-1:]] == [rate], 60)
         assert len(list(tmp_path.glob(".sweep-*/merged.safetensors"))) == 1
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        assert any("stopping after this trial; once more to stop at once" in line for line in process.stderr)
+        assert any(
+            "stopping after this trial; once more to stop at once" in line
+            for line in process.stderr
+        )
         then(process)
         left = process.communicate(timeout=120)[1]
         assert (process.returncode, list(tmp_path.glob(".sweep-*"))) == (130, [])
@@ -447,7 +588,9 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
     wait_for(lambda: has_ended(calls()[-1][0]))
     Path("wait0.4").unlink()
     assert dare.main(flags) == 0
-    assert [call[1] for call in calls() if call[1]] == [0.1, 0.2, 0.3, 0.4, 0.4], "what was stopped is tried again"
+    assert [call[1] for call in calls() if call[1]] == [0.1, 0.2, 0.3, 0.4, 0.4], (
+        "what was stopped is tried again"
+    )
 
 
 def test_models_that_change_end_the_search() -> None:
@@ -480,10 +623,14 @@ def test_models_that_change_end_the_search() -> None:
 def test_wrong_usage_is_refused_before_anything_is_merged(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture, flags: str, status: int, message: str
 ) -> None:
-    words = command("--vary", "drop_rate=[0.5]", *(shlex.split(flags) if flags.startswith("-") else []))
+    words = command(
+        "--vary", "drop_rate=[0.5]", *(shlex.split(flags) if flags.startswith("-") else [])
+    )
     if flags == "optuna":
         monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    error = refuse(tmp_path, capsys, status, message, arguments=words[:3] if flags == "without" else words)
+    error = refuse(
+        tmp_path, capsys, status, message, arguments=words[:3] if flags == "without" else words
+    )
     assert error.count("error: ") == 1
     assert flags != "optuna" or "optuna cmaes" in error or "--extra sweep" in error

@@ -15,15 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dare import ConfigError, DareConfig, DareMerger
+from darelib.commands.sweep.space import Space
 from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
-from darelib.sweep.space import Space
 from tests.fuzz import examples
 from tests.support import refuse, write_config
 
 Capture, Models = pytest.CaptureFixture[str], list[Path]
 
 
-def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hinder(models: Models) -> None:
+def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hinder(
+    models: Models,
+) -> None:
     space = {
         "method": ["linear", "ties", "slerp", "ram"], "drop": ["random", "breadcrumbs", "della"], "drop_rate": [0, 0.5],
         "gamma": [0.01, 0.02], "epsilon": {"low": 0.01, "high": 0.1}, "rescale_q": {"low": 0.1, "high": 1},
@@ -33,7 +35,10 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     }  # fmt: skip
     rules = [{"match": "layer.*", "keep_ratio": 0.5}]
     config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
-    merger, options = DareMerger(models[0], models[1:], config), {"search": "random", "trials": 40, "confirm": 0}
+    merger, options = (
+        DareMerger(models[0], models[1:], config),
+        {"search": "random", "trials": 40, "confirm": 0},
+    )
     found = merger.sweep(lambda path: 1.0, space, folder=models[0].parent, **options)
     assert (len(found.rows), found.failures) == (40, []), "none was refused"
     for row in found.rows:
@@ -45,11 +50,20 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
         assert ("rescale_q" in names) == (drop == "random")
         assert row.params.get("rescale_q", 1) >= 1 - row.params["drop_rate"]
         assert row.params.get("slerp_t", 0) in (0, 0.25, 0.5, 0.75, 1)
-        assert 0.5 <= row.params["rules.0.drop_rate.0"] <= 0.6 < 0.7 <= row.params["rules.0.drop_rate.1"] <= 0.8
+        assert (
+            0.5
+            <= row.params["rules.0.drop_rate.0"]
+            <= 0.6
+            < 0.7
+            <= row.params["rules.0.drop_rate.1"]
+            <= 0.8
+        )
         [own, *kept] = row.config.typed_rules
         assert own.drop_rate == tuple(row.params[f"rules.0.drop_rate.{i}"] for i in range(2))
         assert kept[0].match == ("layer.*",)
-        assert row.config.weights == (tuple(row.params[f"weights.{i}"] for i in (0, 1)) if method != "slerp" else None)
+        assert row.config.weights == (
+            tuple(row.params[f"weights.{i}"] for i in (0, 1)) if method != "slerp" else None
+        )
     assert len({row.params["method"] for row in found.rows}) == 4
     assert found.averages[0].config.method == "linear"
 
@@ -69,7 +83,9 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     ("keep_ratio=[0.5, 0.7]", "keep_ratio means nothing"), ("rules=[]", "nothing to search"),
     ("drop_rate", "must be SETTING=VALUES"), ("", "nothing to search"),
 ])  # fmt: skip
-def test_a_wrong_space_is_named(models: Models, tmp_path: Path, capsys: Capture, space: str, message: str) -> None:
+def test_a_wrong_space_is_named(
+    models: Models, tmp_path: Path, capsys: Capture, space: str, message: str
+) -> None:
     words = ["sweep", "--evaluate", f"'{sys.executable}' {{model}}", "-c", write_config(tmp_path)]
     error = refuse(tmp_path, capsys, 2, arguments=[*words, *(["--vary", space] if space else [])])
     assert re.search(message, error, re.DOTALL), error
@@ -90,28 +106,41 @@ VALUES: dict[str, list[Any]] = {
     "rescale_q": [0.1, [0.5, 1]], "keep_ratio": [0.2, 1], "slerp_t": [0, {"gradient": [0, 1]}], "threshold": [0, 1e-5],
     "mismatch": ["error", "base"],
 }  # fmt: skip
-CONFIGS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in VALUES.items()})
+CONFIGS = st.fixed_dictionaries(
+    {}, optional={name: st.sampled_from(values) for name, values in VALUES.items()}
+)
 
 
 def axes(names: Sequence[str]) -> st.SearchStrategy[dict[str, Any]]:
     """Tables with some of these settings, each with values, a range, or a range for each model."""
 
     def axis(name: str) -> st.SearchStrategy[Any]:
-        kinds: list[st.SearchStrategy[Any]] = [st.lists(st.sampled_from(VALUES[name]), min_size=1, max_size=3)]
+        kinds: list[st.SearchStrategy[Any]] = [
+            st.lists(st.sampled_from(VALUES[name]), min_size=1, max_size=3)
+        ]
         if name in ENDS:
             low, high = ENDS[name]
-            more: list[dict[str, Any]] = [{}, {"log": True}, {"step": (high - low) / 3}, {"step": (high - low) * 0.4}]
+            more: list[dict[str, Any]] = [
+                {},
+                {"log": True},
+                {"step": (high - low) / 3},
+                {"step": (high - low) * 0.4},
+            ]
             ranges = st.sampled_from([{"low": low, "high": high, **each} for each in more])
             kinds += [ranges] + [st.lists(ranges, min_size=2, max_size=2)] * (name in PER_MODEL)
         return st.one_of(kinds)
 
     chosen = st.sets(st.sampled_from(names), min_size=1, max_size=5)
-    return chosen.flatmap(lambda some: st.fixed_dictionaries({name: axis(name) for name in sorted(some)}))
+    return chosen.flatmap(
+        lambda some: st.fixed_dictionaries({name: axis(name) for name in sorted(some)})
+    )
 
 
 @examples(150)
 @given(axes(SWEEP_SETTINGS), st.none() | axes(RULE_SETTINGS), CONFIGS, st.integers(0, 999))
-def test_whatever_is_chosen_can_be_merged_or_is_refused(space: Any, rule: Any, given: Any, seed: int) -> None:
+def test_whatever_is_chosen_can_be_merged_or_is_refused(
+    space: Any, rule: Any, given: Any, seed: int
+) -> None:
     try:
         config = DareMerger("a", ["b", "c"], DareConfig(**given)).config
     except ConfigError:
@@ -121,10 +150,14 @@ def test_whatever_is_chosen_can_be_merged_or_is_refused(space: Any, rule: Any, g
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         try:
-            choices = Space(space | ({"rules": [{"match": "*weight", **rule}]} if rule else {}), config, 2)
+            choices = Space(
+                space | ({"rules": [{"match": "*weight", **rule}]} if rule else {}), config, 2
+            )
             chosen = choices.choose(trial)
             for made in (chosen, choices.plain_average(1.0)):
                 DareMerger("a", ["b", "c"], made)
         except ConfigError:
             return
-    assert choices.choose(optuna.trial.FixedTrial(trial.params)) == chosen, "a study says all about it"
+    assert choices.choose(optuna.trial.FixedTrial(trial.params)) == chosen, (
+        "a study says all about it"
+    )

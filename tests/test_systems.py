@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import dare
+from darelib.core.tuning import count_cores
 from darelib.output import publish
 from darelib.output.lock import LOCK_WORDS
 from darelib.output.publish import MADE
-from darelib.tuning import count_cores
 from tests.scene import BOTH, POSIX, Patch, Scene, contents, launch, put, slow
 from tests.support import BF16, command, random_model, run_merge, save_directory, save_sharded
 
@@ -50,7 +50,9 @@ LACKS: dict[str, Callable[[Patch], object]] = {
 
 @pytest.mark.parametrize("kind", ["directory", slow("file")])
 @pytest.mark.parametrize("lacking", LACKS)
-def test_a_system_may_lack_what_others_have(tmp_path: Path, monkeypatch: Patch, kind: str, lacking: str) -> None:
+def test_a_system_may_lack_what_others_have(
+    tmp_path: Path, monkeypatch: Patch, kind: str, lacking: str
+) -> None:
     """Space reserved at once, names exchanged, directories synced, locks: all are used only where they are there."""
     scene = Scene(tmp_path, kind)
     LACKS[lacking](monkeypatch)
@@ -62,8 +64,12 @@ def test_a_system_may_lack_what_others_have(tmp_path: Path, monkeypatch: Patch, 
     assert scene.broken() == []
 
 
-@pytest.mark.parametrize("then", ["merge", "resume", "fail", "wrong settings", "not ours", "empty folder"])
-def test_an_old_model_that_a_crash_left_without_its_name_gets_it_back(tmp_path: Path, then: str) -> None:
+@pytest.mark.parametrize(
+    "then", ["merge", "resume", "fail", "wrong settings", "not ours", "empty folder"]
+)
+def test_an_old_model_that_a_crash_left_without_its_name_gets_it_back(
+    tmp_path: Path, then: str
+) -> None:
     """Where names cannot be exchanged there is an instant in which neither has it."""
     scene = Scene(tmp_path, "directory")
     put(scene.partial, {"lock": f"{LOCK_WORDS} 1\n".encode()})
@@ -95,7 +101,9 @@ def test_new_files_have_the_permissions_that_the_user_gives_new_files(tmp_path: 
 
 
 @BOTH
-def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(tmp_path: Path, kind: str) -> None:
+def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(
+    tmp_path: Path, kind: str
+) -> None:
     scene = Scene(tmp_path, kind)
     link = tmp_path / f"latest{scene.output.suffix}"
     link.symlink_to(scene.output)
@@ -110,12 +118,18 @@ def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", link.name, "place"]
 
 
-ODD_NAMES = ["modèle fusionné", "🙂" * 60, *map(slow, ("合并" * 30, "ж" * 121, "x" * 243, "a\nb", ".hidden"))]
+ODD_NAMES = [
+    "modèle fusionné",
+    "🙂" * 60,
+    *map(slow, ("合并" * 30, "ж" * 121, "x" * 243, "a\nb", ".hidden")),
+]
 
 
 @pytest.mark.parametrize("suffix", ["", ".safetensors"])
 @pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
-def test_outputs_may_have_any_name_that_the_filesystem_allows(tmp_path: Path, name: str, suffix: str) -> None:
+def test_outputs_may_have_any_name_that_the_filesystem_allows(
+    tmp_path: Path, name: str, suffix: str
+) -> None:
     left = 255 - len(os.fsencode(name + suffix))
     name = name + "y" * left * (left < 15) + suffix
     scene = Scene(tmp_path, "file" if suffix else "directory", old=False, name=name)
@@ -125,30 +139,56 @@ def test_outputs_may_have_any_name_that_the_filesystem_allows(tmp_path: Path, na
     assert dare.main(["verify", str(scene.output), "-q", *scene.models]) == 0
 
 
-def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(tmp_path: Path) -> None:
+def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(
+    tmp_path: Path,
+) -> None:
     """Root may write anywhere, so a file in the place of a folder stands in for folders that cannot be written."""
     scene, folder, blocked = Scene(tmp_path, "file"), tmp_path / "here", tmp_path / "blocked"
     folder.mkdir()
     blocked.write_text("")
-    prelude = f"os.chdir({str(folder)!r}); tempfile._candidate_tempdir_list = lambda: [{str(blocked)!r}]"
-    variables = {"NUMBA_CACHE_DIR": f"{blocked}/below", "HOME": "/nonexistent", "TERM": "", "XDG_CACHE_HOME": ""}
+    prelude = (
+        f"os.chdir({str(folder)!r}); tempfile._candidate_tempdir_list = lambda: [{str(blocked)!r}]"
+    )
+    variables = {
+        "NUMBA_CACHE_DIR": f"{blocked}/below",
+        "HOME": "/nonexistent",
+        "TERM": "",
+        "XDG_CACHE_HOME": "",
+    }
     process = launch(prelude, *scene.arguments[1:], **variables)
     told, printed = process.communicate(timeout=60)
     assert process.returncode == 0, printed
-    assert "Numba cannot be used (its compiler cannot be run: No usable temporary directory" in printed
+    assert (
+        "Numba cannot be used (its compiler cannot be run: No usable temporary directory" in printed
+    )
     assert "\x1b" not in told + printed
     assert scene.broken(status=0) == []
     assert list(folder.iterdir()) == []
 
 
 @POSIX
-def test_the_command_opens_more_files_than_usual_and_a_script_is_asked_to_allow_them(tmp_path: Path) -> None:
+def test_the_command_opens_more_files_than_usual_and_a_script_is_asked_to_allow_them(
+    tmp_path: Path,
+) -> None:
     import resource
 
     base = random_model(shapes={f"t{k}": (8,) for k in range(200)}, dtype=BF16)
-    paths = [save_sharded(tmp_path / name, base, [[tensor] for tensor in base]) for name in ("base", "math")]
+    paths = [
+        save_sharded(tmp_path / name, base, [[tensor] for tensor in base])
+        for name in ("base", "math")
+    ]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    words = ["-q", "-b", str(paths[0]), "-m", str(paths[1]), "-o", str(tmp_path / "out"), "--max-shard-size", "16B"]
+    words = [
+        "-q",
+        "-b",
+        str(paths[0]),
+        "-m",
+        str(paths[1]),
+        "-o",
+        str(tmp_path / "out"),
+        "--max-shard-size",
+        "16B",
+    ]
     resource.setrlimit(resource.RLIMIT_NOFILE, (150, limits[1]))
     try:
         with pytest.raises(dare.DareError, match="Too many open files") as caught:
@@ -163,7 +203,9 @@ def test_the_command_opens_more_files_than_usual_and_a_script_is_asked_to_allow_
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of addresses that binds")
-@pytest.mark.parametrize("flags", [[], ["--method", "ties", "--keep-ratio", "0.5"], ["verify"]], ids=str)
+@pytest.mark.parametrize(
+    "flags", [[], ["--method", "ties", "--keep-ratio", "0.5"], ["verify"]], ids=str
+)
 def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str]) -> None:
     import resource
 
@@ -175,9 +217,13 @@ def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str])
         (tmp_path / f"{name}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
         os.truncate(tmp_path / f"{name}.safetensors", 8 + len(header) + 2 * size)
     merge = ["-q", "-b", "base.safetensors", "-m", "math.safetensors", "-o", "out.safetensors"]
-    for words in [merge, ["verify", "out.safetensors"]] if flags == ["verify"] else [[*merge, *flags]]:
+    for words in (
+        [merge, ["verify", "out.safetensors"]] if flags == ["verify"] else [[*merge, *flags]]
+    ):
         limit = (resource.RLIMIT_AS, (512 << 20, 512 << 20))
-        done = command(*words, cwd=tmp_path, preexec_fn=lambda limit=limit: resource.setrlimit(*limit))
+        done = command(
+            *words, cwd=tmp_path, preexec_fn=lambda limit=limit: resource.setrlimit(*limit)
+        )
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.safetensors").stat().st_size > 2 * size + 8 + len(header)
     (tmp_path / "out.safetensors").unlink()
@@ -194,6 +240,6 @@ def test_a_container_s_share_of_the_processor_counts(
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-    monkeypatch.setattr("darelib.tuning.CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr("darelib.core.tuning.CONTROL_GROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert count_cores() == cores

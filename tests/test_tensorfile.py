@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import dare
-from darelib.formats import STORED_BITS
+from darelib.core.formats import STORED_BITS
 from darelib.models.tensorfile import TensorFile
 from tests.fuzz import DATA, damaged, examples, with_header
 from tests.support import low_rank, refuse, save, save_sharded, write_adapter
@@ -104,12 +104,23 @@ BROKEN_FILES = [
     (with_header(SOUND, b""), "0 are there"),
     (with_header(SOUND, DATA[:-1]), "39 are there"),
     # Pickles start with the byte 0x80, as the length of one header in 32 does.
-    *((with_header(SOUND.ljust(length), DATA[:-1]), "39 are there") for length in (0x80, 0x180, 0x5880)),
-    *((with_header(header), words) for words, headers in WRONG_HEADERS.items() for header in headers),
+    *(
+        (with_header(SOUND.ljust(length), DATA[:-1]), "39 are there")
+        for length in (0x80, 0x180, 0x5880)
+    ),
+    *(
+        (with_header(header), words)
+        for words, headers in WRONG_HEADERS.items()
+        for header in headers
+    ),
 ]
 # What the library takes all the same: of what is given twice the last, white space first, a list for a table, any name.
 LIBRARY_TAKES = [
-    *(WRONG_HEADERS["'w' is in it twice"] + WRONG_HEADERS["'a' is in it twice"] + WRONG_HEADERS["65,537 characters"]),
+    *(
+        WRONG_HEADERS["'w' is in it twice"]
+        + WRONG_HEADERS["'a' is in it twice"]
+        + WRONG_HEADERS["65,537 characters"]
+    ),
     *(" " + SOUND, "\n" + SOUND, f'{{{V},"w":["F32",[2,3],[16,40]]}}'),
 ]
 PLAIN = ("--engine", "plain", "-q")
@@ -123,7 +134,9 @@ def sound_models(folder: Path) -> list[str]:
     return ["-b", str(paths[0]), "-m", str(paths[1]), "-o", str(paths[2]), *PLAIN]
 
 
-def refuse_in_two_lines(folder: Path, capsys: pytest.CaptureFixture[str], *complaints: str, arguments: Any) -> None:
+def refuse_in_two_lines(
+    folder: Path, capsys: pytest.CaptureFixture[str], *complaints: str, arguments: Any
+) -> None:
     """No name can break the line of the error, or move a terminal's cursor, or fill a screen."""
     error, hint = refuse(folder, capsys, 1, *complaints, arguments=arguments).split("\n")[:-1]
     assert (error + hint).isprintable()
@@ -135,13 +148,17 @@ def read_by_the_library(path: Path) -> Any:
     try:
         with safe_open(path, framework="np") as file:
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
-            found = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+            found = {
+                name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()
+            }
             return found, file.metadata() or {}
     except Exception:
         return None
 
 
-@pytest.mark.parametrize(("content", "complaint"), BROKEN_FILES, ids=[complaint for _, complaint in BROKEN_FILES])
+@pytest.mark.parametrize(
+    ("content", "complaint"), BROKEN_FILES, ids=[complaint for _, complaint in BROKEN_FILES]
+)
 def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, complaint: str
 ) -> None:
@@ -152,11 +169,17 @@ def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
         path.write_bytes(content)
         complaints = (repr(str(path)), "not a complete safetensors file", complaint)
         refuse_in_two_lines(tmp_path, capsys, *complaints, arguments=arguments)
-        assert (read_by_the_library(path) is None) == (content not in map(with_header, LIBRARY_TAKES))
-    assert time.process_time() - started < 5  # multiplied out, some shapes make a number of 6 million bits
+        assert (read_by_the_library(path) is None) == (
+            content not in map(with_header, LIBRARY_TAKES)
+        )
+    assert (
+        time.process_time() - started < 5
+    )  # multiplied out, some shapes make a number of 6 million bits
 
 
-def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_header_of_more_than_100_mb_is_refused_unread(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = sound_models(tmp_path)
     for length in (100_000_001, 2**32, 2**40):
         with open(tmp_path / "model.safetensors", "wb") as file:
@@ -167,15 +190,24 @@ def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path, capsys: 
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_broken_shard_or_adapter_is_refused_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_shard_or_adapter_is_refused_alike(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     base = {"w": torch.ones(2, 3), "v": torch.ones(4)}
     [path] = save(tmp_path, base=base)
-    shard = save_sharded(tmp_path / "sharded", base, [["w"], ["v"]]) / "model-00002-of-00002.safetensors"
-    adapter = write_adapter(tmp_path / "adapter", low_rank("w", (2, 3))) / "adapter_model.safetensors"
+    shard = (
+        save_sharded(tmp_path / "sharded", base, [["w"], ["v"]])
+        / "model-00002-of-00002.safetensors"
+    )
+    adapter = (
+        write_adapter(tmp_path / "adapter", low_rank("w", (2, 3))) / "adapter_model.safetensors"
+    )
     for file in (shard, adapter):
         file.write_bytes(with_header("{not JSON at all}"))
         arguments = ["-b", path, "-m", file.parent, "-o", tmp_path / "out.safetensors"]
-        refuse_in_two_lines(tmp_path, capsys, repr(str(file)), "not a complete", arguments=arguments)
+        refuse_in_two_lines(
+            tmp_path, capsys, repr(str(file)), "not a complete", arguments=arguments
+        )
 
 
 # --- odd, and sound all the same ---
@@ -186,13 +218,17 @@ ODD_NAMES = [
 ]  # fmt: skip
 
 
-def write_floats(path: Path, tensors: dict[str, tuple[list[int], Any]], names: list[str], padding: str = "") -> None:
+def write_floats(
+    path: Path, tensors: dict[str, tuple[list[int], Any]], names: list[str], padding: str = ""
+) -> None:
     """A file of F32 tensors: their values in the order of tensors, their entries in the order of names."""
     entries, place = {}, 0
     for name, (shape, values) in tensors.items():
         ends = [place, place + 4 * len(values)]
         entries[name], place = {"dtype": "F32", "shape": shape, "data_offsets": ends}, ends[1]
-    text = ",".join(f"{padding}{json.dumps(name)}:{padding}{json.dumps(entries[name])}" for name in names)
+    text = ",".join(
+        f"{padding}{json.dumps(name)}:{padding}{json.dumps(entries[name])}" for name in names
+    )
     data = b"".join(np.array(values, "<f4").tobytes() for _, values in tensors.values())
     path.write_bytes(with_header(f"{{{padding}{text}{padding}}}{padding}", data))
 
@@ -212,18 +248,26 @@ def test_odd_but_sound_files_are_merged_right(tmp_path: Path, padding: str) -> N
     write_floats(tmp_path / "model.safetensors", model, order[::-1], padding)
     assert dare.main([*arguments, "--drop-rate", "0", "--lambda", "2"]) == 0
     output = tmp_path / "out.safetensors"
-    assert read_by_the_library(output)[0] == {name: ("F32", tuple(shape)) for name, shape in shapes.items()}
+    assert read_by_the_library(output)[0] == {
+        name: ("F32", tuple(shape)) for name, shape in shapes.items()
+    }
     merged = load_file(output)
     for name, (_, values) in base.items():
         old, new = values.astype("f4"), model[name][1].astype("f4")
-        assert np.allclose(merged[name].flatten().numpy(), old + 2 * (new.astype("f8") - old), rtol=1e-6, atol=1e-9)
+        assert np.allclose(
+            merged[name].flatten().numpy(), old + 2 * (new.astype("f8") - old), rtol=1e-6, atol=1e-9
+        )
     assert dare.main(["verify", str(output), *PLAIN]) == 0
 
 
-def test_files_without_tensors_have_nothing_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_without_tensors_have_nothing_in_common(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = sound_models(tmp_path)
     for side in ("base", "model"):
-        (tmp_path / f"{side}.safetensors").write_bytes(with_header('{"__metadata__": {"format": "pt"}}', b""))
+        (tmp_path / f"{side}.safetensors").write_bytes(
+            with_header('{"__metadata__": {"format": "pt"}}', b"")
+        )
         refuse_in_two_lines(tmp_path, capsys, "has no tensor in common", arguments=arguments)
 
 
@@ -247,7 +291,9 @@ def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
     assert dare.main(arguments) == 0
     output.write_bytes(output.read_bytes()[:-1] + b"\x01")
     place = [0] * sides
-    refuse_in_two_lines(tmp_path, capsys, f"tensor 'w' differs at {place}", arguments=["verify", output, *PLAIN])
+    refuse_in_two_lines(
+        tmp_path, capsys, f"tensor 'w' differs at {place}", arguments=["verify", output, *PLAIN]
+    )
     write_floats(tmp_path / "model.safetensors", {"w": (shape, [math.nan])}, ["w"])
     refuse_in_two_lines(tmp_path, capsys, f"tensor 'w' holds nan at {place}", arguments=arguments)
 
@@ -257,19 +303,40 @@ def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
 # JSON as text: what stands where a number, a name or a value should be.
 ODD_JSON = st.one_of(
     st.integers(-2, 50).map(str),
-    st.sampled_from([2**31, 2**32 + 4, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63)]).map(str),
-    st.sampled_from(["-0", "0.0", "4.0", "4e0", "1e999", "NaN", "Infinity", "-Infinity", "true", "null", "{}", "[]"]),
-    st.sampled_from(["F32", "BF16", "BOOL", "F4", "F8_E4M3", "C64", "I64", "\\ud800", "\\u0000", ""]).map(
-        '"{}"'.format
+    st.sampled_from(
+        [2**31, 2**32 + 4, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**30, -(2**63)]
+    ).map(str),
+    st.sampled_from(
+        [
+            "-0",
+            "0.0",
+            "4.0",
+            "4e0",
+            "1e999",
+            "NaN",
+            "Infinity",
+            "-Infinity",
+            "true",
+            "null",
+            "{}",
+            "[]",
+        ]
     ),
+    st.sampled_from(
+        ["F32", "BF16", "BOOL", "F4", "F8_E4M3", "C64", "I64", "\\ud800", "\\u0000", ""]
+    ).map('"{}"'.format),
     st.sampled_from(["[[]]", "[0]", "[-0]", "[2,2]", "[1,1]", f"[{2**62},4,0]", f"[0,{2**62},4]"]),
     st.recursive(
         st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=4),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        ),
         max_leaves=5,
     ).map(json.dumps),
 )
-NAMES_IN_JSON = st.sampled_from(['"v"', '"w"', '"e"', '"\\u0077"', '"__metadata__"', '""', '"\\ud800"', '"dtype"'])
+NAMES_IN_JSON = st.sampled_from(
+    ['"v"', '"w"', '"e"', '"\\u0077"', '"__metadata__"', '""', '"\\ud800"', '"dtype"']
+)
 
 
 @st.composite
@@ -295,7 +362,9 @@ def mangled_files(draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:
             value = draw(ODD_JSON)
         key = draw(NAMES_IN_JSON) if change == "key" else key
         if change != "drop":
-            fields.insert(draw(st.integers(0, len(fields))) if change == "move" else k, [key, value])
+            fields.insert(
+                draw(st.integers(0, len(fields))) if change == "move" else k, [key, value]
+            )
         if change == "double":
             fields.insert(draw(st.integers(0, len(fields))), [key, value])
     space = draw(st.sampled_from(["", "", " ", "\n\t"]))
@@ -305,7 +374,9 @@ def mangled_files(draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:
             return value
         return "{" + f",{space}".join(f"{key}:{space}{spell(inner)}" for key, inner in value) + "}"
 
-    return with_header(spell(parts) + space, bytes(draw(st.sampled_from([40, 40, 40, 40, 39, 41, 16, 24, 0]))))
+    return with_header(
+        spell(parts) + space, bytes(draw(st.sampled_from([40, 40, 40, 40, 39, 41, 16, 24, 0])))
+    )
 
 
 HEADER = with_entry("__metadata__", '{"format":"pt"}').encode()

@@ -25,25 +25,47 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 CHAT = {"<a>": 10, "<b>": 11}
 
 
-def write_tokenizer(folder: Path, added: dict[str, int], config: dict[str, Any] | None = None) -> None:
+def write_tokenizer(
+    folder: Path, added: dict[str, int], config: dict[str, Any] | None = None
+) -> None:
     """A tokenizer.json of words, with added tokens, as the tokenizers library writes it."""
     entries = [
         {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
          "special": True} for token, number in added.items()
     ]  # fmt: skip
     model = {"type": "WordLevel", "vocab": TRAINED, "unk_token": "t0"}
-    parts = {"normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None}
-    table = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": entries, **parts, "model": model}
+    parts = {
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+    }
+    table = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": entries,
+        **parts,
+        "model": model,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(table, indent=2))
     decoder = {str(entry["id"]): {k: v for k, v in entry.items() if k != "id"} for entry in entries}
-    known = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "added_tokens_decoder": decoder}
+    known = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "t0",
+        "added_tokens_decoder": decoder,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(known | (config or {})))
 
 
-def write_model(folder: Path, rows: int, added: dict[str, int], seed: int, dtype: torch.dtype = BF16) -> Tensors:
+def write_model(
+    folder: Path, rows: int, added: dict[str, int], seed: int, dtype: torch.dtype = BF16
+) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     shapes = {EMBEDDING: (rows, WIDTH), HEAD: (rows, WIDTH), "model.layers.0.mlp.weight": (5, 7)}
-    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
     save_directory(folder, tensors, model_type="llama", vocab_size=rows, hidden_size=WIDTH)
     write_tokenizer(folder, added)
     return tensors
@@ -60,12 +82,16 @@ def family(tmp_path: Path) -> list[Path]:
 
 def numbers_of(folder: Path) -> dict[str, int]:
     table = json.loads((folder / "tokenizer.json").read_text())
-    return table["model"]["vocab"] | {entry["content"]: entry["id"] for entry in table["added_tokens"]}
+    return table["model"]["vocab"] | {
+        entry["content"]: entry["id"] for entry in table["added_tokens"]
+    }
 
 
 def merge(family: list[Path], **config: Any) -> tuple[Path, Tensors]:
     output = family[0].parent / "out"
-    DareMerger(family[0], family[1:], DareConfig(verbose=False, **config), tokenizer="union").merge(output)
+    DareMerger(family[0], family[1:], DareConfig(verbose=False, **config), tokenizer="union").merge(
+        output
+    )
     return output, load_file(output / "model.safetensors")
 
 
@@ -73,7 +99,9 @@ def test_a_union_gives_every_token_one_number_and_the_row_of_its_model(family: l
     output, merged = merge(family, drop_rate=0.0)
     numbers, own = numbers_of(output), [numbers_of(folder) for folder in family]
     base, *models = [load_file(folder / "model.safetensors") for folder in family]
-    assert numbers == own[0] | {"<a>": 10, "<b>": 11, "<c>": 12}, "the base's first, then in the order of the models"
+    assert numbers == own[0] | {"<a>": 10, "<b>": 11, "<c>": 12}, (
+        "the base's first, then in the order of the models"
+    )
     assert json.loads((output / "config.json").read_text())["vocab_size"] == 13
     decoder = json.loads((output / "tokenizer_config.json").read_text())["added_tokens_decoder"]
     assert {entry["content"]: int(number) for number, entry in decoder.items()} == {
@@ -88,36 +116,54 @@ def test_a_union_gives_every_token_one_number_and_the_row_of_its_model(family: l
         assert same_bits(rows[numbers["<b>"]], mean.to(BF16))
         for token, number in own[0].items():  # what all have is merged by token, not by number
             mine = base[name][number].float()
-            parts = [model[name][ids[token]].float() for model, ids in zip(models, own[1:], strict=True)]
+            parts = [
+                model[name][ids[token]].float() for model, ids in zip(models, own[1:], strict=True)
+            ]
             wanted = mine + (0.5 * (parts[0] - mine) + 0.5 * (parts[1] - mine))
             assert same_bits(rows[number], wanted.to(BF16)), token
     assert merged["model.layers.0.mlp.weight"].shape == (5, 7)
 
 
 @pytest.mark.parametrize("method", ["linear", "ties"])
-@pytest.mark.parametrize("config", [{}, {"drop": "magnitude", "rescale": "l1"}, {"drop": "della", "epsilon": 0.05}])
-def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(family: list[Path], method: str, config: Any) -> None:
-    output, merged = merge(family, method=method, drop_rate=0.9, lambda_coeff=3.0, weights=[0.9, 0.1], **config)
+@pytest.mark.parametrize(
+    "config", [{}, {"drop": "magnitude", "rescale": "l1"}, {"drop": "della", "epsilon": 0.05}]
+)
+def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(
+    family: list[Path], method: str, config: Any
+) -> None:
+    output, merged = merge(
+        family, method=method, drop_rate=0.9, lambda_coeff=3.0, weights=[0.9, 0.1], **config
+    )
     assert dare.main(["verify", "-q", str(output)]) == 0
     chat, tool = (load_file(folder / "model.safetensors") for folder in family[1:])
     for name in (EMBEDDING, HEAD):
         assert same_bits(merged[name][10], chat[name][10])
-        assert same_bits(merged[name][11], ((chat[name][11].float() + tool[name][10].float()) / 2).to(BF16))
+        assert same_bits(
+            merged[name][11], ((chat[name][11].float() + tool[name][10].float()) / 2).to(BF16)
+        )
 
 
-def test_models_of_other_types_and_heads_that_are_tied_unite_too(tmp_path: Path, family: list[Path]) -> None:
+def test_models_of_other_types_and_heads_that_are_tied_unite_too(
+    tmp_path: Path, family: list[Path]
+) -> None:
     base = load_file(family[0] / "model.safetensors")
-    wide = {name: tensor.float() for name, tensor in load_file(family[1] / "model.safetensors").items()}
+    wide = {
+        name: tensor.float() for name, tensor in load_file(family[1] / "model.safetensors").items()
+    }
     del wide[HEAD]
     save_file(wide, family[1] / "model.safetensors", {"format": "pt"})
     output, merged = merge(family, drop_rate=0.0, weights=[1.0, 0.0])
     numbers = numbers_of(output)
     for name in (EMBEDDING, HEAD):
         assert same_bits(merged[name][numbers["<a>"]], wide[EMBEDDING][10].to(BF16))
-        assert same_bits(merged[name][3], (base[name][3] + (wide[EMBEDDING][3] - base[name][3])).to(BF16))
+        assert same_bits(
+            merged[name][3], (base[name][3] + (wide[EMBEDDING][3] - base[name][3])).to(BF16)
+        )
         # Where the first model has no token, it has changed nothing.
         if name == EMBEDDING:
-            assert same_bits(merged[name][numbers["<c>"]], load_file(family[2] / "model.safetensors")[name][11])
+            assert same_bits(
+                merged[name][numbers["<c>"]], load_file(family[2] / "model.safetensors")[name][11]
+            )
 
 
 def test_room_that_the_base_has_is_used_and_other_rows_stay_where_they_are(tmp_path: Path) -> None:
@@ -134,7 +180,9 @@ def test_room_that_the_base_has_is_used_and_other_rows_stay_where_they_are(tmp_p
         assert same_bits(merged[EMBEDDING][row], chat[EMBEDDING][row])
 
 
-def test_a_union_is_verified_resumed_and_made_again_by_its_recipe(family: list[Path], tmp_path: Path) -> None:
+def test_a_union_is_verified_resumed_and_made_again_by_its_recipe(
+    family: list[Path], tmp_path: Path
+) -> None:
     flags = ["-q", "-b", str(family[0]), "-m", *map(str, family[1:]), "-o", str(tmp_path / "out")]
     assert dare.main([*flags, "--tokenizer", "union", "--resume"]) == 0
     assert dare.main(["verify", "-q", str(tmp_path / "out")]) == 0
@@ -146,14 +194,21 @@ def test_a_union_is_verified_resumed_and_made_again_by_its_recipe(family: list[P
 def test_special_tokens_follow(family: list[Path]) -> None:
     write_tokenizer(family[0], {"<s>": 8, "</s>": 9}, {"additional_special_tokens": ["<s>"]})
     (family[0] / "added_tokens.json").write_text('{"<s>": 8, "</s>": 9}')
-    (family[0] / "special_tokens_map.json").write_text('{"additional_special_tokens": ["<s>"], "eos_token": "</s>"}')
+    (family[0] / "special_tokens_map.json").write_text(
+        '{"additional_special_tokens": ["<s>"], "eos_token": "</s>"}'
+    )
     write_tokenizer(
-        family[1], {"<s>": 8, "</s>": 9, **CHAT}, {"additional_special_tokens": ["<a>", {"content": "<s>"}]}
+        family[1],
+        {"<s>": 8, "</s>": 9, **CHAT},
+        {"additional_special_tokens": ["<a>", {"content": "<s>"}]},
     )
     output, _ = merge(family)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         listed = json.loads((output / name).read_text())["additional_special_tokens"]
-        assert [token if isinstance(token, str) else token["content"] for token in listed] == ["<s>", "<a>"]
+        assert [token if isinstance(token, str) else token["content"] for token in listed] == [
+            "<s>",
+            "<a>",
+        ]
     assert json.loads((output / "added_tokens.json").read_text()) == {
         "<s>": 8,
         "</s>": 9,
@@ -163,20 +218,30 @@ def test_special_tokens_follow(family: list[Path]) -> None:
     }
 
 
-def test_what_cannot_be_united_is_refused(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
+def test_what_cannot_be_united_is_refused(
+    family: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
     flags = ["-b", family[0], "-m", *family[1:], "-o", tmp_path / "out", "--tokenizer", "union"]
     path = family[2] / "tokenizer.json"
     table, text = json.loads(path.read_text()), path.read_text()
     other = copy.deepcopy(table)
     other["model"]["vocab"]["new word"] = other["model"]["vocab"].pop("t7")
     for content, words in (
-        (json.dumps(other), "has another vocabulary than the base, not only other added tokens: 1 token that the base"),
+        (
+            json.dumps(other),
+            "has another vocabulary than the base, not only other added tokens: 1 token that the base",
+        ),
         (text[:99], "tokenizer.json of"),
         (
-            json.dumps(table | {"added_tokens": [{"id": k, "content": f"<{k}>"} for k in range(8, 41)]}),
+            json.dumps(
+                table | {"added_tokens": [{"id": k, "content": f"<{k}>"} for k in range(8, 41)]}
+            ),
             "has 41 tokens, and its embedding 12 rows",
         ),
-        (json.dumps(table | {"added_tokens": [{"id": "x", "content": "<far>"}]}), "cannot be used: its tokens have no"),
+        (
+            json.dumps(table | {"added_tokens": [{"id": "x", "content": "<far>"}]}),
+            "cannot be used: its tokens have no",
+        ),
     ):
         path.write_text(content)
         refuse(tmp_path, capsys, 1, words, arguments=flags)
@@ -189,16 +254,26 @@ def test_what_cannot_be_united_is_refused(family: list[Path], tmp_path: Path, ca
 
 def test_other_tokens_are_told_with_what_will_happen(family: list[Path], tmp_path: Path) -> None:
     def warnings(*tokenizer: Any) -> list[str]:
-        merger = DareMerger(family[0], family[1:], DareConfig(mismatch="overlap", engine="plain"), **dict(tokenizer))
+        merger = DareMerger(
+            family[0], family[1:], DareConfig(mismatch="overlap", engine="plain"), **dict(tokenizer)
+        )
         return [w for w in merger.plan(tmp_path / "out").warnings if "tokenizer" in w]
 
     chat, tool = warnings()
-    assert f"{family[1]} has another tokenizer than {family[0]}: 2 tokens that the base lacks ('<a>', '<b>')" in chat
+    assert (
+        f"{family[1]} has another tokenizer than {family[0]}: 2 tokens that the base lacks ('<a>', '<b>')"
+        in chat
+    )
     assert "the output gets the base's (--tokenizer union keeps added tokens)" in chat
-    assert "2 tokens with other numbers ('</s>', '<s>'); 2 tokens that the base lacks ('<b>', '<c>')" in tool
+    assert (
+        "2 tokens with other numbers ('</s>', '<s>'); 2 tokens that the base lacks ('<b>', '<c>')"
+        in tool
+    )
     assert "rows of the same number are merged, whatever tokens they stand for" in tool
     assert f"the output gets that of {family[2]}" in warnings(("tokenizer", family[2]))[0]
-    assert f"{family[2]} has another tokenizer than {family[0]}" in str(warnings(("tokenizer", family[2])))
+    assert f"{family[2]} has another tokenizer than {family[0]}" in str(
+        warnings(("tokenizer", family[2]))
+    )
     assert warnings(("tokenizer", "union")) == []
     for folder in family[1:]:  # the same tokens, written otherwise
         table = json.loads((family[0] / "tokenizer.json").read_text())
@@ -214,13 +289,21 @@ def test_other_tokens_are_told_with_what_will_happen(family: list[Path], tmp_pat
 def test_unigram_vocabularies_are_read(family: list[Path], tmp_path: Path) -> None:
     for folder in family:
         table = json.loads((folder / "tokenizer.json").read_text())
-        table["model"] = {"type": "Unigram", "unk_id": 0, "vocab": [[token, -1.5] for token in TRAINED]}
+        table["model"] = {
+            "type": "Unigram",
+            "unk_id": 0,
+            "vocab": [[token, -1.5] for token in TRAINED],
+        }
         (folder / "tokenizer.json").write_text(json.dumps(table))
     output, _ = merge(family)
-    assert [entry["id"] for entry in json.loads((output / "tokenizer.json").read_text())["added_tokens"]][-1] == 12
+    assert [
+        entry["id"] for entry in json.loads((output / "tokenizer.json").read_text())["added_tokens"]
+    ][-1] == 12
 
 
-def test_a_tokenizer_that_changed_is_another_input(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
+def test_a_tokenizer_that_changed_is_another_input(
+    family: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
     """In a union it decides which rows are merged, so neither a recipe nor a resumed merge may take another one."""
     flags = [
         "-q",
@@ -238,7 +321,13 @@ def test_a_tokenizer_that_changed_is_another_input(family: list[Path], tmp_path:
     path, text = family[2] / "tokenizer.json", (family[2] / "tokenizer.json").read_text()
     write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
     refuse(tmp_path, capsys, 1, "is another one: its tokenizer_sha256 is", arguments=again)
-    refuse(tmp_path, capsys, 1, "is another one: its tokenizer_sha256 is", arguments=["verify", tmp_path / "out"])
+    refuse(
+        tmp_path,
+        capsys,
+        1,
+        "is another one: its tokenizer_sha256 is",
+        arguments=["verify", tmp_path / "out"],
+    )
     path.write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("darelib.output.publish.Output.publish", Mock(side_effect=KeyboardInterrupt))
@@ -248,7 +337,9 @@ def test_a_tokenizer_that_changed_is_another_input(family: list[Path], tmp_path:
     assert "is another one" in capsys.readouterr().err
 
 
-def test_a_base_whose_numbers_have_gaps_is_not_united(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
+def test_a_base_whose_numbers_have_gaps_is_not_united(
+    family: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
     write_tokenizer(family[0], {"<s>": 8, "</s>": 10})
     flags = ["-b", family[0], "-m", family[1], "-o", tmp_path / "out", "--tokenizer", "union"]
     refuse(tmp_path, capsys, 1, "the numbers of the tokens of the base have gaps", arguments=flags)
@@ -256,7 +347,13 @@ def test_a_base_whose_numbers_have_gaps_is_not_united(family: list[Path], tmp_pa
     write_tokenizer(family[1], {"<s>": 8, "</s>": 9, "<a>": 13})
     refuse(tmp_path, capsys, 1, f"of {family[1]} have gaps", arguments=flags)
     (family[1] / "tokenizer.json").unlink()
-    refuse(tmp_path, capsys, 1, "has 14 rows where the base has 12, and no tokenizer.json", arguments=flags)
+    refuse(
+        tmp_path,
+        capsys,
+        1,
+        "has 14 rows where the base has 12, and no tokenizer.json",
+        arguments=flags,
+    )
 
 
 def test_other_vocabularies_of_a_configuration_stay(family: list[Path]) -> None:
@@ -268,21 +365,38 @@ def test_other_vocabularies_of_a_configuration_stay(family: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['"added_tokens":[' * 100_000, '"vocab":{' * 100_000, '{"added_tokens":[' + "{}," * 10**6]
+    "text",
+    ['"added_tokens":[' * 100_000, '"vocab":{' * 100_000, '{"added_tokens":[' + "{}," * 10**6],
 )
-def test_hostile_tokenizers_take_neither_time_nor_memory(family: list[Path], tmp_path: Path, text: str) -> None:
+def test_hostile_tokenizers_take_neither_time_nor_memory(
+    family: list[Path], tmp_path: Path, text: str
+) -> None:
     (family[1] / "tokenizer.json").write_text(text)
     started = time.process_time()
-    flags = ["-q", "-b", str(family[0]), "-m", str(family[1]), "-o", str(tmp_path / "out"), "--mismatch", "overlap"]
+    flags = [
+        "-q",
+        "-b",
+        str(family[0]),
+        "-m",
+        str(family[1]),
+        "-o",
+        str(tmp_path / "out"),
+        "--mismatch",
+        "overlap",
+    ]
     assert dare.main(flags) == 0
     assert time.process_time() - started < 5
 
 
-def test_a_tokenizer_s_own_files_are_replaced_and_no_others(family: list[Path], tmp_path: Path) -> None:
+def test_a_tokenizer_s_own_files_are_replaced_and_no_others(
+    family: list[Path], tmp_path: Path
+) -> None:
     for name in ("assets/some.model", "tokenizer_code/notes.txt", "vocab.txt"):
         (family[0] / name).parent.mkdir(exist_ok=True)
         (family[0] / name).write_text("base")
-    DareMerger(family[0], [family[2]], DareConfig(verbose=False), tokenizer=family[2]).merge(tmp_path / "out")
+    DareMerger(family[0], [family[2]], DareConfig(verbose=False), tokenizer=family[2]).merge(
+        tmp_path / "out"
+    )
     assert not (tmp_path / "out" / "vocab.txt").exists()
     assert (tmp_path / "out" / "assets" / "some.model").read_text() == "base"
 
@@ -298,16 +412,31 @@ def test_templates_of_any_form_are_kept(family: list[Path], tmp_path: Path) -> N
     assert "chat template" not in str(merger.merge(tmp_path / "out").warnings)
     assert (tmp_path / "out" / "chat_template.json").exists()
     (family[2] / "tokenizer_config.json").unlink()
-    DareMerger(family[0], [family[2]], DareConfig(verbose=False), tokenizer=family[2]).merge(tmp_path / "out")
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "of a processor", "the base's, where it has none"
+    DareMerger(family[0], [family[2]], DareConfig(verbose=False), tokenizer=family[2]).merge(
+        tmp_path / "out"
+    )
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "of a processor", (
+        "the base's, where it has none"
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_pipes_are_not_waited_for(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
     os.mkfifo(tmp_path / "pipe.jinja")
-    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", tmp_path / "pipe.jinja"]
+    flags = [
+        "-b",
+        family[0],
+        "-m",
+        family[2],
+        "-o",
+        tmp_path / "out",
+        "--chat-template",
+        tmp_path / "pipe.jinja",
+    ]
     refuse(tmp_path, capsys, 1, "is not a regular file", arguments=flags)
-    assert dare.main(["convert", str(tmp_path / "pipe.jinja"), str(tmp_path / "x.safetensors")]) == 1
+    assert (
+        dare.main(["convert", str(tmp_path / "pipe.jinja"), str(tmp_path / "x.safetensors")]) == 1
+    )
 
 
 TEMPLATE = "{% for m in messages %}<a>{{ m }}<b>{% endfor %}"
@@ -321,13 +450,25 @@ def template_of(folder: Path) -> Any:
 def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one(
     family: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
-    flags = ["-b", str(family[0]), "-m", *map(str, family[1:]), "-o", str(tmp_path / "out"), "--mismatch", "overlap"]
+    flags = [
+        "-b",
+        str(family[0]),
+        "-m",
+        *map(str, family[1:]),
+        "-o",
+        str(tmp_path / "out"),
+        "--mismatch",
+        "overlap",
+    ]
     assert dare.main(flags) == 0
     assert template_of(tmp_path / "out") is None
     write_tokenizer(family[2], {"<s>": 8, "</s>": 9}, {"chat_template": TEMPLATE})
     capsys.readouterr()
     assert dare.main(flags) == 0
-    assert f"warning: the chat template is that of {family[2]}, since the base has none" in capsys.readouterr().err
+    assert (
+        f"warning: the chat template is that of {family[2]}, since the base has none"
+        in capsys.readouterr().err
+    )
     assert template_of(tmp_path / "out") == TEMPLATE
     (family[1] / "chat_template.jinja").write_text("first")
     assert dare.main(flags) == 0
@@ -346,7 +487,9 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
     assert template_of(tmp_path / "out") == TEMPLATE
 
 
-def test_chat_templates_that_are_not_there_are_refused(family: list[Path], tmp_path: Path, capsys: Capture) -> None:
+def test_chat_templates_that_are_not_there_are_refused(
+    family: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
     flags = ["-b", family[0], "-m", family[2], "--chat-template"]
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
     for output, given, status, words in (
@@ -357,14 +500,25 @@ def test_chat_templates_that_are_not_there_are_refused(family: list[Path], tmp_p
         refuse(tmp_path, capsys, status, words, arguments=[*flags, given, "-o", tmp_path / output])
     (tmp_path / "own.jinja").write_text("own")
     words = "chat_template means nothing to an output of one file"
-    refuse(tmp_path, capsys, 2, words, arguments=[*flags, tmp_path / "own.jinja", "-o", tmp_path / "out.safetensors"])
+    refuse(
+        tmp_path,
+        capsys,
+        2,
+        words,
+        arguments=[*flags, tmp_path / "own.jinja", "-o", tmp_path / "out.safetensors"],
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_loads_a_union_whose_tokens_and_rows_agree(tmp_path: Path, tied: bool) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     family = []
     for seed, (name, added) in enumerate(
         {"base": {"<s>": 8}, "chat": {"<s>": 8, "<a>": 9}, "tool": {"<b>": 8, "<s>": 9}}.items()
@@ -372,12 +526,19 @@ def test_transformers_loads_a_union_whose_tokens_and_rows_agree(tmp_path: Path, 
         torch.manual_seed(seed)
         config = transformers.LlamaConfig(vocab_size=10, tie_word_embeddings=tied, **sizes)
         transformers.LlamaForCausalLM(config).to(BF16).save_pretrained(tmp_path / name)
-        write_tokenizer(tmp_path / name, added, {"chat_template": TEMPLATE} if name == "chat" else {})
+        write_tokenizer(
+            tmp_path / name, added, {"chat_template": TEMPLATE} if name == "chat" else {}
+        )
         family.append(tmp_path / name)
     output, _ = merge(family, drop_rate=0.5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(output)
     model = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=BF16)
-    assert len(tokenizer) == 11 == model.get_input_embeddings().weight.shape[0] == model.config.vocab_size
+    assert (
+        len(tokenizer)
+        == 11
+        == model.get_input_embeddings().weight.shape[0]
+        == model.config.vocab_size
+    )
     assert tokenizer.chat_template == TEMPLATE
     for token, folder, row in (("<a>", family[1], 9), ("<b>", family[2], 8)):
         [number] = tokenizer.encode(token, add_special_tokens=False)

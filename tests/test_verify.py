@@ -20,7 +20,15 @@ from dare import DareError, DareMerger
 from darelib.models.tensorfile import TensorFile
 from darelib.output.recipe import recipe_metadata
 from tests.scene import POSIX, SLOWLY, Scene, contents, launch, put, slow
-from tests.support import BF16, finetune, random_model, refuse, save_directory, save_sharded, snapshot
+from tests.support import (
+    BF16,
+    finetune,
+    random_model,
+    refuse,
+    save_directory,
+    save_sharded,
+    snapshot,
+)
 
 Capture = pytest.CaptureFixture[str]
 PLAIN = ("--engine", "plain")
@@ -32,8 +40,13 @@ def verify(capsys: Capture, tmp_path: Path, monkeypatch: Any) -> Any:
 
     def check(path: Path, *flags: Any, words: str | None = None, status: int = 1) -> None:
         capsys.readouterr()
-        monkeypatch.chdir(tmp_path / "inputs" if (tmp_path / "inputs").exists() else "/")  # where models are looked for
-        found, printed = dare.main(["verify", str(path), "-q", *map(str, flags)]), capsys.readouterr().err
+        monkeypatch.chdir(
+            tmp_path / "inputs" if (tmp_path / "inputs").exists() else "/"
+        )  # where models are looked for
+        found, printed = (
+            dare.main(["verify", str(path), "-q", *map(str, flags)]),
+            capsys.readouterr().err,
+        )
         assert found == (0 if words is None else status), printed
         assert printed.startswith("" if words is None else "error: ")
         assert (words or "") in printed
@@ -50,20 +63,30 @@ def made(folder: Path, kind: str, *flags: str, **options: Any) -> Scene:
     return scene
 
 
-@pytest.mark.parametrize(("kind", "step"), [("file", 7), ("directory", 37), slow("file", 1), slow("directory", 3)])
-def test_a_flipped_bit_is_found_anywhere(tmp_path: Path, monkeypatch: Any, verify: Any, kind: str, step: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "step"), [("file", 7), ("directory", 37), slow("file", 1), slow("directory", 3)]
+)
+def test_a_flipped_bit_is_found_anywhere(
+    tmp_path: Path, monkeypatch: Any, verify: Any, kind: str, step: int
+) -> None:
     monkeypatch.chdir(tmp_path)  # short names make short recipes
     base = random_model(0, BF16, {"a": (3, 7), "b": (5,), "c": ()})
     save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
     (tmp_path / "base" / "tokenizer.json").write_text('{"model": 1}')
     save_directory(tmp_path / "math", finetune(base, 1, 0.05))
     out = tmp_path / ("out.safetensors" if kind == "file" else "out")
-    assert dare.main(["-q", "-b", "base", "-m", "math", "-o", out.name, "--max-shard-size", "40B"]) == 0
+    assert (
+        dare.main(["-q", "-b", "base", "-m", "math", "-o", out.name, "--max-shard-size", "40B"])
+        == 0
+    )
     files = contents(out)
     assert len(files) == (1 if kind == "file" else 7)
     for name, data in files.items():
         bits = (8 * byte + byte // step % 8 for byte in range(0, len(data), step))
-        for bit in (*bits, *range(8 * len(data) - 96, 8 * len(data), 5)):  # the latter: where tensors are
+        for bit in (
+            *bits,
+            *range(8 * len(data) - 96, 8 * len(data), 5),
+        ):  # the latter: where tensors are
             flipped = bytearray(data)
             flipped[bit // 8] ^= 1 << bit % 8
             (out / name).write_bytes(flipped)
@@ -74,7 +97,9 @@ def test_a_flipped_bit_is_found_anywhere(tmp_path: Path, monkeypatch: Any, verif
 
 @pytest.mark.parametrize("damage", ["cut", "emptied", "longer", "gone", "a directory"])
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_files_that_are_cut_longer_or_gone_are_found(tmp_path: Path, verify: Any, kind: str, damage: str) -> None:
+def test_files_that_are_cut_longer_or_gone_are_found(
+    tmp_path: Path, verify: Any, kind: str, damage: str
+) -> None:
     scene = made(tmp_path, kind)
     for name, data in scene.new.items():
         path = scene.output / name
@@ -90,14 +115,18 @@ def test_files_that_are_cut_longer_or_gone_are_found(tmp_path: Path, verify: Any
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
 @pytest.mark.parametrize("method", ["linear", "ties --keep-ratio 0.3", "slerp"])
-def test_the_first_tensor_that_differs_is_named(tmp_path: Path, verify: Any, kind: str, method: str) -> None:
+def test_the_first_tensor_that_differs_is_named(
+    tmp_path: Path, verify: Any, kind: str, method: str
+) -> None:
     engine = () if method == "linear" else PLAIN
     scene = made(tmp_path, kind, "--drop-rate", "0.5", *engine, "--method", *method.split())
     before = snapshot(scene.output.parent)
     verify(scene.output, "--threads", "3", *engine)
     assert snapshot(scene.output.parent) == before, "verify writes nothing"
     files = [scene.output] if kind == "file" else sorted(scene.output.glob("*.safetensors"))
-    tensors = [(path, name, info) for path in files for name, info in TensorFile(path, "").tensors.items()]
+    tensors = [
+        (path, name, info) for path in files for name, info in TensorFile(path, "").tensors.items()
+    ]
     for first, second in itertools.combinations(tensors, 2):
         for path, _, info in (first, second):
             data = bytearray(path.read_bytes())
@@ -129,7 +158,9 @@ def test_what_was_compared_is_printed_and_reported_to_scripts(
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_moved_inputs_and_outputs_are_found_where_they_are_now(tmp_path: Path, verify: Any, kind: str) -> None:
+def test_moved_inputs_and_outputs_are_found_where_they_are_now(
+    tmp_path: Path, verify: Any, kind: str
+) -> None:
     scene = made(tmp_path, kind)
     moved = scene.output.rename(tmp_path / f"elsewhere{scene.output.suffix}")
     verify(moved)
@@ -137,8 +168,17 @@ def test_moved_inputs_and_outputs_are_found_where_they_are_now(tmp_path: Path, v
     verify(moved, words="cannot find 'base', which the recipe was made with")
     base, *models = (tmp_path / "archive" / name for name in ("base", "math", "code"))
     verify(moved, "--base", base, "--merge", *models)
-    verify(moved, "--base", base, "--merge", *reversed(models))  # what they hold tells which is which
-    verify(moved, "--base", base, "--merge", models[0], words="cannot find 'code', which the recipe was made with")
+    verify(
+        moved, "--base", base, "--merge", *reversed(models)
+    )  # what they hold tells which is which
+    verify(
+        moved,
+        "--base",
+        base,
+        "--merge",
+        models[0],
+        words="cannot find 'code', which the recipe was made with",
+    )
     copies = [path.rename(tmp_path / f"other {path.name}") for path in (base, *models)]
     verify(moved, "--base", copies[0], "--merge", *copies[1:])  # whatever they are called
     for path in copies:
@@ -147,17 +187,34 @@ def test_moved_inputs_and_outputs_are_found_where_they_are_now(tmp_path: Path, v
 
 
 def test_adapters_shards_and_another_tokenizer_are_verified(tmp_path: Path, verify: Any) -> None:
-    shards, chat, tensors = tmp_path / "shards", tmp_path / "chat", finetune(random_model(dtype=BF16), 3)
+    shards, chat, tensors = (
+        tmp_path / "shards",
+        tmp_path / "chat",
+        finetune(random_model(dtype=BF16), 3),
+    )
     save_sharded(shards, tensors, [[name] for name in tensors])
     put(chat, {"tokenizer.json": b"{}"})
-    flags = ["--tokenizer", str(chat), "--merge", str(shards), "--rule", "*bias:drop_rate=0.5", "--dtype", "fp32"]
+    flags = [
+        "--tokenizer",
+        str(chat),
+        "--merge",
+        str(shards),
+        "--rule",
+        "*bias:drop_rate=0.5",
+        "--dtype",
+        "fp32",
+    ]
     scene = made(tmp_path, "directory", *flags, models=["adapter"])
     put(chat, {})
     where = ["--merge", str(shards)]
     (scene.inputs / "base" / "tokenizer.json").write_text("changed")
-    verify(scene.output, *PLAIN, *where)  # the tokenizer is held to its digest, not to what it was copied from
+    verify(
+        scene.output, *PLAIN, *where
+    )  # the tokenizer is held to its digest, not to what it was copied from
     (scene.output / "tokenizer.json").write_text("{ }")
-    verify(scene.output, *PLAIN, *where, words="is not what its recipe makes: 'tokenizer.json' differs")
+    verify(
+        scene.output, *PLAIN, *where, words="is not what its recipe makes: 'tokenizer.json' differs"
+    )
     config = scene.inputs / "adapter" / "adapter_config.json"
     config.write_text(config.read_text().replace('"lora_alpha": 4', '"lora_alpha": 8'))
     verify(scene.output, *PLAIN, *where, words="adapter' is another one: its config_sha256 is")
@@ -179,7 +236,10 @@ def test_a_disk_that_fails_under_a_merged_model_is_an_error_about_that_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any
 ) -> None:
     scene = made(tmp_path, "file")
-    monkeypatch.setattr("darelib.verify.read_at", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(
+        "darelib.commands.verify.read_at",
+        Mock(side_effect=OSError(errno.EIO, "Input/output error")),
+    )
     verify(scene.output, words=f"cannot read {str(scene.output)!r}: Input/output error")
 
 
@@ -201,7 +261,12 @@ def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, ver
     }.items():
         refuse(tmp_path, capsys, 1, words, arguments=["verify", tmp_path / name])
     refuse(tmp_path, capsys, 2, "there is nothing to verify", arguments=["verify"])
-    for recipe in ("", "[dare]\nseed = 1\n", "[recipe]\nversion = 3\n", "[models]\nmerge_files = []\n"):
+    for recipe in (
+        "",
+        "[dare]\nseed = 1\n",
+        "[recipe]\nversion = 3\n",
+        "[models]\nmerge_files = []\n",
+    ):
         save_file(random_model(), tmp_path / "odd.safetensors", {"dare_recipe": recipe})
         verify(tmp_path / "odd.safetensors", words="the recipe itself is damaged")
         save_file(random_model(), tmp_path / "odd.safetensors", recipe_metadata(recipe))
@@ -212,7 +277,9 @@ def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, ver
 def test_verify_stops_when_it_is_told_to(tmp_path: Path) -> None:
     scene = made(tmp_path, "file")
     before = snapshot(tmp_path)
-    process = launch(SLOWLY.replace("0.05", "1"), "-q", "--threads", "1", "--verify", scene.output, *scene.models)
+    process = launch(
+        SLOWLY.replace("0.05", "1"), "-q", "--threads", "1", "--verify", scene.output, *scene.models
+    )
     assert process.stdout.readline() == "started\n"
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)

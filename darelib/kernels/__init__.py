@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
-from darelib.interrupts import Interrupts
-from darelib.text import LOG, DareError, install_hint
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import LOG, DareError, install_hint
 
 Kernel = Callable[..., Any]
 
@@ -52,10 +52,14 @@ TAKEN_OVER: Final = {
     "plain": "Numba cannot be used (%s), so NumPy computes: the same result, many times slower",
 }
 
-_refused: dict[tuple[str, frozenset[KernelSpec]], EngineUnavailable] = {}  # what failed once is not tried again
+_refused: dict[
+    tuple[str, frozenset[KernelSpec]], EngineUnavailable
+] = {}  # what failed once is not tried again
 
 
-def load_kernels(specs: Collection[KernelSpec], engine: str, interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
+def load_kernels(
+    specs: Collection[KernelSpec], engine: str, interrupts: Interrupts
+) -> dict[KernelSpec, Kernel]:
     """The kernels of an engine, or of the first that can be used."""
     reason = None
     for name in ENGINES if engine == "auto" else (engine,):

@@ -12,12 +12,12 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.interrupts import Interrupts
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import LOG
+from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import EngineUnavailable, KernelSpec
 from darelib.kernels.machine import FEATURE_VARIABLES, host_features
 from darelib.kernels.objects import announced, object_name, read_object
-from darelib.text import LOG
-from darelib.tuning import TUNING, count_cores
 
 # Far more than all kernels of a merge take on a busy machine.
 COMPILE_SECONDS: Final = 600
@@ -29,7 +29,10 @@ _background: list[Process] = []  # which nobody waits for any more
 
 
 def compile_objects(
-    wanted: Collection[KernelSpec], others: Mapping[KernelSpec, Path], interrupts: Interrupts, kept: bool
+    wanted: Collection[KernelSpec],
+    others: Mapping[KernelSpec, Path],
+    interrupts: Interrupts,
+    kept: bool,
 ) -> dict[KernelSpec, bytes]:
     """The machine code of kernels, proved.
 
@@ -61,7 +64,9 @@ def _open_folder() -> Iterator[Path]:
         raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
 
 
-def _work_off(how: str, wanted: Sequence[Path], others: Sequence[Path], folder: Path, interrupts: Interrupts) -> None:
+def _work_off(
+    how: str, wanted: Sequence[Path], others: Sequence[Path], folder: Path, interrupts: Interrupts
+) -> None:
     """Start a process for each core, and wait until what is wanted was made; others are made after that."""
     count = min(count_cores(), len(wanted) + len(others))
     running, deadline = dict[Process, tuple[Path, list[Path]]](), time.monotonic() + COMPILE_SECONDS
@@ -69,14 +74,18 @@ def _work_off(how: str, wanted: Sequence[Path], others: Sequence[Path], folder: 
         for number in range(count):
             paths, messages = [*wanted, *others][number::count], folder / f"{number}.txt"
             its = [path for path in paths if path in wanted]
-            with nullcontext() if its else suppress(OSError):  # what nobody waits for need not be made
+            with (
+                nullcontext() if its else suppress(OSError)
+            ):  # what nobody waits for need not be made
                 running[_start([how, *map(str, paths)], messages)] = messages, its
         while not all(map(os.path.exists, wanted)):
             for process, (messages, its) in running.items():
                 ended = process.poll() is not None
                 interrupts.check()  # which may be why it ended
                 if ended and not all(map(os.path.exists, its)):
-                    raise EngineUnavailable(_explain(process.returncode, messages.read_text(errors="replace")))
+                    raise EngineUnavailable(
+                        _explain(process.returncode, messages.read_text(errors="replace"))
+                    )
             if time.monotonic() > deadline:
                 raise EngineUnavailable("its compiler does not come to an end")
             time.sleep(TUNING.poll_seconds / 5)
@@ -93,7 +102,11 @@ def _explain(status: int, messages: str) -> str:
     last = messages.strip().rpartition("\n")[2]
     if status == 0:
         return "what it compiled could not be written"
-    return last if status == 1 and last else f"its compiler, or what that made, crashed with status {status}"
+    return (
+        last
+        if status == 1 and last
+        else f"its compiler, or what that made, crashed with status {status}"
+    )
 
 
 def _start(words: Sequence[str], messages: Path) -> Process:
@@ -101,15 +114,24 @@ def _start(words: Sequence[str], messages: Path) -> Process:
     root = str(Path(__file__).parent.parent.parent)
     paths = [path for path in sys.path if path and isinstance(path, str)]
     # What else is set for Numba, as for finding mistakes, would change what is stored for good.
-    known = {name: value for name, value in os.environ.items() if name[:6] != "NUMBA_" or name in FEATURE_VARIABLES}
-    environment = known | {
-        "PYTHONPATH": os.pathsep.join(paths if root in paths else [root, *paths]),
-        "OPENBLAS_NUM_THREADS": "1",  # more of them only take memory, and where there is little they never start
+    known = {
+        name: value
+        for name, value in os.environ.items()
+        if name[:6] != "NUMBA_" or name in FEATURE_VARIABLES
     }
+    environment = (
+        known
+        | {
+            "PYTHONPATH": os.pathsep.join(paths if root in paths else [root, *paths]),
+            "OPENBLAS_NUM_THREADS": "1",  # more of them only take memory, and where there is little they never start
+        }
+    )
     if "+avx512f" in host_features() and not any(name in os.environ for name in FEATURE_VARIABLES):
         environment["NUMBA_CPU_FEATURES"] = host_features()
     # -P: nothing is imported from the working directory. A session of its own: Ctrl-C is for this process to handle.
     command = [sys.executable or "python", "-P", "-c", CHILD, *words]
     quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
     with open(messages, "wb") as told:
-        return subprocess.Popen(command, env=environment, start_new_session=True, stderr=told, **quiet)
+        return subprocess.Popen(
+            command, env=environment, start_new_session=True, stderr=told, **quiet
+        )

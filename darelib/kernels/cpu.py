@@ -8,7 +8,8 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 import numpy as np
 
-from darelib.formats import FORMATS
+from darelib.core.formats import FORMATS
+from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, KernelSpec, looks, tiles
 from darelib.kernels.parts import inline, numba, share_parts
 from darelib.kernels.records import (
@@ -24,7 +25,6 @@ from darelib.kernels.records import (
     SIZE_ROW,
     ZERO_ROW,
 )
-from darelib.mask import TILE
 
 
 def build_merge(spec: KernelSpec) -> Any:
@@ -39,12 +39,27 @@ def build_merge(spec: KernelSpec) -> Any:
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
         _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int, way: int,
     ) -> None:  # fmt: skip
-        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = open_buffers(
-            base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
+        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = (
+            open_buffers(
+                base_at,
+                finetuned_at,
+                models_at,
+                tensor_at,
+                scratch_at,
+                limits_at,
+                count,
+                stride,
+                models,
+            )
         )
         tensor = tensors[0]
         output_all = carray(output_at, (1, tiles * TILE), output_raw)[0]
-        base, merged, size, kept = scratch[BASE_ROW], scratch[MERGED_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS:]
+        base, merged, size, kept = (
+            scratch[BASE_ROW],
+            scratch[MERGED_ROW],
+            scratch[SIZE_ROW],
+            scratch[SCRATCH_ROWS:],
+        )
         threshold = real(tensor.threshold)
         lambda_coeff, base_share = real(tensor.lambda_coeff), real(tensor.base_share)
         for tile in range(tiles):
@@ -66,7 +81,15 @@ def build_merge(spec: KernelSpec) -> Any:
                 model.size += fold_tile(size)
             if way != ADD:
                 first_share = real(tensor.first_share)
-                elect_signs(kept, records, merged, scratch[LEFT_ROW], scratch[RIGHT_ROW], first_share, way == AVERAGE)
+                elect_signs(
+                    kept,
+                    records,
+                    merged,
+                    scratch[LEFT_ROW],
+                    scratch[RIGHT_ROW],
+                    first_share,
+                    way == AVERAGE,
+                )
             if tensor.exact:
                 raw_finetuned = finetuned_all[0, start : start + TILE]
                 for j in range(TILE):
@@ -113,10 +136,15 @@ def build_expand(spec: KernelSpec) -> Any:
                     for j in range(width):
                         part[j] = 0
                 k = 0
-                while k + 4 <= rank:  # four at a time, so that the sum stays in registers for longer
+                while (
+                    k + 4 <= rank
+                ):  # four at a time, so that the sum stays in registers for longer
                     f0, f1, f2, f3 = left[k], left[k + 1], left[k + 2], left[k + 3]
                     r0, r1 = right[k, place : place + width], right[k + 1, place : place + width]
-                    r2, r3 = right[k + 2, place : place + width], right[k + 3, place : place + width]
+                    r2, r3 = (
+                        right[k + 2, place : place + width],
+                        right[k + 3, place : place + width],
+                    )
                     for j in range(width):
                         part[j] = (((part[j] + f0 * r0[j]) + f1 * r1[j]) + f2 * r2[j]) + f3 * r3[j]
                     k += 4
@@ -134,7 +162,12 @@ def build_expand(spec: KernelSpec) -> Any:
 def build_pack(spec: KernelSpec) -> Any:
     """The loop that picks the entries of a chunk that the mask keeps."""
     parts = share_parts(spec.base, spec.finetuned, spec.real)
-    carray, raw, draw_bits, pick_kept = numba.carray, parts.raw[1], inline(tiles.draw), inline(tiles.pick)
+    carray, raw, draw_bits, pick_kept = (
+        numba.carray,
+        parts.raw[1],
+        inline(tiles.draw),
+        inline(tiles.pick),
+    )
 
     def pack_chunk(  # compiled
         _base: Any, finetuned_at: Any, output_at: Any, models_at: Any, _tensor: Any, scratch_at: Any, _counts: Any,
@@ -194,5 +227,7 @@ def compile_object(code: KernelSpec, machine: Any) -> bytes:
     passes.run(module, llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options()))
     for value in (*module.functions, *module.global_variables):
         if value.is_declaration and not value.name.startswith("llvm.") and value.name not in FROM_C:
-            raise EngineUnavailable(f"the kernel {code.kind} needs {value.name}, which only Numba has")
+            raise EngineUnavailable(
+                f"the kernel {code.kind} needs {value.name}, which only Numba has"
+            )
     return machine.emit_object(module)

@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.drops import Bounds
-from darelib.formats import DIGIT_BITS, FORMATS
-from darelib.interrupts import Interrupts
+from darelib.core.drops import Bounds
+from darelib.core.formats import DIGIT_BITS, FORMATS
+from darelib.core.interrupts import Interrupts
+from darelib.core.mask import TILE
 from darelib.kernels import Kernel, KernelSpec, plain
 from darelib.kernels.records import BINS, FIRST_BIN, Buffers
-from darelib.mask import TILE
 
 Array = plain.Array
 
@@ -36,14 +36,20 @@ def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_ti
     model, values = buffers.models[i], read_model(spec, buffers, i, len(base))
     if not model["stored"]:
         return values if model["is_delta"] else values - base
-    mask, delta, first = find_mask(buffers, i, len(base), first_tile, "stored"), np.zeros_like(base), int(model["next"])
+    mask, delta, first = (
+        find_mask(buffers, i, len(base), first_tile, "stored"),
+        np.zeros_like(base),
+        int(model["next"]),
+    )
     entries = values[first : first + np.count_nonzero(mask)]
     delta[mask] = entries - base[mask]
     model["next"] += len(entries)
     return delta
 
 
-def open_model(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int) -> plain.Part:
+def open_model(
+    spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int
+) -> plain.Part:
     model, delta = buffers.models[i], find_delta(spec, buffers, i, base, first_tile)
     if not model["ranked"] and not model["bounded"]:
         return delta, find_mask(buffers, i, len(base), first_tile), None
@@ -53,7 +59,11 @@ def open_model(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_ti
         bounds = Bounds(*(model[name].item() for name in Bounds._fields))
         return delta, plain.is_within(delta, bounds, bits), None
     thresholds = buffers.limits[i, : len(base)].astype(np.int32) + 1
-    return delta, bits < thresholds, plain.as_divisors(thresholds, delta) if model["divided"] else None
+    return (
+        delta,
+        bits < thresholds,
+        plain.as_divisors(thresholds, delta) if model["divided"] else None,
+    )
 
 
 def find_mask(buffers: Buffers, i: int, count: int, first_tile: int, which: str = "limit") -> Array:
@@ -83,7 +93,9 @@ def note_delta(buffers: Buffers, i: int, delta: Array) -> None:
     add_sums(model, "size", size)
 
 
-def merge_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
+def merge_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> None:
     base, tensor, rows = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], []
     add_sums(tensor, "base_size", np.abs(base))
     for i, model in enumerate(buffers.models[:models]):
@@ -95,14 +107,18 @@ def merge_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, fir
         values = read_model(spec, buffers, 0, count)
     else:
         shares = float(tensor["base_share"]), float(tensor["first_share"])
-        merged = plain.combine(spec.kind, base, rows, buffers.models["weight"][:models].tolist(), *shares)
+        merged = plain.combine(
+            spec.kind, base, rows, buffers.models["weight"][:models].tolist(), *shares
+        )
         values = plain.apply(base, merged, float(tensor["lambda_coeff"]))
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
     buffers.output[: stored.nbytes] = stored.view(np.uint8)
 
 
-def multiply_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
+def multiply_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> None:
     base, tensor, kept = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], {}
     for i, model in enumerate(buffers.models[:models]):
         part = open_model(spec, buffers, i, base, first_tile)
@@ -110,12 +126,16 @@ def multiply_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, 
     tensor["square_0"], tensor["square_1"], tensor["product"] = plain.multiply_ends(base, kept)
 
 
-def count_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
+def count_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> None:
     base, shift = read(buffers.base, spec.base, spec.real, count), buffers.tensor["shift"][0]
     for i, model in enumerate(buffers.models[:models]):
         delta, mask, _ = open_model(spec, buffers, i, base, first_tile)
         patterns = np.abs(delta[mask]).view(f"u{delta.itemsize}").astype(np.uint64) >> shift
-        prefixes = dict.fromkeys((int(model["prefix"]), int(model["prefix_2"])))  # once, where they are equal
+        prefixes = dict.fromkeys(
+            (int(model["prefix"]), int(model["prefix_2"]))
+        )  # once, where they are equal
         for half, prefix in zip(buffers.counts[i].reshape(2, -1), prefixes, strict=False):
             fitting = patterns[patterns >> np.uint64(DIGIT_BITS) == np.uint64(prefix)]
             add_counts(half, fitting & np.uint64(0xFFFF))
@@ -125,11 +145,20 @@ def add_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first
     base = read(buffers.base, spec.base, spec.real, count)
     for i, model in enumerate(buffers.models[:models]):
         part = open_model(spec, buffers, i, base, first_tile)
-        model["size"], model["kept_size"] = plain.add_sizes({i: part}, {i: plain.thin(*part, float(model["scale"]))})
+        model["size"], model["kept_size"] = plain.add_sizes(
+            {i: part}, {i: plain.thin(*part, float(model["scale"]))}
+        )
 
 
 def rank(
-    spec: KernelSpec, base: Array, values: Array, by_rank: Array, _: Array, limits: Array, skipped: int, is_delta: bool
+    spec: KernelSpec,
+    base: Array,
+    values: Array,
+    by_rank: Array,
+    _: Array,
+    limits: Array,
+    skipped: int,
+    is_delta: bool,
 ) -> None:
     """The limits of elements of whole rows, but for some at the start and at the end, from those by rank."""
     width = len(by_rank)
@@ -144,7 +173,9 @@ def add_counts(counts: Array, places: Array) -> None:
     counts += np.bincount(places.astype(np.int64), minlength=len(counts)).astype(np.uint32)
 
 
-def measure_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
+def measure_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> None:
     base, tensor = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0]
     add_sums(tensor, "base_squares", base * base)
     padding = -count % TILE  # zeros, which the kernels count with the others
@@ -153,7 +184,9 @@ def measure_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, f
         note_delta(buffers, i, delta)
         model["zeros"] += np.uint64(np.count_nonzero(delta == 0) + padding)
         add_sums(model, "squares", delta * delta)
-        places = (np.abs(delta).astype(np.float32).view(np.uint32) >> 19).astype(np.int64) - FIRST_BIN
+        places = (np.abs(delta).astype(np.float32).view(np.uint32) >> 19).astype(
+            np.int64
+        ) - FIRST_BIN
         add_counts(buffers.counts[i, :BINS], places.clip(0, BINS - 1))  # in the first lane
         buffers.counts[i, 0] += padding
     for pair, (one, other) in zip(buffers.pairs[1:], combinations(deltas, 2), strict=False):
@@ -172,7 +205,9 @@ def note_conflict(pair: Any, deltas: list[Array]) -> None:
         add_sums(pair, f"{name}_size", np.where(there, size, 0.0))
 
 
-def expand(_: KernelSpec, left: Array, right: Array, made: Array, first: int, ranks_before: int) -> None:
+def expand(
+    _: KernelSpec, left: Array, right: Array, made: Array, first: int, ranks_before: int
+) -> None:
     """Elements of left @ right from one of the first row on, added to made in the order of the ranks."""
     total = np.zeros((left.shape[0], right.shape[1]), made.dtype)
     flat = total.reshape(-1)[first : first + len(made)]
@@ -182,7 +217,9 @@ def expand(_: KernelSpec, left: Array, right: Array, made: Array, first: int, ra
     made[:] = flat
 
 
-def pack_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
+def pack_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> None:
     size, raw = count * FORMATS[spec.finetuned].itemsize, FORMATS[spec.finetuned].raw
     kept = buffers.finetuned[0][:size].view(raw)[find_mask(buffers, 0, count, first_tile)]
     buffers.output[: kept.nbytes] = kept.view(np.uint8)

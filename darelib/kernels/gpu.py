@@ -19,9 +19,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from darelib.formats import DTYPES, FORMATS
-from darelib.mask import ROUNDS, TILE, mask_key
-from darelib.methods import (
+from darelib.core.formats import DTYPES, FORMATS
+from darelib.core.mask import ROUNDS, TILE, mask_key
+from darelib.core.methods import (
     METHODS,
     SLERP,
     ArcLook,
@@ -42,7 +42,9 @@ SHORT_NAMES: Final = {getattr(torch, name): short for name, short in DTYPES.item
 TYPES: Final = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 MOST_MODELS: Final = 16  # a kernel is unrolled over them
 MOST_ELEMENTS: Final = 1 << 31  # of a tensor: what 32 bits can count
-BATCH_ELEMENTS: Final = 1 << 28  # of the tensors in one launch, while which the next one is prepared
+BATCH_ELEMENTS: Final = (
+    1 << 28
+)  # of the tensors in one launch, while which the next one is prepared
 WARPS: Final = 4  # of a program
 # Trim looks for its floor some bits at a time: from which bit on it counts in each pass, and how many. Many values are
 # equal, and adding to one counter takes turns: so there are several of each.
@@ -113,20 +115,30 @@ def load_pieces(pointer, start, left, EVEN: constexpr):  # compiled
     pieces = ()
     for h in tl.static_range(PIECES):
         at = start + h * LANES
-        pieces = pieces + (tl.load(pointer + at) if EVEN else tl.load(pointer + at, mask=at < left, other=0.0),)
+        pieces = pieces + (
+            tl.load(pointer + at) if EVEN else tl.load(pointer + at, mask=at < left, other=0.0),
+        )
     return pieces
 
 
 @triton.jit
-def open_inputs(place, tile, block, start, left, BASE: constexpr, TYPES: constexpr, EVEN: constexpr):  # compiled
+def open_inputs(
+    place, tile, block, start, left, BASE: constexpr, TYPES: constexpr, EVEN: constexpr
+):  # compiled
     """The base's values; of each model its values, the mask's limit as the upper half of a word, its Philox blocks."""
-    bases, values, models = load_pieces(point(tl.load(place), tile, BASE, EVEN), start, left, EVEN), (), ()
+    bases, values, models = (
+        load_pieces(point(tl.load(place), tile, BASE, EVEN), start, left, EVEN),
+        (),
+        (),
+    )
     for i in tl.static_range(len(TYPES)):
         pointer = point(tl.load(place + PLACES + 3 * i), tile, TYPES[i], EVEN)
         values = values + (load_pieces(pointer, start, left, EVEN),)
     for i in tl.static_range(len(TYPES)):
         mine = place + PLACES + 3 * i
-        models = models + ((values[i], tl.load(mine + 2).to(tl.uint32), draw(tl.load(mine + 1), block)),)
+        models = models + (
+            (values[i], tl.load(mine + 2).to(tl.uint32), draw(tl.load(mine + 1), block)),
+        )
     return bases, models
 
 
@@ -175,9 +187,15 @@ def merge_kernel(  # compiled
     BASE: constexpr, FINETUNED: constexpr, OUTPUT: constexpr, EVEN: constexpr, GROUP: constexpr,
 ):  # fmt: skip
     N: constexpr = len(FINETUNED)
-    tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
+    tensor, place, tile, left, block, start = locate(
+        owners, places, lanes, PLACES + 3 * N, EVEN, GROUP
+    )
     number = numbers + tensor * (NUMBERS + 3 * N)
-    lambda_coeff, base_share, first_share = tl.load(number), tl.load(number + 1), tl.load(number + 2)
+    lambda_coeff, base_share, first_share = (
+        tl.load(number),
+        tl.load(number + 1),
+        tl.load(number + 2),
+    )
     coefficients, output_at = load_numbers(number, N), point(tl.load(place + 1), tile, OUTPUT, EVEN)
     bases, models = open_inputs(place, tile, block, start, left, BASE, FINETUNED, EVEN)
     zeros = tl.zeros(start.shape, tl.float32)
@@ -201,7 +219,11 @@ def merge_kernel(  # compiled
                 row = turn(rows[i], sign)
                 total += tl.maximum(row, 0.0)
                 share += tl.where(row > 0, 1.0 if COUNTS else coefficients[i][1], 0.0)
-            merged = divide_by_count(total, share, N) if COUNTS else tl.where(share > 0, tl.div_rn(total, share), 0.0)
+            merged = (
+                divide_by_count(total, share, N)
+                if COUNTS
+                else tl.where(share > 0, tl.div_rn(total, share), 0.0)
+            )
             merged = turn(merged, sign)
         if not EXACT:
             change = lambda_coeff * merged
@@ -239,7 +261,9 @@ def products_kernel(  # compiled
 ):  # fmt: skip
     """For slerp: for each tile |end 0|^2, |end 1|^2 and end 0 . end 1."""
     N: constexpr = len(FINETUNED)
-    tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
+    tensor, place, tile, left, block, start = locate(
+        owners, places, lanes, PLACES + 3 * N, EVEN, GROUP
+    )
     coefficients = load_numbers(numbers + tensor * (NUMBERS + 3 * N), N)
     bases, models = open_inputs(place, tile, block, start, left, BASE, FINETUNED, EVEN)
     firsts, seconds, products = (), (), ()
@@ -254,7 +278,11 @@ def products_kernel(  # compiled
             else:
                 second = end
         one, other = first.to(tl.float64), second.to(tl.float64)
-        firsts, seconds, products = firsts + (one * one,), seconds + (other * other,), products + (one * other,)
+        firsts, seconds, products = (
+            firsts + (one * one,),
+            seconds + (other * other,),
+            products + (one * other,),
+        )
     tiles, which = tile + tl.arange(0, GROUP)[:, None], tl.arange(0, 4)[None, :]
     inside = (tiles * TILE_SIZE < tl.load(place + 2)) & (which < 3)
     found = fold_tiles(fold_pieces(firsts), fold_pieces(seconds), fold_pieces(products), GROUP)
@@ -268,7 +296,9 @@ def count_kernel(  # compiled
 ):  # fmt: skip
     """For trim: count, by some bits of the pattern, the surviving |delta| whose higher bits are those found so far."""
     N: constexpr = len(FINETUNED)
-    tensor, place, tile, left, block, start = locate(owners, places, lanes, PLACES + 3 * N, EVEN, GROUP)
+    tensor, place, tile, left, block, start = locate(
+        owners, places, lanes, PLACES + 3 * N, EVEN, GROUP
+    )
     bases, models = open_inputs(place, tile, block, start, left, BASE, FINETUNED, EVEN)
     for h in tl.static_range(PIECES):
         for i in tl.static_range(N):
@@ -296,7 +326,9 @@ def bits_kernel(bits, low, high, first):  # compiled
 def draw_bits(key: tuple[int, int], first_tile: int, tiles: int, device: torch.device) -> Tensor:
     """Those of darelib.kernels.plain, in one launch instead of a hundred."""
     bits = torch.empty(tiles * TILE, dtype=torch.int32, device=device)
-    low, high = (word - (word >> 31 << 32) for word in key)  # with a sign, so that all are of 32 bits
+    low, high = (
+        word - (word >> 31 << 32) for word in key
+    )  # with a sign, so that all are of 32 bits
     with torch.cuda.device(device):
         bits_kernel[(tiles,)](bits, low, high, first_tile)
     return bits
@@ -308,7 +340,9 @@ def draw_bits(key: tuple[int, int], first_tile: int, tiles: int, device: torch.d
 @lru_cache
 def can_merge_on(device: torch.device) -> bool:
     return (
-        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+        device.type == "cuda"
+        and torch.version.cuda is not None
+        and torch.cuda.get_device_capability(device) >= (8, 0)
     )
 
 
@@ -316,7 +350,10 @@ def can_merge(settings: TensorSettings) -> bool:
     """Whether there are kernels for these settings: for random drops, and the usual ways to combine."""
     schemes = [thinning.scheme for thinning in settings.thinnings]
     looks = choose_looks(settings, range(len(schemes)))
-    fitting = METHODS[settings.method].kernel in ("sum", "elect") and {*looks} <= {TrimLook, ArcLook}
+    fitting = METHODS[settings.method].kernel in ("sum", "elect") and {*looks} <= {
+        TrimLook,
+        ArcLook,
+    }
     return fitting and not any(scheme.ends or scheme.thresholds for scheme in schemes)
 
 
@@ -334,7 +371,9 @@ def find_way(settings: TensorSettings) -> tuple[str | None, bool, bool] | None:
     return (kernel, exact, counts and len(settings.weights) <= 5) if can_merge(settings) else None
 
 
-def find_kind(columns: int, even: bool, dense: bool, way: Any, *traits: Any) -> tuple[Any, ...] | None:
+def find_kind(
+    columns: int, even: bool, dense: bool, way: Any, *traits: Any
+) -> tuple[Any, ...] | None:
     """What those share that one launch merges; None: no kernel can. traits: of all columns, or of any of them."""
     shapes, types, devices = traits[0::3], traits[1::3], traits[2::3]
     fits = way and dense and len({*shapes}) == len({*devices}) == 1 and {*types} <= TYPES.keys()
@@ -354,16 +393,23 @@ class Columns:
     ) -> None:  # fmt: skip
         self.names, self.settings, self.method = names, settings, METHODS[settings[0].method]
         self.models = range(len(tensors) - 2)
-        self.group = 4 if settings[0].method == SLERP else 2  # tiles of a program, whose sums slerp folds
+        self.group = (
+            4 if settings[0].method == SLERP else 2
+        )  # tiles of a program, whose sums slerp folds
         self.addresses = [list(map(Tensor.data_ptr, column)) for column in tensors]
         self.table = np.array(self.addresses, np.uint64)
         self.counts = np.array(list(map(Tensor.numel, tensors[0])))
         even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(0)
-        dense = map(all, zip(*(map(Tensor.is_contiguous, column) for column in tensors), strict=True))
+        dense = map(
+            all, zip(*(map(Tensor.is_contiguous, column) for column in tensors), strict=True)
+        )
         ids = list(map(id, settings))  # they are few, and to compare them takes long
         known = dict(zip(ids, settings, strict=True))
         order = dict(zip(known, range(len(known)), strict=True))
-        self.distinct, self.picks = list(known.values()), np.array(list(map(order.__getitem__, ids)))
+        self.distinct, self.picks = (
+            list(known.values()),
+            np.array(list(map(order.__getitem__, ids))),
+        )
         ways = {own: find_way(each) for own, each in known.items()}
         alike = traits.count(traits[0]) == len(traits)
         each = chain.from_iterable(traits[:1] if alike else traits)
@@ -374,7 +420,9 @@ class Columns:
 @lru_cache(64)
 def name_owners(device: torch.device, programs: tuple[int, ...]) -> Tensor:
     """For each program, the tensor that it works on. Searches merge the same tensors again and again."""
-    return torch.from_numpy(np.repeat(np.arange(len(programs), dtype=np.int32), programs)).to(device)
+    return torch.from_numpy(np.repeat(np.arange(len(programs), dtype=np.int32), programs)).to(
+        device
+    )
 
 
 class Batch:
@@ -385,17 +433,33 @@ class Batch:
     flags: Tensor
 
     def __init__(self, columns: Columns, rows: list[int], kind: tuple[Any, ...]) -> None:
-        self.columns, self.rows, self.models, self.method = columns, rows, columns.models, columns.method
+        self.columns, self.rows, self.models, self.method = (
+            columns,
+            rows,
+            columns.models,
+            columns.method,
+        )
         self.device, even, (self.look, exact, equal), base, *types, output = kind
-        self.options = {"BASE": TYPES[base], "FINETUNED": tuple(TYPES[kind] for kind in types), "EVEN": even}
+        self.options = {
+            "BASE": TYPES[base],
+            "FINETUNED": tuple(TYPES[kind] for kind in types),
+            "EVEN": even,
+        }
         self.options |= {"GROUP": columns.group, "num_warps": WARPS, "enable_fp_fusion": False}
-        self.ways = {"ELECTS": self.method.kernel == "elect", "COUNTS": equal, "TRIMS": self.look == "count"}
+        self.ways = {
+            "ELECTS": self.method.kernel == "elect",
+            "COUNTS": equal,
+            "TRIMS": self.look == "count",
+        }
         self.ways |= {"EXACT": exact, "OUTPUT": TYPES[output]}
         self.lanes = number_lanes(self.device, columns.group * LANES.value)
         self.limit = FORMATS[SHORT_NAMES[output]].limit
         counts = columns.counts[rows]
         self.tiles, programs = -(-counts // TILE), -(-counts // (columns.group * TILE))
-        self.programs, self.owners = int(programs.sum()), name_owners(self.device, tuple(programs.tolist()))
+        self.programs, self.owners = (
+            int(programs.sum()),
+            name_owners(self.device, tuple(programs.tolist())),
+        )
         self.first_programs = programs.cumsum() - programs
         self.first_sums: Any = self._place_sums() if self.look == "products" else 0
         self.floors: Tensor | None = None
@@ -419,7 +483,9 @@ class Batch:
 
     def _launch(self, kernel: Any, *tables: Any, **options: Any) -> None:
         with torch.cuda.device(self.device):
-            kernel[(self.programs,)](self.owners, self.places, self.lanes, *tables, **options, **self.options)
+            kernel[(self.programs,)](
+                self.owners, self.places, self.lanes, *tables, **options, **self.options
+            )
 
     def find_out(self) -> None:
         """Queue what must be found out before the merge; nothing is waited for."""
@@ -440,9 +506,13 @@ class Batch:
 
     def _find_floors(self) -> Tensor:
         """The smallest |delta| that trim keeps, for each tensor and model: some bits of its pattern in each pass."""
-        ratios = self._upload(np.repeat([self.columns.settings[k].keep_ratio for k in self.rows], len(self.models)))
+        ratios = self._upload(
+            np.repeat([self.columns.settings[k].keep_ratio for k in self.rows], len(self.models))
+        )
         prefixes = ranks = torch.zeros(len(ratios), dtype=torch.int64, device=self.device)
-        counts = torch.empty((len(ratios), REPLICAS, BINS.value), dtype=torch.int32, device=self.device)
+        counts = torch.empty(
+            (len(ratios), REPLICAS, BINS.value), dtype=torch.int32, device=self.device
+        )
         for shift, width in DIGITS:
             counts.zero_()
             self._launch(count_kernel, prefixes, counts, SHIFT=shift, WIDTH=width)
@@ -450,7 +520,10 @@ class Batch:
             if shift == DIGITS[0][0]:
                 ranks = (ratios * downwards[:, -1]).long().clamp(min=1)
             place = torch.searchsorted(downwards, ranks[:, None]).clamp(max=BINS.value - 1)
-            ranks = ranks - torch.where(place > 0, downwards.gather(1, (place - 1).clamp(min=0)), 0)[:, 0]
+            ranks = (
+                ranks
+                - torch.where(place > 0, downwards.gather(1, (place - 1).clamp(min=0)), 0)[:, 0]
+            )
             prefixes = (prefixes << width) | (BINS.value - 1 - place[:, 0])
         return prefixes.int().view(torch.float32).reshape(-1, len(self.models))
 
@@ -458,7 +531,9 @@ class Batch:
         """Queue the merge. found: what slerp has found, for each tensor."""
         if found:
             rows = []
-            for own, each in zip(map(self.columns.settings.__getitem__, self.rows), found, strict=True):
+            for own, each in zip(
+                map(self.columns.settings.__getitem__, self.rows), found, strict=True
+            ):
                 weighed = self.method.weigh(own, self.models, Found(products=each))
                 rows.append(list_numbers(own, weighed, self.limit))
             self.numbers = self._upload(round_numbers(rows))
@@ -477,16 +552,25 @@ def make_batches(columns: Columns) -> Iterator[Batch]:
         look, *_ = kind[2]
         least = BATCH_ELEMENTS * len(columns.models) // COUNTED_ROWS if look == "count" else 0
         numbers = (columns.counts[rows].clip(least).cumsum() - 1) // BATCH_ELEMENTS
-        numbers = numbers if look else numbers.clip(max=1)  # what comes after the first waits for nothing
-        for start, stop in pairwise([0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]):
+        numbers = (
+            numbers if look else numbers.clip(max=1)
+        )  # what comes after the first waits for nothing
+        for start, stop in pairwise(
+            [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+        ):
             yield Batch(columns, rows[start:stop], kind)
 
 
-def upload_tables(columns: Columns, batches: Sequence[Batch], seed: int) -> tuple[Any, list[Tensor]]:
+def upload_tables(
+    columns: Columns, batches: Sequence[Batch], seed: int
+) -> tuple[Any, list[Tensor]]:
     """Give batches their tables, all in one upload to a device. Gives the tensor of each flag, and devices' flags."""
     # Each batch's begin at a multiple of 16 bytes: else Triton would compile kernels once more.
     sizes = [-(-len(batch.rows) // 4) * 4 for batch in batches]
-    padded = (batch.rows + [0] * (size - len(batch.rows)) for batch, size in zip(batches, sizes, strict=True))
+    padded = (
+        batch.rows + [0] * (size - len(batch.rows))
+        for batch, size in zip(batches, sizes, strict=True)
+    )
     order = np.array(list(chain.from_iterable(padded)))
     names = list(map(columns.names.__getitem__, order.tolist()))
     addresses, picks = columns.table[:, order], columns.picks[order]
@@ -495,22 +579,38 @@ def upload_tables(columns: Columns, batches: Sequence[Batch], seed: int) -> tupl
     for i in columns.models:
         limits = [(each.thinnings[i].threshold << 16) - 1 for each in columns.distinct]
         places[:, 5 + 3 * i] = addresses[1 + i]
-        places[:, 6 + 3 * i] = [low | high << 32 for low, high in map(mask_key, repeat(seed + i), names)]
+        places[:, 6 + 3 * i] = [
+            low | high << 32 for low, high in map(mask_key, repeat(seed + i), names)
+        ]
         places[:, 7 + 3 * i] = np.array(limits, np.uint64)[picks]
     weigh = weigh_for_look if batches[0].look == "products" else columns.method.weigh
-    rows = [list_numbers(each, weigh(each, columns.models, Found()), 0) for each in columns.distinct]
+    rows = [
+        list_numbers(each, weigh(each, columns.models, Found()), 0) for each in columns.distinct
+    ]
     numbers = np.array(rows)[picks]
     start, flags = 0, np.zeros((len(order), 1), np.int32)
     for batch, size in zip(batches, sizes, strict=True):
         own = slice(start, start + len(batch.rows))
-        places[own, 3], places[own, 4], numbers[own, 3] = batch.first_programs, batch.first_sums, batch.limit
+        places[own, 3], places[own, 4], numbers[own, 3] = (
+            batch.first_programs,
+            batch.first_sums,
+            batch.limit,
+        )
         start += size
     numbers = round_numbers(numbers)
-    host = torch.from_numpy(np.concatenate([part.view(np.int32).reshape(-1) for part in (places, numbers, flags)]))
+    host = torch.from_numpy(
+        np.concatenate([part.view(np.int32).reshape(-1) for part in (places, numbers, flags)])
+    )
     all_flags = []
     for device in {batch.device for batch in batches}:
-        first, second, third = host.to(device, non_blocking=True).split([2 * places.size, numbers.size, flags.size])
-        tables = first.view(torch.int64).view(places.shape), second.view(torch.float32).view(numbers.shape), third
+        first, second, third = host.to(device, non_blocking=True).split(
+            [2 * places.size, numbers.size, flags.size]
+        )
+        tables = (
+            first.view(torch.int64).view(places.shape),
+            second.view(torch.float32).view(numbers.shape),
+            third,
+        )
         for batch, *each in zip(batches, *(table.split(sizes) for table in tables), strict=True):
             if batch.device == device:
                 batch.places, batch.numbers, batch.flags = each
@@ -520,7 +620,13 @@ def upload_tables(columns: Columns, batches: Sequence[Batch], seed: int) -> tupl
 
 def list_numbers(settings: TensorSettings, each: Coefficients, limit: float) -> list[float]:
     models = zip(each.scales, each.weights, each.floors, strict=True)
-    return [settings.lambda_coeff, each.base_share, each.first_share, limit, *chain.from_iterable(models)]
+    return [
+        settings.lambda_coeff,
+        each.base_share,
+        each.first_share,
+        limit,
+        *chain.from_iterable(models),
+    ]
 
 
 def round_numbers(rows: Any) -> Any:
@@ -534,7 +640,9 @@ def merge_columns(columns: Columns, seed: int) -> str | None:
     The GPU is waited for once, at the end; where slerp must look first, once more.
     """
     batches, flags, looking = make_batches(columns), list[tuple[Any, list[Tensor]]](), []
-    while part := list(islice(batches, None if flags else 1)):  # the first is under way while others are made
+    while part := list(
+        islice(batches, None if flags else 1)
+    ):  # the first is under way while others are made
         flags.append(upload_tables(columns, part, seed))
         for batch in part:
             batch.find_out()
@@ -542,7 +650,11 @@ def merge_columns(columns: Columns, seed: int) -> str | None:
                 batch.merge()
             else:
                 looking.append((batch, batch.products))
-    for (batch, _), found in zip(looking, [products.tolist() for _, products in looking], strict=True):
+    for (batch, _), found in zip(
+        looking, [products.tolist() for _, products in looking], strict=True
+    ):
         batch.merge(found)
-    broken = [row for order, found in flags for each in found for row in order[each.cpu().numpy() != 0]]
+    broken = [
+        row for order, found in flags for each in found for row in order[each.cpu().numpy() != 0]
+    ]
     return columns.names[min(broken)] if broken else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Collection
 
-from darelib.interrupts import Interrupts
+from darelib.core.interrupts import Interrupts
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
 from darelib.kernels.compiler import prove_here
 from darelib.kernels.native import Function, bind, find_code

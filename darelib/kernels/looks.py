@@ -6,7 +6,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.formats import DIGIT_BITS
+from darelib.core.formats import DIGIT_BITS
+from darelib.core.mask import TILE
 from darelib.kernels import KernelSpec, tiles
 from darelib.kernels.parts import inline, numba, share_parts
 from darelib.kernels.records import (
@@ -29,7 +30,6 @@ from darelib.kernels.records import (
     TENSOR,
     ZERO_ROW,
 )
-from darelib.mask import TILE
 
 INSERTED: Final = 32  # so few entries of a row are sorted one by one
 
@@ -41,20 +41,47 @@ def build_totals(spec: KernelSpec) -> Any:
     |delta| and what is kept of it.
     """
     parts = share_parts(spec.base, spec.finetuned, spec.real)
-    carray, real, decode, thin_model, open_buffers = numba.carray, parts.real, parts.decode, parts.thin, parts.open
-    fold_tile, fold_sums, multiply_rows = inline(tiles.fold), inline(tiles.fold_neighbours), inline(tiles.multiply)
+    carray, real, decode, thin_model, open_buffers = (
+        numba.carray,
+        parts.real,
+        parts.decode,
+        parts.thin,
+        parts.open,
+    )
+    fold_tile, fold_sums, multiply_rows = (
+        inline(tiles.fold),
+        inline(tiles.fold_neighbours),
+        inline(tiles.multiply),
+    )
 
     def add_chunk(  # compiled
         base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
         _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int, way: int,
     ) -> None:  # fmt: skip
-        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = open_buffers(
-            base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
+        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = (
+            open_buffers(
+                base_at,
+                finetuned_at,
+                models_at,
+                tensor_at,
+                scratch_at,
+                limits_at,
+                count,
+                stride,
+                models,
+            )
         )
         tensor = tensors[0]
         sums = carray(output_at, (3, tiles), np.float64)
-        products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[SCRATCH_ROWS + models]
-        base, size, kept, ones = scratch[BASE_ROW], scratch[SIZE_ROW], scratch[SCRATCH_ROWS], scratch[MERGED_ROW]
+        products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[
+            SCRATCH_ROWS + models
+        ]
+        base, size, kept, ones = (
+            scratch[BASE_ROW],
+            scratch[SIZE_ROW],
+            scratch[SCRATCH_ROWS],
+            scratch[MERGED_ROW],
+        )
         left, right = scratch[LEFT_ROW], scratch[RIGHT_ROW]
         # An arc has two models at most; sizes are added up for one at a time, since there is room for the sums of one.
         step = models if way == MULTIPLY else 1
@@ -141,7 +168,11 @@ def build_count(spec: KernelSpec) -> Any:
     parts = share_parts(spec.base, spec.finetuned, spec.real)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
     base_raw, finetuned_raw = parts.raw
-    draw_bits, pick_kept, decode_finetuned = inline(tiles.draw), inline(tiles.pick), parts.decode_finetuned
+    draw_bits, pick_kept, decode_finetuned = (
+        inline(tiles.draw),
+        inline(tiles.pick),
+        parts.decode_finetuned,
+    )
     unpack_tile = parts.unpack
     item, wide = finetuned_raw().itemsize, real().itemsize
 
@@ -172,7 +203,9 @@ def build_count(spec: KernelSpec) -> Any:
         counts = carray(counts_at, (models, 2, 1 << DIGIT_BITS), np.uint32)
         rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
         bits, picked = rows[0], rows[1]
-        dense = carray(scratch_at, (DENSE_ROW + 1, SCRATCH_WIDTH * wide // item), finetuned_raw)[DENSE_ROW]
+        dense = carray(scratch_at, (DENSE_ROW + 1, SCRATCH_WIDTH * wide // item), finetuned_raw)[
+            DENSE_ROW
+        ]
         patterns = carray(scratch_at, (SIZE_ROW + 1, SCRATCH_WIDTH), unsigned)[SIZE_ROW]
         for start in range(0, count, TILE):
             width = count - start
@@ -194,7 +227,12 @@ def build_count(spec: KernelSpec) -> Any:
                 for k in range(pick_kept(bits, np.uint16(model.limit), picked)):
                     place = np.int64(picked[k])
                     if place < width:
-                        note_pattern(pattern_of(values[place], base[place], minus_base), shift, model, counts[i])
+                        note_pattern(
+                            pattern_of(values[place], base[place], minus_base),
+                            shift,
+                            model,
+                            counts[i],
+                        )
 
     return parts.compile(count_chunk)
 
@@ -203,8 +241,16 @@ def build_measure(spec: KernelSpec) -> Any:
     """The loop that gathers an analysis' figures. Zeros that pad a last tile are counted with the others."""
     parts = share_parts(spec.base, spec.finetuned, spec.real)
     carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
-    decode_finetuned, open_buffers, fold_tile = parts.decode_finetuned, parts.open, inline(tiles.fold)
-    signs, mixed_signs, bin_tile = inline(tiles.compare_signs), inline(tiles.compare_all), inline(tiles.find_bins)
+    decode_finetuned, open_buffers, fold_tile = (
+        parts.decode_finetuned,
+        parts.open,
+        inline(tiles.fold),
+    )
+    signs, mixed_signs, bin_tile = (
+        inline(tiles.compare_signs),
+        inline(tiles.compare_all),
+        inline(tiles.find_bins),
+    )
     draw_bits, unpack_tile = inline(tiles.draw), parts.unpack
 
     def measure_chunk(  # compiled
@@ -212,7 +258,15 @@ def build_measure(spec: KernelSpec) -> Any:
         pairs_at: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int,
     ) -> None:  # fmt: skip
         tiles, base_all, finetuned_all, records, tensors, scratch, bins, _, dense = open_buffers(
-            base_at, finetuned_at, models_at, tensor_at, scratch_at, limits_at, count, stride, models
+            base_at,
+            finetuned_at,
+            models_at,
+            tensor_at,
+            scratch_at,
+            limits_at,
+            count,
+            stride,
+            models,
         )
         tensor = tensors[0]
         pairs = carray(pairs_at, (1 + models * (models - 1) // 2,), PAIR)
@@ -242,7 +296,11 @@ def build_measure(spec: KernelSpec) -> Any:
                     unpack_tile(finetuned_all[i], count - start, model, bins, dense)
                     raw_finetuned = dense
                 for j in range(TILE):
-                    delta = decode_finetuned(raw_finetuned[j]) - against[j] if bins[j] <= stored else real(0)
+                    delta = (
+                        decode_finetuned(raw_finetuned[j]) - against[j]
+                        if bins[j] <= stored
+                        else real(0)
+                    )
                     delta_row[j] = delta
                     magnitude = abs(delta)
                     size[j] = magnitude

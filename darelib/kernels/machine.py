@@ -25,8 +25,8 @@ SOURCES: Final = (
     "kernels/proof.py",
     "kernels/records.py",
     "kernels/tiles.py",
-    "formats.py",
-    "mask.py",
+    "core/formats.py",
+    "core/mask.py",
 )
 # What users set to choose the processor's features themselves.
 FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
@@ -66,7 +66,14 @@ def identify() -> str:
     """What an object file is good for: this processor, then these sources and versions."""
     llvm = load_llvmlite()
     chosen = [os.environ.get(name) for name in FEATURE_VARIABLES]
-    processor = repr((llvm.binding.get_process_triple(), llvm.binding.get_host_cpu_name(), host_features(), chosen))
+    processor = repr(
+        (
+            llvm.binding.get_process_triple(),
+            llvm.binding.get_host_cpu_name(),
+            host_features(),
+            chosen,
+        )
+    )
     made_by = hashlib.sha256(llvm.__version__.encode())
     numba = importlib.util.find_spec("numba")
     try:

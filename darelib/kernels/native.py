@@ -13,15 +13,23 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.formats import FORMATS
-from darelib.interrupts import Interrupts
+from darelib.core.formats import FORMATS
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import LOG
+from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
 from darelib.kernels.compiler import compile_objects
 from darelib.kernels.machine import load_llvmlite, target_machine
-from darelib.kernels.objects import can_keep, find_cache, find_doubt, is_announced, object_name, read_object, store
+from darelib.kernels.objects import (
+    can_keep,
+    find_cache,
+    find_doubt,
+    is_announced,
+    object_name,
+    read_object,
+    store,
+)
 from darelib.kernels.records import ADD, ADD_SIZES, AVERAGE, ELECT, MULTIPLY
-from darelib.text import LOG
-from darelib.tuning import TUNING
 
 # Kinds of kernels that share one function: its name, and what it is asked for.
 SHARED: Final = {
@@ -45,14 +53,21 @@ def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[
     codes = {spec: find_code(spec) for spec in specs}
     wanted = sorted({*codes.values()} - _loaded.keys(), key=str)
     if wanted:
-        _loaded.update({code: load_object(code, made) for code, made in _find_objects(wanted, interrupts).items()})
+        _loaded.update(
+            {
+                code: load_object(code, made)
+                for code, made in _find_objects(wanted, interrupts).items()
+            }
+        )
     return {spec: bind(spec, _loaded[code]) for spec, code in codes.items()}
 
 
 def find_code(spec: KernelSpec) -> KernelSpec:
     """The function that a kernel is in. All but one write no values of the output's type."""
     kind, _ = SHARED.get(spec.kind, (spec.kind, None))
-    return KernelSpec(kind, spec.base, spec.finetuned, spec.output if kind == "merge" else spec.real)
+    return KernelSpec(
+        kind, spec.base, spec.finetuned, spec.output if kind == "merge" else spec.real
+    )
 
 
 def list_kinds(code: KernelSpec) -> list[str]:
@@ -64,10 +79,16 @@ def list_companions(code: KernelSpec) -> list[KernelSpec]:
     """Other functions of the same types."""
     kinds = COMPANIONS if code.kind in COMPANIONS else ()
     output = code.output if code.kind == "merge" else code.base
-    return [find_code(KernelSpec(kind, code.base, code.finetuned, output)) for kind in kinds if kind != code.kind]
+    return [
+        find_code(KernelSpec(kind, code.base, code.finetuned, output))
+        for kind in kinds
+        if kind != code.kind
+    ]
 
 
-def _find_objects(wanted: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, bytes]:
+def _find_objects(
+    wanted: Collection[KernelSpec], interrupts: Interrupts
+) -> dict[KernelSpec, bytes]:
     folder = find_cache()
     paths = {code: folder / object_name(code) for code in wanted}
     doubt = next(filter(None, map(find_doubt, (folder, *paths.values()))), None)
@@ -79,9 +100,18 @@ def _find_objects(wanted: Collection[KernelSpec], interrupts: Interrupts) -> dic
     missing = [code for code in wanted if code not in known]
     if missing:
         kept = can_keep(folder)
-        companions = [companion for code in missing for companion in list_companions(code) if companion not in wanted]
+        companions = [
+            companion
+            for code in missing
+            for companion in list_companions(code)
+            if companion not in wanted
+        ]
         others = {code: folder / object_name(code) for code in companions if kept}
-        others = {code: path for code, path in others.items() if not (os.path.exists(path) or is_announced(path))}
+        others = {
+            code: path
+            for code, path in others.items()
+            if not (os.path.exists(path) or is_announced(path))
+        }
         known |= compile_objects(missing, others, interrupts, kept)
         for code in missing:
             store(known[code], paths[code])
@@ -105,12 +135,18 @@ def load_object(code: KernelSpec, made: bytes) -> Function:
     engine.add_object_file(llvm.ObjectFileRef.from_data(made))
     engine.finalize_object()
     numbers = 5 if code.kind in ("merge", "totals") else 4
-    prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * numbers)
+    prototype = ctypes.CFUNCTYPE(
+        ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * numbers
+    )
     function = prototype(engine.get_function_address("kernel"))
-    slots = ctypes.create_string_buffer(16)  # for a returned value and an exception, of which there are none
+    slots = ctypes.create_string_buffer(
+        16
+    )  # for a returned value and an exception, of which there are none
     first = ctypes.addressof(slots)
 
-    def call(*arguments: int, _owners: Any = (engine, slots)) -> None:  # which live as long as the function
+    def call(
+        *arguments: int, _owners: Any = (engine, slots)
+    ) -> None:  # which live as long as the function
         if function(first, first + 8, *arguments):
             raise RuntimeError(f"the kernel {code.kind} failed")
 
@@ -119,7 +155,10 @@ def load_object(code: KernelSpec, made: bytes) -> Function:
 
 def bind(spec: KernelSpec, function: Function) -> Kernel:
     """A kernel as it is called, whatever its function wants to be told."""
-    itemsize, way = FORMATS[spec.finetuned].itemsize, SHARED[spec.kind][1:] if spec.kind in SHARED else ()
+    itemsize, way = (
+        FORMATS[spec.finetuned].itemsize,
+        SHARED[spec.kind][1:] if spec.kind in SHARED else (),
+    )
 
     def run_chunk(buffers: Any, count: int, models: int, first_tile: int) -> None:
         stride = buffers.finetuned.shape[1] // itemsize
@@ -127,10 +166,15 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
 
     def expand(left: Any, right: Any, made: Any, first: int, ranks_before: int) -> None:
         before = ctypes.c_int64(ranks_before)
-        addresses = [*(array.ctypes.data for array in (left, right, made)), ctypes.addressof(before)]
+        addresses = [
+            *(array.ctypes.data for array in (left, right, made)),
+            ctypes.addressof(before),
+        ]
         function(*addresses, 0, 0, 0, 0, 0, len(made), right.shape[1], left.shape[1], first)
 
-    def rank(base: Any, values: Any, by_rank: Any, order: Any, limits: Any, skipped: int, is_delta: bool) -> None:
+    def rank(
+        base: Any, values: Any, by_rank: Any, order: Any, limits: Any, skipped: int, is_delta: bool
+    ) -> None:
         addresses = [array.ctypes.data for array in (base, values, by_rank, order, limits)]
         function(*addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
 

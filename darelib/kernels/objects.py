@@ -45,7 +45,9 @@ def find_cache() -> Path:
 
 def can_keep(folder: Path) -> bool:
     """Whether something can be stored there, or that folder made."""
-    nearest = next((path for path in (folder, *folder.absolute().parents) if os.path.exists(path)), folder)
+    nearest = next(
+        (path for path in (folder, *folder.absolute().parents) if os.path.exists(path)), folder
+    )
     return os.path.isdir(nearest) and os.access(nearest, os.W_OK)
 
 
@@ -81,7 +83,9 @@ def _digest(path: Path, made: bytes) -> bytes:
 @contextmanager
 def announced(paths: Collection[Path]) -> Iterator[None]:
     """Say of object files that they are being made, by processes that nobody waits for yet; unless that fails."""
-    folders = dict.fromkeys(folder for path in paths for folder in path.parents if not os.path.exists(folder))
+    folders = dict.fromkeys(
+        folder for path in paths for folder in path.parents if not os.path.exists(folder)
+    )
     for path in paths:
         with suppress(OSError):
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)

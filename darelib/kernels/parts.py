@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 from llvmlite import ir
 
-from darelib.formats import FORMATS
+from darelib.core.formats import FORMATS
+from darelib.core.mask import MASK_BITS, TILE
 from darelib.kernels import tiles
 from darelib.kernels.records import DENSE_ROW, MODEL, SCRATCH_ROWS, SCRATCH_WIDTH, TENSOR, ZERO_ROW
-from darelib.mask import MASK_BITS, TILE
 
 numba: Any = importlib.import_module("numba")  # whose types say less than its functions take
 importlib.import_module("numba.extending")
@@ -23,11 +23,18 @@ EXPANDED: Final = 32  # entries of a packed model at a time
 @cache
 def inline(function: Callable[..., Any]) -> Any:
     """A function that is compiled into the kernels that call it."""
-    options = {"forceinline": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options = {
+        "forceinline": True,
+        "error_model": "numpy",
+        "no_cpython_wrapper": True,
+        "no_cfunc_wrapper": True,
+    }
     return numba.njit(**options)(function)
 
 
-def _expand_entries(_: Any, bits: Any, start: Any, limit: Any, entries: Any, place: Any, made: Any) -> Any:
+def _expand_entries(
+    _: Any, bits: Any, start: Any, limit: Any, entries: Any, place: Any, made: Any
+) -> Any:
     """Put the next entries where the mask keeps them, for EXPANDED elements, and zeros elsewhere. Gives their number.
 
     Processors have an instruction for this that no loop is compiled to; where they do not, LLVM makes a loop of it.
@@ -37,12 +44,16 @@ def _expand_entries(_: Any, bits: Any, start: Any, limit: Any, entries: Any, pla
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         def point(which: int, index: int) -> Any:
             array = context.make_array(signature.args[which])(context, builder, values[which])
-            return cgutils.get_item_pointer(context, builder, signature.args[which], array, [values[index]])
+            return cgutils.get_item_pointer(
+                context, builder, signature.args[which], array, [values[index]]
+            )
 
         item = context.get_data_type(entries.dtype)
         words, vector = (ir.VectorType(kind, EXPANDED) for kind in (ir.IntType(16), item))
         mask, number = ir.VectorType(ir.IntType(1), EXPANDED), ir.IntType(32)
-        first = builder.insert_element(ir.Constant(words, ir.Undefined), values[2], ir.Constant(number, 0))
+        first = builder.insert_element(
+            ir.Constant(words, ir.Undefined), values[2], ir.Constant(number, 0)
+        )
         zeros = ir.Constant(ir.VectorType(number, EXPANDED), [0] * EXPANDED)
         limits = builder.shuffle_vector(first, ir.Constant(words, ir.Undefined), zeros)
         drawn = builder.load(builder.bitcast(point(0, 1), words.as_pointer()), align=2)
@@ -102,7 +113,9 @@ class Parts:
             tensor = carray(tensor_at, (1,), TENSOR)
             scratch = carray(scratch_at, (SCRATCH_ROWS + models, SCRATCH_WIDTH), real)
             bits = carray(scratch_at, (1, TILE), np.uint16)[0]
-            dense = carray(scratch_at, (SCRATCH_ROWS, SCRATCH_WIDTH * wide // item), finetuned_raw)[DENSE_ROW]
+            dense = carray(scratch_at, (SCRATCH_ROWS, SCRATCH_WIDTH * wide // item), finetuned_raw)[
+                DENSE_ROW
+            ]
             limits = carray(limits_at, (models, stride * item // 2), np.uint16)
             pad_rows(base, count, tiles * TILE)
             pad_rows(finetuned, count, tiles * TILE)
@@ -116,7 +129,11 @@ class Parts:
 
         They are added to a total; apart: they are what a row holds, too.
         """
-        draw_bits, unpack_tile, choose_by_size = inline(tiles.draw), self.unpack, self._choose_by_size()
+        draw_bits, unpack_tile, choose_by_size = (
+            inline(tiles.draw),
+            self.unpack,
+            self._choose_by_size(),
+        )
         choose_by_rank, thin_row = inline(tiles.choose_by_rank), self._thin_row()
         thin_apart, thin_rare = self._thin_row(apart=True), self._thin_row(apart=True, rare=True)
 
@@ -206,7 +223,9 @@ class Parts:
         """The entries of one tile of a packed model, each in its place; elsewhere zeros."""
         expand = self.expand
 
-        def unpack_tile(entries: Any, width: int, model: Any, bits: Any, dense: Any) -> None:  # compiled
+        def unpack_tile(
+            entries: Any, width: int, model: Any, bits: Any, dense: Any
+        ) -> None:  # compiled
             stored, place = np.uint16(model.stored - np.uint64(1)), np.intp(model.next)
             for start in range(0, TILE, EXPANDED):
                 place += expand(bits, start, stored, entries, place, dense)

@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.drops import Bounds, End, Thinning
-from darelib.formats import FORMATS, widen
-from darelib.mask import MASK_BITS, ROUNDS, TILE, mask_key
-from darelib.methods import (
+from darelib.core.drops import Bounds, End, Thinning
+from darelib.core.formats import FORMATS, widen
+from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
+from darelib.core.methods import (
     METHODS,
     ArcLook,
     BoundsLook,
@@ -34,7 +34,9 @@ from darelib.methods import (
 )
 
 Array = Any  # of one dimension
-Part = tuple[Array, Array, Array | None]  # a model's delta, what is kept of it, and what each entry is divided by
+Part = tuple[
+    Array, Array, Array | None
+]  # a model's delta, what is kept of it, and what each entry is divided by
 
 
 def library(array: Array) -> Any:
@@ -47,7 +49,9 @@ def library(array: Array) -> Any:
 ARANGE: Final = partial(np.arange, dtype=np.int64)
 
 
-def draw_bits(key: tuple[int, int], first_tile: int, tiles: int, arange: Callable[..., Array] = ARANGE) -> Array:
+def draw_bits(
+    key: tuple[int, int], first_tile: int, tiles: int, arange: Callable[..., Array] = ARANGE
+) -> Array:
     """The 16 random bits of each element of some tiles, by Philox4x32-7 (Salmon et al., SC 2011).
 
     Block b of the tensor is Philox at counter (b mod 2^32, b div 2^32, 0, 0) and gives eight 16-bit pieces. A tile has
@@ -68,7 +72,11 @@ def draw_bits(key: tuple[int, int], first_tile: int, tiles: int, arange: Callabl
 
 
 def draw_mask(
-    key: tuple[int, int], threshold: int, start: int, count: int, arange: Callable[..., Array] = ARANGE
+    key: tuple[int, int],
+    threshold: int,
+    start: int,
+    count: int,
+    arange: Callable[..., Array] = ARANGE,
 ) -> Array:
     """Which elements from start on, a multiple of a tile, are kept: those whose bits are below the threshold."""
     return draw_bits(key, start // TILE, -(-count // TILE), arange)[:count] < threshold
@@ -90,7 +98,9 @@ def encode(values: Array, dtype: str) -> Array:
             if dtype == "F16":
                 return values.astype(np.float16).view(np.uint16)
             bits = values.view(np.uint32)
-            bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)
+            bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(
+                16
+            )
             return bits.astype(np.uint16)
         return values.astype(FORMATS[dtype].real).view(FORMATS[dtype].raw)
 
@@ -109,7 +119,9 @@ def round_to_odd(values: Array) -> Array:
 def is_within(delta: Array, bounds: Bounds, bits: Array) -> Array:
     """Whether |delta| lies between the bounds or, where it equals one of them, its mask bits are below a threshold."""
     size, lib = abs(delta), library(delta)
-    at_bound = lib.where(size == bounds.low, bits < bounds.at_low, (size == bounds.high) & (bits < bounds.at_high))
+    at_bound = lib.where(
+        size == bounds.low, bits < bounds.at_low, (size == bounds.high) & (bits < bounds.at_high)
+    )
     return at_bound | ((size > bounds.low) & (size < bounds.high))
 
 
@@ -117,7 +129,10 @@ def rank(delta: Array, width: int) -> Array:
     """The rank of each entry in its row, 0 for the smallest |delta|; of equal ones, the first comes first."""
     lib, rows = library(delta), abs(delta).reshape(-1, width)
     order = lib.argsort(rows, **({"kind": "stable"} if lib is np else {"stable": True}))
-    ranks, ones = lib.empty_like(order), lib.ones_like(order)  # of ones, sums so far count rows and places
+    ranks, ones = (
+        lib.empty_like(order),
+        lib.ones_like(order),
+    )  # of ones, sums so far count rows and places
     ranks[ones[:, :1].cumsum(0) - 1, order] = ones[:1].cumsum(1) - 1
     return ranks.reshape(-1)
 
@@ -130,11 +145,17 @@ def find_thresholds(thinning: Thinning, delta: Array, width: int) -> Array:
     return thinning.find_thresholds(lib.asarray(rank(delta, width), dtype=lib.float64), width)
 
 
-def keep(thinning: Thinning, delta: Array, bits: Array, thresholds: Array, bounds: Bounds | None) -> Part:
+def keep(
+    thinning: Thinning, delta: Array, bits: Array, thresholds: Array, bounds: Bounds | None
+) -> Part:
     """What a drop keeps of a delta: what lies within bounds, or has mask bits below a threshold."""
     if bounds:
         return delta, is_within(delta, bounds, bits), None
-    return delta, bits < thresholds, as_divisors(thresholds, delta) if thinning.divides_each else None
+    return (
+        delta,
+        bits < thresholds,
+        as_divisors(thresholds, delta) if thinning.divides_each else None,
+    )
 
 
 def as_divisors(thresholds: Array, delta: Array) -> Array:
@@ -142,7 +163,9 @@ def as_divisors(thresholds: Array, delta: Array) -> Array:
     return library(delta).asarray(thresholds, dtype=delta.dtype) / float(1 << MASK_BITS)
 
 
-def thin(delta: Array, mask: Array, divisors: Array | None, scale: float, floor: float = 0.0) -> Array:
+def thin(
+    delta: Array, mask: Array, divisors: Array | None, scale: float, floor: float = 0.0
+) -> Array:
     """kept = mask * delta * scale, where scale is the weight over the keep rate; trim drops what is below the floor.
 
     divisors: by which each entry is divided, where they differ.
@@ -152,7 +175,11 @@ def thin(delta: Array, mask: Array, divisors: Array | None, scale: float, floor:
 
 
 def elect(
-    merged: Array, rows: Sequence[Array], weights: Sequence[float], first_share: float, any_sign: bool = False
+    merged: Array,
+    rows: Sequence[Array],
+    weights: Sequence[float],
+    first_share: float,
+    any_sign: bool = False,
 ) -> Array:
     """Ties: the sum's sign is elected at each position, positive at 0; the models of that sign are averaged.
 
@@ -163,17 +190,29 @@ def elect(
     total, share = lib.zeros_like(merged), lib.full_like(merged, first_share)
     for row, weight in zip(rows, weights, strict=True):
         agrees = row != 0 if any_sign else lib.where(merged >= 0, row > 0, row < 0)
-        total, share = lib.where(agrees, total + row, total), lib.where(agrees, share + weight, share)
+        total, share = (
+            lib.where(agrees, total + row, total),
+            lib.where(agrees, share + weight, share),
+        )
     with np.errstate(divide="ignore", invalid="ignore"):
         return lib.where(share > 0, total / share, 0.0)
 
 
 def combine(
-    kernel: str, base: Array, rows: Sequence[Array], weights: Sequence[float], base_share: float, first_share: float
+    kernel: str,
+    base: Array,
+    rows: Sequence[Array],
+    weights: Sequence[float],
+    base_share: float,
+    first_share: float,
 ) -> Array:
     """The sum of the models' kept deltas, one after the other; or an average, perhaps by the sign of that sum."""
     merged = sum(rows, start=base_share * base)
-    return elect(merged, rows, weights, first_share, kernel == "average") if kernel != "sum" else merged
+    return (
+        elect(merged, rows, weights, first_share, kernel == "average")
+        if kernel != "sum"
+        else merged
+    )
 
 
 def apply(base: Array, merged: Array, lambda_coeff: float) -> Array:
@@ -182,9 +221,14 @@ def apply(base: Array, merged: Array, lambda_coeff: float) -> Array:
     return library(base).where(change == 0, base, base + change)
 
 
-def merge_parts(settings: TensorSettings, base: Array, parts: Iterable[Part], found: Coefficients) -> Array:
+def merge_parts(
+    settings: TensorSettings, base: Array, parts: Iterable[Part], found: Coefficients
+) -> Array:
     """The merged values of a tensor, or of a piece of it. parts: of each model that has it."""
-    rows = [thin(*part, *numbers) for part, *numbers in zip(parts, found.scales, found.floors, strict=True)]
+    rows = [
+        thin(*part, *numbers)
+        for part, *numbers in zip(parts, found.scales, found.floors, strict=True)
+    ]
     kernel, shares = METHODS[settings.method].kernel, (found.base_share, found.first_share)
     merged = combine(kernel, base, rows, found.weights, *shares)
     return apply(base, merged, settings.lambda_coeff)
@@ -216,12 +260,16 @@ def multiply_ends(base: Array, kept: Mapping[int, Array]) -> tuple[float, float,
     return multiply(ends[0], ends[0]), multiply(ends[1], ends[1]), multiply(ends[0], ends[1])
 
 
-def thin_for_look(settings: TensorSettings, parts: Mapping[int, Part], found: Found) -> dict[int, Array]:
+def thin_for_look(
+    settings: TensorSettings, parts: Mapping[int, Part], found: Found
+) -> dict[int, Array]:
     scales = weigh_for_look(settings, list(parts), found).scales
     return {i: thin(*parts[i], scale) for i, scale in zip(parts, scales, strict=True)}
 
 
-def find_products(settings: TensorSettings, base: Array, parts: Mapping[int, Part], found: Found) -> None:
+def find_products(
+    settings: TensorSettings, base: Array, parts: Mapping[int, Part], found: Found
+) -> None:
     found.products = multiply_ends(base, thin_for_look(settings, parts, found))
 
 
@@ -230,11 +278,14 @@ def find_size(delta: Array, number: int) -> float:
     return float(np.sort(np.abs(delta))[-number])
 
 
-def find_floors(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
+def find_floors(
+    settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found
+) -> None:
     """Trim: for each model, the smallest |delta| that is kept of those that survived the drop."""
     survivors = [delta[mask] for delta, mask, _ in parts.values()]
     found.floors = tuple(
-        find_size(kept, rank_of_floor(settings.keep_ratio, len(kept))) if len(kept) else 0.0 for kept in survivors
+        find_size(kept, rank_of_floor(settings.keep_ratio, len(kept))) if len(kept) else 0.0
+        for kept in survivors
     )
 
 
@@ -243,19 +294,26 @@ def find_end(sizes: Array, size: float, number: int) -> End:
     return End(size, number - int((sizes > size).sum()), int((sizes == size).sum()))
 
 
-def find_bounds(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
+def find_bounds(
+    settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found
+) -> None:
     """Drops by size: for each model that has one, the smallest and the largest |delta| that is kept."""
     bounds = []
     for i, (delta, *_) in parts.items():
         thinning = settings.thinnings[i]
-        ends = [find_end(abs(delta), find_size(delta, number), number) for number in thinning.list_ends(len(delta))]
+        ends = [
+            find_end(abs(delta), find_size(delta, number), number)
+            for number in thinning.list_ends(len(delta))
+        ]
         bounds.append(thinning.find_bounds(ends))
     found.bounds = tuple(bounds)
 
 
 def find_sums(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
     """The factors that restore the sums of |delta|."""
-    found.factors = find_factors(settings, list(parts), add_sizes(parts, thin_for_look(settings, parts, found)))
+    found.factors = find_factors(
+        settings, list(parts), add_sizes(parts, thin_for_look(settings, parts, found))
+    )
 
 
 def add_sizes(parts: Mapping[int, Part], kept: Mapping[int, Array]) -> list[float]:
@@ -267,7 +325,12 @@ def add_sizes(parts: Mapping[int, Part], kept: Mapping[int, Array]) -> list[floa
     return sums
 
 
-LOOKS: Final = {BoundsLook: find_bounds, SumsLook: find_sums, TrimLook: find_floors, ArcLook: find_products}
+LOOKS: Final = {
+    BoundsLook: find_bounds,
+    SumsLook: find_sums,
+    TrimLook: find_floors,
+    ArcLook: find_products,
+}
 
 # --- the whole --------------------------------------------------------------------------------------------------------
 
@@ -290,7 +353,9 @@ def merge_tensor(
 
     def open_parts() -> dict[int, Part]:
         parts = {}
-        for (i, delta), bounds in zip(deltas.items(), found.bounds or (None,) * len(deltas), strict=True):
+        for (i, delta), bounds in zip(
+            deltas.items(), found.bounds or (None,) * len(deltas), strict=True
+        ):
             bits = draw_bits(mask_key(seed + i, name), 0, -(-len(delta) // TILE))[: len(delta)]
             thinning = settings.thinnings[i]
             parts[i] = keep(thinning, delta, bits, find_thresholds(thinning, delta, width), bounds)

@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.formats import DIGIT_BITS, FORMATS, NO_PREFIX
+from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX
+from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, plain
 from darelib.kernels.native import Function, bind, list_kinds
 from darelib.kernels.records import BINS, LANES, SORT_COUNTERS, WIDEST, Buffers
-from darelib.mask import TILE
 
 Record = Mapping[str, float]
 Array = NDArray[Any]
@@ -32,13 +32,32 @@ DROPPED: Final[Record] = {"limit": TENTH, "scale": 2.5, "weight": 0.25}
 ADAPTER: Final[Record] = {"limit": TENTH, "scale": -2.5, "weight": -0.25, "is_delta": 1}
 PACKED: Final[Record] = {"limit": TENTH, "scale": 5, "weight": 1, "stored": 2 * TENTH, "next": 3}
 TRIMMED: Final[Record] = {"limit": ALL, "scale": 0.7, "weight": 0.7, "floor": 0.002}
-BOUNDED: Final[Record] = {"bounded": 1, "low": LOW, "high": 0.0625, "at_low": 40000, "at_high": 20000, "scale": 1.3}
-BOUNDED_ALL: Final[Record] = {"bounded": 1, "low": LOW, "high": 0.25, "at_low": 65536, "at_high": 65536, "scale": 0.3}
+BOUNDED: Final[Record] = {
+    "bounded": 1,
+    "low": LOW,
+    "high": 0.0625,
+    "at_low": 40000,
+    "at_high": 20000,
+    "scale": 1.3,
+}
+BOUNDED_ALL: Final[Record] = {
+    "bounded": 1,
+    "low": LOW,
+    "high": 0.25,
+    "at_low": 65536,
+    "at_high": 65536,
+    "scale": 0.3,
+}
 RANKED: Final[Record] = {"ranked": 1, "scale": 0.2, "weight": 1}
 DIVIDED: Final[Record] = {"ranked": 1, "divided": 1, "scale": 0.1, "weight": 1}
 DENSE: Final = (WHOLE, DROPPED, ADAPTER, BOUNDED, BOUNDED_ALL, RANKED, DIVIDED, PACKED)
 COUNTED: Final = (WHOLE, {**ADAPTER, "limit": ALL}, DROPPED, ADAPTER, PACKED)
-TENSOR: Final[Record] = {"lambda_coeff": 0.9, "base_share": 0.25, "first_share": 0.3, "threshold": 0.001}
+TENSOR: Final[Record] = {
+    "lambda_coeff": 0.9,
+    "base_share": 0.25,
+    "first_share": 0.3,
+    "threshold": 0.001,
+}
 # Zeros of either sign, and values whose differences are the bounds above, in all types: each many times.
 SPECIAL: Final = slice(8, 8 + 7 * 40)
 BASE_SPECIAL: Final = (0.0, -0.0, 0.5, 0.5625, 0.75, 0.0, 0.0)
@@ -69,7 +88,9 @@ def prove_function(code: KernelSpec, function: Function) -> None:
         with np.errstate(all="ignore"):
             different = next(provers.get(kind, _compare_chunks)(spec, compiled, defined), None)
         if different:
-            raise EngineUnavailable(f"the compiled kernel {kind} gives another {different} than its definition")
+            raise EngineUnavailable(
+                f"the compiled kernel {kind} gives another {different} than its definition"
+            )
 
 
 def _compare_chunks(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
@@ -119,7 +140,9 @@ def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bo
     rng = np.random.default_rng(0)
     buffers = Buffers(len(models), 3 * TILE * WIDEST, [spec.kind], ranked=1)
     for used in (buffers.base, buffers.finetuned, buffers.output, buffers.scratch, buffers.limits):
-        used.view(np.uint8)[:] = rng.integers(0, 256, used.nbytes, np.uint8).reshape(used.view(np.uint8).shape)
+        used.view(np.uint8)[:] = rng.integers(0, 256, used.nbytes, np.uint8).reshape(
+            used.view(np.uint8).shape
+        )
     base = rng.normal(0, 0.02, COUNT)
     base[SPECIAL] = np.tile(BASE_SPECIAL, 40)
     _put(buffers.base, base, spec.base)
@@ -150,9 +173,15 @@ def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> list[tuple[
     """What a kernel has found; where values are not finite, that they were noticed, and what is beside them."""
     of_models, of_tensor = FOUND[spec.kind]
     output = buffers.output[: COUNT * FORMATS[spec.output].itemsize].view(FORMATS[spec.output].raw)
-    counts = buffers.counts[:, : LANES * BINS].reshape(-1, LANES, BINS).sum(1) if spec.kind == "measure" else None
+    counts = (
+        buffers.counts[:, : LANES * BINS].reshape(-1, LANES, BINS).sum(1)
+        if spec.kind == "measure"
+        else None
+    )
     if broken and "peak" in of_models:
-        peaks = np.append(buffers.models["peak"], buffers.tensor["peak"]).astype(FORMATS[spec.real].raw)
+        peaks = np.append(buffers.models["peak"], buffers.tensor["peak"]).astype(
+            FORMATS[spec.real].raw
+        )
         beside = np.delete(output, list(BROKEN)) if counts is None else counts
         return [("peak", np.isfinite(peaks.view(FORMATS[spec.real].real))), ("output", beside)]
     found = [(name, buffers.models[name]) for name in of_models]
@@ -173,13 +202,18 @@ def _compare_ranks(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Itera
     rng, skipped = np.random.default_rng(0), 3
     for width in (7, TILE, 4 * TILE + 5):
         count = max(3, 2 * TILE // width) * width
-        rows = [np.zeros(count * FORMATS[name].itemsize, np.uint8) for name in (spec.base, spec.finetuned)]
+        rows = [
+            np.zeros(count * FORMATS[name].itemsize, np.uint8)
+            for name in (spec.base, spec.finetuned)
+        ]
         base = rng.normal(0, 0.02, count)
         values = base + np.round(rng.normal(0, 3, count)) / 256  # often the same
         values[width : 2 * width] = base[width : 2 * width]
         base[2 * width : 3 * width], values[2 * width : 3 * width] = 0.5, 0.75
         values[2:5] = math.nan, math.inf, -math.inf
-        for row, numbers, dtype in zip(rows, (base, values), (spec.base, spec.finetuned), strict=True):
+        for row, numbers, dtype in zip(
+            rows, (base, values), (spec.base, spec.finetuned), strict=True
+        ):
             row[:] = plain.encode(numbers, dtype).view(np.uint8)
         by_rank = rng.integers(0, 1 << 16, width).astype(np.uint16)
         order = np.full(3 * width + SORT_COUNTERS // 2, 0xABCDEF0123456789, np.uint64)

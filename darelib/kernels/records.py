@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.mask import TILE
+from darelib.core.mask import TILE
 
 # What the kernels merge and totals can do: add the thinned deltas, average those of the elected sign, or all; multiply
 # the ends of an arc, or add up sizes.
@@ -21,7 +21,20 @@ MULTIPLY, ADD_SIZES = range(2)
 # between low and high is kept, and of what equals them, what has mask bits below at_low or at_high. ranked: each
 # element has a limit of its own; divided: by which it is rescaled, too.
 MODEL: Final = np.dtype(
-    [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "prefix_2", "is_delta", "stored", "next")]
+    [
+        (name, "u8")
+        for name in (
+            "key_0",
+            "key_1",
+            "limit",
+            "number",
+            "prefix",
+            "prefix_2",
+            "is_delta",
+            "stored",
+            "next",
+        )
+    ]
     + [(name, "u8") for name in ("bounded", "at_low", "at_high", "ranked", "divided")]
     + [(name, "f8") for name in ("scale", "weight", "floor", "low", "high")]
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
@@ -35,7 +48,9 @@ TENSOR: Final = np.dtype(
     + [(name, "f8") for name in ("base_size", "base_squares", "square_0", "square_1", "product")]
 )
 # For an analysis, a record for all models together (any two of them), then one for each pair.
-PAIR: Final = np.dtype([(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")])
+PAIR: Final = np.dtype(
+    [(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")]
+)
 
 # Rows of scratch, each as wide as a tile, before the models' own. Rows of exactly 4 KiB would share cache sets.
 (BITS_ROW, BASE_ROW, MERGED_ROW, SIZE_ROW, LEFT_ROW, RIGHT_ROW, ZERO_ROW, DENSE_ROW, DIVISOR_ROW,
@@ -69,17 +84,23 @@ class Buffers:
     kernels: the kinds that will use them. ranked: elements of the longest row that entries are ranked in, if any.
     """
 
-    def __init__(self, models: int, row_bytes: int, kernels: Collection[str], ranked: int = 0) -> None:
+    def __init__(
+        self, models: int, row_bytes: int, kernels: Collection[str], ranked: int = 0
+    ) -> None:
         self.base = align((row_bytes,), np.uint8)
         self.finetuned = align((models, row_bytes), np.uint8)
         self.output = align((row_bytes,), np.uint8)
         self.models = align((models,), MODEL)
         self.tensor = align((1,), TENSOR)
         self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
-        self.counts = align((models, max((COUNTERS.get(kind, 0) for kind in kernels), default=0)), np.uint32)
+        self.counts = align(
+            (models, max((COUNTERS.get(kind, 0) for kind in kernels), default=0)), np.uint32
+        )
         self.pairs = align((1 + models * (models - 1) // 2,), PAIR)
         self.limits = align((models, row_bytes // 2 if ranked else 0), np.uint16)
-        self._all: list[NDArray[Any]] = list(vars(self).values())  # in the order of a kernel's arguments
+        self._all: list[NDArray[Any]] = list(
+            vars(self).values()
+        )  # in the order of a kernel's arguments
         self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
         # Whole rows, of which those at the ends may be in other chunks, too: of the base and of one model.
         self.rows = align((2, row_bytes + 2 * ranked * WIDEST if ranked else 0), np.uint8)

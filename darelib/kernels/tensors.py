@@ -11,10 +11,9 @@ from typing import Any, Final
 import torch
 
 from darelib.config import Chooser, DareConfig
-from darelib.formats import DTYPES, is_counted
-from darelib.kernels import plain
-from darelib.mask import TILE, mask_key
-from darelib.methods import (
+from darelib.core.formats import DTYPES, is_counted
+from darelib.core.mask import TILE, mask_key
+from darelib.core.methods import (
     METHODS,
     ArcLook,
     BoundsLook,
@@ -28,19 +27,25 @@ from darelib.methods import (
     fold_columns,
     rank_of_floor,
 )
-from darelib.text import LOG, ConfigError, DareError, list_names
-from darelib.tuning import TUNING
+from darelib.core.text import LOG, ConfigError, DareError, list_names
+from darelib.core.tuning import TUNING
+from darelib.kernels import plain
 
 Tensor = torch.Tensor
 TRAITS: Final = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 KNOWN: Final = {getattr(torch, kind) for kind in DTYPES}
-STATE_DICT_HINT: Final = "give what model.state_dict() or safetensors.torch.load_file gives; DareMerger takes files"
+STATE_DICT_HINT: Final = (
+    "give what model.state_dict() or safetensors.torch.load_file gives; DareMerger takes files"
+)
 
 
 def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
     """Deltas, thinned: a merge of one model whose base is 0. Tensors that are not floats are left as they are."""
     check_state_dict("the task vector", deltas)
-    zeros = {n: d.new_zeros(()).expand(d.shape) if d.is_floating_point() else d for n, d in deltas.items()}
+    zeros = {
+        n: d.new_zeros(()).expand(d.shape) if d.is_floating_point() else d
+        for n, d in deltas.items()
+    }
     return merge_tensors(zeros, [deltas], config) if deltas else {}
 
 
@@ -50,7 +55,9 @@ def merge_tensors(
 ) -> dict[str, Tensor]:  # fmt: skip
     """The merged state dict. out: tensors to write it into, which may be the base's."""
     if not isinstance(finetuned, Sequence) or isinstance(finetuned, str) or not finetuned:
-        raise ConfigError("finetuned must be a list of state dicts with at least one in it", "put it in brackets")
+        raise ConfigError(
+            "finetuned must be a list of state dicts with at least one in it", "put it in brackets"
+        )
     config.check_models(len(finetuned))
     check_state_dict("the base", base)
     if not base:
@@ -59,7 +66,8 @@ def merge_tensors(
         check_state_dict(f"model {i}", model)
         if base.keys().isdisjoint(model):
             raise DareError(
-                f"model {i} has no tensor in common with the base", f"the base has {list_names(list(base))}"
+                f"model {i} has no tensor in common with the base",
+                f"the base has {list_names(list(base))}",
             )
     return StateMerge(base, finetuned, config, out).run()
 
@@ -70,7 +78,9 @@ def _load_gpu() -> Any:
     try:
         return importlib.import_module("darelib.kernels.gpu")
     except ImportError as error:
-        LOG.warning(f"Triton cannot be used ({error}), so torch's operations merge: the same result, far slower")
+        LOG.warning(
+            f"Triton cannot be used ({error}), so torch's operations merge: the same result, far slower"
+        )
         return None
 
 
@@ -86,7 +96,9 @@ class StateMerge:
         self.dtype = getattr(torch, config.dtype) if config.dtype else None
         self.merged: dict[str, Tensor] = {}
         self.tied: dict[str, str] = {}  # by name, as of a head: the tensor that has the same values
-        self.places: dict[tuple[int | None, ...], str] = {}  # by where the values are, in the base and in the models
+        self.places: dict[
+            tuple[int | None, ...], str
+        ] = {}  # by where the values are, in the base and in the models
         self.chooser = Chooser(config, base, len(finetuned))
         wanted = config.engine == "auto" and any(tensor.is_cuda for tensor in base.values())
         self.gpu = _load_gpu() if wanted else None
@@ -103,7 +115,9 @@ class StateMerge:
             if name not in self.merged and name not in self.tied:
                 self._merge_one(name)
         for name, same in self.tied.items():
-            self.merged[name] = self.merged[same] if self.out is None else self.out[name].copy_(self.merged[same])
+            self.merged[name] = (
+                self.merged[same] if self.out is None else self.out[name].copy_(self.merged[same])
+            )
         return {name: self.merged[name] for name in self.base}
 
     def _merge_on_gpu(self, gpu: Any) -> None:
@@ -119,12 +133,19 @@ class StateMerge:
         outputs = tensors[-1]
         if self.out is None:
             outputs = list(map(self._make_place, names))
-            tensors, traits = [*tensors, outputs], [*traits, _read_traits(outputs) if self.dtype else traits[0]]
+            tensors, traits = (
+                [*tensors, outputs],
+                [*traits, _read_traits(outputs) if self.dtype else traits[0]],
+            )
         columns = gpu.Columns(names, tensors, traits, self.chooser.choose_all(names))
         if len(set(columns.addresses[0])) < len(names):  # some may be tied
             for k, (name, *places) in enumerate(zip(names, *columns.addresses[:-1], strict=True)):
                 columns.kinds[k] = None if self._is_tied(name, tuple(places)) else columns.kinds[k]
-        self.merged = {name: output for name, output, kind in zip(names, outputs, columns.kinds, strict=True) if kind}
+        self.merged = {
+            name: output
+            for name, output, kind in zip(names, outputs, columns.kinds, strict=True)
+            if kind
+        }
         return columns
 
     @cached_property
@@ -133,14 +154,20 @@ class StateMerge:
         if all(self.base.keys() <= state.keys() for state in self.states):
             return list(self.base)
         common = set(self.base).intersection(*self.states)
-        return [name for name in self.base if name in common and common.issuperset(self._twins.get(name, ()))]
+        return [
+            name
+            for name in self.base
+            if name in common and common.issuperset(self._twins.get(name, ()))
+        ]
 
     @cached_property
     def _columns(self) -> tuple[list[list[Tensor]], list[Any]]:
         """Those tensors by state, and their traits: one object for all states if they are alike."""
         tensors = [list(map(state.__getitem__, self._names)) for state in self.states]
         traits = list(map(_read_traits, tensors))
-        return tensors, [traits[0]] * len(traits) if traits.count(traits[0]) == len(traits) else traits
+        return tensors, [traits[0]] * len(traits) if traits.count(traits[0]) == len(
+            traits
+        ) else traits
 
     def _is_tied(self, name: str, addresses: tuple[int | None, ...]) -> bool:
         """Whether an earlier tensor has the same values, in the base and in each model: as a head is its embedding."""
@@ -158,7 +185,10 @@ class StateMerge:
     def _merge_one(self, name: str) -> None:
         tensor, parts = self.base[name], self._find_parts(name, self.base[name])
         every = [parts.get(i) for i in range(len(self.finetuned))]
-        if self._is_tied(name, (tensor.data_ptr(), *(part if part is None else part.data_ptr() for part in every))):
+        if self._is_tied(
+            name,
+            (tensor.data_ptr(), *(part if part is None else part.data_ptr() for part in every)),
+        ):
             return
         quantised = tensor.element_size() == 1  # copied where equal, else refused
         floats = all(part.is_floating_point() for part in (tensor, *parts.values()))
@@ -167,12 +197,18 @@ class StateMerge:
             return
         self.merged[name] = self._make_place(name)
         moved = {i: part.detach().to(tensor.device) for i, part in parts.items()}
-        merge = TensorMerge(name, self.chooser.choose(name)[1], self.config.seed, tensor.detach(), moved, self.gpu)
+        merge = TensorMerge(
+            name, self.chooser.choose(name)[1], self.config.seed, tensor.detach(), moved, self.gpu
+        )
         merge.run(self.merged[name].detach())
 
     def _explain(self, name: str) -> DareError:
         """What is wrong with a tensor that has given a value that is not finite."""
-        broken = (i for i, part in self._find_parts(name, self.base[name]).items() if not bool(part.isfinite().all()))
+        broken = (
+            i
+            for i, part in self._find_parts(name, self.base[name]).items()
+            if not bool(part.isfinite().all())
+        )
         return explain_broken(name, next(broken, None), self.merged[name].dtype)
 
     def _locate(self, name: str) -> tuple[object, ...]:
@@ -183,7 +219,11 @@ class StateMerge:
 
     def _name_in(self, model: Mapping[str, Tensor], name: str) -> str | None:
         """What a model calls a tensor: of names that are one tensor in the base, like a tied head, it may lack some."""
-        return name if name in model else next((twin for twin in self._twins.get(name, ()) if twin in model), None)
+        return (
+            name
+            if name in model
+            else next((twin for twin in self._twins.get(name, ()) if twin in model), None)
+        )
 
     @cached_property
     def _twins(self) -> dict[str, list[str]]:
@@ -196,7 +236,9 @@ class StateMerge:
 
     def _find_parts(self, name: str, tensor: Tensor) -> dict[int, Tensor]:
         parts = {
-            i: model[own] for i, model in enumerate(self.finetuned) if (own := self._name_in(model, name)) is not None
+            i: model[own]
+            for i, model in enumerate(self.finetuned)
+            if (own := self._name_in(model, name)) is not None
         }
         for i, part in parts.items():
             if part.shape != tensor.shape or part.dtype != tensor.dtype:
@@ -207,9 +249,13 @@ class StateMerge:
         """Refuse what does not fit before anything is written: out may be the base."""
         if self.dtype is None and len(self._names) == len(self.base):
             (*_, places), traits = self._columns
-            if traits.count(traits[0]) == len(traits) and len(set(map(Tensor.data_ptr, places))) == len(places):
+            if traits.count(traits[0]) == len(traits) and len(
+                set(map(Tensor.data_ptr, places))
+            ) == len(places):
                 return  # all is as it usually is
-        owners: dict[tuple[object, ...], tuple[str, tuple[object, ...]]] = {}  # by address: the name, and of what
+        owners: dict[
+            tuple[object, ...], tuple[str, tuple[object, ...]]
+        ] = {}  # by address: the name, and of what
         for name, tensor in self.base.items():
             inputs = self._locate(name)
             self._check_place(name, tensor, out)
@@ -225,8 +271,14 @@ class StateMerge:
         place = out.get(name)
         wanted = self.config.dtype or str(tensor.dtype).removeprefix("torch.")
         if place is None:
-            raise DareError(f"out has no tensor {name!r}", "give it a tensor for each of the base's")
-        if place.shape != tensor.shape or place.device != tensor.device or place.dtype != getattr(torch, wanted):
+            raise DareError(
+                f"out has no tensor {name!r}", "give it a tensor for each of the base's"
+            )
+        if (
+            place.shape != tensor.shape
+            or place.device != tensor.device
+            or place.dtype != getattr(torch, wanted)
+        ):
             raise DareError(
                 f"tensor {name!r} of out is {list(place.shape)} of {place.dtype} on {place.device}, and the merged one "
                 f"is {list(tensor.shape)} of torch.{wanted} on {tensor.device}",
@@ -244,14 +296,18 @@ def _identify(tensor: Tensor) -> tuple[object, ...]:
 
 def check_state_dict(what: str, given: object) -> None:
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{what} must be a state dict, not of type {type(given).__name__}", STATE_DICT_HINT)
+        raise ConfigError(
+            f"{what} must be a state dict, not of type {type(given).__name__}", STATE_DICT_HINT
+        )
     kinds = {*map(type, given)}, {*map(type, given.values())}
     if kinds[0] <= {str} and all(issubclass(kind, Tensor) for kind in kinds[1]):
         return
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             kind = type(value).__name__
-            raise ConfigError(f"{what} must map names to tensors, not {name!r} to {kind}", STATE_DICT_HINT)
+            raise ConfigError(
+                f"{what} must map names to tensors, not {name!r} to {kind}", STATE_DICT_HINT
+            )
 
 
 def _check_alike(name: str, tensor: Tensor, i: int, part: Tensor) -> None:
@@ -266,7 +322,9 @@ def _check_alike(name: str, tensor: Tensor, i: int, part: Tensor) -> None:
 
 
 def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.to(one.device).view(torch.uint8))
+    return one.dtype == other.dtype and torch.equal(
+        one.view(torch.uint8), other.to(one.device).view(torch.uint8)
+    )
 
 
 def explain_broken(name: str, model: int | None, dtype: torch.dtype) -> DareError:
@@ -300,7 +358,10 @@ class TensorMerge:
         types = {self.dtype, self.base.dtype, *(part.dtype for part in self.parts.values())}
         if not types <= KNOWN:
             unknown = types - KNOWN
-            raise DareError(f"tensor {self.name!r} is of a type that cannot be merged: {unknown}", "convert it first")
+            raise DareError(
+                f"tensor {self.name!r} is of a type that cannot be merged: {unknown}",
+                "convert it first",
+            )
         self.real = torch.float64 if torch.float64 in types else torch.float32
         flat, models = self.flat, list(self.parts)
         # The output may be the base, of which ranks need whole rows.
@@ -335,7 +396,9 @@ class TensorMerge:
         if not bool(torch.isfinite(delta).all()):
             raise explain_broken(self.name, i, self.dtype)
         thinning, stop = self.settings.thinnings[i], start + len(base)
-        bits = self.draw(mask_key(self.seed + i, self.name), start // TILE, -(-len(base) // TILE))[: len(base)]
+        bits = self.draw(mask_key(self.seed + i, self.name), start // TILE, -(-len(base) // TILE))[
+            : len(base)
+        ]
         thresholds = thinning.threshold
         if thinning.scheme.thresholds:  # by ranks, which whole rows decide
             width = self.base.shape[-1] if self.base.shape else 1
@@ -363,7 +426,9 @@ class TensorMerge:
             thinning = self.settings.thinnings[i]
             ends = thinning.list_ends(flat.numel())
             sizes = self._list_sizes(flat, i) if ends else flat
-            found = [plain.find_end(sizes, self._find_size(sizes, number), number) for number in ends]
+            found = [
+                plain.find_end(sizes, self._find_size(sizes, number), number) for number in ends
+            ]
             bounds.append(thinning.find_bounds(found))
         self.found.bounds = tuple(bounds)
 
@@ -371,19 +436,25 @@ class TensorMerge:
         chunks = []
         for start, base in self._chunks(flat):
             parts = {i: self._open(i, start, base) for i in self.parts}
-            chunks.append(tuple(plain.add_sizes(parts, plain.thin_for_look(self.settings, parts, self.found))))
+            chunks.append(
+                tuple(plain.add_sizes(parts, plain.thin_for_look(self.settings, parts, self.found)))
+            )
         self.found.factors = find_factors(self.settings, list(self.parts), fold_columns(chunks))
 
     def _find_floors(self, flat: Tensor) -> None:
         sizes = (self._list_sizes(flat, i) for i in self.parts)
         ranks = ((each, rank_of_floor(self.settings.keep_ratio, len(each))) for each in sizes)
-        self.found.floors = tuple(self._find_size(each, rank) if len(each) else 0.0 for each, rank in ranks)
+        self.found.floors = tuple(
+            self._find_size(each, rank) if len(each) else 0.0 for each, rank in ranks
+        )
 
     def _find_products(self, flat: Tensor) -> None:
         chunks = []
         for start, base in self._chunks(flat):
             parts = {i: self._open(i, start, base) for i in self.parts}
-            chunks.append(plain.multiply_ends(base, plain.thin_for_look(self.settings, parts, self.found)))
+            chunks.append(
+                plain.multiply_ends(base, plain.thin_for_look(self.settings, parts, self.found))
+            )
         self.found.products = fold_columns(chunks)
 
     def _encode(self, values: Tensor) -> Tensor:

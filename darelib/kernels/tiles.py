@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from darelib.core.mask import ROUNDS, TILE
 from darelib.kernels.records import BINS, FIRST_BIN, SORT_BITS
-from darelib.mask import ROUNDS, TILE
 
 # --- stored values --------------------------------------------------------------------------------------------------
 
@@ -26,8 +26,12 @@ def decode_f16(raw: Any) -> Any:  # compiled
     sign = (np.uint32(raw) & np.uint32(0x8000)) << np.uint32(16)
     shifted = magnitude << np.uint32(13)
     # Subnormals by way of a float that is 2^-14 too large: exact, and never a subnormal float32 on the way.
-    small = np.float32(np.uint32(shifted + np.uint32(0x38800000)).view(np.float32)) - np.float32(2.0**-14)
-    normal = shifted + (np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else np.uint32(112 << 23))
+    small = np.float32(np.uint32(shifted + np.uint32(0x38800000)).view(np.float32)) - np.float32(
+        2.0**-14
+    )
+    normal = shifted + (
+        np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else np.uint32(112 << 23)
+    )
     value = np.float32(small).view(np.uint32) if magnitude < np.uint32(0x400) else normal
     return np.uint32(np.uint32(value) | sign).view(np.float32)
 
@@ -53,7 +57,9 @@ def round_to_odd(value: Any) -> Any:  # compiled
 
 def encode_bf16(value: Any) -> Any:  # compiled
     bits = np.float32(value).view(np.uint32)
-    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    return np.uint16(
+        (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    )
 
 
 def encode_f16(value: Any) -> Any:  # compiled
@@ -130,7 +136,9 @@ def choose_by_rank(bits: Any, limits: Any, divisors: Any) -> Any:  # compiled
     return np.uint16(0)
 
 
-def rank_row(patterns: Any, places: Any, counts: Any, by_rank: Any, limits: Any, first: int) -> None:  # compiled
+def rank_row(
+    patterns: Any, places: Any, counts: Any, by_rank: Any, limits: Any, first: int
+) -> None:  # compiled
     """Give each entry of a row the limit of its rank, of equal patterns the first first; first: its place in limits.
 
     patterns and places have two rows each: the first what to sort, the second to work in. A radix sort, by no more
@@ -183,7 +191,9 @@ def rank_row(patterns: Any, places: Any, counts: Any, by_rank: Any, limits: Any,
             limits[place] = by_rank[rank]
 
 
-def rank_short_row(patterns: Any, places: Any, by_rank: Any, limits: Any, first: int) -> None:  # compiled
+def rank_short_row(
+    patterns: Any, places: Any, by_rank: Any, limits: Any, first: int
+) -> None:  # compiled
     """The same for a few entries, in one row: counting would take longer."""
     for j in range(1, len(patterns)):
         key, place = patterns[j], places[j]

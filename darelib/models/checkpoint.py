@@ -13,9 +13,11 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from darelib.formats import STORED_BITS
+from darelib.core.formats import STORED_BITS
+from darelib.core.text import DareError, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.jsonfile import MAX_INDEX, read_json
+from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     GGUF_HINT,
@@ -27,8 +29,6 @@ from darelib.models.tensorfile import (
     TensorInfo,
     convert_hint,
 )
-from darelib.readers import Source
-from darelib.text import DareError, as_text, list_names
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,7 +67,13 @@ WEIGHT_SUFFIXES: Final = (
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 # The output heads that share the input embedding's values where a model's configuration ties them, and the embeddings.
 HEADS: Final = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
-EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "shared.weight")
+EMBEDDINGS: Final = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "embed_in.weight",
+    "shared.weight",
+)
 # What marks a module as quantised: the names of the layouts of GPTQ, AWQ, bitsandbytes, FP8 and compressed-tensors.
 QUANTISED_NAMES: Final = re.compile(
     r"(^|\.)(qweight|qzeros|g_idx|SCB|weight_format|weight_packed|weight_shape|weight_zero_point"
@@ -100,7 +106,9 @@ class Layout:
 
     files: tuple[Path, ...]
     folder: Path | None = None  # the model directory, where it has one
-    weight_map: Mapping[str, str] = field(default_factory=dict)  # the file of each tensor, according to an index
+    weight_map: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the file of each tensor, according to an index
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -113,7 +121,10 @@ def find_checkpoint(source: Source) -> Layout:
     path, folder, is_directory = source.path, source.path.parent, source.path.is_dir()
     if is_directory:
         folder = path
-        path = next((folder / name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()), folder)
+        path = next(
+            (folder / name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()),
+            folder,
+        )
         if path == folder:
             raise _explain_no_weights(source, sorted(os.listdir(folder)))
     if path.suffix == ".json":
@@ -129,18 +140,24 @@ def part_name(source: Source, path: Path) -> str:
         return source.name
     if source.path.is_dir():
         return f"{source.name}/{path.relative_to(source.path).as_posix()}"
-    return os.path.join(os.path.dirname(source.name), path.relative_to(source.path.parent).as_posix())
+    return os.path.join(
+        os.path.dirname(source.name), path.relative_to(source.path.parent).as_posix()
+    )
 
 
 def path_hint(source: Source) -> str:
     """Relative paths are the usual cause of a missing file."""
-    return f"looked for {str(source.path.absolute())!r}; only paths in TOML are relative to their file"
+    return (
+        f"looked for {str(source.path.absolute())!r}; only paths in TOML are relative to their file"
+    )
 
 
 def _explain_no_weights(source: Source, names: list[str]) -> DareError:
     """What a directory without a model has instead."""
     if broken := [name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names]:
-        return DareError(f"{broken[0]!r} in {source.name!r} is a broken link", "download the model again")
+        return DareError(
+            f"{broken[0]!r} in {source.name!r} is a broken link", "download the model again"
+        )
     if tensors := [name for name in names if name.endswith(".safetensors")]:
         return DareError(
             f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but {list_names(tensors)}",
@@ -149,8 +166,14 @@ def _explain_no_weights(source: Source, names: list[str]) -> DareError:
     if any(name.endswith(".gguf") for name in names):
         return DareError(f"{source.name!r} holds GGUF files", GGUF_HINT)
     if any(name.endswith(PICKLE_SUFFIXES) for name in names):
-        return DareError(f"{source.name!r} holds PyTorch pickles, not safetensors files", convert_hint(source.path))
-    return DareError(f"the directory {source.name!r} holds no model", f"it should have {WEIGHTS_FILE} or {INDEX_FILE}")
+        return DareError(
+            f"{source.name!r} holds PyTorch pickles, not safetensors files",
+            convert_hint(source.path),
+        )
+    return DareError(
+        f"the directory {source.name!r} holds no model",
+        f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",
+    )
 
 
 def _find_by_index(source: Source, path: Path) -> Layout:
@@ -158,11 +181,16 @@ def _find_by_index(source: Source, path: Path) -> Layout:
     shown = part_name(source, path)
     weight_map = read_json(path, shown, MAX_INDEX).get("weight_map")
     if not weight_map or not isinstance(weight_map, dict):
-        raise DareError(f"{shown!r} is JSON without a weight_map", "give a model directory or its index file")
+        raise DareError(
+            f"{shown!r} is JSON without a weight_map", "give a model directory or its index file"
+        )
     plain: dict[str, str] = {}  # the files' names, as paths are written
     for tensor, file in weight_map.items():
         if len(tensor) > MAX_NAME or (isinstance(file, str) and len(file) > MAX_NAME):
-            raise DareError(f"{shown!r} is not valid: it has names of more than {MAX_NAME:,} characters", AGAIN_HINT)
+            raise DareError(
+                f"{shown!r} is not valid: it has names of more than {MAX_NAME:,} characters",
+                AGAIN_HINT,
+            )
         if not isinstance(file, str) or not (file in plain or _is_inside(file)):
             raise DareError(
                 f"{shown!r} says that tensor {tensor!r} is in {file!r}, which is no file beside it",
@@ -177,14 +205,22 @@ def _is_inside(name: str) -> bool:
     """Whether a name can only lead into the directory that it is relative to, on any system."""
     flavours = (PurePosixPath(name), PureWindowsPath(name))
     leaves = any(path.anchor or ".." in path.parts for path in flavours)
-    return not leaves and bool(PurePosixPath(name).parts) and as_text(name).isprintable() and as_text(name) == name
+    return (
+        not leaves
+        and bool(PurePosixPath(name).parts)
+        and as_text(name).isprintable()
+        and as_text(name) == name
+    )
 
 
 class Checkpoint:
     """A model, open for reading: the tensors of all its files, by name. Every kind of input has these attributes."""
 
     added: tuple[dict[str, Any], ...] = ()  # tokens of other models that it has rows for
-    heights: tuple[int, int] = (0, 0)  # of its embedding: the rows that are stored, and those that it has with them
+    heights: tuple[int, int] = (
+        0,
+        0,
+    )  # of its embedding: the rows that are stored, and those that it has with them
     keeps_metadata: ClassVar[bool] = False  # of its files
     seed: int | None = None  # of its mask, if that was decided before
     sample: str = ""  # says of what the figures are, if they are not of all deltas
@@ -196,7 +232,12 @@ class Checkpoint:
     held_bytes: int = 0  # what a thread that reads it holds, at most
 
     def __init__(self, source: Source, layout: Layout) -> None:
-        self.source, self.name, self.folder, self.paths = source, source.name, layout.folder, layout.paths
+        self.source, self.name, self.folder, self.paths = (
+            source,
+            source.name,
+            layout.folder,
+            layout.paths,
+        )
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
         self._name_bytes = 0
@@ -232,7 +273,10 @@ class Checkpoint:
             )
 
     def _check_index(self, layout: Layout) -> None:
-        paths = {expected: Path(layout.folder or "", expected) for expected in set(layout.weight_map.values())}
+        paths = {
+            expected: Path(layout.folder or "", expected)
+            for expected in set(layout.weight_map.values())
+        }
         for name, expected in layout.weight_map.items():
             info = self.tensors.get(name)
             if info is None or self.files[info.file].path != paths[expected]:
@@ -249,7 +293,11 @@ class Checkpoint:
     def fingerprint(self) -> dict[str, Any]:
         """What a recipe keeps of an input, besides its name. Of several files, the digest is that of their digests."""
         digests = [file.header_sha256 for file in self.files]
-        whole = digests[0] if len(digests) == 1 else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        whole = (
+            digests[0]
+            if len(digests) == 1
+            else hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        )
         return {"size": self.size, "header_sha256": whole, "content_sha256": self._digest_pages()}
 
     def _digest_pages(self) -> str:
@@ -257,7 +305,12 @@ class Checkpoint:
 
         The tensors are in the order of their names, each one long; page k is at k / PAGES of the way through them.
         """
-        stored = sorted((name, info) for file in self.files for name, info in file.tensors.items() if info.nbytes)
+        stored = sorted(
+            (name, info)
+            for file in self.files
+            for name, info in file.tensors.items()
+            if info.nbytes
+        )
         digest, page = hashlib.sha256(), bytearray(PAGE_BYTES)
         for k in range(PAGES if stored else 0):
             number, rest = divmod(k * len(stored), PAGES)
@@ -277,7 +330,9 @@ class Checkpoint:
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         """Called once, before the first read. readers: how many readers share the memory for what read makes."""
 
-    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview) -> None:
+    def read(
+        self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview
+    ) -> None:
         """Read elements of a tensor, as bytes of its type, into exactly as many bytes."""
         view = into if isinstance(into, memoryview) else into.data
         self.read_bytes(view, info, start * STORED_BITS[info.dtype] // 8)
@@ -302,7 +357,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     """What is used of the config.json of a model directory, if it has one that can be read."""
     with suppress(DareError):
         if table := read_json(folder / CONFIG_FILE, CONFIG_FILE):
-            return {"text_config": _pick_settings(table.get("text_config")), **_pick_settings(table)}
+            return {
+                "text_config": _pick_settings(table.get("text_config")),
+                **_pick_settings(table),
+            }
     return {}
 
 
@@ -311,7 +369,11 @@ def _pick_settings(table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         return {}
     found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
-    return {k: v for k, v in found.items() if isinstance(v, str | int | float) and sys.getsizeof(v) < 1000}
+    return {
+        k: v
+        for k, v in found.items()
+        if isinstance(v, str | int | float) and sys.getsizeof(v) < 1000
+    }
 
 
 def _pick_rope(table: dict[str, Any]) -> dict[str, Any]:
@@ -327,9 +389,15 @@ def _pick_rope(table: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def compare_configs(mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def compare_configs(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
+) -> dict[str, str]:
     """What two configurations both state, but differently: by key, in words. What only one states is no difference."""
-    both = {key: value for key, value in mine.items() if key in theirs and key not in ("text_config", NAME_KEY)}
+    both = {
+        key: value
+        for key, value in mine.items()
+        if key in theirs and key not in ("text_config", NAME_KEY)
+    }
     found = {
         prefix + key: f"its {prefix}{key} is {theirs[key]!r}, not {value!r}"
         for key, value in both.items()

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from darelib.core.text import DareError, install_hint, nearest
 from darelib.models.checkpoint import WEIGHT_SUFFIXES, path_hint
+from darelib.models.source import Source
 from darelib.models.tensorfile import PICKLE_SUFFIXES
-from darelib.readers import Source
-from darelib.text import DareError, install_hint, nearest
 
 # org/name, or org/name@revision
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
@@ -32,7 +32,9 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
             f"there is no file or directory {source.name!r}",
             f"{path_hint(source)}; models of the Hugging Face Hub need huggingface_hub, {install_hint('hub')}",
         ) from None
-    others = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in (".safetensors", ".index.json")]
+    others = [
+        f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in (".safetensors", ".index.json")
+    ]
     try:
         folder = huggingface_hub.snapshot_download(
             repository,
@@ -40,7 +42,9 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
             allow_patterns=list(wanted) if wanted else None,
             ignore_patterns=[*others, "original/*", "consolidated*"],
         )
-    except Exception as error:  # of the network, of its libraries, of the Hub: there are dozens of kinds
+    except (
+        Exception
+    ) as error:  # of the network, of its libraries, of the Hub: there are dozens of kinds
         raise _explain_failure(source, error) from None
     # The snapshot's directory has the name of its commit, which is what a recipe must hold, since branches move.
     return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")

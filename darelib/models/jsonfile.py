@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from darelib.core.text import DareError
 from darelib.models.tensorfile import AGAIN_HINT, explain_os_error, open_regular, reject_duplicates
-from darelib.text import DareError
 
 # So that a hostile file takes little memory.
 MAX_JSON: Final = 1 << 24  # bytes of a configuration

@@ -13,12 +13,12 @@ from typing import Final
 
 import numpy as np
 
-from darelib.formats import FORMATS, widen
+from darelib.core.formats import FORMATS, widen
+from darelib.core.text import DareError, count_of, list_names
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, Layout
 from darelib.models.lora import LoraAdapter, LowRankTensor
+from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT, MAX_HEADER, TensorInfo, open_regular
-from darelib.readers import Source
-from darelib.text import DareError, count_of, list_names
 
 # What stands before a module's name in such a file, and what may stand before it in a base.
 PREFIXES: Final = {
@@ -33,9 +33,19 @@ DOWN: Final = "lora_down.weight"
 UP: Final = "lora_up.weight"
 ALPHA: Final = "alpha"
 # How the tensors begin that make an adapter something else than a product of two matrices, and what people call it.
-OTHER_PARTS: Final = {"hada_": "LoHa", "lokr_": "LoKr", "dora_scale": "DoRA", "lora_mid": "a LoCon of three matrices"}
-BAKE_HINT: Final = "merge it into its base with the program that made it, and use the result as a model"
-INTEGER_ALPHAS: Final = {"I64": "<i8", "I32": "<i4"}  # what torch.tensor makes of an alpha without a decimal point
+OTHER_PARTS: Final = {
+    "hada_": "LoHa",
+    "lokr_": "LoKr",
+    "dora_scale": "DoRA",
+    "lora_mid": "a LoCon of three matrices",
+}
+BAKE_HINT: Final = (
+    "merge it into its base with the program that made it, and use the result as a model"
+)
+INTEGER_ALPHAS: Final = {
+    "I64": "<i8",
+    "I32": "<i4",
+}  # what torch.tensor makes of an alpha without a decimal point
 
 
 def find_kohya(source: Source) -> Layout | None:
@@ -61,7 +71,9 @@ class KohyaAdapter(LoraAdapter):
         for module, parts in modules.items():
             name = places[module]
             if name in found:
-                raise DareError(f"the adapter {self.name!r} changes {name!r} twice: see {module!r}", BAKE_HINT)
+                raise DareError(
+                    f"the adapter {self.name!r} changes {name!r} twice: see {module!r}", BAKE_HINT
+                )
             found[name] = self._make_tensor(module, parts, base.tensors[name])
         return found
 
@@ -74,9 +86,14 @@ class KohyaAdapter(LoraAdapter):
                     BAKE_HINT,
                 )
         if part not in (DOWN, UP, ALPHA):
-            raise DareError(f"the adapter {self.name!r} holds {name!r}, which is not a part of a plain LoRA", BAKE_HINT)
+            raise DareError(
+                f"the adapter {self.name!r} holds {name!r}, which is not a part of a plain LoRA",
+                BAKE_HINT,
+            )
         if info.dtype not in FORMATS and not (part == ALPHA and info.dtype in INTEGER_ALPHAS):
-            raise DareError(f"tensor {name!r} of the adapter {self.name!r} is {info.dtype}", QUANTISE_HINT)
+            raise DareError(
+                f"tensor {name!r} of the adapter {self.name!r} is {info.dtype}", QUANTISE_HINT
+            )
 
     def _find_places(self, modules: Sequence[str], base: Checkpoint) -> dict[str, str]:
         """By module: the tensor of the base that it changes."""
@@ -85,7 +102,9 @@ class KohyaAdapter(LoraAdapter):
             for kind, before in PREFIXES.items() if name.endswith(".weight") else ():
                 for prefix in before:
                     if name.startswith(prefix):
-                        module = kind + name[len(prefix) :].removesuffix(".weight").replace(".", "_")
+                        module = kind + name[len(prefix) :].removesuffix(".weight").replace(
+                            ".", "_"
+                        )
                         places.setdefault(module, []).append(name)
         homeless = [module for module in modules if module not in places]
         if homeless:
@@ -104,13 +123,22 @@ class KohyaAdapter(LoraAdapter):
                 )
         return {module: places[module][0] for module in modules}
 
-    def _make_tensor(self, module: str, parts: Mapping[str, TensorInfo], base: TensorInfo) -> LowRankTensor:
+    def _make_tensor(
+        self, module: str, parts: Mapping[str, TensorInfo], base: TensorInfo
+    ) -> LowRankTensor:
         down, up = parts.get(DOWN), parts.get(UP)
         if down is None or up is None:
-            raise DareError(f"{self.name!r} has no pair of matrices up and down for {module!r}", AGAIN_HINT)
+            raise DareError(
+                f"{self.name!r} has no pair of matrices up and down for {module!r}", AGAIN_HINT
+            )
         rank, outputs = (*down.shape, 0)[0], (*up.shape, 0)[0]
         # A convolution's kernel is in the first matrix that it applies; the second one's is a single point.
-        if len(down.shape) < 2 or down.count == 0 or up.count != outputs * rank or up.shape[1:2] != (rank,):
+        if (
+            len(down.shape) < 2
+            or down.count == 0
+            or up.count != outputs * rank
+            or up.shape[1:2] != (rank,)
+        ):
             raise DareError(
                 f"the matrices {list(down.shape)} and {list(up.shape)} of {module!r} in {self.name!r} are no pair",
                 AGAIN_HINT,
@@ -133,9 +161,15 @@ class KohyaAdapter(LoraAdapter):
     def _read_alpha(self, module: str, info: TensorInfo) -> float:
         raw = np.empty(info.nbytes if info.count == 1 else 0, np.uint8)
         self.read_bytes(raw.data, info, 0)
-        values = raw.view(INTEGER_ALPHAS[info.dtype]) if info.dtype in INTEGER_ALPHAS else widen(raw, info.dtype)
+        values = (
+            raw.view(INTEGER_ALPHAS[info.dtype])
+            if info.dtype in INTEGER_ALPHAS
+            else widen(raw, info.dtype)
+        )
         if not values.size or not np.isfinite(values[0]):
-            raise DareError(f"the alpha of {module!r} in {self.name!r} is not a finite number", AGAIN_HINT)
+            raise DareError(
+                f"the alpha of {module!r} in {self.name!r} is not a finite number", AGAIN_HINT
+            )
         return float(values[0])
 
 
@@ -147,4 +181,6 @@ def _strip_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _list_alike(module: str, base: Checkpoint) -> list[str]:
     """The base's tensors in the part of the model that a module is of, if it is known; else all."""
     before = next((prefixes for kind, prefixes in PREFIXES.items() if module.startswith(kind)), ())
-    return [name for name in base.tensors if name.startswith(tuple(filter(None, before)))] or list(base.tensors)
+    return [name for name in base.tensors if name.startswith(tuple(filter(None, before)))] or list(
+        base.tensors
+    )

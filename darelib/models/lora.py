@@ -23,7 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.config import is_count, is_number
-from darelib.formats import FORMATS, STORED_BITS, widen
+from darelib.core.formats import FORMATS, STORED_BITS, widen
+from darelib.core.text import DareError, InputChanged, count_of, list_names
+from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.checkpoint import (
     ADAPTER_CONFIG,
@@ -43,12 +45,12 @@ from darelib.models.checkpoint import (
     read_config,
 )
 from darelib.models.jsonfile import read_json
+from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT, CHANGED_HINT, MAX_NAME, TensorInfo, file_sha256
-from darelib.readers import Source
-from darelib.text import DareError, InputChanged, count_of, list_names
-from darelib.tuning import TUNING
 
-UNLOAD_HINT: Final = "merge it into the base with PEFT's merge_and_unload, and use the result as a model"
+UNLOAD_HINT: Final = (
+    "merge it into the base with PEFT's merge_and_unload, and use the result as a model"
+)
 # Settings of PEFT that make an adapter something else than scale * B @ A, and what people call them.
 OTHER_ADAPTERS: Final = {
     "use_dora": "DoRA", "use_qalora": "QA-LoRA", "use_bdlora": "BD-LoRA", "kasa_config": "KaSA",
@@ -59,13 +61,17 @@ OTHER_ADAPTERS: Final = {
 # Ways to start training that leave the base as it is. The others (PiSSA, OLoRA, LoftQ, ...) change it, so that the
 # adapter is not a change to the base that the user has.
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
-LORA_KEY: Final = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?", re.DOTALL)
+LORA_KEY: Final = re.compile(
+    r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?", re.DOTALL
+)
 # Where ranks differ, PEFT writes a pattern for each module, and there may be thousands: most patterns are plain names.
 PLAIN_PATTERN: Final = re.compile(r"(?:[\w-]|\\?\.)*+")
 # Characters of the others together: Python may take milliseconds to compile a few of them.
 MAX_PATTERNS: Final = 20_000
 
-Lookup: TypeAlias = Callable[[str, Any], Any]  # of a module, the value of the pattern that matches it, or a default
+Lookup: TypeAlias = Callable[
+    [str, Any], Any
+]  # of a module, the value of the pattern that matches it, or a default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +84,9 @@ class LowRankTensor(TensorInfo):
     columns: int
     transposed: bool
     scale: float
-    whole: TensorInfo | None  # the tensor that it changes, where that was saved with it; None: the base's
+    whole: (
+        TensorInfo | None
+    )  # the tensor that it changes, where that was saved with it; None: the base's
 
     @property
     def stored_bytes(self) -> int:
@@ -110,13 +118,17 @@ class LoraConfig:
             "lora_alpha": is_number,
             "use_rslora": lambda v: isinstance(v, bool),
             "fan_in_fan_out": lambda v: isinstance(v, bool),
-            "rank_pattern": lambda v: isinstance(v, dict) and all(is_count(rank, 1) for rank in v.values()),
+            "rank_pattern": lambda v: (
+                isinstance(v, dict) and all(is_count(rank, 1) for rank in v.values())
+            ),
             "alpha_pattern": lambda v: isinstance(v, dict) and all(map(is_number, v.values())),
         }
         given: dict[str, Any] = {key: table[key] for key in tests if table.get(key) is not None}
         for key, value in given.items():
             if not tests[key](value):
-                raise DareError(f"the adapter {name!r} has {key} = {value!r}", f"fix its {ADAPTER_CONFIG}")
+                raise DareError(
+                    f"the adapter {name!r} has {key} = {value!r}", f"fix its {ADAPTER_CONFIG}"
+                )
             given[key] = _compile_patterns(value, name) if isinstance(value, dict) else value
         return cls(**given)
 
@@ -124,18 +136,23 @@ class LoraConfig:
         return int(self.rank_pattern(module, self.r))
 
     def scale(self, module: str, rank: int) -> float:
-        return float(self.alpha_pattern(module, self.lora_alpha)) / (math.sqrt(rank) if self.use_rslora else rank)
+        return float(self.alpha_pattern(module, self.lora_alpha)) / (
+            math.sqrt(rank) if self.use_rslora else rank
+        )
 
 
 def _check_plain(table: dict[str, Any], name: str) -> None:
     """Refuse every kind of adapter but plain LoRA."""
     kind, start = table.get("peft_type"), table.get("init_lora_weights")
     if kind != "LORA":
-        raise DareError(f"the adapter {name!r} is of type {kind!r}", "only LoRA adapters can be merged")
+        raise DareError(
+            f"the adapter {name!r} is of type {kind!r}", "only LoRA adapters can be merged"
+        )
     for key, words in OTHER_ADAPTERS.items():
         if table.get(key):
             raise DareError(
-                f"the adapter {name!r} uses {words} ({key}), which is not a product of two matrices", UNLOAD_HINT
+                f"the adapter {name!r} uses {words} ({key}), which is not a product of two matrices",
+                UNLOAD_HINT,
             )
     if start not in PLAIN_STARTS:
         raise DareError(
@@ -153,7 +170,9 @@ def _compile_patterns(patterns: dict[str, Any], name: str) -> Lookup:
     if sum(map(len, odd)) > MAX_PATTERNS or any(len(key) > 2 * MAX_NAME for key in patterns):
         raise DareError(f"the patterns in the {ADAPTER_CONFIG} of {name!r} are too long", "fix it")
     try:
-        with warnings.catch_warnings(action="ignore"):  # Python's, about brackets that may mean more some day
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # Python's, about brackets that may mean more some day
             compiled = {key: re.compile(rf"(.*\.)?({key})$") for key in odd}
     except (re.error, OverflowError, RecursionError) as error:
         reason = f"a pattern in the {ADAPTER_CONFIG} of {name!r} is no regular expression: {error}"
@@ -178,7 +197,10 @@ def find_adapter(source: Source) -> Layout | None:
         has_model = (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists()
         has_config = (folder / ADAPTER_CONFIG).exists()
         if has_config and has_model:
-            raise DareError(f"{source.name!r} holds a model and an adapter", f"name one of them, like {WEIGHTS_FILE}")
+            raise DareError(
+                f"{source.name!r} holds a model and an adapter",
+                f"name one of them, like {WEIGHTS_FILE}",
+            )
         if has_model or not (has_config or os.path.lexists(folder / ADAPTER_FILE)):
             return None
     elif path.name not in (ADAPTER_FILE, ADAPTER_CONFIG):
@@ -197,15 +219,24 @@ def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
         return
     path, differences = base.folder or base.files[0].path, ""
     path = path.parent if path.name == WEIGHTS_FILE else path
-    if not re.match(r"[/\\]{2}", stated) and os.path.isdir(stated):  # no adapter may have another machine asked
+    if not re.match(r"[/\\]{2}", stated) and os.path.isdir(
+        stated
+    ):  # no adapter may have another machine asked
         if os.path.samefile(stated, path):
             return
         stated = os.path.abspath(stated)
         differences = ", ".join(compare_configs(read_config(Path(stated)), base.config).values())
-    hub_name, loaded_from = base.source.recorded.partition("@")[0], str(base.config.get(NAME_KEY, ""))
+    hub_name, loaded_from = (
+        base.source.recorded.partition("@")[0],
+        str(base.config.get(NAME_KEY, "")),
+    )
     names = map(last_part, (hub_name, os.path.abspath(path), os.path.realpath(path), loaded_from))
     if differences or last_part(stated) not in names:
-        how = f"is configured differently from it ({differences})" if differences else "is given as its base"
+        how = (
+            f"is configured differently from it ({differences})"
+            if differences
+            else "is given as its base"
+        )
         yield f"{name} was trained on {stated!r}, and {base.name} {how}; check that they are the same model"
 
 
@@ -224,7 +255,10 @@ class LoraAdapter(Checkpoint):
 
     def __init__(self, source: Source, layout: Layout, base: Checkpoint | None) -> None:
         if base is None:
-            raise DareError(f"the base {source.name!r} is a LoRA adapter", "give the model that it was trained on")
+            raise DareError(
+                f"the base {source.name!r} is a LoRA adapter",
+                "give the model that it was trained on",
+            )
         super().__init__(source, layout)
         self._kernels: Mapping[KernelSpec, Kernel] = {}
         self._room = 0  # elements of a matrix that a thread may hold
@@ -246,11 +280,21 @@ class LoraAdapter(Checkpoint):
         """Set what others ask about this kind of input."""
         pairs = [info for info in self.tensors.values() if isinstance(info, LowRankTensor)]
         self.specs = frozenset(pair.spec for pair in pairs)
-        self.held_bytes = max((p.rank * p.columns * FORMATS[p.dtype].itemsize for p in pairs), default=0)
+        self.held_bytes = max(
+            (p.rank * p.columns * FORMATS[p.dtype].itemsize for p in pairs), default=0
+        )
         ranks = sorted({pair.rank for pair in pairs})
-        spread = f" of rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}" if ranks else ""
+        spread = (
+            f" of rank {' to '.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}"
+            if ranks
+            else ""
+        )
         self.note = f"LoRA{spread}, changes {count_of(len(self.tensors), 'tensor')}"
-        whole = [n for n, i in self.tensors.items() if n.endswith(EMBEDDINGS) and not isinstance(i, LowRankTensor)]
+        whole = [
+            n
+            for n, i in self.tensors.items()
+            if n.endswith(EMBEDDINGS) and not isinstance(i, LowRankTensor)
+        ]
         if whole and not any(name.endswith(HEADS) for name in base.tensors):
             self.warnings += (
                 f"{self.name} has its own {whole[0]!r}, and the base uses that as its output head too: both change, "
@@ -260,7 +304,9 @@ class LoraAdapter(Checkpoint):
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         self._kernels, self._room = kernels, TUNING.expand_elements // readers
 
-    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview) -> None:
+    def read(
+        self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview
+    ) -> None:
         if not isinstance(info, LowRankTensor):
             super().read(info, start, count, into)
         elif count:
@@ -289,7 +335,9 @@ class LoraAdapter(Checkpoint):
             self._held.key = info, ranks
         return cast("NDArray[Any]", self._held.right)
 
-    def _read_matrix(self, stored: TensorInfo, rows: slice, columns: slice, info: LowRankTensor) -> NDArray[Any]:
+    def _read_matrix(
+        self, stored: TensorInfo, rows: slice, columns: slice, info: LowRankTensor
+    ) -> NDArray[Any]:
         """A part of one of the two matrices of a tensor, in the type that it is multiplied in.
 
         Of more than two dimensions, all after the first are its columns.
@@ -304,7 +352,11 @@ class LoraAdapter(Checkpoint):
         else:
             raw = np.empty((height, wanted, item), np.uint8)
             for k in range(height):
-                self.read_bytes(raw[k].reshape(-1).data, stored, ((rows.start + k) * width + columns.start) * item)
+                self.read_bytes(
+                    raw[k].reshape(-1).data,
+                    stored,
+                    ((rows.start + k) * width + columns.start) * item,
+                )
         part = widen(raw.reshape(-1), stored.dtype).reshape(height, wanted)
         return np.ascontiguousarray(part.T if info.transposed else part, FORMATS[info.dtype].real)
 
@@ -316,7 +368,9 @@ class PeftAdapter(LoraAdapter):
         self._config_path = self.files[0].path.with_name(ADAPTER_CONFIG)
         table = read_json(self._config_path, part_name(self.source, self._config_path))
         self._config_sha256 = file_sha256(self._config_path)
-        self.warnings = tuple(find_other_base(self.name, table.get("base_model_name_or_path"), base))
+        self.warnings = tuple(
+            find_other_base(self.name, table.get("base_model_name_or_path"), base)
+        )
         return ChangeFinder(self.name, LoraConfig.of(table, self.name), base).find(self.tensors)
 
     @property
@@ -358,28 +412,39 @@ class ChangeFinder:
         whole: dict[str, TensorInfo] = {}
         for name, info in stored.items():
             key = name.removeprefix("base_model.model.")
-            if ".original_module." in key:  # the base's, which PEFT may save beside the one that replaces it
+            if (
+                ".original_module." in key
+            ):  # the base's, which PEFT may save beside the one that replaces it
                 continue
             if matched := LORA_KEY.fullmatch(key):
                 if info.dtype not in FORMATS:
-                    raise DareError(f"tensor {name!r} of the adapter {self.name!r} is {info.dtype}", QUANTISE_HINT)
+                    raise DareError(
+                        f"tensor {name!r} of the adapter {self.name!r} is {info.dtype}",
+                        QUANTISE_HINT,
+                    )
                 module, part = matched.groups()
                 if part in pairs.setdefault(module, {}):
-                    raise DareError(f"{self.name!r} holds several adapters: see {name!r}", "save each by itself")
+                    raise DareError(
+                        f"{self.name!r} holds several adapters: see {name!r}", "save each by itself"
+                    )
                 pairs[module][part] = info
             elif "lora_" in key or "trainable_tokens" in key:
                 raise DareError(
-                    f"the adapter {self.name!r} holds {name!r}, which is not a part of a plain LoRA", UNLOAD_HINT
+                    f"the adapter {self.name!r} holds {name!r}, which is not a part of a plain LoRA",
+                    UNLOAD_HINT,
                 )
             else:
-                whole[re.sub(r"\.base_layer(?=\.)|\.modules_to_save(\.default)?(?=\.)", "", key)] = info
+                whole[
+                    re.sub(r"\.base_layer(?=\.)|\.modules_to_save(\.default)?(?=\.)", "", key)
+                ] = info
         return pairs, whole
 
     def _explain_missing(self, name: str, target: str) -> DareError:
         base = self.base.tensors
         if module_of(name) in quantised_modules(base):
             return DareError(
-                f"{self.base.name!r} is quantised, and the adapter {self.name!r} changes {target!r}", QUANTISE_HINT
+                f"{self.base.name!r} is quantised, and the adapter {self.name!r} changes {target!r}",
+                QUANTISE_HINT,
             )
         hint = f"check the base; it has {list_names(list(base))}"
         if target.endswith(HEADS) and any(other.endswith(EMBEDDINGS) for other in base):
@@ -387,7 +452,9 @@ class ChangeFinder:
                 "the base uses its embedding as the output head, and changing only one of them unties them; "
                 f"{UNLOAD_HINT}"
             )
-        return DareError(f"the adapter {self.name!r} changes {target!r}, which the base does not have", hint)
+        return DareError(
+            f"the adapter {self.name!r} changes {target!r}, which the base does not have", hint
+        )
 
     def _make_tensor(
         self, module: str, parts: Mapping[str, TensorInfo], name: str, whole: TensorInfo | None
@@ -397,10 +464,19 @@ class ChangeFinder:
         prefix = "lora_embedding_" if embedding else "lora_"
         a, b = parts.get(f"{prefix}A"), parts.get(f"{prefix}B")
         if a is None or b is None or len(parts) != 2:
-            raise DareError(f"{self.name!r} has no pair of matrices A and B for {module!r}", "save the adapter again")
+            raise DareError(
+                f"{self.name!r} has no pair of matrices A and B for {module!r}",
+                "save the adapter again",
+            )
         rank = self.config.rank(module)
         # PEFT stores A as rank x inputs and B as outputs x rank, with the sizes of a convolution's kernel behind.
-        if a.count == 0 or b.count == 0 or a.shape[:1] != (rank,) or b.shape[1:2] != (rank,) or b.count % rank:
+        if (
+            a.count == 0
+            or b.count == 0
+            or a.shape[:1] != (rank,)
+            or b.shape[1:2] != (rank,)
+            or b.count % rank
+        ):
             raise DareError(
                 f"the matrices {list(a.shape)} and {list(b.shape)} of {module!r} in {self.name!r} are not of rank "
                 f"{rank}",
@@ -410,11 +486,15 @@ class ChangeFinder:
         rows = base.shape[0] if base.shape else 1
         in_base = (rows, base.count // max(rows, 1))
         # Embeddings, and the layers of GPT-2, are stored as inputs x outputs.
-        transposed = embedding or (self._is_transposed(name) if inputs == outputs else in_base == (inputs, outputs))
+        transposed = embedding or (
+            self._is_transposed(name) if inputs == outputs else in_base == (inputs, outputs)
+        )
         shape = (inputs, outputs) if transposed else (outputs, inputs)
         if whole is not None and (whole.shape != shape or whole.dtype not in FORMATS):
             sizes = f"{list(whole.shape)} and {list(shape)}"
-            raise DareError(f"{module!r} is {sizes} in {self.name!r}, as {whole.dtype}", "save it again")
+            raise DareError(
+                f"{module!r} is {sizes} in {self.name!r}, as {whole.dtype}", "save it again"
+            )
         return LowRankTensor(
             dtype="F64" if base.dtype == "F64" else "F32",
             shape=base.shape if shape == in_base else shape,
@@ -435,9 +515,14 @@ class ChangeFinder:
         """
         names, turned = self._oblong
         around = name.removesuffix(".weight").rpartition(".")[0]
-        first, last = bisect_left(names, f"{around}."), bisect_left(names, f"{around}/")  # which comes after the dot
+        first, last = (
+            bisect_left(names, f"{around}."),
+            bisect_left(names, f"{around}/"),
+        )  # which comes after the dot
         count = turned[last] - turned[first]
-        return count > 0 if first < last and count in (0, last - first) else self.config.fan_in_fan_out
+        return (
+            count > 0 if first < last and count in (0, last - first) else self.config.fan_in_fan_out
+        )
 
     @cached_property
     def _oblong(self) -> tuple[list[str], list[int]]:
@@ -458,11 +543,17 @@ def _match_names(targets: Sequence[str], base: Mapping[str, TensorInfo]) -> Call
     """
     first = f"{targets[0].partition('.')[0]}."
     prefixes = [name.removesuffix(targets[0]) for name in base if name.endswith(f".{targets[0]}")]
-    ways = [("", ""), (first, ""), *(("", prefix) for prefix in prefixes)]  # what to replace, and by what
+    ways = [
+        ("", ""),
+        (first, ""),
+        *(("", prefix) for prefix in prefixes),
+    ]  # what to replace, and by what
     fitting = [
         (old, new)
         for old, new in ways
-        if all(target.startswith(old) and new + target.removeprefix(old) in base for target in targets)
+        if all(
+            target.startswith(old) and new + target.removeprefix(old) in base for target in targets
+        )
     ]
     if len(fitting) > 1 and fitting[0] != ("", ""):
         raise DareError(

@@ -16,19 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.config import is_count
-from darelib.formats import FORMATS
+from darelib.core.formats import FORMATS
+from darelib.core.mask import MASK_BITS, MASK_NAME, keep_threshold, mask_key
+from darelib.core.text import DareError
 from darelib.kernels.plain import draw_mask
-from darelib.mask import MASK_BITS, MASK_NAME, keep_threshold, mask_key
 from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, Layout
+from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT, MAX_HEADER, TensorInfo, open_regular
-from darelib.readers import Source
-from darelib.text import DareError
 
 PACKED_KEY: Final = "dare_packed"  # in the metadata of a file
 PACKED_FILE: Final = "packed.safetensors"  # in a model directory
-IN_METADATA: Final = re.compile(rf'"{PACKED_KEY}"\s*:\s*"'.encode())  # a text, and no tensor of that name
+IN_METADATA: Final = re.compile(
+    rf'"{PACKED_KEY}"\s*:\s*"'.encode()
+)  # a text, and no tensor of that name
 VERSION: Final = 1
-BLOCK: Final = 1 << 20  # elements between two counts of the entries that are kept before
+COUNTED_BLOCK: Final = 1 << 20  # elements between two counts of the entries that are kept before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,8 @@ class PackedTensor(TensorInfo):
 
     def seen(self, start: int, stop: int) -> int:
         """How many elements of a range it holds; where no count begins or ends it, about as many."""
-        if start % BLOCK == 0 and (stop % BLOCK == 0 or stop == self.count):
-            return self.counts[-(-stop // BLOCK)] - self.counts[start // BLOCK]
+        if start % COUNTED_BLOCK == 0 and (stop % COUNTED_BLOCK == 0 or stop == self.count):
+            return self.counts[-(-stop // COUNTED_BLOCK)] - self.counts[start // COUNTED_BLOCK]
         return round((stop - start) * self.threshold / (1 << MASK_BITS))
 
 
@@ -75,7 +77,10 @@ class PackedModel(Checkpoint):
 
     def __init__(self, source: Source, layout: Layout, base: Checkpoint | None) -> None:
         if base is None:
-            raise DareError(f"the base {source.name!r} is a packed model", "give the model that it was packed against")
+            raise DareError(
+                f"the base {source.name!r} is a packed model",
+                "give the model that it was packed against",
+            )
         super().__init__(source, layout)
         try:
             self._understand(self.files[0].metadata.pop(PACKED_KEY, ""), base)
@@ -94,11 +99,16 @@ class PackedModel(Checkpoint):
                     "use the version of dare that packed it",
                 )
             self.seed = self._check(table["seed"], is_count(table["seed"], 0), "seed")
-            packed = {name: self._read_entry(name, entry, base) for name, entry in table["tensors"].items()}
+            packed = {
+                name: self._read_entry(name, entry, base)
+                for name, entry in table["tensors"].items()
+            }
             stated, self._tied = dict(table["base"]), table.get("tie_word_embeddings")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             words = "something in its table is missing, or of another type than it should be"
-            raise DareError(f"{self.name!r} is not a sound packed model: {words}", AGAIN_HINT) from None
+            raise DareError(
+                f"{self.name!r} is not a sound packed model: {words}", AGAIN_HINT
+            ) from None
         for key, value in base.fingerprint.items():
             if stated.get(key) != value:
                 raise DareError(
@@ -121,7 +131,9 @@ class PackedModel(Checkpoint):
 
     def _check(self, value: Any, sound: bool, what: str) -> Any:
         if not sound:
-            raise DareError(f"{self.name!r} is not a sound packed model: its {what} is {value!r}", AGAIN_HINT)
+            raise DareError(
+                f"{self.name!r} is not a sound packed model: its {what} is {value!r}", AGAIN_HINT
+            )
         return value
 
     def _read_entry(self, name: str, entry: Mapping[str, Any], base: Checkpoint) -> PackedTensor:
@@ -129,16 +141,30 @@ class PackedModel(Checkpoint):
         stored = self.tensors.get(name)
         if stored is None:
             raise DareError(f"{self.name!r} lacks its tensor {name!r}", AGAIN_HINT)
-        shape, rate, mask_name = tuple(entry["shape"]), entry["drop_rate"], entry.get("mask_name", name)
-        self._check(shape, name in base.tensors and shape == base.tensors[name].shape, f"shape of {name!r}")
+        shape, rate, mask_name = (
+            tuple(entry["shape"]),
+            entry["drop_rate"],
+            entry.get("mask_name", name),
+        )
+        self._check(
+            shape, name in base.tensors and shape == base.tensors[name].shape, f"shape of {name!r}"
+        )
         self._check(rate, isinstance(rate, int | float) and 0 <= rate < 1, f"drop rate of {name!r}")
         self._check(mask_name, isinstance(mask_name, str), f"mask of {name!r}")
         mask_name.encode()  # half of a surrogate pair is no text
         counts, whole = tuple(entry["counts"]), TensorInfo(stored.dtype, shape)
-        blocks = -(-whole.count // BLOCK)
-        ends = [min(BLOCK, whole.count - k * BLOCK) for k in range(blocks)] if blocks == len(counts) - 1 else []
+        blocks = -(-whole.count // COUNTED_BLOCK)
+        ends = (
+            [min(COUNTED_BLOCK, whole.count - k * COUNTED_BLOCK) for k in range(blocks)]
+            if blocks == len(counts) - 1
+            else []
+        )
         steps = [after - before for before, after in itertools.pairwise(counts)]
-        sound = len(counts) == blocks + 1 and all(is_count(count, 0) for count in counts) and counts[0] == 0
+        sound = (
+            len(counts) == blocks + 1
+            and all(is_count(count, 0) for count in counts)
+            and counts[0] == 0
+        )
         sound = sound and all(0 <= step <= end for step, end in zip(steps, ends, strict=True))
         sound = sound and stored.dtype in FORMATS and stored.shape == (counts[-1],)
         self._check(counts[-3:], sound, f"counts of {name!r}")
@@ -152,28 +178,36 @@ class PackedModel(Checkpoint):
             counts=counts,
         )
 
-    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview) -> None:
+    def read(
+        self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview
+    ) -> None:
         """Of a packed tensor: its next entries from one element on, as many as fit; take says how many were used."""
         if not isinstance(info, PackedTensor):
             super().read(info, start, count, into)
             return
-        held, item, block = self._held, FORMATS[info.dtype].itemsize, start // BLOCK
+        held, item, block = self._held, FORMATS[info.dtype].itemsize, start // COUNTED_BLOCK
         if getattr(held, "key", None) != (info, start):
-            held.used, skipped = 0, start % BLOCK
+            held.used, skipped = 0, start % COUNTED_BLOCK
             if skipped:  # the chunks before are somebody else's
                 key = mask_key(self.seed or 0, info.mask_name)
-                held.used = int(np.count_nonzero(draw_mask(key, info.threshold, start - skipped, skipped)))
+                held.used = int(
+                    np.count_nonzero(draw_mask(key, info.threshold, start - skipped, skipped))
+                )
         before, after = info.counts[block : block + 2]
         held.start, held.total = start, after - before
         size = max(0, min(count, held.total - held.used)) * item
-        self.read_bytes(np.frombuffer(into, np.uint8)[:size].data, info.stored, (before + held.used) * item)
+        self.read_bytes(
+            np.frombuffer(into, np.uint8)[:size].data, info.stored, (before + held.used) * item
+        )
 
     def take(self, info: TensorInfo, count: int, used: int) -> None:
         """So many entries belonged to the chunk that was read last."""
         held = self._held
         held.used, stop = held.used + used, held.start + count
-        ends = stop % BLOCK == 0 or stop == info.count
+        ends = stop % COUNTED_BLOCK == 0 or stop == info.count
         if held.used > held.total or (ends and held.used != held.total):
-            raise DareError(f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT)
+            raise DareError(
+                f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
+            )
         held.key = info, stop
-        held.used = 0 if stop % BLOCK == 0 else held.used
+        held.used = 0 if stop % COUNTED_BLOCK == 0 else held.used

@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.formats import STORED_BITS
-from darelib.mask import MASK_BITS
-from darelib.text import DareError, InputChanged
+from darelib.core.formats import STORED_BITS
+from darelib.core.mask import MASK_BITS
+from darelib.core.text import DareError, InputChanged
 
 # The safetensors library refuses larger headers.
 MAX_HEADER: Final = 100_000_000
@@ -36,13 +36,17 @@ MAX_TENSORS: Final = 250_000
 MAX_NAME: Final = 1 << 16  # characters
 MAX_NAMES: Final = 1 << 26  # bytes in memory, of all names of a model
 # What most of a header is; whatever else there is must be little, since a few bytes can become hundreds in memory.
-FIELD: Final = rb'\s*+"(?:dtype"\s*+:\s*+"\w*+"|(?:shape|data_offsets)"\s*+:\s*+\[[\d,\s]{0,999}+\])\s*+'
+FIELD: Final = (
+    rb'\s*+"(?:dtype"\s*+:\s*+"\w*+"|(?:shape|data_offsets)"\s*+:\s*+\[[\d,\s]{0,999}+\])\s*+'
+)
 ENTRY: Final = re.compile(rb"\{" + FIELD + rb"," + FIELD + rb"," + FIELD + rb"\}")
 # Separators and quotes that metadata and odd names may hold. Programs for pictures keep whole JSON files there.
 SPARE_MARKS: Final = 500_000
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-GGUF_HINT: Final = "its tensors are laid out for llama.cpp: merge the original model, then convert the result"
+GGUF_HINT: Final = (
+    "its tensors are laid out for llama.cpp: merge the original model, then convert the result"
+)
 AGAIN_HINT: Final = "download or save it again"
 CHANGED_HINT: Final = "do not change inputs during a merge; run it again"
 
@@ -117,7 +121,9 @@ def explain_os_error(error: OSError, name: str, hint: str = "check its permissio
         errno.EMFILE: "raise the limit on open files, for example with: ulimit -n 4096",
         errno.ENFILE: "close other programs, or raise the system's limit on open files",
     }
-    return DareError(f"cannot read {name!r}: {error.strerror or error}", hints.get(error.errno or 0, hint))
+    return DareError(
+        f"cannot read {name!r}: {error.strerror or error}", hints.get(error.errno or 0, hint)
+    )
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -155,7 +161,11 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> int:
 def convert_hint(path: Path) -> str:
     """The command that converts a pickle, or a directory of them."""
     name = path.as_posix()
-    new = f"{name}/model.safetensors" if path.is_dir() else f"{name.removesuffix(path.suffix)}.safetensors"
+    new = (
+        f"{name}/model.safetensors"
+        if path.is_dir()
+        else f"{name.removesuffix(path.suffix)}.safetensors"
+    )
     new = new if new != name else f"{name}.converted.safetensors"
     command = f"dare.py convert {shlex.quote(name)} {shlex.quote(new)}"
     return f"pickles can run any code, so convert it first, which runs none: {command}"
@@ -177,11 +187,15 @@ class TensorFile:
         try:
             self.read_into(memoryview(start), 0)
             text, data_start = self._read_header(start)
-            self.tensors, self.metadata = parse_header(text, data_start, self.status.st_size, number)
+            self.tensors, self.metadata = parse_header(
+                text, data_start, self.status.st_size, number
+            )
         except BaseException as error:
             self.close()
             raise (
-                self._explain_broken(error, start) if isinstance(error, ValueError | RecursionError) else error
+                self._explain_broken(error, start)
+                if isinstance(error, ValueError | RecursionError)
+                else error
             ) from None
 
     def _read_header(self, start: bytearray) -> tuple[str, int]:
@@ -209,9 +223,15 @@ class TensorFile:
             return DareError(f"{self.name!r} is empty", AGAIN_HINT)
         pickled = start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{")
         if pickled or self.path.suffix in PICKLE_SUFFIXES:
-            return DareError(f"{self.name!r} is a PyTorch pickle, not a safetensors file", convert_hint(self.path))
+            return DareError(
+                f"{self.name!r} is a PyTorch pickle, not a safetensors file",
+                convert_hint(self.path),
+            )
         if start[:4] == b"vers":
-            return DareError(f"{self.name!r} looks like a Git LFS pointer, not the file itself", "run git lfs pull")
+            return DareError(
+                f"{self.name!r} looks like a Git LFS pointer, not the file itself",
+                "run git lfs pull",
+            )
         if start[:4] == b"GGUF":
             return DareError(f"{self.name!r} is a GGUF file", GGUF_HINT)
         reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
@@ -230,7 +250,9 @@ class TensorFile:
         try:
             now = [os.fstat(self._file.fileno()), self.path.stat()]
         except OSError:
-            raise InputChanged(f"{self.name!r} vanished while it was merged", CHANGED_HINT) from None
+            raise InputChanged(
+                f"{self.name!r} vanished while it was merged", CHANGED_HINT
+            ) from None
         if any(IDENTITY(status) != IDENTITY(self.status) for status in now):
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
@@ -246,7 +268,11 @@ def _check_bulk(data: bytearray) -> None:
         rest, entries = ENTRY.subn(b"", data)  # names and metadata
         few = data.count(b",") <= 6 * entries + SPARE_MARKS
         few &= sum(map(rest.count, (b"{", b"[", b",", b":", b'"'))) <= 4 * entries + SPARE_MARKS
-        if few and entries <= MAX_TENSORS and len(rest) <= (64 if b"\\u" in rest else 128) * MAX_TENSORS:
+        if (
+            few
+            and entries <= MAX_TENSORS
+            and len(rest) <= (64 if b"\\u" in rest else 128) * MAX_TENSORS
+        ):
             return
     raise ValueError(f"its header is larger than that of {MAX_TENSORS:,} tensors")
 
@@ -264,28 +290,45 @@ def parse_header(
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | TensorInfo | _Fault:
         try:
             fields = reject_duplicates(pairs)
-            dtype, shape, ends = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-            if isinstance(dtype, str) and isinstance(shape, list) and isinstance(ends, list) and len(fields) == 3:
+            dtype, shape, ends = (
+                fields.get("dtype"),
+                fields.get("shape"),
+                fields.get("data_offsets"),
+            )
+            if (
+                isinstance(dtype, str)
+                and isinstance(shape, list)
+                and isinstance(ends, list)
+                and len(fields) == 3
+            ):
                 begin = _check_entry(dtype, shape, ends)
                 sides = tuple(shape)
-                return TensorInfo(sys.intern(dtype), shapes.setdefault(sides, sides), data_start + begin, number)
+                return TensorInfo(
+                    sys.intern(dtype), shapes.setdefault(sides, sides), data_start + begin, number
+                )
             return fields
         except ValueError as error:
             return _Fault(error)
 
     try:
-        header = json.JSONDecoder(object_pairs_hook=read_object, parse_int=_parse_count).decode(text)
+        header = json.JSONDecoder(object_pairs_hook=read_object, parse_int=_parse_count).decode(
+            text
+        )
     except json.JSONDecodeError as error:
         raise ValueError(f"its header is not JSON: {error.msg} (character {error.pos:,})") from None
     if not isinstance(header, dict):
-        raise ValueError(header if isinstance(header, _Fault) else "its header is the entry of a tensor")
+        raise ValueError(
+            header if isinstance(header, _Fault) else "its header is the entry of a tensor"
+        )
     metadata = _check_metadata(header.pop("__metadata__", None))
     for name, entry in header.items():
         name.encode()  # half of a surrogate pair is no text
         if len(name) > MAX_NAME:
             raise ValueError(f"the name of a tensor has {len(name):,} characters")
         if not isinstance(entry, TensorInfo):
-            reason = entry if isinstance(entry, _Fault) else "it is not a type, a shape and two offsets"
+            reason = (
+                entry if isinstance(entry, _Fault) else "it is not a type, a shape and two offsets"
+            )
             raise ValueError(f"the entry of tensor {name!r} is wrong: {reason}")
     return _order_tensors(header, data_start, file_size), metadata
 
@@ -326,20 +369,30 @@ def _check_entry(dtype: str, shape: list[Any], ends: list[Any]) -> int:
 def _check_metadata(metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(metadata if isinstance(metadata, _Fault) else "its metadata is not a table of strings")
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise ValueError(
+            metadata if isinstance(metadata, _Fault) else "its metadata is not a table of strings"
+        )
     for text in (*metadata, *metadata.values()):
         text.encode()
     return metadata
 
 
-def _order_tensors(tensors: dict[str, TensorInfo], data_start: int, file_size: int) -> dict[str, TensorInfo]:
+def _order_tensors(
+    tensors: dict[str, TensorInfo], data_start: int, file_size: int
+) -> dict[str, TensorInfo]:
     """By their places in the file, which they must fill; of those at one place, the empty ones come first."""
     ordered, place = {}, data_start
-    for name in sorted(tensors, key=lambda name: 2 * tensors[name].offset + (0 not in tensors[name].shape)):
+    for name in sorted(
+        tensors, key=lambda name: 2 * tensors[name].offset + (0 not in tensors[name].shape)
+    ):
         info = ordered[name] = tensors[name]
         if info.offset != place:
-            raise ValueError(f"tensor {name!r} at {info.offset - data_start:,} leaves a hole or overlaps")
+            raise ValueError(
+                f"tensor {name!r} at {info.offset - data_start:,} leaves a hole or overlaps"
+            )
         place += info.nbytes
     if place != file_size:
         taken, there = place - data_start, file_size - data_start

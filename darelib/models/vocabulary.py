@@ -11,12 +11,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
+from darelib.core.text import DareError, count_of, list_names
 from darelib.models.tensorfile import file_sha256, open_regular
-from darelib.text import DareError, count_of, list_names
 
 TOKENIZER_FILE: Final = "tokenizer.json"
 # What tokenizers were stored in before: compared as a whole.
-OLDER_FILES: Final = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+OLDER_FILES: Final = (
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "added_tokens.json",
+)
 # Bytes, and tokens: the largest known have 35 MB and 260,000.
 MAX_TOKENIZER: Final = 1 << 26
 MAX_TOKENS: Final = 1 << 22
@@ -29,11 +36,17 @@ ADDED_START: Final = re.compile(rb'"added_tokens"\s*+:\s*+(?=\[)')
 ADDED_TABLE: Final = re.compile(rb'\[(?:[^]"]++|' + STRING + rb")*+\]")
 VOCABULARY_START: Final = re.compile(rb'"vocab"\s*+:\s*+(?=[{[])')
 VOCABULARY_TABLE: Final = re.compile(
-    rb'\{(?:[^{}"]++|' + STRING + rb')*+\}|\[(?:\s*+,?\s*+\[(?:[^]["]++|' + STRING + rb")*+\])*+\s*+\]"
+    rb'\{(?:[^{}"]++|'
+    + STRING
+    + rb')*+\}|\[(?:\s*+,?\s*+\[(?:[^]["]++|'
+    + STRING
+    + rb")*+\])*+\s*+\]"
 )
 
 
-def find_table(data: bytes, start: re.Pattern[bytes], table: re.Pattern[bytes]) -> re.Match[bytes] | None:
+def find_table(
+    data: bytes, start: re.Pattern[bytes], table: re.Pattern[bytes]
+) -> re.Match[bytes] | None:
     """The first place where a table starts, if it is one: to look further would take forever in a hostile file."""
     found = start.search(data)
     return table.match(data, found.end()) if found else None
@@ -41,7 +54,11 @@ def find_table(data: bytes, start: re.Pattern[bytes], table: re.Pattern[bytes]) 
 
 def digest_tokenizer(folder: Path | None) -> str | None:
     """What a recipe keeps of a tokenizer that decides which rows are merged."""
-    return file_sha256(folder / TOKENIZER_FILE) if folder and (folder / TOKENIZER_FILE).is_file() else None
+    return (
+        file_sha256(folder / TOKENIZER_FILE)
+        if folder and (folder / TOKENIZER_FILE).is_file()
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -82,17 +99,26 @@ def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
             trained = {entry[0]: number for number, entry in enumerate(trained)}
         added = tuple(json.loads(listed[0])) if listed else ()
         vocabulary = Vocabulary(trained, added)
-        if not all(isinstance(number, int) and 0 <= number < MAX_TOKENS for number in vocabulary.numbers.values()):
+        if not all(
+            isinstance(number, int) and 0 <= number < MAX_TOKENS
+            for number in vocabulary.numbers.values()
+        ):
             raise ValueError("its tokens have no proper numbers")
         return vocabulary
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error) or "something is missing"
-        raise DareError(f"{TOKENIZER_FILE} of {name!r} cannot be used: {reason}", "download it again") from None
+        reason = (
+            error.strerror if isinstance(error, OSError) else str(error) or "something is missing"
+        )
+        raise DareError(
+            f"{TOKENIZER_FILE} of {name!r} cannot be used: {reason}", "download it again"
+        ) from None
 
 
-def describe_differences(base: Path | None, model: Path | None, base_name: str, name: str) -> list[str]:
+def describe_differences(
+    base: Path | None, model: Path | None, base_name: str, name: str
+) -> list[str]:
     """How the tokens of a model directory differ from those of the base's, in words; none: they do not."""
     if base is None or model is None:
         return []
@@ -111,7 +137,11 @@ def _compare(base: Mapping[str, int], model: Mapping[str, int]) -> Iterator[str]
     moved = [token for token, number in model.items() if base.get(token, number) != number]
     more = [token for token in model if token not in base]
     fewer = [token for token in base if token not in model]
-    for tokens, words in ((moved, "with other numbers"), (more, "that the base lacks"), (fewer, "fewer")):
+    for tokens, words in (
+        (moved, "with other numbers"),
+        (more, "that the base lacks"),
+        (fewer, "fewer"),
+    ):
         if tokens:
             yield f"{count_of(len(tokens), 'token')} {words} ({list_names(tokens)})"
 
@@ -121,8 +151,12 @@ class Union:
     """The base's tokens and what the models added, each token with one number."""
 
     base: Vocabulary
-    models: tuple[Vocabulary | None, ...]  # None: a model without a tokenizer of its own has the base's
-    added: tuple[dict[str, Any], ...]  # the tokens that the base lacks, with their new numbers, in their order
+    models: tuple[
+        Vocabulary | None, ...
+    ]  # None: a model without a tokenizer of its own has the base's
+    added: tuple[
+        dict[str, Any], ...
+    ]  # the tokens that the base lacks, with their new numbers, in their order
 
     @property
     def size(self) -> int:
@@ -139,7 +173,10 @@ def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> 
     for name, vocabulary in (("the base", base), *models):
         # Loaders number added tokens one after the other, whatever the file says.
         if vocabulary is not None and vocabulary.size != len(set(vocabulary.numbers.values())):
-            raise DareError(f"the numbers of the tokens of {name} have gaps, so its rows are unknown", UNITE_HINT)
+            raise DareError(
+                f"the numbers of the tokens of {name} have gaps, so its rows are unknown",
+                UNITE_HINT,
+            )
     known, entries = set(base.numbers), list[dict[str, Any]]()
     for name, model in models:
         if model is None:

@@ -10,12 +10,19 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from darelib.models.checkpoint import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEIGHT_SUFFIXES, WEIGHTS_FILE
+from darelib.core.text import ConfigError, DareError, as_text, human, list_names
+from darelib.core.tomlfile import MAX_TOML, read_toml
+from darelib.models.checkpoint import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHT_SUFFIXES,
+    WEIGHTS_FILE,
+)
 from darelib.models.packed import PACKED_KEY
+from darelib.models.source import Source
 from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorFile, file_sha256, open_regular
 from darelib.output.recipe import RECIPE_FILE, RECIPE_KEY
-from darelib.readers import MAX_TOML, Source, read_toml
-from darelib.text import ConfigError, DareError, as_text, human, list_names
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,10 @@ def find_output(given: str | Path) -> Destination:
     """Where an output goes, if something can be written there at all."""
     path = Source.of(given).path
     if path.name == "-":
-        raise ConfigError("a model cannot be written to standard output", "give a .safetensors file or a directory")
+        raise ConfigError(
+            "a model cannot be written to standard output",
+            "give a .safetensors file or a directory",
+        )
     if is_misspelt(path.suffix.lower()):
         hint = "did you mean .safetensors? A name without such a suffix makes a model directory"
         raise ConfigError(f"the output {str(path)!r} does not end in .safetensors", hint)
@@ -49,11 +59,18 @@ def find_output(given: str | Path) -> Destination:
         above = next((parent for parent in target.parents if parent.exists()), target)
         is_file, has_parent = not above.is_dir(), target.parent.exists()
     if is_file:
-        raise DareError(f"the output cannot be inside {str(above)!r}, which is a file", "give another path")
+        raise DareError(
+            f"the output cannot be inside {str(above)!r}, which is a file", "give another path"
+        )
     if not has_parent:
-        raise DareError(f"the output's directory {str(target.parent)!r} does not exist", "create it first")
+        raise DareError(
+            f"the output's directory {str(target.parent)!r} does not exist", "create it first"
+        )
     if not os.access(target.parent, os.W_OK):
-        raise DareError(f"the output's directory {str(target.parent)!r} is not writable", "choose another directory")
+        raise DareError(
+            f"the output's directory {str(target.parent)!r} is not writable",
+            "choose another directory",
+        )
     return Destination(str(path), target, path.suffix.lower() != ".safetensors")
 
 
@@ -70,14 +87,18 @@ def explain_place_errors(name: str) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DareError(f"the output {name!r} cannot be used: {reason}", "give another path") from None
+        raise DareError(
+            f"the output {name!r} cannot be used: {reason}", "give another path"
+        ) from None
 
 
 def check_apart(what: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
     """Refuse to write where an input is, whatever the flags. inputs: their names with their files and directories."""
     for name, used in inputs:
         if relation := describe_overlap(path.resolve(), used.resolve()):
-            raise ConfigError(f"{what} {relation} the input {name!r}", "inputs are never overwritten")
+            raise ConfigError(
+                f"{what} {relation} the input {name!r}", "inputs are never overwritten"
+            )
 
 
 def describe_overlap(target: Path, used: Path) -> str:
@@ -89,7 +110,11 @@ def describe_overlap(target: Path, used: Path) -> str:
         if any(os.path.samestat(status, parent.stat()) for parent in used.parents):
             return "holds"
     above = (parent for parent in target.parents if used.is_dir() and parent.exists())
-    return "lies inside" if any(os.path.samestat(used.stat(), parent.stat()) for parent in above) else ""
+    return (
+        "lies inside"
+        if any(os.path.samestat(used.stat(), parent.stat()) for parent in above)
+        else ""
+    )
 
 
 def check_replaceable(destination: Destination, force: bool) -> None:
@@ -103,8 +128,12 @@ def check_replaceable(destination: Destination, force: bool) -> None:
         raise DareError(f"{shown} is a file", "give a directory, or a file like merged.safetensors")
     if destination.directory:
         _check_directory(target, shown, force)
-    elif not force and not ((file := read_header(target)) and {RECIPE_KEY, PACKED_KEY} & file.metadata.keys()):
-        raise DareError(f"{shown} exists and was not made by this tool", "add --force to replace it")
+    elif not force and not (
+        (file := read_header(target)) and {RECIPE_KEY, PACKED_KEY} & file.metadata.keys()
+    ):
+        raise DareError(
+            f"{shown} exists and was not made by this tool", "add --force to replace it"
+        )
 
 
 def _check_directory(target: Path, shown: str, force: bool) -> None:
@@ -119,7 +148,9 @@ def _check_directory(target: Path, shown: str, force: bool) -> None:
         return
     ours = read_digests(target)
     if not ours:
-        raise DareError(f"{shown} exists and was not made by this tool", "add --force to replace it all")
+        raise DareError(
+            f"{shown} exists and was not made by this tool", "add --force to replace it all"
+        )
     names = [name for name in list_files(target) if name != RECIPE_FILE]
     if others := [name for name in names if ours.get(as_text(name)) != digest_of(target / name)]:
         if not os.path.samestat(status, target.stat()):  # another merge has just put its own there

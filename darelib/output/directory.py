@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import DareConfig
-from darelib.drops import DROPS, L1, NONE, RANDOM, Thinning
-from darelib.families import find_merge_method
-from darelib.methods import METHODS, TensorSettings
-from darelib.models import Input
+from darelib.core.drops import DROPS, L1, NONE, RANDOM, Thinning
+from darelib.core.families import find_merge_method
+from darelib.core.methods import METHODS, TensorSettings
+from darelib.core.text import DareError, as_text, count_of
 from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, part_name
+from darelib.models.inputs import Input
 from darelib.models.jsonfile import MAX_JSON, read_json
+from darelib.models.source import Source, recorded_name
 from darelib.models.tensorfile import TensorInfo
 from darelib.output.destination import digest_of, is_weights, list_files
 from darelib.output.publish import PlannedFile
-from darelib.output.recipe import RECIPE_FILE, find_seeds, recipe_text, seal
+from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice, place_tokenizer
-from darelib.readers import Source, recorded_name
-from darelib.text import DareError, as_text, count_of
+from darelib.plan.seeds import find_seeds
 
 CARD_FILE: Final = "README.md"
 # Besides weights: what belongs to the base's own page or training, and not to a merged model.
@@ -49,14 +50,20 @@ def collect_side_files(
     notes = place_tokenizer(side, tokenizer, inputs, rows)
     if CONFIG_FILE in side and base.folder is not None:
         name = part_name(base.source, base.folder / CONFIG_FILE)
-        table = read_json(base.folder / CONFIG_FILE, name)  # also where it is copied: it must be sound
+        table = read_json(
+            base.folder / CONFIG_FILE, name
+        )  # also where it is copied: it must be sound
         if changes:
             side[CONFIG_FILE] = update_config(table, changes, name)
     else:
-        notes.append(f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: loaders will want one")
+        notes.append(
+            f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: loaders will want one"
+        )
     if index is not None:
         side[INDEX_FILE] = index
-    side[CARD_FILE] = model_card(config, inputs, recipe_text(config, inputs, version, tokenizer)).encode()
+    side[CARD_FILE] = model_card(
+        config, inputs, recipe_text(config, inputs, version, tokenizer)
+    ).encode()
     written = {as_text(name): digest_of(content) for name, content in side.items()}
     written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
     recipe = recipe_text(config, inputs, version, tokenizer, dict(sorted(written.items())))
@@ -79,7 +86,9 @@ def find_side_files(folder: Path | None) -> dict[str, Path]:
     return found
 
 
-def update_config(config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]], name: str) -> bytes:
+def update_config(
+    config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]], name: str
+) -> bytes:
     """A model's config.json with other values of some settings, wherever it has the old one (None: any).
 
     A new value of None: without the setting.
@@ -92,7 +101,11 @@ def update_config(config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]]
                 del table[key]
             else:
                 table[key] = value
-        parts = [part for key, part in table.items() if key.endswith("_config") and isinstance(part, dict)]
+        parts = [
+            part
+            for key, part in table.items()
+            if key.endswith("_config") and isinstance(part, dict)
+        ]
         parts = [part for part in parts if part is not table.get("quantization_config")]
         return any([bool(present), *(update(part, keys, old, value) for part in parts)])
 
@@ -101,7 +114,9 @@ def update_config(config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]]
         for key, (old, value) in changes.items():
             # All versions of transformers read the older of the two names of the type.
             if (
-                not update(config, ("dtype", "torch_dtype") if key == "torch_dtype" else (key,), old, value)
+                not update(
+                    config, ("dtype", "torch_dtype") if key == "torch_dtype" else (key,), old, value
+                )
                 and value is not None
             ):
                 config[key] = value
@@ -116,9 +131,20 @@ def update_config(config: dict[str, Any], changes: Mapping[str, tuple[Any, Any]]
 
 def make_index(tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]) -> bytes:
     """The index of a model in several files, as transformers writes it."""
-    weight_map, outputs = {name: files[info.file].name for name, info in tensors.items()}, tensors.values()
-    metadata = {"total_parameters": sum(t.count for t in outputs), "total_size": sum(t.nbytes for t in outputs)}
-    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
+    weight_map, outputs = (
+        {name: files[info.file].name for name, info in tensors.items()},
+        tensors.values(),
+    )
+    metadata = {
+        "total_parameters": sum(t.count for t in outputs),
+        "total_size": sum(t.nbytes for t in outputs),
+    }
+    return (
+        json.dumps(
+            {"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True
+        ).encode()
+        + b"\n"
+    )
 
 
 def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
@@ -127,7 +153,15 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
     models = names[1:]
     settings, seeds = config.general(len(models)), find_seeds(config, inputs)
     lines = ["---", "base_model:", *(f"- {json.dumps(name)}" for name in dict.fromkeys(names))]
-    lines += ["base_model_relation: merge", "library_name: transformers", "tags:", "- merge", "- dare", "---", ""]
+    lines += [
+        "base_model_relation: merge",
+        "library_name: transformers",
+        "tags:",
+        "- merge",
+        "- dare",
+        "---",
+        "",
+    ]
     used = [t for own in config.resolve_all(len(models)) for t in own.thinnings if t.drop_rate]
     lines += [
         f"# A DARE merge of {count_of(len(models), 'model')}",
@@ -142,13 +176,20 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
         weight = METHODS[config.method].show_weight(settings, i)
         dropped, divisor = describe_thinning(settings.thinnings[i])
         lines.append(f"| `{name}` | {seeds[i]} | {dropped} | {divisor} | {weight} |")
-    lines += ["", f"The merged delta is multiplied by {settings.lambda_coeff:g} and added to the base."]
+    lines += [
+        "",
+        f"The merged delta is multiplied by {settings.lambda_coeff:g} and added to the base.",
+    ]
     if settings.keep_ratio < 1:
-        lines.append(f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor is kept.")
+        lines.append(
+            f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor is kept."
+        )
     if config.rules:
         lines.append("Some tensors have settings of their own; they are in the recipe.")
     if config.has_gradients:
-        lines.append("Some settings change over the layers, as the recipe says; here they are as outside of them.")
+        lines.append(
+            "Some settings change over the layers, as the recipe says; here they are as outside of them."
+        )
     if words := describe_for_mergekit(settings, {thinning.drop for thinning in used}):
         lines += ["", f"In the words of [mergekit](https://github.com/arcee-ai/mergekit): {words}."]
     again = "This recipe makes the same tensors again, byte for byte, from the same inputs"
@@ -158,7 +199,10 @@ def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
 
 def describe_drops(used: Sequence[Thinning]) -> str:
     """What is dropped of the deltas, up to "... and what is left is". used: all that drop something."""
-    whose, how = zip(*(DROPS[drop].card for drop in dict.fromkeys(t.drop for t in used) or (RANDOM,)), strict=True)
+    whose, how = zip(
+        *(DROPS[drop].card for drop in dict.fromkeys(t.drop for t in used) or (RANDOM,)),
+        strict=True,
+    )
     if not used:
         return f"{whose[0]}: here nothing is dropped, and all that each fine-tune changed is"
     rescaled = "the rest is rescaled, " if any(t.rescale != NONE for t in used) else ""
@@ -168,11 +212,18 @@ def describe_drops(used: Sequence[Thinning]) -> str:
 
 def describe_thinning(thinning: Thinning) -> tuple[str, str]:
     """What is dropped of a model, and what the rest is divided by."""
-    own = "".join(f", {name} {getattr(thinning, name):.4g}" for name in DROPS[thinning.drop].settings)
-    dropped = f"{thinning.drop_rate:.4g}" + (f" ({thinning.drop}{own})" if thinning.drop != RANDOM else "")
+    own = "".join(
+        f", {name} {getattr(thinning, name):.4g}" for name in DROPS[thinning.drop].settings
+    )
+    dropped = f"{thinning.drop_rate:.4g}" + (
+        f" ({thinning.drop}{own})" if thinning.drop != RANDOM else ""
+    )
     if thinning.rescale == L1 and thinning.drop_rate:
         return dropped, "what restores the sum of sizes"
-    return dropped, "the probability to keep each" if thinning.divides_each else f"{thinning.divisor:.4g}"
+    return (
+        dropped,
+        "the probability to keep each" if thinning.divides_each else f"{thinning.divisor:.4g}",
+    )
 
 
 def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> str:
@@ -182,8 +233,14 @@ def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> s
     trimmed = settings.keep_ratio < 1  # which is all the dropping that its ties does
     if others or name is None or (trimmed and drop):
         return ""
-    densities = dict.fromkeys(f"{settings.keep_ratio if trimmed else 1 - rate:.4g}" for rate in settings.drop_rates)
-    words = [f"merge_method: {name}", f"density: {', '.join(densities)}", f"lambda: {settings.lambda_coeff:g}"]
+    densities = dict.fromkeys(
+        f"{settings.keep_ratio if trimmed else 1 - rate:.4g}" for rate in settings.drop_rates
+    )
+    words = [
+        f"merge_method: {name}",
+        f"density: {', '.join(densities)}",
+        f"lambda: {settings.lambda_coeff:g}",
+    ]
     words += [f"normalize: {str(settings.normalize).lower()}"]
     return ", ".join(f"`{word}`" for word in words if name != "slerp" or word.startswith("merge"))
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.formats import FORMATS, widen
+from darelib.core.formats import FORMATS, widen
+from darelib.core.mask import TILE
+from darelib.core.methods import METHODS, Found, Look, TensorSettings
 from darelib.kernels import fp8, plain
-from darelib.mask import TILE
-from darelib.methods import METHODS, Found, Look, TensorSettings
 from darelib.models.fp8 import ScaledTensor, read_scales
 
 Array = NDArray[Any]
@@ -23,17 +23,21 @@ class PeakLook(Look):
 
     merges = True
 
-    def __init__(self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found) -> None:
+    def __init__(
+        self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
+    ) -> None:
         super().__init__(settings, models, count, bits, found)
         self.kernel, self.peak, self.changed = METHODS[settings.method].kernel, 0, False
 
-    def take_chunk(self, start: int, count: int, buffers: Any) -> None:
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         changed = buffers.output.view(np.float32)[:count] != buffers.base.view(np.float32)[:count]
         if changed.any():  # set only: another thread may have found something
             self.changed = True
 
-    def take_job(self, start: int, stop: int, buffers: Any) -> None:
-        self.peak = max(self.peak, int(buffers.tensor["peak"][0]))  # bit patterns are ordered as values
+    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+        self.peak = max(
+            self.peak, int(buffers.tensor["peak"][0])
+        )  # bit patterns are ordered as values
 
     @property
     def largest(self) -> np.float32:
@@ -62,7 +66,9 @@ class Encoder:
         look: PeakLook | None,
     ) -> None:  # fmt: skip
         self.base, self.info, self.start, self.write, self.look = base, info, start, write, look
-        self._held = np.empty((2, count_held(info, chunk)), np.float32)  # merged values, and the base's
+        self._held = np.empty(
+            (2, count_held(info, chunk)), np.float32
+        )  # merged values, and the base's
         self._count = 0
 
     def take(self, values: Array, base: Array) -> None:
@@ -97,10 +103,16 @@ class Encoder:
             stored = np.empty(merged.shape, np.uint8)
             self.base.read_bytes(stored.reshape(-1).data, self.info.stored, start)
             wide = changed if len(changed[0]) == 1 else changed.repeat(block[1], 1)[:, :width]
-            made = np.where(wide.repeat(block[0], 0)[: len(merged)], made, stored) if changed.any() else stored
+            made = (
+                np.where(wide.repeat(block[0], 0)[: len(merged)], made, stored)
+                if changed.any()
+                else stored
+            )
         self.write(False, made.reshape(-1).data, start)
 
-    def _find_scales(self, merged: Array, base: Array, row: int, block: tuple[int, int]) -> tuple[Array, Array]:
+    def _find_scales(
+        self, merged: Array, base: Array, row: int, block: tuple[int, int]
+    ) -> tuple[Array, Array]:
         """Which blocks have changed, and what each is to be divided by; the scales are written."""
         scales, dtype = self.info.scales, self.info.scales.info.dtype
         if self.look is not None:
@@ -108,12 +120,20 @@ class Encoder:
         else:
             changed = fp8.reduce_blocks(np.logical_or, merged != base, block)
             peaks = fp8.reduce_blocks(np.maximum, np.abs(merged), block)
-        old = read_scales(self.base, scales, row, len(merged)).view(FORMATS[dtype].raw).reshape(changed.shape)
+        old = (
+            read_scales(self.base, scales, row, len(merged))
+            .view(FORMATS[dtype].raw)
+            .reshape(changed.shape)
+        )
         found = np.maximum(peaks / np.float32(fp8.LARGEST), np.float32(fp8.SMALLEST_SCALE))
         if scales.powers:  # the next one up, as the base's are
             fractions, exponents = np.frexp(found)
             found = np.ldexp(np.float32(1), exponents - (fractions == 0.5))
         new = plain.encode(found, dtype)
         raw = np.where(changed & (peaks > 0), new, old)
-        self.write(True, raw.reshape(-1).view(np.uint8).data, row // scales.block[0] * raw.itemsize * scales.grid[1])
+        self.write(
+            True,
+            raw.reshape(-1).view(np.uint8).data,
+            row // scales.block[0] * raw.itemsize * scales.grid[1],
+        )
         return changed, widen(raw.reshape(-1), dtype).reshape(raw.shape)

@@ -31,7 +31,9 @@ class Journal:
                 entries.append(json.loads(text))
                 self.length += len(line)
         # After a first line that is damaged, what follows means nothing.
-        self.identity: dict[str, Any] | None = entries[0] if entries and isinstance(entries[0], dict) else None
+        self.identity: dict[str, Any] | None = (
+            entries[0] if entries and isinstance(entries[0], dict) else None
+        )
         self.done: list[Any] = list(itertools.chain(*entries[1:])) if self.identity else []
 
     def append(self, entry: Any) -> None:
@@ -56,14 +58,20 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def describe_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+def explain_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
     for key in dict.fromkeys([*new, *old]):
         one, other = old.get(key), new.get(key)
         if one != other:
             if isinstance(one, dict) and isinstance(other, dict):
-                return describe_difference(*({f"{key}.{k}": v for k, v in d.items()} for d in (one, other)))
+                return explain_difference(
+                    *({f"{key}.{k}": v for k, v in d.items()} for d in (one, other))
+                )
             if one is None or other is None:
-                return f"it has no {key}, and this one has" if one is None else f"it has {key}, and this one has not"
+                return (
+                    f"it has no {key}, and this one has"
+                    if one is None
+                    else f"it has {key}, and this one has not"
+                )
             return f"its {key} is {one!r}, not {other!r}"
     return ""

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from darelib.core.text import DareError
 from darelib.models.tensorfile import BINARY
 from darelib.output.journal import write_all
-from darelib.text import DareError
 
 LOCK_FILE: Final = "lock"
 LOCK_WORDS: Final = "dare is merging here: process"
@@ -21,10 +21,14 @@ class Lock:
 
     def __init__(self, folder: Path, destination: str) -> None:
         self.folder, self.path, self.descriptor = folder, folder / LOCK_FILE, -1
-        foreign = DareError(f"{str(folder)!r} is in the way", "this tool did not make it; move it elsewhere")
+        foreign = DareError(
+            f"{str(folder)!r} is in the way", "this tool did not make it; move it elsewhere"
+        )
         made, content = False, ""
         try:
-            while not self._holds_path():  # whoever had the lock may remove the folder at any moment
+            while (
+                not self._holds_path()
+            ):  # whoever had the lock may remove the folder at any moment
                 self._close()
                 with suppress(FileExistsError):
                     os.mkdir(folder)
@@ -37,11 +41,17 @@ class Lock:
                     content = os.read(self.descriptor, 100).decode(errors="replace")
                     if not is_locked:
                         self._close()  # so that nothing of the other's is removed
-                        holder = f"process {content.split()[-1]}" if content.split() else "of an unknown process"
+                        holder = (
+                            f"process {content.split()[-1]}"
+                            if content.split()
+                            else "of an unknown process"
+                        )
                         words = f"another merge ({holder}) is writing {destination!r}"
                         raise DareError(words, "wait, or give another output")
             # A lock of ours may have been cut short if there is nothing beside it.
-            if not content.startswith(LOCK_WORDS) and (self.leftovers() or not LOCK_WORDS.startswith(content)):
+            if not content.startswith(LOCK_WORDS) and (
+                self.leftovers() or not LOCK_WORDS.startswith(content)
+            ):
                 self._close()
                 raise foreign
             os.lseek(self.descriptor, 0, os.SEEK_SET)
@@ -58,7 +68,9 @@ class Lock:
         """Whether the folder has its name only by chance: one of ours has a lock before anything else."""
         try:
             names = os.listdir(self.folder)
-            return bool(names) and not (LOCK_FILE in names and stat.S_ISREG(os.stat(self.path).st_mode))
+            return bool(names) and not (
+                LOCK_FILE in names and stat.S_ISREG(os.stat(self.path).st_mode)
+            )
         except FileNotFoundError:  # it has just been removed, unless it is a link to nothing
             return os.path.islink(self.folder)
         except OSError:
@@ -67,7 +79,9 @@ class Lock:
     def _holds_path(self) -> bool:
         """Whether the file that is locked is still the one that others would find."""
         try:
-            return self.descriptor >= 0 and os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+            return self.descriptor >= 0 and os.path.samestat(
+                os.fstat(self.descriptor), os.stat(self.path)
+            )
         except FileNotFoundError:
             return False
 
@@ -101,7 +115,9 @@ def try_lock(descriptor: int, shared: bool = False) -> bool:
         if os.name == "nt" and not shared:  # where locks cannot be shared
             import msvcrt
 
-            os.lseek(descriptor, 1 << 30, os.SEEK_SET)  # far behind the words, which others must be able to read
+            os.lseek(
+                descriptor, 1 << 30, os.SEEK_SET
+            )  # far behind the words, which others must be able to read
             try:
                 msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
             finally:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from darelib.text import DareError
+from darelib.core.text import DareError
 
 
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
@@ -26,5 +26,7 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         if made:
             partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise DareError(f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it") from None
+            raise DareError(
+                f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it"
+            ) from None
         raise

@@ -22,13 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from darelib.interrupts import Interrupts
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import LOG, DareError, InputChanged
+from darelib.core.tuning import TUNING
 from darelib.models.tensorfile import BINARY, SEEK_LOCK, read_at
 from darelib.output.destination import Destination, check_replaceable, digest_of
-from darelib.output.journal import Journal, describe_difference, write_synced
+from darelib.output.journal import Journal, explain_difference, write_synced
 from darelib.output.lock import LOCK_FILE, LOCK_WORDS, Lock, remove, try_lock
-from darelib.text import LOG, DareError, InputChanged
-from darelib.tuning import TUNING
 
 # In the folder beside the destination: the new model, the one that it replaces, and the journal.
 MADE: Final = "output"
@@ -116,15 +116,21 @@ class Flusher:
 class Files:
     """Files of tensors in the making that one process writes, and the journal of what is certain to be in them."""
 
-    def __init__(self, destination: Destination, files: Sequence[PlannedFile], journal: str) -> None:
+    def __init__(
+        self, destination: Destination, files: Sequence[PlannedFile], journal: str
+    ) -> None:
         self.destination, self.files, self.folder = destination, files, destination.partial
         self.made = self.folder / MADE
-        self.paths = [self.made / file.name if destination.directory else self.made for file in files]
+        self.paths = [
+            self.made / file.name if destination.directory else self.made for file in files
+        ]
         self.journal = Journal(self.folder / journal)
         self.flusher = Flusher(self._record)
         self.note = self.flusher.note
         self.descriptors: list[int] = []
-        self.marks: list[tuple[int, Path]] = []  # what else is open, and must stay what others would find
+        self.marks: list[
+            tuple[int, Path]
+        ] = []  # what else is open, and must stay what others would find
 
     def are_there(self) -> list[bool]:
         """Which files are as long as they will be."""
@@ -136,13 +142,18 @@ class Files:
         for number, there in enumerate(self.are_there()):
             if not there:
                 remove(self.folder / shard_journal(self.files[number]))
-            self.descriptors.append(os.open(self.paths[number], os.O_RDWR | os.O_CREAT | BINARY, 0o666))
+            self.descriptors.append(
+                os.open(self.paths[number], os.O_RDWR | os.O_CREAT | BINARY, 0o666)
+            )
             self._check_names(self.marks)  # before anything is written
             if not there:
                 reserve(self.descriptors[-1], self.files[number].size)
             # Who made a file that is there may have come no further than its size.
             found = bytearray(len(self.files[number].header))
-            if read_at(self.descriptors[-1], memoryview(found), 0) < len(found) or found != self.files[number].header:
+            if (
+                read_at(self.descriptors[-1], memoryview(found), 0) < len(found)
+                or found != self.files[number].header
+            ):
                 self.write_at(number, memoryview(self.files[number].header), 0)
 
     def _sync(self) -> None:
@@ -159,7 +170,9 @@ class Files:
     def _check_names(self, opened: Sequence[tuple[int, Path]]) -> None:
         """Somebody may have removed the folder by hand, and another merge may have begun in one of the same name."""
         with suppress(FileNotFoundError):
-            if all(os.path.samestat(os.fstat(descriptor), path.stat()) for descriptor, path in opened):
+            if all(
+                os.path.samestat(os.fstat(descriptor), path.stat()) for descriptor, path in opened
+            ):
                 return
         raise OSError(errno.ENOENT, f"somebody removed {self.folder} in the meantime")
 
@@ -188,7 +201,9 @@ class Shard(Files):
     done again.
     """
 
-    def __init__(self, destination: Destination, file: PlannedFile, identity: dict[str, Any]) -> None:
+    def __init__(
+        self, destination: Destination, file: PlannedFile, identity: dict[str, Any]
+    ) -> None:
         super().__init__(destination, [file], shard_journal(file))
         path = self.folder / JOURNAL_FILE
         self.marks = [(os.open(path, os.O_RDONLY | BINARY), path)]
@@ -198,7 +213,8 @@ class Shard(Files):
             check_same_merge(whole, identity, self.folder)
             if whole.done and not all(self.are_there()):
                 raise DareError(
-                    f"{file.name!r} is gone from {str(self.folder)!r}", "remove that folder, and merge again"
+                    f"{file.name!r} is gone from {str(self.folder)!r}",
+                    "remove that folder, and merge again",
                 )
             self._open()
             self.journal = Journal(self.journal.path)  # which is gone, if the file was
@@ -239,7 +255,11 @@ class Output(Files):
     """What a merge writes. publish() gives it its name; what is not published is removed or kept to be continued."""
 
     def __init__(
-        self, destination: Destination, files: Sequence[PlannedFile], identity: dict[str, Any], resume: bool
+        self,
+        destination: Destination,
+        files: Sequence[PlannedFile],
+        identity: dict[str, Any],
+        resume: bool,
     ) -> None:
         """identity: all that must be equal for a merge begun earlier to be continued."""
         self.resume = resume
@@ -261,7 +281,9 @@ class Output(Files):
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.discard(keep=self.resume and error is not None and not isinstance(error, InputChanged))
 
     def _restore_replaced(self) -> None:
@@ -274,7 +296,10 @@ class Output(Files):
         if not target.exists():
             os.rename(old, target)
         elif self.made.exists():  # so the new one was not put there, but something else was
-            raise DareError(f"the model that was at {str(target)!r} is in {str(old)!r}", "move one of them elsewhere")
+            raise DareError(
+                f"the model that was at {str(target)!r} is in {str(old)!r}",
+                "move one of them elsewhere",
+            )
 
     def _continue(self, identity: dict[str, Any]) -> bool:
         """Continue what an earlier run left, if that is wanted and possible."""
@@ -289,13 +314,15 @@ class Output(Files):
             what = "is removed (--resume would continue it)" if complete else "is removed"
             LOG.warning(f"an unfinished merge in {self.folder} {what}")
             return False
-        if difference := describe_difference(begun, identity):
+        if difference := explain_difference(begun, identity):
             raise DareError(
                 f"the unfinished merge in {str(self.folder)!r} is another one: {difference}",
                 "run without --resume to remove it and start again",
             )
         if not complete:
-            LOG.warning(f"the unfinished merge in {self.folder} cannot be continued: its files are not complete")
+            LOG.warning(
+                f"the unfinished merge in {self.folder} cannot be continued: its files are not complete"
+            )
             return False
         os.truncate(self.journal.path, self.journal.length)
         self._open()
@@ -334,7 +361,10 @@ class Output(Files):
         check_inputs()
         for name, digest in digests.items():
             if digest_of(self.made / name) != digest:
-                raise DareError(f"{name!r} changed while it was merged", "merge again, and change no input meanwhile")
+                raise DareError(
+                    f"{name!r} changed while it was merged",
+                    "merge again, and change no input meanwhile",
+                )
         self._commit(force)
 
     def _commit(self, force: bool) -> None:
@@ -348,7 +378,9 @@ class Output(Files):
         if self.destination.directory:
             for place, _, _ in os.walk(self.made, topdown=False):
                 sync_directory(Path(place))
-        check_replaceable(self.destination, force)  # somebody may have put something there meanwhile
+        check_replaceable(
+            self.destination, force
+        )  # somebody may have put something there meanwhile
         # From here on what lies in the folder may be the old model, which must not be continued.
         self.journal.path.unlink()
         self.resume = False
@@ -405,10 +437,14 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
     try:
         descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | BINARY)
     except FileNotFoundError:
-        raise DareError(f"{str(folder)!r} is in the way", "this tool did not make it; move it elsewhere") from None
+        raise DareError(
+            f"{str(folder)!r} is in the way", "this tool did not make it; move it elsewhere"
+        ) from None
     try:
         if not try_lock(descriptor, shared=True):
-            raise DareError(f"another merge is writing {destination.name!r}", "wait, or give another output")
+            raise DareError(
+                f"another merge is writing {destination.name!r}", "wait, or give another output"
+            )
         check_same_merge(Journal(folder / JOURNAL_FILE), identity, folder)
         yield
     finally:
@@ -417,10 +453,15 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
 
 def check_same_merge(journal: Journal, identity: dict[str, Any], folder: Path) -> None:
     if journal.identity is None:
-        raise DareError(f"{str(folder)!r} is in the way: no merge can be continued there", "remove it, and try again")
-    if difference := describe_difference(journal.identity, identity):
+        raise DareError(
+            f"{str(folder)!r} is in the way: no merge can be continued there",
+            "remove it, and try again",
+        )
+    if difference := explain_difference(journal.identity, identity):
         hint = "give all parts the same models and settings, or remove that folder"
-        raise DareError(f"the unfinished merge in {str(folder)!r} is another one: {difference}", hint)
+        raise DareError(
+            f"the unfinished merge in {str(folder)!r} is another one: {difference}", hint
+        )
 
 
 @contextmanager
@@ -447,7 +488,9 @@ def reserve(descriptor: int, size: int) -> None:
     place, step = 0, RESERVED_BYTES
     while function is not None and place < size:
         piece, started = min(step, size - place), time.perf_counter()
-        failed = function(ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(place), ctypes.c_int64(piece))
+        failed = function(
+            ctypes.c_int(descriptor), ctypes.c_int(0), ctypes.c_int64(place), ctypes.c_int64(piece)
+        )
         if failed and ctypes.get_errno() == errno.ENOSPC:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if failed or time.perf_counter() - started > piece / ZEROS_PER_SECOND:
@@ -466,7 +509,9 @@ def read_pieces(content: bytes | Path) -> Iterator[bytes]:
             while piece := file.read(1 << 20):
                 yield piece
     except OSError as error:
-        raise InputChanged(f"cannot read {str(content)!r} any more: {error.strerror}", "merge again") from None
+        raise InputChanged(
+            f"cannot read {str(content)!r} any more: {error.strerror}", "merge again"
+        ) from None
 
 
 def sync_directory(path: Path) -> None:
@@ -498,7 +543,10 @@ def replace(made: Path, target: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one step, if this system can."""
     for function, arguments in (
-        ("renameat2", (-100, os.fsencode(one), -100, os.fsencode(other), 2)),  # Linux: AT_FDCWD, RENAME_EXCHANGE
+        (
+            "renameat2",
+            (-100, os.fsencode(one), -100, os.fsencode(other), 2),
+        ),  # Linux: AT_FDCWD, RENAME_EXCHANGE
         ("renamex_np", (os.fsencode(one), os.fsencode(other), 2)),  # macOS: RENAME_SWAP
     ):
         with suppress(AttributeError, OSError, TypeError):

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.models import Input, explain_path
+from darelib.core.text import DareError
 from darelib.models.hub import download
+from darelib.models.inputs import Input, explain_path
 from darelib.models.jsonfile import read_json
+from darelib.models.source import AUTO, BASE, UNION, Source, is_template, recorded_name
 from darelib.models.tensorfile import explain_os_error, open_regular
 from darelib.models.vocabulary import (
     ADDED_START,
@@ -22,10 +24,8 @@ from darelib.models.vocabulary import (
     find_table,
     read_vocabulary,
 )
-from darelib.readers import AUTO, BASE, UNION, Source, is_template, recorded_name
-from darelib.text import DareError
 
-CONFIG_FILE: Final = "tokenizer_config.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_PATTERNS: Final = ("chat_template*", "additional_chat_templates/*")
 TOKENIZER_PATTERNS: Final = (
@@ -45,7 +45,9 @@ class TokenizerChoice:
 
     name: str = BASE  # base, union, or a model
     folder: Path | None = None  # of that model
-    template: Any = None  # None: the base's or, where it has none, that of the first model that has one
+    template: Any = (
+        None  # None: the base's or, where it has none, that of the first model that has one
+    )
     settings: Mapping[str, str] = field(default_factory=dict)  # what a recipe says of it
     paths: tuple[tuple[str, Path], ...] = ()  # what must not be written to, by the user's names
 
@@ -67,7 +69,9 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     if "tokenizer" in given:
         folder = find_folder(given["tokenizer"])
         if folder is None or not tokenizer_files(folder):
-            raise DareError(f"there is no tokenizer in {name!r}", "tokenizer wants base, union or a model")
+            raise DareError(
+                f"there is no tokenizer in {name!r}", "tokenizer wants base, union or a model"
+            )
     if "chat_template" in given:
         found = read_template(given["chat_template"])
     settings = {key: recorded_name(source) for key, source in given.items()} | (
@@ -75,7 +79,9 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     )
     if template is not None and (template.name == AUTO or is_template(template.name)):
         found = settings["chat_template"] = template.name
-    return TokenizerChoice(name, folder, found, settings, tuple((s.name, s.path) for s in given.values()))
+    return TokenizerChoice(
+        name, folder, found, settings, tuple((s.name, s.path) for s in given.values())
+    )
 
 
 def read_template(source: Source) -> Any:
@@ -86,7 +92,9 @@ def read_template(source: Source) -> Any:
     except OSError as error:
         raise explain_os_error(error, source.name, "give a model or a text") from None
     if found is None:
-        raise DareError(f"there is no chat template in {source.name!r}", "chat_template wants a model or a file")
+        raise DareError(
+            f"there is no chat template in {source.name!r}", "chat_template wants a model or a file"
+        )
     return found
 
 
@@ -99,7 +107,11 @@ def find_folder(source: Source) -> Path | None:
 
 
 def tokenizer_files(folder: Path, patterns: Sequence[str] = TOKENIZER_PATTERNS) -> dict[str, Path]:
-    paths = {path.relative_to(folder).as_posix(): path for pattern in patterns for path in folder.glob(pattern)}
+    paths = {
+        path.relative_to(folder).as_posix(): path
+        for pattern in patterns
+        for path in folder.glob(pattern)
+    }
     found = {name: path for name, path in sorted(paths.items()) if path.is_file()}
     for path in found.values():
         if not os.access(path, os.R_OK):  # to be known before the merge, not after it
@@ -113,7 +125,7 @@ def find_template(folder: Path | None) -> Any:
         return None
     if (folder / TEMPLATE_FILE).exists():
         return read_text(folder / TEMPLATE_FILE)
-    for name in ("chat_template.json", CONFIG_FILE):
+    for name in ("chat_template.json", TOKENIZER_CONFIG):
         if (folder / name).exists():
             with suppress(DareError):  # what is not JSON has no template
                 template = read_json(folder / name, name).get("chat_template")
@@ -126,14 +138,21 @@ def read_text(path: Path) -> str:
     with open_regular(path) as file:
         data = file.read(MAX_TEMPLATE + 1)
     if len(data) > MAX_TEMPLATE:
-        raise DareError(f"the chat template {str(path)!r} is longer than {MAX_TEMPLATE:,} bytes", "choose another")
+        raise DareError(
+            f"the chat template {str(path)!r} is longer than {MAX_TEMPLATE:,} bytes",
+            "choose another",
+        )
     try:
         return data.decode()
     except ValueError as error:
-        raise DareError(f"the chat template {str(path)!r} is not UTF-8 text: {error}", "save it as UTF-8") from None
+        raise DareError(
+            f"the chat template {str(path)!r} is not UTF-8 text: {error}", "save it as UTF-8"
+        ) from None
 
 
-def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Input], rows: int) -> list[str]:
+def place_tokenizer(
+    side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Input], rows: int
+) -> list[str]:
     """Change the files of an output directory as chosen. Gives what to tell. rows: of its embedding, 0 if unknown."""
     base, *models = inputs
     vocabulary = None
@@ -161,7 +180,9 @@ def place_tokenizer(side: SideFiles, choice: TokenizerChoice, inputs: Sequence[I
             if (template := find_template(model.folder)) is not None:
                 set_template(side, template)
                 whose = choice.name if choice.folder else "the base"
-                return [f"the chat template is that of {model.name}, since {whose} has none; --chat-template chooses"]
+                return [
+                    f"the chat template is that of {model.name}, since {whose} has none; --chat-template chooses"
+                ]
     return []
 
 
@@ -172,13 +193,15 @@ def most_common(templates: Sequence[Any]) -> Any:
 
 
 def set_template(side: SideFiles, template: Any) -> None:
-    for name in [name for name in side if name.startswith(("chat_template", "additional_chat_templates/"))]:
+    for name in [
+        name for name in side if name.startswith(("chat_template", "additional_chat_templates/"))
+    ]:
         del side[name]
-    if CONFIG_FILE not in side and isinstance(template, str):
+    if TOKENIZER_CONFIG not in side and isinstance(template, str):
         side[TEMPLATE_FILE] = template.encode()
         return
-    side.setdefault(CONFIG_FILE, b"{}")  # which every version of transformers reads
-    edit_json(side, CONFIG_FILE, lambda table: table.update(chat_template=template))
+    side.setdefault(TOKENIZER_CONFIG, b"{}")  # which every version of transformers reads
+    edit_json(side, TOKENIZER_CONFIG, lambda table: table.update(chat_template=template))
 
 
 def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], Any]) -> None:
@@ -190,7 +213,9 @@ def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], Any])
         side[name] = json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def add_tokens(side: SideFiles, added: Sequence[dict[str, Any]], folders: Sequence[Path | None]) -> None:
+def add_tokens(
+    side: SideFiles, added: Sequence[dict[str, Any]], folders: Sequence[Path | None]
+) -> None:
     """The base's tokenizer with the tokens that models added, in every file that lists tokens."""
     path = side[TOKENIZER_FILE]
     data = path.read_bytes() if isinstance(path, Path) else path
@@ -199,16 +224,24 @@ def add_tokens(side: SideFiles, added: Sequence[dict[str, Any]], folders: Sequen
     if entries and listed:
         before = data[: listed.end() - 1].rstrip()
         comma = b"" if before.endswith(b"[") else b","
-        side[TOKENIZER_FILE] = before + comma + b"\n    " + entries + b"\n  " + data[listed.end() - 1 :]
+        side[TOKENIZER_FILE] = (
+            before + comma + b"\n    " + entries + b"\n  " + data[listed.end() - 1 :]
+        )
     elif entries:
         side[TOKENIZER_FILE] = data.replace(b"{", b'{\n  "added_tokens": [' + entries + b"],", 1)
-    known = [read_json(f / CONFIG_FILE, CONFIG_FILE) for f in folders if f and (f / CONFIG_FILE).exists()]
+    known = [
+        read_json(f / TOKENIZER_CONFIG, TOKENIZER_CONFIG)
+        for f in folders
+        if f and (f / TOKENIZER_CONFIG).exists()
+    ]
 
     def add_special(table: dict[str, Any]) -> None:
         for key in SPECIAL_LISTS:
             lists = [entry[key] for entry in (table, *known) if isinstance(entry.get(key), list)]
             if lists:
-                table[key] = list({str(of(token)): token for tokens in lists for token in tokens}.values())
+                table[key] = list(
+                    {str(of(token)): token for tokens in lists for token in tokens}.values()
+                )
 
     def of(token: Any) -> Any:
         return token.get("content") if isinstance(token, Mapping) else token
@@ -216,15 +249,25 @@ def add_tokens(side: SideFiles, added: Sequence[dict[str, Any]], folders: Sequen
     def add_to_config(table: dict[str, Any]) -> None:
         add_special(table)
         if isinstance(table.get("added_tokens_decoder"), dict):
-            fields = ({key: value for key, value in entry.items() if key != "id"} for entry in added)
-            table["added_tokens_decoder"] |= {str(e["id"]): f for e, f in zip(added, fields, strict=True)}
+            fields = (
+                {key: value for key, value in entry.items() if key != "id"} for entry in added
+            )
+            table["added_tokens_decoder"] |= {
+                str(e["id"]): f for e, f in zip(added, fields, strict=True)
+            }
 
-    edit_json(side, CONFIG_FILE, add_to_config)
+    edit_json(side, TOKENIZER_CONFIG, add_to_config)
     edit_json(side, "special_tokens_map.json", add_special)
-    edit_json(side, "added_tokens.json", lambda table: table.update((e["content"], e["id"]) for e in added))
+    edit_json(
+        side,
+        "added_tokens.json",
+        lambda table: table.update((e["content"], e["id"]) for e in added),
+    )
 
 
-def compare_tokenizers(choice: TokenizerChoice, inputs: Sequence[Input], directory: bool) -> Iterator[str]:
+def compare_tokenizers(
+    choice: TokenizerChoice, inputs: Sequence[Input], directory: bool
+) -> Iterator[str]:
     """Which models number their tokens otherwise than the base, and what that means for the output."""
     base, *models = inputs
     others = [(model.name, model.folder) for model in models]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from darelib.interrupts import Interrupts
-from darelib.models import Input, check_unchanged
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import LOG, ConfigError, count_of, progress
+from darelib.models.inputs import Input, check_unchanged
 from darelib.output.publish import Shard, share_folder
-from darelib.plan import MergePlan
+from darelib.plan.plan import MergePlan
 from darelib.run.threads import run_jobs
 from darelib.run.worker import Outcome, Worker
-from darelib.text import LOG, ConfigError, count_of, progress
 
 
 def make_shard(
@@ -37,11 +37,18 @@ def make_part(
     (k, n), outcomes, identity = part, list[Outcome](), plan.identity(inputs)
     numbers = range(k - 1, len(plan.files), n)
     if not numbers:
-        LOG.info(f"the output has {count_of(len(plan.files), 'file')}, so there is nothing to do for part {k} of {n}")
+        LOG.info(
+            f"the output has {count_of(len(plan.files), 'file')}, so there is nothing to do for part {k} of {n}"
+        )
         return plan.part(()), outcomes
-    LOG.info("when all parts are made, the same command with --resume in place of --part publishes the output")
+    LOG.info(
+        "when all parts are made, the same command with --resume in place of --part publishes the output"
+    )
     own = plan.part(numbers)
-    with share_folder(plan.output, identity), progress("merging", own.bytes_to_read, plan.config.verbose) as advance:
+    with (
+        share_folder(plan.output, identity),
+        progress("merging", own.bytes_to_read, plan.config.verbose) as advance,
+    ):
         for shard in plan.shards(numbers):
             outcomes += make_shard(shard, inputs, identity, advance, interrupts)
     return own, outcomes

@@ -16,20 +16,20 @@ from typing import Any, Final
 
 from darelib import __version__
 from darelib.config import DareConfig
-from darelib.interrupts import Interrupts
-from darelib.models import Input, explain_read_errors, open_models
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import ConfigError, DareError, install_hint, progress
+from darelib.core.tuning import TUNING, raise_open_file_limit
+from darelib.models.inputs import Input, explain_read_errors, open_models
+from darelib.models.source import Source
 from darelib.output.destination import Destination
-from darelib.output.journal import describe_difference
+from darelib.output.journal import explain_difference
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.plan import MergePlan, plan_merge
-from darelib.readers import Source
+from darelib.plan.plan import MergePlan, plan_merge
 from darelib.run import Run
 from darelib.run.parts import check_shards, make_shard
 from darelib.run.threads import list_done
 from darelib.run.worker import Outcome
-from darelib.text import ConfigError, DareError, install_hint, progress
-from darelib.tuning import TUNING, raise_open_file_limit
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}
@@ -50,10 +50,15 @@ class Order:
     @contextmanager
     def open(self) -> Iterator[tuple[list[Input], MergePlan]]:
         with open_models(self.sources, self.tokenizer.unites) as inputs, explain_read_errors():
-            yield inputs, plan_merge(self.config, inputs, self.output, self.tokenizer, with_side_files=False)
+            yield (
+                inputs,
+                plan_merge(self.config, inputs, self.output, self.tokenizer, with_side_files=False),
+            )
 
 
-def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, address: str | None) -> Run:
+def prepare(
+    plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, address: str | None
+) -> Run:
     ray = load_ray()
     check_shards(plan, "--runner ray")
     sources = tuple(name_for_all(model.source) for model in inputs)
@@ -63,10 +68,17 @@ def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, ad
         outcomes = list_done(plan, output)
         done = {(outcome.tensor, outcome.start) for outcome in outcomes}
         shards = enumerate(plan.shards(range(len(plan.files))))
-        todo = {number: shard.bytes_to_read for number, shard in shards if any(shard.jobs(shard.tensors, done))}
+        todo = {
+            number: shard.bytes_to_read
+            for number, shard in shards
+            if any(shard.jobs(shard.tensors, done))
+        }
         own = {tensor.name for tensor in plan.tensors if tensor.output.file in todo}
         outcomes = [outcome for outcome in outcomes if outcome.tensor not in own]
-        with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance, connect(ray, address):
+        with (
+            progress("merging", plan.bytes_to_read, plan.config.verbose) as advance,
+            connect(ray, address),
+        ):
             interrupts.hold()
             advance(plan.bytes_to_read - sum(todo.values()))
             for number, entries in run_tasks(ray, list(todo), order, interrupts):
@@ -126,10 +138,15 @@ def run_tasks(
     share = min(sum(sizes) // max(len(numbers), 1), *filter(None, sizes), sys.maxsize)
     threads = order.config.threads or max(1, share)
     if threads > max(sizes, default=threads):
-        raise ConfigError(f"no node of the cluster has {threads} CPUs", f"--threads can be {max(sizes)} at most")
+        raise ConfigError(
+            f"no node of the cluster has {threads} CPUs", f"--threads can be {max(sizes)} at most"
+        )
     order = replace(order, config=replace(order.config, threads=threads, verbose=False))
     # What fails by itself would fail again; only a disk may recover.
-    options = {"retry_exceptions": [OSError], "scheduling_strategy": "SPREAD"}  # else some nodes wait while others work
+    options = {
+        "retry_exceptions": [OSError],
+        "scheduling_strategy": "SPREAD",
+    }  # else some nodes wait while others work
     task = ray.remote(num_cpus=order.config.threads, **options)(make_elsewhere)
     shared = ray.put(order)
     running = {task.remote(shared, number): number for number in numbers}
@@ -147,7 +164,9 @@ def run_tasks(
         if "No module named 'darelib'" in str(cause):
             raise DareError("a node of the cluster lacks this tool", "install it on each") from None
         words = shorten(str(cause), 200)
-        raise DareError(f"Ray cannot finish the merge: {words}", "--resume keeps what is done, and continues") from None
+        raise DareError(
+            f"Ray cannot finish the merge: {words}", "--resume keeps what is done, and continues"
+        ) from None
 
 
 def make_elsewhere(order: Order, number: int) -> list[Any]:
@@ -164,15 +183,23 @@ def make_elsewhere(order: Order, number: int) -> list[Any]:
 
 def open_like(order: Order) -> dict[str, Any]:
     """Open the inputs and plan the merge, and refuse what is not the merge of whoever asks for it."""
-    host, hint = socket.gethostname(), "all nodes must see the same files by the same paths, and nobody may change them"
+    host, hint = (
+        socket.gethostname(),
+        "all nodes must see the same files by the same paths, and nobody may change them",
+    )
     if order.version != __version__:
-        raise DareError(f"{host} has version {__version__} of this tool, not {order.version}", "install the same one")
+        raise DareError(
+            f"{host} has version {__version__} of this tool, not {order.version}",
+            "install the same one",
+        )
     raise_open_file_limit()
     with ExitStack() as opened:
         try:
             inputs, plan = opened.enter_context(order.open())
         except DareError as error:
             raise DareError(f"on {host}: {error}", error.hint) from None
-        if difference := describe_difference(order.identity, plan.identity(inputs)):
-            raise DareError(f"{host} sees another merge than the machine that started it: {difference}", hint)
+        if difference := explain_difference(order.identity, plan.identity(inputs)):
+            raise DareError(
+                f"{host} sees another merge than the machine that started it: {difference}", hint
+            )
         return {"inputs": inputs, "plan": plan, "open": opened.pop_all()}

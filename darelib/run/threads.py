@@ -7,15 +7,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
-from darelib.interrupts import Interrupts
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import LOG, human, progress
+from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
-from darelib.models import Input
+from darelib.models.inputs import Input
 from darelib.output.publish import Output, Shard
-from darelib.plan import Job, MergePlan
+from darelib.plan.plan import Job, MergePlan
 from darelib.run import Run
 from darelib.run.worker import Abandoned, JobWorker, Outcome, Worker, Write
-from darelib.text import LOG, human, progress
-from darelib.tuning import TUNING
 
 
 def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, _: object) -> Run:
@@ -24,7 +24,9 @@ def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, _:
     return lambda output: run_merge(plan, worker, output, interrupts)
 
 
-def run_merge(plan: MergePlan, worker: JobWorker, output: Output, interrupts: Interrupts) -> list[Outcome]:
+def run_merge(
+    plan: MergePlan, worker: JobWorker, output: Output, interrupts: Interrupts
+) -> list[Outcome]:
     """Run all jobs that an earlier run has not done. Gives what all jobs found, those of the earlier run included."""
     with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
         return run_jobs(plan, worker, output, advance, interrupts)
@@ -33,7 +35,9 @@ def run_merge(plan: MergePlan, worker: JobWorker, output: Output, interrupts: In
 def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:
     """What earlier runs have done of a plan. Two that did so at the same time may have noted the same job."""
     names = {tensor.name for tensor in plan.tensors}
-    found = {(entry[0], entry[1]): Outcome.of_entry(entry) for entry in output.done if entry[0] in names}
+    found = {
+        (entry[0], entry[1]): Outcome.of_entry(entry) for entry in output.done if entry[0] in names
+    }
     size = sum(outcome.bytes_read for outcome in found.values())
     if found and isinstance(output, Output):  # of a part's files, the progress tells
         LOG.info("continuing: %s of %s are done", human(size), human(plan.bytes_to_read))
@@ -41,7 +45,11 @@ def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:
 
 
 def run_jobs(
-    plan: MergePlan, worker: JobWorker, output: Output | Shard, advance: Callable[[int], None], interrupts: Interrupts
+    plan: MergePlan,
+    worker: JobWorker,
+    output: Output | Shard,
+    advance: Callable[[int], None],
+    interrupts: Interrupts,
 ) -> list[Outcome]:
     outcomes = list_done(plan, output)
 
@@ -103,7 +111,9 @@ def run_rounds(
             raise
 
 
-def measure_rate(rounds: Iterable[Iterator[Job]], worker: JobWorker, interrupts: Interrupts) -> tuple[int, float]:
+def measure_rate(
+    rounds: Iterable[Iterator[Job]], worker: JobWorker, interrupts: Interrupts
+) -> tuple[int, float]:
     """Bytes read, and seconds taken, by the first jobs. Where one fails, so would the merge."""
     sizes: list[int] = []
     first = next(iter(rounds), iter(()))
@@ -115,5 +125,11 @@ def measure_rate(rounds: Iterable[Iterator[Job]], worker: JobWorker, interrupts:
             if time.perf_counter() - started > TUNING.sample_seconds:
                 return
 
-    run_rounds([take_some()], worker, lambda *_: None, lambda job, _: sizes.append(job.bytes_read), interrupts)
+    run_rounds(
+        [take_some()],
+        worker,
+        lambda *_: None,
+        lambda job, _: sizes.append(job.bytes_read),
+        interrupts,
+    )
     return sum(sizes), time.perf_counter() - started

@@ -13,20 +13,20 @@ from typing import Any, Final, NamedTuple, NoReturn, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.drops import Thinning
-from darelib.formats import FORMATS, widen
-from darelib.interrupts import Interrupts
+from darelib.core.drops import Thinning
+from darelib.core.formats import FORMATS, widen
+from darelib.core.interrupts import Interrupts
+from darelib.core.mask import MASK_BITS, TILE, mask_key
+from darelib.core.methods import METHODS, Coefficients, Found, Look, weigh_for_look
+from darelib.core.text import DareError
+from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec, load_kernels
 from darelib.kernels.records import Buffers
-from darelib.mask import MASK_BITS, TILE, mask_key
-from darelib.methods import METHODS, Coefficients, Found, Look, weigh_for_look
-from darelib.models import Input
 from darelib.models.checkpoint import QUANTISE_HINT
+from darelib.models.inputs import Input
 from darelib.models.tensorfile import TensorInfo
 from darelib.output.fp8 import Encoder, PeakLook
-from darelib.plan import Job, MergePlan, Task, TensorPlan
-from darelib.text import DareError
-from darelib.tuning import TUNING
+from darelib.plan.plan import Job, MergePlan, Task, TensorPlan
 
 # What jobs write by: the number of a file, what to write, and where; it may also only compare.
 Write: TypeAlias = Callable[[int, memoryview, int], None]
@@ -58,14 +58,16 @@ class Tally(NamedTuple):
         return self.sum / self.parameters if self.parameters else 0.0
 
 
-def add_up(parts: Iterable[Sums]) -> Sums:
+def sum_fields(parts: Iterable[Sums]) -> Sums:
     """Sums that are all of one kind, added up one after the other; of their peaks, the largest.
 
     Not by sum(), whose rounding depends on the version of Python.
     """
     first, *others = parts
     rows = zip(first._fields, zip(first, *others, strict=True), strict=True)
-    return first._make(max(row) if name == "peak" else reduce(operator.add, row) for name, row in rows)
+    return first._make(
+        max(row) if name == "peak" else reduce(operator.add, row) for name, row in rows
+    )
 
 
 @dataclass
@@ -86,7 +88,13 @@ class Outcome:
     @classmethod
     def of_entry(cls, entry: list[Any]) -> Outcome:
         tensor, start, bytes_read, tallies, differing = entry
-        return cls(tensor, start, bytes_read, {int(i): Tally(*t) for i, t in tallies.items()}, set(differing))
+        return cls(
+            tensor,
+            start,
+            bytes_read,
+            {int(i): Tally(*t) for i, t in tallies.items()},
+            set(differing),
+        )
 
 
 @lru_cache(16)
@@ -138,9 +146,16 @@ class Worker(JobWorker):
         """passes: by tensor, the looks before its merge. specs: the kernels that merge, if any; others come on top."""
         super().__init__(task)
         self.base, self.models, self.passes = inputs[0], inputs[1:], passes
-        self._looked = Counter[str]()  # by tensor: of how many elements a pass has taken what was found
-        self._ranked: dict[tuple[str, int, int], NDArray[np.uint16]] = {}  # limits by tensor, row and start
-        wanted = {*specs, *(t.look_spec(look) for t in task.tensors for look, _ in passes.get(t.name, ()))}
+        self._looked = Counter[
+            str
+        ]()  # by tensor: of how many elements a pass has taken what was found
+        self._ranked: dict[
+            tuple[str, int, int], NDArray[np.uint16]
+        ] = {}  # limits by tensor, row and start
+        wanted = {
+            *specs,
+            *(t.look_spec(look) for t in task.tensors for look, _ in passes.get(t.name, ())),
+        }
         wanted |= {spec for model in inputs for spec in model.specs}
         self.kernels = load_kernels(wanted, task.config.engine, interrupts)
         for model in inputs:
@@ -160,13 +175,17 @@ class Worker(JobWorker):
         if job.look_pass is not None:
             self._look(job, buffers, *self.passes[job.tensor.name][job.look_pass])
             return None
-        return self._merge(job, buffers, write) if job.tensor.merged else self._copy(job, buffers, write)
+        return (
+            self._merge(job, buffers, write)
+            if job.tensor.merged
+            else self._copy(job, buffers, write)
+        )
 
     def take(self, job: Job, buffers: Buffers) -> None:
         """Let a look take what a job found, one job at a time; after the last of a pass it draws its conclusion."""
         name = job.tensor.name
         look, number = self.passes[name][job.look_pass or 0]
-        look.take_job(job.start, job.stop, buffers)
+        look.add_job(job.start, job.stop, buffers)
         self._looked[name] += job.stop - job.start
         if self._looked[name] == job.tensor.length:
             del self._looked[name]
@@ -178,15 +197,21 @@ class Worker(JobWorker):
         self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, look.found))
         look.describe(buffers, number)
         for start, count in self.chunks(job):
-            self._load(tensor, start, count, buffers, remember=tensor.scales is None)  # else its chunks will be others
+            self._load(
+                tensor, start, count, buffers, remember=tensor.scales is None
+            )  # else its chunks will be others
             self._compute(kernel, tensor, start, count, buffers)
-            look.take_chunk(start, count, buffers)
+            look.add_chunk(start, count, buffers)
         if not np.isfinite(self._peaks(tensor, buffers)).all():
             self._explain_non_finite(job, buffers)
 
     def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor, spec, passes = job.tensor, job.tensor.spec, self.passes.get(job.tensor.name)
-        kernel, item, models = self.kernels[spec], FORMATS[spec.output].itemsize, len(tensor.finetuned)
+        kernel, item, models = (
+            self.kernels[spec],
+            FORMATS[spec.output].itemsize,
+            len(tensor.finetuned),
+        )
         weigh, offset = METHODS[tensor.settings.method].weigh, self.offset(tensor)
         encoder = self._make_encoder(job, write, passes[-1][0] if passes else None)
         found = passes[-1][0].found if passes else Found()
@@ -195,15 +220,21 @@ class Worker(JobWorker):
             self._load(tensor, start, count, buffers)
             self._compute(kernel, tensor, start, count, buffers)
             if encoder:
-                encoder.take(*(row.view(np.float32)[:count] for row in (buffers.output, buffers.base)))
+                encoder.take(
+                    *(row.view(np.float32)[:count] for row in (buffers.output, buffers.base))
+                )
             else:
-                write(tensor.output.file, buffers.output.data[: count * item], offset + start * item)
+                write(
+                    tensor.output.file, buffers.output.data[: count * item], offset + start * item
+                )
         if encoder:
             encoder.flush()
         peaks = self._peaks(tensor, buffers)
         if not (peaks[models] < FORMATS[spec.output].limit and np.isfinite(peaks).all()):
             self._explain_non_finite(job, buffers)
-        tallies = {i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(tensor.models)}
+        tallies = {
+            i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(tensor.models)
+        }
         return Outcome(tensor.name, job.start, job.bytes_read, tallies)
 
     def _make_encoder(self, job: Job, write: Write, look: Look | None) -> Encoder | None:
@@ -224,55 +255,83 @@ class Worker(JobWorker):
         settings = tensor.settings
         buffers.clear()
         for row, (i, info) in enumerate(tensor.finetuned):
-            told = buffers.models[row]
+            record = buffers.models[row]
             thinning, bounds = settings.thinnings[i], found.bounds[row]
-            told["key_0"], told["key_1"] = mask_key(self.task.seeds[i], tensor.mask_names[row])
-            told["limit"], told["bounded"] = thinning.threshold - 1, bounds is not None
+            record["key_0"], record["key_1"] = mask_key(self.task.seeds[i], tensor.mask_names[row])
+            record["limit"], record["bounded"] = thinning.threshold - 1, bounds is not None
             for name, value in bounds._asdict().items() if bounds else ():
-                told[name] = value
-            told["ranked"], told["divided"] = thinning.scheme.thresholds is not None, thinning.divides_each
-            told["number"], told["is_delta"] = i, info.is_delta
-            told["stored"] = 0 if info.mask_name is None else info.threshold
-            told["scale"], told["weight"], told["floor"] = found.scales[row], found.weights[row], found.floors[row]
+                record[name] = value
+            record["ranked"], record["divided"] = (
+                thinning.scheme.thresholds is not None,
+                thinning.divides_each,
+            )
+            record["number"], record["is_delta"] = i, info.is_delta
+            record["stored"] = 0 if info.mask_name is None else info.threshold
+            record["scale"], record["weight"], record["floor"] = (
+                found.scales[row],
+                found.weights[row],
+                found.floors[row],
+            )
         whole = buffers.tensor[0]
         whole["lambda_coeff"] = settings.lambda_coeff
         whole["base_share"], whole["first_share"] = found.base_share, found.first_share
         whole["threshold"] = self.task.config.delta_threshold
-        whole["exact"] = settings.returns_model and any(not info.is_delta for _, info in tensor.finetuned)
+        whole["exact"] = settings.returns_model and any(
+            not info.is_delta for _, info in tensor.finetuned
+        )
 
-    def _compute(self, kernel: Kernel, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
+    def _compute(
+        self, kernel: Kernel, tensor: TensorPlan, start: int, count: int, buffers: Buffers
+    ) -> None:
         kernel(buffers, count, len(tensor.finetuned), start // TILE)
         for row, (i, info) in enumerate(tensor.finetuned):
             if buffers.models["stored"][row]:
                 self.models[i].take(info, count, int(buffers.models["next"][row]))
                 buffers.models["next"][row] = 0
 
-    def _load(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool = False) -> None:
+    def _load(
+        self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool = False
+    ) -> None:
         """Read a chunk of every input. remember: what is found about it will be wanted again."""
         self._rank(tensor, start, count, buffers, remember)
         base = self._read(self.base, tensor.base, start, count, buffers.base)
         for row in range(len(tensor.finetuned)):
             self._load_model(tensor, row, start, base, buffers.finetuned[row], count)
 
-    def _rank(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool) -> None:
+    def _rank(
+        self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool
+    ) -> None:
         """Find the mask's limits for a chunk of the models whose drops want ranks, which whole rows decide."""
         spec, width = tensor.rank_spec, tensor.base.width
         if spec not in self.kernels or self._recall(tensor, start, count, buffers):
             return
         first, stop = start // width * width, -(-(start + count) // width) * width
-        base, values = self._read(self.base, tensor.base, first, stop - first, buffers.rows[0]), buffers.rows[1]
+        base, values = (
+            self._read(self.base, tensor.base, first, stop - first, buffers.rows[0]),
+            buffers.rows[1],
+        )
         for row, (i, info) in enumerate(tensor.finetuned):
             if tensor.settings.thinnings[i].scheme.thresholds:
                 self._load_model(tensor, row, first, base, values, stop - first)
                 limits = find_limits(tensor.settings.thinnings[i], width)
                 found = buffers.limits[row, :count]
-                self.kernels[spec](base, values, limits, buffers.order, found, start - first, info.is_delta)
-                if remember and (len(self._ranked) + 1) * self.task.chunk * found.itemsize <= TUNING.ranked_bytes:
+                self.kernels[spec](
+                    base, values, limits, buffers.order, found, start - first, info.is_delta
+                )
+                if (
+                    remember
+                    and (len(self._ranked) + 1) * self.task.chunk * found.itemsize
+                    <= TUNING.ranked_bytes
+                ):
                     self._ranked[tensor.name, row, start] = found.copy()
 
     def _recall(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> bool:
         """Whether all limits of a chunk were remembered."""
-        ranked = [row for row, i in enumerate(tensor.models) if tensor.settings.thinnings[i].scheme.thresholds]
+        ranked = [
+            row
+            for row, i in enumerate(tensor.models)
+            if tensor.settings.thinnings[i].scheme.thresholds
+        ]
         known = [self._ranked.pop((tensor.name, row, start), None) for row in ranked]
         for row, limits in zip(ranked, known, strict=True):
             if limits is not None:
@@ -280,7 +339,13 @@ class Worker(JobWorker):
         return bool(ranked) and not any(limits is None for limits in known)
 
     def _load_model(
-        self, tensor: TensorPlan, row: int, start: int, base: NDArray[np.uint8], values: NDArray[np.uint8], count: int
+        self,
+        tensor: TensorPlan,
+        row: int,
+        start: int,
+        base: NDArray[np.uint8],
+        values: NDArray[np.uint8],
+        count: int,
     ) -> None:
         """Read elements of one model into values. base: the same of the base, for rows that the model lacks."""
         (i, info), dtype = tensor.finetuned[row], tensor.spec.finetuned
@@ -288,7 +353,9 @@ class Worker(JobWorker):
         present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
         stored = self._read(self.models[i], info, start, present, values)
         if info.dtype != dtype:
-            with np.errstate(all="ignore"):  # of a packed model, what follows its entries is anything
+            with np.errstate(
+                all="ignore"
+            ):  # of a packed model, what follows its entries is anything
                 values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
         if info.is_delta:
             values[present * item : count * item] = 0
@@ -317,13 +384,19 @@ class Worker(JobWorker):
         count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
         rate = settings.thinnings[i].keep_rate
         # What stands in for rows that it lacks, deltas of 0, is not its own.
-        share = (found["low"] == 0) * found["at_low"] / (1 << MASK_BITS) if found["bounded"] else rate
+        share = (
+            (found["low"] == 0) * found["at_low"] / (1 << MASK_BITS) if found["bounded"] else rate
+        )
         lacking = (job.stop - job.start - count) * share
         kept = int(found["kept"]) - round(lacking)
         base_size = float(buffers.tensor["base_size"][0])
-        sample = count / (info.seen(job.start, job.stop) or 1)  # above 1, where not all deltas are known
+        sample = count / (
+            info.seen(job.start, job.stop) or 1
+        )  # above 1, where not all deltas are known
         above, size = round(int(found["above"]) * sample), float(found["size"]) * sample
-        return Tally(count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size)
+        return Tally(
+            count, size, float(peak), above, min(count, max(0, kept)), count * rate, base_size
+        )
 
     def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         outcome, tensor = Outcome(job.tensor.name, job.start, job.bytes_read), job.tensor
@@ -350,14 +423,21 @@ class Worker(JobWorker):
     def _explain_non_finite(self, job: Job, buffers: Buffers) -> NoReturn:
         """Name the first value that no merge can use. Off the fast path, so it reads again and looks with NumPy."""
         tensor = job.tensor
-        for model, info in [(self.base, tensor.base), *((self.models[i], info) for i, info in tensor.finetuned)]:
+        for model, info in [
+            (self.base, tensor.base),
+            *((self.models[i], info) for i, info in tensor.finetuned),
+        ]:
             for start, count in self.chunks(job):
                 present = max(0, min(count, info.count - start))
                 buffers.base[:] = 0  # a packed model has fewer entries
                 values = widen(self._read(model, info, start, present, buffers.base), info.dtype)
                 bad = np.flatnonzero(~np.isfinite(values))
                 if bad.size:
-                    place = f" at {tensor.base.place_of(start + int(bad[0]))}" if info.mask_name is None else ""
+                    place = (
+                        f" at {tensor.base.place_of(start + int(bad[0]))}"
+                        if info.mask_name is None
+                        else ""
+                    )
                     raise DareError(
                         f"{model.name!r}: tensor {tensor.name!r} holds {values[bad[0]]}{place}",
                         BROKEN_HINT,

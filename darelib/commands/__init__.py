@@ -1,0 +1,1 @@
+"""The commands: each its options and its run."""

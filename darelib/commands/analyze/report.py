@@ -1,0 +1,203 @@
+"""What an analysis gives: plain data that prints as tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confidence, suggest
+from darelib.core.drops import RANDOM
+from darelib.core.text import human, printable, table
+
+if TYPE_CHECKING:
+    from darelib.commands.analyze.measure import Findings
+    from darelib.plan.plan import Task
+
+# The columns of the tables: which field of DeltaStats, and its format.
+COLUMNS: Final = {
+    "parameters": ("parameters", ","), "zero": ("share_zero", ".1%"), "mean": ("mean", ".2g"),
+    "std": ("standard_deviation", ".2g"), "largest": ("largest", ".2g"), "p50": ("p50", ".2g"), "p95": ("p95", ".2g"),
+    "p99": ("p99", ".2g"), "above": ("share_above_threshold", ".1%"), "< 1%": ("share_below_1_percent", ".1%"),
+    "norm": ("relative_norm", ".2g"), "noise": ("relative_noise", ".2g"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)  # there may be very many
+class DeltaStats:
+    """What one model changed in some tensors. Percentiles come from counts by size and are within 3.1%."""
+
+    name: str
+    tensors: int
+    parameters: int
+    share_zero: float
+    mean: float  # of |delta|, as all up to the percentiles
+    standard_deviation: float
+    largest: float
+    p50: float
+    p95: float
+    p99: float
+    share_above_threshold: float
+    share_below_1_percent: float  # of the largest
+    relative_norm: float  # |delta| / |weights|
+    relative_noise: float  # what dropping is expected to add, / |weights|
+
+
+@dataclass(frozen=True)
+class ModelAnalysis:
+    """What one model changed: in all, by layer, by kind of tensor, and tensor by tensor."""
+
+    name: str
+    label: str  # a shorter name
+    adapter: bool
+    drop_rate: float  # as it is set now, rules apart
+    drop: str
+    expected_noise: (
+        float  # of dropping at that rate, / |delta|: sqrt(p / (1 - p)) where it is rescaled
+    )
+    total: DeltaStats
+    kinds: tuple[DeltaStats, ...]
+    layers: tuple[DeltaStats, ...]
+    cells: Mapping[str, Mapping[str, float]]  # mean |delta| by layer and kind
+    histogram: tuple[
+        tuple[float, int], ...
+    ]  # where a bin of |delta| begins, and how many are in it; zeros apart
+    tensors: tuple[DeltaStats, ...]
+
+
+@dataclass(frozen=True)
+class PairAnalysis:
+    """How two models' changes relate to one another."""
+
+    models: tuple[str, str]
+    cosine: float  # of their task vectors
+    share_both: float  # of the parameters, that both change
+    sign_conflict: float  # of those, the share that they change in opposite directions
+    weighted_sign_conflict: float  # the same, each counted by how much they change it
+
+
+@dataclass(frozen=True)
+class AnalysisReport:
+    """What the models are like, and what that says about how to merge them. Prints as tables; as_dict is plain data."""
+
+    base: str
+    parameters: int
+    copied_tensors: int  # integers and quantised modules, which are not looked at
+    delta_threshold: float
+    models: tuple[ModelAnalysis, ...]
+    pairs: tuple[PairAnalysis, ...]
+    sign_conflict: (
+        float  # between any two of the models, of the parameters that at least two of them change
+    )
+    weighted_sign_conflict: float
+    advice: tuple[Advice, ...]
+    confidence: str
+    suggestion: str  # a [dare] table and its rules, as TOML
+    bytes_read: int
+    seconds: float
+    warnings: tuple[str, ...]
+
+    def as_dict(self, per_tensor: bool = False) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        if not per_tensor:
+            for model in data["models"]:
+                del model["tensors"]
+        return data
+
+    def text(self, per_tensor: bool = False) -> str:
+        parts = [self._models()]
+        for model in self.models:
+            groups = [("kind", model.kinds), ("layer", model.layers), ("tensor", model.tensors)]
+            for what, stats in groups if per_tensor else groups[:2]:
+                parts.append(f"{printable(model.label)}, by {what}\n{stats_table(what, stats)}")
+        if self.pairs:
+            parts.append(self._pairs())
+        advice = "\n".join(f"- {printable(advice.text)}" for advice in self.advice)
+        parts.append(f"Advice\n{advice}\n{printable(self.confidence)}")
+        parts.append(f"Suggested settings\n\n{self.suggestion.rstrip()}")
+        rate = human(self.bytes_read / max(self.seconds, 1e-9))
+        parts.append(f"{human(self.bytes_read)} read in {self.seconds:.2f} s, {rate}/s")
+        return "\n\n".join(parts)
+
+    __str__ = text
+
+    def _models(self) -> str:
+        notes = [
+            f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about what is below 1% of "
+            "the largest; norm: |delta| / |weights|; noise: what dropping adds, / |weights|)"
+        ]
+        for model in self.models:
+            would = (
+                "is expected to"
+                if model.drop == RANDOM
+                else f"at random, instead of by {model.drop}, would"
+            )
+            notes.append(
+                f"{printable(model.label)}: dropping {model.drop_rate:g} {would} add noise of "
+                f"{model.expected_noise:.3g} times its delta, which is {model.total.relative_noise:.3g} of the weights"
+            )
+        return "\n".join([stats_table("model", [model.total for model in self.models]), *notes])
+
+    def _pairs(self) -> str:
+        rows = [["models", "cosine", "both change", "signs conflict", "by magnitude"]]
+        for pair in self.pairs:
+            shares = (pair.share_both, pair.sign_conflict, pair.weighted_sign_conflict)
+            names = " and ".join(printable(name) for name in pair.models)
+            rows.append([names, f"{pair.cosine:.3f}", *(f"{share:.1%}" for share in shares)])
+        if len(self.models) > 2:
+            chance = f"any two (by chance: {1 - 2.0 ** (1 - len(self.models)):.1%})"
+            rows.append(
+                [chance, "", "", f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"]
+            )
+        return f"{table(rows)}\n(signs conflict: of the parameters that both change; 50% is what chance gives a pair)"
+
+
+def stats_table(what: str, rows: Sequence[DeltaStats]) -> str:
+    cells = (
+        [format(getattr(stats, name), style) for name, style in COLUMNS.values()] for stats in rows
+    )
+    return table(
+        [
+            [what, *COLUMNS],
+            *([printable(stats.name), *row] for stats, row in zip(rows, cells, strict=True)),
+        ]
+    )
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """What to call models in tables: the last parts of their paths, as many as tell them apart."""
+    plain = [
+        name.replace(os.sep, "/").removesuffix("/").removesuffix(".safetensors") for name in names
+    ]
+    for parts in range(1, 4):
+        short = ["/".join(name.split("/")[-parts:]) for name in plain]
+        if len(set(short)) == len(set(names)):
+            return short
+    return list(names)
+
+
+def analysis_report(
+    task: Task,
+    findings: Findings,
+    partial: Sequence[bool],
+    warnings: tuple[str, ...],
+    seconds: float,
+    bytes_read: int,
+) -> AnalysisReport:
+    """partial: for each model, whether it holds only what it changes, as an adapter does."""
+    base, *labels = short_names([task.base, *task.models])
+    models = tuple(
+        findings.describe_model(i, label, task, partial[i]) for i, label in enumerate(labels)
+    )
+    pairs, any_two = findings.compare(labels, task)
+    evidence = Evidence(base, task, models, pairs)
+    return AnalysisReport(
+        base=task.base, parameters=evidence.parameters, copied_tensors=sum(not t.merged for t in task.tensors),
+        delta_threshold=task.config.delta_threshold, models=models, pairs=pairs,
+        sign_conflict=any_two.sign_conflict, weighted_sign_conflict=any_two.weighted_sign_conflict,
+        advice=tuple(advice for rule in RULES for advice in rule(evidence)), confidence=judge_confidence(evidence),
+        suggestion=suggest(evidence), bytes_read=bytes_read, seconds=seconds, warnings=warnings,
+    )  # fmt: skip

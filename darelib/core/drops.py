@@ -1,0 +1,189 @@
+"""What of a delta is dropped, and what the rest is multiplied by: one entry for each scheme."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Final, NamedTuple
+
+from darelib.core.mask import MASK_BITS, keep_rate, keep_threshold
+from darelib.core.text import ConfigError
+
+# DARE's own; the largest are kept; neither the largest nor the smallest; the larger, the more likely.
+RANDOM, MAGNITUDE, BREADCRUMBS, DELLA = "random", "magnitude", "breadcrumbs", "della"
+# What is kept is divided by the probability to keep it; or multiplied so that the sum of |delta| stays what it was.
+EXPECTATION, L1, NONE = RESCALES = ("expectation", "l1", "none")
+# A sum of |delta| that is smaller cannot be restored.
+LEAST_SUM: Final = 1e-7
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A way to choose what is kept of a tensor: by its mask's bits alone, by size, or by both."""
+
+    card: tuple[str, str]  # for a model card: whose way of dropping it is, and what it does
+    threshold: Callable[[float], int] = lambda _: (
+        1 << MASK_BITS
+    )  # by drop rate: what has mask bits below it is kept
+    keep_rate: Callable[[float], float] = lambda rate: (
+        1 - rate
+    )  # by drop rate: the share that is kept
+    rescale: str = EXPECTATION  # where the user does not say
+    settings: tuple[str, ...] = ()  # those of the optional settings that mean something to it
+    # By size: of n entries, counted from the largest down, the number of the last that is kept, then of the first.
+    ends: Callable[[Thinning, int], tuple[int, int]] | None = None
+    # Raises an error for numbers that do not go together.
+    check: Callable[[Thinning], None] = lambda _: None
+    # By size and bits: for ranks in a row of so many entries, from the smallest up, thresholds of their own.
+    thresholds: Callable[[Thinning, Any, int], Any] | None = None
+
+
+class End(NamedTuple):
+    """The |delta| of an entry that is found by its number in order of size, from the largest down."""
+
+    size: float
+    number: int  # among those of its size
+    equal: int  # how many there are
+
+
+class Bounds(NamedTuple):
+    """Between which |delta| is kept. Of those that equal a bound, those are whose mask bits are below a threshold."""
+
+    low: float
+    high: float
+    at_low: int
+    at_high: int
+
+
+@dataclass(frozen=True)
+class Thinning:
+    """How one model's delta of one tensor is thinned."""
+
+    drop_rate: float = 0.0
+    drop: str = RANDOM
+    gamma: float = 0.01  # breadcrumbs: share of the largest to drop
+    epsilon: float = 0.15  # della: how far the probabilities to keep lie around 1 - drop_rate
+    rescale: str = EXPECTATION
+    divisor: float = 1.0  # of what is kept, where that is one number and known beforehand
+
+    @property
+    def scheme(self) -> Drop:
+        """Where nothing is dropped, all schemes are one."""
+        return DROPS[self.drop if self.drop_rate else RANDOM]
+
+    @property
+    def threshold(self) -> int:
+        return self.scheme.threshold(self.drop_rate)
+
+    @property
+    def keep_rate(self) -> float:
+        return self.scheme.keep_rate(self.drop_rate)
+
+    @property
+    def restores_sum(self) -> bool:
+        return self.rescale == L1 and self.drop_rate > 0
+
+    @property
+    def divides_each(self) -> bool:
+        """Whether each entry is divided by its own probability to be kept."""
+        return self.rescale == EXPECTATION and self.scheme.thresholds is not None
+
+    def list_ends(self, count: int) -> tuple[int, ...]:
+        """The last and the first that are kept of so many entries, by size, if any are."""
+        last, first = self.scheme.ends(self, count) if self.scheme.ends else (0, 1)
+        return (last, first) if last >= first else ()
+
+    def find_bounds(self, ends: Sequence[End]) -> Bounds | None:
+        """By the last and the first that are kept, if any are.
+
+        Of those that equal one of them, many where models are stored in 16 bits, as many are kept, at random, as there
+        is room for in expectation.
+        """
+        if not self.scheme.ends:
+            return None
+        last, first = ends or (End(math.inf, 1, 1), End(math.inf, 1, 1))
+        shares = last.number / last.equal, 1 - (first.number - 1) / first.equal
+        if last.size == first.size:
+            shares = ((last.number - first.number + 1) / last.equal,) * 2
+        at_low, at_high = (round(share * (1 << MASK_BITS)) for share in shares)
+        return Bounds(last.size, first.size, at_low, at_high)
+
+    def find_thresholds(self, ranks: Any, width: int) -> Any:
+        """ranks: as float64, in an array of NumPy or torch."""
+        return self.scheme.thresholds(self, ranks, width) if self.scheme.thresholds else None
+
+    def find_factor(self, size: float, kept: float) -> float:
+        """What is kept is multiplied by it. size, kept: the sums of |delta| before and after."""
+        return size / kept if self.restores_sum and min(size, kept) >= LEAST_SUM else 1.0
+
+
+def complement(share: float) -> float:
+    """What is left: 0.1, and not 0.09999999999999998, for 0.9."""
+    return float(1 - Decimal(repr(float(share))))
+
+
+def _largest(thinning: Thinning, count: int) -> tuple[int, int]:
+    return max(1, int(complement(thinning.drop_rate) * count)), 1
+
+
+def _middle(thinning: Thinning, count: int) -> tuple[int, int]:
+    """Below the largest, unless too few would be left. Without any, the first comes after the last."""
+    kept = int(complement(thinning.drop_rate) * count)
+    last = min(count, kept + int(thinning.gamma * count))
+    return last, last - kept + 1
+
+
+def _rise(thinning: Thinning, ranks: Any, width: int) -> Any:
+    places = ranks / (width - 1) if width > 1 else ranks + 0.5
+    rates = (1 - thinning.drop_rate - thinning.epsilon) + 2 * thinning.epsilon * places
+    return (rates * (1 << MASK_BITS)).round().clip(1)
+
+
+def _check_rise(thinning: Thinning) -> None:
+    rate, epsilon = thinning.drop_rate, thinning.epsilon
+    low, high = 1 - rate - epsilon, 1 - rate + epsilon
+    if rate > 0 and not (low > 1e-9 and high < 1 - 1e-9):
+        raise ConfigError(
+            f"with drop_rate {rate:g} and epsilon {epsilon:g}, {thinning.drop} would keep entries with probabilities "
+            f"from {low:.4g} to {high:.4g}",
+            f"give an epsilon below {min(rate, 1 - rate):.4g}, or a drop_rate between {epsilon:.4g} and "
+            f"{1 - epsilon:.4g}",
+        )
+
+
+DROPS: Final = {
+    RANDOM: Drop(
+        ("[DARE](https://arxiv.org/abs/2311.03099) (drop and rescale)", "at random"),
+        keep_threshold,
+        keep_rate,
+    ),
+    MAGNITUDE: Drop(
+        ("the trim of [TIES](https://arxiv.org/abs/2306.01708)", "by size, the smallest first"),
+        rescale=NONE,
+        ends=_largest,
+    ),
+    BREADCRUMBS: Drop(
+        (
+            "[Model Breadcrumbs](https://arxiv.org/abs/2312.06795)",
+            "by size, the smallest and the largest",
+        ),
+        rescale=NONE,
+        settings=("gamma",),
+        ends=_middle,
+    ),
+    DELLA: Drop(
+        (
+            "[DELLA](https://arxiv.org/abs/2406.11617)",
+            "at random, small ones more often than large ones",
+        ),
+        settings=("epsilon",),
+        check=_check_rise,
+        thresholds=_rise,
+    ),
+}
+# The settings that mean something to some drops only.
+DROP_SETTINGS: Final = tuple(
+    dict.fromkeys(name for drop in DROPS.values() for name in drop.settings)
+)

@@ -1,0 +1,46 @@
+"""Signals that wait until it is safe to stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class Interrupts:
+    """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through, if there is one."""
+
+    def __enter__(self) -> Self:
+        self._caught: list[tuple[int, FrameType | None]] = []
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # no other gets signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(before := signal.getsignal(number)):
+                    self._before[number] = before
+            self.hold()
+        return self
+
+    def hold(self) -> None:
+        """Take signals; once more where a library has begun to take them itself."""
+        for number in self._before:
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._caught.append((number, frame))
+
+    def check(self) -> None:
+        if self._caught:
+            number, frame = self._caught.pop(0)
+            self._before[number](number, frame)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # as it is once a signal has been let through
+                signal.signal(number, handler)
+        if kind is None:
+            self.check()

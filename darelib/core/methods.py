@@ -1,0 +1,493 @@
+"""The ways to combine thinned deltas: one entry each, with its settings, what it must look up first, its formulas.
+
+A kernel only multiplies, adds and compares; every number that it is given is computed here, once for all engines.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+from darelib.core.drops import Bounds, End, Thinning
+from darelib.core.formats import DIGIT_BITS, NO_PREFIX
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Beyond this cosine two directions count as one, and slerp is linear.
+SLERP_LINEAR: Final = 0.9995
+# Angles, sines and cosines are whole numbers of 2^-FRACTION_BITS where slerp computes with them.
+FRACTION_BITS: Final = 128
+PI: Final = 0x3243F6A8885A308D313198A2E03707344
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSettings:
+    """How to merge one tensor, all rules considered. What there is one of per model is in the order of the models."""
+
+    method: str
+    thinnings: tuple[Thinning, ...]
+    weights: tuple[float, ...]
+    normalize: bool  # whether weights are divided by their sum
+    lambda_coeff: float
+    keep_ratio: float  # share of the surviving entries that trim keeps
+    slerp_t: float
+    threshold: float = 1e-5  # ram: a smaller |delta| is none
+
+    @property
+    def drop_rates(self) -> tuple[float, ...]:
+        return tuple(thinning.drop_rate for thinning in self.thinnings)
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        return tuple(thinning.divisor for thinning in self.thinnings)
+
+    @property
+    def returns_model(self) -> bool:
+        """Whether the merge of a single model is that model: base + 1 * (finetuned - base).
+
+        It is then taken as it is; computing it would lose bits where the base is much larger.
+        """
+        kept_whole = self.drop_rates == (0,) and self.divisors == (1,) and self.keep_ratio == 1
+        kept_whole = kept_whole and "threshold" not in METHODS[self.method].settings
+        return kept_whole and self.lambda_coeff == 1 and self.weights == (1,)
+
+
+@dataclass
+class Found:
+    """What looks have found out about one tensor so far. For each model that has it, unless it says otherwise."""
+
+    bounds: tuple[
+        Bounds | None, ...
+    ] = ()  # of the |delta| that the drop keeps, where it is by size
+    factors: tuple[float, ...] = ()  # that restore the sum of |delta|
+    floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
+    products: tuple[float, ...] = (
+        0.0,
+        0.0,
+        0.0,
+    )  # squared lengths and scalar product of the ends of slerp's arc
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """What a kernel multiplies by and compares with; a row for each model that has the tensor."""
+
+    scales: tuple[float, ...]  # of the kept deltas
+    weights: tuple[
+        float, ...
+    ]  # ties divides by those of the models that agree, added to the first share
+    bounds: tuple[Bounds | None, ...]  # of the |delta| that the drop keeps, where it is by size
+    floors: tuple[float, ...]  # trim and ram keep what is at least as large
+    base_share: float = 0.0  # how much of the base itself the merged delta gets
+    first_share: float = 0.0
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to combine."""
+
+    card: Callable[[TensorSettings], str]  # what happens to the thinned deltas, for a model card
+    kernel: str  # the kernel that merges a chunk
+    settings: tuple[str, ...]  # those of the optional settings that mean something to it
+    share: Callable[
+        [Sequence[float] | None, int, bool], tuple[float, ...]
+    ]  # the weights, from those given, if any
+    look: Callable[
+        [TensorSettings], type[Look] | None
+    ]  # what must be found out first, beside what drops want
+    weigh: Callable[[TensorSettings, Sequence[int], Found], Coefficients]
+    show_weight: Callable[[TensorSettings, int], str] = lambda settings, i: (
+        f"{settings.weights[i]:.4g}"
+    )  # of a model
+    models: int | None = None  # how many it takes, where it does not take any number
+    any_drop: bool = True  # whether it goes with other drops than random
+    averages: Callable[[bool], bool] = lambda _: (
+        False
+    )  # by whether weights are normalized: whether the base may be a model
+    normalize: bool = False  # whether weights are divided by their sum, where the user does not say
+    shares_only: bool = (
+        False  # weights that are divided by their sum are shares of a whole: never negative
+    )
+
+
+def weigh(
+    settings: TensorSettings, models: Sequence[int], found: Found, weights: Sequence[float] | None = None,
+    base_share: float = 0.0,
+) -> Coefficients:  # fmt: skip
+    """A model's kept deltas are multiplied by its weight over its divisor, and by what restores their sum."""
+    weights, none = settings.weights if weights is None else weights, (None,) * len(models)
+    factors = found.factors or (1.0,) * len(models)
+    scales = tuple(
+        weights[i] / settings.divisors[i] * factor
+        for i, factor in zip(models, factors, strict=True)
+    )
+    floors = found.floors or (0.0,) * len(models)
+    return Coefficients(
+        scales, tuple(weights[i] for i in models), found.bounds or none, floors, base_share
+    )
+
+
+def weigh_for_look(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    """Looks see the thinned deltas as they are, without weights."""
+    return weigh(settings, models, found, (1.0,) * len(settings.divisors))
+
+
+def rank_of_floor(keep_ratio: float, survivors: int) -> int:
+    """Trim keeps so many of the surviving entries of a tensor, the largest, and all that equal the last of them."""
+    return max(1, int(keep_ratio * survivors))
+
+
+class Look:
+    """Finds out what must be known of one whole tensor before it is merged: in passes, each of them jobs in any order.
+
+    buffers are the kernels' (see darelib.kernels); jobs are taken one at a time, chunks from any thread.
+    """
+
+    kernel: str
+    passes = 1
+    merges = (
+        False  # whether it looks at what will be written, and its kernel is the one that merges
+    )
+
+    def __init__(
+        self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
+    ) -> None:
+        """models: those that have the tensor. count: its entries. bits: of the floats to compute in.
+
+        found: what earlier looks have found, and where this one adds to it.
+        """
+        self.settings, self.models, self.count, self.bits, self.found = (
+            settings,
+            models,
+            count,
+            bits,
+            found,
+        )
+
+    def describe(self, buffers: Any, number: int) -> None:
+        """Set what its kernel must know in this pass."""
+
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        """Take what the kernel found in so many entries from there on."""
+
+    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+        """Take what the kernel found in a job."""
+
+    def conclude(self, number: int) -> None:
+        """Draw the conclusion of this pass, of which all jobs have been taken."""
+
+
+@dataclass
+class Digits:
+    """The bit pattern of one entry that is looked for, as far as it is known."""
+
+    number: int  # of the entry, counted from the largest down, among those that begin like it
+    prefix: int = 0
+    equal: int = 0  # how many begin like it
+
+    def find_next(self, counts: NDArray[Any]) -> None:
+        """counts: by the next digit, of the entries that begin like it."""
+        downwards = counts[::-1].cumsum()
+        place = int(downwards.searchsorted(self.number))
+        self.number -= int(downwards[place - 1]) if place else 0
+        self.equal = int(counts[len(counts) - 1 - place])
+        self.prefix = self.prefix << DIGIT_BITS | (len(counts) - 1 - place)
+
+
+class SizeLook(Look):
+    """For each model, up to two of its |delta| by their numbers in order of size: a digit of each in each pass."""
+
+    kernel = "count"
+
+    def __init__(
+        self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
+    ) -> None:
+        super().__init__(settings, models, count, bits, found)
+        self.passes = bits // DIGIT_BITS
+        self._wanted: list[list[Digits]] = []
+        self._counts: Any = 0
+
+    def describe(self, buffers: Any, number: int) -> None:
+        buffers.tensor["shift"] = self.bits - (number + 1) * DIGIT_BITS
+        for record, wanted in zip(buffers.models, self._wanted, strict=False):
+            record["prefix"], record["prefix_2"] = [
+                *(digits.prefix for digits in wanted),
+                NO_PREFIX,
+                NO_PREFIX,
+            ][:2]
+
+    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+        self._counts = self._counts + buffers.counts[: len(self.models)].astype("i8")
+
+    def conclude(self, number: int) -> None:
+        counts = self._counts.reshape(len(self.models), 2, -1)
+        if number == 0:
+            sums = [int(first.sum()) for first, _ in counts]
+            self._wanted = [
+                [*map(Digits, self.number(*each))] for each in zip(self.models, sums, strict=True)
+            ]
+        for wanted, halves in zip(self._wanted, counts, strict=True):
+            alike = len({digits.prefix for digits in wanted}) == 1  # both were counted together
+            for digits, half in zip(wanted, halves[[0, 0]] if alike else halves, strict=False):
+                digits.find_next(half)
+        self._counts = 0
+        if number == self.passes - 1:
+            self.record([[*map(self._end_of, wanted)] for wanted in self._wanted])
+
+    def _end_of(self, digits: Digits) -> End:
+        (integer, real) = "Qd" if self.bits == 64 else "If"
+        [size] = struct.unpack(f"<{real}", struct.pack(f"<{integer}", digits.prefix))
+        return End(size, digits.number, digits.equal)
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        """Which entries of a model to find, of so many, counted from the largest down."""
+        raise NotImplementedError
+
+    def record(self, found: list[list[End]]) -> None:
+        raise NotImplementedError
+
+
+class BoundsLook(SizeLook):
+    """The smallest and the largest |delta| that a drop by size keeps, for each model that has such a drop."""
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        return self.settings.thinnings[model].list_ends(self.count)
+
+    def record(self, found: list[list[End]]) -> None:
+        pairs = zip(self.models, found, strict=True)
+        self.found.bounds = tuple(self.settings.thinnings[i].find_bounds(ends) for i, ends in pairs)
+
+
+class TrimLook(SizeLook):
+    """The smallest |delta| that trim keeps of those that survive the drop, for each model."""
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        return (rank_of_floor(self.settings.keep_ratio, survivors),) if survivors else ()
+
+    def record(self, found: list[list[End]]) -> None:
+        self.found.floors = tuple(ends[0].size if ends else 0.0 for ends in found)
+
+
+class ChunkLook(Look):
+    """Adds up what a kernel finds in each chunk, in the chunks' order."""
+
+    def __init__(
+        self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
+    ) -> None:
+        super().__init__(settings, models, count, bits, found)
+        self._chunks: dict[int, tuple[float, ...]] = {}
+
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        self._chunks[start] = tuple(map(float, self.read(buffers)))
+
+    def conclude(self, number: int) -> None:
+        self.record(fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)]))
+
+    def read(self, buffers: Any) -> Sequence[float]:
+        raise NotImplementedError
+
+    def record(self, sums: tuple[float, ...]) -> None:
+        raise NotImplementedError
+
+
+class SumsLook(ChunkLook):
+    """The sums of |delta| before and after the drop, for each model."""
+
+    kernel = "sums"
+
+    def read(self, buffers: Any) -> Sequence[float]:
+        return [
+            *buffers.models["size"][: len(self.models)],
+            *buffers.models["kept_size"][: len(self.models)],
+        ]
+
+    def record(self, sums: tuple[float, ...]) -> None:
+        self.found.factors = find_factors(self.settings, self.models, sums)
+
+
+def find_factors(
+    settings: TensorSettings, models: Sequence[int], sums: Sequence[float]
+) -> tuple[float, ...]:
+    """sums: of |delta|, for each model, then of what is kept of it, for each model."""
+    pairs = zip(sums[: len(models)], sums[len(models) :], strict=True)
+    return tuple(
+        settings.thinnings[i].find_factor(*pair) for i, pair in zip(models, pairs, strict=True)
+    )
+
+
+class ArcLook(ChunkLook):
+    """The squared lengths and the scalar product of the two thinned models, between which slerp's arc goes."""
+
+    kernel = "products"
+
+    def read(self, buffers: Any) -> Sequence[float]:
+        return [buffers.tensor[name][0] for name in ("square_0", "square_1", "product")]
+
+    def record(self, sums: tuple[float, ...]) -> None:
+        self.found.products = sums
+
+
+def choose_looks(settings: TensorSettings, models: Sequence[int]) -> list[type[Look]]:
+    """What must be found out about a tensor that these models have, one after the other."""
+    thinnings = [settings.thinnings[i] for i in models]
+    looks: list[type[Look]] = (
+        [BoundsLook] if any(thinning.scheme.ends for thinning in thinnings) else []
+    )
+    looks += [SumsLook] if any(thinning.restores_sum for thinning in thinnings) else []
+    own = METHODS[settings.method].look(settings)
+    return looks + ([own] if own else [])
+
+
+def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(fold_neighbours(list(column)) for column in zip(*chunks, strict=True))
+
+
+def fold_neighbours(values: list[float]) -> float:
+    """A sum by pairs of neighbours: the same for a tensor in one piece as for pieces of 2^k values summed again."""
+    while len(values) > 1:
+        values = [*values, 0.0] if len(values) % 2 else values
+        values = [values[k] + values[k + 1] for k in range(0, len(values), 2)]
+    return values[0]
+
+
+@lru_cache(64)
+def slerp_weights(first: float, second: float, product: float, t: float) -> tuple[float, float]:
+    """The coefficients of two vectors, of these squared lengths and this scalar product, in their slerp at t.
+
+    Sines by series in whole numbers: libraries differ in the last bit of theirs, and the output must not.
+    """
+    cosine = product / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else 1.0
+    if (
+        not abs(cosine) <= SLERP_LINEAR
+    ):  # also where it is not a number, which the merge itself will report
+        return 1 - t, t
+    angle, wanted, one = _fix(math.acos(cosine)), _fix(cosine), 1 << FRACTION_BITS
+    whole = math.isqrt(one * one - wanted * wanted)
+    # Newton's method, from the library's angle to one of twice as many digits; cos x = 1 - 2 (sin x/2)^2.
+    angle += (
+        (one - (_sine(angle // 2) ** 2 >> FRACTION_BITS - 1) - wanted) << FRACTION_BITS
+    ) // whole
+    share = _fix(t) * angle >> FRACTION_BITS
+    return _sine(angle - share) / whole, _sine(share) / whole
+
+
+def _fix(x: float) -> int:
+    top, bottom = x.as_integer_ratio()
+    return (top << FRACTION_BITS) // bottom
+
+
+def _sine(x: int) -> int:
+    x = min(x, PI - x)
+    square, term, total, n = x * x >> FRACTION_BITS, x, x, 1
+    while term:
+        term = (term * square >> FRACTION_BITS) // -((n + 1) * (n + 2))
+        total, n = total + term, n + 2
+    return total
+
+
+def sum_weights(weights: Sequence[float]) -> Fraction:
+    """The exact sum; 0 where only the rounding of the weights keeps it from that, as in 0.1 + 0.2 - 0.3."""
+    total, largest = (
+        sum(map(Fraction, weights), Fraction()),
+        max(abs(Fraction(weight)) for weight in weights),
+    )
+    return total if abs(total) * 10**9 >= largest else Fraction()
+
+
+def _average(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:
+    if given is None:
+        return (1 / count,) * count
+    return (
+        tuple(float(Fraction(w) / sum_weights(given)) for w in given)
+        if normalize
+        else tuple(map(float, given))
+    )
+
+
+def _equal_shares(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:
+    """Shares are divided by those of the models that agree, later. The share of an only model is the whole."""
+    if not normalize:
+        return _average(given, count, normalize)
+    return (1.0,) * count if given is None or count == 1 else tuple(map(float, given))
+
+
+def _weigh_ties(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    record = weigh(settings, models, found)
+    return (
+        record
+        if settings.normalize
+        else replace(record, weights=(0.0,) * len(models), first_share=1.0)
+    )
+
+
+def _describe_ties(settings: TensorSettings) -> str:
+    how = "averaged" if settings.normalize else "summed up by weight"
+    return f"{how} over the models that agree on a sign, and added to the base"
+
+
+def _weigh_slerp(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    """The arc goes between base + kept_0 and base + kept_1, and what is merged is added to one whole base."""
+    weights = slerp_weights(*found.products, settings.slerp_t)
+    return weigh(settings, models, found, weights, base_share=sum(weights) - 1)
+
+
+def _weigh_ram(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    return replace(weigh(settings, models, found), floors=(settings.threshold,) * len(models))
+
+
+LINEAR, TIES, SLERP, RAM = "linear", "ties", "slerp", "ram"
+METHODS: Final = {
+    LINEAR: Method(
+        card=lambda _: "summed up by weight and added to the base",
+        kernel="sum",
+        settings=("weights", "normalize"),
+        share=_average,
+        look=lambda _: None,
+        weigh=weigh,
+        averages=lambda normalize: normalize,
+    ),
+    TIES: Method(
+        card=_describe_ties,
+        kernel="elect",
+        settings=("weights", "normalize", "keep_ratio"),
+        share=_equal_shares,
+        look=lambda settings: TrimLook if settings.keep_ratio < 1 else None,
+        weigh=_weigh_ties,
+        normalize=True,
+        shares_only=True,
+    ),
+    SLERP: Method(
+        card=lambda _: "interpolated along the arc between the two",
+        kernel="sum",
+        settings=("slerp_t",),
+        share=_average,
+        look=lambda _: ArcLook,
+        weigh=_weigh_slerp,
+        show_weight=lambda settings, _: f"slerp at {settings.slerp_t:g}",
+        models=2,
+        any_drop=False,
+        averages=lambda _: True,
+    ),
+    RAM: Method(  # arXiv 2601.13572
+        card=lambda settings: (
+            f"averaged where they are at least {settings.threshold:g}, and added to the base"
+        ),
+        kernel="average",
+        settings=("weights", "threshold"),
+        share=_equal_shares,
+        look=lambda _: None,
+        weigh=_weigh_ram,
+        normalize=True,
+        shares_only=True,
+    ),
+}
+# The settings that mean something to some methods only.
+METHOD_SETTINGS: Final = tuple(
+    dict.fromkeys(name for method in METHODS.values() for name in method.settings)
+)

@@ -1,0 +1,184 @@
+"""Errors, and words for people: messages, names and figures as a terminal shows them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
+
+LOG: Final = logging.getLogger("dare")
+# How many names a message lists before it says "and 12 more".
+LISTED: Final = 3
+# How many characters of a message are printed: names may be as long as a header.
+MAX_MESSAGE: Final = 4000
+# How many characters of a name the tables show.
+MAX_CELL: Final = 56
+# The packages of each extra.
+EXTRAS: Final = {
+    "torch": "torch safetensors", "hub": "huggingface_hub", "plot": "matplotlib", "sweep": "optuna cmaes", "ray": "ray",
+}  # fmt: skip
+# As terminals number them.
+COLOURS: Final = {"error": 31, "warning": 33, "hint": 36}
+
+
+class DareError(Exception):
+    """Something a person can fix: one sentence that says what is wrong, and a hint that says what to do."""
+
+    status = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As it is sent from one process to another."""
+        return type(self), (*self.args, self.hint)
+
+
+class InputChanged(DareError):
+    """An input changed while it was read, so that everything made from it is worthless."""
+
+
+class ConfigError(DareError):
+    """Wrong usage or configuration, as opposed to files that cannot be merged."""
+
+    status = 2
+
+
+def install_hint(extra: str) -> str:
+    """The command that installs the packages of an extra, by the way in which this tool was installed."""
+    if (
+        Path(__file__).parents[1] / "pyproject.toml"
+    ).exists() and "UV" in os.environ:  # uv run, in a checkout
+        return f"install it: uv run --extra {extra} python dare.py ..."
+    if (Path(sys.prefix) / "uv-receipt.toml").exists():  # uv tool install
+        return f"install it: uv pip install --python {sys.executable} {EXTRAS[extra]}"
+    return f"install it: {sys.executable} -m pip install {EXTRAS[extra]}"
+
+
+class Messages(logging.StreamHandler[IO[str]]):
+    """Warnings and notes on stderr, one to a line, as the command's errors are."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        return (
+            label("warning", text, self.stream)
+            if record.levelno >= logging.WARNING
+            else printable(text)
+        )
+
+
+def as_text(name: str | Path) -> str:
+    """A name that may hold bytes that are no text, as text."""
+    return str(name).encode("utf-8", "backslashreplace").decode()
+
+
+def printable(text: str) -> str:
+    """Text without anything that a terminal obeys: names may hold escape sequences, or reverse what follows."""
+    text = (
+        text
+        if len(text) <= MAX_MESSAGE
+        else f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
+    )
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text
+    )
+
+
+def clip(name: str, most: int = MAX_CELL) -> str:
+    """A printable name for a table; of a long one the end is kept, because names differ there."""
+    text = printable(name)
+    return text if len(text) <= most else f"{text[:8]}...{text[11 - most :]}"
+
+
+def is_terminal(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal that obeys control characters."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def in_colour(stream: IO[str]) -> bool:
+    """Whether a stream shows colours, and the user has not turned them off (https://no-color.org)."""
+    known = os.name != "nt" or "WT_SESSION" in os.environ or "ANSICON" in os.environ
+    return known and is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def label(kind: str, text: str, stream: IO[str]) -> str:
+    """An error, a warning or a hint as one line, its first word in colour where the stream shows colours."""
+    word = f"\x1b[{COLOURS[kind]}m{kind}:\x1b[0m" if in_colour(stream) else f"{kind}:"
+    return f"{word} {printable(text)}"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """The first few names, quoted, and how many more there are."""
+    shown = ", ".join(repr(name) for name in names[:LISTED])
+    return shown if len(names) <= LISTED else f"{shown} and {len(names) - LISTED:,} more"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint with the known word that is spelled most like this one."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
+
+
+def count_of(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
+def human(size: float) -> str:
+    """Bytes for people, in powers of 1000 as disks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """A time that is only known roughly."""
+    if seconds < 1:
+        return "under a second"
+    if seconds < 120:
+        return f"about {seconds:.2g} s" if seconds < 10 else f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
+
+
+def table(rows: list[list[str]], texts: Collection[int] = (0,)) -> str:
+    """Aligned columns: those of texts to the left, numbers to the right."""
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(widths[c]) if c in texts else cell.rjust(widths[c])
+            for c, cell in enumerate(row)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+@contextmanager
+def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of bytes, rate and time left on stderr, if that is a terminal. Gives the function that advances it."""
+    if not (shown and is_terminal(sys.stderr)):
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda amount: bar.advance(task, amount)

@@ -1,0 +1,100 @@
+"""How weights come in: finds out what kind of input each source is, and opens it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Final, TypeAlias
+
+from darelib.core.text import DareError, as_text
+from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint, path_hint
+from darelib.models.fp8 import open_checkpoint
+from darelib.models.hub import download
+from darelib.models.kohya import KohyaAdapter, find_kohya
+from darelib.models.lora import PeftAdapter, find_adapter
+from darelib.models.packed import PackedModel, find_packed
+from darelib.models.source import Source
+from darelib.models.tensorfile import explain_os_error
+
+Input: TypeAlias = Checkpoint  # what every kind of input is
+
+
+Finder: TypeAlias = Callable[
+    [Source], Layout | None
+]  # the files of a source; None: it is of another kind
+Opener: TypeAlias = Callable[
+    [Source, Layout, Checkpoint | None], Input
+]  # without a base, it is to be the base
+# The kinds of input: the first one that finds files opens them.
+OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
+    (find_adapter, PeftAdapter),
+    (find_kohya, KohyaAdapter),
+    (find_packed, PackedModel),
+    (find_checkpoint, open_checkpoint),
+)
+
+
+@contextmanager
+def explain_path(source: Source) -> Iterator[None]:
+    """What is wrong with a path that the user gave, as an error that says so."""
+    try:
+        source.path.stat()
+        yield
+    except FileNotFoundError:
+        raise DareError(
+            f"there is no file or directory {source.name!r}", path_hint(source)
+        ) from None
+    except OSError as error:
+        raise explain_os_error(error, source.name, path_hint(source)) from None
+    except ValueError as error:
+        raise DareError(
+            f"{source.name!r} is not a path: {error}", "give a .safetensors file or a directory"
+        ) from None
+
+
+def find_files(source: Source) -> tuple[Opener, Layout]:
+    """What opens a source, and which files it has."""
+    with explain_path(source):
+        if source.path.is_dir() and not os.access(source.path, os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return next((opener, layout) for find, opener in OPENERS if (layout := find(source)))
+
+
+@contextmanager
+def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list[Input]]:
+    """The inputs, open for reading: the base, which is the first, and the models. Downloads those of the Hub.
+
+    unite: with the same number for each token, since their tokenizers are to be united.
+    """
+    inputs: list[Input] = []
+    with ExitStack() as opened:
+        for source in map(download, sources):
+            open_files, layout = find_files(source)
+            model = open_files(source, layout, inputs[0] if inputs else None)
+            inputs.append(opened.enter_context(closing(model)))
+        if unite:
+            from darelib.models.rows import unite_tokens
+
+            inputs = unite_tokens(inputs)
+        yield inputs
+
+
+@contextmanager
+def explain_read_errors() -> Iterator[None]:
+    """What the system refuses beside the weights, whose own errors are explained where they are read."""
+    try:
+        yield
+    except OSError as error:
+        raise explain_os_error(error, as_text(error.filename or "the models")) from None
+    except RecursionError:
+        raise DareError(
+            "something in the models' directories is nested too deeply", "remove it"
+        ) from None
+
+
+def check_unchanged(inputs: Sequence[Input]) -> None:
+    """Refuse to go on if an input is not what it was when it was opened."""
+    for model in inputs:
+        model.check_unchanged()

@@ -1,0 +1,1 @@
+"""What a user asked for: TOML, flags, mergekit's YAML, a recipe."""

@@ -1,0 +1,143 @@
+"""Configuration files: TOML here, other formats in their own rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.config import CHECKS, RULE_SETTINGS, SWEEP_SETTINGS, Rule, check_setting
+from darelib.core.mask import MASK_NAME
+from darelib.core.text import ConfigError
+from darelib.core.tomlfile import MAX_TOML, TOO_LONG, read_toml
+from darelib.models.source import Source
+from darelib.requests.request import Request, explain_key
+
+YAML_SUFFIXES: Final = (".yaml", ".yml")  # of mergekit's configurations
+# The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
+TABLES: Final[dict[str, tuple[str, ...]]] = {
+    "dare": tuple(CHECKS),
+    "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
+    "rules": ("match", *RULE_SETTINGS),
+    "sweep": (*SWEEP_SETTINGS, "rules", "seed"),
+    "recipe": ("version", "mask", "seeds", "inputs", "files", "packed"),
+}
+
+
+def load_request(path: Path) -> Request:
+    """Read a configuration, or a recipe taken out of a merged file. Paths in it are relative to it."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_TOML + 1)
+        if len(data) > MAX_TOML:
+            raise ValueError(TOO_LONG)
+        text = data.decode("utf-8-sig").replace("\r\n", "\n")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no configuration file {str(path)!r}", "check the path after --config"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {str(path)!r}: {error.strerror}", "give --config a TOML file"
+        ) from None
+    except ValueError as error:
+        kind = "YAML" if path.suffix in YAML_SUFFIXES else "TOML"
+        raise ConfigError(
+            f"{path} is not valid {kind}: {error}", "see merge_config.toml for an example"
+        ) from None
+    return READERS.get(path.suffix, parse_request)(text, str(path), path.parent)
+
+
+def parse_request(text: str, path: str, folder: Path) -> Request:
+    """A TOML configuration from its text. path: what to call it; folder: what paths in it are relative to."""
+    tables = _parse_tables(text, path)
+    dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
+    for key, value in dare.items():
+        check_setting(key, value, f"{path}: [dare] {key}")
+    for key in ("base_file", "output_file", "tokenizer", "chat_template"):
+        if not isinstance(models.get(key, ""), str):
+            raise ConfigError(
+                f"{path}: [models] {key} must be a path in quotes, not {models[key]!r}",
+                f'write it as {key} = "PATH"',
+            )
+    files = models.get("merge_files", [])
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise ConfigError(
+            f"{path}: [models] merge_files must be a list of paths, not {files!r}",
+            'write it as merge_files = ["first.safetensors", "second.safetensors"]',
+        )
+    return Request(
+        dare=dare,
+        base=Source.of(models["base_file"], folder) if "base_file" in models else None,
+        merge=tuple(Source.of(file, folder) for file in files),
+        output=Source.of(models["output_file"], folder).path if "output_file" in models else None,
+        tokenizer=Source.of(models["tokenizer"], folder) if "tokenizer" in models else None,
+        chat_template=Source.of(models["chat_template"], folder)
+        if "chat_template" in models
+        else None,
+        rules=tuple(
+            Rule.of(rule, f"{path}: rule {k}") for k, rule in enumerate(tables.get("rules", ()), 1)
+        ),
+        inputs=_parse_fingerprints(path, recipe),
+        version=str(recipe.get("version", "")),
+        packed=bool(recipe.get("packed")),
+        sweep=tables.get("sweep", {}),
+    )
+
+
+def _parse_yaml(text: str, path: str, folder: Path) -> Request:
+    from darelib.requests.mergekit import parse_yaml  # which looks at models
+
+    return parse_yaml(text, path, folder)
+
+
+# What reads a configuration, by the suffix of its file; any other suffix is read as TOML.
+READERS: Final[Mapping[str, Callable[[str, str, Path], Request]]] = {
+    ".toml": parse_request,
+    **dict.fromkeys(YAML_SUFFIXES, _parse_yaml),
+}
+
+
+def _parse_tables(text: str, path: str) -> dict[str, Any]:
+    try:
+        tables = read_toml(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}", "see merge_config.toml for an example"
+        ) from None
+    for name, table in tables.items():
+        if name not in TABLES:
+            home = next(
+                (f"put {name} under [{t}]" for t, keys in TABLES.items() if name in keys), None
+            )
+            raise ConfigError(
+                f"{path}: there is no table [{name}]", home or explain_key(name, TABLES)
+            )
+        if not isinstance(table, list if name == "rules" else dict):
+            header = "[[rules]]" if name == "rules" else f"[{name}]"
+            kind = "a list of tables" if name == "rules" else "a table"
+            raise ConfigError(
+                f"{path}: {name} must be {kind}", f"write {header} on a line of its own"
+            )
+        for key in table if isinstance(table, dict) else ():
+            if key not in TABLES[name]:
+                raise ConfigError(
+                    f"{path}: there is no key {key!r} in [{name}]", explain_key(key, TABLES[name])
+                )
+    return tables
+
+
+def _parse_fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The sizes and digests that a recipe holds its inputs to."""
+    mask = recipe.get("mask", MASK_NAME)
+    if mask != MASK_NAME:
+        raise ConfigError(
+            f"{path}: this recipe draws its mask with {mask!r}, and this version of dare with {MASK_NAME!r}",
+            "run it with the version of dare that it names, or take its [recipe] table out",
+        )
+    inputs = recipe.get("inputs", [])
+    if not isinstance(inputs, list) or not all(isinstance(entry, dict) for entry in inputs):
+        raise ConfigError(
+            f"{path}: [recipe] inputs must be a list of tables", "take the [recipe] table out"
+        )
+    return tuple(inputs)

@@ -1,0 +1,123 @@
+"""What a user asks for, before any model is opened, and flags over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from darelib.config import CHECKS, Rule, check_setting
+from darelib.core.text import ConfigError, nearest
+from darelib.core.tomlfile import read_toml
+from darelib.models.source import Source
+
+# What other tools and the papers call our settings.
+FOREIGN_KEYS: Final = {
+    "density": "drop_rate = 1 - density",
+    "weight_mask_rate": "drop_rate, the same number",
+    "merge_method": 'method: dare_linear is "linear", dare_ties is "ties"',
+    "weight": "weights, a list with one number per model",
+    "lambda": "lambda_coeff",
+    "scaling_coefficient": "lambda_coeff",
+    "t": "slerp_t",
+    "out_dtype": "dtype",
+    "torch_dtype": "dtype",
+    "random_seed": "seed",
+    "base_model": "base_file under [models]",
+    "tokenizer_source": "tokenizer under [models]",
+    "tokenizer_from": "tokenizer",
+    "q": "rescale_q",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a configuration file, with flags on top, asks for."""
+
+    dare: dict[str, Any] = field(default_factory=dict)
+    base: Source | None = None
+    merge: tuple[Source, ...] = ()
+    output: Path | None = None
+    tokenizer: Source | None = None
+    chat_template: Source | None = None
+    rules: tuple[Rule, ...] = ()
+    inputs: tuple[
+        dict[str, Any], ...
+    ] = ()  # fingerprints of base and models, where the file is a recipe
+    version: str = ""  # of the tool that made the recipe
+    packed: bool = False  # whether that is a packed model
+    sweep: Mapping[str, Any] = field(default_factory=dict)  # what a search may choose
+    notes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # on settings: what a written configuration says of them
+
+
+def explain_key(key: str, known: Collection[str]) -> str:
+    """What a key of another tool is called here, or the known key that is spelled most like it."""
+    if key in FOREIGN_KEYS:
+        return f"here it is {FOREIGN_KEYS[key]}"
+    return nearest(key, known) if known else ""
+
+
+def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
+    """Flags over a configuration. Rules given by flags come before those of the file, so that they win."""
+    dare = dict(request.dare)
+    for name in CHECKS:
+        if name in flags:
+            value = flags[name]
+            # One number is for all models; weights are a list even where there is one model.
+            value = (
+                value[0]
+                if isinstance(value, list) and len(value) == 1 and name != "weights"
+                else value
+            )
+            check_setting(name, value, flag_of(name))
+            dare[name] = value
+    names = ("base", "tokenizer", "chat_template")
+    changes: dict[str, Any] = {name: Source.of(flags[name]) for name in names if name in flags}
+    if "merge" in flags:
+        changes["merge"] = tuple(map(Source.of, flags["merge"]))
+    if "output" in flags:
+        changes["output"] = Source.of(flags["output"]).path
+    rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
+    return dataclasses.replace(request, dare=dare, rules=rules, **changes)
+
+
+def parse_axes(texts: Iterable[str]) -> dict[str, Any]:
+    """What a search may choose, as flags: settings with their values or ranges, as in TOML."""
+    axes: dict[str, Any] = {}
+    for text in texts:
+        try:
+            axes |= read_toml(text)
+        except (ValueError, RecursionError):
+            raise ConfigError(
+                f"--vary {text!r} must be SETTING=VALUES", "like --vary 'drop_rate=[0, 0.5]'"
+            ) from None
+    return axes
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting, or of an option of the command."""
+    others = {"lambda_coeff": "--lambda", "rules": "--rule"}
+    return others.get(name, f"--{name.replace('_', '-')}")
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule as a flag: the pattern, a colon, and settings as in TOML, with commas between them."""
+    pattern, colon, assignments = text.rpartition(":")
+    example = "like --rule '*embed_tokens*:drop_rate=0.5'"
+    if not colon:
+        raise ConfigError(f"--rule {text!r} has no colon after its pattern", example)
+    try:
+        [table] = tomllib.loads(
+            f"rule = {{ {assignments} }}"
+        ).values()  # a line end could begin another
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            f"--rule {text!r} must be PATTERN:SETTING=VALUE",
+            f'{example}; words in quotes, like drop="magnitude"',
+        ) from None
+    return Rule.of({**table, "match": pattern}, f"--rule {text!r}")

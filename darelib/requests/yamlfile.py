@@ -1,0 +1,66 @@
+"""YAML from anybody: read without surprises, or refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+import yaml
+
+from darelib.core.text import ConfigError
+
+MAX_YAML: Final = 1 << 18  # bytes: PyYAML takes seconds for more
+MAX_DIGITS: Final = 100  # of a whole number: Python does not print large ones
+MAX_VALUES: Final = 50_000  # of a file with its aliases written out
+
+
+def load_yaml(text: str, path: str) -> Any:
+    """What a YAML text says. What would take much memory or time, or can be read in two ways, is refused."""
+    hint = "it must be one YAML document, as mergekit-yaml takes it"
+    try:
+        if len(text.encode(errors="replace")) > MAX_YAML:
+            raise ValueError(f"it is longer than {MAX_YAML:,} bytes")
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _count_values(node, {})
+        return node and loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        reason = f"{error.problem or error.context}{line}"
+        if error.context == "expected a single document in the stream":
+            reason = "it holds several documents"
+        if "\\t" in reason:
+            hint = "YAML is indented with spaces, not with tabs"
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+    except RecursionError:
+        reason = "it is nested too deeply"
+    raise ConfigError(f"{path} cannot be read: {reason}", hint)
+
+
+def _count_values(node: Any, counts: dict[int, int]) -> int:
+    """How many values a node holds, aliases written out."""
+    if id(node) not in counts:
+        counts[id(node)] = 0  # until it is known
+        if (
+            isinstance(node, yaml.ScalarNode)
+            and node.tag.endswith(":int")
+            and len(node.value) > MAX_DIGITS
+        ):
+            raise ValueError(
+                f"a number has {len(node.value):,} digits (line {node.start_mark.line + 1})"
+            )
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            [(key, times)] = Counter(str(key.value) for key, _ in children).most_common(1) or [
+                ("", 0)
+            ]
+            if times > 1:
+                raise ValueError(
+                    f"the key {key[:60]!r} is there {times} times (line {node.start_mark.line + 1})"
+                )
+            children = [child for pair in children for child in pair]
+        counts[id(node)] = 1 + sum(_count_values(child, counts) for child in children)
+    if not 0 < counts[id(node)] <= MAX_VALUES:
+        raise ValueError(f"with its aliases written out, it holds more than {MAX_VALUES:,} values")
+    return counts[id(node)]

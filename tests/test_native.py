@@ -451,7 +451,7 @@ def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
     copy = copy_house(tmp_path) / "darelib"
     identify, before = machine.identify.__wrapped__, machine.identify()
     monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
-    needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "mask.py")
+    needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "core/mask.py")
     for name in ("config.py", "run/worker.py", "kernels/tensors.py", *needed):
         (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
         assert (identify() != before) == (name in needed), name

@@ -52,7 +52,7 @@ class ConfigError(DareError):
 def install_hint(extra: str) -> str:
     """The command that installs the packages of an extra, by the way in which this tool was installed."""
     if (
-        Path(__file__).parents[1] / "pyproject.toml"
+        Path(__file__).parents[2] / "pyproject.toml"
     ).exists() and "UV" in os.environ:  # uv run, in a checkout
         return f"install it: uv run --extra {extra} python dare.py ..."
     if (Path(sys.prefix) / "uv-receipt.toml").exists():  # uv tool install

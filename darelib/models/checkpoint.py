@@ -14,12 +14,13 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from darelib.core.formats import STORED_BITS
-from darelib.core.text import DareError, as_text, list_names
+from darelib.core.text import DareError, InputChanged, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.jsonfile import MAX_INDEX, read_json
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
+    CHANGED_HINT,
     GGUF_HINT,
     MAX_NAME,
     MAX_NAMES,
@@ -29,8 +30,10 @@ from darelib.models.tensorfile import (
     TensorInfo,
     convert_hint,
 )
+from darelib.models.vocabulary import digest_tokenizer
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 WEIGHTS_FILE: Final = "model.safetensors"
@@ -217,10 +220,9 @@ class Checkpoint:
     """A model, open for reading: the tensors of all its files, by name. Every kind of input has these attributes."""
 
     added: tuple[dict[str, Any], ...] = ()  # tokens of other models that it has rows for
-    heights: tuple[int, int] = (
-        0,
-        0,
-    )  # of its embedding: the rows that are stored, and those that it has with them
+    # Of its embedding: the rows that are stored, and those that it has with the others' tokens.
+    heights: tuple[int, int] = (0, 0)
+    tokenizer_sha256: str | None = None  # where that decides which rows are merged
     keeps_metadata: ClassVar[bool] = False  # of its files
     seed: int | None = None  # of its mask, if that was decided before
     sample: str = ""  # says of what the figures are, if they are not of all deltas
@@ -232,12 +234,10 @@ class Checkpoint:
     held_bytes: int = 0  # what a thread that reads it holds, at most
 
     def __init__(self, source: Source, layout: Layout) -> None:
-        self.source, self.name, self.folder, self.paths = (
-            source,
-            source.name,
-            layout.folder,
-            layout.paths,
-        )
+        self.source = source
+        self.name = source.name
+        self.folder = layout.folder
+        self.paths = layout.paths
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
         self._name_bytes = 0
@@ -289,16 +289,24 @@ class Checkpoint:
     def size(self) -> int:
         return sum(file.status.st_size for file in self.files)
 
-    @cached_property
+    @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a recipe keeps of an input, besides its name. Of several files, the digest is that of their digests."""
+        """What a recipe keeps of an input, besides its name."""
+        tokenizer = {"tokenizer_sha256": self.tokenizer_sha256} if self.tokenizer_sha256 else {}
+        return self._digests | tokenizer
+
+    @cached_property
+    def _digests(self) -> dict[str, Any]:
+        """Of several files, the digest is that of their digests."""
         digests = [file.header_sha256 for file in self.files]
-        whole = (
-            digests[0]
-            if len(digests) == 1
-            else hashlib.sha256("\n".join(digests).encode()).hexdigest()
-        )
-        return {"size": self.size, "header_sha256": whole, "content_sha256": self._digest_pages()}
+        whole = digests[0]
+        if len(digests) > 1:
+            whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        return {
+            "size": self.size,
+            "header_sha256": whole,
+            "content_sha256": self._digest_pages(),
+        }
 
     def _digest_pages(self) -> str:
         """A digest of some pages of the stored tensors: a base and its fine-tune may differ in nothing else.
@@ -330,12 +338,15 @@ class Checkpoint:
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         """Called once, before the first read. readers: how many readers share the memory for what read makes."""
 
-    def read(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview
+    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None:
+        """Read values of a tensor, as bytes of its type, into exactly as many bytes."""
+        info.encoding.read(self, info, start, count, into)
+
+    def read_stored(
+        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
-        """Read elements of a tensor, as bytes of its type, into exactly as many bytes."""
-        view = into if isinstance(into, memoryview) else into.data
-        self.read_bytes(view, info, start * STORED_BITS[info.dtype] // 8)
+        """Read elements as they are stored."""
+        self.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of a stored tensor, from one of them on."""
@@ -347,6 +358,19 @@ class Checkpoint:
     def check_unchanged(self) -> None:
         for file in self.files:
             file.check_unchanged()
+        if self.tokenizer_sha256 and digest_tokenizer(self.folder) != self.tokenizer_sha256:
+            raise InputChanged(
+                f"the tokenizer of {self.name!r} changed while it was merged", CHANGED_HINT
+            )
+
+    def find_twins(self, name: str) -> tuple[str, ...]:
+        return ()  # files hold each tensor once
+
+    def is_same_as(self, other: Checkpoint) -> bool:
+        """Whether it is the very same files."""
+        pairs = zip(self.files, other.files, strict=False)
+        same = all(os.path.samestat(mine.status, theirs.status) for mine, theirs in pairs)
+        return same and len(self.files) == len(other.files)
 
     def close(self) -> None:
         for file in self.files:

@@ -304,11 +304,11 @@ class LoraAdapter(Checkpoint):
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         self._kernels, self._room = kernels, TUNING.expand_elements // readers
 
-    def read(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview
+    def read_stored(
+        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
         if not isinstance(info, LowRankTensor):
-            super().read(info, start, count, into)
+            super().read_stored(info, start, count, into)
         elif count:
             self._expand(info, start, np.asarray(into).view(FORMATS[info.dtype].real))
 

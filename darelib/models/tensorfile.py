@@ -21,13 +21,12 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.core.formats import STORED_BITS
-from darelib.core.mask import MASK_BITS
 from darelib.core.text import DareError, InputChanged
+from darelib.models.tensors import TensorInfo as TensorInfo
 
 # The safetensors library refuses larger headers.
 MAX_HEADER: Final = 100_000_000
@@ -55,62 +54,6 @@ IDENTITY: Final = operator.attrgetter("st_dev", "st_ino", "st_size", "st_mtime_n
 BINARY: Final = getattr(os, "O_BINARY", 0)  # so that Windows does not translate line ends
 # Where the system has no positioned reads and writes, no other thread may come between seeking and reading.
 SEEK_LOCK: Final = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)  # there may be very many
-class TensorInfo:
-    """Where a tensor is in a checkpoint."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int = 0
-    file: int = 0  # which of the checkpoint's files
-    is_delta: bool = False  # its values are changes to the base already, and not the changed tensor
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def width(self) -> int:
-        """Elements of a row, along the last dimension."""
-        return self.shape[-1] if self.shape else 1
-
-    @property
-    def nbytes(self) -> int:
-        return -(-self.count * STORED_BITS[self.dtype] // 8)
-
-    @property
-    def stored_bytes(self) -> int:
-        """What must be read for it."""
-        return self.nbytes
-
-    @property
-    def drop_rate(self) -> float:
-        """By which it was thinned before."""
-        return 0.0
-
-    @property
-    def threshold(self) -> int:
-        """Entries whose mask bits are below it are stored: all of them, unless they were thinned before."""
-        return 1 << MASK_BITS
-
-    @property
-    def mask_name(self) -> str | None:
-        """What its mask is drawn by, if that was decided before."""
-        return None
-
-    def seen(self, start: int, stop: int) -> int:
-        """How many elements of a range it holds: it may have fewer rows."""
-        return max(0, min(stop, self.count) - start)
-
-    def place_of(self, element: int) -> list[int]:
-        """The indices of an element, of any number of dimensions: NumPy knows 64."""
-        places = []
-        for side in reversed(self.shape):
-            element, place = divmod(element, side)
-            places.append(place)
-        return places[::-1]
 
 
 def explain_os_error(error: OSError, name: str, hint: str = "check its permissions") -> DareError:

@@ -17,16 +17,15 @@ from darelib.core.drops import DROPS, L1, NONE, RANDOM, Thinning
 from darelib.core.families import find_merge_method
 from darelib.core.methods import METHODS, TensorSettings
 from darelib.core.text import DareError, as_text, count_of
-from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, part_name
-from darelib.models.inputs import Input
+from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, part_name
 from darelib.models.jsonfile import MAX_JSON, read_json
 from darelib.models.source import Source, recorded_name
 from darelib.models.tensorfile import TensorInfo
 from darelib.output.destination import digest_of, is_weights, list_files
-from darelib.output.publish import PlannedFile
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice, place_tokenizer
-from darelib.plan.seeds import find_seeds
+from darelib.plan.files import PlannedFile
+from darelib.plan.plan import find_seeds
 
 CARD_FILE: Final = "README.md"
 # Besides weights: what belongs to the base's own page or training, and not to a merged model.
@@ -37,7 +36,7 @@ NOT_COPIED: Final = re.compile(
 
 
 def collect_side_files(
-    config: DareConfig, inputs: Sequence[Input], version: str, files: Sequence[PlannedFile],
+    config: DareConfig, inputs: Sequence[Checkpoint], version: str, files: Sequence[PlannedFile],
     changes: Mapping[str, tuple[Any, Any]], tokenizer: TokenizerChoice, rows: int, index: bytes | None,
 ) -> tuple[SideFiles, list[str]]:  # fmt: skip
     """All files of a model directory besides the tensors, and what to tell about them.
@@ -147,7 +146,7 @@ def make_index(tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]) 
     )
 
 
-def model_card(config: DareConfig, inputs: Sequence[Input], recipe: str) -> str:
+def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) -> str:
     """A README.md as the Hugging Face Hub wants it, with the recipe in words and as it is."""
     names = [card_name(model.source) for model in inputs]
     models = names[1:]

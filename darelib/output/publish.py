@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -29,6 +28,7 @@ from darelib.models.tensorfile import BINARY, SEEK_LOCK, read_at
 from darelib.output.destination import Destination, check_replaceable, digest_of
 from darelib.output.journal import Journal, explain_difference, write_synced
 from darelib.output.lock import LOCK_FILE, LOCK_WORDS, Lock, remove, try_lock
+from darelib.plan.files import PlannedFile
 
 # In the folder beside the destination: the new model, the one that it replaces, and the journal.
 MADE: Final = "output"
@@ -40,15 +40,6 @@ ZEROS_PER_SECOND: Final = 8e9
 # How systems say that a directory cannot be synced at all, or not even opened, as on Windows.
 NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 NO_OPEN: Final = (*NO_SYNC, errno.EACCES, errno.EISDIR)
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A file of tensors that will be written."""
-
-    name: str
-    header: bytes
-    size: int
 
 
 class Flusher:

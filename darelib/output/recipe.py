@@ -11,11 +11,11 @@ from darelib.config import DareConfig
 from darelib.core.mask import MASK_NAME
 from darelib.core.text import ConfigError, DareError
 from darelib.core.tomlfile import MAX_TOML
-from darelib.models.inputs import Input
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.source import recorded_name
 from darelib.models.tensorfile import open_regular
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.plan.seeds import find_seeds
+from darelib.plan.plan import find_seeds
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
 RECIPE_FILE: Final = "dare_recipe.toml"  # in a model directory
@@ -24,7 +24,7 @@ UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"
 
 
 def recipe_text(
-    config: DareConfig, inputs: Sequence[Input], version: str, tokenizer: TokenizerChoice,
+    config: DareConfig, inputs: Sequence[Checkpoint], version: str, tokenizer: TokenizerChoice,
     files: Mapping[str, str] | None = None, packed: bool = False,
 ) -> str:  # fmt: skip
     """Every setting that determines the output, and nothing else, as a configuration that makes it again.

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.core.text import DareError
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.hub import download
-from darelib.models.inputs import Input, explain_path
+from darelib.models.inputs import explain_path
 from darelib.models.jsonfile import read_json
 from darelib.models.source import AUTO, BASE, UNION, Source, is_template, recorded_name
 from darelib.models.tensorfile import explain_os_error, open_regular
@@ -151,7 +152,7 @@ def read_text(path: Path) -> str:
 
 
 def place_tokenizer(
-    side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Input], rows: int
+    side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Checkpoint], rows: int
 ) -> list[str]:
     """Change the files of an output directory as chosen. Gives what to tell. rows: of its embedding, 0 if unknown."""
     base, *models = inputs
@@ -266,7 +267,7 @@ def add_tokens(
 
 
 def compare_tokenizers(
-    choice: TokenizerChoice, inputs: Sequence[Input], directory: bool
+    choice: TokenizerChoice, inputs: Sequence[Checkpoint], directory: bool
 ) -> Iterator[str]:
     """Which models number their tokens otherwise than the base, and what that means for the output."""
     base, *models = inputs

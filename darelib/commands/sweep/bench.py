@@ -15,7 +15,6 @@ from darelib.config import DareConfig
 from darelib.core.text import DareError, install_hint
 from darelib.kernels import load_tensors
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.inputs import Input
 
 
 class Bench(Protocol):
@@ -123,7 +122,7 @@ class MemoryBench:
         return self.evaluate(self.make(config), trial)
 
 
-def load_states(inputs: Sequence[Input], model: Any) -> list[dict[str, Any]]:
+def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]]:
     """The tensors of models in files, on the device of a live model if there is one."""
     try:
         from safetensors.torch import load_file

@@ -61,7 +61,7 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.methods import METHODS
 from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest, progress
 from darelib.core.tuning import raise_open_file_limit
-from darelib.kernels import load_tensors
+from darelib.run import load_memory
 
 if TYPE_CHECKING:
     import torch
@@ -356,7 +356,7 @@ def dare_drop(
 ) -> dict[str, torch.Tensor]:
     """Thin deltas: drop entries at random and rescale the rest. Tensors that are not floats are left as they are."""
     config = DareConfig(drop_rate=drop_rate, seed=seed, rescale=rescale)
-    return load_tensors().drop_deltas(task_vector, config)
+    return load_memory().drop_deltas(task_vector, config)
 
 
 def dare_sparsify(
@@ -381,7 +381,7 @@ def dare_merge(
     out: tensors to write it into, such as a live model's or the base's own, so that nothing new is allocated. What does
     not fit is refused before anything is written; a value that is not finite is only met on the way.
     """
-    return load_tensors().merge_tensors(base, finetuned, check_config(config), out)
+    return load_memory().merge_tensors(base, finetuned, check_config(config), out)
 
 
 def dare_sweep(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import LOG, DareError, install_hint
+from darelib.core.text import LOG, DareError
 
 Kernel = Callable[..., Any]
 
@@ -76,11 +76,3 @@ def load_kernels(
             LOG.warning(TAKEN_OVER[name], reason)
         return kernels
     raise DareError(f"the engine {engine} cannot be used: {reason}", "use engine auto or plain")
-
-
-def load_tensors() -> Any:
-    """The merge of tensors in memory, which needs torch."""
-    try:
-        return importlib.import_module("darelib.kernels.tensors")
-    except ModuleNotFoundError:
-        raise DareError("tensors in memory need torch", install_hint("torch")) from None

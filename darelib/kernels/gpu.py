@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 from itertools import chain, islice, pairwise, repeat
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -381,28 +381,35 @@ def find_kind(
     return (devices[0], even, way, *(types * columns)[:columns]) if fits else None
 
 
+class Column(Protocol):
+    """The tensors of the base, of one model or of the output, and their traits, in one order."""
+
+    values: Sequence[Tensor]
+    shapes: tuple[Any, ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+    addresses: tuple[int, ...]
+
+
 class Columns:
     """What must be known of all tensors, by base, models and output: read in bulk, since there may be thousands.
 
-    traits: their shapes, types and devices.
+    names: what their masks are drawn by.
     """
 
     def __init__(
-        self, names: Sequence[str], tensors: Sequence[Sequence[Tensor]], traits: Sequence[Sequence[Any]],
-        settings: Sequence[TensorSettings],
-    ) -> None:  # fmt: skip
+        self, names: Sequence[str], columns: Sequence[Column], settings: Sequence[TensorSettings]
+    ) -> None:
         self.names, self.settings, self.method = names, settings, METHODS[settings[0].method]
-        self.models = range(len(tensors) - 2)
+        self.models = range(len(columns) - 2)
         self.group = (
             4 if settings[0].method == SLERP else 2
         )  # tiles of a program, whose sums slerp folds
-        self.addresses = [list(map(Tensor.data_ptr, column)) for column in tensors]
-        self.table = np.array(self.addresses, np.uint64)
-        self.counts = np.array(list(map(Tensor.numel, tensors[0])))
+        self.table = np.array([column.addresses for column in columns], np.uint64)
+        self.counts = np.array(list(map(Tensor.numel, columns[0].values)))
         even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(0)
-        dense = map(
-            all, zip(*(map(Tensor.is_contiguous, column) for column in tensors), strict=True)
-        )
+        contiguous = [map(Tensor.is_contiguous, column.values) for column in columns]
+        dense = map(all, zip(*contiguous, strict=True))
         ids = list(map(id, settings))  # they are few, and to compare them takes long
         known = dict(zip(ids, settings, strict=True))
         order = dict(zip(known, range(len(known)), strict=True))
@@ -411,9 +418,10 @@ class Columns:
             np.array(list(map(order.__getitem__, ids))),
         )
         ways = {own: find_way(each) for own, each in known.items()}
+        traits = [(column.shapes, column.dtypes, column.devices) for column in columns]
         alike = traits.count(traits[0]) == len(traits)
         each = chain.from_iterable(traits[:1] if alike else traits)
-        find = cache(partial(find_kind, len(tensors)))
+        find = cache(partial(find_kind, len(columns)))
         self.kinds = list(map(find, even.tolist(), dense, map(ways.__getitem__, ids), *each))
 
 
@@ -634,8 +642,8 @@ def round_numbers(rows: Any) -> Any:
         return np.asarray(rows).astype(np.float32)
 
 
-def merge_columns(columns: Columns, seed: int) -> str | None:
-    """Merge, and give the name of a tensor that turned out to hold or give a value that is not finite, if any does.
+def merge_columns(columns: Columns, seed: int) -> int | None:
+    """Merge, and give the number of a tensor that turned out to hold or give a value that is not finite, if any does.
 
     The GPU is waited for once, at the end; where slerp must look first, once more.
     """
@@ -657,4 +665,4 @@ def merge_columns(columns: Columns, seed: int) -> str | None:
     broken = [
         row for order, found in flags for each in found for row in order[each.cpu().numpy() != 0]
     ]
-    return columns.names[min(broken)] if broken else None
+    return int(min(broken)) if broken else None

@@ -165,15 +165,32 @@ class TensorInfo:
         return places[::-1]
 
 
-class Input(Protocol):
-    """A model that takes part in a merge: its tensors by name, and their values, wherever they are."""
+class Described(Protocol):
+    """What a plan knows of a model, wherever it is: its tensors by name, and what goes with them."""
 
-    name: str
-    tensors: dict[str, TensorInfo]
-    partial: ClassVar[bool]  # whether it holds only what it changes
-    seed: int | None  # of its mask, if that was decided before
-    unused: tuple[str, ...]  # what it holds that the base has no place for
-    warnings: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tensors(self) -> dict[str, TensorInfo]: ...
+
+    @property
+    def partial(self) -> bool:
+        """Whether it holds only what it changes."""
+        ...
+
+    @property
+    def seed(self) -> int | None:
+        """Of its mask, if that was decided before."""
+        ...
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """What it holds that the base has no place for."""
+        ...
+
+    @property
+    def warnings(self) -> tuple[str, ...]: ...
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -181,13 +198,15 @@ class Input(Protocol):
         ...
 
     def find_twins(self, name: str) -> tuple[str, ...]:
-        """The other names of one and the same tensor."""
+        """All names of one and the same tensor, if it has several."""
         ...
 
     def is_same_as(self, other: Any) -> bool: ...
 
-    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None:
-        """Values of a tensor, all of them, as bytes of its type."""
-        ...
+
+class Input(Described, Protocol):
+    """A model in files: its values can be read, always dense, always plain numbers."""
+
+    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None: ...
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None: ...

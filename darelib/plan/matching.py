@@ -12,7 +12,7 @@ from darelib.core.methods import TensorSettings
 from darelib.core.text import LISTED, DareError, count_of, list_names
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, module_of, quantised_modules
 from darelib.models.fp8 import UNREAD_HINTS
-from darelib.models.tensors import PLAIN, Input, TensorInfo
+from darelib.models.tensors import PLAIN, Described, TensorInfo
 from darelib.plan.tensors import TensorPlan, choose_kernel
 
 # A longer row would take more memory than all else.
@@ -22,7 +22,7 @@ MAX_RANKED: Final = 1 << 20
 class Matcher:
     """Decides for each tensor of the base which models change it and how, and remembers what did not fit."""
 
-    def __init__(self, config: DareConfig, inputs: Sequence[Input]) -> None:
+    def __init__(self, config: DareConfig, inputs: Sequence[Described]) -> None:
         self.config = config
         self.base = inputs[0]
         self.models = inputs[1:]
@@ -78,7 +78,7 @@ class Matcher:
         shapes = [self.base.tensors[name].shape for name in self._embeddings]
         return next((shape[0] for shape in shapes if shape), 0)
 
-    def _check_common(self, model: Input) -> None:
+    def _check_common(self, model: Described) -> None:
         if not model.tensors.keys() & self.base.tensors.keys():
             mine = list_names(list(self.base.tensors)) or "none"
             theirs = list_names(list(model.tensors)) or "none"
@@ -143,7 +143,7 @@ class Matcher:
                 return twin
         return name
 
-    def _find_stand_in(self, name: str, info: TensorInfo, model: Input) -> str | None:
+    def _find_stand_in(self, name: str, info: TensorInfo, model: Described) -> str | None:
         """What a model has in place of a tensor that it lacks: another name of it, or its embedding."""
         for twin in self.base.find_twins(name):
             if twin in model.tensors:
@@ -162,7 +162,7 @@ class Matcher:
                 f"only {', '.join(FORMATS)} tensors can be merged, with one another",
             )
 
-    def _check_mask(self, name: str, theirs: TensorInfo, mask_name: str, model: Input) -> None:
+    def _check_mask(self, name: str, theirs: TensorInfo, mask_name: str, model: Described) -> None:
         """A packed model's mask was drawn when it was packed, and its head may have been tied then, or not."""
         if theirs.mask_name not in (None, mask_name):
             raise DareError(
@@ -194,7 +194,9 @@ class Matcher:
                 f"use a drop rate of {rate:g} or more, or the model itself",
             )
 
-    def _check_shapes(self, name: str, info: TensorInfo, theirs: TensorInfo, model: Input) -> None:
+    def _check_shapes(
+        self, name: str, info: TensorInfo, theirs: TensorInfo, model: Described
+    ) -> None:
         """Refuse tensors of different shapes, unless the user has said what to do with them and that can be done."""
         by_rows = len(info.shape) == len(theirs.shape) > 0 and info.shape[1:] == theirs.shape[1:]
         if self.config.mismatch == "base" or (self.config.mismatch == "overlap" and by_rows):
@@ -218,7 +220,7 @@ class Matcher:
             "--mismatch base keeps the base's tensor; otherwise check that this is the right base",
         )
 
-    def _tied_embedding(self, name: str, info: TensorInfo, model: Input) -> str | None:
+    def _tied_embedding(self, name: str, info: TensorInfo, model: Described) -> str | None:
         """The embedding that a model, by its or the base's configuration, uses as the output head that it lacks."""
         stated = [
             setting
@@ -244,7 +246,7 @@ class Matcher:
             return True
         return module_of(name) in self._quantised and not name.endswith("bias")
 
-    def _check_quantised(self, model: Input) -> None:
+    def _check_quantised(self, model: Described) -> None:
         """Refuse to merge a quantised model with one that is not, or is in another way."""
         quantised = quantised_modules(model.tensors)
         for name, info in model.tensors.items():
@@ -261,7 +263,7 @@ class Matcher:
             elif module_of(name) in quantised and not name.endswith("bias"):
                 self._refuse_quantised(name, model)
 
-    def _refuse_quantised(self, name: str, model: Input) -> NoReturn:
+    def _refuse_quantised(self, name: str, model: Described) -> NoReturn:
         weight = self.base.tensors.get(f"{module_of(name)}.weight")
         if weight is not None and weight.encoding.hint:
             raise DareError(

@@ -13,7 +13,7 @@ from darelib.core.text import DareError
 from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import KernelSpec
 from darelib.models.checkpoint import compare_configs
-from darelib.models.tensors import Input
+from darelib.models.tensors import Described
 from darelib.plan.files import PlannedFile
 from darelib.plan.matching import Matcher
 from darelib.plan.tensors import TensorPlan
@@ -150,7 +150,9 @@ class MergePlan:
             yield self.jobs(batch, done)
 
 
-def plan_merge(config: DareConfig, inputs: Sequence[Input], looks_only: bool = False) -> MergePlan:
+def plan_merge(
+    config: DareConfig, inputs: Sequence[Described], looks_only: bool = False
+) -> MergePlan:
     """looks_only: nothing is merged, so that settings need not fit."""
     matcher = Matcher(config, inputs)
     base, *models = inputs
@@ -178,13 +180,13 @@ def plan_merge(config: DareConfig, inputs: Sequence[Input], looks_only: bool = F
     )
 
 
-def find_seeds(config: DareConfig, inputs: Sequence[Input]) -> tuple[int, ...]:
+def find_seeds(config: DareConfig, inputs: Sequence[Described]) -> tuple[int, ...]:
     """The seed of each model's mask: the first one's and up, unless it was decided before."""
     models = enumerate(inputs[1:])
     return tuple(config.seed + i if model.seed is None else model.seed for i, model in models)
 
 
-def check_kinds(inputs: Sequence[Input]) -> None:
+def check_kinds(inputs: Sequence[Described]) -> None:
     """Refuse models of another architecture: tensors of the same names and shapes may mean something else there."""
     base, *models = inputs
     for model in models:

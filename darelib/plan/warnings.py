@@ -10,13 +10,13 @@ from darelib.core.drops import DROPS, NONE
 from darelib.core.gradients import count_layers
 from darelib.core.text import count_of, list_names
 from darelib.models.checkpoint import compare_configs
-from darelib.models.tensors import Input
+from darelib.models.tensors import Described
 from darelib.plan.matching import Matcher
 from darelib.plan.tensors import TensorPlan
 
 
 def find_odd_settings(
-    config: DareConfig, inputs: Sequence[Input], tensors: Sequence[TensorPlan]
+    config: DareConfig, inputs: Sequence[Described], tensors: Sequence[TensorPlan]
 ) -> Iterator[str]:
     used = {id(tensor.rule) for tensor in tensors}
     for k, rule in enumerate(config.typed_rules, 1):
@@ -38,7 +38,7 @@ def find_odd_settings(
         )
 
 
-def explain_unused(rule: Rule, base: Input) -> str:
+def explain_unused(rule: Rule, base: Described) -> str:
     if any(map(rule.matches, base.tensors)):
         return "matches only tensors that an earlier rule takes"
     for pattern in rule.match:
@@ -47,7 +47,7 @@ def explain_unused(rule: Rule, base: Input) -> str:
     return "matches no tensor"
 
 
-def find_odd_seeds(seeds: Sequence[int], inputs: Sequence[Input]) -> Iterator[str]:
+def find_odd_seeds(seeds: Sequence[int], inputs: Sequence[Described]) -> Iterator[str]:
     models = inputs[1:]
     for i, seed in enumerate(seeds):
         if seed in seeds[:i]:
@@ -58,7 +58,7 @@ def find_odd_seeds(seeds: Sequence[int], inputs: Sequence[Input]) -> Iterator[st
             )
 
 
-def find_odd_inputs(config: DareConfig, inputs: Sequence[Input]) -> Iterator[str]:
+def find_odd_inputs(config: DareConfig, inputs: Sequence[Described]) -> Iterator[str]:
     base, *models = inputs
     for i, model in enumerate(models):
         if model.is_same_as(base) and not config.averages:
@@ -72,7 +72,7 @@ def find_odd_inputs(config: DareConfig, inputs: Sequence[Input]) -> Iterator[str
             )
 
 
-def find_odd_names(inputs: Sequence[Input], matcher: Matcher) -> Iterator[str]:
+def find_odd_names(inputs: Sequence[Described], matcher: Matcher) -> Iterator[str]:
     for i, model in enumerate(inputs[1:]):
         if missing := matcher.missing(i):
             count = count_of(len(missing), "tensor")
@@ -82,7 +82,7 @@ def find_odd_names(inputs: Sequence[Input], matcher: Matcher) -> Iterator[str]:
             yield f"{model.name} has {count} that the base lacks: {list_names(extra)}; ignored"
 
 
-def find_samples(inputs: Sequence[Input]) -> Iterator[str]:
+def find_samples(inputs: Sequence[Described]) -> Iterator[str]:
     for model in inputs:
         if any(info.share < 1 for info in model.tensors.values()):
             yield (

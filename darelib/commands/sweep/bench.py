@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from darelib.commands.sweep.evaluation import Evaluate
 from darelib.config import DareConfig
 from darelib.core.text import DareError, install_hint
-from darelib.kernels import load_tensors
 from darelib.models.checkpoint import Checkpoint
+from darelib.run import load_memory
 
 
 class Bench(Protocol):
@@ -83,7 +83,7 @@ class MemoryBench:
         dtype: str | None,
     ) -> None:  # fmt: skip
         self.merge, self.evaluate, self.model, self.finetuned = (
-            load_tensors().merge_tensors,
+            load_memory().merge_tensors,
             evaluate,
             model,
             finetuned,

@@ -119,7 +119,7 @@ class Matcher:
             name=name,
             base=info,
             finetuned=tuple(finetuned),
-            mask_names=tuple(mask_names),
+            mask_names=tuple(mask_names) if finetuned else (),
             outputs=encoding.list_outputs(name, TensorInfo(dtype, info.shape)),
             merged=merged,
             settings=settings,

@@ -13,7 +13,6 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError, InputChanged, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.jsonfile import MAX_INDEX, read_json
@@ -30,11 +29,11 @@ from darelib.models.tensorfile import (
     TensorInfo,
     convert_hint,
 )
+from darelib.models.tensors import Input
 from darelib.models.vocabulary import digest_tokenizer
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    pass
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -216,7 +215,7 @@ def _is_inside(name: str) -> bool:
     )
 
 
-class Checkpoint:
+class Checkpoint(Input):
     """A model, open for reading: the tensors of all its files, by name. Every kind of input has these attributes."""
 
     added: tuple[dict[str, Any], ...] = ()  # tokens of other models that it has rows for
@@ -224,11 +223,7 @@ class Checkpoint:
     heights: tuple[int, int] = (0, 0)
     tokenizer_sha256: str | None = None  # where that decides which rows are merged
     keeps_metadata: ClassVar[bool] = False  # of its files
-    seed: int | None = None  # of its mask, if that was decided before
     sample: str = ""  # says of what the figures are, if they are not of all deltas
-    partial: ClassVar[bool] = False  # whether it holds only what it changes
-    unused: tuple[str, ...] = ()  # what it holds that the base has no place for
-    warnings: tuple[str, ...] = ()
     note: str = ""  # about its kind, for tables
     specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
     held_bytes: int = 0  # what a thread that reads it holds, at most
@@ -338,16 +333,6 @@ class Checkpoint:
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         """Called once, before the first read. readers: how many readers share the memory for what read makes."""
 
-    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None:
-        """Read values of a tensor, as bytes of its type, into exactly as many bytes."""
-        info.encoding.read(self, info, start, count, into)
-
-    def read_stored(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        """Read elements as they are stored."""
-        self.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
-
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of a stored tensor, from one of them on."""
         self.files[info.file].read_into(view, info.offset + start)
@@ -362,9 +347,6 @@ class Checkpoint:
             raise InputChanged(
                 f"the tokenizer of {self.name!r} changed while it was merged", CHANGED_HINT
             )
-
-    def find_twins(self, name: str) -> tuple[str, ...]:
-        return ()  # files hold each tensor once
 
     def is_same_as(self, other: Checkpoint) -> bool:
         """Whether it is the very same files."""

@@ -28,7 +28,7 @@ from darelib.models.checkpoint import (
 )
 from darelib.models.fp8writer import Fp8Writer, PeakLook, Scales, read_scales
 from darelib.models.jsonfile import read_json
-from darelib.models.tensors import Encoding, Stored, Target, TensorInfo, Writer
+from darelib.models.tensors import Encoding, Input, Target, TensorInfo, Writer
 
 FP8: Final = "F8_E4M3"
 SCALE_TYPES: Final = ("F32", "BF16")
@@ -88,7 +88,7 @@ class Fp8(Encoding):
         return Fp8Writer(target, self.stored, self.scales, start, group, peak)
 
     def read(
-        self, model: Stored, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
         stored = np.empty(count, np.uint8)
         values = np.frombuffer(into, np.float32)
@@ -103,7 +103,7 @@ class Fp8(Encoding):
             for first, last in itertools.pairwise(sorted({start, first_row, last_row, stop})):
                 self._scale(model, width, values[first - start : last - start], first)
 
-    def _scale(self, model: Stored, width: int, values: NDArray[Any], start: int) -> None:
+    def _scale(self, model: Input, width: int, values: NDArray[Any], start: int) -> None:
         """Multiply values by their scales: whole rows, or a part of one."""
         row, column = divmod(start, width)
         part = values.reshape(-1, min(width, len(values)))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from darelib.core.formats import FORMATS, widen
 from darelib.core.methods import METHODS, Found, Look, TensorSettings
 from darelib.kernels import fp8, plain
-from darelib.models.tensors import Stored, Target, TensorInfo, Writer
+from darelib.models.tensors import Input, Target, TensorInfo, Writer
 
 Array = NDArray[Any]
 
@@ -33,7 +33,7 @@ class Scales:
         return self.grid == (1, 1)
 
 
-def read_scales(model: Stored, scales: Scales, row: int, rows: int) -> NDArray[np.uint8]:
+def read_scales(model: Input, scales: Scales, row: int, rows: int) -> NDArray[np.uint8]:
     """The scales of the blocks that rows of the tensor are in, as bytes."""
     first = row // scales.block[0]
     last = -(-(row + rows) // scales.block[0])

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.core.formats import DTYPES
 from darelib.core.text import ConfigError
-from darelib.models.tensors import TensorInfo
+from darelib.models.tensors import Described, TensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -56,14 +56,8 @@ def check_state_dict(what: str, given: object) -> None:
             )
 
 
-class StateDict:
+class StateDict(Described):
     """A state dict. What is known of its tensors is read in bulk: there may be thousands, and little time."""
-
-    partial: ClassVar[bool] = False
-    seed: int | None = None
-    unused: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
-    config: Mapping[str, Any] = {}  # noqa: RUF012 (nothing is known of it)
 
     def __init__(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         self.name = name
@@ -81,10 +75,12 @@ class StateDict:
             return self
         return StateDict(self.name, {name: self.state[name] for name in names})
 
-    @cached_property
-    def tensors(self) -> dict[str, TensorInfo]:
+    def describe(self) -> None:
+        """Make what a plan wants to know: for many tensors, that takes longer than to merge them."""
         traits = zip(self.names, self.dtypes, self.shapes, strict=True)
-        return {name: TensorInfo(name_dtype(dtype), tuple(shape)) for name, dtype, shape in traits}
+        self.tensors = {
+            n: TensorInfo(name_dtype(dtype), tuple(shape)) for n, dtype, shape in traits
+        }
 
     @cached_property
     def twins(self) -> tuple[tuple[str, ...], ...]:

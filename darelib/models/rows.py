@@ -15,7 +15,7 @@ from darelib.core.formats import FORMATS
 from darelib.core.text import DareError, list_names
 from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
-from darelib.models.tensors import Encoding, Stored, TensorInfo
+from darelib.models.tensors import Encoding, Input, TensorInfo
 from darelib.models.vocabulary import Union, Vocabulary, digest_tokenizer, read_vocabulary, unite
 
 Values: TypeAlias = NDArray[Any]  # floats
@@ -45,7 +45,7 @@ class Rows(Encoding):
         return self.stored.stored_bytes if info.is_delta else info.nbytes
 
     def read(
-        self, model: Stored, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
         item = FORMATS[info.dtype].itemsize
         real = choose_real(info, self.stored)
@@ -77,7 +77,7 @@ def choose_real(*infos: TensorInfo) -> str:
     return "F64" if "F64" in [info.dtype for info in infos] else "F32"
 
 
-def read_values(model: Stored, info: TensorInfo, start: int, count: int, real: str) -> Values:
+def read_values(model: Input, info: TensorInfo, start: int, count: int, real: str) -> Values:
     raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
     info.encoding.read(model, info, start, count, raw)
     return np.asarray(decode(raw, info.dtype, real))

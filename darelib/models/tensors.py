@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from darelib.core.formats import FORMATS, STORED_BITS
 from darelib.core.mask import MASK_BITS
@@ -20,21 +21,11 @@ if TYPE_CHECKING:
 Put: TypeAlias = Callable[[str, memoryview, int], None]
 
 
-class Stored(Protocol):
-    """What encodings need of a model: what is stored of a tensor, by elements or by bytes."""
-
-    def read_stored(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None: ...
-
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None: ...
-
-
 @dataclass(frozen=True)
 class Target:
     """A tensor that is to be written: whose place it takes in which model, and by what."""
 
-    model: Stored
+    model: Input
     name: str
     info: TensorInfo  # of the base's
     dtype: str  # of the merged values
@@ -64,7 +55,7 @@ class Encoding:
         return info.nbytes
 
     def read(
-        self, model: Stored, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
         model.read_stored(info, start, count, into)
 
@@ -165,48 +156,42 @@ class TensorInfo:
         return places[::-1]
 
 
-class Described(Protocol):
+class Described:
     """What a plan knows of a model, wherever it is: its tensors by name, and what goes with them."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    tensors: dict[str, TensorInfo]
+    partial: ClassVar[bool] = False  # whether it holds only what it changes
+    seed: int | None = None  # of its mask, if that was decided before
+    unused: tuple[str, ...] = ()  # what it holds that the base has no place for
+    warnings: tuple[str, ...] = ()
 
-    @property
-    def tensors(self) -> dict[str, TensorInfo]: ...
-
-    @property
-    def partial(self) -> bool:
-        """Whether it holds only what it changes."""
-        ...
-
-    @property
-    def seed(self) -> int | None:
-        """Of its mask, if that was decided before."""
-        ...
-
-    @property
-    def unused(self) -> tuple[str, ...]:
-        """What it holds that the base has no place for."""
-        ...
-
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-
-    @property
-    def config(self) -> Mapping[str, Any]:
+    @cached_property
+    def config(self) -> dict[str, Any]:
         """What is known of its configuration."""
-        ...
+        return {}
 
     def find_twins(self, name: str) -> tuple[str, ...]:
         """All names of one and the same tensor, if it has several."""
-        ...
+        return ()
 
-    def is_same_as(self, other: Any) -> bool: ...
+    def is_same_as(self, other: Any) -> bool:
+        raise NotImplementedError
 
 
-class Input(Described, Protocol):
+class Input(Described):
     """A model in files: its values can be read, always dense, always plain numbers."""
 
-    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None: ...
+    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None:
+        """Read values of a tensor, as bytes of its type, into exactly as many bytes."""
+        info.encoding.read(self, info, start, count, into)
 
-    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None: ...
+    def read_stored(
+        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        """Read elements as they are stored."""
+        self.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
+
+    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        """Read bytes of what is stored, from one of them on."""
+        raise NotImplementedError

@@ -94,6 +94,8 @@ def find_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
 
 
 def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
+    for state in states:
+        state.describe()
     plan = plan_merge(config, states)
     base = states[0]
     tied = {}

@@ -47,7 +47,8 @@ def explain_broken(name: str, model: int | None, dtype: torch.dtype) -> DareErro
 
 
 class TensorMerge:
-    """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits are the same.
+    """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits
+    are the same.
 
     parts: of the models that have it, by number; flat, with as many elements as the base.
     keys: of their masks. draw: draws these on the base's device, if not as plain does.
@@ -121,7 +122,9 @@ class TensorMerge:
         return plain.keep(thinning, delta, bits, thresholds, bounds)
 
     def _find_size(self, sizes: Tensor, number: int) -> float:
-        """One of them, counted from the largest down: finding it is faster than sorting all, except on a GPU."""
+        """One of them, counted from the largest down: finding it is faster than sorting all, except
+        on a GPU.
+        """
         if sizes.is_cuda:
             return float(sizes.sort().values[-number])
         return float(sizes.kthvalue(len(sizes) - number + 1).values)

@@ -1,4 +1,6 @@
-"""FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors, read as the float32 that they stand for."""
+"""FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors, read as the float32 that
+they stand for.
+"""
 
 from __future__ import annotations
 
@@ -72,14 +74,18 @@ class Fp8(Encoding):
         return math.lcm(self.scales.block[0] * info.width, TILE)
 
     def _count_group(self, info: TensorInfo, chunk: int) -> int:
-        """Elements that are gathered before they are written: whole rows of blocks, a chunk if they fit."""
+        """Elements that are gathered before they are written: whole rows of blocks, a chunk if they
+        fit.
+        """
         if self.scales.whole:
             return chunk
         row = self.scales.block[0] * info.width
         return min(max(1, chunk // row) * row, info.count)
 
     def count_held(self, info: TensorInfo, chunk: int) -> int:
-        """Merged values that wait for their scales, and the base's, once more while they are encoded."""
+        """Merged values that wait for their scales, and the base's, once more while they are
+        encoded.
+        """
         return 24 * self._count_group(info, chunk)
 
     def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
@@ -147,7 +153,9 @@ def is_activation_scale(name: str, weights: Mapping[str, str]) -> bool:
 
 
 def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """The FP8 weights of modules that are quantised in no other way, and the names of their scales."""
+    """The FP8 weights of modules that are quantised in no other way, and the names of their
+    scales.
+    """
     pairs = {}
     for name, info in tensors.items():
         is_matrix = info.dtype == FP8 and len(info.shape) == 2 and info.count

@@ -1,4 +1,6 @@
-"""Weights that are written in FP8: merged values become bytes once all values that share a scale are there."""
+"""Weights that are written in FP8: merged values become bytes once all values that share a scale
+are there.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def read_scales(model: Input, scales: Scales, row: int, rows: int) -> NDArray[np
 
 
 class PeakLook(Look):
-    """The largest magnitude of a merged tensor that has one scale, and whether the merge changes anything."""
+    """The largest magnitude of a merged tensor that has one scale, and whether the merge changes
+    anything.
+    """
 
     merges = True
 
@@ -71,7 +75,8 @@ class PeakLook(Look):
 
 
 class Fp8Writer(Writer):
-    """Gathers the merged values of one job until those that share a scale are there, and writes them.
+    """Gathers the merged values of one job until those that share a scale are there, and writes
+    them.
 
     look: where one scale is for all. group: elements that are written at a time.
     """
@@ -109,7 +114,9 @@ class Fp8Writer(Writer):
                 self.finish()
 
     def finish(self) -> None:
-        """Write what is held: whole rows of blocks or, where one scale is for all, any number of values."""
+        """Write what is held: whole rows of blocks or, where one scale is for all, any number of
+        values.
+        """
         count = self._count
         if not count:
             return

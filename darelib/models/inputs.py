@@ -74,7 +74,8 @@ def find_files(source: Source) -> tuple[Opener, Layout]:
 
 @contextmanager
 def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list[Checkpoint]]:
-    """The inputs, open for reading: the base, which is the first, and the models. Downloads those of the Hub.
+    """The inputs, open for reading: the base, which is the first, and the models. Downloads those
+    of the Hub.
 
     unite: with the same number for each token, since their tokenizers are to be united.
     """
@@ -93,7 +94,9 @@ def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list
 
 @contextmanager
 def explain_read_errors() -> Iterator[None]:
-    """What the system refuses beside the weights, whose own errors are explained where they are read."""
+    """What the system refuses beside the weights, whose own errors are explained where they are
+    read.
+    """
     try:
         yield
     except OSError as error:

@@ -57,7 +57,9 @@ def check_state_dict(what: str, given: object) -> None:
 
 
 class StateDict(Described):
-    """A state dict. What is known of its tensors is read in bulk: there may be thousands, and little time."""
+    """A state dict. What is known of its tensors is read in bulk: there may be thousands, and
+    little time.
+    """
 
     def __init__(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
         self.name = name
@@ -76,7 +78,9 @@ class StateDict(Described):
         return StateDict(self.name, {name: self.state[name] for name in names})
 
     def describe(self) -> None:
-        """Make what a plan wants to know: for many tensors, that takes longer than to merge them."""
+        """Make what a plan wants to know: for many tensors, that takes longer than to merge
+        them.
+        """
         traits = zip(self.names, self.dtypes, self.shapes, strict=True)
         self.tensors = {
             n: TensorInfo(name_dtype(dtype), tuple(shape)) for n, dtype, shape in traits

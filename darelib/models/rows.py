@@ -1,4 +1,6 @@
-"""Models whose tokens have other numbers, or more of them: embeddings and heads with their rows in one common order."""
+"""Models whose tokens have other numbers, or more of them: embeddings and heads with their rows in
+one common order.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Rows(Encoding):
                 part[:] = encode(values, info.dtype).view(np.uint8)
 
     def _find_runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Ranges of elements that lie one after the other in the stored tensor, or are all to be made up."""
+        """Ranges of elements that lie one after the other in the stored tensor, or are all to be
+        made up.
+        """
         first = start // self.width
         numbers = self.numbers[first : -(-stop // self.width)]
         stored = numbers != NO_ROW
@@ -88,7 +92,9 @@ def make_zeros(_: int, count: int, real: str) -> Values:
 
 
 def unite_tokens(inputs: Sequence[Checkpoint]) -> None:
-    """Give the base and its fine-tunes the tokens of all of them, each token with the same number everywhere."""
+    """Give the base and its fine-tunes the tokens of all of them, each token with the same number
+    everywhere.
+    """
     base, *models = inputs
     vocabulary = read_vocabulary(base.folder, base.name)
     if vocabulary is None:
@@ -221,11 +227,15 @@ class Arrangement:
         return made
 
     def _number(self, model: Vocabulary, info: TensorInfo, name: str) -> NDArray[np.int64]:
-        """For each row of the union, the model's own row for that token. A row without a token stays where it is."""
+        """For each row of the union, the model's own row for that token.
+
+        A row without a token stays where it is.
+        """
         own = info.shape[0]
         if model.size > own:
             raise DareError(
-                f"the tokenizer of {name!r} has {model.size:,} tokens, and its embedding {own:,} rows",
+                f"the tokenizer of {name!r} has {model.size:,} tokens, and its embedding {own:,} "
+                "rows",
                 "its tokenizer belongs to another model",
             )
         taken = set(model.numbers.values())

@@ -12,7 +12,8 @@ from darelib.core.text import ConfigError, as_text
 
 # The files that a model in a directory is named by; the directory's name says more.
 MODEL_FILES: Final = (
-    "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "adapter_config.json",
+    "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors",
+    "adapter_config.json",
 )  # fmt: skip
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.
 BASE, UNION = ("base", "union")
@@ -31,7 +32,9 @@ class Source:
 
     @property
     def pinned(self) -> str:
-        """Its name and commit, if it lies in a cache of the Hub, where directories are called by their commits."""
+        """Its name and commit, if it lies in a cache of the Hub, where directories are called by
+        their commits.
+        """
         return self.recorded if self.recorded.endswith(f"@{self.path.name}") else ""
 
     @classmethod
@@ -55,7 +58,9 @@ class Source:
 
     @property
     def is_word(self) -> bool:
-        """Whether a tokenizer or a chat template is a word, or the template itself, and not a path."""
+        """Whether a tokenizer or a chat template is a word, or the template itself, and not a
+        path.
+        """
         return self.name in (BASE, UNION, AUTO) or is_template(self.name)
 
 

@@ -1,4 +1,6 @@
-"""What is known of a tensor, and how its values are stored: plainly, or in an encoding of its own."""
+"""What is known of a tensor, and how its values are stored: plainly, or in an encoding of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """Values as they are. An encoding of its own says what differs: how it is read, and how it is written again."""
+    """Values as they are. An encoding of its own says what differs: how it is read, and how it is
+    written again.
+    """
 
     kind: ClassVar[str] = ""  # what to call it; plain values need no name
     merges: ClassVar[bool] = (
@@ -139,7 +143,9 @@ class TensorInfo:
 
     @property
     def threshold(self) -> int:
-        """Entries whose mask bits are below it are stored: all of them, unless they were thinned before."""
+        """Entries whose mask bits are below it are stored: all of them, unless they were thinned
+        before.
+        """
         return 1 << MASK_BITS
 
     @property
@@ -157,7 +163,9 @@ class TensorInfo:
 
 
 class Described:
-    """What a plan knows of a model, wherever it is: its tensors by name, and what goes with them."""
+    """What a plan knows of a model, wherever it is: its tensors by name, and what goes with
+    them.
+    """
 
     name: str
     tensors: dict[str, TensorInfo]

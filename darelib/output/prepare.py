@@ -1,4 +1,6 @@
-"""A merge into files: what will lie where, beside what; all that can be refused before a byte is written."""
+"""A merge into files: what will lie where, beside what; all that can be refused before a byte is
+written.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class FilePlan(MergePlan):
     output: Destination = dataclasses.field(kw_only=True)
     tokenizer: TokenizerChoice = dataclasses.field(kw_only=True)
     recipe: str = dataclasses.field(kw_only=True)
-    # The other files of a model directory: their content, or what to copy; and the digests of these.
+    # The other files of a model directory: their content, or what to copy; and the digests of
+    # these.
     side: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
     digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
     free: int = 0  # bytes on the output's disk
@@ -61,7 +64,9 @@ class FilePlan(MergePlan):
         return sum(file.size for file in self.files) + sum(sizes)
 
     def shards(self, numbers: Collection[int]) -> Iterator[FilePlan]:
-        """Some of the files, each as a plan of its own: a tensor lies in one file, and files share nothing."""
+        """Some of the files, each as a plan of its own: a tensor lies in one file, and files share
+        nothing.
+        """
         for number, tensors in itertools.groupby(self.tensors, lambda tensor: tensor.output.file):
             if number in numbers:
                 yield self._keep([tensor.move(0) for tensor in tensors], [self.files[number]])
@@ -84,7 +89,8 @@ class FilePlan(MergePlan):
     def identity(self, inputs: Sequence[Checkpoint]) -> dict[str, Any]:
         """What must be equal for this merge to be the continuation of another."""
         recipe = tomllib.loads(self.recipe)
-        # What the models' configurations and settings, all rules considered, come to for each tensor.
+        # What the models' configurations and settings, all rules considered, come to for each
+        # tensor.
         decided = hashlib.sha256()
         for t in self.tensors:
             parts = (t.name, t.base.encoding, t.finetuned, t.mask_names, t.merged, t.settings)
@@ -195,7 +201,10 @@ def plan_output(
 
 
 def check_place(plan: FilePlan, inputs: Sequence[Checkpoint], force: bool) -> FilePlan:
-    """Refuse an output that would overwrite what it must not, or for which there is no room. Notes what is there."""
+    """Refuse an output that would overwrite what it must not, or for which there is no room.
+
+    Notes what is there.
+    """
     destination = plan.output
     folder = destination.path.parent
     used = [(model.name, path) for model in inputs for path in model.paths]

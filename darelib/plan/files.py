@@ -25,7 +25,8 @@ class PlannedFile:
 def assign_offsets(
     tensors: Sequence[TensorPlan], limit: int, metadata: dict[str, str], name: str | None
 ) -> tuple[list[TensorPlan], list[PlannedFile]]:
-    """Give each tensor its place: in order, in a new file where the next one would exceed the limit.
+    """Give each tensor its place: in order, in a new file where the next one would exceed the
+    limit.
 
     name: of the only file; None: they are named as transformers names them.
     """

@@ -1,4 +1,6 @@
-"""Which models change which tensors of the base, and how: names, shapes, types, tied heads, quantised modules."""
+"""Which models change which tensors of the base, and how: names, shapes, types, tied heads,
+quantised modules.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MAX_RANKED: Final = 1 << 20
 
 
 class Matcher:
-    """Decides for each tensor of the base which models change it and how, and remembers what did not fit."""
+    """Decides for each tensor of the base which models change it and how, and remembers what did
+    not fit.
+    """
 
     def __init__(self, config: DareConfig, inputs: Sequence[Described]) -> None:
         self.config = config
@@ -57,7 +61,10 @@ class Matcher:
                 yield f"{model.name} has tensors of other shapes: {listed}; {what}"
             yield from model.warnings
             for head, embedding in tied.items():
-                yield f"{model.name} lacks {head!r}, which is tied to {embedding!r} and merged like it"
+                yield (
+                    f"{model.name} lacks {head!r}, which is tied to {embedding!r} and merged like "
+                    "it"
+                )
 
     def missing(self, i: int) -> tuple[str, ...]:
         """The tensors that a model should have and does not."""
@@ -144,7 +151,9 @@ class Matcher:
         return name
 
     def _find_stand_in(self, name: str, info: TensorInfo, model: Described) -> str | None:
-        """What a model has in place of a tensor that it lacks: another name of it, or its embedding."""
+        """What a model has in place of a tensor that it lacks: another name of it, or its
+        embedding.
+        """
         for twin in self.base.find_twins(name):
             if twin in model.tensors:
                 return twin
@@ -158,21 +167,28 @@ class Matcher:
         mixed = (theirs.dtype in FORMATS) != (info.dtype in FORMATS)
         if mixed and not is_counted(name, (info.dtype, theirs.dtype)):
             raise DareError(
-                f"tensor {name!r} is {info.dtype} in {self.base.name!r} and {theirs.dtype} in {model.name!r}",
+                f"tensor {name!r} is {info.dtype} in {self.base.name!r} and {theirs.dtype} in "
+                f"{model.name!r}",
                 f"only {', '.join(FORMATS)} tensors can be merged, with one another",
             )
 
     def _check_mask(self, name: str, theirs: TensorInfo, mask_name: str, model: Described) -> None:
-        """A packed model's mask was drawn when it was packed, and its head may have been tied then, or not."""
+        """A packed model's mask was drawn when it was packed, and its head may have been tied then,
+        or not.
+        """
         if theirs.mask_name not in (None, mask_name):
             raise DareError(
-                f"{model.name!r} was packed with {name!r} thinned like {theirs.mask_name!r}, and now it is merged like "
+                f"{model.name!r} was packed with {name!r} thinned like {theirs.mask_name!r}, and "
+                "now it is merged like "
                 f"{mask_name!r}: the base's configuration says otherwise about tied embeddings",
                 "give the base with the configuration that it had then, or the model itself",
             )
 
     def _check_drop(self, name: str, theirs: TensorInfo, i: int, settings: TensorSettings) -> None:
-        """Refuse a drop that must see more of a tensor than there is, or keep more. Less is possible: masks nest."""
+        """Refuse a drop that must see more of a tensor than there is, or keep more.
+
+        Less is possible: masks nest.
+        """
         thinning, width = settings.thinnings[i], self.base.tensors[name].width
         if theirs.mask_name is not None and (thinning.drop != RANDOM or thinning.restores_sum):
             what = "rescale l1" if thinning.drop == RANDOM else f"drop {thinning.drop}"
@@ -182,14 +198,16 @@ class Matcher:
             )
         if thinning.scheme.thresholds and theirs.count and width > MAX_RANKED:
             raise DareError(
-                f"drop {thinning.drop} ranks the entries of a row, and those of {name!r} have {width:,}, "
+                f"drop {thinning.drop} ranks the entries of a row, and those of {name!r} have "
+                f"{width:,}, "
                 f"more than {MAX_RANKED:,}",
                 f"give it another drop: --rule '{name}:drop=\"{RANDOM}\"'",
             )
         if settings.thinnings[i].threshold > theirs.threshold:
             rate = theirs.drop_rate
             raise DareError(
-                f"{self.models[i].name!r} holds what a drop rate of {rate:g} has left of {name!r}, so it cannot be "
+                f"{self.models[i].name!r} holds what a drop rate of {rate:g} has left of {name!r}, "
+                "so it cannot be "
                 f"merged at {settings.drop_rates[i]:g}",
                 f"use a drop rate of {rate:g} or more, or the model itself",
             )
@@ -197,11 +215,16 @@ class Matcher:
     def _check_shapes(
         self, name: str, info: TensorInfo, theirs: TensorInfo, model: Described
     ) -> None:
-        """Refuse tensors of different shapes, unless the user has said what to do with them and that can be done."""
+        """Refuse tensors of different shapes, unless the user has said what to do with them and
+        that can be done.
+        """
         by_rows = len(info.shape) == len(theirs.shape) > 0 and info.shape[1:] == theirs.shape[1:]
         if self.config.mismatch == "base" or (self.config.mismatch == "overlap" and by_rows):
             return
-        message = f"tensor {name!r} is {list(info.shape)} in {self.base.name!r} and {list(theirs.shape)} in {model.name!r}"
+        message = (
+            f"tensor {name!r} is {list(info.shape)} in {self.base.name!r} and {list(theirs.shape)} "
+            f"in {model.name!r}"
+        )
         if self.config.mismatch == "overlap":
             raise DareError(
                 f"{message}: more than the number of rows differs",
@@ -210,18 +233,22 @@ class Matcher:
         if not by_rows:
             raise DareError(
                 message,
-                "check that this is the right base; if it is (an inpainting model has more input channels), "
+                "check that this is the right base; if it is (an inpainting model has more input "
+                "channels), "
                 "--mismatch base keeps the base's tensor and merges the others",
             )
         more = theirs.shape[0] - info.shape[0]
         raise DareError(
             f"{message}, {count_of(abs(more), 'row')} {'more' if more > 0 else 'fewer'}",
-            "for added tokens, --tokenizer union keeps them, --mismatch overlap merges the rows that both have, "
+            "for added tokens, --tokenizer union keeps them, --mismatch overlap merges the rows "
+            "that both have, "
             "--mismatch base keeps the base's tensor; otherwise check that this is the right base",
         )
 
     def _tied_embedding(self, name: str, info: TensorInfo, model: Described) -> str | None:
-        """The embedding that a model, by its or the base's configuration, uses as the output head that it lacks."""
+        """The embedding that a model, by its or the base's configuration, uses as the output head
+        that it lacks.
+        """
         stated = [
             setting
             for setting in map(ties_embeddings, (self.base.config, model.config))
@@ -276,7 +303,9 @@ class Matcher:
         )
 
     def _check_plain(self) -> None:
-        """Refuse to write half of a quantised model in another type: it would be neither one nor the other."""
+        """Refuse to write half of a quantised model in another type: it would be neither one nor
+        the other.
+        """
         if not self.config.dtype:
             return
         weights = [name for name in self.base.tensors if name.endswith("weight")]
@@ -290,7 +319,9 @@ class Matcher:
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
-    """Whether a model's configuration says that its output head is its input embedding; None: it does not say."""
+    """Whether a model's configuration says that its output head is its input embedding; None: it
+    does not say.
+    """
     for table in (config, config.get("text_config")):
         if isinstance(table, dict) and isinstance(table.get("tie_word_embeddings"), bool):
             return bool(table["tie_word_embeddings"])

@@ -1,4 +1,7 @@
-"""The plan of a merge: what will be read and computed, and in what pieces. Nothing here knows where it is written."""
+"""The plan of a merge: what will be read and computed, and in what pieces.
+
+Nothing here knows where it is written.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,9 @@ from darelib.plan.warnings import (
 
 @dataclass(frozen=True)
 class Job:
-    """A range of one tensor (of its bytes, where it is copied): read ranges, compute, write ranges."""
+    """A range of one tensor (of its bytes, where it is copied): read ranges, compute, write
+    ranges.
+    """
 
     number: int
     tensor: TensorPlan
@@ -68,7 +73,10 @@ class MergePlan:
 
     @cached_property
     def chunk(self) -> int:
-        """Elements at a time: what fits the buffers' budget, as a power of two. The output does not depend on it."""
+        """Elements at a time: what fits the buffers' budget, as a power of two.
+
+        The output does not depend on it.
+        """
         buffers = self.threads * (len(self.models) + 2)
         fitting = TUNING.buffer_bytes // (buffers * self.itemsize)
         most = TUNING.max_chunk * (4 if self.threads >= TUNING.many_threads else 1)
@@ -127,7 +135,9 @@ class MergePlan:
         return range(0, tensor.length, max(1, TUNING.job_elements // step) * step)
 
     def rounds(self, done: Collection[tuple[str, int]] = ()) -> Iterator[Iterator[Job]]:
-        """Sets of jobs, each to be finished before the next: for a batch of tensors, look, look again, merge."""
+        """Sets of jobs, each to be finished before the next: for a batch of tensors, look, look
+        again, merge.
+        """
         enough = TUNING.ranked_elements if self.ranked else TUNING.batch_elements
         batch: list[TensorPlan] = []
         elements = 0
@@ -187,7 +197,9 @@ def find_seeds(config: DareConfig, inputs: Sequence[Described]) -> tuple[int, ..
 
 
 def check_kinds(inputs: Sequence[Described]) -> None:
-    """Refuse models of another architecture: tensors of the same names and shapes may mean something else there."""
+    """Refuse models of another architecture: tensors of the same names and shapes may mean
+    something else there.
+    """
     base, *models = inputs
     for model in models:
         for key, words in compare_configs(base.config, model.config).items():
@@ -200,6 +212,8 @@ def check_kinds(inputs: Sequence[Described]) -> None:
 
 
 def count_threads(config: DareConfig, tensors: Sequence[TensorPlan]) -> int:
-    """As many as asked for, or as there are cores; more threads than jobs would only take memory."""
+    """As many as asked for, or as there are cores; more threads than jobs would only take
+    memory.
+    """
     jobs = sum(-(-max(t.base.count, t.length) // TUNING.job_elements) for t in tensors)
     return max(1, min(config.threads or count_cores(), jobs))

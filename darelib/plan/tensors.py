@@ -49,7 +49,9 @@ class TensorPlan:
         return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
 
     def list_passes(self) -> list[tuple[Look, int]]:
-        """How it must be looked at before it is merged: the looks in order, and the passes of each."""
+        """How it must be looked at before it is merged: the looks in order, and the passes of
+        each.
+        """
         if not self.merged or not self.base.count:
             return []
         found = Found()
@@ -83,7 +85,9 @@ class TensorPlan:
 def choose_kernel(
     method: str, base: TensorInfo, finetuned: Sequence[TensorInfo], output: str
 ) -> KernelSpec:
-    """The kernel that merges tensors of these types: fine-tunes of several types are read as floats."""
+    """The kernel that merges tensors of these types: fine-tunes of several types are read as
+    floats.
+    """
     types = {info.dtype for info in finetuned} or {base.dtype}
     if any(info.count < base.count for info in finetuned):
         types.add(base.dtype)  # which stands in for the rows that a model lacks

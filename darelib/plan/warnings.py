@@ -1,4 +1,6 @@
-"""What a user should know of a merge before it runs, though nothing is wrong enough to refuse it."""
+"""What a user should know of a merge before it runs, though nothing is wrong enough to refuse
+it.
+"""
 
 from __future__ import annotations
 

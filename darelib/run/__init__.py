@@ -1,4 +1,6 @@
-"""Who does the jobs of a merge: threads, parts on several machines, a Ray cluster; or torch, for tensors in memory."""
+"""Who does the jobs of a merge: threads, parts on several machines, a Ray cluster; or torch, for
+tensors in memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tensors in memory: the plan of a merge of files, run by torch's operations, or by a GPU's own kernels."""
+"""Tensors in memory: the plan of a merge of files, run by torch's operations, or by a GPU's own
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ MOST_PLANS = 8  # that are kept: searches merge the same tensors again and again
 
 
 def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
-    """Deltas, thinned: a merge of one model whose base is 0. Tensors that are not floats are left as they are."""
+    """Deltas, thinned: a merge of one model whose base is 0.
+
+    Tensors that are not floats are left as they are.
+    """
     check_state_dict("the task vector", deltas)
     if not deltas:
         return {}
@@ -134,7 +139,9 @@ def _load_gpu() -> ModuleType | None:
 
 
 class StateMerge:
-    """The merge of all tensors: by a GPU's kernels where they are made for them, by torch's operations elsewhere."""
+    """The merge of all tensors: by a GPU's kernels where they are made for them, by torch's
+    operations elsewhere.
+    """
 
     def __init__(
         self, plan: StatePlan, states: Sequence[StateDict], out: Mapping[str, Tensor] | None
@@ -250,7 +257,9 @@ def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:
 
 
 def fit_rows(part: Tensor, base: Tensor) -> Tensor:
-    """A model's tensor, flat, with as many elements as the base's: rows that it lacks are the base's."""
+    """A model's tensor, flat, with as many elements as the base's: rows that it lacks are the
+    base's.
+    """
     flat = part.reshape(-1)[: base.numel()]
     missing = base.reshape(-1)[len(flat) :]
     if not len(missing):

@@ -43,7 +43,9 @@ class Result:
 
 
 def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> Result:
-    """Let a runner write a whole output, and publish it. run: runs all jobs that are not done yet."""
+    """Let a runner write a whole output, and publish it. run: runs all jobs that are not done
+    yet.
+    """
     plan = order.plan
     if plan.replaces:
         LOG.info(f"replaces {plan.output.name}: {plan.replaces}")

@@ -39,7 +39,9 @@ def sum_fields(parts: Iterable[Sums]) -> Sums:
 
 @dataclass
 class Outcome:
-    """What one job found: a tally per model that has the tensor, or the models that differ from a copied base."""
+    """What one job found: a tally per model that has the tensor, or the models that differ from a
+    copied base.
+    """
 
     tensor: str
     start: int

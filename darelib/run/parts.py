@@ -1,4 +1,6 @@
-"""One merge across machines that share a filesystem: the unit is a file of the output, whoever makes it."""
+"""One merge across machines that share a filesystem: the unit is a file of the output, whoever
+makes it.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def make_shard(
     advance: Callable[[int], None],
     interrupts: Interrupts,
 ) -> list[Outcome]:
-    """Make one file of an output, or what an earlier run has left to do, and leave it, synced, in the folder.
+    """Make one file of an output, or what an earlier run has left to do, and leave it, synced, in
+    the folder.
 
     identity: of the whole merge. Gives what all jobs of the file found.
     """

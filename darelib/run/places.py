@@ -1,4 +1,6 @@
-"""Tensors that a merge in memory writes into: whether they fit, and share no memory with what is still to be read."""
+"""Tensors that a merge in memory writes into: whether they fit, and share no memory with what is
+still to be read.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ def check_places(
 ) -> None:
     """Refuse what does not fit, before anything is written.
 
-    A tensor may be the base's own, of the same name. Any other memory that is shared, among the tensors or with an
-    input, would be written before it is read. tied: by name, the tensor that has the same values everywhere.
+    A tensor may be the base's own, of the same name. Any other memory that is shared, among the
+    tensors or with an input, would be written before it is read. tied: by name, the tensor that has
+    the same values everywhere.
     """
     base = states[0]
     lacking = next((name for name in base.names if name not in given), None)
@@ -106,7 +109,9 @@ def is_own(
 def list_ranges(
     state: StateDict, device: torch.device
 ) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
-    """The names of tensors on a device, and where their bytes begin and end, in the order of their places."""
+    """The names of tensors on a device, and where their bytes begin and end, in the order of their
+    places.
+    """
     sizes = [tensor.nbytes for tensor in state.values]
     for k, tensor in enumerate(state.values):
         if not tensor.is_contiguous():

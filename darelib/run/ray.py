@@ -1,4 +1,7 @@
-"""The runner of a Ray cluster: a task for each file of the output. Ray places them, and repeats those of lost nodes."""
+"""The runner of a Ray cluster: a task for each file of the output.
+
+Ray places them, and repeats those of lost nodes.
+"""
 
 from __future__ import annotations
 
@@ -90,13 +93,16 @@ def run(order: Order) -> Result:
 
 
 def name_for_all(source: Source) -> Source:
-    """A model as every node finds it: by its commit on the Hub, of which a node may have its own cache, or its path."""
+    """A model as every node finds it: by its commit on the Hub, of which a node may have its own
+    cache, or its path.
+    """
     pinned = source.pinned
     return Source(pinned, Path(pinned)) if pinned else replace(source, path=source.path.absolute())
 
 
 def load_ray() -> Any:
-    # Where `uv run` started the process, Ray would send the current folder, models and all, to every node.
+    # Where `uv run` started the process, Ray would send the current folder, models and all, to
+    # every node.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         return importlib.import_module("ray")
@@ -106,7 +112,9 @@ def load_ray() -> Any:
 
 @contextmanager
 def connect(ray: Any, address: str | None) -> Iterator[None]:
-    """Use the cluster that the process is connected to already, the one at an address, or the one that Ray finds."""
+    """Use the cluster that the process is connected to already, the one at an address, or the one
+    that Ray finds.
+    """
     if ray.is_initialized():
         yield
         return
@@ -130,11 +138,13 @@ def run_tasks(
 ) -> Iterator[tuple[int, list[Any]]]:
     """Make these files. Gives each one's number and what was found, as they are finished.
 
-    Where one fails, the others are not cancelled: that can end the driver (Ray takes a task for failed that turns out
-    to be running). They end with the connection; if that was there before, they find another folder, or none.
+    Where one fails, the others are not cancelled: that can end the driver (Ray takes a task for
+    failed that turns out to be running). They end with the connection; if that was there before,
+    they find another folder, or none.
     """
     sizes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    # As many as were asked for or, where there are more than files, an equal share that every node has.
+    # As many as were asked for or, where there are more than files, an equal share that every node
+    # has.
     share = min(sum(sizes) // max(len(numbers), 1), *filter(None, sizes), sys.maxsize)
     threads = task.config.threads or max(1, share)
     if threads > max(sizes, default=threads):
@@ -168,7 +178,10 @@ def run_tasks(
 
 
 def make_elsewhere(task: Task, number: int) -> list[Any]:
-    """The task: one file of the output, made on the node that Ray chose. Gives what its jobs found, as entries."""
+    """The task: one file of the output, made on the node that Ray chose.
+
+    Gives what its jobs found, as entries.
+    """
     with Interrupts() as interrupts:
         if OPENED.get("task") != task:
             OPENED.pop("open", ExitStack()).close()  # of the merge before
@@ -180,7 +193,9 @@ def make_elsewhere(task: Task, number: int) -> list[Any]:
 
 
 def open_like(task: Task) -> dict[str, Any]:
-    """Open the inputs and plan the merge, and refuse what is not the merge of whoever asks for it."""
+    """Open the inputs and plan the merge, and refuse what is not the merge of whoever asks for
+    it.
+    """
     host = socket.gethostname()
     if task.version != __version__:
         raise DareError(

@@ -1,4 +1,6 @@
-"""One chunk of a tensor, read from all inputs into a thread's buffers, with the limits that ranks set to its mask."""
+"""One chunk of a tensor, read from all inputs into a thread's buffers, with the limits that ranks
+set to its mask.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ class Reader:
     def _load_model(
         self, tensor: TensorPlan, row: int, start: int, base: Bytes, values: Bytes, count: int
     ) -> None:
-        """Read elements of one model into values. base: the same of the base, for rows that the model lacks."""
+        """Read elements of one model into values. base: the same of the base, for rows that the
+        model lacks.
+        """
         i, info = tensor.finetuned[row]
         wanted = FORMATS[tensor.spec.finetuned]
         present = max(0, min(count, info.count - start))  # less, where the model has fewer rows

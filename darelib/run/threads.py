@@ -27,13 +27,19 @@ def run(order: Order) -> Result:
 def run_merge(
     plan: MergePlan, worker: JobWorker, output: Output, interrupts: Interrupts
 ) -> list[Outcome]:
-    """Run all jobs that an earlier run has not done. Gives what all jobs found, those of the earlier run included."""
+    """Run all jobs that an earlier run has not done.
+
+    Gives what all jobs found, those of the earlier run included.
+    """
     with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
         return run_jobs(plan, worker, output, advance, interrupts)
 
 
 def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:
-    """What earlier runs have done of a plan. Two that did so at the same time may have noted the same job."""
+    """What earlier runs have done of a plan.
+
+    Two that did so at the same time may have noted the same job.
+    """
     names = {tensor.name for tensor in plan.tensors}
     entries = {(entry[0], entry[1]): entry for entry in output.done if entry[0] in names}
     outcomes = [Outcome.of_entry(entry) for entry in entries.values()]
@@ -71,7 +77,8 @@ def run_rounds(
     note: Callable[[Job, Outcome | None], None],
     interrupts: Interrupts,
 ) -> None:
-    """Run all jobs of a round before the next. note is called with each and what it found, one at a time.
+    """Run all jobs of a round before the next. note is called with each and what it found, one at a
+    time.
 
     There are buffers for each thread. Of several failures, the first in the jobs' order is raised.
     """

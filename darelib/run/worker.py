@@ -35,7 +35,9 @@ class Abandoned(Exception):
 
 
 class JobWorker:
-    """What runs the jobs of one plan: any of them, in any order, in any thread that brings its own buffers."""
+    """What runs the jobs of one plan: any of them, in any order, in any thread that brings its own
+    buffers.
+    """
 
     def __init__(self, plan: MergePlan) -> None:
         self.plan = plan
@@ -74,7 +76,9 @@ class Worker(JobWorker):
         specs: Collection[KernelSpec],
         interrupts: Interrupts,
     ) -> None:
-        """passes: by tensor, the looks before its merge. specs: the kernels that merge, if any; others come on top."""
+        """passes: by tensor, the looks before its merge. specs: the kernels that merge, if any;
+        others come on top.
+        """
         super().__init__(plan)
         self.base = inputs[0]
         self.models = inputs[1:]
@@ -239,7 +243,10 @@ class Worker(JobWorker):
         return outcome
 
     def _explain_non_finite(self, job: Job, buffers: Buffers) -> NoReturn:
-        """Name the first value that no merge can use. Off the fast path, so it reads again and looks with NumPy."""
+        """Name the first value that no merge can use.
+
+        Off the fast path, so it reads again and looks with NumPy.
+        """
         tensor = job.tensor
         inputs = [(self.base, tensor.base)]
         inputs += [(self.models[i], info) for i, info in tensor.finetuned]
@@ -255,7 +262,8 @@ class Worker(JobWorker):
                         BROKEN_HINT,
                     )
         raise DareError(
-            f"merging tensor {tensor.name!r} gives values beyond the range of {tensor.output.dtype}",
+            f"merging tensor {tensor.name!r} gives values beyond the range of "
+            f"{tensor.output.dtype}",
             "lower lambda_coeff, the weights or the drop rate, or choose a wider dtype",
         )
 

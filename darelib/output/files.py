@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,72 +41,11 @@ class PlannedFile:
     size: int
 
 
-class Flusher:
-    """Sends what is written to the disk while more is computed, so that the end is not waited for.
-
-    record: is called with what is certain to be on the disk.
-    """
-
-    def __init__(self, record: Callable[[list[Any]], None]) -> None:
-        self._record = record
-        self._recorded = time.monotonic()  # when that was last done
-        self._dirty: set[int] = set()  # descriptors
-        self._written: list[Any] = []  # and not recorded yet
-        self._error: OSError | None = None
-        self._mutex = threading.Lock()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.start = self._thread.start
-
-    def mark(self, descriptor: int) -> None:
-        """Remember that a file has unsynced bytes."""
-        with self._mutex:
-            self._dirty.add(descriptor)
-
-    def note(self, entry: Any) -> None:
-        """Remember that something is written; once it is on the disk, it goes to the journal."""
-        self._check()
-        with self._mutex:
-            self._written.append(entry)
-
-    def _check(self) -> None:
-        """Raise an error of the background: the system reports it only once."""
-        if self._error is not None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            while not self._stopped.wait(TUNING.flush_seconds):
-                self._flush(time.monotonic() - self._recorded > TUNING.journal_seconds)
-        except OSError as error:
-            self._error = error
-
-    def _flush(self, record: bool) -> None:
-        with self._mutex:
-            dirty = self._dirty
-            written = self._written
-            self._dirty = set()
-            self._written = [] if record else written
-        for descriptor in dirty:
-            os.fsync(descriptor)
-        if record and written:
-            self._record(written)
-            self._recorded = time.monotonic()
-
-    def stop(self, record: bool = False) -> None:
-        """Stop, and raise what failed. record: see to it that all is synced and in the journal."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._check()
-        if record:
-            self._flush(record)
-
-
 class Files:
     """Files that one process writes, and the journal of what is certain to be in them.
 
-    guard: another open file of the folder, and the path at which it must stay.
+    What is written is sent to the disk while more is computed, so that the end need not be waited
+    for. guard: another open file of the folder, and the path at which it must stay.
     """
 
     def __init__(
@@ -124,10 +63,15 @@ class Files:
             self.made / file.name if destination.directory else self.made for file in files
         ]
         self.guard = guard
-        self.descriptors: list[int] = []
         self.journal = Journal(self.folder / journal)
-        self.flusher = Flusher(self._record)
-        self.note = self.flusher.note
+        self.descriptors: list[int] = []
+        self._dirty: set[int] = set()  # descriptors of files with bytes that are not synced
+        self._written: list[Any] = []  # what is not in the journal yet
+        self._recorded = time.monotonic()  # when something last was
+        self._error: OSError | None = None  # of the background: the system reports it only once
+        self._mutex = threading.Lock()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Self:
         return self
@@ -160,10 +104,6 @@ class Files:
                 return
         raise OSError(errno.ENOENT, f"somebody removed {self.folder} in the meantime")
 
-    def _record(self, entries: list[Any]) -> None:
-        self._check_still_ours()
-        self.journal.append(entries)
-
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
         descriptor = self.descriptors[file]
         while view:
@@ -175,7 +115,46 @@ class Files:
                     done = os.write(descriptor, view)
             view = view[done:]
             offset += done
-        self.flusher.mark(descriptor)
+        with self._mutex:
+            self._dirty.add(descriptor)
+
+    def note(self, entry: Any) -> None:
+        """Remember that something is written; once it is on the disk, it goes to the journal."""
+        if self._error is not None:
+            raise self._error
+        with self._mutex:
+            self._written.append(entry)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(TUNING.flush_seconds):
+                self._flush(time.monotonic() - self._recorded > TUNING.journal_seconds)
+        except OSError as error:
+            self._error = error
+
+    def _flush(self, record: bool) -> None:
+        """Send what is written to the disk. record: and then say so in the journal."""
+        with self._mutex:
+            dirty = self._dirty
+            written = self._written
+            self._dirty = set()
+            self._written = [] if record else written
+        for descriptor in dirty:
+            os.fsync(descriptor)
+        if record and written:
+            self._check_still_ours()
+            self.journal.append(written)
+            self._recorded = time.monotonic()
+
+    def _stop(self, record: bool) -> None:
+        """Stop the background, and raise what failed there. record: flush for the last time."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if record:
+            self._flush(record)
 
     def _sync(self) -> None:
         for descriptor in self.descriptors:
@@ -199,8 +178,8 @@ def reserve(descriptor: int, size: int) -> None:
     the rest is skipped.
     """
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-    allocate = getattr(libc, "fallocate", lambda *_: -1)
-    for start in range(0, size, RESERVED_BYTES):
+    allocate: Any = getattr(libc, "fallocate", None)
+    for start in range(0, size if allocate else 0, RESERVED_BYTES):
         count = min(RESERVED_BYTES, size - start)
         began = time.perf_counter()
         failed = allocate(descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(count))

@@ -63,8 +63,7 @@ def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "
     """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
     for key in dict.fromkeys([*new, *old]):
         name = prefix + key
-        before = old.get(key)
-        now = new.get(key)
+        before, now = old.get(key), new.get(key)
         if before == now:
             continue
         if before is None:

@@ -14,7 +14,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from darelib.core.interrupts import Interrupts
@@ -72,7 +71,7 @@ class Shard(Files):
             self._close()
             raise
         self.done = [*whole.done, *self.journal.done]
-        self.flusher.start()
+        self._thread.start()
 
     def _begin_journal(self, identity: dict[str, Any]) -> None:
         """Go on with the file's journal, or begin one if it is another merge's, or gone."""
@@ -88,7 +87,7 @@ class Shard(Files):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Note what is done. What failed to reach the disk is an error even if nothing else is."""
         try:
-            self.flusher.stop(record=True)
+            self._stop(record=True)
         except OSError:
             if kind is None:
                 raise
@@ -124,14 +123,12 @@ class Output(Files):
             if not self._continue(identity):
                 keep = False
                 self._begin(identity)
-            self.flusher.start()
+            self._thread.start()
         except BaseException:
             self.discard(keep)
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.discard(keep=self.resume and error is not None and not isinstance(error, InputChanged))
 
     def _restore_replaced(self) -> None:
@@ -223,7 +220,7 @@ class Output(Files):
 
     def _commit(self, force: bool) -> None:
         """Make the bytes durable, then the name."""
-        self.flusher.stop()
+        self._stop(record=False)
         self._sync()
         self._check_still_ours()
         self._close()
@@ -248,7 +245,7 @@ class Output(Files):
     def discard(self, keep: bool = False) -> None:
         """Remove what is left, which may be what was replaced; or keep it, to be continued."""
         with suppress(OSError):  # of what is kept, the rest is done again
-            self.flusher.stop(record=keep and bool(self.descriptors))
+            self._stop(record=keep and bool(self.descriptors))
         self._close()
         try:
             self._restore_replaced()
@@ -352,10 +349,11 @@ def replace(made: Path, target: Path) -> None:
 
 def exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one step, if this system can."""
-    source, target = map(os.fsencode, (one, other))
     for name, arguments in (
-        ("renameat2", (-100, source, -100, target, 2)),  # Linux: AT_FDCWD, RENAME_EXCHANGE
-        ("renamex_np", (source, target, 2)),  # macOS: RENAME_SWAP
+        # Linux: AT_FDCWD, RENAME_EXCHANGE
+        ("renameat2", (-100, os.fsencode(one), -100, os.fsencode(other), 2)),
+        # macOS: RENAME_SWAP
+        ("renamex_np", (os.fsencode(one), os.fsencode(other), 2)),
     ):
         with suppress(AttributeError, OSError, TypeError):
             return bool(getattr(ctypes.CDLL(None), name)(*arguments) == 0)

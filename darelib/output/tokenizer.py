@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -231,9 +232,11 @@ def add_tokens(
     def add_to_lists(table: dict[str, Any]) -> None:
         for key in SPECIAL_LISTS:
             lists = [each[key] for each in (table, *known) if isinstance(each.get(key), list)]
-            tokens = {text_of(token): token for listed in lists for token in listed}
             if lists:
-                table[key] = list(tokens.values())
+                tokens = itertools.chain(*lists)
+                # By their texts: a token may be listed as a text, or with its settings.
+                by_text = {str(t.get("content") if isinstance(t, dict) else t): t for t in tokens}
+                table[key] = list(by_text.values())
         decoder = table.get("added_tokens_decoder")
         if isinstance(decoder, dict):
             for entry in added:
@@ -254,10 +257,6 @@ def insert_tokens(data: bytes, added: Sequence[dict[str, Any]]) -> bytes:
     before = data[: listed.end() - 1].rstrip()
     comma = b"" if before.endswith(b"[") else b","
     return before + comma + b"\n    " + entries + b"\n  " + data[listed.end() - 1 :]
-
-
-def text_of(token: Any) -> str:
-    return str(token.get("content") if isinstance(token, Mapping) else token)
 
 
 def compare_tokenizers(

@@ -11,8 +11,8 @@ import io
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -191,7 +191,8 @@ class Output(Files):
     def write_file(self, name: str, content: bytes | Path) -> None:
         """A small file of a model directory: of this content, or a copy of that file."""
         os.makedirs((self.made / name).parent, exist_ok=True)
-        write_synced(self.made / name, os.O_TRUNC, read_pieces(content))
+        with closing(read_pieces(content)) as pieces:
+            write_synced(self.made / name, os.O_TRUNC, pieces)
 
     def publish(
         self,
@@ -321,7 +322,7 @@ def explain_write_errors(destination: Destination, resume: bool) -> Iterator[Non
         ) from None
 
 
-def read_pieces(content: bytes | Path) -> Iterator[bytes]:
+def read_pieces(content: bytes | Path) -> Generator[bytes]:
     """What is to be written: these bytes, or what a file holds, a piece at a time."""
     try:
         with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:

@@ -625,7 +625,7 @@ def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(
     fill({"base/config.json": b"{}", LOCK: b""})
     merge = ("-q", "-b", "base", "-m", "math", "-o", "merged")
     for place, flags, status, words in (
-        (LOCK, merge, 1, "is in the way"),
+        (LOCK, merge, 1, "exists and was not made by this tool"),
         ("merged.partial/journal", (*merge, "--resume"), 0, ""),
         ("merged/mine", merge, 1, "also holds 'mine'"),
         ("merged/config.json", ("verify", "merged"), 1, "'config.json' cannot be read"),

@@ -15,7 +15,7 @@ from dare import ConfigError, DareConfig, DareMerger
 from darelib.core.tuning import TUNING
 from darelib.output.journal import Journal
 from darelib.output.lock import Lock
-from darelib.output.publish import Flusher, Shard
+from darelib.output.publish import Shard
 from tests.scene import POSIX, SLOWLY, Contents, Patch, contents, launch, wait_for
 from tests.support import BF16, finetune, random_model, refuse, save_directory
 
@@ -240,7 +240,13 @@ def test_a_folder_that_no_merge_left_is_not_touched(
 ) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "letter.txt").write_text("mine")
-    refuse(tmp_path, capsys, 1, "is in the way", arguments=arguments(tmp_path, "--part", "1/3"))
+    refuse(
+        tmp_path,
+        capsys,
+        1,
+        "was not made by this tool",
+        arguments=arguments(tmp_path, "--part", "1/3"),
+    )
 
 
 @POSIX
@@ -269,7 +275,7 @@ def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
 ) -> None:
     TUNING.flush_seconds = 60  # so that all is flushed at the end
     with monkeypatch.context() as patch:
-        patch.setattr(Flusher, "_flush", lambda *_: os.fsync(-1))
+        patch.setattr(Shard, "_flush", lambda *_: os.fsync(-1))
         patch.setattr(os, "fsync", os.fstat)  # which knows no file -1
         assert run("--part", "1/3") == 1
     assert "cannot write" in capsys.readouterr().err

@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 
 from dare import DareConfig, DareMerger
 from darelib.core.tuning import TUNING
-from darelib.output import publish
-from darelib.output.publish import MADE, Output
+from darelib.output import files, publish
+from darelib.output.files import MADE
+from darelib.output.publish import Output
 from tests.scene import (
     BOTH,
     POSIX,
@@ -61,7 +62,7 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
 
 def fail_each(scene: Scene, call: str, *flags: str, lasting: bool = False) -> Iterator[str]:
     """Merge with the first call failing, or all from it on, then the second, and so on until all succeed."""
-    owner = publish if call == "reserve" else os
+    owner = files if call == "reserve" else os
     real = getattr(owner, call)
     for number in itertools.count(1):
         calls, error = itertools.count(1), ERRORS[number % len(ERRORS)]
@@ -113,13 +114,13 @@ def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
     problems = []
     for old in (False, True):
         scene = Scene(tmp_path / str(old), kind, old)
-        files = count_open_files()
+        opened = count_open_files()
         for which in fail_each(scene, call, lasting=lasting):
             if old and lasting and call == "rename" and contents(scene.output) == {}:
                 scene.fail()  # not even the old one could be given its name back: any next run does it
             broken = scene.broken(*([scene.partial] if call in ("unlink", "rmdir") else []))
-            broken += ["a file stays open"] if count_open_files() > files else []
-            files = count_open_files()
+            broken += ["a file stays open"] if count_open_files() > opened else []
+            opened = count_open_files()
             broken += (
                 ["then it is not merged"]
                 if scene.run()

@@ -18,8 +18,8 @@ import pytest
 import dare
 from darelib.core.tuning import count_cores
 from darelib.output import publish
+from darelib.output.files import MADE
 from darelib.output.lock import LOCK_WORDS
-from darelib.output.publish import MADE
 from tests.scene import BOTH, POSIX, Patch, Scene, contents, launch, put, slow
 from tests.support import BF16, command, random_model, run_merge, save_directory, save_sharded
 

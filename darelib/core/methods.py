@@ -36,7 +36,7 @@ class TensorSettings:
     normalize: bool  # whether weights are divided by their sum
     lambda_coeff: float
     keep_ratio: float  # share of the surviving entries that trim keeps
-    slerp_t: float
+    slerp_t: float = 0.5
     threshold: float = 1e-5  # ram: a smaller |delta| is none
 
     @property

@@ -389,7 +389,6 @@ class Chooser:
         return rule, self._known[rule, depth]
 
     def choose_all(self, names: Sequence[str]) -> list[TensorSettings]:
-        """The settings of some tensors."""
         if names and not self._config.rules and not self._layers:  # one for all
             return [self.choose(names[0])[1]] * len(names)
         return [self.choose(name)[1] for name in names]

@@ -144,10 +144,8 @@ def duration(seconds: float) -> str:
     """A time that is only known roughly."""
     if seconds < 1:
         return "under a second"
-    if seconds < 10:
-        return f"about {seconds:.2g} s"
     if seconds < 120:
-        return f"about {seconds:.0f} s"
+        return f"about {seconds:.2g} s" if seconds < 10 else f"about {seconds:.0f} s"
     return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
 
 

@@ -77,10 +77,9 @@ class Parameters:
     def look_up(self, name: str, levels: Sequence[Table]) -> Entries:
         """A parameter by filter: the nearest level first, the default last."""
         default = DEFAULTS.get(name, getattr(self.file.family, name, None))
-        given = [level[name] for level in levels if name in level]
         entries: Entries = []
-        for value in given if default is None else [*given, default]:
-            entries += self.parse_entries(name, value)
+        for value in (*(level.get(name) for level in levels), default):
+            entries += [] if value is None else self.parse_entries(name, value)
         end = next((k for k, (word, _) in enumerate(entries, 1) if not word), len(entries))
         return entries[:end]
 
@@ -128,17 +127,15 @@ class Parameters:
 
     def as_settings(self) -> tuple[Table, tuple[Rule, ...]]:
         """[dare], which is what most tensors get, and the rules for the others."""
-        made: dict[str, Table] = {}  # by themselves in words
-        groups: dict[str, str] = {}  # these words, by tensor
-        for name in self.list_names():
-            settings = self.translate(name)
-            groups[name] = repr(settings)
-            made[groups[name]] = settings
+        names = self.list_names()
+        settings = {name: translate(self.file, self.choose_all(name)) for name in names}
+        groups = {name: repr(own) for name, own in settings.items()}
+        by_group = {groups[name]: own for name, own in settings.items()}
         [(usual, _)] = Counter(groups.values()).most_common(1)
-        dare = made[usual]
+        dare = by_group[usual]
         rules = []
         for group, patterns in find_patterns(groups, usual).items():
-            own = {key: value for key, value in made[group].items() if value != dare[key]}
+            own = {key: value for key, value in by_group[group].items() if value != dare[key]}
             rules.append(Rule.of({"match": patterns, **own}, self.file.path))
         for key, value in dare.items():
             check_setting(key, value, f"{self.file.path}: {key}")
@@ -162,25 +159,20 @@ class Parameters:
             self.file.check_slices(count_layers(names))
         return names
 
-    def translate(self, name: str) -> Table:
-        """Our settings of a tensor."""
+    def choose_all(self, name: str) -> dict[Key, Value]:
+        """The parameters of a tensor. Where there is but one part, gradients stay what they are."""
         part, depth = self.locate(name)
-        values: dict[Key, Any] = {
-            key: self.choose(key, entries, name) for key, entries in self.tables[part].items()
-        }
-        if depth is not None:
-            values = {key: value_at(value, depth) for key, value in values.items()}
-        return translate(self.file, values)
+        values = {key: self.choose(key, each, name) for key, each in self.tables[part].items()}
+        if len(self.tables) == 1:
+            return values
+        return {key: value_at(value, depth) for key, value in values.items()}
 
-    def locate(self, name: str) -> tuple[int, float | None]:
-        """The part that a tensor is in, and how deep.
-
-        None: the depth is that in the whole model, so gradients stay.
-        """
+    def locate(self, name: str) -> tuple[int, float]:
+        """The part that a tensor is in, and how deep in it."""
         parts = self.file.parts
-        if len(parts) == 1:
-            return 0, None
         match = LAYER.match(name)
+        if len(parts) == 1:
+            return 0, 0.0
         if not match:
             return (0 if BEFORE_LAYERS.search(name) else len(parts) - 1), 0.0
         layer = int(match[2])
@@ -193,10 +185,10 @@ class Parameters:
             if word in name:
                 return value
         parameter, model = key
-        what = f"there is none for {name!r}" if name and entries else "it is missing"
-        of = f" of {self.file.models[model]}" if model >= 0 else ""
         raise self.file.error(
-            f"{parameter}{of}", what, f"{self.file.method} needs one for every tensor"
+            f"{parameter} of {self.file.models[model]}" if model >= 0 else parameter,
+            f"there is none for {name!r}" if name and entries else "it is missing",
+            f"{self.file.method} needs one for every tensor",
         )
 
 
@@ -221,8 +213,7 @@ def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
         return made | {"normalize": True}
     made["lambda_coeff"] = values["lambda", -1]
     if family.drop:
-        made["drop"] = family.drop
-        made["rescale"] = L1 if values["rescale", -1] else NONE
+        made |= {"drop": family.drop, "rescale": L1 if values["rescale", -1] else NONE}
         made["drop_rate"] = one_or_each(list(map(drop_rate_of, each("density"))))
         made |= {name: one_or_each(each(name)) for name in DROPS[family.drop].settings}
     return made

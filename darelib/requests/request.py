@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -77,7 +76,7 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
-    return dataclasses.replace(request, dare=dare, rules=rules, **changes)
+    return replace(request, dare=dare, rules=rules, **changes)
 
 
 def parse_axes(texts: Iterable[str]) -> dict[str, Any]:

@@ -452,7 +452,7 @@ def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
     identify, before = machine.identify.__wrapped__, machine.identify()
     monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
     needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "core/mask.py")
-    for name in ("config.py", "run/worker.py", "kernels/tensors.py", *needed):
+    for name in ("config/__init__.py", "run/worker.py", "kernels/tensors.py", *needed):
         (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
         assert (identify() != before) == (name in needed), name
         shutil.copy(HERE / "darelib" / name, copy / name)

@@ -20,7 +20,8 @@ from darelib.core.mask import MASK_BITS, TILE, mask_key
 from darelib.core.methods import METHODS, Coefficients, Found, Look, weigh_for_look
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
-from darelib.kernels import Kernel, KernelSpec, load_kernels
+from darelib.kernels import Kernel, KernelSpec
+from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import QUANTISE_HINT
 from darelib.models.inputs import Input

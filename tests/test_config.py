@@ -26,9 +26,8 @@ from safetensors.torch import load_file
 
 import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger
-from darelib import kernels
 from darelib.core.tuning import TUNING
-from darelib.kernels import EngineUnavailable, here, native
+from darelib.kernels import EngineUnavailable, engines, here, native
 from darelib.models import tensorfile
 from darelib.output.publish import Output
 from darelib.plan.plan import Task
@@ -380,7 +379,7 @@ def test_flags_and_toml_choose_an_engine(
 ) -> None:
     assert dare.main(["-q", "--engine", "numba", *MERGE]) == 0
     made = {OUT.read_bytes()}
-    monkeypatch.setattr(kernels, "_refused", {})
+    monkeypatch.setattr(engines, "_refused", {})
     for engine in (native, here):
         monkeypatch.setattr(
             engine, "load_kernels", Mock(side_effect=EngineUnavailable("it is out of order"))

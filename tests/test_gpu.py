@@ -244,7 +244,8 @@ def test_without_triton_torch_merges_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "darelib.kernels.gpu", raising=False)
+    for name in ("gpu", "gpu_kernels"):
+        monkeypatch.delitem(sys.modules, f"darelib.kernels.{name}", raising=False)
     tensors._load_gpu.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert tensors._load_gpu() is None

@@ -23,7 +23,8 @@ import dare
 from dare import ConfigError, DareConfig, DareError
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import keep_rate, mask_key
-from darelib.kernels import KernelSpec, load_kernels, plain
+from darelib.kernels import KernelSpec, plain
+from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from tests import support
 from tests.fuzz import examples

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import dare
 from dare import DareConfig, DareError, DareMerger
 from darelib.core.tuning import TUNING
-from darelib.models.lora import OTHER_ADAPTERS
+from darelib.models.peft import OTHER_ADAPTERS
 from tests.support import (
     BF16,
     F16,

@@ -18,18 +18,18 @@ import llvmlite.binding as llvm
 import pytest
 
 import dare
-from darelib import kernels
 from darelib.core.interrupts import Interrupts
 from darelib.kernels import (
     EngineUnavailable,
     KernelSpec,
     compiler,
+    engines,
     here,
-    load_kernels,
     machine,
     native,
     objects,
 )
+from darelib.kernels.engines import load_kernels
 from darelib.kernels.proof import prove_function
 from darelib.kernels.records import MODEL, TENSOR
 from tests import support
@@ -177,7 +177,7 @@ def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Pa
     tried = Mock(side_effect=EngineUnavailable("it is out of order"))
     monkeypatch.setattr(native, "load_kernels", tried)
     monkeypatch.setattr(here, "load_kernels", tried)
-    monkeypatch.setattr(kernels, "_refused", {})
+    monkeypatch.setattr(engines, "_refused", {})
     with Interrupts() as interrupts:
         for _ in range(3):
             assert load_kernels([SUM], "auto", interrupts)
@@ -306,7 +306,7 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
 def run_command(models: list[Path], *flags: str) -> int:
     """Merge as a new process would, with no kernels in memory."""
     native._loaded.clear()
-    kernels._refused.clear()
+    engines._refused.clear()
     output = models[0].with_name("out.safetensors")
     return dare.main(["-b", str(models[0]), "-m", str(models[1]), "-o", str(output), *flags])
 
@@ -546,7 +546,7 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
 ) -> None:
     support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
     monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(kernels, "_refused", {})
+    monkeypatch.setattr(engines, "_refused", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
     machine.load_llvmlite.cache_clear()
     if missing == "llvmlite":

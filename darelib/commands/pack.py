@@ -23,7 +23,8 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_NAME, TILE, mask_key
 from darelib.core.text import ConfigError, DareError, as_text, count_of, human, printable
 from darelib.core.tuning import TUNING
-from darelib.kernels import KernelSpec, load_kernels
+from darelib.kernels import KernelSpec
+from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged, explain_read_errors, open_models

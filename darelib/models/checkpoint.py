@@ -25,7 +25,6 @@ from darelib.models.tensorfile import (
     CHANGED_HINT,
     GGUF_HINT,
     MAX_NAME,
-    MAX_NAMES,
     MAX_TENSORS,
     PICKLE_SUFFIXES,
     TensorFile,
@@ -260,7 +259,6 @@ class Checkpoint(Input):
         self.paths = layout.paths
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
-        self._name_bytes = 0
         try:
             for path in layout.files:
                 self._open(path)
@@ -285,8 +283,7 @@ class Checkpoint(Input):
                     "a tensor must be in one file; save the model again",
                 )
             self.tensors[name] = info
-        self._name_bytes += sum(map(sys.getsizeof, file.tensors))
-        if len(self.tensors) > MAX_TENSORS or self._name_bytes > MAX_NAMES:
+        if len(self.tensors) > MAX_TENSORS:
             raise DareError(
                 f"{self.name!r} has more than {MAX_TENSORS:,} tensors, or longer names than any "
                 "model",

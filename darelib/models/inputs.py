@@ -13,8 +13,8 @@ from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint, path_
 from darelib.models.fp8 import recognise_fp8
 from darelib.models.hub import download
 from darelib.models.kohya import KohyaAdapter, find_kohya
-from darelib.models.lora import PeftAdapter, find_adapter
 from darelib.models.packed import PackedModel, find_packed
+from darelib.models.peft import PeftAdapter, find_adapter
 from darelib.models.source import Source
 from darelib.models.tensorfile import explain_os_error
 

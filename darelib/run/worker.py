@@ -15,7 +15,8 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_BITS, TILE, mask_key
 from darelib.core.methods import METHODS, Coefficients, Found, Look, weigh_for_look
 from darelib.core.text import DareError
-from darelib.kernels import KernelSpec, load_kernels
+from darelib.kernels import KernelSpec
+from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
 from darelib.models.tensors import Target, TensorInfo

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 from darelib.core.text import ConfigError, DareError, clip, install_hint
 
 if TYPE_CHECKING:
-    from darelib.commands.analyze.report import AnalysisReport, ModelAnalysis
+    from darelib.commands.analyze.figures import ModelAnalysis
+    from darelib.commands.analyze.report import AnalysisReport
 
 # Colours that colour-blind people can tell apart (Okabe and Ito, 2008); lines also differ in style, for print. More
 # models would not be readable.

@@ -40,7 +40,7 @@ def stop_on_signals() -> Iterator[None]:
 
 
 class Interrupts:
-    """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through, if there is one."""
+    """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through."""
 
     def __enter__(self) -> Self:
         self._caught: list[tuple[int, FrameType | None]] = []
@@ -69,9 +69,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            if (
-                signal.getsignal(number) is not signal.SIG_IGN
-            ):  # as it is once a signal has been let through
+            # Once a signal has been let through, they are ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, handler)
         if kind is None:
             self.check()

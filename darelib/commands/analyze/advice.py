@@ -8,7 +8,6 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from typing import Any, Final, NamedTuple
 
@@ -71,6 +70,15 @@ METHOD_REASONS: Final = {
     "packed": "so that what a packed model lacks does not count",
     "faint": "to ram, a |delta| below {least:g} is none, and too much of a model is below",
 }
+WHOLE_TEXT: Final = (
+    "drop nothing at first: once lambda was searched for, dropping at random made neither ram nor "
+    "linear better in this project's experiment"
+)
+LAMBDA_TEXT: Final = (
+    f"a lambda_coeff of {START_LAMBDA:g} to begin with: with that, ram was ahead of the plain "
+    "average in each network of the experiment; what was best "
+    "went from 1.1 to 2.1, in the median, so search for it first"
+)
 KEPT_SETTINGS: Final = (
     "seed",
     "lambda_coeff",
@@ -201,40 +209,42 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
     vectors = evidence.vectors
     matrices = evidence.matrices
     if vectors:
-        text = (
-            "nothing of norms and biases should be dropped: they are "
-            f"{count_of(len(vectors), 'tensor')} of one dimension, with too few values for what is "
-            "dropped to average out"
+        count = count_of(len(vectors), "tensor")
+        yield TensorRule(
+            verdict="vectors",
+            title="norms and biases",
+            text=f"nothing of norms and biases should be dropped: they are {count} of one "
+            "dimension, with too few values for what is dropped to average out",
+            rate=lambda rate: 0.0,
+            match=lambda: make_patterns(vectors, matrices),
         )
-        match = partial(make_patterns, vectors, matrices)
-        yield TensorRule("vectors", "norms and biases", text, lambda rate: 0.0, match)
     if embeddings := [name for name in matrices if kind_of(name) == "embedding"]:
-        changed = [model for model in evidence.models if model.total.largest]
         zero, label = max(
             (stats.share_zero, model.label)
-            for model in changed
+            for model in evidence.models
             for stats in model.kinds
-            if stats.name == "embedding"
+            if stats.name == "embedding" and model.total.largest
         )
+        count = count_of(len(embeddings), "tensor")
         rest = f"; {zero:.1%} of those of {label} are unchanged, so the rest carries everything"
-        text = (
-            f"less of the embeddings should be dropped ({count_of(len(embeddings), 'tensor')}): a "
-            f"token's row is all that the model knows of it{rest if 0 < zero < 1 else ''}"
+        yield TensorRule(
+            verdict="embeddings",
+            title="embeddings",
+            text=f"less of the embeddings should be dropped ({count}): a token's row is all that "
+            f"the model knows of it{rest if 0 < zero < 1 else ''}",
+            rate=lambda rate: round(max(0.0, rate - 0.2), 2),
+            match=lambda: make_patterns(embeddings, set(matrices) - set(embeddings)),
         )
-        match = partial(make_patterns, embeddings, set(matrices) - set(embeddings))
-        yield TensorRule("embeddings", "embeddings", text, spare_embeddings, match)
     if hot := find_hot_layers(evidence):
-        text = (
-            f"less of {list_names(list(hot))} should be dropped: the mean |delta| there is up to "
-            f"{max(hot.values()):.2g}, above {evidence.threshold:g}, unlike elsewhere"
+        ends = [(layer, end) for layer in hot for end in (".*", "")]
+        yield TensorRule(
+            verdict="layers",
+            title="layers with large deltas",
+            text=f"less of {list_names(list(hot))} should be dropped: the mean |delta| there is up "
+            f"to {max(hot.values()):.2g}, above {evidence.threshold:g}, unlike elsewhere",
+            rate=lambda rate: min(0.5, rate),
+            match=lambda: [escape(layer) + end for layer, end in ends if end or layer in matrices],
         )
-        match = partial(match_layers, list(hot), matrices)
-        title = "layers with large deltas"
-        yield TensorRule("layers", title, text, lambda rate: min(0.5, rate), match)
-
-
-def spare_embeddings(rate: float) -> float:
-    return round(max(0.0, rate - 0.2), 2)
 
 
 def advise_on_base(evidence: Evidence) -> Iterator[Advice]:
@@ -285,18 +295,9 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
     )
     yield Advice("method", evidence.method, None, text)
     if not any(evidence.start_rates):
-        text = (
-            "drop nothing at first: once lambda was searched for, dropping at random made neither "
-            "ram nor linear better in this project's experiment"
-        )
-        yield Advice("start", "whole", None, text)
+        yield Advice("start", "whole", None, WHOLE_TEXT)
     if evidence.scales:
-        text = (
-            f"a lambda_coeff of {START_LAMBDA:g} to begin with: with that, ram was ahead of the "
-            "plain average in each network of the experiment; what was best "
-            "went from 1.1 to 2.1, in the median, so search for it first"
-        )
-        yield Advice("lambda", "start", None, text)
+        yield Advice("lambda", "start", None, LAMBDA_TEXT)
 
 
 def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
@@ -327,7 +328,8 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
         yield "a base is in doubt, and with it all the rest"
     if evidence.several:
         if not evidence.alike:
-            yield "fine-tunes that differ as much, from one another or from the base, were not tried"
+            how = "from one another or from the base"
+            yield f"fine-tunes that differ as much, {how}, were not tried"
         if evidence.parameters > LARGEST_TRIED:
             yield f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters"
         return
@@ -403,16 +405,6 @@ def make_patterns(names: Sequence[str], others: Collection[str]) -> list[str]:
     wide = {pattern for pattern in numbered if fnmatch.filter(others, pattern)}
     exact = (escape(name) if pattern in wide else pattern for name, pattern in starred.items())
     return list(dict.fromkeys(exact))
-
-
-def match_layers(layers: Sequence[str], matrices: Collection[str]) -> list[str]:
-    """Patterns for all tensors of some layers; a layer may be a tensor itself."""
-    patterns = []
-    for layer in layers:
-        patterns.append(f"{escape(layer)}.*")
-        if layer in matrices:
-            patterns.append(escape(layer))
-    return patterns
 
 
 def escape(name: str) -> str:

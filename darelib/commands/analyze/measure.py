@@ -39,13 +39,15 @@ KINDS: Final = {
         r"(^|\.)(lm_head|head|classifier|score|embed_out|output_projection|predictions|cls)\."
     ),
     "embedding": re.compile(
-        r"(?<!time_)(?<!time_text_)(?<!label_)(?<!add_)embed(?!der)|(^|\.)(wte|wpe|shared|embedder)\."
+        r"(?<!time_)(?<!time_text_)(?<!label_)(?<!add_)embed(?!der)"
+        r"|(^|\.)(wte|wpe|shared|embedder)\."
     ),
     "attention": re.compile(
         r"att(entio)?n(?!.*\.ff\.)|(^|\.)(q|k|v|o|qkv|query|key|value)(_proj)?\.", re.IGNORECASE
     ),
     "MLP": re.compile(
-        r"mlp|ffn|feed_?forward|expert|(^|\.)(fc\w*|ff|gate|router|dense|intermediate|w[io123])(_\w+)?\.|dense"
+        r"mlp|ffn|feed_?forward|expert"
+        r"|(^|\.)(fc\w*|ff|gate|router|dense|intermediate|w[io123])(_\w+)?\.|dense"
     ),
     "other": re.compile(""),
 }
@@ -62,7 +64,7 @@ SEARCHED: Final = 200
 EDGES: Final[list[float]] = (
     (np.arange(FIRST_BIN, FIRST_BIN + BINS + 1, dtype=np.uint32) << 19).view("f4").tolist()
 )
-# What the kernel adds up for each model that has the tensor, and for any two of them and for each pair.
+# What the kernel adds up for each model that has the tensor, and for any two of them and each pair.
 MODEL_SUMS: Final = ("zeros", "above", "size", "squares")
 PAIR_SUMS: Final = ("product", "opposed", "both", "opposed_size", "both_size")
 # A layer and a kind of tensors; None: all of them.
@@ -74,7 +76,7 @@ def kind_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Where in the model a tensor is, as the start of its name; its module where it has no layer."""
+    """Where in the model a tensor is, as the start of its name; its module if it has no layer."""
     layer = LAYER.match(name)
     return layer[0] if layer else module_of(name)
 

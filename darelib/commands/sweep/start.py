@@ -1,4 +1,4 @@
-"""A search from what a user asks for: of models in files, written or in memory, or of state dicts."""
+"""A search from what a user asks for: merges of models that are written or in memory."""
 
 from __future__ import annotations
 

@@ -123,8 +123,9 @@ def convert(old: str | Path, new: str | Path, *, force: bool = False) -> Convert
     header = header_bytes(infos, {"format": "pt"})
     size = len(header) + sum(info.nbytes for info in infos.values())
     if size > (free := shutil.disk_usage(folder).free):
-        problem = f"the output needs {human(size)} and there are {human(free)} free"
-        raise DareError(problem, "make room")
+        raise DareError(
+            f"the output needs {human(size)} and there are {human(free)} free", "make room"
+        )
     write_new_file(target, (header, *map(tensor_bytes, weights.values())))
     if left_out:
         LOG.warning(f"left out what is not a tensor: {list_names(left_out)}")
@@ -171,11 +172,13 @@ def load_pickle(path: Path) -> Any:
                 given = path if mapped else file
                 return torch.load(given, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
-        problem = f"there is no file {str(path)!r}"
-        raise DareError(problem, "give the file to convert first") from None
+        raise DareError(
+            f"there is no file {str(path)!r}", "give the file to convert first"
+        ) from None
     except OSError as error:
-        problem = f"cannot read {str(path)!r}: {error.strerror or error}"
-        raise DareError(problem, "check its permissions") from None
+        raise DareError(
+            f"cannot read {str(path)!r}: {error.strerror or error}", "check its permissions"
+        ) from None
     except pickle.UnpicklingError as error:
         called = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"it calls {called[1]}" if called else "it holds more than plain data"
@@ -184,8 +187,9 @@ def load_pickle(path: Path) -> Any:
             "load it where it was made, and save only its state_dict with torch.save",
         ) from None
     except Exception:  # torch raises all kinds of them for damaged files
-        problem = f"{str(path)!r} is no PyTorch file, or a damaged one"
-        raise DareError(problem, "download or copy it again") from None
+        raise DareError(
+            f"{str(path)!r} is no PyTorch file, or a damaged one", "download or copy it again"
+        ) from None
 
 
 def find_weights(content: Any) -> Mapping[Any, Any]:

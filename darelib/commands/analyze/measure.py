@@ -184,7 +184,7 @@ class MeasureLook(Look):
     kernel = "measure"
 
     def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._findings = findings
         self.found = Found()  # it looks at deltas as they are
         self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each job, by its start
@@ -193,7 +193,7 @@ class MeasureLook(Look):
         self._counts: Any = 0
 
     def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        models = len(self._tensor.finetuned)
+        models = len(self.tensor.finetuned)
         pairs = 1 + math.comb(models, 2)
         sums = {name: buffers.models[name][:models].astype(float) for name in MODEL_SUMS}
         sums |= {name: buffers.pairs[name][:pairs].astype(float) for name in PAIR_SUMS}
@@ -201,7 +201,7 @@ class MeasureLook(Look):
         counts = buffers.counts[:models].reshape(models, LANES, BINS).sum(1, dtype=np.int64)
         # Zeros pad the last tile, and stand in for the rows that a model lacks.
         padded = stop - start + -(stop - start) % TILE
-        surplus = [padded - info.seen(start, stop) for _, info in self._tensor.finetuned]
+        surplus = [padded - info.seen(start, stop) for _, info in self.tensor.finetuned]
         sums["zeros"] -= surplus
         counts[:, 0] -= surplus
         self._sums[start] = sums
@@ -210,26 +210,24 @@ class MeasureLook(Look):
         self._peaks = np.maximum(self._peaks, buffers.models["peak"][:models])
 
     def conclude(self, number: int) -> None:
-        tensor = self._tensor
         jobs = [self._sums.pop(start) for start in sorted(self._sums)]
         sums = {name: reduce(np.add, (job[name] for job in jobs)) for name in jobs[0]}
         if not np.isfinite([*sums["squares"], *sums["base_squares"]]).all():
             raise DareError(
-                f"the values of tensor {tensor.name!r} are so large that their squares are beyond "
-                f"the range of {tensor.spec.real}",
+                f"the values of tensor {self.tensor.name!r} are so large that their squares are "
+                f"beyond the range of {self.tensor.spec.real}",
                 "no trained model has such values; a merge can be made without an analysis",
             )
-        deltas = [self._describe_model(row, sums) for row in range(len(tensor.finetuned))]
+        deltas = [self._describe_model(row, sums) for row in range(len(self.tensor.finetuned))]
         self._counts = 0
         self._compare_models(deltas, sums)
 
     def _describe_model(self, row: int, sums: dict[str, NDArray[Any]]) -> Deltas:
-        tensor = self._tensor
-        model, info = tensor.finetuned[row]
-        real = FORMATS[tensor.spec.real]
+        model, info = self.tensor.finetuned[row]
+        real = FORMATS[self.tensor.spec.real]
         zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
-        seen = info.seen(0, tensor.base.count)
-        count = min(info.count, tensor.base.count)
+        seen = info.seen(0, self.tensor.base.count)
+        count = min(info.count, self.tensor.base.count)
         part = count / max(1, seen)  # what is found in a sample stands for so much
         deltas = Deltas(
             tensors=1,
@@ -239,20 +237,19 @@ class MeasureLook(Look):
             size=size * part,
             squares=squares * part,
             base_squares=float(sums["base_squares"][0]) * bool(seen),
-            noise_squares=squares * part * noise_of(tensor.settings, model) ** 2,
+            noise_squares=squares * part * noise_of(self.tensor.settings, model) ** 2,
             peak=float(self._peaks[row : row + 1].astype(real.raw).view(real.real)[0]),
         )
         ranks = np.rint(np.cumsum(self._counts[row]) * part).astype(np.int64)
-        self._findings.add_deltas(model, tensor.name, deltas, np.diff(ranks, prepend=0))
+        self._findings.add_deltas(model, self.tensor.name, deltas, np.diff(ranks, prepend=0))
         return deltas
 
     def _compare_models(self, deltas: Sequence[Deltas], sums: dict[str, NDArray[Any]]) -> None:
         """Note the figures of any two models, and of each pair, in columns."""
-        tensor = self._tensor
-        seeds = [self._findings.task.seeds[i] for i in tensor.models]
+        seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
         shares = [
-            info.seen(0, tensor.base.count) / max(1, min(info.count, tensor.base.count))
-            for _, info in tensor.finetuned
+            info.seen(0, self.tensor.base.count) / max(1, min(info.count, self.tensor.base.count))
+            for _, info in self.tensor.finetuned
         ]
         if len(deltas) == 2:  # any two of them are the pair
             sums |= {name: sums[name][[1, 1]] for name in PAIR_SUMS}
@@ -265,7 +262,10 @@ class MeasureLook(Look):
             known.append(meet or 1.0)
             own.append((deltas[one].squares, deltas[other].squares, deltas[one].parameters))
         figures = [sums[name] / known for name in PAIR_SUMS]
-        self._findings.pairs[tensor.name] = tensor.models, np.vstack([*figures, *np.transpose(own)])
+        self._findings.pairs[self.tensor.name] = (
+            self.tensor.models,
+            np.vstack([*figures, *np.transpose(own)]),
+        )
 
 
 class Findings:

@@ -64,8 +64,9 @@ def save_figure(pyplot: Any, figure: Any, path: str | Path) -> None:
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:
-        problem = f"cannot write {str(path)!r}: {error.strerror}"
-        raise DareError(problem, "choose another place for the plot") from None
+        raise DareError(
+            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for the plot"
+        ) from None
     finally:
         pyplot.close(figure)
 
@@ -88,9 +89,8 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
         edges = [2.0 ** max(power, LEAST_POWER) for power in powers]
         label = f"{make_label(model.label)} ({model.total.share_zero:.0%} unchanged)"
         heights = [shares.get(power, 0.0) for power in powers]
-        line = LINES[k % len(LINES)]
-        style = {"color": COLOURS[k], "linestyle": line, "linewidth": 1.8, "label": label}
-        axis.step(edges, heights, where="post", **style)
+        style = {"color": COLOURS[k], "linestyle": LINES[k % len(LINES)], "linewidth": 1.8}
+        axis.step(edges, heights, where="post", label=label, **style)
     threshold = report.delta_threshold
     axis.axvline(threshold, color="black", linestyle=":", label=f"threshold {threshold:g}")
     axis.set(xscale="log", xlabel="|delta|", ylabel="% of the parameters")
@@ -137,8 +137,9 @@ def _plot_layers(figure: Any, axes: Sequence[Any], models: Sequence[ModelAnalysi
         kinds = [stats.name for stats in model.kinds] or ["other"]
         columns = [model.cells.get(layer, {}) for layer in layers]
         rows = [[column.get(kind) or math.nan for column in columns] for kind in kinds]
-        how = {"aspect": "auto", "interpolation": "nearest"}
-        image = axis.imshow(rows, cmap="cividis", norm=scale, **how)
+        image = axis.imshow(
+            rows, cmap="cividis", norm=scale, aspect="auto", interpolation="nearest"
+        )
         names = [make_label(layer.rpartition(".")[2]) for layer in layers]
         every = -(-len(layers) // 32)
         leaning = {} if max(map(len, names)) < 4 else {"rotation": 30, "ha": "right"}

@@ -42,8 +42,9 @@ def sweep_models(
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
         if model is not None or in_memory:
             if keep_models:
-                problem = "in memory there are no models to keep"
-                raise ConfigError(problem, "leave one of the two out")
+                raise ConfigError(
+                    "in memory there are no models to keep", "leave one of the two out"
+                )
             base, *finetuned = load_states(inputs, model)
             return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
 

@@ -61,10 +61,10 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, jobs and chunks so small that tiny models have several of each."""
-    import darelib.commands.pack
+    import darelib.commands.pack.packer
     import darelib.models.packed
 
-    for module in (darelib.commands.pack, darelib.models.packed):
+    for module in (darelib.commands.pack.packer, darelib.models.packed):
         monkeypatch.setattr(module, "COUNTED_BLOCK", 4096)
     TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 2048
     TUNING.many_threads = 1 << 30  # whose chunks would be larger than a block

@@ -404,7 +404,8 @@ LATE = {
     "renamed": "replace = publish.replace; publish.replace = lambda *paths: (replace(*paths), kill())",
     "tidied": "discard = Output.discard; Output.discard = lambda self, keep: (discard(self, keep), kill())",
     "closed": "close = Checkpoint.close; Checkpoint.close = lambda model: (close(model), kill())",
-    "returned": "show = dare.print_result; dare.print_result = lambda found: (kill(), show(found))",
+    "returned": "from darelib.commands import options; show = options.print_result; "
+    "options.print_result = lambda found: (kill(), show(found))",
 }
 
 

@@ -274,8 +274,9 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
         _plot_front(next(axes), report)
     for axis in axes:
         axis.set_visible(False)
-    trials = count_of(len(report.rows), "trial")
-    figure.suptitle(f"{trials}; dashed: the plain average with its best lambda")
+    figure.suptitle(
+        f"{count_of(len(report.rows), 'trial')}; dashed: the plain average with its best lambda"
+    )
     save_figure(pyplot, figure, path)
 
 

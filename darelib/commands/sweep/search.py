@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from darelib.commands.sweep.bench import FileBench, MemoryBench
 from darelib.commands.sweep.evaluation import (
@@ -38,10 +38,10 @@ from darelib.core.text import (
     nearest,
 )
 
-if TYPE_CHECKING:
-    from optuna import Study, Trial
-
 FACTS: Final = "what scores depend on"
+CONFIRMING: Final = (
+    "scoring the best again with fresh seeds, and the plain average with several lambdas"
+)
 FINALISTS: Final = 3  # how many of the best are scored again
 # A grid's trials are queued, so that nothing of them is left to chance.
 SAMPLERS: Final[dict[str, Callable[[Any, int], Any]]] = {
@@ -130,15 +130,21 @@ def warn_once() -> Iterator[None]:
         LOG.removeFilter(is_new)
 
 
-def open_study(optuna: Any, options: Options, digest: str, label: str) -> Study:
-    """The study of all that scores depend on: digest, but for the label of the evaluation."""
+def open_study(
+    optuna: Any, space: Space, options: Options, label: str, facts: Sequence[Any]
+) -> Any:
+    """The study of all that scores depend on, or the one that the user names."""
+    rules = [rule.as_table() for rule in space.config.typed_rules]
+    aims = [dataclasses.astuple(objective) for objective in options.objectives]
+    choices = repr((space.axes, space.rules))
+    digest = make_digest([facts, [space.config.recipe_settings(), rules], aims, choices])
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     name = options.study or f"sweep-{make_digest([digest, label])}"
     directions = ["maximize" if each.maximize else "minimize" for each in options.objectives]
     for attempt in range(10):
         try:
-            study: Study = optuna.create_study(
+            study = optuna.create_study(
                 storage=options.storage, study_name=name, directions=directions, load_if_exists=True
             )
             study.set_metric_names([each.name for each in options.objectives])
@@ -185,16 +191,7 @@ class Search:
         combinations = space.list_combinations() if options.search == "grid" else []
         self.combinations = combinations[: options.trials]
         self.wanted = len(self.combinations) or options.trials or 30
-        config = space.config
-        digest = make_digest(
-            [
-                facts,
-                [config.recipe_settings(), [rule.as_table() for rule in config.typed_rules]],
-                [dataclasses.astuple(objective) for objective in options.objectives],
-                repr((space.axes, space.rules)),
-            ]
-        )
-        self.study = open_study(self.optuna, options, digest, label)
+        self.study = open_study(self.optuna, space, options, label, facts)
         self.before = self._count_done()
 
     def run(self) -> SweepReport:
@@ -202,8 +199,10 @@ class Search:
         with warn_once(), self.interrupts:
             self._score_base()
             if self.before:
-                name = self.study.study_name
-                LOG.info(f"going on with the study {name}: {self.before} trials are done")
+                LOG.info(
+                    f"going on with the study {self.study.study_name}: "
+                    f"{self.before} trials are done"
+                )
             self._queue_grid()
             if not self._is_done():
                 self._seed_sampler()
@@ -223,11 +222,9 @@ class Search:
         return len(chosen.intersection(map(identify, self.combinations)))
 
     def _queue_grid(self) -> None:
-        """Let Optuna hand out what is left of a grid, to this process and to others.
-
-        What is said to run may have been killed with its process, so it is queued again, as the
-        last: if there are scores by then, they are used.
-        """
+        """Let Optuna hand out what is left of a grid, to this process and to others."""
+        # What is said to run may have been killed: it is queued as the last, and its scores are
+        # used if there are any by then.
         states = {
             identify(trial.system_attrs.get("fixed_params", trial.params)): trial.state
             for trial in self._trials()
@@ -277,12 +274,13 @@ class Search:
             self.study.set_user_attr(key, scores)
         return list(self.study.user_attrs[key])
 
-    def _try(self, trial: Trial) -> Sequence[float]:
+    def _try(self, trial: Any) -> Sequence[float]:
         try:
             config = self.space.choose(trial)
-            complete = self._trials(self.states.COMPLETE)
-            known = (each.values for each in complete if each.params == trial.params)
-            return next(known, None) or self._score(config, trial, f"trial-{trial.number:04}")
+            for other in self._trials(self.states.COMPLETE):
+                if other.params == trial.params:
+                    return other.values
+            return self._score(config, trial, f"trial-{trial.number:04}")
         except (ConfigError, self.optuna.TrialPruned) as error:
             is_refused = isinstance(error, ConfigError)
             trial.set_user_attr("why", f"left out: {error}" if is_refused else "pruned")
@@ -295,7 +293,7 @@ class Search:
             self.failed.add(trial.number)
             raise EvaluationFailed(str(error)) from None
 
-    def _finish(self, study: Study, trial: Any) -> None:
+    def _finish(self, study: Any, trial: Any) -> None:
         """Show a trial, and prepare the next, unless it was the last."""
         done = self._count_done()
         outcome = trial.user_attrs.get("why") or " ".join(f"{value:g}" for value in trial.values)
@@ -316,9 +314,7 @@ class Search:
         """Score the best few with fresh seeds, and the plain average with several lambdas."""
         report = self._report()
         finalists = report.ranked[:FINALISTS]
-        LOG.info(
-            "scoring the best again with fresh seeds, and the plain average with several lambdas"
-        )
+        LOG.info(CONFIRMING)
         for row in finalists:
             for k in range(1, self.options.confirm + 1 if row.draws else 1):
                 # Model i draws with seed + i, so that seeds which share no mask are as far apart
@@ -332,8 +328,9 @@ class Search:
             config = self.space.plain_average(scale)
             for scores in self._try_again(f"plain average lambda {scale!r}", config):
                 averages.append(Row(None, {"lambda_coeff": scale}, config, scores))
-        seconds = time.perf_counter() - self.started
-        return dataclasses.replace(report, averages=averages, seconds=seconds)
+        return dataclasses.replace(
+            report, averages=averages, seconds=time.perf_counter() - self.started
+        )
 
     def _report(self) -> SweepReport:
         """All trials, of those that chose the same the first; nothing is confirmed yet."""

@@ -114,6 +114,7 @@ class Column(Protocol):
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
     addresses: tuple[int, ...]
+    dense: tuple[bool, ...]
 
 
 class Columns:
@@ -134,8 +135,7 @@ class Columns:
         self.table = np.array([column.addresses for column in columns], np.uint64)
         self.counts = np.array(list(map(Tensor.numel, columns[0].values)))
         even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(0)
-        contiguous = (map(Tensor.is_contiguous, column.values) for column in columns)
-        dense = map(all, zip(*contiguous, strict=True))
+        dense = map(all, zip(*(column.dense for column in columns), strict=True))
         ids = list(map(id, settings))  # they are few, and to compare them takes long
         known = dict(zip(ids, settings, strict=True))
         order = dict(zip(known, range(len(known)), strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.core.formats import DTYPES
@@ -62,6 +62,8 @@ class StateDict(Described):
     """
 
     def __init__(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        from torch import Tensor
+
         self.name = name
         self.state = state
         self.names = tuple(state)
@@ -69,13 +71,20 @@ class StateDict(Described):
         self.shapes = tuple(map(attrgetter("shape"), self.values))
         self.dtypes = tuple(map(attrgetter("dtype"), self.values))
         self.devices = tuple(map(attrgetter("device"), self.values))
-        self.addresses = tuple(map(methodcaller("data_ptr"), self.values))
+        self.addresses = tuple(map(Tensor.data_ptr, self.values))
 
     def choose(self, names: tuple[str, ...]) -> StateDict:
         """Some of its tensors, in this order."""
         if names == self.names:
             return self
         return StateDict(self.name, {name: self.state[name] for name in names})
+
+    @cached_property
+    def dense(self) -> tuple[bool, ...]:
+        """Whether each tensor's values lie one after the other."""
+        from torch import Tensor
+
+        return tuple(map(Tensor.is_contiguous, self.values))
 
     def describe(self) -> None:
         """Make what a plan wants to know: for many tensors, that takes longer than to merge
@@ -101,8 +110,8 @@ class StateDict(Described):
         return next((names for names in self.twins if name in names), ())
 
     def is_same_as(self, other: StateDict) -> bool:
-        mine = self.names, self.shapes, self.addresses
-        return mine == (other.names, other.shapes, other.addresses)
+        mine = self.addresses, self.names, self.shapes
+        return mine == (other.addresses, other.names, other.shapes)
 
 
 def identify(tensor: torch.Tensor) -> tuple[object, ...]:

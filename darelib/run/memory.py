@@ -5,7 +5,7 @@ kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
@@ -82,21 +82,23 @@ class StatePlan:
     names: tuple[str, ...]
     mask_names: Sequence[str]
     settings: Sequence[TensorSettings]
+    # The addresses that were last found to be fit for results: checked once, for the same reason.
+    places: list[Any] = field(default_factory=list)
 
 
-_plans: dict[Any, StatePlan] = {}
+_plans: list[tuple[Any, StatePlan]] = []  # the latest last
 
 
 def find_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
     """The plan for states like these: made once, since it takes longer than a merge on a GPU."""
-    described = tuple((s.names, s.shapes, s.dtypes, s.twins) for s in states)
-    same = tuple(next(k for k, s in enumerate(states) if s.is_same_as(each)) for each in states)
-    key = repr(config), described, same
-    if key not in _plans:
-        if len(_plans) == MOST_PLANS:
-            _plans.clear()
-        _plans[key] = make_plan(config, states)
-    return _plans[key]
+    same = [next(k for k, s in enumerate(states) if s.is_same_as(each)) for each in states]
+    key = repr(config), same, [(s.names, s.shapes, s.dtypes, s.twins) for s in states]
+    for known, plan in reversed(_plans):
+        if known == key:
+            return plan
+    plan = make_plan(config, states)
+    _plans[:] = [*_plans[1 - MOST_PLANS :], (key, plan)]
+    return plan
 
 
 def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
@@ -153,14 +155,15 @@ class StateMerge:
         self.base = states[0].state
         self.models = [state.state for state in states[1:]]
         self.out = out
+        self.places = None if out is None else StateDict("out", out)
         self.merged: dict[str, Tensor] = {}
         on_gpu = any(tensor.is_cuda for tensor in self.base.values())
         self.gpu: Any = _load_gpu() if on_gpu and self.config.engine == "auto" else None
 
     def run(self) -> dict[str, Tensor]:
         """All merged tensors, in the order of the base."""
-        if self.out is not None:
-            check_places(self.plan.merge, self.plan.tied, self.states, self.out)
+        if self.places is not None:
+            self._check_out(self.places)
         self._compare_copied()
         if self.gpu and self.plan.common and len(self.models) <= self.gpu.MOST_MODELS:
             self._merge_on_gpu(self.gpu)
@@ -171,6 +174,15 @@ class StateMerge:
             merged = self.merged[same]
             self.merged[name] = merged if self.out is None else self.out[name].copy_(merged)
         return {name: self.merged[name] for name in self.base}
+
+    def _check_out(self, out: StateDict) -> None:
+        """Refuse tensors that do not fit, or share memory that is still to be read."""
+        addresses = [state.addresses for state in (*self.states, out)]
+        places = [addresses, out.names, out.shapes, out.dtypes, out.devices]
+        dense = all(all(state.dense) for state in (*self.states, out))
+        if not dense or places != self.plan.places:
+            check_places(self.plan.merge, self.plan.tied, self.states, out)
+            self.plan.places[:] = places if dense else []
 
     def _compare_copied(self) -> None:
         """Report models that differ where the base is copied, and refuse quantised ones."""
@@ -190,11 +202,11 @@ class StateMerge:
     def _merge_on_gpu(self, gpu: Any) -> None:
         """Merge what all models have, on one GPU, in the usual types."""
         plan = self.plan
-        out = self.out
-        if out is None:
-            out = {tensor.name: self._make_place(tensor) for tensor in plan.common}
-        states = [*self.states, StateDict("out", out)]
-        chosen = [state.choose(plan.names) for state in states]
+        places = self.places
+        if places is None:
+            made = {tensor.name: self._make_place(tensor) for tensor in plan.common}
+            places = StateDict("out", made)
+        chosen = [state.choose(plan.names) for state in (*self.states, places)]
         columns = gpu.Columns(plan.mask_names, chosen, plan.settings)
         pairs = zip(plan.names, chosen[-1].values, columns.kinds, strict=True)
         self.merged = {name: output for name, output, kind in pairs if kind}

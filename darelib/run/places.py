@@ -24,7 +24,7 @@ def check_places(
     plan: MergePlan,
     tied: Mapping[str, str],
     states: Sequence[StateDict],
-    given: Mapping[str, torch.Tensor],
+    out: StateDict,
 ) -> None:
     """Refuse what does not fit, before anything is written.
 
@@ -33,20 +33,20 @@ def check_places(
     the same values everywhere.
     """
     base = states[0]
-    lacking = next((name for name in base.names if name not in given), None)
+    lacking = next((name for name in base.names if name not in out.state), None)
     if lacking is not None:
         raise DareError(f"out has no tensor {lacking!r}", "give it a tensor for each of the base's")
-    out = StateDict("out", given).choose(base.names)
+    out = out.choose(base.names)
     check_shapes(plan, base, out)
     # What is tied is copied in the end, and may be one tensor.
-    once = [name for name in out.names if name not in tied or not is_one(given, name, tied[name])]
+    once = [name for name in out.names if name not in tied or not is_one(out, name, tied[name])]
     out = out.choose(tuple(once))
     for device in set(out.devices):
         check_apart(out, states, tied, device)
 
 
-def is_one(state: Mapping[str, torch.Tensor], name: str, other: str) -> bool:
-    return state[name].data_ptr() == state[other].data_ptr()
+def is_one(out: StateDict, name: str, other: str) -> bool:
+    return out.state[name].data_ptr() == out.state[other].data_ptr()
 
 
 def check_shapes(plan: MergePlan, base: StateDict, out: StateDict) -> None:
@@ -114,7 +114,7 @@ def list_ranges(
     """
     sizes = [tensor.nbytes for tensor in state.values]
     for k, tensor in enumerate(state.values):
-        if not tensor.is_contiguous():
+        if not state.dense[k]:
             sides = zip(tensor.shape, tensor.stride(), strict=True)
             last = sum((side - 1) * stride for side, stride in sides)
             sizes[k] = (last + 1) * tensor.element_size() if tensor.numel() else 0

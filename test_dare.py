@@ -3,8 +3,6 @@
 Run with `uv run python test_dare.py`: it needs NumPy, pytest and Hypothesis. The rooms behind have theirs in tests/.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

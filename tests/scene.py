@@ -1,6 +1,5 @@
-"""Scenes of merges that go wrong: the inputs, a place with an old output or none, and what may be there afterwards."""
-
-from __future__ import annotations
+"""Scenes of merges that go wrong: the inputs, a place with an old output or none, and what may be
+there afterwards."""
 
 import contextlib
 import io
@@ -27,6 +26,7 @@ from darelib.run import threads
 from tests.support import (
     BF16,
     HERE,
+    Patch,
     finetune,
     low_rank,
     random_model,
@@ -37,13 +37,7 @@ from tests.support import (
 )
 
 Contents = dict[str, bytes]
-Patch = pytest.MonkeyPatch
-POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and processes")
 BOTH = pytest.mark.parametrize("kind", ["file", pytest.param("directory", marks=pytest.mark.slow)])
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def contents(path: Path) -> Contents:
@@ -64,7 +58,8 @@ def put(path: Path, files: Contents) -> None:
 
 
 class Scene:
-    """Inputs, a place that holds nothing but an old output or nothing at all, and what a merge makes there.
+    """Inputs, a place that holds nothing but an old output or nothing at all, and what a merge
+    makes there.
 
     status, printed: the exit status of the last run, and what it printed to stderr.
     """
@@ -157,7 +152,10 @@ class Scene:
             put(self.output, self.old)
 
     def broken(self, *allowed: Path, status: int | None = None) -> list[str]:
-        """The promises that the last run, or one with this status, broke. allowed: what it may leave."""
+        """The promises that the last run, or one with this status, broke.
+
+        allowed: what it may leave.
+        """
         status, found = self.status if status is None else status, contents(self.output)
         which = (
             "new" if found == self.new else "old" if found == self.old else f"torn {sorted(found)}"
@@ -177,7 +175,8 @@ class Scene:
 
 
 def stop_after(patch: Patch, ranges: int) -> None:
-    """Make merges stop as if by Ctrl-C as soon as that many ranges are written, and the journal says so."""
+    """Make merges stop as if by Ctrl-C as soon as that many ranges are written, and the journal
+    says so."""
     write, written = Output.write_at, itertools.count(1)
 
     def stopping(self: Output, file: int, view: memoryview, offset: int) -> None:
@@ -229,7 +228,8 @@ dare.parse_flags = lambda words: (print("started", flush=True), parse(words))[1]
 
 
 def launch(prelude: str, *arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-    """The command in a session of its own, which prints when it begins to listen to signals, and when it has ended."""
+    """The command in a session of its own, which prints when it begins to listen to signals, and
+    when it has ended."""
     end = "\nstatus = dare.main()\nprint('ended', flush=True)\nsys.exit(status)"
     words = [sys.executable, "-c", PRELUDE + prelude + end, *map(str, arguments)]
     variables, pipe = {**os.environ, "PYTHONPATH": str(HERE), **environment}, subprocess.PIPE

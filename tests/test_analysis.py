@@ -1,6 +1,5 @@
-"""Analyses: figures that NumPy finds too, advice that follows from them, a suggestion that merges, and pictures."""
-
-from __future__ import annotations
+"""Analyses: figures that NumPy finds too, advice that follows from them, a suggestion that merges,
+and pictures."""
 
 import fnmatch
 import itertools
@@ -28,30 +27,33 @@ from dare import AnalysisReport, DareConfig, DareError, DareMerger
 from darelib.commands.analyze.measure import kind_of, layer_of
 from darelib.commands.analyze.report import DeltaStats
 from darelib.core.tuning import TUNING
-from tests.fuzz import examples
-from tests.scene import slow
 from tests.support import (
     BF16,
     F32,
     HERE,
+    Capture,
     Tensors,
+    examples,
     finetune,
     merge,
     random_model,
     refuse,
     save,
+    slow,
     snapshot,
     write_adapter,
 )
 
-Capture = pytest.CaptureFixture[str]
 F16, F64 = torch.float16, torch.float64
 pick = st.sampled_from
 ANALYSED = {
-    "model.embed_tokens.weight": (30, 8), "model.layers.0.self_attn.q_proj.weight": (8, 8), "lm_head.weight": (30, 8),
-    "model.layers.0.mlp.up_proj.weight": (37, 61), "model.layers.10.mlp.up_proj.weight": (61, 37),
+    "model.embed_tokens.weight": (30, 8),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "lm_head.weight": (30, 8),
+    "model.layers.0.mlp.up_proj.weight": (37, 61),
+    "model.layers.10.mlp.up_proj.weight": (61, 37),
     "model.layers.10.input_layernorm.weight": (8,),
-}  # fmt: skip
+}
 LAYERED = {"model.embed_tokens.weight": (50, 40)} | {
     f"model.layers.{k}.mlp.weight": (60, 40) for k in range(10)
 }
@@ -159,10 +161,15 @@ def check_conflicts(found: Any, deltas: np.ndarray) -> None:
     assert found.weighted_sign_conflict == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize(("engine", "types"), [
-    ("auto", (BF16, BF16)), ("plain", (F32, F32)), ("plain", (F64, F32)),
-    *(slow("numba", types) for types in [(F32, F32), (F16, BF16), (F64, F32)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "types"),
+    [
+        ("auto", (BF16, BF16)),
+        ("plain", (F32, F32)),
+        ("plain", (F64, F32)),
+        *(slow("numba", types) for types in [(F32, F32), (F16, BF16), (F64, F32)]),
+    ],
+)
 @examples(8)
 @given(
     seed=st.integers(0, 10**6),
@@ -361,10 +368,16 @@ def advise(
 def test_advice_on_base_and_drop_rate_and_how_sure_it_is(tmp_path: Path) -> None:
     base = random_model(1, F32, LAYERED)
     for size, related, level, rate in (
-        (0.0, "identical", None, 0.9), (0.0003, "right", "small", 0.9), (0.0009, "right", "small", 0.9),
-        (0.0015, "right", "tailed", 0.8), (0.005, "right", "large", 0.5), (0.012, "doubtful", "large", 0.5),
-        (0.02, "doubtful", "huge", 0.0), (0.04, "wrong", "huge", 0.0), (0.07, "wrong", "huge", 0.0),
-    ):  # fmt: skip
+        (0.0, "identical", None, 0.9),
+        (0.0003, "right", "small", 0.9),
+        (0.0009, "right", "small", 0.9),
+        (0.0015, "right", "tailed", 0.8),
+        (0.005, "right", "large", 0.5),
+        (0.012, "doubtful", "large", 0.5),
+        (0.02, "doubtful", "huge", 0.0),
+        (0.04, "wrong", "huge", 0.0),
+        (0.07, "wrong", "huge", 0.0),
+    ):
         found, suggested, _ = advise(tmp_path, base, scaled(base, size))
         assert (found["base"], found.get("drop_rate")) == ([related], [level] if level else None)
         assert suggested["dare"]["drop_rate"] == rate
@@ -464,8 +477,10 @@ def test_advice_on_method_and_lambda(tmp_path: Path, monkeypatch: Any) -> None:
         )
     kept: dict[str, Any]
     for kept, method in (
-        ({"weights": [1, 1]}, "linear"), ({"lambda_coeff": 0.8}, "ram"), ({"method": "ram", "weights": [2, 1]}, "ram"),
-    ):  # fmt: skip
+        ({"weights": [1, 1]}, "linear"),
+        ({"lambda_coeff": 0.8}, "ram"),
+        ({"method": "ram", "weights": [2, 1]}, "ram"),
+    ):
         found, suggested, _ = advise(tmp_path, base, first, second, **kept)
         assert ("lambda" in found, kept.items() <= suggested["dare"].items()) == (False, True), (
             "it is the user's"
@@ -671,13 +686,14 @@ def test_an_analysis_writes_over_no_input(
 def test_wrong_words_are_named(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
     for words, complaint, hint in (
         ("--threads 1 analyze", "'analyze' must be the first word", "like"),
-        ("--plot a.png", "--plot means nothing to merge", "analyze"), ("analyse", "'analyse' is not", "analyze"),
+        ("--plot a.png", "--plot means nothing to merge", "analyze"),
+        ("analyse", "'analyse' is not", "analyze"),
         ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
         ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
         ("analyze --verify x", "--verify means nothing to analyze", "verify"),
         ("analyze --plot a.gif", "a plot cannot be written to 'a.gif'", ".png"),
         ("analyze --plot nowhere/a.png", "there is no directory for 'nowhere/a.png'", "make it"),
-    ):  # fmt: skip
+    ):
         arguments = [*words.split(), "-b", models[0], "-m", models[1]]
         assert hint in refuse(tmp_path, capsys, 2, complaint, arguments=arguments).splitlines()[1]
 

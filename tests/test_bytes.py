@@ -1,11 +1,11 @@
-"""What merges write is pinned: the same models and settings give the same bytes, in every version and on every machine.
+"""What merges write is pinned: the same models and settings give the same bytes, in every version
+and on every machine.
 
-A digest that changes is a bug, unless the mask, the arithmetic or a file's format was changed on purpose. Only then:
+A digest that changes is a bug, unless the mask, the arithmetic or a file's format was changed on
+purpose. Only then:
 
     python tests/test_bytes.py --pin
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -56,25 +56,44 @@ EMBEDDING, HEAD, C_ATTN, C_PROJ = (
 )
 SHAPES: dict[str, dict[str, Shape]] = {
     "small": {
-        f"{EMBEDDING}.weight": (33, 31), f"{Q0}.weight": (41, 25), f"{UP0}.weight": (3, 11, 31),
-        "model.layers.1.norm.weight": (64,), f"{UP1}.weight": (4, 1024), "model.layers.10.tiny.weight": (1, 3000),
-        "empty.weight": (0, 4), "scalar": (), "one": (1,), f"{HEAD}.weight": (33, 31),
+        f"{EMBEDDING}.weight": (33, 31),
+        f"{Q0}.weight": (41, 25),
+        f"{UP0}.weight": (3, 11, 31),
+        "model.layers.1.norm.weight": (64,),
+        f"{UP1}.weight": (4, 1024),
+        "model.layers.10.tiny.weight": (1, 3000),
+        "empty.weight": (0, 4),
+        "scalar": (),
+        "one": (1,),
+        f"{HEAD}.weight": (33, 31),
     },
-    "large": {"w": (5003, 1009), "b": (7,)},  # two jobs; the second ends in the middle of a chunk and of a tile
-    "wide": {"w.weight": (3, 400_001)},  # so wide that an adapter's matrices are multiplied in parts
+    # two jobs; the second ends in the middle of a chunk and of a tile
+    "large": {"w": (5003, 1009), "b": (7,)},
+    # so wide that an adapter's matrices are multiplied in parts
+    "wide": {"w.weight": (3, 400_001)},
     "llama": {
-        f"{EMBEDDING}.weight": (50, 24), f"{HEAD}.weight": (50, 24), "conv.weight": (12, 6, 3, 3),
-        f"{Q0}.weight": (24, 24), f"{K0}.weight": (16, 24), f"{UP0}.weight": (56, 24),
-        f"{Q1}.weight": (24, 24), f"{K1}.weight": (16, 24), f"{UP1}.weight": (56, 24),
+        f"{EMBEDDING}.weight": (50, 24),
+        f"{HEAD}.weight": (50, 24),
+        "conv.weight": (12, 6, 3, 3),
+        f"{Q0}.weight": (24, 24),
+        f"{K0}.weight": (16, 24),
+        f"{UP0}.weight": (56, 24),
+        f"{Q1}.weight": (24, 24),
+        f"{K1}.weight": (16, 24),
+        f"{UP1}.weight": (56, 24),
     },
     "gpt2": {  # stored as inputs x outputs, as the biases show
-        f"{C_ATTN}.weight": (24, 72), f"{C_ATTN}.bias": (72,), f"{C_PROJ}.weight": (24, 24), f"{C_PROJ}.bias": (24,),
+        f"{C_ATTN}.weight": (24, 72),
+        f"{C_ATTN}.bias": (72,),
+        f"{C_PROJ}.weight": (24, 24),
+        f"{C_PROJ}.bias": (24,),
     },
-}  # fmt: skip
+}
 
 
 def draw(shape: Shape, *key: int | str) -> np.ndarray:
-    """Numbers between -1/16 and 1/16, most of them much smaller: random bits, so that no library can make others."""
+    """Numbers between -1/16 and 1/16, most of them much smaller: random bits, so that no library
+    can make others."""
     words = [part if isinstance(part, int) else zlib.crc32(part.encode()) for part in key]
     raw = np.random.PCG64(words).random_raw(int(np.prod(shape, dtype=int)))
     sizes = np.ldexp(1.0, -4 - (raw & np.uint64(15)).astype("i4"))
@@ -151,7 +170,10 @@ def write_directory(folder: str, tensors: Model, shards: int = 1, **files: Any) 
 def write_adapter(
     folder: str, table: str, ranks: Any, kind: str, whole: Sequence[str], config: Settings
 ) -> str:
-    """A LoRA adapter that changes some modules, by their ranks. whole: the names of what it stores whole."""
+    """A LoRA adapter that changes some modules, by their ranks.
+
+    whole: the names of what it stores whole.
+    """
     tensors: Model = {}
     for module, rank in ranks.items():
         shape = SHAPES[table][f"{module}.weight"]
@@ -196,7 +218,10 @@ def merge(
 
 
 def digest(output: str | Path) -> Any:
-    """Of a file's tensors, or of each file of a directory. Recipes, which name versions, are only known to be there."""
+    """Of a file's tensors, or of each file of a directory.
+
+    Recipes, which name versions, are only known to be there.
+    """
     path = Path(output)
     if path.is_dir():
         return {
@@ -254,7 +279,8 @@ def thin_tensors(settings: Settings, kind: str, engine: str) -> list[str]:
 
 
 def collect_figures(data: Any) -> list[float]:
-    """The numbers of a report, in their order, without the time that it took and the size of the recipe."""
+    """The numbers of a report, in their order, without the time that it took and the size of the
+    recipe."""
     if isinstance(data, dict):
         data = [value for key, value in data.items() if key not in ("seconds", "bytes_written")]
     if isinstance(data, list):
@@ -386,7 +412,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, int], str, Sequence[str], Settings]] = 
     "saved": ("llama", PLAIN, "bf16", SAVED, {"r": 4}),
     "wide": ("wide", {"w": 8}, "bf16", (), {"r": 8, "lora_alpha": 8}),
 }
-# The type of the base, the models (an adapter, or the number of a model and its type), and the settings.
+# The type of the base, the models (an adapter, or the number of a model and its type), and the
+# settings.
 LORA: dict[str, tuple[str, list[str], Settings]] = {
     **{name: ("bf16", [name], {"drop_rate": 0.5}) for name in ADAPTERS},
     "plain fp32": ("fp32", ["plain"], {"drop_rate": 0}),
@@ -421,7 +448,8 @@ def write_adapters(kind: str, names: Sequence[str]) -> Inputs:
 
 
 def write_mismatched(kinds: str) -> Inputs:
-    """Models with fewer and with more rows, without a tensor of the base, and with one that the base lacks."""
+    """Models with fewer and with more rows, without a tensor of the base, and with one that the
+    base lacks."""
     (base, models), name = write_models("small", kinds), f"{EMBEDDING}.weight"
     for number, (path, kind, rows) in enumerate(
         zip(models, kinds.split()[1:], (29, 40), strict=True), 1
@@ -492,7 +520,8 @@ def limit_writes(limit: int) -> Any:
 def merge_interrupted(
     stops: list[int], settings: Settings, write_inputs: Any, *arguments: Any, engine: str
 ) -> Any:
-    """Stopped after so many writes, again and again, then resumed to the end: as if nothing had happened."""
+    """Stopped after so many writes, again and again, then resumed to the end: as if nothing had
+    happened."""
     if not hasattr(os, "pwrite"):
         pytest.skip("this system has no pwrite to fail")
     inputs, settings = (
@@ -579,7 +608,8 @@ CASES: dict[str, Callable[..., Any]] = {
     },
     **{f"analysis: {t}": partial(report_analysis, f"{t} {t} {t} {t}") for t in ("bf16", "fp32")},
 }
-# Every combination of types is a kernel to compile, so the rare ones are usually merged by plain NumPy.
+# Every combination of types is a kernel to compile, so the rare ones are usually merged by plain
+# NumPy.
 RARE = re.compile(r"fp\d\d|mixed|types|lora|analysis")
 USUAL = {name: "plain" if RARE.search(name) else "numba" for name in CASES}
 OTHER = {

@@ -1,11 +1,9 @@
-"""Models as people have them, directories, shards, indexes, and how their tensors are matched with the base's."""
-
-from __future__ import annotations
+"""Models as people have them, directories, shards, indexes, and how their tensors are matched with
+the base's."""
 
 import json
 import re
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,8 @@ from tests.support import (
     F32,
     F64,
     INDEX,
+    Pair,
+    Refusal,
     Tensors,
     assert_same,
     define,
@@ -38,8 +38,6 @@ from tests.support import (
     write_config,
 )
 
-Pair = tuple[Path, Path]
-Refusal = Callable[..., str]
 OUT, EMBEDDING, HEAD = "out.safetensors", "model.embed_tokens.weight", "lm_head.weight"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 SLERP = {"method": "slerp", "drop_rate": 0.5}
@@ -86,12 +84,27 @@ def test_any_sharding_gives_the_same_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        "/etc/x", "C:\\x", "C:/x", "\\\\server\\share\\x", "//server/share/x", "C:x", "../math/model.safetensors",
-        "sub/../../math/model.safetensors", "..\\math\\model.safetensors", "sub\\..\\..\\x", "..", ".", "", "a\x00b",
-        "a\nb", 7, None, ["model.safetensors"],
+        "/etc/x",
+        "C:\\x",
+        "C:/x",
+        "\\\\server\\share\\x",
+        "//server/share/x",
+        "C:x",
+        "../math/model.safetensors",
+        "sub/../../math/model.safetensors",
+        "..\\math\\model.safetensors",
+        "sub\\..\\..\\x",
+        "..",
+        ".",
+        "",
+        "a\x00b",
+        "a\nb",
+        7,
+        None,
+        ["model.safetensors"],
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_an_index_that_leads_elsewhere_is_not_followed(
     pair: Pair, tmp_path: Path, check_refused: Refusal, entry: Any
 ) -> None:
@@ -203,11 +216,12 @@ def test_a_directory_without_a_model_says_what_is_in_it(
         check_refused(pair[0], folder, "odd'", *complaints)
 
 
-# --- tensors of other shapes ------------------------------------------------------------------------------------------
+# --- tensors of other shapes ----------------------------------------------------------------------
 
 
 def with_rows(model: Tensors, rows: int, name: str = "layer.weight") -> Tensors:
-    """The model with a tensor cut to so many rows, or grown to them by rows that resemble the others."""
+    """The model with a tensor cut to so many rows, or grown to them by rows that resemble the
+    others."""
     weight = model[name]
     new = (
         torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(9)) * 0.05
@@ -241,7 +255,8 @@ def test_a_tensor_of_another_shape_is_refused_with_the_ways_out(
         check_refused(models[0], other, *complaints, flags=("--mismatch=overlap",))
 
 
-# Rare types are merged by the plain engine, which gives the same bits, unless slow tests are asked for.
+# Rare types are merged by the plain engine, which gives the same bits, unless slow tests are asked
+# for.
 RARE = [(*types, {}) for types in ((F32, F32), (BF16, F32), (F32, BF16), (F16, BF16), (F64, F32))]
 RARE += [(F32, BF16, SETTINGS[2]), (BF16, BF16, {"dtype": "float32", "drop_rate": 0.5})]
 
@@ -337,7 +352,10 @@ def test_the_report_names_what_does_not_fit(tmp_path: Path, mismatch: str, what:
         "second.safetensors has 4 tensors that the base lacks: .* and 1 more; ignored$", having
     )
     assert re.search(
-        rf"first.safetensors has tensors of other shapes: 'layer.weight' \(\[45, 61]\); the.*{what}$",
+        (
+            rf"first.safetensors has tensors of other shapes: 'layer.weight' \(\[45, 61]\); "
+            rf"the.*{what}$"
+        ),
         odd,
     )
     assert not any("of other shapes" in warning for warning in others)
@@ -368,7 +386,7 @@ def test_mismatch_comes_from_toml_flags_and_recipes(models: list[Path], tmp_path
     )
 
 
-# --- tied heads -------------------------------------------------------------------------------------------------------
+# --- tied heads -----------------------------------------------------------------------------------
 
 TIED: list[dict[str, Any]] = [
     {"tie_word_embeddings": True},
@@ -455,7 +473,7 @@ def test_a_model_that_has_a_head_keeps_its_mask_beside_one_that_lacks_it(tmp_pat
     assert same_bits(*heads)
 
 
-# --- quantised models -------------------------------------------------------------------------------------------------
+# --- quantised models -----------------------------------------------------------------------------
 
 FP8, E5M2, I8, U8, I32 = (
     torch.float8_e4m3fn,
@@ -571,7 +589,7 @@ def test_a_quantised_model_and_a_plain_one_are_not_merged(
         check_refused(packed, odd, "is quantised", "'layer.", flags=flags)
 
 
-# --- a base of another kind ------------------------------------------------------------------------------------------
+# --- a base of another kind -----------------------------------------------------------------------
 
 ROPE: dict[str, Any] = {"rope_theta": 10000, "rope_scaling": None}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0}
@@ -603,20 +621,39 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"text_config": {"hidden_size": 4}}, {"hidden_size": 5, "text_config": "hidden_size"}),
 ]
 UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"d_ff": 4, "n_head": 2}, {"n_head": 3, "d_ff": 5}, "its d_ff is 5, not 4, its n_head is 3, not 2"),
+    (
+        {"d_ff": 4, "n_head": 2},
+        {"n_head": 3, "d_ff": 5},
+        "its d_ff is 5, not 4, its n_head is 3, not 2",
+    ),
     (ROPE, ROPE | {"rope_theta": 5e5}, "its rope_theta is 500000.0, not 10000"),
     (ROPE, {"rope_parameters": {"rope_theta": 5e5}}, "its rope_theta is 500000.0, not 10000"),
-    (ROPE, {"rope_scaling": {"type": "linear", "factor": 2}}, "its rope_scaling.rope_type is 'linear', not 'default'"),
-    ({"rope_scaling": LLAMA3}, {"rope_parameters": LLAMA3 | {"factor": 4}}, "its rope_scaling.factor is 4, not 8.0"),
-    ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, "its tie_word_embeddings is False, not True"),
-    ({"text_config": {"rms_norm_eps": 1e-5}}, {"text_config": {"rms_norm_eps": 1e-6}},
-     "its text_config.rms_norm_eps is 1e-06, not 1e-05"),
-]  # fmt: skip
+    (
+        ROPE,
+        {"rope_scaling": {"type": "linear", "factor": 2}},
+        "its rope_scaling.rope_type is 'linear', not 'default'",
+    ),
+    (
+        {"rope_scaling": LLAMA3},
+        {"rope_parameters": LLAMA3 | {"factor": 4}},
+        "its rope_scaling.factor is 4, not 8.0",
+    ),
+    (
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+        "its tie_word_embeddings is False, not True",
+    ),
+    (
+        {"text_config": {"rms_norm_eps": 1e-5}},
+        {"text_config": {"rms_norm_eps": 1e-6}},
+        "its text_config.rms_norm_eps is 1e-06, not 1e-05",
+    ),
+]
 
 
 @pytest.mark.parametrize(("mine", "theirs", "words"), [*((*pair, "") for pair in ALIKE), *UNLIKE])
 def test_what_shapes_computation_is_compared_with_the_base(
-    pair: tuple[Path, Path],
+    pair: Pair,
     tmp_path: Path,
     mine: dict[str, Any],
     theirs: dict[str, Any],
@@ -626,7 +663,10 @@ def test_what_shapes_computation_is_compared_with_the_base(
     for path, config in ((base, mine), (model, theirs)):
         (path / "config.json").write_text(json.dumps(config))
     merger = DareMerger(base, [model], DareConfig(verbose=False))
-    wanted = f"{model} is configured differently from {base}: {words}; check that it was fine-tuned from it"
+    wanted = (
+        f"{model} is configured differently from {base}: {words}; check that it was fine-tuned "
+        f"from it"
+    )
     assert merger.plan(tmp_path / OUT).warnings == ((wanted,) if words else ())
     reverse = DareMerger(model, [base], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
     assert len(reverse) == bool(words), "one warning, whatever differs"
@@ -634,12 +674,15 @@ def test_what_shapes_computation_is_compared_with_the_base(
 
 @pytest.mark.parametrize("part", ["", "text_config"])
 def test_a_base_of_another_architecture_is_refused_unless_the_user_knows(
-    pair: tuple[Path, Path], tmp_path: Path, check_refused: Callable[..., str], part: str
+    pair: Pair, tmp_path: Path, check_refused: Refusal, part: str
 ) -> None:
     for path, kind in zip(pair, ("llama", "qwen2"), strict=True):
         config = {"model_type": kind}
         (path / "config.json").write_text(json.dumps({part: config} if part else config))
-    words = "model_type is 'qwen2', not 'llama'\nhint: give the base that it was fine-tuned from, or add --any-base"
+    words = (
+        "model_type is 'qwen2', not 'llama'\nhint: give the base that it was fine-tuned from, "
+        "or add --any-base"
+    )
     check_refused(*pair, "is another kind of model than", words)
     arguments = ["-q", "-b", str(pair[0]), "-m", str(pair[1])]
     assert dare.main(["analyze", *arguments]) == 0, "which is how to find out about a base"
@@ -653,8 +696,6 @@ def test_a_base_of_another_architecture_is_refused_unless_the_user_knows(
     assert "model_type is 'qwen2', not 'llama'" in warning
 
 
-def test_a_base_that_is_also_a_model_gets_one_warning(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_base_that_is_also_a_model_gets_one_warning(pair: Pair, tmp_path: Path) -> None:
     (warning,) = run_merge(pair[0], [pair[1], pair[0]], tmp_path / "out.safetensors").warnings
     assert "is the base itself" in warning

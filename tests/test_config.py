@@ -1,6 +1,5 @@
-"""Configuration and bad input: one sentence that says what is wrong, a hint, the right status, and nothing changed."""
-
-from __future__ import annotations
+"""Configuration and bad input: one sentence that says what is wrong, a hint, the right status, and
+nothing changed."""
 
 import errno
 import math
@@ -40,6 +39,9 @@ from tests.support import (
     F16,
     F32,
     F64,
+    Capture,
+    Models,
+    Patch,
     command,
     finetune,
     random_model,
@@ -48,12 +50,7 @@ from tests.support import (
     write_config,
 )
 
-Models, Capture, Patch, Refused = (
-    list[Path],
-    pytest.CaptureFixture[str],
-    pytest.MonkeyPatch,
-    Callable[..., str],
-)
+Refused = Callable[..., str]
 MERGE = [
     "-b",
     "base.safetensors",
@@ -68,7 +65,8 @@ OUT, LOCK = Path("out.safetensors"), "merged.partial/lock"
 
 @pytest.fixture(autouse=True)
 def refused(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> Refused:
-    """A function that wants the command refused with a status and some words, and nothing changed, at the models."""
+    """A function that wants the command refused with a status and some words, and nothing changed,
+    at the models."""
     monkeypatch.chdir(tmp_path)
     return lambda status, words, *flags: support.refuse(
         tmp_path, capsys, status, words, arguments=[*flags]
@@ -123,15 +121,28 @@ def test_paths_in_toml_are_relative_to_it(
     ]
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("[dare] \r\n" + "\r\n" * 600_000 + "seed = 7\r\n", "it is longer than 1,048,576 bytes"),
-    ("[dare]\n" + "# \u20ac\u20ac\n" * 200_000 + "seed = 7\n", "it is longer than 1,048,576 bytes"),
-    ("\ufeff[dare]\n" + "#\n" * 524_284 + "\n\n\nseed = 7\n", "it is longer than 1,048,576 bytes"),
-    ("a." * 500_000 + "a = 1", "too many parts"), ("[" + "a . " * 250_000 + "a]", "too many parts"),
-    ('"".' * 300_000 + "a = 1", "too many parts"), ('"\\"".' * 150_000 + "a = 1", "too many parts"),
-    ("x = [{" + "'a'." * 20_000 + "a = 1}]", "too many parts"),
-    ('"\\' * 20_000, "is not valid TOML"), ("x = " + "[" * 100_000, "is not valid TOML"),
-], ids=lambda text: text[:12])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[dare] \r\n" + "\r\n" * 600_000 + "seed = 7\r\n", "it is longer than 1,048,576 bytes"),
+        (
+            "[dare]\n" + "# \u20ac\u20ac\n" * 200_000 + "seed = 7\n",
+            "it is longer than 1,048,576 bytes",
+        ),
+        (
+            "\ufeff[dare]\n" + "#\n" * 524_284 + "\n\n\nseed = 7\n",
+            "it is longer than 1,048,576 bytes",
+        ),
+        ("a." * 500_000 + "a = 1", "too many parts"),
+        ("[" + "a . " * 250_000 + "a]", "too many parts"),
+        ('"".' * 300_000 + "a = 1", "too many parts"),
+        ('"\\"".' * 150_000 + "a = 1", "too many parts"),
+        ("x = [{" + "'a'." * 20_000 + "a = 1}]", "too many parts"),
+        ('"\\' * 20_000, "is not valid TOML"),
+        ("x = " + "[" * 100_000, "is not valid TOML"),
+    ],
+    ids=lambda text: text[:12],
+)
 def test_toml_that_takes_forever_is_refused_at_once(
     models: Models, refused: Refused, text: str, words: str
 ) -> None:
@@ -153,15 +164,33 @@ def test_a_recipe_that_could_not_be_read_again_is_not_written(
     refused(2, "the recipe would be longer than 1,048,576 bytes", *MERGE, "-c", "c.toml")
 
 
-@pytest.mark.parametrize(("setting", "values"), {
-    "drop_rate": (1, -0.1, math.nan, "0.5", True, [], [0.5, 1]), "weights": (0.5, [], ["1"], [math.inf]),
-    "lambda_coeff": (math.inf, "1"), "rescale": (1,), "rescale_q": (0, 1.5, []), "keep_ratio": (0, 1.5),
-    "normalize": (1, "no"), "slerp_t": (-1, 2), "drop": (1, [], ["random", "no"]), "gamma": (1, -0.1, "0.1"),
-    "epsilon": (0.5, -0.1, [0.6]), "threshold": (-1, "1"),
-    "max_shard_size": ("5 XB", "", -1), "delta_threshold": (0,), "seed": (1.5, -1, True),
-    "threads": (0, 1.5), "engine": (1,), "verbose": (1,), "method": (2,), "dtype": (16,), "mismatch": (False,),
-    "any_base": (1,),
-}.items())  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "values"),
+    {
+        "drop_rate": (1, -0.1, math.nan, "0.5", True, [], [0.5, 1]),
+        "weights": (0.5, [], ["1"], [math.inf]),
+        "lambda_coeff": (math.inf, "1"),
+        "rescale": (1,),
+        "rescale_q": (0, 1.5, []),
+        "keep_ratio": (0, 1.5),
+        "normalize": (1, "no"),
+        "slerp_t": (-1, 2),
+        "drop": (1, [], ["random", "no"]),
+        "gamma": (1, -0.1, "0.1"),
+        "epsilon": (0.5, -0.1, [0.6]),
+        "threshold": (-1, "1"),
+        "max_shard_size": ("5 XB", "", -1),
+        "delta_threshold": (0,),
+        "seed": (1.5, -1, True),
+        "threads": (0, 1.5),
+        "engine": (1,),
+        "verbose": (1,),
+        "method": (2,),
+        "dtype": (16,),
+        "mismatch": (False,),
+        "any_base": (1,),
+    }.items(),
+)
 def test_every_setting_is_checked_in_toml_and_in_scripts(
     refused: Refused, setting: str, values: Any
 ) -> None:
@@ -173,20 +202,30 @@ def test_every_setting_is_checked_in_toml_and_in_scripts(
             DareConfig(**{setting: value})
 
 
-@pytest.mark.parametrize("table", [
-    {"drop_rate": {"gradient": [0.5, 1]}}, {"drop_rate": {"gradient": []}}, {"drop_rate": {"gradient": 0.5}},
-    {"gamma": {"gradient": [0.5] * 1001}},
-    {"drop_rate": [{"gradient": ["x"]}, 0.5]}, {"weights": {"gradient": [1, 2]}}, {"seed": {"gradient": [1, 2]}},
-    {"slerp_t": {"gradient": [0, 1], "layers": 2}}, {"rescale": {"gradient": [0, 1]}}, {"drop": {"gradient": [0, 1]}},
-    {"drop_rate": {"gradiant": [0.5, 0.9]}},
-], ids=lambda table: str(table)[:50])  # fmt: skip
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"drop_rate": {"gradient": [0.5, 1]}},
+        {"drop_rate": {"gradient": []}},
+        {"drop_rate": {"gradient": 0.5}},
+        {"gamma": {"gradient": [0.5] * 1001}},
+        {"drop_rate": [{"gradient": ["x"]}, 0.5]},
+        {"weights": {"gradient": [1, 2]}},
+        {"seed": {"gradient": [1, 2]}},
+        {"slerp_t": {"gradient": [0, 1], "layers": 2}},
+        {"rescale": {"gradient": [0, 1]}},
+        {"drop": {"gradient": [0, 1]}},
+        {"drop_rate": {"gradiant": [0.5, 0.9]}},
+    ],
+    ids=lambda table: str(table)[:50],
+)
 def test_a_gradient_of_what_the_setting_cannot_be_is_refused(refused: Refused, table: Any) -> None:
     Path("c.toml").write_text(tomli_w.dumps({"dare": table}))
     error = refused(2, "hint: only numbers change over the layers, like {gradient", "-c", "c.toml")
     assert error.startswith(f"error: c.toml: [dare] {next(iter(table))} must be ")
 
 
-def test_a_bare_list_is_no_gradient(models: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bare_list_is_no_gradient(models: Models, capsys: Capture) -> None:
     words = [
         "--base",
         *models[:1],
@@ -206,29 +245,99 @@ def test_a_bare_list_is_no_gradient(models: list[Path], capsys: pytest.CaptureFi
     )
 
 
-@pytest.mark.parametrize(("config", "complaint", "hint"), [
-    ({"drop": "magnitude", "method": "slerp"}, "method slerp goes with drop random only", "use method linear or ties"),
-    ({"drop": ["random", "della"], "drop_rate": 0.5, "method": "ties", "keep_ratio": 0.5}, "not della", "trim off"),
-    ({"drop": "magnitude", "rescale": True}, "rescale true means nothing to drop magnitude", '"l1" or "none"'),
-    ({"drop": "breadcrumbs", "rescale": "expectation"}, "rescale expectation means nothing to", '"l1" or "none"'),
-    ({"rules": [{"match": "*", "drop": "magnitude"}], "rescale": True}, "rule 1: rescale true means", '"l1" or "none"'),
-    ({"drop": "della", "drop_rate": 0.5, "rescale_q": 0.6}, "rescale_q means nothing to drop della", "leave one"),
-    ({"rescale": "l1", "rescale_q": 0.6}, "rescale_q means nothing when rescale is l1", "leave one"),
-    ({"rules": [{"match": "*", "rescale": "none", "rescale_q": 0.6}]}, "rule 1: rescale_q means nothing", "leave one"),
-    ({"gamma": 0.1}, "gamma means nothing to drop random", "use drop breadcrumbs"),
-    ({"epsilon": 0.1, "drop": ["magnitude", "random"]}, "nothing to drop magnitude and random", "use drop della"),
-    ({"rules": [{"match": "*", "gamma": 0.1}, {"match": "*", "drop": "breadcrumbs"}]}, "rule 1: gamma", "breadcrumbs"),
-    ({"drop": "della"}, "with drop_rate 0.9 and epsilon 0.15, della would keep",
-     "give an epsilon below 0.1, or a drop_rate between 0.15 and 0.85"),
-    ({"drop": "della", "drop_rate": 0.5, "epsilon": {"gradient": [0.1, 0.45, 0.499]}, "rules": [
-        {"match": "*", "drop_rate": 0.52}]}, "rule 1: with drop_rate 0.52 and epsilon 0.499", "below 0.48"),
-    ({"drop": ["random"]}, "drop has 1 values for 2 models", "one for each"),
-    ({"rules": [{"match": "*", "weights": [1.0]}]}, "rule 1: weights has 1 values for 2 models", "one for each"),
-    ({"method": "ties", "rules": [{"match": "*", "weights": [1, {"gradient": [1, -1, 1]}]}]}, "rule 1: ties weights",
-     "normalize to false"),
-    ({"rescale_q": 0.5, "drop_rate": {"gradient": [0.9, 0.4, 0.9]}}, "rescale_q 0.5 is below 1 - drop_rate = 0.6", "q"),
-    ({"rules": [{"match": "*", "slerp_t": 0.5}]}, "slerp_t means nothing to method linear", "use method slerp"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "complaint", "hint"),
+    [
+        (
+            {"drop": "magnitude", "method": "slerp"},
+            "method slerp goes with drop random only",
+            "use method linear or ties",
+        ),
+        (
+            {"drop": ["random", "della"], "drop_rate": 0.5, "method": "ties", "keep_ratio": 0.5},
+            "not della",
+            "trim off",
+        ),
+        (
+            {"drop": "magnitude", "rescale": True},
+            "rescale true means nothing to drop magnitude",
+            '"l1" or "none"',
+        ),
+        (
+            {"drop": "breadcrumbs", "rescale": "expectation"},
+            "rescale expectation means nothing to",
+            '"l1" or "none"',
+        ),
+        (
+            {"rules": [{"match": "*", "drop": "magnitude"}], "rescale": True},
+            "rule 1: rescale true means",
+            '"l1" or "none"',
+        ),
+        (
+            {"drop": "della", "drop_rate": 0.5, "rescale_q": 0.6},
+            "rescale_q means nothing to drop della",
+            "leave one",
+        ),
+        (
+            {"rescale": "l1", "rescale_q": 0.6},
+            "rescale_q means nothing when rescale is l1",
+            "leave one",
+        ),
+        (
+            {"rules": [{"match": "*", "rescale": "none", "rescale_q": 0.6}]},
+            "rule 1: rescale_q means nothing",
+            "leave one",
+        ),
+        ({"gamma": 0.1}, "gamma means nothing to drop random", "use drop breadcrumbs"),
+        (
+            {"epsilon": 0.1, "drop": ["magnitude", "random"]},
+            "nothing to drop magnitude and random",
+            "use drop della",
+        ),
+        (
+            {"rules": [{"match": "*", "gamma": 0.1}, {"match": "*", "drop": "breadcrumbs"}]},
+            "rule 1: gamma",
+            "breadcrumbs",
+        ),
+        (
+            {"drop": "della"},
+            "with drop_rate 0.9 and epsilon 0.15, della would keep",
+            "give an epsilon below 0.1, or a drop_rate between 0.15 and 0.85",
+        ),
+        (
+            {
+                "drop": "della",
+                "drop_rate": 0.5,
+                "epsilon": {"gradient": [0.1, 0.45, 0.499]},
+                "rules": [{"match": "*", "drop_rate": 0.52}],
+            },
+            "rule 1: with drop_rate 0.52 and epsilon 0.499",
+            "below 0.48",
+        ),
+        ({"drop": ["random"]}, "drop has 1 values for 2 models", "one for each"),
+        (
+            {"rules": [{"match": "*", "weights": [1.0]}]},
+            "rule 1: weights has 1 values for 2 models",
+            "one for each",
+        ),
+        (
+            {"method": "ties", "rules": [{"match": "*", "weights": [1, {"gradient": [1, -1, 1]}]}]},
+            "rule 1: ties weights",
+            "normalize to false",
+        ),
+        (
+            {"rescale_q": 0.5, "drop_rate": {"gradient": [0.9, 0.4, 0.9]}},
+            "rescale_q 0.5 is below 1 - drop_rate = 0.6",
+            "q",
+        ),
+        (
+            {"rules": [{"match": "*", "slerp_t": 0.5}]},
+            "slerp_t means nothing to method linear",
+            "use method slerp",
+        ),
+    ],
+    ids=str,
+)
 def test_what_does_not_go_with_a_drop_is_refused(
     config: dict[str, Any], complaint: str, hint: str
 ) -> None:
@@ -251,12 +360,23 @@ def test_what_goes_with_each_drop_is_accepted() -> None:
         DareConfig(**config).check_models(2)
 
 
-@pytest.mark.parametrize(("config", "recorded"), [
-    ({}, True), ({"rescale": True}, True), ({"rescale": "expectation"}, True), ({"rescale": "none"}, False),
-    ({"rescale": "l1"}, "l1"), ({"drop": ["random", "random"]}, True), ({"drop": "magnitude"}, "none"),
-    ({"drop": "magnitude", "rescale": False}, "none"), ({"drop": ["magnitude", "random"]}, None),
-    ({"rules": [{"match": "*", "drop": "magnitude"}]}, None), ({"drop": "della", "drop_rate": 0.5}, "expectation"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "recorded"),
+    [
+        ({}, True),
+        ({"rescale": True}, True),
+        ({"rescale": "expectation"}, True),
+        ({"rescale": "none"}, False),
+        ({"rescale": "l1"}, "l1"),
+        ({"drop": ["random", "random"]}, True),
+        ({"drop": "magnitude"}, "none"),
+        ({"drop": "magnitude", "rescale": False}, "none"),
+        ({"drop": ["magnitude", "random"]}, None),
+        ({"rules": [{"match": "*", "drop": "magnitude"}]}, None),
+        ({"drop": "della", "drop_rate": 0.5}, "expectation"),
+    ],
+    ids=str,
+)
 def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], recorded: Any) -> None:
     config = DareConfig(**config)
     table = config.recipe_settings()
@@ -279,16 +399,24 @@ def test_a_flag_beats_the_rescale_of_a_file(models: Models, tmp_path: Path) -> N
         assert read_recipe(OUT).dare["rescale"] is recorded
 
 
-@pytest.mark.parametrize(("setting", "value", "hint"), [
-    ("method", "tie", "did you mean ties?"), ("method", "Linear", "did you mean linear?"),
-    ("method", "dare", "known here: linear, ram, slerp, ties"), ("dtype", "bfloat", "did you mean bfloat16?"),
-    ("drop", "magnitud", "did you mean magnitude?"), ("rescale", "L1", "did you mean l1?"),
-    ("dtype", "BF16", "did you mean bf16?"), ("mismatch", "overlaps", "did you mean overlap?"),
-    ("engine", "Plain", "did you mean plain?"), ("max_shard_size", "5", "write 5GB, or 5B if you mean it"),
-    ("max_shard_size", " 999 ", "write 999GB, or 999B if you mean it"),
-    ("max_shard_size", "5.5", "write 5.5GB, or 5B if you mean it"),
-    ("max_shard_size", 1, "write 1GB, or 1B if you mean it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("setting", "value", "hint"),
+    [
+        ("method", "tie", "did you mean ties?"),
+        ("method", "Linear", "did you mean linear?"),
+        ("method", "dare", "known here: linear, ram, slerp, ties"),
+        ("dtype", "bfloat", "did you mean bfloat16?"),
+        ("drop", "magnitud", "did you mean magnitude?"),
+        ("rescale", "L1", "did you mean l1?"),
+        ("dtype", "BF16", "did you mean bf16?"),
+        ("mismatch", "overlaps", "did you mean overlap?"),
+        ("engine", "Plain", "did you mean plain?"),
+        ("max_shard_size", "5", "write 5GB, or 5B if you mean it"),
+        ("max_shard_size", " 999 ", "write 999GB, or 999B if you mean it"),
+        ("max_shard_size", "5.5", "write 5.5GB, or 5B if you mean it"),
+        ("max_shard_size", 1, "write 1GB, or 1B if you mean it"),
+    ],
+)
 def test_what_was_probably_meant_is_hinted_at(
     refused: Refused, setting: str, value: Any, hint: str
 ) -> None:
@@ -300,22 +428,49 @@ def test_what_was_probably_meant_is_hinted_at(
     assert caught.value.hint == hint
 
 
-@pytest.mark.parametrize(("text", "complaint", "hint"), [
-    ("[dare]\ndrop_rat = 0.5", "there is no key 'drop_rat' in [dare]", "did you mean drop_rate?"),
-    ("[dare]\ndensity = 0.1", "there is no key 'density' in [dare]", "here it is drop_rate = 1 - density"),
-    ("merge_method = 'dare_ties'", "there is no table [merge_method]", 'here it is method: dare_linear is "linear"'),
-    ("[dare]\nzzz = 1", "there is no key 'zzz' in [dare]", "known here: any_base, delta_threshold, drop, drop_rate"),
-    ("[dare]\ndrop_rate = ", "is not valid TOML", "see merge_config.toml"),
-    ("[dare]\nseed = " + "1" * 5000, "is not valid TOML", "see merge_config.toml"),
-    ("[model]\nx = 1", "there is no table [model]", "did you mean models?"),
-    ("[weights]\nx = 1", "there is no table [weights]", "put weights under [dare]"),
-    ('[models]\nmerge_files = "one.safetensors"', "merge_files must be a list of paths", "write it as"),
-    ("[models]\nmerge_files = [1]", "merge_files must be a list of paths", "write it as"),
-    ("[models]\nbase_file = 3", "base_file must be a path in quotes", "write it as"),
-    ("[[models]]\nbase_file = 3", "models must be a table", "write [models]"),
-    ("[recipe]\nmask = 'other'", "this recipe draws its mask with 'other'", "run it with the version of dare"),
-    ("[recipe]\ninputs = 3", "inputs must be a list of tables", "take the [recipe] table out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "complaint", "hint"),
+    [
+        (
+            "[dare]\ndrop_rat = 0.5",
+            "there is no key 'drop_rat' in [dare]",
+            "did you mean drop_rate?",
+        ),
+        (
+            "[dare]\ndensity = 0.1",
+            "there is no key 'density' in [dare]",
+            "here it is drop_rate = 1 - density",
+        ),
+        (
+            "merge_method = 'dare_ties'",
+            "there is no table [merge_method]",
+            'here it is method: dare_linear is "linear"',
+        ),
+        (
+            "[dare]\nzzz = 1",
+            "there is no key 'zzz' in [dare]",
+            "known here: any_base, delta_threshold, drop, drop_rate",
+        ),
+        ("[dare]\ndrop_rate = ", "is not valid TOML", "see merge_config.toml"),
+        ("[dare]\nseed = " + "1" * 5000, "is not valid TOML", "see merge_config.toml"),
+        ("[model]\nx = 1", "there is no table [model]", "did you mean models?"),
+        ("[weights]\nx = 1", "there is no table [weights]", "put weights under [dare]"),
+        (
+            '[models]\nmerge_files = "one.safetensors"',
+            "merge_files must be a list of paths",
+            "write it as",
+        ),
+        ("[models]\nmerge_files = [1]", "merge_files must be a list of paths", "write it as"),
+        ("[models]\nbase_file = 3", "base_file must be a path in quotes", "write it as"),
+        ("[[models]]\nbase_file = 3", "models must be a table", "write [models]"),
+        (
+            "[recipe]\nmask = 'other'",
+            "this recipe draws its mask with 'other'",
+            "run it with the version of dare",
+        ),
+        ("[recipe]\ninputs = 3", "inputs must be a list of tables", "take the [recipe] table out"),
+    ],
+)
 def test_a_wrong_configuration_is_named(
     refused: Refused, text: str, complaint: str, hint: str
 ) -> None:
@@ -325,25 +480,35 @@ def test_a_wrong_configuration_is_named(
     assert hinted.startswith(f"hint: {hint}")
 
 
-@pytest.mark.parametrize(("flags", "complaint", "hint"), [
-    ("", "there is no base model", "--base MODEL"), ("--seed", "expected one argument", "--help"),
-    ("-b b.safetensors", "there are no models to merge", "--merge MODEL"),
-    ("-b b.safetensors -m m.safetensors", "there is no output", "--output PATH"),
-    ("-b '' -m m.safetensors", "the path of a model is empty", "a variable of the shell"),
-    ("--drop-rate 1", "--drop-rate must be a number from 0 up to but not including 1", "--help"),
-    ("--drop-rate 90", "--drop-rate must be", "it is a share: 90% are 0.9"),
-    ("--drop-rate much", "invalid float value: 'much'", "files go after --merge"),
-    ("--drop-rte 0.5", "there is no option '--drop-rte'", "did you mean --drop-rate?"),
-    ("--density 0.1", "there is no option '--density'", "here it is drop_rate = 1 - density"),
-    ("--drops 0.5", "there is no option '--drops'", "did you mean --"), ("--drop 0.5", "one of random", "known here"),
-    ("-c nowhere.toml", "there is no configuration file 'nowhere.toml'", "check the path"),
-    ("-c /dev/null/x", "cannot read '/dev/null/x'", "give --config"),
-    ("c.toml", "'c.toml' is not expected here", "--config"),
-    ("verify", "there is nothing to verify", "verify PATH"), ("verfy x", "'verfy' is not expected", "verify"),
-    ("verify x --seed 3", "--seed means nothing to verify", "it belongs to"),
-    ("--verify x --resume", "--resume means nothing to verify", "it belongs to"),
-    ("-q verify x", "'verify' must be the first word", "like"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "complaint", "hint"),
+    [
+        ("", "there is no base model", "--base MODEL"),
+        ("--seed", "expected one argument", "--help"),
+        ("-b b.safetensors", "there are no models to merge", "--merge MODEL"),
+        ("-b b.safetensors -m m.safetensors", "there is no output", "--output PATH"),
+        ("-b '' -m m.safetensors", "the path of a model is empty", "a variable of the shell"),
+        (
+            "--drop-rate 1",
+            "--drop-rate must be a number from 0 up to but not including 1",
+            "--help",
+        ),
+        ("--drop-rate 90", "--drop-rate must be", "it is a share: 90% are 0.9"),
+        ("--drop-rate much", "invalid float value: 'much'", "files go after --merge"),
+        ("--drop-rte 0.5", "there is no option '--drop-rte'", "did you mean --drop-rate?"),
+        ("--density 0.1", "there is no option '--density'", "here it is drop_rate = 1 - density"),
+        ("--drops 0.5", "there is no option '--drops'", "did you mean --"),
+        ("--drop 0.5", "one of random", "known here"),
+        ("-c nowhere.toml", "there is no configuration file 'nowhere.toml'", "check the path"),
+        ("-c /dev/null/x", "cannot read '/dev/null/x'", "give --config"),
+        ("c.toml", "'c.toml' is not expected here", "--config"),
+        ("verify", "there is nothing to verify", "verify PATH"),
+        ("verfy x", "'verfy' is not expected", "verify"),
+        ("verify x --seed 3", "--seed means nothing to verify", "it belongs to"),
+        ("--verify x --resume", "--resume means nothing to verify", "it belongs to"),
+        ("-q verify x", "'verify' must be the first word", "like"),
+    ],
+)
 def test_wrong_flags_are_named(refused: Refused, flags: str, complaint: str, hint: str) -> None:
     assert hint in refused(2, complaint, *shlex.split(flags)).splitlines()[-1]
 
@@ -425,16 +590,23 @@ def test_files_that_are_not_models_of_this_base_are_refused(
     save(Path(), ints={**base, "layer.bias": torch.ones(61, dtype=torch.int64)})
     os.mkfifo("pipe") if hasattr(os, "mkfifo") else Path("pipe").symlink_to(os.devnull)
     for name, words in {
-        "absent": "there is no file or directory 'absent'", "~nosuch/x.safetensors": "there is no file or directory",
-        "folder": "holds no model", "empty": "is empty", "short": "is not a complete safetensors file",
-        "text": "is not a complete safetensors file", "pointer": "Git LFS pointer", "model.gguf": "is a GGUF file",
-        "index.json": "is JSON without a weight_map", "pipe": "is not a regular file",
-        "pickle.bin": "dare.py convert pickle.bin pickle.safetensors", "pickled.safetensors": "is a PyTorch pickle",
+        "absent": "there is no file or directory 'absent'",
+        "~nosuch/x.safetensors": "there is no file or directory",
+        "folder": "holds no model",
+        "empty": "is empty",
+        "short": "is not a complete safetensors file",
+        "text": "is not a complete safetensors file",
+        "pointer": "Git LFS pointer",
+        "model.gguf": "is a GGUF file",
+        "index.json": "is JSON without a weight_map",
+        "pipe": "is not a regular file",
+        "pickle.bin": "dare.py convert pickle.bin pickle.safetensors",
+        "pickled.safetensors": "is a PyTorch pickle",
         "wide.safetensors": "'layer.bias' is [61] in 'base.safetensors' and [62] in 'wide.safetensors'",
         "ints.safetensors": "'layer.bias' is BF16 in 'base.safetensors' and I64 in 'ints.safetensors'",
         "other.safetensors": "has no tensor in common",
         **{name: f"dare.py convert {shlex.quote(name)} " for name in misread},
-    }.items():  # fmt: skip
+    }.items():
         refused(1, words, *MERGE, "-m", name)
 
 
@@ -641,11 +813,19 @@ def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(
         fill({LOCK: b"dare is merging here: process 1\n"} if place == LOCK else {})
 
 
-@pytest.mark.parametrize(("dtype", "config"), [
-    (BF16, {}), (F32, {}), (F16, {"engine": "plain"}), (F64, {"engine": "plain"}),
-    (BF16, {"method": "ties", "keep_ratio": 0.5}), (BF16, {"method": "slerp"}),
-    *(pytest.param(dtype, {}, marks=pytest.mark.slow) for dtype in (F16, F64)),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "config"),
+    [
+        (BF16, {}),
+        (F32, {}),
+        (F16, {"engine": "plain"}),
+        (F64, {"engine": "plain"}),
+        (BF16, {"method": "ties", "keep_ratio": 0.5}),
+        (BF16, {"method": "slerp"}),
+        *(pytest.param(dtype, {}, marks=pytest.mark.slow) for dtype in (F16, F64)),
+    ],
+    ids=str,
+)
 def test_a_value_that_is_not_finite_is_named_with_its_place(
     refused: Refused, dtype: Any, config: Any
 ) -> None:

@@ -1,7 +1,5 @@
 """dare.py convert: pickles as safetensors files."""
 
-from __future__ import annotations
-
 import os
 import sys
 import types
@@ -15,9 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import dare
-from tests.support import random_model
-
-Capture = pytest.CaptureFixture[str]
+from tests.support import Capture, Patch, random_model
 
 
 def convert(*arguments: Any) -> int:
@@ -49,10 +45,16 @@ def weights() -> dict[str, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": {"state_dict": w}},
-    lambda w: {"module": w, "optimizer": {"lr": 0.1}}, lambda w: {"model_state_dict": w},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda w: w,
+        lambda w: {"state_dict": w, "epoch": 3},
+        lambda w: {"model": {"state_dict": w}},
+        lambda w: {"module": w, "optimizer": {"lr": 0.1}},
+        lambda w: {"model_state_dict": w},
+    ],
+)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before 1.6"])
 def test_weights_are_found_wherever_they_are(
     tmp_path: Path, weights: Any, wrap: Any, zipped: bool
@@ -111,7 +113,7 @@ class Evil:
 
 
 def test_what_cannot_be_converted_is_refused(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"a": torch.ones(2), "b": Evil()}, "evil.pt")
@@ -176,7 +178,7 @@ def test_what_cannot_be_converted_is_refused(
 
 
 def test_an_interrupted_conversion_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
+    tmp_path: Path, monkeypatch: Patch, weights: Any
 ) -> None:
     torch.save(weights, tmp_path / "old.bin")
 
@@ -188,9 +190,7 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert os.listdir(tmp_path) == ["old.bin"]
 
 
-def test_without_torch_there_is_a_hint(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torch_there_is_a_hint(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "old.bin").write_bytes(b"x")
     assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors") == 1

@@ -1,9 +1,7 @@
-"""Diffusion models in one file, and LoRA files of kohya's trainer, which merge as torch would merge them."""
-
-from __future__ import annotations
+"""Diffusion models in one file, and LoRA files of kohya's trainer, which merge as torch would merge
+them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from tests.support import (
     F16,
     F32,
     F64,
+    Capture,
+    Refusal,
     Tensors,
     assert_same,
     finetune,
@@ -27,7 +27,6 @@ from tests.support import (
     save,
 )
 
-Refusal = Callable[..., str]
 OUT = "out.safetensors"
 IDS = "cond_stage_model.transformer.text_model.embeddings.position_ids"
 CONV = "model.diffusion_model.input_blocks.0.0.weight"
@@ -44,7 +43,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-# --- checkpoints in one file ------------------------------------------------------------------------------------------
+# --- checkpoints in one file ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,7 +52,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 @pytest.mark.parametrize("flags", [(), ("--dtype=float32",), ("--method=ties",)], ids=str)
 def test_positions_that_are_integers_in_one_model_only_are_copied_and_reported(
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     mine: torch.dtype,
     theirs: torch.dtype,
     flags: tuple[str, ...],
@@ -84,10 +83,17 @@ def test_positions_that_are_integers_in_one_model_only_are_copied_and_reported(
     assert dare.main(["verify", "-q", "--engine=plain", str(tmp_path / OUT)]) == 0
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
-    ("layer.weight", torch.int32), ("layer.weight", torch.bool), ("layer.bias", torch.int64), ("ids", torch.uint8),
-    ("ids", torch.int8), ("norm.bias", torch.float8_e4m3fn),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("layer.weight", torch.int32),
+        ("layer.weight", torch.bool),
+        ("layer.bias", torch.int64),
+        ("ids", torch.uint8),
+        ("ids", torch.int8),
+        ("norm.bias", torch.float8_e4m3fn),
+    ],
+)
 def test_what_may_be_quantised_is_no_position(
     tmp_path: Path, check_refused: Refusal, name: str, dtype: torch.dtype
 ) -> None:
@@ -113,7 +119,7 @@ def test_an_inpainting_model_gets_a_hint_that_works(tmp_path: Path, check_refuse
     assert same_bits(load_file(tmp_path / OUT)[CONV], base[CONV])
 
 
-# --- LoRA files of kohya's trainer ------------------------------------------------------------------------------------
+# --- LoRA files of kohya's trainer ----------------------------------------------------------------
 
 
 def pair(
@@ -147,7 +153,8 @@ def change(tensors: Tensors, module: str, shape: tuple[int, ...]) -> torch.Tenso
 def make(
     folder: Path, dtype: torch.dtype = F32, stored: torch.dtype = F32, prefix: str = UNET
 ) -> list[Path]:
-    """A base, and an adapter for a linear layer and two convolutions, all with other ranks and alphas."""
+    """A base, and an adapter for a linear layer and two convolutions, all with other ranks and
+    alphas."""
     base = random_model(
         1,
         dtype,
@@ -187,11 +194,19 @@ def test_a_lora_file_adds_what_torch_computes(
     assert report.models[0].missing_tensors == report.models[0].extra_tensors == ()
 
 
-@pytest.mark.parametrize(("kind", "prefix"), [
-    ("lora_te_", ""), ("lora_te_", TEXT), ("lora_te_", "text_encoder."), ("lora_te1_", "text_encoder."),
-    ("lora_te1_", "conditioner.embedders.0.transformer."), ("lora_te2_", "text_encoder_2."),
-    ("lora_te2_", "conditioner.embedders.1.transformer."), ("lora_unet_", "unet."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        ("lora_te_", ""),
+        ("lora_te_", TEXT),
+        ("lora_te_", "text_encoder."),
+        ("lora_te1_", "text_encoder."),
+        ("lora_te1_", "conditioner.embedders.0.transformer."),
+        ("lora_te2_", "text_encoder_2."),
+        ("lora_te2_", "conditioner.embedders.1.transformer."),
+        ("lora_unet_", "unet."),
+    ],
+)
 def test_text_encoders_have_names_of_their_own(tmp_path: Path, kind: str, prefix: str) -> None:
     name = "text_model.encoder.layers.0.self_attn.q_proj"
     base = {f"{p}{name}.weight": torch.zeros(8, 6) for p in {prefix, "control.", "vision_model."}}
@@ -240,9 +255,7 @@ def test_an_alpha_is_a_number_of_any_type(tmp_path: Path, alpha: torch.Tensor) -
     assert torch.equal(2 * half, whole)
 
 
-def test_every_command_takes_a_lora_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_takes_a_lora_file(tmp_path: Path, capsys: Capture) -> None:
     """Together with a full fine-tune, and a merge that was interrupted is resumed."""
     base, lora = make(tmp_path)
     [full] = save(tmp_path, full=finetune(load_file(base), 1))
@@ -312,30 +325,46 @@ DOWN, UP, ALPHA = (
     f"{module_of(LINEAR)}.{part}" for part in ("lora_down.weight", "lora_up.weight", "alpha")
 )
 OTHERS = {
-    "hada_w1_a": "LoHa", "lokr_w2": "LoKr", "dora_scale": "DoRA", "lora_mid.weight": "LoCon of three",
+    "hada_w1_a": "LoHa",
+    "lokr_w2": "LoKr",
+    "dora_scale": "DoRA",
+    "lora_mid.weight": "LoCon of three",
     "diff_b": "not a part of a plain LoRA",
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("changed", "complaints"), [
-    *(({f"{module_of(LINEAR)}.{part}": torch.ones(3)}, [words, f".{part}'"]) for part, words in OTHERS.items()),
-    ({DOWN: None}, ["no pair of matrices up and down for", module_of(LINEAR)]),
-    ({UP: None}, ["no pair of matrices up and down for", module_of(LINEAR)]),
-    ({UP: torch.ones(24, 5)}, ["[2, 40] and [24, 5] of", "no pair"]),
-    ({UP: torch.ones(24, 2, 3, 3)}, ["[2, 40] and [24, 2, 3, 3] of", "no pair"]),
-    ({DOWN: torch.ones(())}, ["[] and [24, 2] of", "no pair"]),
-    ({DOWN: torch.ones(2, 0)}, ["[2, 0] and [24, 2] of", "no pair"]),
-    ({DOWN: torch.ones(2, 41)}, ["is [24, 40] in", "and [24, 41] in"]),
-    ({DOWN: torch.ones(2, 40, dtype=torch.int8)}, [DOWN, "is I8"]),
-    ({ALPHA: torch.tensor(float("nan"))}, ["the alpha of", "not a finite number"]),
-    ({ALPHA: torch.ones(2)}, ["the alpha of", "not a finite number"]),
-    ({ALPHA: torch.ones(1, dtype=torch.uint8)}, [ALPHA, "is U8"]),
-    (
-        pair("lora_unet_down_blocks_0_attentions_0_proj_in", (4, 4)) | pair("lora_te3_x", (4, 4)),
-        ["no tensors for 2 of 5 modules", "'lora_unet_down_blocks_0_attentions_0_proj_in'", "'lora_te3_x'", "diffusers",
-         f"the base has '{UNET}", "convert the adapter"],
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "complaints"),
+    [
+        *(
+            ({f"{module_of(LINEAR)}.{part}": torch.ones(3)}, [words, f".{part}'"])
+            for part, words in OTHERS.items()
+        ),
+        ({DOWN: None}, ["no pair of matrices up and down for", module_of(LINEAR)]),
+        ({UP: None}, ["no pair of matrices up and down for", module_of(LINEAR)]),
+        ({UP: torch.ones(24, 5)}, ["[2, 40] and [24, 5] of", "no pair"]),
+        ({UP: torch.ones(24, 2, 3, 3)}, ["[2, 40] and [24, 2, 3, 3] of", "no pair"]),
+        ({DOWN: torch.ones(())}, ["[] and [24, 2] of", "no pair"]),
+        ({DOWN: torch.ones(2, 0)}, ["[2, 0] and [24, 2] of", "no pair"]),
+        ({DOWN: torch.ones(2, 41)}, ["is [24, 40] in", "and [24, 41] in"]),
+        ({DOWN: torch.ones(2, 40, dtype=torch.int8)}, [DOWN, "is I8"]),
+        ({ALPHA: torch.tensor(float("nan"))}, ["the alpha of", "not a finite number"]),
+        ({ALPHA: torch.ones(2)}, ["the alpha of", "not a finite number"]),
+        ({ALPHA: torch.ones(1, dtype=torch.uint8)}, [ALPHA, "is U8"]),
+        (
+            pair("lora_unet_down_blocks_0_attentions_0_proj_in", (4, 4))
+            | pair("lora_te3_x", (4, 4)),
+            [
+                "no tensors for 2 of 5 modules",
+                "'lora_unet_down_blocks_0_attentions_0_proj_in'",
+                "'lora_te3_x'",
+                "diffusers",
+                f"the base has '{UNET}",
+                "convert the adapter",
+            ],
+        ),
+    ],
+)
 def test_a_lora_file_that_does_not_fit_is_refused(
     tmp_path: Path, check_refused: Refusal, changed: dict[str, Any], complaints: list[str]
 ) -> None:

@@ -1,7 +1,5 @@
 """What each drop keeps and each rescale does: by hand, and in every engine the same bits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +18,16 @@ from dare import DareConfig, DareError, dare_merge
 from darelib.core.mask import mask_key
 from darelib.core.tuning import TUNING
 from darelib.kernels.plain import draw_bits
-from tests.fuzz import examples
 from tests.support import (
     BF16,
     F32,
     F64,
+    Config,
+    Patch,
     Tensors,
     assert_same,
     define,
+    examples,
     finetune,
     low_rank,
     merge,
@@ -42,7 +42,6 @@ from tests.test_packed import pack
 
 few = examples(20)
 DROPS = ("random", "magnitude", "breadcrumbs", "della")
-Config = dict[str, Any]
 # A drop of each kind, with rescales and methods in turn.
 CONFIGS: list[Config] = [
     {"drop": "magnitude", "rescale": "l1"},
@@ -63,30 +62,44 @@ def merge_delta(delta: Any, **config: Any) -> torch.Tensor:
     return kept["w"]
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("delta", "rate", "kept"), [
-    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.5, [0, -5, 0, 0, 4]),
-    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.99, [0, -5, 0, 0, 0]),  # at least one
-    ([0.0, 0.0, 0.0], 0.5, [0, 0, 0]),
-    ([7.0], 0.9, [7]),
-    ([1.0, -5.0, 3.0], 0.0, [1, -5, 3]),
-    ([float(n) for n in range(10)], 0.9, [0] * 9 + [9]),  # although (1 - 0.9) * 10 is a little less than 1
-    ([float(n) for n in range(100)], 0.71, [0] * 72 + list(range(72, 100))),  # 0.29 * 100 is a little less than 29
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("delta", "rate", "kept"),
+    [
+        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.5, [0, -5, 0, 0, 4]),
+        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.99, [0, -5, 0, 0, 0]),  # at least one
+        ([0.0, 0.0, 0.0], 0.5, [0, 0, 0]),
+        ([7.0], 0.9, [7]),
+        ([1.0, -5.0, 3.0], 0.0, [1, -5, 3]),
+        # although (1 - 0.9) * 10 is a little less than 1
+        ([float(n) for n in range(10)], 0.9, [0] * 9 + [9]),
+        # 0.29 * 100 is a little less than 29
+        ([float(n) for n in range(100)], 0.71, [0] * 72 + list(range(72, 100))),
+    ],
+)
 def test_magnitude_keeps_the_largest(delta: list[float], rate: float, kept: list[float]) -> None:
     assert merge_delta(delta, drop="magnitude", drop_rate=rate).tolist() == kept
 
 
-@pytest.mark.parametrize(("settings", "shares"), [  # of those of each size, 0 to 9, that are kept
-    ({"drop": "magnitude", "drop_rate": 0.75}, [0, 0, 0, 0, 0, 0, 0, 0.5, 1, 1]),
-    ({"drop": "magnitude", "drop_rate": 0.95}, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0.5]),
-    ({"drop": "breadcrumbs", "drop_rate": 0.7, "gamma": 0.08}, [0, 0, 0, 0, 0, 0, 0.8, 1, 1, 0.2]),
-    ({"drop": "breadcrumbs", "drop_rate": 0.96, "gamma": 0.03}, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0.4]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [  # of those of each size, 0 to 9, that are kept
+        ({"drop": "magnitude", "drop_rate": 0.75}, [0, 0, 0, 0, 0, 0, 0, 0.5, 1, 1]),
+        ({"drop": "magnitude", "drop_rate": 0.95}, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0.5]),
+        (
+            {"drop": "breadcrumbs", "drop_rate": 0.7, "gamma": 0.08},
+            [0, 0, 0, 0, 0, 0, 0.8, 1, 1, 0.2],
+        ),
+        (
+            {"drop": "breadcrumbs", "drop_rate": 0.96, "gamma": 0.03},
+            [0, 0, 0, 0, 0, 0, 0, 0, 0, 0.4],
+        ),
+    ],
+)
 def test_of_equal_deltas_as_many_are_kept_as_there_is_room_for(
-    settings: dict[str, Any], shares: list[float]
+    settings: Config, shares: list[float]
 ) -> None:
     """As in models that are stored in 16 bits."""
     delta = torch.randint(0, 10, (400, 500), generator=torch.Generator().manual_seed(1)).float()
@@ -99,14 +112,18 @@ def test_of_equal_deltas_as_many_are_kept_as_there_is_room_for(
     assert columns.std() < 0.05  # at random, and not by position
 
 
-@pytest.mark.parametrize(("delta", "rate", "gamma", "kept"), [
-    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.2, [0, 0, 3, 0, 4]),
-    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.4, [0, 0, 3, -2, 0]),
-    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.0, [0, -5, 0, 0, 4]),
-    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.2, 0.6, [1, 0, 3, -2, 4]),  # fewer of the largest are dropped than gamma says
-    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.9, 0.2, [0, 0, 0, 0, 0]),  # a tenth of five is none
-    ([1.0, -5.0, 3.0, -2.0, 4.0], 0.0, 0.4, [1, -5, 3, -2, 4]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("delta", "rate", "gamma", "kept"),
+    [
+        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.2, [0, 0, 3, 0, 4]),
+        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.4, [0, 0, 3, -2, 0]),
+        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.6, 0.0, [0, -5, 0, 0, 4]),
+        # fewer of the largest are dropped than gamma says
+        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.2, 0.6, [1, 0, 3, -2, 4]),
+        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.9, 0.2, [0, 0, 0, 0, 0]),  # a tenth of five is none
+        ([1.0, -5.0, 3.0, -2.0, 4.0], 0.0, 0.4, [1, -5, 3, -2, 4]),
+    ],
+)
 def test_breadcrumbs_drops_the_largest_and_the_smallest(
     delta: list[float], rate: float, gamma: float, kept: list[float]
 ) -> None:
@@ -136,7 +153,8 @@ def test_della_keeps_by_ranks_within_rows_and_divides_each_by_its_own_probabilit
 
 
 def test_della_keeps_the_larger_ones_more_often_and_changes_no_mean() -> None:
-    """Of a hundred rows of equal deltas the first is the smallest, since ties are broken by position."""
+    """Of a hundred rows of equal deltas the first is the smallest, since ties are broken by
+    position."""
     delta, seeds = torch.ones(100, 101), range(20)
     kept = torch.stack(
         [merge_delta(delta, drop="della", drop_rate=0.5, epsilon=0.4, seed=seed) for seed in seeds]
@@ -181,7 +199,7 @@ def test_ram_keeps_what_one_model_has_and_averages_what_several_have() -> None:
     assert merge_delta(deltas[0], method="ram", drop_rate=0.0).tolist() == [4, 2, 0, 3, 0]
 
 
-# --- the same bits ----------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 
 def make_tensors(
@@ -235,10 +253,21 @@ def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition(
         )
 
 
-@pytest.mark.parametrize(("engine", "dtypes"), [
-    *((engine, dtypes) for engine in ("plain", "cpu") for dtypes in ((F32, F32), (F64, F64), (BF16, F32), (F32, F64))),
-    *(pytest.param("numba", dtypes, marks=pytest.mark.slow) for dtypes in ((F32, F32), (F64, F64), (BF16, F32))),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "dtypes"),
+    [
+        *(
+            (engine, dtypes)
+            for engine in ("plain", "cpu")
+            for dtypes in ((F32, F32), (F64, F64), (BF16, F32), (F32, F64))
+        ),
+        *(
+            pytest.param("numba", dtypes, marks=pytest.mark.slow)
+            for dtypes in ((F32, F32), (F64, F64), (BF16, F32))
+        ),
+    ],
+    ids=str,
+)
 def test_types_of_all_kinds_give_the_bits_of_the_definition(
     tmp_path: Path, engine: str, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
@@ -292,7 +321,7 @@ def test_threads_and_chunks_do_not_matter(tmp_path: Path, config: Config) -> Non
         )
 
 
-# --- all kinds of inputs ----------------------------------------------------------------------------------------------
+# --- all kinds of inputs --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drop", DROPS[1:])
@@ -367,7 +396,7 @@ def test_packed_models_go_with_other_drops_of_other_models_only(
 
 
 def test_rows_too_long_to_be_ranked_are_refused(
-    pair: tuple[Path, Path], check_refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], check_refused: Callable[..., str], monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(darelib.plan.matching, "MAX_RANKED", 1000)
     flags = ("--drop", "della", "--drop-rate", "0.5")

@@ -1,6 +1,5 @@
-"""Merged directories are at home among Hugging Face's tools: transformers loads, runs and saves them."""
-
-from __future__ import annotations
+"""Merged directories are at home among Hugging Face's tools: transformers loads, runs and saves
+them."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,5 @@
-"""What ships beside the tool: the experiment on quality, the benchmark, and what the documents show."""
-
-from __future__ import annotations
+"""What ships beside the tool: the experiment on quality, the benchmark, and what the documents
+show."""
 
 import importlib
 import json
@@ -21,8 +20,8 @@ import pytest
 
 import dare
 from darelib.commands.analyze import advice
-from tests.scene import POSIX, Patch, wait_for
-from tests.support import HERE, snapshot
+from tests.scene import wait_for
+from tests.support import HERE, POSIX, Patch, snapshot
 
 sys.path.insert(0, str(HERE / "examples"))
 
@@ -30,7 +29,6 @@ import benchmark
 import benchmark_report
 import quality_report
 
-Capture, Models = pytest.CaptureFixture[str], list[Path]
 EXAMPLES = HERE / "examples"
 MEASURED = ("median time", "peak memory")
 STORED = EXAMPLES / "results" / "benchmark.json"
@@ -97,9 +95,9 @@ def test_the_figures_in_the_documents_are_those_of_the_stored_results() -> None:
         [benchmark_report.value(outcomes[0], role, each) for each in MEASURED] for role in roles
     )
     assert (
-        f"| **{tool[0]:.1f} s** | {kit[0]:.1f} s | not measured | not measured | {script[0]:.1f} s |"
-        in README
-    )
+        f"| **{tool[0]:.1f} s** | {kit[0]:.1f} s | not measured | not measured | "
+        f"{script[0]:.1f} s |"
+    ) in README
     assert f"| memory for it | **{tool[1]:.0f} MiB** | {kit[1] / 1024:.1f} GiB |" in README
     assert f"the base and all adapters | {script[1] / 1024:.1f} GiB |" in README
     tool, kit, script = (
@@ -137,9 +135,9 @@ def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
     )
     starts = {each.name: each for each in report.compare_starts(QUALITY)}
     assert (
-        f"{len(ranked) + 1} ways to merge by a search and {len(starts)} without one, in seven networks"
-        in readme
-    )
+        f"{len(ranked) + 1} ways to merge by a search and {len(starts)} without one, in "
+        f"seven networks"
+    ) in readme
     assert f"trained {len(QUALITY['units'])} times" in readme
     assert QUALITY["seconds"] <= 15 * 60
     better = [
@@ -163,9 +161,9 @@ def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
         in evidence
     )
     assert (
-        f"is {chars:.1f} points ahead of the plain average on transformers and {digits:.1f} on digits"
-        in readme
-    )
+        f"is {chars:.1f} points ahead of the plain average on transformers and {digits:.1f} "
+        f"on digits"
+    ) in readme
     assert "better" not in {each.tell(family) for each in ranked.values() for family in each.p}
     assert ranked["ties"].tell("digits") == "worse"
     assert f"`ties` is {-fmean(ranked['ties'].families['digits']):.1f} points behind" in readme
@@ -185,7 +183,8 @@ def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
 
 
 def run(module: Any, words: str) -> str:
-    """Call the main function of a script as the command line does: its status and what it printed, less times."""
+    """Call the main function of a script as the command line does: its status and what it printed,
+    less times."""
     with Patch.context() as patch, redirect_stdout(StringIO()) as printed, redirect_stderr(printed):
         patch.setattr(sys, "argv", [module.__name__, *words.split()])
         with pytest.raises(SystemExit) as end:
@@ -195,7 +194,10 @@ def run(module: Any, words: str) -> str:
 
 @pytest.fixture(scope="module")
 def quality() -> Any:
-    """The experiment, as small as can be: what is learned does not matter here. It takes seconds to import."""
+    """The experiment, as small as can be: what is learned does not matter here.
+
+    It takes seconds to import.
+    """
     pytest.importorskip("sklearn")
     pytest.importorskip("optuna")
     module: Any = importlib.import_module("quality")
@@ -270,7 +272,8 @@ def test_what_is_chosen_never_sees_test_data_or_test_masks(
 
 
 def make_results(gains: dict[str, float], trainings: int = 9) -> dict[str, Any]:
-    """What an experiment might have found: contenders that are so much better than the reference, more or less."""
+    """What an experiment might have found: contenders that are so much better than the reference,
+    more or less."""
     units = {}
     for k in range(trainings):
         arms = {
@@ -416,7 +419,10 @@ def test_a_benchmark_that_is_stopped_leaves_neither_a_process_nor_files(
     import fcntl
 
     Path("dare.py").write_text(
-        "import fcntl, time\nlock = open('lock', 'w')\nfcntl.flock(lock, fcntl.LOCK_EX)\ntime.sleep(600)"
+        (
+            "import fcntl, time\nlock = open('lock', 'w')\nfcntl.flock(lock, "
+            "fcntl.LOCK_EX)\ntime.sleep(600)"
+        )
     )
     words = [sys.executable, EXAMPLES / "benchmark.py", "--parameters", "2e5", "--against", "."]
     process = subprocess.Popen(words, env=os.environ | {"TMPDIR": str(folder)})
@@ -457,11 +463,26 @@ def test_the_advice_merges_the_example_to_what_the_readme_says(folder: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "words"), [
-    ("analyze_models", ("cosine 0.082", "tolerates a drop rate of 0.8", "[dare]", "would merge 2 models", "drew ")),
-    ("drop_rates", ("mean of 3 masks", "0.95")),
-    ("evaluate", ("rotated     96.1%     60.8%     78.5%", "covered     50.9%     94.8%     72.9%")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (
+            "analyze_models",
+            (
+                "cosine 0.082",
+                "tolerates a drop rate of 0.8",
+                "[dare]",
+                "would merge 2 models",
+                "drew ",
+            ),
+        ),
+        ("drop_rates", ("mean of 3 masks", "0.95")),
+        (
+            "evaluate",
+            ("rotated     96.1%     60.8%     78.5%", "covered     50.9%     94.8%     72.9%"),
+        ),
+    ],
+)
 def test_the_short_examples_run_and_leave_the_models_alone(
     script: str, words: tuple[str, ...]
 ) -> None:

@@ -3,10 +3,7 @@
 What they should give is made by torch here: dequantise, merge in memory, quantise.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,14 @@ from dare import DareConfig, DareError, DareMerger, dare_merge
 from darelib.core.tuning import TUNING
 from darelib.kernels import fp8
 from tests import support
-from tests.scene import slow
 from tests.support import (
     BF16,
     F32,
     F64,
     METHODS,
+    Capture,
+    Patch,
+    Refusal,
     Tensors,
     assert_same,
     finetune,
@@ -36,20 +35,25 @@ from tests.support import (
     refuse,
     same_bits,
     save_directory,
+    slow,
     tensors_in,
     write_adapter,
-)  # fmt: skip
+)
 from tests.test_tokenizer import write_model
 
-Refusal = Callable[..., str]
 run_merge = partial(support.run_merge, engine="plain")  # kernels for float32 take long to compile
 FP8 = torch.float8_e4m3fn
 SHAPES: dict[str, tuple[int, ...]] = {
-    "a.weight": (300, 200), "b.weight": (128, 256), "c.weight": (37, 61), "d.weight": (5, 1111), "a.bias": (300,),
+    "a.weight": (300, 200),
+    "b.weight": (128, 256),
+    "c.weight": (37, 61),
+    "d.weight": (5, 1111),
+    "a.bias": (300,),
     "norm.weight": (61,),
-}  # fmt: skip
+}
 WEIGHTS = [name for name, shape in SHAPES.items() if len(shape) == 2]
-# By kind: what a scale's name ends in, its type, the block that shares one (0: all), and its shape's form.
+# By kind: what a scale's name ends in, its type, the block that shares one (0: all), and its
+# shape's form.
 KINDS: dict[str, tuple[str, torch.dtype, tuple[int, int], str]] = {
     "blocks": ("_scale_inv", F32, (128, 128), "grid"),
     "small blocks": ("_scale_inv", F32, (16, 48), "grid"),
@@ -125,7 +129,8 @@ def dequantise(model: Tensors, kind: str) -> Tensors:
 
 
 def make_models(kind: str, count: int = 3) -> list[Tensors]:
-    """A base and fine-tunes; of one weight a corner has not changed, and nothing of another in the first of them."""
+    """A base and fine-tunes; of one weight a corner has not changed, and nothing of another in the
+    first of them."""
     base = random_model(dtype=BF16, shapes=SHAPES)
     base["a.weight"][:16, :48] = 0
     models = [base, *(finetune(base, k, 0.01) for k in range(1, count))]
@@ -272,7 +277,8 @@ def test_with_a_dtype_the_output_is_plain(tmp_path: Path, kind: str, dtype: str)
 
 
 def test_what_no_model_changed_keeps_its_bytes(tmp_path: Path) -> None:
-    """Also where the base was quantised by other rules, so that its scales are not those that would be found."""
+    """Also where the base was quantised by other rules, so that its scales are not those that would
+    be found."""
     for kind in ("blocks", "rows", "tensor"):
         base = make_models(kind)[0]
         for name in WEIGHTS:
@@ -311,7 +317,7 @@ def test_a_block_that_becomes_zero_keeps_its_scale_and_a_tiny_one_has_one(tmp_pa
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
 def test_resume_verify_dry_run_analyze_and_recipe(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, kind: str, monkeypatch: Patch, capsys: Capture
 ) -> None:
     from darelib.output.publish import Output
 
@@ -451,7 +457,8 @@ def test_a_base_that_lacks_a_scale_is_told_so(tmp_path: Path, check_refused: Ref
 
 
 def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: Path) -> None:
-    """Scales stay powers of two where they are said to be, so that a fine-tune comes back bit for bit."""
+    """Scales stay powers of two where they are said to be, so that a fine-tune comes back bit for
+    bit."""
     models = make_models("blocks", 2)
     for model in models:
         for name in WEIGHTS:  # the next power of two, and the values by that
@@ -499,15 +506,13 @@ def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: P
         run_merge(paths[0], paths[1:], tmp_path / "third", dtype="bfloat16")
 
 
-def test_pack_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_is_refused(tmp_path: Path, capsys: Capture) -> None:
     paths = write(tmp_path, "rows", make_models("rows", 2))
     arguments = ["pack", "--base", paths[0], "--merge", paths[1], "--output", tmp_path / "out"]
     refuse(tmp_path, capsys, 1, "is in FP8, which cannot be packed", arguments=arguments)
 
 
-def test_tokens_are_united_unless_they_have_rows_in_fp8(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: Capture) -> None:
     paths, plain = (
         [tmp_path / "base", tmp_path / "chat"],
         [tmp_path / "plain base", tmp_path / "plain chat"],

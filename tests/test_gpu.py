@@ -1,6 +1,5 @@
-"""Tensors in memory: the GPU's kernels, by Triton's interpreter where there is no GPU; results in existing tensors."""
-
-from __future__ import annotations
+"""Tensors in memory: the GPU's kernels, by Triton's interpreter where there is no GPU; results in
+existing tensors."""
 
 import importlib.util
 import logging
@@ -48,7 +47,8 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "ram": (2, {"method": "ram", "drop_rate": 0.5}),
     "della": (2, {"drop": "della", "drop_rate": 0.5, "rescale": "l1"}),
 }
-# Runs a merge as on a GPU, with kernels that are interpreted; torch is told that its tensors are there.
+# Runs a merge as on a GPU, with kernels that are interpreted; torch is told that its tensors are
+# there.
 INTERPRET = """
 import contextlib, sys, torch, dare
 from darelib.kernels import gpu
@@ -149,7 +149,8 @@ def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) 
 
 @on_gpu
 def test_on_a_gpu_tensors_of_all_kinds_are_merged_together() -> None:
-    """Odd sizes and addresses, other types, views, tensors that some models lack, that are tied, or on the CPU."""
+    """Odd sizes and addresses, other types, views, tensors that some models lack, that are tied, or
+    on the CPU."""
     base, *models = make_models(3, BF16)
     for model in (base, *models):
         model["odd"] = model["even.weight"].reshape(-1)[1:3001]
@@ -229,11 +230,21 @@ def test_ranks_are_those_of_the_base_before_it_is_overwritten(
     assert support.same_bits(dare.dare_merge(base, [model], config, out=base)["w"], wanted)
 
 
-@pytest.mark.parametrize(("out", "complaint"), [
-    ({}, "out has no tensor 'w'"), ([torch.zeros(10)], "out must be a state dict"),
-    ({"w": torch.zeros(11)}, r"'w' of out is \[11\] of torch.float32 on cpu, and the merged one is \[10\]"),
-    ({"w": torch.zeros(10, dtype=BF16)}, r"of torch.bfloat16 on cpu, and the merged one is \[10\] of torch.float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("out", "complaint"),
+    [
+        ({}, "out has no tensor 'w'"),
+        ([torch.zeros(10)], "out must be a state dict"),
+        (
+            {"w": torch.zeros(11)},
+            r"'w' of out is \[11\] of torch.float32 on cpu, and the merged one is \[10\]",
+        ),
+        (
+            {"w": torch.zeros(10, dtype=BF16)},
+            r"of torch.bfloat16 on cpu, and the merged one is \[10\] of torch.float32",
+        ),
+    ],
+)
 def test_tensors_that_do_not_fit_are_refused(out: Any, complaint: str) -> None:
     with pytest.raises(DareError, match=complaint) as caught:
         dare.dare_merge({"w": torch.zeros(10)}, [{"w": torch.ones(10)}], out=out)

@@ -1,12 +1,9 @@
 """Models by their name on the Hugging Face Hub, from a cache of it on this machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,8 @@ from tests import support
 from tests.support import (
     BF16,
     INDEX,
+    Patch,
+    Refusal,
     assert_same,
     define,
     finetune,
@@ -24,7 +23,6 @@ from tests.support import (
     tensors_in,
 )
 
-Refusal = Callable[..., str]
 COMMITS = {"base": "b" * 40, "math": "c" * 40}
 PINNED = {name: f"org/{name}@{commit}" for name, commit in COMMITS.items()}
 BASE = random_model(dtype=BF16)
@@ -32,8 +30,9 @@ MATH = finetune(BASE, 1)
 
 
 @pytest.fixture
-def snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """org/base and org/math in a cache of the Hub, which is all there is of it; tmp_path is where we are."""
+def snapshots(tmp_path: Path, monkeypatch: Patch) -> list[Path]:
+    """org/base and org/math in a cache of the Hub, which is all there is of it; tmp_path is where
+    we are."""
     base = support.save_sharded(tmp_path / "made" / "base", BASE, [[name] for name in BASE])
     (base / "tokenizer.json").write_text("{}")
     support.save_sharded(tmp_path / "made" / "math", MATH, [list(MATH)])
@@ -90,9 +89,10 @@ def test_models_are_found_by_name_and_recipes_pin_their_commits(
 
 
 def test_parts_may_each_have_a_cache_of_their_own(
-    tmp_path: Path, snapshots: list[Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, snapshots: list[Path], monkeypatch: Patch
 ) -> None:
-    """As machines do that share no cache: what was downloaded by one has other times, and perhaps another place."""
+    """As machines do that share no cache: what was downloaded by one has other times, and perhaps
+    another place."""
     flags = ("org/base", "org/math", "--max-shard-size", "6kB", "--engine", "plain")
     whole = {path.name: path.read_bytes() for path in merge_by_name(*flags).iterdir()}
     shutil.rmtree("out")
@@ -128,7 +128,7 @@ def test_a_name_that_the_hub_does_not_have_is_one_error(
 
 
 def test_without_the_hubs_library_the_extra_is_named(
-    pair: tuple[Path, Path], tmp_path: Path, check_refused: Refusal, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], tmp_path: Path, check_refused: Refusal, monkeypatch: Patch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.chdir(tmp_path)

@@ -1,7 +1,5 @@
 """One arithmetic: every engine gives the bits of the definition."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -26,28 +24,25 @@ from darelib.core.mask import keep_rate, mask_key
 from darelib.kernels import KernelSpec, load_kernels, plain
 from darelib.kernels.records import Buffers
 from tests import support
-from tests.fuzz import examples
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
+    Config,
     Tensors,
     assert_same,
     define,
+    examples,
     finetune,
     mask,
     merge,
     random_model,
 )
 
-Capture, Patch, Config, SLOW = (
-    pytest.CaptureFixture[str],
-    pytest.MonkeyPatch,
-    dict[str, Any],
-    pytest.mark.slow,
-)
+SLOW = pytest.mark.slow
 SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
+BITS = {BF16: torch.int16, F16: torch.int16, F32: torch.int32, F64: torch.int64}
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
@@ -56,15 +51,22 @@ few = examples(25)
 # Each combination of types is a kernel to compile, so of these the usual run has one.
 SAME = [(dtype, [dtype] * 2, None) for dtype in (BF16, F16, F32, F64)]
 MIXED = [
-    (BF16, [F32, F32], None), (BF16, [F64, BF16], None), (F16, [BF16, F16], None), (F32, [F16, F16], None),
-    (F64, [BF16, F32], None), (BF16, [BF16, BF16], "float32"), (F64, [F64, F64], "float16"),
-    (F32, [F32, F32], "bfloat16"), (F32, [F32, F32], "float64"),
-]  # fmt: skip
+    (BF16, [F32, F32], None),
+    (BF16, [F64, BF16], None),
+    (F16, [BF16, F16], None),
+    (F32, [F16, F16], None),
+    (F64, [BF16, F32], None),
+    (BF16, [BF16, BF16], "float32"),
+    (F64, [F64, F64], "float16"),
+    (F32, [F32, F32], "bfloat16"),
+    (F32, [F32, F32], "float64"),
+]
 ENGINES = [
-    ("numba", SAME[0]), *((engine, types) for engine in ("plain", "cpu") for types in SAME + MIXED),
+    ("numba", SAME[0]),
+    *((engine, types) for engine in ("plain", "cpu") for types in SAME + MIXED),
     *(pytest.param("cuda", types, marks=DEVICES[1].marks) for types in SAME + MIXED[1:2]),
     *(pytest.param("numba", types, marks=SLOW) for types in SAME[1:] + MIXED),
-]  # fmt: skip
+]
 
 
 def merge_by(
@@ -81,18 +83,17 @@ def merge_by(
 
 
 def list_values(dtype: torch.dtype, largest: float) -> torch.Tensor:
-    """All values of a 16-bit type up to a size, subnormals and both zeros too; of a wider one, random bit patterns."""
+    """All values of a 16-bit type up to a size, subnormals and both zeros too; of a wider one,
+    random bit patterns."""
     if dtype in (BF16, F16):
         values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     else:
         limit = {F32: 2**31, F64: 2**63}[dtype]
         patterns = np.random.default_rng(1).integers(-limit, limit, 30_000)
         small = (
-            torch.arange(-200, 200).to(support.BITS[dtype]).view(dtype)
+            torch.arange(-200, 200).to(BITS[dtype]).view(dtype)
         )  # subnormals and zeros of both signs
-        values = torch.cat(
-            [torch.from_numpy(patterns).to(support.BITS[dtype]).view(dtype), small, -small]
-        )
+        values = torch.cat([torch.from_numpy(patterns).to(BITS[dtype]).view(dtype), small, -small])
     return values[values.double().abs() <= largest]
 
 
@@ -105,7 +106,7 @@ def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
 
 
-# --- the mask ---------------------------------------------------------------------------------------------------------
+# --- the mask -------------------------------------------------------------------------------------
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
@@ -118,11 +119,18 @@ def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     return a, b, c, d
 
 
-@pytest.mark.parametrize(("counter", "key", "result"), [  # of Random123's file of known answers
-    ("00000000" * 4, "00000000" * 2, "5f6fb709 0d893f64 4f121f81 4f730a48"),
-    ("ffffffff" * 4, "ffffffff" * 2, "5207ddc2 45165e59 4d8ee751 8c52f662"),
-    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "4dfccaba 190a87f0 c47362ba b6b5242a"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("counter", "key", "result"),
+    [  # of Random123's file of known answers
+        ("00000000" * 4, "00000000" * 2, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        ("ffffffff" * 4, "ffffffff" * 2, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "4dfccaba 190a87f0 c47362ba b6b5242a",
+        ),
+    ],
+)
 def test_philox_gives_the_published_answers(counter: str, key: str, result: str) -> None:
     words = [
         struct.unpack(f">{len(text) // 4}I", text)
@@ -201,7 +209,7 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
     )
 
 
-# --- the same bits ----------------------------------------------------------------------------------------------------
+# --- the same bits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [*support.METHODS, {"drop_rate": 0.0}], ids=str)
@@ -292,7 +300,7 @@ def test_every_engine_gives_the_bits_of_the_definition_for_any_settings(
         assert_same(merge_by(engine, tmp_path, base, models, config), expected)
 
 
-# --- tensors in memory ------------------------------------------------------------------------------------------------
+# --- tensors in memory ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -374,15 +382,19 @@ def test_positions_that_are_floats_in_some_models_are_copied(
         dare.dare_merge(base, [model], DareConfig())
 
 
-@pytest.mark.parametrize(("models", "complaint"), [
-    ([{"w": torch.zeros(11)}], r"tensor 'w' is \[10\] of torch.float32 in the base and \[11\]"),
-    ([{"w": torch.zeros(10, dtype=torch.uint8)}], "uint8 in model 0"),
-    ([{"w": torch.full((10,), math.nan)}], "holds a value that is not finite"),
-    ([{"w": torch.full((10,), 3e38)}], "holds or gives a value that is not finite"),
-    ([{"w": torch.zeros(10).to(torch.float8_e4m3fn)}], "cannot be merged"),
-    ([{"v": torch.zeros(10)}], "no tensor in common"),
-    ({"w": torch.zeros(10)}, "list of state dicts"), ([], "list of state dicts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("models", "complaint"),
+    [
+        ([{"w": torch.zeros(11)}], r"tensor 'w' is \[10\] of torch.float32 in the base and \[11\]"),
+        ([{"w": torch.zeros(10, dtype=torch.uint8)}], "uint8 in model 0"),
+        ([{"w": torch.full((10,), math.nan)}], "holds a value that is not finite"),
+        ([{"w": torch.full((10,), 3e38)}], "holds or gives a value that is not finite"),
+        ([{"w": torch.zeros(10).to(torch.float8_e4m3fn)}], "cannot be merged"),
+        ([{"v": torch.zeros(10)}], "no tensor in common"),
+        ({"w": torch.zeros(10)}, "list of state dicts"),
+        ([], "list of state dicts"),
+    ],
+)
 def test_tensors_in_memory_are_refused_like_files(models: Any, complaint: str) -> None:
     with pytest.raises(DareError, match=complaint) as caught:
         dare.dare_merge({"w": torch.zeros(10)}, models, DareConfig(drop_rate=0.5))
@@ -392,26 +404,59 @@ def test_tensors_in_memory_are_refused_like_files(models: Any, complaint: str) -
 STATE: Any = {"w": torch.zeros(10)}
 
 
-@pytest.mark.parametrize(("call", "complaint"), [
-    (lambda: dare.dare_merge(STATE, [STATE], {}), "config must be a DareConfig"),
-    (lambda: dare.dare_merge(STATE, [STATE], 0.9), "config must be a DareConfig"),
-    (lambda: dare.dare_merge("base.safetensors", [STATE]), "the base must be a state dict, not of type str"),
-    (lambda: dare.dare_merge(torch.nn.Linear(2, 2), [STATE]), "the base must be a state dict, not of type Linear"),
-    (lambda: dare.dare_merge({}, [STATE]), "the base has no tensors"),
-    (lambda: dare.dare_merge({"w": np.zeros(10)}, [STATE]), "the base must map names to tensors, not 'w' to ndarray"),
-    (lambda: dare.dare_merge({0: torch.zeros(10)}, [STATE]), "the base must map names to tensors, not 0 to Tensor"),
-    (lambda: dare.dare_merge(STATE, "model.safetensors"), "finetuned must be a list of state dicts"),
-    (lambda: dare.dare_merge(STATE, Path("model")), "finetuned must be a list of state dicts"),
-    (lambda: dare.dare_merge(STATE, None), "finetuned must be a list of state dicts"),
-    (lambda: dare.dare_merge(STATE, [STATE, Path("model")]), "model 1 must be a state dict, not of type"),
-    (lambda: dare.dare_merge(STATE, [{**STATE, "v": None}]), "model 0 must map names to tensors, not 'v' to NoneType"),
-    (lambda: dare.dare_sparsify(Path("base"), STATE), "the base must be a state dict"),
-    (lambda: dare.dare_sparsify(STATE, "model"), "model 0 must be a state dict, not of type str"),
-    (lambda: dare.dare_sparsify(STATE, [STATE]), "model 0 must be a state dict, not of type list"),
-    (lambda: dare.dare_drop("delta"), "the task vector must be a state dict, not of type str"),
-    (lambda: dare.dare_drop({"w": 1.0}), "the task vector must map names to tensors, not 'w' to float"),
-    (lambda: dare.dare_drop(STATE, drop_rate=1.0), "drop_rate must be a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda: dare.dare_merge(STATE, [STATE], {}), "config must be a DareConfig"),
+        (lambda: dare.dare_merge(STATE, [STATE], 0.9), "config must be a DareConfig"),
+        (
+            lambda: dare.dare_merge("base.safetensors", [STATE]),
+            "the base must be a state dict, not of type str",
+        ),
+        (
+            lambda: dare.dare_merge(torch.nn.Linear(2, 2), [STATE]),
+            "the base must be a state dict, not of type Linear",
+        ),
+        (lambda: dare.dare_merge({}, [STATE]), "the base has no tensors"),
+        (
+            lambda: dare.dare_merge({"w": np.zeros(10)}, [STATE]),
+            "the base must map names to tensors, not 'w' to ndarray",
+        ),
+        (
+            lambda: dare.dare_merge({0: torch.zeros(10)}, [STATE]),
+            "the base must map names to tensors, not 0 to Tensor",
+        ),
+        (
+            lambda: dare.dare_merge(STATE, "model.safetensors"),
+            "finetuned must be a list of state dicts",
+        ),
+        (lambda: dare.dare_merge(STATE, Path("model")), "finetuned must be a list of state dicts"),
+        (lambda: dare.dare_merge(STATE, None), "finetuned must be a list of state dicts"),
+        (
+            lambda: dare.dare_merge(STATE, [STATE, Path("model")]),
+            "model 1 must be a state dict, not of type",
+        ),
+        (
+            lambda: dare.dare_merge(STATE, [{**STATE, "v": None}]),
+            "model 0 must map names to tensors, not 'v' to NoneType",
+        ),
+        (lambda: dare.dare_sparsify(Path("base"), STATE), "the base must be a state dict"),
+        (
+            lambda: dare.dare_sparsify(STATE, "model"),
+            "model 0 must be a state dict, not of type str",
+        ),
+        (
+            lambda: dare.dare_sparsify(STATE, [STATE]),
+            "model 0 must be a state dict, not of type list",
+        ),
+        (lambda: dare.dare_drop("delta"), "the task vector must be a state dict, not of type str"),
+        (
+            lambda: dare.dare_drop({"w": 1.0}),
+            "the task vector must map names to tensors, not 'w' to float",
+        ),
+        (lambda: dare.dare_drop(STATE, drop_rate=1.0), "drop_rate must be a number"),
+    ],
+)
 def test_arguments_of_another_type_are_refused_with_a_sentence(
     call: Callable[[], Any], complaint: str
 ) -> None:

@@ -1,7 +1,5 @@
 """Others may be at work in the same place: nobody's files are lost, and no two merges are mixed."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -16,20 +14,8 @@ import pytest
 from dare import DareConfig, DareError, DareMerger
 from darelib.output import publish
 from darelib.output.publish import Output
-from tests.scene import (
-    BOTH,
-    POSIX,
-    SLOWLY,
-    Patch,
-    Scene,
-    contents,
-    launch,
-    meanwhile,
-    put,
-    slow,
-    wait_for,
-)
-from tests.support import HERE, snapshot
+from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, wait_for
+from tests.support import HERE, POSIX, Patch, slow, snapshot
 
 
 @BOTH

@@ -1,11 +1,9 @@
-"""LoRA adapters merge as PEFT merges them, to the bit as the formulas say, and what is not plain LoRA is refused."""
-
-from __future__ import annotations
+"""LoRA adapters merge as PEFT merges them, to the bit as the formulas say, and what is not plain
+LoRA is refused."""
 
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,9 @@ from tests.support import (
     F16,
     F32,
     F64,
+    Pair,
+    Patch,
+    Refusal,
     Tensors,
     assert_same,
     define,
@@ -38,8 +39,6 @@ from tests.support import (
     write_adapter,
 )
 
-Pair = tuple[Path, Path]
-Refusal = Callable[..., str]
 OUT, PREFIX = "out.safetensors", "base_model.model.layer"
 LAYER = low_rank("layer", (37, 61))
 slow = pytest.mark.slow
@@ -98,8 +97,10 @@ def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: t
     )
     assert merged.keys() == expected.keys() == base.keys()
     for name, tensor in merged.items():
-        # One rounding of the output type; PEFT rounds the change too, to the type of the weights. In float32 its sums
-        # are in another order, which shows where base and change nearly cancel: the bound there is 1e-7.
+        # One rounding of the output type; PEFT rounds the change too, to the type of the weights.
+        # In float32 its sums
+        # are in another order, which shows where base and change nearly cancel: the bound there is
+        # 1e-7.
         near, far = tensor.double(), expected[name].double()
         step = torch.maximum(near.abs(), far.abs()) * torch.finfo(dtype).eps
         change = (far - base[name].double()).abs() * torch.finfo(dtype).eps
@@ -131,7 +132,8 @@ def multiply(tensors: Tensors, scale: float, real: Any = np.float32) -> torch.Te
 def test_changes_are_dropped_and_rescaled_bit_for_bit_like_the_formulas_in_any_chunks(
     tmp_path: Path, dtype: torch.dtype, stored: torch.dtype, engine: str
 ) -> None:
-    """Also of several adapters alike in all but their values, and of matrices that are stored transposed."""
+    """Also of several adapters alike in all but their values, and of matrices that are stored
+    transposed."""
     base = random_model(
         0, dtype, {"layer.weight": (50, 333), "embed.weight": (70, 130), "rest": (9,)}
     )
@@ -334,7 +336,8 @@ def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path
 def test_the_time_to_plan_grows_with_the_number_of_tensors_and_not_faster(
     tmp_path: Path, kind: str
 ) -> None:
-    """Models of experts have tens of thousands, and an adapter few of them, each with a pattern of its own."""
+    """Models of experts have tens of thousands, and an adapter few of them, each with a pattern of
+    its own."""
     base = {f"model.layers.{k}.up_proj.weight": torch.zeros(2, 2) for k in range(20_000)}
     base |= {"model.embed_tokens.weight": torch.zeros(3, 2), "lm_head.weight": torch.zeros(3, 2)}
     model = folder = save_directory(
@@ -364,7 +367,7 @@ def test_the_time_to_plan_grows_with_the_number_of_tensors_and_not_faster(
 
 
 def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     base, other = pair
     cached = "/elsewhere/hub/models--org--BASE/snapshots/0123"
@@ -386,10 +389,16 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
         assert warn(stated) == "", stated
     assert warn("org/base", base / "model.safetensors") == ""
     for stated in ("org/other", "//machine/share", "a\0b", "org/base/else"):
-        words = f"was trained on {stated!r}, and {base} is given as its base; check that they are the same model"
+        words = (
+            f"was trained on {stated!r}, and {base} is given as its base; check that they are "
+            f"the same model"
+        )
         assert words in warn(stated)
     for folder in (other, copy):
-        words = f"was trained on '{folder}', and {base} is configured differently from it (its hidden_size is 64, not"
+        words = (
+            f"was trained on '{folder}', and {base} is configured differently from it (its "
+            f"hidden_size is 64, not"
+        )
         assert words in warn(str(folder))
     (base / "config.json").unlink()
     assert warn("base", base / "model.safetensors") == "", "the directory that it is in"
@@ -398,7 +407,7 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
     assert warn("org/base", link) == ""
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def test_an_adapter_that_unties_the_head_is_warned_about_or_refused(
@@ -483,25 +492,48 @@ def test_settings_that_are_null_have_their_defaults(pair: Pair, tmp_path: Path) 
 
 
 NONSENSE: list[tuple[str, Any]] = [
-    ("r", "8"), ("r", 0), ("r", 2.0), ("r", True), ("lora_alpha", "16"), ("lora_alpha", math.nan),
-    ("lora_alpha", math.inf), ("use_rslora", 1), ("use_rslora", "true"), ("fan_in_fan_out", "no"),
-    ("rank_pattern", ["layer"]), ("rank_pattern", {"layer": "4"}), ("alpha_pattern", {"layer": None}),
+    ("r", "8"),
+    ("r", 0),
+    ("r", 2.0),
+    ("r", True),
+    ("lora_alpha", "16"),
+    ("lora_alpha", math.nan),
+    ("lora_alpha", math.inf),
+    ("use_rslora", 1),
+    ("use_rslora", "true"),
+    ("fan_in_fan_out", "no"),
+    ("rank_pattern", ["layer"]),
+    ("rank_pattern", {"layer": "4"}),
+    ("alpha_pattern", {"layer": None}),
     ("alpha_pattern", 3),
-]  # fmt: skip
+]
 STARTS = ("pissa", "pissa_niter_4", "olora", "loftq", "corda", {})
 BAD_PATTERNS = ("lay(er", "*layer", "a{99999999999}", "(" * 5000 + ")" * 5000)
 
 
-@pytest.mark.parametrize(("config", "complaints"), [
-    *(({"peft_type": kind}, [f"is of type {kind!r}", "only LoRA"]) for kind in ("LOHA", "lora", ["LORA"], None)),
-    ({"peft_type": ...}, ["is of type None", "only LoRA"]),
-    *(({"init_lora_weights": start}, [f"was started by {start!r}", "changed the base"]) for start in STARTS),
-    *(({key: value}, [f"has {key} = {value!r}"]) for key, value in NONSENSE),
-    *(({"r": r}, ["[2, 61] and [37, 2] of 'layer'", f"not of rank {rank}"]) for r, rank in ((4, 4), (..., 8))),
-    ({"rank_pattern": {"layer": 3}}, ["of 'layer'", "not of rank 3"]),
-    *(({"alpha_pattern": {pattern: 2}}, ["no regular expression"]) for pattern in BAD_PATTERNS),
-    ({"rank_pattern": {"a" * 1_000_001: 2}}, ["are too long"]),
-], ids=lambda value: str(value)[:50])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "complaints"),
+    [
+        *(
+            ({"peft_type": kind}, [f"is of type {kind!r}", "only LoRA"])
+            for kind in ("LOHA", "lora", ["LORA"], None)
+        ),
+        ({"peft_type": ...}, ["is of type None", "only LoRA"]),
+        *(
+            ({"init_lora_weights": start}, [f"was started by {start!r}", "changed the base"])
+            for start in STARTS
+        ),
+        *(({key: value}, [f"has {key} = {value!r}"]) for key, value in NONSENSE),
+        *(
+            ({"r": r}, ["[2, 61] and [37, 2] of 'layer'", f"not of rank {rank}"])
+            for r, rank in ((4, 4), (..., 8))
+        ),
+        ({"rank_pattern": {"layer": 3}}, ["of 'layer'", "not of rank 3"]),
+        *(({"alpha_pattern": {pattern: 2}}, ["no regular expression"]) for pattern in BAD_PATTERNS),
+        ({"rank_pattern": {"a" * 1_000_001: 2}}, ["are too long"]),
+    ],
+    ids=lambda value: str(value)[:50],
+)
 def test_an_adapter_whose_settings_make_no_sense_is_refused(
     pair: Pair,
     tmp_path: Path,
@@ -534,21 +566,37 @@ NO_PART = ("lora_magnitude_vector", "lora_magnitude_vector.weight", "lora_B.bias
 NO_PAIR = ({B: None}, {A: None}, {f"{PREFIX}.lora_embedding_A": torch.ones(2, 61)})
 
 
-@pytest.mark.parametrize(("change", "complaints"), [
-    *(({f"{PREFIX}.{part}": torch.ones(37)}, [f"'{PREFIX}.{part}'", "plain LoRA"]) for part in NO_PART),
-    ({f"{PREFIX}.token_adapter.trainable_tokens_delta": torch.ones(3)}, ["trainable_tokens", "plain LoRA"]),
-    *((change, ["no pair of matrices A and B for 'layer'"]) for change in NO_PAIR),
-    ({f"{PREFIX}.lora_A.other.weight": torch.ones(2, 61)}, ["several adapters", f"'{PREFIX}.lora_A.", "each"]),
-    ({A: torch.ones(2, 61, dtype=torch.int8)}, [f"'{A}'", "is I8"]),
-    ({A: torch.ones(2, 0)}, ["[2, 0] and [37, 2] of 'layer'", "not of rank 2"]),
-    ({A: torch.ones(())}, ["[] and [37, 2] of 'layer'", "not of rank 2"]),
-    ({B: torch.ones(37, 3)}, ["[2, 61] and [37, 3] of 'layer'", "not of rank 2"]),
-    ({A: torch.ones(2, 60)}, ["'layer.weight' is [37, 61]", "and [37, 60] in"]),
-    ({f"{PREFIX}.base_layer.weight": torch.ones(37, 60)}, ["'layer' is [37, 60] and [37, 61]"]),
-    (low_rank("other", (37, 61)), ["changes 'other.weight', which the base does not have", "'layer.weight'"]),
-    (low_rank("scalar", (37, 61)), ["changes 'scalar.weight', which the base does not have"]),
-    (dict.fromkeys(LAYER), ["adapter' is empty"]),
-], ids=lambda value: ",".join(value)[:70])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "complaints"),
+    [
+        *(
+            ({f"{PREFIX}.{part}": torch.ones(37)}, [f"'{PREFIX}.{part}'", "plain LoRA"])
+            for part in NO_PART
+        ),
+        (
+            {f"{PREFIX}.token_adapter.trainable_tokens_delta": torch.ones(3)},
+            ["trainable_tokens", "plain LoRA"],
+        ),
+        *((change, ["no pair of matrices A and B for 'layer'"]) for change in NO_PAIR),
+        (
+            {f"{PREFIX}.lora_A.other.weight": torch.ones(2, 61)},
+            ["several adapters", f"'{PREFIX}.lora_A.", "each"],
+        ),
+        ({A: torch.ones(2, 61, dtype=torch.int8)}, [f"'{A}'", "is I8"]),
+        ({A: torch.ones(2, 0)}, ["[2, 0] and [37, 2] of 'layer'", "not of rank 2"]),
+        ({A: torch.ones(())}, ["[] and [37, 2] of 'layer'", "not of rank 2"]),
+        ({B: torch.ones(37, 3)}, ["[2, 61] and [37, 3] of 'layer'", "not of rank 2"]),
+        ({A: torch.ones(2, 60)}, ["'layer.weight' is [37, 61]", "and [37, 60] in"]),
+        ({f"{PREFIX}.base_layer.weight": torch.ones(37, 60)}, ["'layer' is [37, 60] and [37, 61]"]),
+        (
+            low_rank("other", (37, 61)),
+            ["changes 'other.weight', which the base does not have", "'layer.weight'"],
+        ),
+        (low_rank("scalar", (37, 61)), ["changes 'scalar.weight', which the base does not have"]),
+        (dict.fromkeys(LAYER), ["adapter' is empty"]),
+    ],
+    ids=lambda value: ",".join(value)[:70],
+)
 def test_an_adapter_whose_tensors_do_not_fit_is_refused(
     pair: Pair,
     tmp_path: Path,

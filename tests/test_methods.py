@@ -1,6 +1,5 @@
-"""Every way to combine, against the definition and closed forms; rules; settings that mean nothing are refused."""
-
-from __future__ import annotations
+"""Every way to combine, against the definition and closed forms; rules; settings that mean nothing
+are refused."""
 
 import math
 import re
@@ -21,23 +20,23 @@ from darelib.core.methods import slerp_weights
 from darelib.core.tuning import TUNING
 from darelib.requests.recipe import read_recipe
 from tests import support
-from tests.fuzz import examples
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
     METHODS,
+    Capture,
+    Config,
     assert_same,
     define,
+    examples,
     finetune,
     mask,
     merge,
     random_model,
 )
 
-Capture = pytest.CaptureFixture[str]
-Config = dict[str, Any]
 VARIATIONS: list[Config] = [
     {"weights": [0.5, 0.3, 1.7]},
     {"weights": [1.0, -0.5, 0.0], "lambda_coeff": 0.7},
@@ -82,7 +81,7 @@ def warnings_of(folder: Path, **config: Any) -> list[str]:
     )
 
 
-# --- against the definition and closed forms --------------------------------------------------------------------------
+# --- against the definition and closed forms ------------------------------------------------------
 
 
 @pytest.mark.parametrize(("engine", "dtype"), TYPES + SLOW)
@@ -107,12 +106,28 @@ def test_every_setting_means_what_the_definition_says(
     assert_same(merge(tmp_path, base, *models, engine=engine, rules=[rule], **others), expected)
 
 
-@pytest.mark.parametrize(("weights", "positions"), [  # at each position, what the models change and what comes out
-    ([1, 1], {(1, 3): 2, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (-2, 2): 2, (0, 3): 3, (0, -3): -3, (0, 0): 0}),
-    ([1, 3], {(1, -1): -1, (2, 4): 3.5, (4, -1): 4, (3, -1): 3, (0, 5): 5}),
-    ([1, 0], {(1, -8): 1, (0, 3): 0, (-2, -6): -2}),
-    ([1, 1, 2], {(1, 2, -1): 1.5, (1, 1, -2): -2, (-1, -3, 2): 2, (1, 1, 1): 1}),
-])  # fmt: skip
+# at each position, what the models change and what comes out
+@pytest.mark.parametrize(
+    ("weights", "positions"),
+    [
+        (
+            [1, 1],
+            {
+                (1, 3): 2,
+                (4, -1): 4,
+                (-4, 1): -4,
+                (2, -2): 2,
+                (-2, 2): 2,
+                (0, 3): 3,
+                (0, -3): -3,
+                (0, 0): 0,
+            },
+        ),
+        ([1, 3], {(1, -1): -1, (2, 4): 3.5, (4, -1): 4, (3, -1): 3, (0, 5): 5}),
+        ([1, 0], {(1, -8): 1, (0, 3): 0, (-2, -6): -2}),
+        ([1, 1, 2], {(1, 2, -1): 1.5, (1, 1, -2): -2, (-1, -3, 2): 2, (1, 1, 1): 1}),
+    ],
+)
 def test_ties_averages_the_models_that_have_the_elected_sign(
     tmp_path: Path, weights: Any, positions: Any
 ) -> None:
@@ -123,12 +138,18 @@ def test_ties_averages_the_models_that_have_the_elected_sign(
         assert merged["w"].tolist() == list(positions.values())
 
 
-@pytest.mark.parametrize(("weights", "positions"), [
-    ([1, 1], {(1, 3): 4, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (0, 3): 3, (0, -3): -3, (0, 0): 0}),
-    ([0.5, 3], {(1, -1): -3, (2, 4): 13, (8, -1): 4, (6, -1): 3, (0, 5): 15}),
-    ([1, -1], {(1, -3): 4, (4, 1): 4, (1, 4): -4, (2, 2): 2, (0, 3): -3, (-1, 3): -4}),
-    (None, {(1, 3): 2, (4, -1): 2, (-4, 1): -2, (0, 0): 0}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "positions"),
+    [
+        (
+            [1, 1],
+            {(1, 3): 4, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (0, 3): 3, (0, -3): -3, (0, 0): 0},
+        ),
+        ([0.5, 3], {(1, -1): -3, (2, 4): 13, (8, -1): 4, (6, -1): 3, (0, 5): 15}),
+        ([1, -1], {(1, -3): 4, (4, 1): 4, (1, 4): -4, (2, 2): 2, (0, 3): -3, (-1, 3): -4}),
+        (None, {(1, 3): 2, (4, -1): 2, (-4, 1): -2, (0, 0): 0}),
+    ],
+)
 def test_ties_that_does_not_normalize_adds_up_the_models_that_have_the_elected_sign(
     tmp_path: Path, weights: Any, positions: Any
 ) -> None:
@@ -160,10 +181,15 @@ def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("flags", "recorded"), [
-    ("--normalize", True), ("--no-normalize", None),
-    ("--method ties --normalize", None), ("--method ties --no-normalize", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "recorded"),
+    [
+        ("--normalize", True),
+        ("--no-normalize", None),
+        ("--method ties --normalize", None),
+        ("--method ties --no-normalize", False),
+    ],
+)
 def test_normalize_is_recorded_where_it_is_not_the_default(
     pair: tuple[Path, Path], tmp_path: Path, flags: str, recorded: bool | None, capsys: Capture
 ) -> None:
@@ -203,7 +229,10 @@ def test_ties_with_one_model_equals_linear(tmp_path: Path, drop_rate: float) -> 
 
 
 def test_trim_keeps_all_entries_as_large_as_the_last_one_it_must_keep(tmp_path: Path) -> None:
-    """Deltas stored in 16 bits tie a lot. Which of two equal entries is kept must not depend on where they lie."""
+    """Deltas stored in 16 bits tie a lot.
+
+    Which of two equal entries is kept must not depend on where they lie.
+    """
     base, model = (
         {"w": torch.zeros(3000, dtype=BF16)},
         {"w": (torch.arange(3000) % 4 * 0.25).to(BF16)},
@@ -215,9 +244,12 @@ def test_trim_keeps_all_entries_as_large_as_the_last_one_it_must_keep(tmp_path: 
 
 @few
 @given(
-    st.integers(0, 1000), st.integers(1, 3000), st.floats(0.001, 1), st.sampled_from([0, 0.5, 0.97]),
+    st.integers(0, 1000),
+    st.integers(1, 3000),
+    st.floats(0.001, 1),
+    st.sampled_from([0, 0.5, 0.97]),
     st.sampled_from(TYPES),
-)  # fmt: skip
+)
 def test_trim_finds_the_exact_threshold_of_any_tensor(
     tmp_path: Path,
     seed: int,
@@ -333,7 +365,7 @@ def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(tmp_pat
         assert np.array_equal(merged % 64 == 1, mask(42, "w", 5000, rate))
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
@@ -361,20 +393,50 @@ LAYERS = (
 DEPTHS = dict(zip(LAYERS, (0, 0, 0.25, 0.5, 0.75, 1, 1, 0), strict=True))
 
 
-@pytest.mark.parametrize(("gradient", "at"), [
-    ({"drop_rate": {"gradient": [0.8, 0.4, 0.8]}}, lambda t: {"drop_rate": 0.8 - 0.8 * min(t, 1 - t)}),
-    ({"drop_rate": [0.5, {"gradient": [0.2, 0.6]}]}, lambda t: {"drop_rate": [0.5, 0.2 + 0.4 * t]}),
-    ({"lambda_coeff": {"gradient": [1, 0]}, "rescale_q": {"gradient": [0.6, 1.0]}, "drop_rate": 0.5},
-     lambda t: {"lambda_coeff": 1 - t, "rescale_q": 0.6 + 0.4 * t}),
-    ({"method": "ties", "keep_ratio": {"gradient": [0.25, 0.75]}, "drop_rate": 0.5},
-     lambda t: {"keep_ratio": 0.25 + t / 2}),
-    ({"method": "slerp", "slerp_t": {"gradient": [0.25, 0.75]}}, lambda t: {"slerp_t": 0.25 + t / 2}),
-    ({"weights": [1, {"gradient": [-1, 3]}]}, lambda t: {"weights": [1, 4 * t - 1]}),
-    ({"drop": "breadcrumbs", "gamma": {"gradient": [0, 0.4]}, "drop_rate": 0.5}, lambda t: {"gamma": 0.4 * t}),
-    ({"drop": ["della", "magnitude"], "epsilon": {"gradient": [0.1, 0.3]}, "drop_rate": 0.5, "rescale": "l1"},
-     lambda t: {"epsilon": 0.1 + 0.2 * t}),
-    ({"lambda_coeff": {"gradient": [0.5]}}, lambda t: {"lambda_coeff": 0.5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gradient", "at"),
+    [
+        (
+            {"drop_rate": {"gradient": [0.8, 0.4, 0.8]}},
+            lambda t: {"drop_rate": 0.8 - 0.8 * min(t, 1 - t)},
+        ),
+        (
+            {"drop_rate": [0.5, {"gradient": [0.2, 0.6]}]},
+            lambda t: {"drop_rate": [0.5, 0.2 + 0.4 * t]},
+        ),
+        (
+            {
+                "lambda_coeff": {"gradient": [1, 0]},
+                "rescale_q": {"gradient": [0.6, 1.0]},
+                "drop_rate": 0.5,
+            },
+            lambda t: {"lambda_coeff": 1 - t, "rescale_q": 0.6 + 0.4 * t},
+        ),
+        (
+            {"method": "ties", "keep_ratio": {"gradient": [0.25, 0.75]}, "drop_rate": 0.5},
+            lambda t: {"keep_ratio": 0.25 + t / 2},
+        ),
+        (
+            {"method": "slerp", "slerp_t": {"gradient": [0.25, 0.75]}},
+            lambda t: {"slerp_t": 0.25 + t / 2},
+        ),
+        ({"weights": [1, {"gradient": [-1, 3]}]}, lambda t: {"weights": [1, 4 * t - 1]}),
+        (
+            {"drop": "breadcrumbs", "gamma": {"gradient": [0, 0.4]}, "drop_rate": 0.5},
+            lambda t: {"gamma": 0.4 * t},
+        ),
+        (
+            {
+                "drop": ["della", "magnitude"],
+                "epsilon": {"gradient": [0.1, 0.3]},
+                "drop_rate": 0.5,
+                "rescale": "l1",
+            },
+            lambda t: {"epsilon": 0.1 + 0.2 * t},
+        ),
+        ({"lambda_coeff": {"gradient": [0.5]}}, lambda t: {"lambda_coeff": 0.5}),
+    ],
+)
 def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, at: Any) -> None:
     base = random_model(0, F32, dict.fromkeys(LAYERS, (40, 50)))
     models = [finetune(base, 1), finetune(base, 2)]
@@ -389,10 +451,17 @@ def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, 
         assert_same(dare.dare_merge(base, models, DareConfig(**config)), merged)
 
 
-@pytest.mark.parametrize("settings", [
-    {"weights": [0.3, -2.0]}, {"weights": [1.0, 2.0], "normalize": True}, {"rescale": "none", "drop_rate": 0.5},
-    {"method": "ties", "normalize": False}, {"method": "slerp", "slerp_t": 0.2},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weights": [0.3, -2.0]},
+        {"weights": [1.0, 2.0], "normalize": True},
+        {"rescale": "none", "drop_rate": 0.5},
+        {"method": "ties", "normalize": False},
+        {"method": "slerp", "slerp_t": 0.2},
+    ],
+    ids=str,
+)
 def test_a_rule_for_all_tensors_is_like_the_settings_themselves(
     tmp_path: Path, settings: Config
 ) -> None:
@@ -405,7 +474,10 @@ def test_a_rule_for_all_tensors_is_like_the_settings_themselves(
 
 
 def test_gradients_over_no_layers_are_reported(tmp_path: Path) -> None:
-    words = "no tensor's name has the number of a layer in it, so each gradient has its first value everywhere"
+    words = (
+        "no tensor's name has the number of a layer in it, so each gradient has its first value "
+        "everywhere"
+    )
     assert warnings_of(tmp_path, drop_rate={"gradient": [0.9, 0.5]}) == [words]
     assert warnings_of(
         tmp_path, rules=[{"match": "*", "drop_rate": [{"gradient": [0.9, 0.5]}]}]
@@ -451,36 +523,53 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(models[0]))
 
 
-# --- settings that mean nothing ---------------------------------------------------------------------------------------
+# --- settings that mean nothing -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("config", "count", "complaint"), [
-    ({"method": "slerp"}, 3, "method slerp takes 2 models, not 3"),
-    ({"method": "slerp"}, 1, "method slerp takes 2 models, not 1"),
-    ({"slerp_t": 0.5}, 2, "slerp_t means nothing to method linear"),
-    ({"keep_ratio": 0.5}, 2, "keep_ratio means nothing to method linear"),
-    ({"rules": [{"match": "*", "keep_ratio": 0.5}]}, 2, "keep_ratio means nothing to method linear"),
-    ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
-    ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
-    ({"weights": [0.0, 0.0], "method": "ties"}, 2, "all weights are 0"),
-    ({"weights": [0.0, 0.0]}, 2, "all weights are 0"),
-    ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative"),
-    ({"weights": [1.0, -1.0], "method": "ties", "normalize": True}, 2, "must not be negative"),
-    ({"weights": [0.1, 0.2, -0.3], "normalize": True}, 3, "the weights add up to 0"),
-    ({"normalize": False, "method": "slerp"}, 2, "normalize means nothing to method slerp"),
-    ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),
-    ({"rescale_q": 0.05}, 2, "rescale_q 0.05 is below 1 - drop_rate = 0.1"),
-    ({"rescale_q": 0.2, "rules": [{"match": "*", "drop_rate": 0.5}]}, 2, "rescale_q 0.2 is below 1 - drop_rate"),
-    ({"rescale_q": [0.2, 0.2, 0.2]}, 2, "rescale_q has 3 values for 2 models"),
-    ({"drop_rate": [0.5]}, 2, "drop_rate has 1 values for 2 models"),
-    ({"rules": [{"match": "*", "drop_rate": [0.1, 0.2, 0.3]}]}, 2, "rule 1: drop_rate has 3 values"),
-    ({"rules": 5}, 2, "rules must be a list"), ({"rules": ["*"]}, 2, "rule 1 must be a table"),
-    ({"rules": [{"match": "*", "drop_rat": 0.5}]}, 2, "rule 1 has no key 'drop_rat'"),
-    ({"rules": [{"match": "*", "drop_rate": 2}]}, 2, "rule 1: drop_rate must be a number"),
-    ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1: match must be a pattern"),
-    ({"rules": [{"match": []}]}, 2, "rule 1: match must be a pattern"),
-    ({"rules": [{"match": "*"}]}, 2, "rule 1: it sets nothing"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "count", "complaint"),
+    [
+        ({"method": "slerp"}, 3, "method slerp takes 2 models, not 3"),
+        ({"method": "slerp"}, 1, "method slerp takes 2 models, not 1"),
+        ({"slerp_t": 0.5}, 2, "slerp_t means nothing to method linear"),
+        ({"keep_ratio": 0.5}, 2, "keep_ratio means nothing to method linear"),
+        (
+            {"rules": [{"match": "*", "keep_ratio": 0.5}]},
+            2,
+            "keep_ratio means nothing to method linear",
+        ),
+        ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
+        ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
+        ({"weights": [0.0, 0.0], "method": "ties"}, 2, "all weights are 0"),
+        ({"weights": [0.0, 0.0]}, 2, "all weights are 0"),
+        ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative"),
+        ({"weights": [1.0, -1.0], "method": "ties", "normalize": True}, 2, "must not be negative"),
+        ({"weights": [0.1, 0.2, -0.3], "normalize": True}, 3, "the weights add up to 0"),
+        ({"normalize": False, "method": "slerp"}, 2, "normalize means nothing to method slerp"),
+        ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),
+        ({"rescale_q": 0.05}, 2, "rescale_q 0.05 is below 1 - drop_rate = 0.1"),
+        (
+            {"rescale_q": 0.2, "rules": [{"match": "*", "drop_rate": 0.5}]},
+            2,
+            "rescale_q 0.2 is below 1 - drop_rate",
+        ),
+        ({"rescale_q": [0.2, 0.2, 0.2]}, 2, "rescale_q has 3 values for 2 models"),
+        ({"drop_rate": [0.5]}, 2, "drop_rate has 1 values for 2 models"),
+        (
+            {"rules": [{"match": "*", "drop_rate": [0.1, 0.2, 0.3]}]},
+            2,
+            "rule 1: drop_rate has 3 values",
+        ),
+        ({"rules": 5}, 2, "rules must be a list"),
+        ({"rules": ["*"]}, 2, "rule 1 must be a table"),
+        ({"rules": [{"match": "*", "drop_rat": 0.5}]}, 2, "rule 1 has no key 'drop_rat'"),
+        ({"rules": [{"match": "*", "drop_rate": 2}]}, 2, "rule 1: drop_rate must be a number"),
+        ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1: match must be a pattern"),
+        ({"rules": [{"match": []}]}, 2, "rule 1: match must be a pattern"),
+        ({"rules": [{"match": "*"}]}, 2, "rule 1: it sets nothing"),
+    ],
+    ids=str,
+)
 def test_settings_that_mean_nothing_together_are_refused(
     config: Config, count: int, complaint: str
 ) -> None:
@@ -493,10 +582,12 @@ def test_wrong_rules_are_named_with_the_flag_or_the_file(
     models: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
     for rule, complaint in {
-        "nonsense": "has no colon after its pattern", "*:drop_rate": "must be PATTERN:SETTING=VALUE",
+        "nonsense": "has no colon after its pattern",
+        "*:drop_rate": "must be PATTERN:SETTING=VALUE",
         "*:drop=della": 'words in quotes, like drop="magnitude"',
-        "*:drop_rate=3": "drop_rate must be a number", "*:seed=3": "has no key 'seed'",
-    }.items():  # fmt: skip
+        "*:drop_rate=3": "drop_rate must be a number",
+        "*:seed=3": "has no key 'seed'",
+    }.items():
         support.refuse(
             tmp_path, capsys, 2, f"--rule {rule!r}", complaint, arguments=["--rule", rule]
         )

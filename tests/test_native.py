@@ -1,6 +1,5 @@
-"""Machine code: proved before it is used, kept where nobody else can write, replaced by the next engine if it fails."""
-
-from __future__ import annotations
+"""Machine code: proved before it is used, kept where nobody else can write, replaced by the next
+engine if it fails."""
 
 import ctypes
 import os
@@ -33,14 +32,14 @@ from darelib.kernels import (
 from darelib.kernels.proof import prove_function
 from darelib.kernels.records import MODEL, TENSOR
 from tests import support
-from tests.support import HERE
+from tests.support import HERE, Capture, Patch
 
-Capture, Patch, SLOW = pytest.CaptureFixture[str], pytest.MonkeyPatch, pytest.mark.slow
+SLOW = pytest.mark.slow
 SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
 MERGE = native.find_code(SUM)
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs owners of files, and POSIX signals")
 
-# --- kernels that are wrong -------------------------------------------------------------------------------------------
+# --- kernels that are wrong -----------------------------------------------------------------------
 
 ARGUMENTS = ", ".join(["ptr"] * 11 + ["i64"] * 5)
 # By what is wrong: what a compiler made of the kernel that merges, and what Numba itself does.
@@ -163,7 +162,10 @@ def test_where_stored_kernels_cannot_be_used_numba_takes_over(
     done = merge_in(folder, models)
     [line] = done.stderr.splitlines()
     assert line.startswith(
-        "warning: Kernels compiled beforehand cannot be used (its compiler, or what that made, crashed"
+        (
+            "warning: Kernels compiled beforehand cannot be used (its compiler, or what that "
+            "made, crashed"
+        )
     )
     assert line.endswith(
         "so Numba compiles them for this run: the same result, after a longer start"
@@ -205,10 +207,17 @@ def test_numba_in_this_process_is_proved_too(monkeypatch: Patch) -> None:
 
 # By kernel: which of its arguments it writes to, and where.
 RESULTS = {
-    "sum": (2, 2 * 100), "elect": (2, 2 * 2084), "average": (4, TENSOR.fields["base_size"][1]),
-    "products": (4, TENSOR.fields["square_1"][1]), "sums": (3, MODEL.fields["kept_size"][1]), "count": (6, 4 * 0x3A80),
-    "measure": (7, 0), "rank": (4, 5), "pack": (2, 7), "expand": (2, 99),
-}  # fmt: skip
+    "sum": (2, 2 * 100),
+    "elect": (2, 2 * 2084),
+    "average": (4, TENSOR.fields["base_size"][1]),
+    "products": (4, TENSOR.fields["square_1"][1]),
+    "sums": (3, MODEL.fields["kept_size"][1]),
+    "count": (6, 4 * 0x3A80),
+    "measure": (7, 0),
+    "rank": (4, 5),
+    "pack": (2, 7),
+    "expand": (2, 99),
+}
 
 
 @pytest.mark.parametrize(
@@ -280,12 +289,13 @@ def test_kernels_of_mixed_types_are_proved(types: tuple[str, str, str]) -> None:
         assert load_kernels(specs, "numba", interrupts).keys() == set(specs)
 
 
-# --- kernels on disk --------------------------------------------------------------------------------------------------
+# --- kernels on disk ------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
-    """What is compiled from now on: kernels are kept in an empty folder, and a compiler copies what it made before."""
+    """What is compiled from now on: kernels are kept in an empty folder, and a compiler copies what
+    it made before."""
     with Interrupts() as interrupts:
         load_kernels([SUM], "numba", interrupts)
     usual, made = objects.find_cache(), list[str]()
@@ -419,10 +429,15 @@ def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compile
         tmp_path / "kernels",
     )
     ways = [
-        [], ["--method", "ties", "--keep-ratio", "0.5"], ["--method", "slerp"], ["--method", "ram"],
-        ["--drop", "magnitude"], ["--drop", "della", "--drop-rate", "0.5"], ["--drop", "breadcrumbs"],
+        [],
+        ["--method", "ties", "--keep-ratio", "0.5"],
+        ["--method", "slerp"],
+        ["--method", "ram"],
+        ["--drop", "magnitude"],
+        ["--drop", "della", "--drop-rate", "0.5"],
+        ["--drop", "breadcrumbs"],
         ["--rescale", "l1"],
-    ]  # fmt: skip
+    ]
     for number, way in enumerate(ways):
         words = [
             sys.executable,
@@ -478,7 +493,7 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
     assert not Path("somewhere").exists(), "the working directory is no place for machine code"
 
 
-# --- the processes that compile ---------------------------------------------------------------------------------------
+# --- the processes that compile -------------------------------------------------------------------
 
 
 def environment_of_compiler() -> dict[str, str]:
@@ -531,7 +546,10 @@ def test_kernels_use_the_whole_width_of_the_vectors(monkeypatch: Patch) -> None:
         pytest.skip("no vectors of 512 bits")
     for name in machine.FEATURE_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    code = "from darelib.kernels import KernelSpec, cpu; print(cpu.BUILDERS['merge'](KernelSpec('merge', *['BF16'] * 3))"
+    code = (
+        "from darelib.kernels import KernelSpec, cpu; "
+        "print(cpu.BUILDERS['merge'](KernelSpec('merge', *['BF16'] * 3))"
+    )
     words, environment = (
         [sys.executable, "-c", f"{code}.inspect_llvm())"],
         environment_of_compiler(),

@@ -1,6 +1,5 @@
-"""Output directories: what is in them, how they are split, what they may replace, and that inputs are never touched."""
-
-from __future__ import annotations
+"""Output directories: what is in them, how they are split, what they may replace, and that inputs
+are never touched."""
 
 import json
 import os
@@ -18,6 +17,9 @@ from darelib.config import parse_size
 from darelib.output.destination import list_files
 from tests.support import (
     BF16,
+    Capture,
+    Pair,
+    Patch,
     assert_same,
     finetune,
     low_rank,
@@ -33,9 +35,6 @@ from tests.support import (
     write_adapter,
 )
 
-Pair = tuple[Path, Path]
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 MADE = {"README.md", "dare_recipe.toml", "model.safetensors"}  # in each directory
 THEIRS = (
     "",
@@ -48,7 +47,8 @@ THEIRS = (
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: Capture) -> Any:
-    """A merge into this output must fail with these words and leave everything as it was; always: even if forced."""
+    """A merge into this output must fail with these words and leave everything as it was; always:
+    even if forced."""
 
     def check(
         models: Any,
@@ -82,14 +82,32 @@ def test_side_files_of_the_base_come_along_and_weights_and_training_do_not(
 ) -> None:
     odd = os.fsdecode(b"caf\xe9.txt") if sys.platform == "linux" else "caf\u00e9.txt"
     kept = (
-        "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE", "modeling_own.py",
-        "additional_chat_templates/tool.jinja", "1_Pooling/config.json", odd,
-    )  # fmt: skip
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "modeling_own.py",
+        "additional_chat_templates/tool.jinja",
+        "1_Pooling/config.json",
+        odd,
+    )
     left = (
-        "readme.md", "README.md", "dare_recipe.toml", "pytorch_model.bin", "model.fp16.safetensors", "tf_model.h5",
-        "model-00001-of-00002.safetensors", "original/consolidated.00.pth", "original/params.json", "onnx/model.onnx",
-        "training_args.bin", "trainer_state.json", "checkpoint-10/config.json", ".git/config",
-    )  # fmt: skip
+        "readme.md",
+        "README.md",
+        "dare_recipe.toml",
+        "pytorch_model.bin",
+        "model.fp16.safetensors",
+        "tf_model.h5",
+        "model-00001-of-00002.safetensors",
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "onnx/model.onnx",
+        "training_args.bin",
+        "trainer_state.json",
+        "checkpoint-10/config.json",
+        ".git/config",
+    )
     fill(
         pair[0],
         {name: f'{{"is": {k}}}' for k, name in enumerate(kept)}
@@ -209,10 +227,13 @@ def test_the_model_card_says_what_was_dropped(pair: Pair, tmp_path: Path) -> Non
     run_merge(pair[0], [pair[1]] * 3, tmp_path / "out", **config)
     card = (tmp_path / "out" / "README.md").read_text()
     for words in (
-        "by [DELLA](https://arxiv.org/abs/2406.11617) and [Model Breadcrumbs](", "at random, small ones more often",
-        "| 42 | 0.5 (della, epsilon 0.15) | the probability to keep each | 0.3333 |", "the rest is rescaled, and what",
-        "| 43 | 0.5 (breadcrumbs, gamma 0.01) | 1 | 0.3333 |", "| 44 | 0.5 | 0.5 | 0.3333 |",
-    ):  # fmt: skip
+        "by [DELLA](https://arxiv.org/abs/2406.11617) and [Model Breadcrumbs](",
+        "at random, small ones more often",
+        "| 42 | 0.5 (della, epsilon 0.15) | the probability to keep each | 0.3333 |",
+        "the rest is rescaled, and what",
+        "| 43 | 0.5 (breadcrumbs, gamma 0.01) | 1 | 0.3333 |",
+        "| 44 | 0.5 | 0.5 | 0.3333 |",
+    ):
         assert words in card
     run_merge(pair[0], [pair[1]], tmp_path / "out", drop="magnitude", drop_rate=0.5, engine="plain")
     assert "the smallest first, and what is left is" in (tmp_path / "out" / "README.md").read_text()
@@ -223,21 +244,42 @@ def test_the_model_card_says_what_was_dropped(pair: Pair, tmp_path: Path) -> Non
     )
 
 
-@pytest.mark.parametrize(("config", "words"), [
-    ({}, "`merge_method: dare_linear`, `density: 0.1`, `lambda: 1`, `normalize: false`"),
-    ({"method": "ties", "drop_rate": [0.5, 0.6]}, "`merge_method: dare_ties`, `density: 0.5, 0.4`"),
-    ({"drop_rate": 0, "lambda_coeff": 0.5}, "`merge_method: task_arithmetic`, `density: 1`, `lambda: 0.5`"),
-    ({"method": "ties", "drop_rate": 0, "keep_ratio": 0.3}, "`merge_method: ties`, `density: 0.3`"),
-    ({"method": "slerp", "drop_rate": 0}, "`merge_method: slerp`."),
-    ({"method": "ties", "keep_ratio": 0.3}, None), ({"method": "slerp"}, None),
-    ({"drop_rate": {"gradient": [0.5, 0.8]}}, "`density: 0.5`"),
-    ({"drop": "magnitude", "method": "ties"}, "`merge_method: ties`, `density: 0.1`, `lambda: 1`, `normalize: true`"),
-    ({"drop": "della", "drop_rate": 0.5}, "`merge_method: della_linear`, `density: 0.5`"),
-    ({"drop": "breadcrumbs", "method": "ties"}, "`merge_method: breadcrumbs_ties`, `density: 0.1`"),
-    ({"drop_rate": {"gradient": [0, 0.8]}}, "`merge_method: dare_linear`, `density: 1`"),
-    ({"rules": [{"match": "*", "drop": "magnitude"}]}, None),
-    ({"drop": "magnitude"}, None), ({"drop": ["della", "random"], "drop_rate": 0.5}, None),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "`merge_method: dare_linear`, `density: 0.1`, `lambda: 1`, `normalize: false`"),
+        (
+            {"method": "ties", "drop_rate": [0.5, 0.6]},
+            "`merge_method: dare_ties`, `density: 0.5, 0.4`",
+        ),
+        (
+            {"drop_rate": 0, "lambda_coeff": 0.5},
+            "`merge_method: task_arithmetic`, `density: 1`, `lambda: 0.5`",
+        ),
+        (
+            {"method": "ties", "drop_rate": 0, "keep_ratio": 0.3},
+            "`merge_method: ties`, `density: 0.3`",
+        ),
+        ({"method": "slerp", "drop_rate": 0}, "`merge_method: slerp`."),
+        ({"method": "ties", "keep_ratio": 0.3}, None),
+        ({"method": "slerp"}, None),
+        ({"drop_rate": {"gradient": [0.5, 0.8]}}, "`density: 0.5`"),
+        (
+            {"drop": "magnitude", "method": "ties"},
+            "`merge_method: ties`, `density: 0.1`, `lambda: 1`, `normalize: true`",
+        ),
+        ({"drop": "della", "drop_rate": 0.5}, "`merge_method: della_linear`, `density: 0.5`"),
+        (
+            {"drop": "breadcrumbs", "method": "ties"},
+            "`merge_method: breadcrumbs_ties`, `density: 0.1`",
+        ),
+        ({"drop_rate": {"gradient": [0, 0.8]}}, "`merge_method: dare_linear`, `density: 1`"),
+        ({"rules": [{"match": "*", "drop": "magnitude"}]}, None),
+        ({"drop": "magnitude"}, None),
+        ({"drop": ["della", "random"], "drop_rate": 0.5}, None),
+    ],
+    ids=str,
+)
 def test_the_model_card_says_it_in_the_words_of_mergekit(
     pair: Pair, tmp_path: Path, config: Any, words: Any
 ) -> None:
@@ -262,9 +304,9 @@ def test_missing_and_odd_configurations_are_warned_about(
         )
     (warning,) = run_merge(pair[0], [pair[1]], tmp_path / "out").warnings
     assert (
-        f"{pair[1]} is configured differently from {pair[0]}: its num_hidden_layers is 3, not 2; check"
-        in warning
-    )
+        f"{pair[1]} is configured differently from {pair[0]}: its num_hidden_layers is 3, "
+        f"not 2; check"
+    ) in warning
 
 
 @pytest.mark.parametrize("limit", ["1B", 4514, 4515, 4636, 10_000, 19_637, 19_638, "20kB"])
@@ -332,7 +374,10 @@ def test_sizes_are_read_as_people_write_them(
         "0x10",
     ]
     for source in (*wrong, "9" * 16):
-        complaint = f"--max-shard-size must be a size like 5GB or 500MiB, or a number of bytes, not {source!r}"
+        complaint = (
+            f"--max-shard-size must be a size like 5GB or 500MiB, or a number of bytes, not "
+            f"{source!r}"
+        )
         refused(pair, tmp_path / "out", complaint, status=2, flags=[f"--max-shard-size={source}"])
         fill(tmp_path, {"c.toml": f"[dare]\nmax_shard_size = {json.dumps(source)}\n"})
         assert dare.main(["-c", str(tmp_path / "c.toml")]) == 2

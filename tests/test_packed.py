@@ -1,6 +1,5 @@
-"""Packed models merge bit for bit like the fine-tunes they are made of, and nothing else is accepted as one."""
-
-from __future__ import annotations
+"""Packed models merge bit for bit like the fine-tunes they are made of, and nothing else is
+accepted as one."""
 
 import contextlib
 import io
@@ -9,7 +8,6 @@ import os
 import signal
 import struct
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +20,19 @@ from safetensors.torch import load_file
 import dare
 from dare import DareConfig, DareError, DareMerger, dare_sparsify
 from darelib.core.tuning import TUNING
-from tests.fuzz import examples
-from tests.scene import POSIX, contents, launch, stop_after
+from tests.scene import contents, launch, stop_after
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
     METHODS,
+    POSIX,
+    Capture,
+    Patch,
+    Refusal,
     assert_same,
+    examples,
     finetune,
     low_rank,
     random_model,
@@ -42,8 +44,6 @@ from tests.support import (
     write_adapter,
 )
 
-Capture = pytest.CaptureFixture[str]
-Refusal = Callable[..., str]
 PLAIN = ("--engine", "plain")
 pytestmark = pytest.mark.usefixtures("small_blocks")
 TYPES = st.sampled_from([BF16, F16, F32, F64])
@@ -90,7 +90,7 @@ def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
     assert_same(*made)
 
 
-# --- a merge of packed models is a merge of the models ---------------------------------------------------------------
+# --- a merge of packed models is a merge of the models --------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["numba", "plain"])
@@ -198,7 +198,8 @@ def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal
 
 
 def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
-    """Integers, and other shapes; what the base lacks too, so that it is reported as of the original."""
+    """Integers, and other shapes; what the base lacks too, so that it is reported as of the
+    original."""
     base = random_model(0, BF16, {"embed.weight": (40, 60), "w": (70, 90)}) | {
         "ids": torch.arange(9)
     }
@@ -257,7 +258,7 @@ def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
     assert names.get("lm_head.weight") == (head["lm_head.weight"] if stored else None)
 
 
-# --- everything else that takes a model ------------------------------------------------------------------------------
+# --- everything else that takes a model -----------------------------------------------------------
 
 
 def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(
@@ -272,8 +273,14 @@ def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(
     base, math = pair
     packed = pack(base, math, tmp_path / "packed", "--rule", "*bias:drop_rate=0")
     copied = ("config.json", "notes.txt", "tokenizer.json")
-    assert sorted(contents(packed)) == ["README.md", *copied[:1], "dare_recipe.toml", *copied[1:2],
-                                        "packed.safetensors", *copied[2:]]  # fmt: skip
+    assert sorted(contents(packed)) == [
+        "README.md",
+        *copied[:1],
+        "dare_recipe.toml",
+        *copied[1:2],
+        "packed.safetensors",
+        *copied[2:],
+    ]
     assert all((packed / name).read_bytes() == (math / name).read_bytes() for name in copied)
     assert "base_model: " in (packed / "README.md").read_text()
     assert not any(str(tmp_path).encode() in content for content in contents(packed).values())
@@ -292,7 +299,7 @@ def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(
 
 
 def test_dry_run_verify_and_resume_take_packed_models(
-    models: list[Path], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    models: list[Path], capsys: Capture, monkeypatch: Patch
 ) -> None:
     TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
     packed, out = pack_all(models, 0.9, 7), models[0].with_name("out.safetensors")
@@ -392,7 +399,7 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
     ]
 
 
-# --- what cannot be packed, or merged --------------------------------------------------------------------------------
+# --- what cannot be packed, or merged -------------------------------------------------------------
 
 
 def test_what_is_small_already_and_other_bases_are_refused(
@@ -458,14 +465,17 @@ def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsy
 def test_a_configuration_that_says_how_to_merge_can_be_packed_by(
     models: list[Path], tmp_path: Path
 ) -> None:
-    text = '[dare]\nmethod = "ties"\nkeep_ratio = 0.3\ndrop_rate = 0.5\n[[rules]]\nmatch = "*bias"\nkeep_ratio = 1.0\n'
+    text = (
+        '[dare]\nmethod = "ties"\nkeep_ratio = 0.3\ndrop_rate = 0.5\n[[rules]]\nmatch = '
+        '"*bias"\nkeep_ratio = 1.0\n'
+    )
     (tmp_path / "c.toml").write_text(text + '[[rules]]\nmatch = "scalar"\ndrop_rate = 0.0\n')
     packed = pack(*models[:2], tmp_path / "packed.safetensors", "--config", tmp_path / "c.toml")
     rates = {name: entry["drop_rate"] for name, entry in table_of(packed)["tensors"].items()}
     assert rates == {"layer.weight": 0.5, "layer.bias": 0.5, "head.weight": 0.5, "scalar": 0.0}
 
 
-# --- packing that does not end well ----------------------------------------------------------------------------------
+# --- packing that does not end well ---------------------------------------------------------------
 
 
 def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes(
@@ -506,7 +516,10 @@ def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
     whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
     out = tmp_path / "place" / "out.safetensors"
     out.parent.mkdir()
-    stuck = "put = Output.write_at\nOutput.write_at = lambda *a: (put(*a), print('written', flush=True), time.sleep(1))"
+    stuck = (
+        "put = Output.write_at\nOutput.write_at = lambda *a: (put(*a), print('written', "
+        "flush=True), time.sleep(1))"
+    )
     process = launch(stuck, "pack", "-b", models[0], "-m", models[1], "-o", out, *PLAIN)
     assert process.stdout is not None
     assert [process.stdout.readline().strip() for _ in range(2)] == ["started", "written"]
@@ -522,7 +535,8 @@ def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
 def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    """The mask of a tied head is its embedding's; whether it is tied, the base's configuration says."""
+    """The mask of a tied head is its embedding's; whether it is tied, the base's configuration
+    says."""
     base = random_model(
         dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
     )

@@ -1,6 +1,5 @@
-"""The format of packed models: what is not sound is refused, and docs/packed.md is enough to write a reader."""
-
-from __future__ import annotations
+"""The format of packed models: what is not sound is refused, and docs/packed.md is enough to write
+a reader."""
 
 import hashlib
 import json
@@ -22,26 +21,28 @@ import darelib.models.packed
 from dare import DareError
 from darelib.core.mask import keep_threshold
 from darelib.core.tuning import TUNING
-from tests.fuzz import examples, with_header
 from tests.support import (
     BF16,
     F64,
     HERE,
+    Capture,
+    Patch,
+    Refusal,
     assert_same,
+    examples,
     finetune,
     mask,
     random_model,
     raw,
     run_merge,
     save,
+    with_header,
 )
 from tests.test_packed import PLAIN, pack, table_of
 
-Capture = pytest.CaptureFixture[str]
-Refusal = Callable[..., str]
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-# --- files that are not what they say --------------------------------------------------------------------------------
+# --- files that are not what they say -------------------------------------------------------------
 
 
 def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) -> None:
@@ -69,32 +70,58 @@ def put(place: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], An
 
 
 EDITS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
-    "no JSON": lambda *_: "{", "a list": lambda *_: "[]", "a number": lambda *_: "7", "deep": lambda *_: "[" * 100_000,
+    "no JSON": lambda *_: "{",
+    "a list": lambda *_: "[]",
+    "a number": lambda *_: "7",
+    "deep": lambda *_: "[" * 100_000,
     "no version": lambda table, _: {key: value for key, value in table.items() if key != "version"},
-    "a later version": put("version", 2), "another mask": put("mask", "mt19937"), "a negative seed": put("seed", -1),
-    "a huge seed": put("seed", 1 << 63), "a seed of text": put("seed", "42"), "a true seed": put("seed", True),
-    "another seed": put("seed", 43), "another base": put("base", {"file": "other"}), "no base": put("base", None),
-    "tensors in a list": put("tensors", []), "an entry of text": lambda t, _: t["tensors"].update(w="x"),
+    "a later version": put("version", 2),
+    "another mask": put("mask", "mt19937"),
+    "a negative seed": put("seed", -1),
+    "a huge seed": put("seed", 1 << 63),
+    "a seed of text": put("seed", "42"),
+    "a true seed": put("seed", True),
+    "another seed": put("seed", 43),
+    "another base": put("base", {"file": "other"}),
+    "no base": put("base", None),
+    "tensors in a list": put("tensors", []),
+    "an entry of text": lambda t, _: t["tensors"].update(w="x"),
     "a tensor too many": lambda t, _: t["tensors"].update(v=t["tensors"]["w"]),
     "an integer": lambda t, _: t["tensors"].update(ids=t["tensors"]["w"]),
-    "a tensor of no base": lambda t, h: (t["tensors"].update(x=t["tensors"]["w"]), h.update(x=h.pop("w")), None)[2],
+    "a tensor of no base": lambda t, h: (
+        t["tensors"].update(x=t["tensors"]["w"]),
+        h.update(x=h.pop("w")),
+        None,
+    )[2],
     "no values": lambda _, header: (header.pop("w"), None)[1],
-    "more rows": put("shape", [100, 100]), "fewer rows": put("shape", [98, 100]), "flat": put("shape", [9900]),
-    "a huge shape": put("shape", [1 << 62, 1 << 62]), "a shape of text": put("shape", "99"), "a side": put("shape", 9),
-    "a rate of 1": put("drop_rate", 1.0), "a negative rate": put("drop_rate", -0.1), "no rate": put("drop_rate", None),
-    "a rate that is no number": put("drop_rate", math.nan), "a lower rate": put("drop_rate", 0.4),
-    "a higher rate": put("drop_rate", 0.6), "a rate of text": put("drop_rate", "0.5"),
-    "too few counts": put("counts", lambda c: c[:-1]), "too many counts": put("counts", lambda c: [*c, c[-1]]),
-    "no counts": put("counts", []), "counts of text": put("counts", lambda c: [*map(str, c)]),
+    "more rows": put("shape", [100, 100]),
+    "fewer rows": put("shape", [98, 100]),
+    "flat": put("shape", [9900]),
+    "a huge shape": put("shape", [1 << 62, 1 << 62]),
+    "a shape of text": put("shape", "99"),
+    "a side": put("shape", 9),
+    "a rate of 1": put("drop_rate", 1.0),
+    "a negative rate": put("drop_rate", -0.1),
+    "no rate": put("drop_rate", None),
+    "a rate that is no number": put("drop_rate", math.nan),
+    "a lower rate": put("drop_rate", 0.4),
+    "a higher rate": put("drop_rate", 0.6),
+    "a rate of text": put("drop_rate", "0.5"),
+    "too few counts": put("counts", lambda c: c[:-1]),
+    "too many counts": put("counts", lambda c: [*c, c[-1]]),
+    "no counts": put("counts", []),
+    "counts of text": put("counts", lambda c: [*map(str, c)]),
     "counts that fall": put("counts", lambda c: [c[0], c[2], c[1], c[3]]),
     "a count that is off": put("counts", lambda c: [c[0], c[1] + 1, *c[2:]]),
-    "counts beyond a block": put("counts", lambda c: [0, 4097, *c[2:]]), "true counts": put("counts", [False] * 4),
-    "counts from 1": put("counts", lambda c: [1, *c[1:]]), "less in all": put("counts", lambda c: [*c[:-1], c[-1] - 1]),
+    "counts beyond a block": put("counts", lambda c: [0, 4097, *c[2:]]),
+    "true counts": put("counts", [False] * 4),
+    "counts from 1": put("counts", lambda c: [1, *c[1:]]),
+    "less in all": put("counts", lambda c: [*c[:-1], c[-1] - 1]),
     "another mask name": lambda t, _: t["tensors"]["w"].update(mask_name="v"),
     "no mask name": lambda t, _: t["tensors"]["w"].update(mask_name=""),
     "half a surrogate": lambda t, _: t["tensors"]["w"].update(mask_name="\ud800"),
     "a mask of 7": lambda t, _: t["tensors"]["w"].update(mask_name=7),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -163,7 +190,7 @@ def test_any_other_value_is_refused_or_means_the_same(
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "sound.safetensors"))
 
 
-# --- the format, as docs/packed.md has it ----------------------------------------------------------------------------
+# --- the format, as docs/packed.md has it ---------------------------------------------------------
 
 
 def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
@@ -183,7 +210,10 @@ def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
 
 
 def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
-    """By tensor: the positions of its entries, and their bytes. Written from the page, with nothing of the tool."""
+    """By tensor: the positions of its entries, and their bytes.
+
+    Written from the page, with nothing of the tool.
+    """
     data = path.read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:start])
@@ -209,7 +239,7 @@ def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
 
 
 def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     for module in (darelib.commands.pack, darelib.models.packed):
         monkeypatch.setattr(module, "COUNTED_BLOCK", 1 << 20)  # as it is

@@ -1,6 +1,5 @@
-"""One merge in parts, by processes that know of one another only what lies in a folder: the same bytes as by one."""
-
-from __future__ import annotations
+"""One merge in parts, by processes that know of one another only what lies in a folder: the same
+bytes as by one."""
 
 import os
 import signal
@@ -16,8 +15,17 @@ from darelib.core.tuning import TUNING
 from darelib.output.journal import Journal
 from darelib.output.lock import Lock
 from darelib.output.publish import Flusher, Shard
-from tests.scene import POSIX, SLOWLY, Contents, Patch, contents, launch, wait_for
-from tests.support import BF16, finetune, random_model, refuse, save_directory
+from tests.scene import SLOWLY, Contents, contents, launch, wait_for
+from tests.support import (
+    BF16,
+    POSIX,
+    Capture,
+    Patch,
+    finetune,
+    random_model,
+    refuse,
+    save_directory,
+)
 
 SHAPES = {f"model.layers.{k}.weight": (32, 64) for k in range(11)} | {"lm_head.weight": (64, 64)}
 Run = Callable[..., int]
@@ -63,8 +71,13 @@ def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_me
     for k in (3, 1, 5, 2, 4):
         assert run("--part", f"{k}/5") == 0
         assert not (tmp_path / "out").exists()
-    merger = DareMerger(tmp_path / "base", [tmp_path / "math", tmp_path / "code"], DareConfig(
-        method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False))  # fmt: skip
+    merger = DareMerger(
+        tmp_path / "base",
+        [tmp_path / "math", tmp_path / "code"],
+        DareConfig(
+            method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False
+        ),
+    )
     reports = [merger.merge(tmp_path / name, resume=name == "out") for name in ("out", "whole")]
     assert contents(tmp_path / "out") == whole
     assert reports[0].models == reports[1].models
@@ -164,7 +177,7 @@ def test_a_part_that_is_interrupted_goes_on_from_there(
     whole: Contents,
     run: Run,
     monkeypatch: Patch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
     write, count = Shard.write_at, iter(range(5))
@@ -192,7 +205,7 @@ def test_parts_of_different_merges_are_refused(
     tmp_path: Path,
     whole: Contents,
     run: Run,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
     flags: list[str],
     monkeypatch: Patch,
 ) -> None:
@@ -209,7 +222,7 @@ def test_parts_of_different_merges_are_refused(
 
 
 def test_parts_of_changed_inputs_are_refused(
-    tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: Contents, run: Run, capsys: Capture
 ) -> None:
     assert run("--part", "1/3") == 0
     save_directory(tmp_path / "math", finetune(random_model(dtype=BF16, shapes=SHAPES), 9))
@@ -217,7 +230,7 @@ def test_parts_of_changed_inputs_are_refused(
 
 
 def test_what_cannot_be_divided_is_refused(
-    tmp_path: Path, whole: Contents, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: Contents, capsys: Capture
 ) -> None:
     for flags, words in {
         ("--part", "1/3", "-o", str(tmp_path / "out.safetensors")): "a single file",
@@ -232,11 +245,12 @@ def test_what_cannot_be_divided_is_refused(
     }.items():
         refuse(tmp_path, capsys, 2, words, arguments=arguments(tmp_path, *flags))
     with pytest.raises(ConfigError, match="there is no part"):
-        DareMerger(tmp_path / "base", [tmp_path / "math"]).merge(tmp_path / "out", part=3)  # type: ignore[arg-type]
+        # type: ignore[arg-type]
+        DareMerger(tmp_path / "base", [tmp_path / "math"]).merge(tmp_path / "out", part=3)
 
 
 def test_a_folder_that_no_merge_left_is_not_touched(
-    tmp_path: Path, whole: Contents, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: Contents, capsys: Capture
 ) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "letter.txt").write_text("mine")
@@ -245,7 +259,7 @@ def test_a_folder_that_no_merge_left_is_not_touched(
 
 @POSIX
 def test_a_part_takes_an_empty_folder_but_not_one_in_which_a_merge_begins(
-    tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: Contents, run: Run, capsys: Capture
 ) -> None:
     lock = Lock(tmp_path / "out.partial", "out")
     refuse(
@@ -265,7 +279,7 @@ def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
     whole: Contents,
     run: Run,
     monkeypatch: Patch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     TUNING.flush_seconds = 60  # so that all is flushed at the end
     with monkeypatch.context() as patch:

@@ -1,6 +1,5 @@
-"""Whatever happens, inputs are unchanged, the destination is the old model or the new one, and nothing else is left."""
-
-from __future__ import annotations
+"""Whatever happens, inputs are unchanged, the destination is the old model or the new one, and
+nothing else is left."""
 
 import ctypes
 import errno
@@ -25,23 +24,10 @@ from dare import DareConfig, DareMerger
 from darelib.core.tuning import TUNING
 from darelib.output import publish
 from darelib.output.publish import MADE, Output
-from tests.scene import (
-    BOTH,
-    POSIX,
-    SLOWLY,
-    Patch,
-    Scene,
-    contents,
-    launch,
-    meanwhile,
-    put,
-    slow,
-    stop_after,
-    wait_for,
-)
-from tests.support import command, finetune, save_directory, snapshot
+from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, stop_after, wait_for
+from tests.support import POSIX, Patch, command, finetune, save_directory, slow, snapshot
 
-# --- any one call to the system may fail -----------------------------------------------------------------------------
+# --- any one call to the system may fail ----------------------------------------------------------
 
 CALLS = [
     "open",
@@ -60,7 +46,8 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
 
 
 def fail_each(scene: Scene, call: str, *flags: str, lasting: bool = False) -> Iterator[str]:
-    """Merge with the first call failing, or all from it on, then the second, and so on until all succeed."""
+    """Merge with the first call failing, or all from it on, then the second, and so on until all
+    succeed."""
     owner = publish if call == "reserve" else os
     real = getattr(owner, call)
     for number in itertools.count(1):
@@ -116,7 +103,8 @@ def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
         files = count_open_files()
         for which in fail_each(scene, call, lasting=lasting):
             if old and lasting and call == "rename" and contents(scene.output) == {}:
-                scene.fail()  # not even the old one could be given its name back: any next run does it
+                # not even the old one could be given its name back: any next run does it
+                scene.fail()
             broken = scene.broken(*([scene.partial] if call in ("unlink", "rmdir") else []))
             broken += ["a file stays open"] if count_open_files() > files else []
             files = count_open_files()
@@ -272,7 +260,10 @@ def test_a_directory_that_cannot_be_synced_is_an_error_unless_the_system_never_s
             ) == scene.partial.exists()
             if scene.status:
                 seen.append(scene.printed)
-                words = "is in place, but may not survive a power failure: its directory cannot be synced"
+                words = (
+                    "is in place, but may not survive a power failure: its directory cannot be "
+                    "synced"
+                )
                 assert (words in scene.printed) == is_last
                 assert ("what was there before is unchanged" in scene.printed) == (not is_last)
                 assert os.strerror(error) in scene.printed
@@ -280,13 +271,14 @@ def test_a_directory_that_cannot_be_synced_is_an_error_unless_the_system_never_s
     assert len(seen) == (4 if call == "open" else 6)
 
 
-# --- processes that are killed or stopped ----------------------------------------------------------------------------
+# --- processes that are killed or stopped ---------------------------------------------------------
 
 WRITES = (os.write, getattr(os, "pwrite", None))
 
 
 def dies_at(number: int, scene: Scene, flags: list[str], exchange: bool, background: bool) -> bool:
-    """Merge in a process that kills itself at one of its calls to the system, in the middle of it if it writes."""
+    """Merge in a process that kills itself at one of its calls to the system, in the middle of it
+    if it writes."""
     if child := os.fork():
         return os.WIFSIGNALED(os.waitpid(child, 0)[1])
     count = itertools.count(1)
@@ -401,7 +393,10 @@ def test_a_signal_stops_a_merge_and_keeps_what_is_done_only_with_resume(
 
 LATE = {
     "renamed": "replace = publish.replace; publish.replace = lambda *paths: (replace(*paths), kill())",
-    "tidied": "discard = Output.discard; Output.discard = lambda self, keep: (discard(self, keep), kill())",
+    "tidied": (
+        "discard = Output.discard; Output.discard = lambda self, keep: (discard(self, keep), "
+        "kill())"
+    ),
     "closed": "close = Checkpoint.close; Checkpoint.close = lambda model: (close(model), kill())",
     "returned": "show = dare.print_result; dare.print_result = lambda found: (kill(), show(found))",
 }
@@ -415,7 +410,10 @@ def test_a_signal_that_comes_when_the_model_is_published_stops_nothing(
     tmp_path: Path, sent: str, when: str, kind: str
 ) -> None:
     scene = Scene(tmp_path, kind)
-    kill = f"import signal; from darelib.output import publish; kill = lambda: os.kill(os.getpid(), signal.{sent})\n"
+    kill = (
+        f"import signal; from darelib.output import publish; kill = lambda: "
+        f"os.kill(os.getpid(), signal.{sent})\n"
+    )
     process = launch(kill + LATE[when], *scene.arguments, "--json")
     printed, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
@@ -465,7 +463,8 @@ Output.write_file = lambda *arguments: (begun or print("copying", file=sys.stder
 def test_a_signal_stops_a_merge_in_two_seconds_whatever_it_is_doing(
     models: list[Path], tmp_path: Path, sent: signal.Signals, everybody: bool, doing: str
 ) -> None:
-    """A tokenizer may have to be downloaded, kernels are compiled by other processes, jobs and copies may take long."""
+    """A tokenizer may have to be downloaded, kernels are compiled by other processes, jobs and
+    copies may take long."""
     (tmp_path / "kernels").mkdir()
     before = sorted(tmp_path.rglob("*"))
     arguments = ["-b", models[0], "-m", models[1], "-o", tmp_path / "out", "--engine"]
@@ -518,7 +517,7 @@ def test_a_merge_stopped_at_any_moment_and_resumed_ends_with_the_same_bytes(
     assert scene.broken() == []
 
 
-# --- a full disk -----------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -552,7 +551,10 @@ def test_a_full_disk_is_an_error_that_changes_nothing(
         put(scene.inputs / "base" / "tokenizer.model", {"": bytes(200_000)})
     else:
         put(small_disk / "other", {"": bytes(shutil.disk_usage(small_disk).free - 12_288)})
-    complaint = f"cannot write '{output}': No space left on device\nhint: what was there before is unchanged"
+    complaint = (
+        f"cannot write '{output}': No space left on device\nhint: what was there before is "
+        f"unchanged"
+    )
     if found == "by the plan":
         complaint = f"kB and {str(small_disk)!r} has 12.3 kB free"
     else:
@@ -583,7 +585,7 @@ def test_files_that_may_not_grow_are_an_error_that_changes_nothing(
         assert scene.broken(status=done.returncode) == []
 
 
-# --- an unfinished merge is continued to the same bytes, or left alone -----------------------------------------------
+# --- an unfinished merge is continued to the same bytes, or left alone ----------------------------
 
 
 @BOTH
@@ -650,7 +652,8 @@ def test_a_merge_that_reads_an_adapter_is_resumed_too(tmp_path: Path) -> None:
 
 
 def refuse_to_resume(scene: Scene, complaint: str, *flags: str) -> None:
-    """An unfinished merge of something else is left as it is, but for the lock, which names its last process."""
+    """An unfinished merge of something else is left as it is, but for the lock, which names its
+    last process."""
     begun = contents(scene.partial) | {"lock": b""}
     assert scene.run("--resume", *flags) == 1
     assert "is another one: " + complaint in scene.printed
@@ -801,7 +804,10 @@ def test_an_unfinished_merge_is_named_and_removed_without_resume_and_begun_where
     for flags, told in (
         (
             [],
-            f"warning: an unfinished merge in {scene.partial} is removed (--resume would continue it)\n",
+            (
+                f"warning: an unfinished merge in {scene.partial} is removed (--resume would "
+                f"continue it)\n"
+            ),
         ),
         (
             ["--resume", "--verbose"],

@@ -1,7 +1,5 @@
 """The recipe in a merged model: it says how the model was made, and makes it again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct
@@ -14,9 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from tests.scene import contents
-from tests.support import finetune, refuse, run_merge
-
-Patch = pytest.MonkeyPatch
+from tests.support import Capture, Patch, finetune, refuse, run_merge
 
 
 def recipe_of(path: Path) -> str:
@@ -25,7 +21,8 @@ def recipe_of(path: Path) -> str:
 
 
 def digest_pages(data: bytes, header: bytes) -> str:
-    """As the documents have it: 256 pages of 4 KiB, page k at k / 256 of the way through the tensors."""
+    """As the documents have it: 256 pages of 4 KiB, page k at k / 256 of the way through the
+    tensors."""
     tensors = sorted(
         (name, entry) for name, entry in json.loads(header[8:]).items() if name != "__metadata__"
     )
@@ -71,16 +68,34 @@ def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(
     "flags",
     [
         "--drop-rate 0.6 --seed 3",
-        "--method ties --weights 1 2 --keep-ratio 0.4 --lambda 0.9 --dtype float32 --mismatch overlap",
+        (
+            "--method ties --weights 1 2 --keep-ratio 0.4 --lambda 0.9 --dtype float32 "
+            "--mismatch overlap"
+        ),
         "--method ties --no-normalize --weights 1 -2",
         "--normalize --weights 1 2",
         "--method slerp --slerp-t 0.3 --drop-rate 0.5 0.7 --rescale-q 0.6",
-        "--rule *.weight:drop_rate={gradient=[0.1,0.9]},weights=[1,{gradient=[0.5,-3]}],normalize=true --drop-rate .5",
-        "--drop magnitude della --drop-rate .5 --epsilon .2 --rescale l1 --rule *bias:drop='breadcrumbs',gamma=0.2",
-        "--drop breadcrumbs random --drop-rate .5 --gamma .1 .2 --method ties --rule *.weight:rescale='none'",
+        (
+            "--rule "
+            "*.weight:drop_rate={gradient=[0.1,0.9]},weights=[1,{gradient=[0.5,-3]}],normalize=true --drop-rate .5"
+        ),
+        (
+            "--drop magnitude della --drop-rate .5 --epsilon .2 --rescale l1 --rule "
+            "*bias:drop='breadcrumbs',gamma=0.2"
+        ),
+        (
+            "--drop breadcrumbs random --drop-rate .5 --gamma .1 .2 --method ties --rule "
+            "*.weight:rescale='none'"
+        ),
         "--method ram --threshold 1e-4 --weights 1 2 --drop-rate .5 --rule *bias:weights=[3,1]",
-        "--method slerp --drop-rate .5 --rule *bias:slerp_t={gradient=[0,1]},rescale=false --rule *:slerp_t=0.7",
-        "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 --rule *.weight:lambda_coeff=0.5",
+        (
+            "--method slerp --drop-rate .5 --rule *bias:slerp_t={gradient=[0,1]},rescale=false "
+            "--rule *:slerp_t=0.7"
+        ),
+        (
+            "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 --rule "
+            "*.weight:lambda_coeff=0.5"
+        ),
     ],
 )
 def test_a_recipe_makes_the_same_file_again(
@@ -108,12 +123,17 @@ def test_a_recipe_makes_the_same_file_again(
 def test_the_same_merge_gives_the_same_bytes_from_any_place(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, output: str
 ) -> None:
-    """Also what a merged directory has beside the tensors; and no path of this machine is in any of it."""
+    """Also what a merged directory has beside the tensors; and no path of this machine is in any of
+    it."""
     made = []
-    for number, (place, base, model) in enumerate([
-        (tmp_path, "base", "math"), (tmp_path, "base/model.safetensors", "./math/"), ("/", pair[0], pair[1]),
-        (pair[0], ".", "../math/model.safetensors"),
-    ]):  # fmt: skip
+    for number, (place, base, model) in enumerate(
+        [
+            (tmp_path, "base", "math"),
+            (tmp_path, "base/model.safetensors", "./math/"),
+            ("/", pair[0], pair[1]),
+            (pair[0], ".", "../math/model.safetensors"),
+        ]
+    ):
         out = tmp_path / str(number) / output
         out.parent.mkdir()
         monkeypatch.chdir(place)
@@ -143,9 +163,7 @@ def test_a_merged_model_is_a_configuration(
         assert contents(second) == contents(first)
 
 
-def test_a_recipe_refuses_other_inputs(
-    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_refuses_other_inputs(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
     out, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
     run_merge(models[0], models[1:], out)
     (tmp_path / "recipe.toml").write_text(recipe_of(out))

@@ -1,7 +1,5 @@
 """What a person sees: plans, estimates, reports, warnings, JSON, colours and progress."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -28,6 +26,9 @@ from tests.support import (
     BF16,
     F16,
     HERE,
+    Capture,
+    Models,
+    Patch,
     Tensors,
     finetune,
     low_rank,
@@ -37,7 +38,6 @@ from tests.support import (
     save,
 )
 
-Models, Capture, Patch = list[Path], pytest.CaptureFixture[str], pytest.MonkeyPatch
 OUT = Path("out.safetensors")
 MERGE = ["-b", "base.safetensors", "-m", "math.safetensors", "-o", str(OUT)]
 # Settings, and how often a tensor is looked at before it is merged by them.
@@ -98,8 +98,13 @@ def test_no_figure_depends_on_the_number_of_threads(monkeypatch: Patch) -> None:
         Worker, "run", lambda *given: time.sleep(0.002 * (given[1].number % 3 == 0)) or run(*given)
     )
     for threads in (1, 2, 7):
-        report = run_merge(Path("base.safetensors"), [Path("math.safetensors"), Path("code.safetensors")], OUT,
-                           threads=threads, engine="plain")  # fmt: skip
+        report = run_merge(
+            Path("base.safetensors"),
+            [Path("math.safetensors"), Path("code.safetensors")],
+            OUT,
+            threads=threads,
+            engine="plain",
+        )
         reports.append(report.as_dict() | {"seconds": 0})
     assert reports[0] == reports[1] == reports[2]
 
@@ -235,11 +240,13 @@ def test_the_plan_shows_models_rules_files_and_needs(
         ["base", sizes[0], "5", "391", "BF16 3, I64 1, F32 1, the base"],
         ["math", sizes[1], "5", "391", "BF16 3, I64 1, F32 1"],
         ["code", sizes[2], "2", "28", "F32, LoRA of rank 2, changes 1 tensor"],
-        ["method linear; seeds 42, 43; weights 0.5, 0.5"], ["embed*", "1", "320", "drop rate 0.5; rescale_q 0.6"],
-        ["*norm*", "1", "8", "lambda 0: as in the base"], ["all others", "2", "51", "drop rate 0.9, 0.8"],
+        ["method linear; seeds 42, 43; weights 0.5, 0.5"],
+        ["embed*", "1", "320", "drop rate 0.5; rescale_q 0.6"],
+        ["*norm*", "1", "8", "lambda 0: as in the base"],
+        ["all others", "2", "51", "drop rate 0.9, 0.8"],
         ["not merged", "1", "as in the base"],
         ["README.md, config.json, dare_recipe.toml, model.safetensors.index.json, tokenizer.json"],
-    ):  # fmt: skip
+    ):
         assert row in rows
     assert not any(
         "lacks" in line or "more than the base" in line or "shapes" in line for line in lines
@@ -255,15 +262,33 @@ def test_the_plan_shows_models_rules_files_and_needs(
     assert max(map(len, lines)) <= 120
 
 
-@pytest.mark.parametrize(("flags", "words"), [
-    (["--drop", "magnitude", "--rescale", "l1"], "drop rate 0.9 by magnitude; rescaled by l1"),
-    (["--drop", "magnitude", "random"], "drop rate 0.9 by magnitude, random"),
-    (["--drop", "breadcrumbs", "--gamma", ".1", ".2", "--no-rescale"], "drop rate 0.9 by breadcrumbs; gamma 0.1, 0.2"),
-    (["--drop", "della", "--drop-rate", ".5", "--no-rescale"], "drop rate 0.5 by della; epsilon 0.15; not rescaled"),
-    (["--rule", "*:weights=[1,{gradient=[0,2]}],lambda_coeff={gradient=[0.1,0.5]},normalize=true"],
-     "drop rate 0.9; lambda 0.1 to 0.5; weights 0.3333 to 1, 0 to 0.6667; normalize true"),
-    (["--method", "slerp", "--rule", "*:slerp_t={gradient=[0,1]}"], "drop rate 0.9; slerp_t 0 to 1"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--drop", "magnitude", "--rescale", "l1"], "drop rate 0.9 by magnitude; rescaled by l1"),
+        (["--drop", "magnitude", "random"], "drop rate 0.9 by magnitude, random"),
+        (
+            ["--drop", "breadcrumbs", "--gamma", ".1", ".2", "--no-rescale"],
+            "drop rate 0.9 by breadcrumbs; gamma 0.1, 0.2",
+        ),
+        (
+            ["--drop", "della", "--drop-rate", ".5", "--no-rescale"],
+            "drop rate 0.5 by della; epsilon 0.15; not rescaled",
+        ),
+        (
+            [
+                "--rule",
+                "*:weights=[1,{gradient=[0,2]}],lambda_coeff={gradient=[0.1,0.5]},normalize=true",
+            ],
+            "drop rate 0.9; lambda 0.1 to 0.5; weights 0.3333 to 1, 0 to 0.6667; normalize true",
+        ),
+        (
+            ["--method", "slerp", "--rule", "*:slerp_t={gradient=[0,1]}"],
+            "drop rate 0.9; slerp_t 0 to 1",
+        ),
+    ],
+    ids=str,
+)
 def test_the_plan_says_what_is_dropped_and_how_it_changes_over_the_layers(
     tmp_path: Path, flags: list[str], words: str
 ) -> None:
@@ -411,9 +436,12 @@ def test_a_merge_takes_about_the_memory_of_its_plan(tensors: int, threads: int) 
 def test_json_is_all_that_is_printed(models: Models, tmp_path: Path, capsys: Capture) -> None:
     merge, printed = [*MERGE, "--delta-threshold", "1e-9"], {}
     for name, flags, warned in (
-        ("plan", [*merge, "--dry-run"], False), ("merge", merge, True), ("quiet merge", [*merge, "-q"], True),
-        ("verify", ["verify", str(OUT)], False), ("quiet verify", ["--verify", str(OUT), "-q"], False),
-    ):  # fmt: skip
+        ("plan", [*merge, "--dry-run"], False),
+        ("merge", merge, True),
+        ("quiet merge", [*merge, "-q"], True),
+        ("verify", ["verify", str(OUT)], False),
+        ("quiet verify", ["--verify", str(OUT), "-q"], False),
+    ):
         assert dare.main([*flags, "--json"]) == 0
         said = capsys.readouterr()
         printed[name] = json.loads(said.out)
@@ -432,7 +460,8 @@ def test_json_is_all_that_is_printed(models: Models, tmp_path: Path, capsys: Cap
 
 
 def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:
-    """The real command with a terminal as its stderr: its status, and what it wrote to a pipe and to the terminal."""
+    """The real command with a terminal as its stderr: its status, and what it wrote to a pipe and
+    to the terminal."""
     import pty
 
     controller, terminal = pty.openpty()
@@ -443,8 +472,11 @@ def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:
     }
     process = subprocess.Popen(
         [sys.executable, str(HERE / "dare.py"), *flags],
-        stdout=subprocess.PIPE, stderr=terminal, env={**kept, "TERM": "xterm", **environment}, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=terminal,
+        env={**kept, "TERM": "xterm", **environment},
+        text=True,
+    )
     os.close(terminal)
     said, piece = b"", b"."
     while piece:
@@ -458,10 +490,16 @@ def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a pseudo-terminal")
-@pytest.mark.parametrize(("environment", "moves", "colours"), [
-    ({}, True, True), ({"NO_COLOR": ""}, True, True),
-    ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, False, False),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "moves", "colours"),
+    [
+        ({}, True, True),
+        ({"NO_COLOR": ""}, True, True),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, False, False),
+    ],
+    ids=str,
+)
 def test_colours_and_progress_are_for_terminals(
     models: Models, environment: Any, moves: bool, colours: bool
 ) -> None:

@@ -1,6 +1,5 @@
-"""Settings chosen by an evaluation: the search, scores, models in memory, and what is said of the best."""
-
-from __future__ import annotations
+"""Settings chosen by an evaluation: the search, scores, models in memory, and what is said of the
+best."""
 
 import itertools
 import json
@@ -29,23 +28,28 @@ from sqlalchemy import Engine, event
 import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
 from darelib.commands.sweep.report import chance
-from tests.scene import POSIX, Patch, slow, wait_for
+from tests.scene import wait_for
 from tests.support import (
     HERE,
+    POSIX,
+    Capture,
+    Models,
+    Patch,
     assert_same,
     finetune,
     random_model,
     refuse,
     save,
+    slow,
     snapshot,
     write_config,
 )
 
-Capture, Models = pytest.CaptureFixture[str], list[Path]
 AS_COMMAND = f'"{sys.executable}" judge.py {{model}}'
 SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 16), "head.weight": (4, 8)}
 TUNED = {"drop_rate": {"low": 0.0, "high": 0.95}, "lambda_coeff": {"low": 0.0, "high": 2.0}}
-# An evaluation that knows what was done to a model, from the recipe in its header, and notes it. Best at drop rate 0.8.
+# An evaluation that knows what was done to a model, from the recipe in its header, and notes it.
+# Best at drop rate 0.8.
 JUDGE = """
 import json, os, struct, sys, time, tomllib
 def score(path):
@@ -65,7 +69,8 @@ def hurry(connection: Any, _: object) -> None:
 
 @pytest.fixture(autouse=True)
 def models(tmp_path: Path, monkeypatch: Patch) -> Models:
-    """A base and two fine-tunes of a few numbers, as files in the working directory; databases on a quick disk."""
+    """A base and two fine-tunes of a few numbers, as files in the working directory; databases on a
+    quick disk."""
     monkeypatch.chdir(tmp_path)
     if not event.contains(Engine, "connect", hurry):
         event.listen(Engine, "connect", hurry)
@@ -74,7 +79,8 @@ def models(tmp_path: Path, monkeypatch: Patch) -> Models:
 
 
 def judge(ending: str = "    return value") -> str:
-    """The evaluation as a function of a file; as a command, the file prints what the function returns."""
+    """The evaluation as a function of a file; as a command, the file prints what the function
+    returns."""
     Path("judge.py").write_text(
         f"{JUDGE}{ending}\nif __name__ == '__main__': print(score(sys.argv[1]))\n"
     )
@@ -139,8 +145,12 @@ def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float
 
 def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
     tried: list[dict[str, Any]] = []
-    space = {"method": ["linear", "ties"], "drop_rate": [0, 0.5, 0.8, 0.8], "keep_ratio": [0.5, 1],
-             "rescale_q": {"low": 0.1, "high": 1.0, "step": 0.15}}  # fmt: skip
+    space = {
+        "method": ["linear", "ties"],
+        "drop_rate": [0, 0.5, 0.8, 0.8],
+        "keep_ratio": [0.5, 1],
+        "rescale_q": {"low": 0.1, "high": 1.0, "step": 0.15},
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         found = sweep(lambda path: len(tried.append(settings_of(path)) or tried), space)
@@ -257,7 +267,8 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
     assert capsys.readouterr().out.count("drop rate 0.8") == 2, "in the table, and in the verdict"
     assert dare.main(command(*flags, "kept", lambda_coeff=0.5)) == 2
     assert "the study 'mine' is of other models, settings or values" in capsys.readouterr().err
-    # Weights make a merge longer, so that a plain average as long is what it is compared with; packed models are swept.
+    # Weights make a merge longer, so that a plain average as long is what it is compared with;
+    # packed models are swept.
     found = sweep(hill, {"weights": [[0.75, 0.75], [1.0, 1.0]]}, config={"drop_rate": 0.5})
     assert {row.config.lambda_coeff for row in found.averages} == {1.0, 1.5, 2.0}
     packing = "pack -q -b base.safetensors -m math.safetensors -o math.packed --engine plain"
@@ -287,14 +298,29 @@ def test_two_processes_work_on_one_study() -> None:
     assert Path("config_best.toml").exists()
 
 
-@pytest.mark.parametrize(("output", "score"), [
-    ("0.5", 0.5), ("step 12: loss 3\naccuracy: 93.5%\n", 93.5), ("acc=1e-3", 0.001), ("-7 of them.", -7.0),
-    ("\x1b[32m0.25\x1b[0m", 0.25), ("loaded model2 in 3s: .75", 0.75), ('{\n "a": {"x": 3},\n "score": 4\n}\n', 4.0),
-    ("{not json} 8", 8.0), ("0.85 (took 12 s)", "not one number but 2"), ("model2 only", "not one number"),
-    ('{"score": 1}\n{"score": 2, "tasks": [1, 2]}', 2.0),
-    ('{"score": "high"}', "no finite number but 'high'"), ('{"score": true}', "but True"), ("score: nan", "but nan"),
-    ('{"accuracy": 1}', "no score 'score', but accuracy"), (torch.tensor(0.25), 0.25), ({"score": 3}, 3.0), ("", "no"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("output", "score"),
+    [
+        ("0.5", 0.5),
+        ("step 12: loss 3\naccuracy: 93.5%\n", 93.5),
+        ("acc=1e-3", 0.001),
+        ("-7 of them.", -7.0),
+        ("\x1b[32m0.25\x1b[0m", 0.25),
+        ("loaded model2 in 3s: .75", 0.75),
+        ('{\n "a": {"x": 3},\n "score": 4\n}\n', 4.0),
+        ("{not json} 8", 8.0),
+        ("0.85 (took 12 s)", "not one number but 2"),
+        ("model2 only", "not one number"),
+        ('{"score": 1}\n{"score": 2, "tasks": [1, 2]}', 2.0),
+        ('{"score": "high"}', "no finite number but 'high'"),
+        ('{"score": true}', "but True"),
+        ("score: nan", "but nan"),
+        ('{"accuracy": 1}', "no score 'score', but accuracy"),
+        (torch.tensor(0.25), 0.25),
+        ({"score": 3}, 3.0),
+        ("", "no"),
+    ],
+)
 def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(
     output: Any, score: float | str
 ) -> None:
@@ -332,9 +358,13 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
     assert dare.main(flags) == 0
     trials = optuna.load_study(storage="sqlite:///config_sweep.db", study_name=None).trials
     assert [trial.state.name for trial in trials] == ["FAIL"] * 5 + ["COMPLETE"]
-    reasons = ["it ended with status 3: out of memory", "it took longer than 1.5 s", "it was ended by signal 9",
-               "its last line, 'nothing', is no JSON and has not one number but 0",
-               "its 'score' is no finite number but nan"]  # fmt: skip
+    reasons = [
+        "it ended with status 3: out of memory",
+        "it took longer than 1.5 s",
+        "it was ended by signal 9",
+        "its last line, 'nothing', is no JSON and has not one number but 0",
+        "its 'score' is no finite number but nan",
+    ]
     assert [trial.user_attrs["why"] for trial in trials[:5]] == [
         f"failed: {reason}" for reason in reasons
     ]
@@ -378,9 +408,21 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
         "    flat = torch.cat([state[n].flatten() for n in sorted(state)]).double()\n"
         "    return {'cost': float(flat.std()), 'gain': float(flat[::3].sum()), 'other': 'x'}"
     )
-    flags = command("--vary", "drop_rate=[0, 0.25, 0.5, 0.75, 0.9]", "--vary", "lambda_coeff={low=0.5,high=2,step=0.5}",
-                    "--search", "grid", "--objective", "gain:max", "cost:min", "--in-memory", "--json", "--plot",
-                    evaluate="~/both.py:score")  # fmt: skip
+    flags = command(
+        "--vary",
+        "drop_rate=[0, 0.25, 0.5, 0.75, 0.9]",
+        "--vary",
+        "lambda_coeff={low=0.5,high=2,step=0.5}",
+        "--search",
+        "grid",
+        "--objective",
+        "gain:max",
+        "cost:min",
+        "--in-memory",
+        "--json",
+        "--plot",
+        evaluate="~/both.py:score",
+    )
     assert dare.main([*flags, "front.svg"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert (len(shown["trials"]), len(shown["failed"]), len(shown["plain_averages"]) >= 5) == (
@@ -394,8 +436,11 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
         each["number"]: (each["scores"]["gain"], -each["scores"]["cost"])
         for each in shown["trials"]
     }
-    beaten = {a for a, b in itertools.permutations(points, 2)
-              if all(map(float.__le__, points[a], points[b])) and points[a] != points[b]}  # fmt: skip
+    beaten = {
+        a
+        for a, b in itertools.permutations(points, 2)
+        if all(map(float.__le__, points[a], points[b])) and points[a] != points[b]
+    }
     assert set(shown["front"]) == set(points) - beaten
     assert re.search(rf"{len(shown['front'])} trials on the Pareto front", shown["verdict"])
     assert ("<svg" in Path("front.svg").read_text(), list(tmp_path.glob("*.sweep*"))) == (True, [])
@@ -440,8 +485,14 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     with pytest.raises(
         DareError, match="no trial could be scored; the first failed: SystemExit: 3"
     ):
-        dare_sweep(base, tunes, lambda model: miss(model) if miss(model) == plain.base[0] else sys.exit(3), space,
-                   model=net, **options)  # fmt: skip
+        dare_sweep(
+            base,
+            tunes,
+            lambda model: miss(model) if miss(model) == plain.base[0] else sys.exit(3),
+            space,
+            model=net,
+            **options,
+        )
     assert_same(dict(net.state_dict()), base)  # since there is no winner
     with pytest.raises(
         DareError, match=r"cannot score the base: out has no tensor 'layer\.weight'"
@@ -531,8 +582,20 @@ def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Mode
 def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: Capture) -> None:
     rules = "[[rules]]\nmatch = 'head.*'\nlambda_coeff = 0.5\n"
     rules += "[[sweep.rules]]\nmatch = 'layer.*'\nlambda_coeff = [1.0]\n"
-    flags = command("--vary", "drop_rate = [0.5, 0.8]", "--vary", "method = ['ties']", "--keep-models", "kept",
-                    "--plot", "found.png", text=rules, weights=[1, 2], method="ties", keep_ratio=0.5)  # fmt: skip
+    flags = command(
+        "--vary",
+        "drop_rate = [0.5, 0.8]",
+        "--vary",
+        "method = ['ties']",
+        "--keep-models",
+        "kept",
+        "--plot",
+        "found.png",
+        text=rules,
+        weights=[1, 2],
+        method="ties",
+        keep_ratio=0.5,
+    )
     assert dare.main([*flags, "--search", "grid"]) == 0
     printed = capsys.readouterr()
     progress = r"\n\[2/2\] method ties, drop rate 0.8, rules.0.lambda_coeff 1: 0.0002 \(best 0.0002\), .* left\n"
@@ -602,24 +665,44 @@ def test_models_that_change_end_the_search() -> None:
         sweep(score, {"drop_rate": [0.1, 0.2]})
 
 
-@pytest.mark.parametrize(("flags", "status", "message"), [
-    ("--evaluate 'python judge.py'", 2, "has no {model}"), ("--evaluate 'pyhton {model}'", 2, "no command 'pyhton'"),
-    ("--evaluate 'python \"{model}'", 2, "cannot be split"), ("--evaluate judge.py:scores", 2, "no function 'scores'"),
-    ("--evaluate no.py:score", 2, "no file 'no.py'"), ("--search genetic", 2, "there is no search 'genetic'"),
-    ("--evaluate config.toml.py:f", 2, "no file"), ("--objective accuracy", 2, "must be NAME:max or NAME:min"),
-    ("--trials 0", 2, "trials must be a whole number from 1"), ("--confirm 1", 2, "so few fresh seeds"),
-    ("--search cmaes --objective a:max b:min", 2, "cmaes takes one objective"), ("--timeout 5", 2, "is for commands"),
-    ("--write-config config.toml --force", 2, "is the configuration itself"), ("--confirm 2", 2, "so few fresh seeds"),
-    ("--write-config config_sweep.db --force", 2, "is the study itself"), ("--search cmaes", 2, "needs two ranges"),
-    ("--write-config math.safetensors --force", 2, "is the input"), ("--objective a:max a:min", 2, "have one name"),
-    ("--evaluate 'cat {model} | tail'", 2, "without a shell"), ("--in-memory --keep-models x", 2, "no models to keep"),
-    ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
-    ("--storage sqlite:///no/such.db", 1, "cannot open the study"), ("--storage ::", 1, "cannot open the study"),
-    ("--keep-models config.toml/x", 1, "cannot write models in"), ("--plot a.gif", 2, "cannot be written"),
-    ("--search grid --vary lambda_coeff={low=1,high=2}", 2, "a grid needs values for lambda_coeff, not a range"),
-    ("--merge nothing.safetensors", 1, "nothing.safetensors"), ("without", 2, "nothing scores the models"),
-    ("optuna", 1, "a sweep needs Optuna"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        ("--evaluate 'python judge.py'", 2, "has no {model}"),
+        ("--evaluate 'pyhton {model}'", 2, "no command 'pyhton'"),
+        ("--evaluate 'python \"{model}'", 2, "cannot be split"),
+        ("--evaluate judge.py:scores", 2, "no function 'scores'"),
+        ("--evaluate no.py:score", 2, "no file 'no.py'"),
+        ("--search genetic", 2, "there is no search 'genetic'"),
+        ("--evaluate config.toml.py:f", 2, "no file"),
+        ("--objective accuracy", 2, "must be NAME:max or NAME:min"),
+        ("--trials 0", 2, "trials must be a whole number from 1"),
+        ("--confirm 1", 2, "so few fresh seeds"),
+        ("--search cmaes --objective a:max b:min", 2, "cmaes takes one objective"),
+        ("--timeout 5", 2, "is for commands"),
+        ("--write-config config.toml --force", 2, "is the configuration itself"),
+        ("--confirm 2", 2, "so few fresh seeds"),
+        ("--write-config config_sweep.db --force", 2, "is the study itself"),
+        ("--search cmaes", 2, "needs two ranges"),
+        ("--write-config math.safetensors --force", 2, "is the input"),
+        ("--objective a:max a:min", 2, "have one name"),
+        ("--evaluate 'cat {model} | tail'", 2, "without a shell"),
+        ("--in-memory --keep-models x", 2, "no models to keep"),
+        ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
+        ("--storage sqlite:///no/such.db", 1, "cannot open the study"),
+        ("--storage ::", 1, "cannot open the study"),
+        ("--keep-models config.toml/x", 1, "cannot write models in"),
+        ("--plot a.gif", 2, "cannot be written"),
+        (
+            "--search grid --vary lambda_coeff={low=1,high=2}",
+            2,
+            "a grid needs values for lambda_coeff, not a range",
+        ),
+        ("--merge nothing.safetensors", 1, "nothing.safetensors"),
+        ("without", 2, "nothing scores the models"),
+        ("optuna", 1, "a sweep needs Optuna"),
+    ],
+)
 def test_wrong_usage_is_refused_before_anything_is_merged(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture, flags: str, status: int, message: str
 ) -> None:

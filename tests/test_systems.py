@@ -1,7 +1,5 @@
 """Systems differ: what a filesystem or a machine lacks costs time at most, and never a model."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json
@@ -20,8 +18,18 @@ from darelib.core.tuning import count_cores
 from darelib.output import publish
 from darelib.output.lock import LOCK_WORDS
 from darelib.output.publish import MADE
-from tests.scene import BOTH, POSIX, Patch, Scene, contents, launch, put, slow
-from tests.support import BF16, command, random_model, run_merge, save_directory, save_sharded
+from tests.scene import BOTH, Scene, contents, launch, put
+from tests.support import (
+    BF16,
+    POSIX,
+    Patch,
+    command,
+    random_model,
+    run_merge,
+    save_directory,
+    save_sharded,
+    slow,
+)
 
 
 class Refusing:
@@ -53,7 +61,8 @@ LACKS: dict[str, Callable[[Patch], object]] = {
 def test_a_system_may_lack_what_others_have(
     tmp_path: Path, monkeypatch: Patch, kind: str, lacking: str
 ) -> None:
-    """Space reserved at once, names exchanged, directories synced, locks: all are used only where they are there."""
+    """Space reserved at once, names exchanged, directories synced, locks: all are used only where
+    they are there."""
     scene = Scene(tmp_path, kind)
     LACKS[lacking](monkeypatch)
     assert scene.run("--threads", "3") == 0
@@ -142,7 +151,8 @@ def test_outputs_may_have_any_name_that_the_filesystem_allows(
 def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(
     tmp_path: Path,
 ) -> None:
-    """Root may write anywhere, so a file in the place of a folder stands in for folders that cannot be written."""
+    """Root may write anywhere, so a file in the place of a folder stands in for folders that cannot
+    be written."""
     scene, folder, blocked = Scene(tmp_path, "file"), tmp_path / "here", tmp_path / "blocked"
     folder.mkdir()
     blocked.write_text("")
@@ -229,13 +239,20 @@ def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str])
     (tmp_path / "out.safetensors").unlink()
 
 
-@pytest.mark.parametrize(("files", "cores"), [
-    ({"cpu.max": "150000 100000\n"}, 2), ({"cpu.max": "50000 100000\n"}, 1), ({"cpu.max": "max 100000\n"}, 8),
-    ({}, 8), ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8), ({"cpu.max": "9900000 100000"}, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu.max": "9900000 100000"}, 8),
+    ],
+)
 def test_a_container_s_share_of_the_processor_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+    tmp_path: Path, monkeypatch: Patch, files: dict[str, str], cores: int
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,6 +1,5 @@
-"""Words for people: names that talk to terminals are shown and not obeyed, and figures are rounded as people do."""
-
-from __future__ import annotations
+"""Words for people: names that talk to terminals are shown and not obeyed, and figures are rounded
+as people do."""
 
 import json
 import math
@@ -27,7 +26,8 @@ from tests.support import (
     write_adapter,
 )
 
-# Sets the title, clears the screen, begins lines, rings and deletes; the same in C1; turns around; separates; hides.
+# Sets the title, clears the screen, begins lines, rings and deletes; the same in C1; turns around;
+# separates; hides.
 TRICK = (
     "\x1b]0;owned\x07\x1b[2J\x1b[Ha\rerror: b\nerror: b\nhint: c\x07\x08\x7f\x9b31m\x85\x9d0;x\x9c"
 )

@@ -1,7 +1,5 @@
 """Tokenizers and chat templates: compared, chosen, and united, so that every token keeps its row."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -16,9 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from dare import DareConfig, DareMerger
-from tests.support import BF16, F32, Tensors, refuse, same_bits, save_directory
+from tests.support import BF16, F32, Capture, Tensors, refuse, same_bits, save_directory
 
-Capture = pytest.CaptureFixture[str]
 TRAINED = {f"t{k}": k for k in range(8)}
 WIDTH = 6
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -30,9 +27,17 @@ def write_tokenizer(
 ) -> None:
     """A tokenizer.json of words, with added tokens, as the tokenizers library writes it."""
     entries = [
-        {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": True} for token, number in added.items()
-    ]  # fmt: skip
+        {
+            "id": number,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for token, number in added.items()
+    ]
     model = {"type": "WordLevel", "vocab": TRAINED, "unk_token": "t0"}
     parts = {
         "normalizer": None,
@@ -229,7 +234,10 @@ def test_what_cannot_be_united_is_refused(
     for content, words in (
         (
             json.dumps(other),
-            "has another vocabulary than the base, not only other added tokens: 1 token that the base",
+            (
+                "has another vocabulary than the base, not only other added tokens: 1 token "
+                "that the base"
+            ),
         ),
         (text[:99], "tokenizer.json of"),
         (
@@ -261,9 +269,9 @@ def test_other_tokens_are_told_with_what_will_happen(family: list[Path], tmp_pat
 
     chat, tool = warnings()
     assert (
-        f"{family[1]} has another tokenizer than {family[0]}: 2 tokens that the base lacks ('<a>', '<b>')"
-        in chat
-    )
+        f"{family[1]} has another tokenizer than {family[0]}: 2 tokens that the base lacks "
+        f"('<a>', '<b>')"
+    ) in chat
     assert "the output gets the base's (--tokenizer union keeps added tokens)" in chat
     assert (
         "2 tokens with other numbers ('</s>', '<s>'); 2 tokens that the base lacks ('<b>', '<c>')"
@@ -304,7 +312,8 @@ def test_unigram_vocabularies_are_read(family: list[Path], tmp_path: Path) -> No
 def test_a_tokenizer_that_changed_is_another_input(
     family: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:
-    """In a union it decides which rows are merged, so neither a recipe nor a resumed merge may take another one."""
+    """In a union it decides which rows are merged, so neither a recipe nor a resumed merge may take
+    another one."""
     flags = [
         "-q",
         "-b",
@@ -493,10 +502,11 @@ def test_chat_templates_that_are_not_there_are_refused(
     flags = ["-b", family[0], "-m", family[2], "--chat-template"]
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
     for output, given, status, words in (
-        ("out", family[1], 1, "there is no chat template in"), ("out", tmp_path / "x", 1, "there is no file or"),
+        ("out", family[1], 1, "there is no chat template in"),
+        ("out", tmp_path / "x", 1, "there is no file or"),
         ("out", tmp_path / "binary.jinja", 1, "is not UTF-8 text"),
         ("out.safetensors", family[1] / "tokenizer.json", 1, "there is no chat template in"),
-    ):  # fmt: skip
+    ):
         refuse(tmp_path, capsys, status, words, arguments=[*flags, given, "-o", tmp_path / output])
     (tmp_path / "own.jinja").write_text("own")
     words = "chat_template means nothing to an output of one file"

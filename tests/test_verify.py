@@ -1,7 +1,5 @@
 """verify: a merged model is made again by its recipe and compared, and any difference is found."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json
@@ -19,24 +17,28 @@ import dare
 from dare import DareError, DareMerger
 from darelib.models.tensorfile import TensorFile
 from darelib.output.recipe import recipe_metadata
-from tests.scene import POSIX, SLOWLY, Scene, contents, launch, put, slow
+from tests.scene import SLOWLY, Scene, contents, launch, put
 from tests.support import (
     BF16,
+    POSIX,
+    Capture,
+    Patch,
     finetune,
     random_model,
     refuse,
     save_directory,
     save_sharded,
+    slow,
     snapshot,
 )
 
-Capture = pytest.CaptureFixture[str]
 PLAIN = ("--engine", "plain")
 
 
 @pytest.fixture
 def verify(capsys: Capture, tmp_path: Path, monkeypatch: Any) -> Any:
-    """Verify a model: what it is, with these flags, and the words that must be printed if it is not what it was."""
+    """Verify a model: what it is, with these flags, and the words that must be printed if it is not
+    what it was."""
 
     def check(path: Path, *flags: Any, words: str | None = None, status: int = 1) -> None:
         capsys.readouterr()
@@ -132,7 +134,10 @@ def test_the_first_tensor_that_differs_is_named(
             data = bytearray(path.read_bytes())
             data[info.offset + info.nbytes - 1] ^= 0x40
             path.write_bytes(data)
-        words = f"is not what its recipe makes: tensor '{first[1]}' differs at {[size - 1 for size in first[2].shape]}"
+        words = (
+            f"is not what its recipe makes: tensor '{first[1]}' differs at "
+            f"{[size - 1 for size in first[2].shape]}"
+        )
         verify(scene.output, "--threads", "3", *engine, words=words)
         put(scene.output, scene.new)
     assert snapshot(scene.inputs) == scene.before
@@ -233,7 +238,7 @@ def test_other_inputs_are_an_error(tmp_path: Path, verify: Any) -> None:
 
 
 def test_a_disk_that_fails_under_a_merged_model_is_an_error_about_that_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verify: Any
+    tmp_path: Path, monkeypatch: Patch, verify: Any
 ) -> None:
     scene = made(tmp_path, "file")
     monkeypatch.setattr(
@@ -245,9 +250,17 @@ def test_a_disk_that_fails_under_a_merged_model_is_an_error_about_that_model(
 
 def test_settings_come_from_the_recipe_only(tmp_path: Path, verify: Any) -> None:
     for flags in (
-        "--output x", "--seed 1", "--config x", "--rule *:drop_rate=0", "--tokenizer x", "--lambda 1", "--force",
-        "--resume", "--dry-run", "--per-tensor",
-    ):  # fmt: skip
+        "--output x",
+        "--seed 1",
+        "--config x",
+        "--rule *:drop_rate=0",
+        "--tokenizer x",
+        "--lambda 1",
+        "--force",
+        "--resume",
+        "--dry-run",
+        "--per-tensor",
+    ):
         words = f"{flags.split()[0]} means nothing to verify"
         verify(tmp_path / "x", *flags.split(), words=words, status=2)
 

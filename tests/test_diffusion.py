@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import dare
-from darelib.core.tuning import TUNING
 from darelib.models.kohya import KohyaAdapter
 from tests.support import (
     F16,
@@ -22,9 +20,11 @@ from tests.support import (
     assert_same,
     finetune,
     random_model,
+    run,
     run_merge,
     same_bits,
     save,
+    tune,
 )
 
 OUT = "out.safetensors"
@@ -67,12 +67,7 @@ def test_positions_that_are_integers_in_one_model_only_are_copied_and_reported(
     paths += save(tmp_path, same=finetune(base, 2) | {IDS: ids[IDS].to(mine)})
     arguments = ["-b", *paths[:1], "-m", *paths[1:], "-o", tmp_path / OUT, *flags]
     for command in ([], ["analyze"]):
-        assert (
-            dare.main(
-                [*command, *map(str, arguments if not command else arguments[:5]), "--engine=plain"]
-            )
-            == 0
-        )
+        run(*command, *arguments if not command else arguments[:5], "--engine=plain")
     words = f"odd.safetensors differs from the base in tensors that are copied, not merged: '{IDS}'"
     printed = capsys.readouterr().err
     assert words in printed
@@ -80,7 +75,7 @@ def test_positions_that_are_integers_in_one_model_only_are_copied_and_reported(
     merged = load_file(tmp_path / OUT)
     assert same_bits(merged[IDS], ids[IDS].to(mine))
     assert not torch.equal(merged["layer.weight"], base["layer.weight"])
-    assert dare.main(["verify", "-q", "--engine=plain", str(tmp_path / OUT)]) == 0
+    run("verify", "-q", "--engine=plain", tmp_path / OUT)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +176,7 @@ def test_a_lora_file_adds_what_torch_computes(
     paths = make(tmp_path, dtype, stored, prefix)
     base, lora = map(load_file, paths)
     for chunk in (1024, 1 << 18):
-        TUNING.min_chunk = TUNING.max_chunk = chunk
+        tune(min_chunk=chunk, max_chunk=chunk)
         report = run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0, engine="plain")
         merged = load_file(tmp_path / OUT)
         for name, shape in SHAPES.items():
@@ -261,20 +256,20 @@ def test_every_command_takes_a_lora_file(tmp_path: Path, capsys: Capture) -> Non
     [full] = save(tmp_path, full=finetune(load_file(base), 1))
     common = ["--base", base, "--merge", lora, full, "--engine=plain"]
     arguments = [str(argument) for argument in (*common, "--output", tmp_path / OUT)]
-    assert dare.main([*arguments, "--dry-run"]) == 0
+    run(*arguments, "--dry-run")
     assert "LoRA of rank 2 to 4, changes 3 tensors" in capsys.readouterr().out
-    assert dare.main(["analyze", *map(str, common), "--json"]) == 0
+    run("analyze", *common, "--json")
     found = json.loads(capsys.readouterr().out)["models"]
     assert [(model["adapter"], model["total"]["tensors"]) for model in found] == [
         (True, 3),
         (False, 4),
     ]
     overwriting = ["analyze", *map(str, common), "--write-config", str(lora), "--force"]
-    assert dare.main(overwriting) == 2
-    assert dare.main(arguments) == 0
-    assert dare.main(["verify", "--engine=plain", str(tmp_path / OUT)]) == 0
+    run(*overwriting, status=2)
+    run(*arguments)
+    run("verify", "--engine=plain", tmp_path / OUT)
     whole = (tmp_path / OUT).read_bytes()
-    TUNING.job_elements = 1024
+    tune(job_elements=1024)
     usual, calls = KohyaAdapter._expand, []
 
     def fail(self: KohyaAdapter, *parts: Any) -> None:
@@ -285,9 +280,9 @@ def test_every_command_takes_a_lora_file(tmp_path: Path, capsys: Capture) -> Non
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KohyaAdapter, "_expand", fail)
-        assert dare.main([*arguments, "--threads=1"]) == 1
+        run(*arguments, "--threads=1", status=1)
     capsys.readouterr()
-    assert dare.main([*arguments, "--resume"]) == 0
+    run(*arguments, "--resume")
     assert "resum" in capsys.readouterr().err
     assert (tmp_path / OUT).read_bytes() == whole
 
@@ -300,7 +295,7 @@ def test_a_recipe_knows_the_lora_file(tmp_path: Path) -> None:
         tmp_path,
         lora={name: torch.cat([t, t]) if t.ndim == 2 else t for name, t in tensors.items()},
     )
-    assert dare.main(["verify", "-q", "--engine=plain", str(tmp_path / OUT)]) == 1
+    run("verify", "-q", "--engine=plain", tmp_path / OUT, status=1)
 
 
 def test_words_in_the_metadata_of_a_model_make_it_no_lora_file(tmp_path: Path) -> None:

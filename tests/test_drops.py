@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import dare
 import darelib.plan.matching
 from dare import DareConfig, DareError, dare_merge
 from darelib.core.mask import mask_key
-from darelib.core.tuning import TUNING
 from darelib.kernels.plain import draw_bits
 from tests.support import (
     BF16,
@@ -32,9 +30,11 @@ from tests.support import (
     low_rank,
     merge,
     random_model,
+    run,
     run_merge,
     save,
     save_directory,
+    tune,
     write_adapter,
 )
 from tests.test_kernels import DEVICES, merge_by
@@ -231,12 +231,7 @@ def make_tensors(
 def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition(
     tmp_path: Path, engine: str, kind: str
 ) -> None:
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = (
-        4096,
-        1024,
-        1024,
-        2048,
-    )
+    tune(job_elements=4096, min_chunk=1024, max_chunk=1024, memory_chunk=2048)
     shapes = {
         "rows": (9, 900),
         "long": (2, 5000),
@@ -285,12 +280,7 @@ def test_types_of_all_kinds_give_the_bits_of_the_definition(
 @given(st.data())
 def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.DataObject) -> None:
     draw, count = data.draw, data.draw(st.integers(1, 3))
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk, TUNING.memory_chunk = (
-        2048,
-        1024,
-        1024,
-        1024,
-    )
+    tune(job_elements=2048, min_chunk=1024, max_chunk=1024, memory_chunk=1024)
     each = lambda values: st.lists(values, min_size=count, max_size=count)  # noqa: E731
     drops = draw(each(st.sampled_from(DROPS)))
     config: Config = {"method": draw(st.sampled_from(["linear", "ties", "ram"])), "drop": drops}
@@ -314,7 +304,7 @@ def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.D
 def test_threads_and_chunks_do_not_matter(tmp_path: Path, config: Config) -> None:
     base, models = make_tensors("random", {"rows": (50, 900), "long": (2, 9000)}, BF16)
     expected = merge(tmp_path, base, *models, **config, drop_rate=0.6)
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 2048
+    tune(job_elements=8192, min_chunk=1024, max_chunk=2048)
     for threads in (1, 3):
         assert_same(
             merge(tmp_path, base, *models, **config, drop_rate=0.6, threads=threads), expected
@@ -326,7 +316,7 @@ def test_threads_and_chunks_do_not_matter(tmp_path: Path, config: Config) -> Non
 
 @pytest.mark.parametrize("drop", DROPS[1:])
 def test_rows_that_a_model_lacks_are_deltas_of_0(tmp_path: Path, drop: str) -> None:
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 4096, 1024, 1024
+    tune(job_elements=4096, min_chunk=1024, max_chunk=1024)
     base = random_model(1, BF16, {"w": (90, 70), "b": (90,)})
     whole, config = finetune(base, 1, 0.01), {"drop": drop, "rescale": "l1", "drop_rate": 0.6}
     for name in whole:
@@ -355,7 +345,7 @@ def test_rows_that_a_model_lacks_are_deltas_of_0(tmp_path: Path, drop: str) -> N
 def test_adapters_are_thinned_like_the_deltas_that_they_stand_for(
     tmp_path: Path, drop: str, engine: str
 ) -> None:
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 4096, 1024, 1024
+    tune(job_elements=4096, min_chunk=1024, max_chunk=1024)
     base = {"layer.weight": torch.zeros(60, 90)}
     adapter, output = (
         write_adapter(tmp_path / "lora", low_rank("layer", (60, 90))),
@@ -408,7 +398,7 @@ def test_rows_too_long_to_be_ranked_are_refused(
     check_refused(*pair, *words, flags=flags)
     flags = (*flags, "--rule", rule, "--mismatch", "overlap", "--engine", "plain")
     words = ("-b", base, "-m", model, "-o", base.parent / "merged.safetensors")
-    assert dare.main(["-q", *map(str, words), *flags]) == 0
+    run("-q", *words, *flags)
     save_directory(
         base, load_file(base / "model.safetensors") | {"layer.bias": torch.zeros(1001, dtype=BF16)}
     )
@@ -437,7 +427,6 @@ def test_ranks_that_are_remembered_are_those_that_were_found(tmp_path: Path, roo
         "engine": "plain",
     }
     wanted = merge(tmp_path, base, *models, **config)
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 4096, 1024, 1024
-    TUNING.ranked_elements, TUNING.ranked_bytes = 4096, room
+    tune(job_elements=4096, min_chunk=1024, max_chunk=1024, ranked_elements=4096, ranked_bytes=room)
     for threads in (1, 3):
         assert_same(merge(tmp_path, base, *models, **config, threads=threads), wanted)

@@ -13,9 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import dare
 from dare import DareConfig, DareError, DareMerger, dare_merge
-from darelib.core.tuning import TUNING
 from darelib.kernels import fp8
 from tests import support
 from tests.support import (
@@ -33,10 +31,12 @@ from tests.support import (
     random_model,
     raw,
     refuse,
+    run,
     same_bits,
     save_directory,
     slow,
     tensors_in,
+    tune,
     write_adapter,
 )
 from tests.test_tokenizer import write_model
@@ -209,7 +209,7 @@ def test_jobs_chunks_threads_and_engines_change_nothing(
         (1024, 1024, 2, "plain"),
         (4096, 4096, 1, "plain"),
     ):
-        TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = job, chunk, chunk
+        tune(job_elements=job, min_chunk=chunk, max_chunk=chunk)
         run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=threads, engine=engine)
         assert_all_same(tensors_in(tmp_path / "out"), expected)
 
@@ -323,7 +323,7 @@ def test_resume_verify_dry_run_analyze_and_recipe(
 
     models = make_models(kind)
     paths = write(tmp_path, kind, models)
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 1024
+    tune(job_elements=8192, min_chunk=1024, max_chunk=1024)
     settings: dict[str, Any] = {
         "method": "slerp",
         "drop_rate": 0.5,
@@ -365,7 +365,7 @@ def test_resume_verify_dry_run_analyze_and_recipe(
         tmp_path / "again",
         "--engine=plain",
     ]
-    assert dare.main([str(argument) for argument in arguments]) == 0
+    run(*arguments)
     assert_all_same(tensors_in(tmp_path / "again"), expected)
     scale = f"c.weight{KINDS[kind][0]}"
     shard = tmp_path / "out" / index["weight_map"][scale]

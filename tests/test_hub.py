@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import dare
 from tests import support
 from tests.support import (
     BF16,
@@ -19,6 +18,7 @@ from tests.support import (
     define,
     finetune,
     random_model,
+    run,
     run_merge,
     tensors_in,
 )
@@ -47,7 +47,7 @@ def snapshots(tmp_path: Path, monkeypatch: Patch) -> list[Path]:
 
 
 def merge_by_name(base: str, model: str, *flags: str) -> Path:
-    assert dare.main(["-q", "-b", base, "-m", model, "-o", "out", *flags]) == 0
+    run("-q", "-b", base, "-m", model, "-o", "out", *flags)
     return Path("out")
 
 

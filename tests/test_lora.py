@@ -12,9 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import dare
 from dare import DareConfig, DareError, DareMerger
-from darelib.core.tuning import TUNING
 from darelib.models.lora import OTHER_ADAPTERS
 from tests.support import (
     BF16,
@@ -31,11 +29,13 @@ from tests.support import (
     finetune,
     low_rank,
     random_model,
+    run,
     run_merge,
     same_bits,
     save,
     save_directory,
     tensors_in,
+    tune,
     write_adapter,
 )
 
@@ -162,8 +162,7 @@ def test_changes_are_dropped_and_rescaled_bit_for_bit_like_the_formulas_in_any_c
         (2048, 1000, 1),
         (1 << 14, 50, 2),
     ):
-        TUNING.min_chunk = TUNING.max_chunk = chunk
-        TUNING.expand_elements = room
+        tune(min_chunk=chunk, max_chunk=chunk, expand_elements=room)
         run_merge(
             paths[0], paths[1:], tmp_path / OUT, drop_rate=0.7, engine=engine, threads=threads
         )
@@ -243,7 +242,7 @@ def test_an_adapter_of_fewer_or_more_rows_overlaps_like_a_model(
         }
     adapter, common = write_adapter(tmp_path / "adapter", tensors), min(rows, 37)
     for chunk in (1024, 1 << 18):
-        TUNING.min_chunk = TUNING.max_chunk = chunk
+        tune(min_chunk=chunk, max_chunk=chunk)
         run_merge(base, [adapter], tmp_path / OUT, drop_rate=0.0, mismatch="overlap")
         merged = load_file(tmp_path / OUT)["layer.weight"]
         assert torch.allclose(
@@ -440,9 +439,9 @@ def test_values_in_an_adapter_that_are_not_finite_are_named(pair: Pair, tmp_path
 def test_another_adapter_configuration_is_another_input(pair: Pair, tmp_path: Path) -> None:
     run_merge(pair[0], [write_adapter(tmp_path / "adapter", LAYER)], tmp_path / "merged")
     recipe = str(tmp_path / "merged" / "dare_recipe.toml")
-    assert dare.main(["-q", "-c", recipe, "-o", str(tmp_path / "again")]) == 0
+    run("-q", "-c", recipe, "-o", tmp_path / "again")
     write_adapter(tmp_path / "adapter", LAYER, lora_alpha=8)
-    assert dare.main(["-q", "-c", recipe, "-o", str(tmp_path / "third")]) == 1
+    run("-q", "-c", recipe, "-o", tmp_path / "third", status=1)
     assert not (tmp_path / "third").exists()
 
 

@@ -32,6 +32,7 @@ from tests.support import (
     low_rank,
     random_model,
     refuse,
+    run,
     save,
     save_directory,
     tensors_in,
@@ -182,7 +183,6 @@ def test_an_average_needs_no_base_and_slerp_goes_from_it() -> None:
         "models: [{model: one, parameters: {weight: 1}}, {model: two, parameters: {weight: 3}}]\n"
     )
     request = read(f"merge_method: linear\n{models}")
-    assert request.base is not None
     assert (request.base.name, [source.name for source in request.merge]) == ("one", ["one", "two"])
     assert request.dare == {
         "method": "linear",
@@ -221,7 +221,6 @@ def test_references() -> None:
         "{model: {model: dir/x}}\n"
     )
     request = read(text)
-    assert request.base is not None
     assert request.base.name == "org/base@v1"
     assert [s.name for s in request.merge] == [
         "org/lora@main",
@@ -232,7 +231,6 @@ def test_references() -> None:
     request = read(
         "merge_method: linear\nmodels: [{model: x}, {model: b+l}]\nparameters: {weight: 1}"
     )
-    assert request.base is not None
     assert (request.base.name, [source.name for source in request.merge]) == ("b", ["x", "l"])
 
 
@@ -402,15 +400,15 @@ def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
         text + "\n  rescale: false\ntokenizer_source: base\nout_dtype: bfloat16\n"
     )
     flags = ["-c", "sub/merge.yml", "-q", "--engine", "plain"]
-    assert dare.main([*flags, "-o", "out"]) == 0
-    assert dare.main([*flags, "--write-config", "sub/merge.toml", "-o", "other"]) == 0
+    run(*flags, "-o", "out")
+    run(*flags, "--write-config", "sub/merge.toml", "-o", "other")
     assert not (folder / "other").exists()
-    assert dare.main(["-c", "sub/merge.toml", "--engine", "plain"]) == 0
+    run("-c", "sub/merge.toml", "--engine", "plain")
     assert_same(tensors_in(folder / "out"), tensors_in(folder / "other"))
     assert (folder / "out" / "dare_recipe.toml").read_text() == (
         folder / "other" / "dare_recipe.toml"
     ).read_text()
-    assert dare.main(["verify", "out", "-q", "--engine", "plain"]) == 0
+    run("verify", "out", "-q", "--engine", "plain")
     written = (folder / "sub" / "merge.toml").read_text()
     assert 'base_file = "../base"' in written
     assert "normalize = false  # mergekit's default for dare_ties" in written
@@ -436,9 +434,9 @@ def test_written_configurations(models: list[Path], tmp_path: Path, capsys: Capt
         "plain",
     ]
     written = tmp_path / "new.toml"
-    assert dare.main([*map(str, flags), "--write-config", str(written)]) == 0
-    assert dare.main([*map(str, flags), "-o", str(tmp_path / "flags.safetensors")]) == 0
-    assert dare.main(["-c", str(written), "-q"]) == 0
+    run(*flags, "--write-config", written)
+    run(*flags, "-o", tmp_path / "flags.safetensors")
+    run("-c", written, "-q")
     assert_same(
         load_file(tmp_path / "flags.safetensors"), load_file(tmp_path / "new_merged.safetensors")
     )
@@ -453,7 +451,7 @@ def test_written_configurations(models: list[Path], tmp_path: Path, capsys: Capt
     refuse(
         tmp_path, capsys, 2, "there is no directory", arguments=[*flags, tmp_path / "no" / "x.toml"]
     )
-    assert dare.main([*map(str, flags), str(written)]) == 0
+    run(*flags, written)
 
 
 def test_names_on_the_hub_stay_names(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -461,7 +459,7 @@ def test_names_on_the_hub_stay_names(tmp_path: Path, monkeypatch: Patch) -> None
     (tmp_path / "m.yaml").write_text(
         f"merge_method: ties\n{MODELS}".replace("base_model: base", "base_model: a/b@v1")
     )
-    assert dare.main(["-c", "m.yaml", "-q", "--write-config", "m.toml"]) == 0
+    run("-c", "m.yaml", "-q", "--write-config", "m.toml")
     assert 'base_file = "a/b@v1"' in (tmp_path / "m.toml").read_text()
 
 
@@ -488,8 +486,8 @@ def test_adapters_on_the_base(folder: Path) -> None:
         "parameters: {weight: 1}}]"
     )
     (folder / "m.yaml").write_text(text)
-    assert dare.main(["-c", "m.yaml", "-o", "yaml", "-q"]) == 0
-    assert dare.main(["-b", "base", "-m", "lora", "--drop-rate", "0", "-o", "flags", "-q"]) == 0
+    run("-c", "m.yaml", "-o", "yaml", "-q")
+    run("-b", "base", "-m", "lora", "--drop-rate", "0", "-o", "flags", "-q")
     assert_same(tensors_in(folder / "yaml"), tensors_in(folder / "flags"))
 
 
@@ -502,7 +500,7 @@ def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: 
     text = f"merge_method: {method}\nbase_model: base\nmodels: [{{model: one}}, {{model: two}}, "
     text += f"{{model: base, parameters: {{weight: 0.1}}}}]\nparameters: {{weight: {both}}}"
     (folder / "m.yaml").write_text(text)
-    assert dare.main(["-c", "m.yaml", "-o", "out", "-q", "--engine", "plain"]) == 0
+    run("-c", "m.yaml", "-o", "out", "-q", "--engine", "plain")
     assert "is the base itself" not in capsys.readouterr().err
     made = tensors_in(folder / "out")
     kept = {name for name in base if made[name].equal(base[name])}
@@ -520,15 +518,15 @@ def test_chat_templates_of_a_file(folder: Path) -> None:
         (folder / "m.yaml").write_text(
             f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
         )
-        assert dare.main(["-c", "m.yaml", "-o", "out", "-q"]) == 0
+        run("-c", "m.yaml", "-o", "out", "-q")
         assert (folder / "out" / "chat_template.jinja").read_text() == expected
-        assert dare.main(["-c", "out", "-o", "again", "-q"]) == 0
+        run("-c", "out", "-o", "again", "-q")
         assert (folder / "again" / "chat_template.jinja").read_text() == expected
-        assert dare.main(["verify", "out", "-q"]) == 0
-        assert dare.main(["-c", "m.yaml", "-q", "--write-config", "m.toml", "--force"]) == 0
-        assert dare.main(["-c", "m.toml", "-q"]) == 0
+        run("verify", "out", "-q")
+        run("-c", "m.yaml", "-q", "--write-config", "m.toml", "--force")
+        run("-c", "m.toml", "-q")
         assert (folder / "m_merged" / "chat_template.jinja").read_text() == expected
-    assert dare.main(["-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", "auto"]) == 1
+    run("-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", "auto", status=1)
 
 
 def test_the_reader_is_loaded_only_for_yaml() -> None:
@@ -720,7 +718,7 @@ def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Captu
     weight = "{weight: [{filter: mlp.*.weight, value: 2}, {filter: mlp, value: 1}, {value: 0.5}]}"
     text = f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
     (folder / "merge.yaml").write_text(text)
-    assert dare.main(["-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain"]) == 0
+    run("-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain")
     assert capsys.readouterr().err == (
         "warning: merge.yaml: filter 'mlp.*.weight' is part of no tensor's name, so it does "
         "nothing\n"

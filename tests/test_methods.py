@@ -17,7 +17,6 @@ import dare
 from dare import ConfigError, DareConfig, DareMerger, Rule
 from darelib.config import RULE_SETTINGS
 from darelib.core.methods import slerp_weights
-from darelib.core.tuning import TUNING
 from darelib.requests.recipe import read_recipe
 from tests import support
 from tests.support import (
@@ -35,6 +34,8 @@ from tests.support import (
     mask,
     merge,
     random_model,
+    run,
+    tune,
 )
 
 VARIATIONS: list[Config] = [
@@ -206,16 +207,16 @@ def test_normalize_is_recorded_where_it_is_not_the_default(
         "--engine",
         "plain",
     ]
-    assert dare.main([*words, *flags.split(), "--dry-run"]) == 0
+    run(*words, *flags.split(), "--dry-run")
     assert (f"normalize {str(recorded).lower()}" in capsys.readouterr().out) == (
         recorded is not None
     )
-    assert dare.main([*words, *flags.split(), "-q"]) == 0
+    run(*words, *flags.split(), "-q")
     assert read_recipe(output).dare.get("normalize") == recorded
     assert ("summed up by weight over the models" in (output / "README.md").read_text()) == (
         recorded is False
     )
-    assert dare.main(["verify", "-q", str(output)]) == 0
+    run("verify", "-q", output)
 
 
 @pytest.mark.parametrize("drop_rate", [0.0, 0.9])
@@ -345,10 +346,9 @@ def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
     base = random_model(4, BF16, {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)})
     models = [finetune(base, seed, 0.02) for seed in (1, 2)]
     usual = merge(tmp_path, base, *models, threads=1, **config)
-    TUNING.batch_elements = 5000
+    tune(batch_elements=5000)
     for chunk, threads in ((1024, 7), (4096, 2), (1 << 15, 3)):
-        TUNING.min_chunk = TUNING.max_chunk = TUNING.memory_chunk = chunk
-        TUNING.job_elements = 2 * chunk
+        tune(min_chunk=chunk, max_chunk=chunk, memory_chunk=chunk, job_elements=2 * chunk)
         for engine in ("numba", "plain"):
             assert_same(
                 merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual
@@ -512,14 +512,12 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
 ) -> None:
     rule = '[[rules]]\nmatch = ["layer.*", "scalar"]\ndrop_rate = [0.5, 0.25]\nlambda_coeff = 0.5\n'
     config, output = support.write_config(tmp_path, rule, verbose=False), tmp_path / "f.safetensors"
-    assert dare.main(["-c", str(config)]) == 0
+    run("-c", config)
     settings = ":drop_rate=[0.5, 0.25], lambda_coeff=0.5"
     flags = ["--rule", f"layer.*{settings}", "--rule", f"scalar{settings}", "-o", str(output)]
-    assert (
-        dare.main(["-q", "-b", str(models[0]), "-m", str(models[1]), str(models[2]), *flags]) == 0
-    )
+    run("-q", "-b", models[0], "-m", models[1], models[2], *flags)
     assert_same(load_file(output), load_file(tmp_path / "out.safetensors"))
-    assert dare.main(["-c", str(config), "--rule", "*:lambda_coeff=0"]) == 0
+    run("-c", config, "--rule", "*:lambda_coeff=0")
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(models[0]))
 
 

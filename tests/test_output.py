@@ -11,7 +11,6 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-import dare
 from dare import ConfigError, DareConfig
 from darelib.config import parse_size
 from darelib.output.destination import list_files
@@ -25,6 +24,7 @@ from tests.support import (
     low_rank,
     random_model,
     refuse,
+    run,
     run_merge,
     save,
     save_directory,
@@ -67,7 +67,7 @@ def refused(tmp_path: Path, capsys: Capture) -> Any:
 
 
 def merge_directory(pair: Pair, output: Path, *flags: Any) -> None:
-    assert dare.main([*map(str, ("-q", "-b", pair[0], "-m", pair[1], "-o", output, *flags))]) == 0
+    run("-q", "-b", pair[0], "-m", pair[1], "-o", output, *flags)
     assert not any("partial" in name for name in os.listdir(output.parent)), "no litter"
 
 
@@ -154,12 +154,7 @@ def test_the_tokenizer_may_come_from_another_model(
         refused(pair, tmp_path / "x", word, flags=["--tokenizer", pair[1]])
     fill(pair[1], {"tokenizer.json": json.dumps(vocabulary | {"added_tokens": []})})
     merge_directory(pair, tmp_path / "out", "--tokenizer", pair[1])
-    assert (
-        dare.main(
-            ["-q", "-c", str(tmp_path / "out" / "dare_recipe.toml"), "-o", str(tmp_path / "again")]
-        )
-        == 0
-    )
+    run("-q", "-c", tmp_path / "out" / "dare_recipe.toml", "-o", tmp_path / "again")
     for folder in (tmp_path / "out", tmp_path / "again"):
         assert set(list_files(folder)) == {
             *MADE,
@@ -380,7 +375,7 @@ def test_sizes_are_read_as_people_write_them(
         )
         refused(pair, tmp_path / "out", complaint, status=2, flags=[f"--max-shard-size={source}"])
         fill(tmp_path, {"c.toml": f"[dare]\nmax_shard_size = {json.dumps(source)}\n"})
-        assert dare.main(["-c", str(tmp_path / "c.toml")]) == 2
+        run("-c", tmp_path / "c.toml", status=2)
         assert (
             f"{tmp_path / 'c.toml'}: [dare] max_shard_size must be a size like 5GB"
             in capsys.readouterr().err

@@ -17,9 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import dare
 from dare import DareConfig, DareError, DareMerger, dare_sparsify
-from darelib.core.tuning import TUNING
 from tests.scene import contents, launch, stop_after
 from tests.support import (
     BF16,
@@ -37,10 +35,12 @@ from tests.support import (
     low_rank,
     random_model,
     refuse,
+    run,
     run_merge,
     save,
     save_directory,
     tensors_in,
+    tune,
     write_adapter,
 )
 
@@ -52,7 +52,7 @@ TYPES = st.sampled_from([BF16, F16, F32, F64])
 def pack(base: Path, model: Path, output: Path, *flags: Any) -> Path:
     words = ["pack", "-b", base, "-m", model, "-o", output, *PLAIN, *flags]
     with contextlib.redirect_stdout(io.StringIO()):
-        assert dare.main([str(word) for word in words]) == 0
+        run(*words)
     return output
 
 
@@ -109,7 +109,7 @@ def test_every_method_gives_the_bits_of_the_originals(
     paths = save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
     packed = pack_all(paths, 0.5, 42, "--engine", engine)
     for elements, threads in ((8192, 1), (2048, 3)):
-        TUNING.job_elements = elements
+        tune(job_elements=elements)
         compare(paths, packed, engine=engine, threads=threads, **config)
         compare(
             paths, [packed[0], paths[2]], engine=engine, threads=threads, **config
@@ -292,7 +292,7 @@ def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(
             rules=[{"match": "*bias", "drop_rate": 0}],
         )
     assert_same(tensors_in(tmp_path / "math-merged"), tensors_in(tmp_path / "packed-merged"))
-    assert dare.main(["verify", str(packed)]) == 1
+    run("verify", packed, status=1)
     before = contents(packed)
     pack(base, math, packed, "--rule", "*bias:drop_rate=0")  # which may replace what it made
     assert contents(packed) == before
@@ -301,7 +301,7 @@ def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(
 def test_dry_run_verify_and_resume_take_packed_models(
     models: list[Path], capsys: Capture, monkeypatch: Patch
 ) -> None:
-    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+    tune(job_elements=1024, flush_seconds=0.0005, journal_seconds=0.0)
     packed, out = pack_all(models, 0.9, 7), models[0].with_name("out.safetensors")
     words = [
         "-b",
@@ -314,21 +314,21 @@ def test_dry_run_verify_and_resume_take_packed_models(
         "--threads",
         "1",
     ]
-    assert dare.main([*words, "--dry-run"]) == 0
+    run(*words, "--dry-run")
     assert "packed at drop rate 0.9, seed 7" in capsys.readouterr().out.replace(
         "0.8999", "0.9"
     ).replace("0.9001", "0.9")
-    assert dare.main(words) == 0
+    run(*words)
     whole = out.read_bytes()
     monkeypatch.chdir(out.parent)
-    assert dare.main(["verify", str(out)]) == 0
+    run("verify", out)
     out.unlink()
     with pytest.MonkeyPatch.context() as patch:
         stop_after(patch, 4)
-        assert dare.main([*words, "--resume"]) == 130
-    assert dare.main([*words, "--resume"]) == 0
+        run(*words, "--resume", status=130)
+    run(*words, "--resume")
     assert out.read_bytes() == whole
-    assert dare.main(["--config", str(out), "--output", "again.safetensors", *PLAIN]) == 0
+    run("--config", out, "--output", "again.safetensors", *PLAIN)
     assert Path("again.safetensors").read_bytes() == whole
 
 
@@ -349,10 +349,10 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
             *PLAIN,
         ]
         words += ["--drop-rate", 0.95]
-        assert dare.main(["analyze", *map(str, words)]) == 0
+        run("analyze", *words)
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
         assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)
-        assert dare.main(["--config", str(tmp_path / "a.toml"), *PLAIN, "-q"]) == 0
+        run("--config", tmp_path / "a.toml", *PLAIN, "-q")
 
 
 def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> None:
@@ -481,7 +481,7 @@ def test_a_configuration_that_says_how_to_merge_can_be_packed_by(
 def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes(
     models: list[Path], tmp_path: Path
 ) -> None:
-    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+    tune(job_elements=1024, flush_seconds=0.0005, journal_seconds=0.0)
     whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
     out, before = tmp_path / "out" / "out.safetensors", sorted(os.listdir(tmp_path))
     out.parent.mkdir()
@@ -500,9 +500,9 @@ def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes
     for flags, left in (((), 0), (("--resume",), 1)):
         with pytest.MonkeyPatch.context() as patch:
             stop_after(patch, 5)
-            assert dare.main([*words, *flags]) == 130
+            run(*words, *flags, status=130)
         assert len(os.listdir(out.parent)) == left
-    assert dare.main([*words, "--resume"]) == 0
+    run(*words, "--resume")
     assert os.listdir(out.parent) == [out.name]
     assert out.read_bytes() == whole
     assert sorted({*os.listdir(tmp_path)} - {"out"}) == before
@@ -521,7 +521,6 @@ def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
         "flush=True), time.sleep(1))"
     )
     process = launch(stuck, "pack", "-b", models[0], "-m", models[1], "-o", out, *PLAIN)
-    assert process.stdout is not None
     assert [process.stdout.readline().strip() for _ in range(2)] == ["started", "written"]
     process.send_signal(how)
     process.communicate(timeout=60)

@@ -20,7 +20,6 @@ import darelib.commands.pack
 import darelib.models.packed
 from dare import DareError
 from darelib.core.mask import keep_threshold
-from darelib.core.tuning import TUNING
 from tests.support import (
     BF16,
     F64,
@@ -36,6 +35,7 @@ from tests.support import (
     raw,
     run_merge,
     save,
+    tune,
     with_header,
 )
 from tests.test_packed import PLAIN, pack, table_of
@@ -243,7 +243,7 @@ def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
 ) -> None:
     for module in (darelib.commands.pack, darelib.models.packed):
         monkeypatch.setattr(module, "COUNTED_BLOCK", 1 << 20)  # as it is
-    TUNING.job_elements, TUNING.max_chunk = 1 << 22, 1 << 18
+    tune(job_elements=1 << 22, max_chunk=1 << 18)
     base = random_model(0, BF16, {"large": (1030, 1031), "small": (7, 9), "one": (), "none": (0,)})
     base["wide"] = random_model(1, F64, {"": (50, 60)})[""]
     tuned = finetune(base, 1)

@@ -11,7 +11,6 @@ import pytest
 
 import dare
 from dare import ConfigError, DareConfig, DareMerger
-from darelib.core.tuning import TUNING
 from darelib.output.journal import Journal
 from darelib.output.lock import Lock
 from darelib.output.publish import Flusher, Shard
@@ -25,6 +24,7 @@ from tests.support import (
     random_model,
     refuse,
     save_directory,
+    tune,
 )
 
 SHAPES = {f"model.layers.{k}.weight": (32, 64) for k in range(11)} | {"lm_head.weight": (64, 64)}
@@ -153,7 +153,7 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
 def test_a_part_that_begins_again_while_it_runs_takes_the_journal_and_stops_nobody(
     tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
 ) -> None:
-    TUNING.flush_seconds, TUNING.journal_seconds = 0.0005, 0.0
+    tune(flush_seconds=0.0005, journal_seconds=0.0)
     write, taken = Shard.write_at, list[Path]()
 
     def begin(self: Shard, file: int, view: memoryview, offset: int) -> None:
@@ -179,7 +179,7 @@ def test_a_part_that_is_interrupted_goes_on_from_there(
     monkeypatch: Patch,
     capsys: Capture,
 ) -> None:
-    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+    tune(job_elements=1024, flush_seconds=0.0005, journal_seconds=0.0)
     write, count = Shard.write_at, iter(range(5))
 
     def stopping(self: Shard, file: int, view: memoryview, offset: int) -> None:
@@ -281,7 +281,7 @@ def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
     monkeypatch: Patch,
     capsys: Capture,
 ) -> None:
-    TUNING.flush_seconds = 60  # so that all is flushed at the end
+    tune(flush_seconds=60)  # so that all is flushed at the end
     with monkeypatch.context() as patch:
         patch.setattr(Flusher, "_flush", lambda *_: os.fsync(-1))
         patch.setattr(os, "fsync", os.fstat)  # which knows no file -1

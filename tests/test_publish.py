@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dare import DareConfig, DareMerger
-from darelib.core.tuning import TUNING
 from darelib.output import publish
 from darelib.output.publish import MADE, Output
 from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, stop_after, wait_for
@@ -171,7 +170,7 @@ def test_all_bytes_are_on_the_disk_before_the_output_gets_its_name_and_then_the_
 ) -> None:
     """What is not synced is lost if the power fails, whatever the order in which it was written."""
     scene, unsynced, events = Scene(tmp_path, kind, old=False), set[str](), list[str]()
-    TUNING.flush_seconds = 60  # nobody syncs but who publishes
+    tune(flush_seconds=60)  # nobody syncs but who publishes
 
     def note(call: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def noting(descriptor: int, *arguments: Any) -> Any:
@@ -283,7 +282,7 @@ def dies_at(number: int, scene: Scene, flags: list[str], exchange: bool, backgro
         if not exchange:
             publish.exchange = lambda *_: False
         if not background:  # then the calls have an order
-            TUNING.flush_seconds = 60
+            tune(flush_seconds=60)
         scene.run(*flags)
     finally:
         os._exit(0)
@@ -445,7 +444,6 @@ def test_a_signal_stops_a_merge_in_two_seconds_whatever_it_is_doing(
     process = launch(
         BUSY[doing], *arguments, "auto" if doing == "compiling" else "plain", **folders
     )
-    assert process.stderr is not None
     assert doing in process.stderr.readline()
     with suppress(subprocess.TimeoutExpired):
         process.wait(0.3)  # for it to be at work

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from tests.scene import contents
-from tests.support import Capture, Patch, finetune, refuse, run_merge
+from tests.support import Capture, Patch, finetune, refuse, run, run_merge
 
 
 def recipe_of(path: Path) -> str:
@@ -104,16 +104,10 @@ def test_a_recipe_makes_the_same_file_again(
     monkeypatch.chdir(tmp_path)
     base, *others = (path.name for path in models)
     engine = ["-q", "--engine", "plain"]
-    assert (
-        dare.main([*engine, "-b", base, "-o", "first.safetensors", *flags.split(), "-m", *others])
-        == 0
-    )
+    run(*engine, "-b", base, "-o", "first.safetensors", *flags.split(), "-m", *others)
     Path("recipe.toml").write_text(recipe_of(Path("first.safetensors")))
     monkeypatch.chdir("/")
-    assert (
-        dare.main([*engine, "-c", f"{tmp_path}/recipe.toml", "-o", f"{tmp_path}/again.safetensors"])
-        == 0
-    )
+    run(*engine, "-c", f"{tmp_path}/recipe.toml", "-o", f"{tmp_path}/again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (
         tmp_path / "first.safetensors"
     ).read_bytes()
@@ -137,7 +131,7 @@ def test_the_same_merge_gives_the_same_bytes_from_any_place(
         out = tmp_path / str(number) / output
         out.parent.mkdir()
         monkeypatch.chdir(place)
-        assert dare.main(["-q", "-b", str(base), "-m", str(model), "-o", str(out)]) == 0
+        run("-q", "-b", base, "-m", model, "-o", out)
         made.append(
             {path.name: path.read_bytes() for path in (out.iterdir() if out.is_dir() else [out])}
         )
@@ -152,14 +146,14 @@ def test_a_merged_model_is_a_configuration(
     (tmp_path / "results").mkdir()
     first, second = tmp_path / "results" / output, tmp_path / output
     flags = ["--drop-rate", "0.5", "--max-shard-size=9kB"]
-    assert dare.main(["-q", "-b", str(pair[0]), "-m", str(pair[1]), "-o", str(first), *flags]) == 0
+    run("-q", "-b", pair[0], "-m", pair[1], "-o", first, *flags)
     where = ["--merge", str(pair[1]), "--base", str(pair[0])]
-    assert dare.main(["-q", "-c", str(first), "-o", str(second), *where]) == 0
+    run("-q", "-c", first, "-o", second, *where)
     assert contents(second) == contents(first)
     assert dare.main(["-q", "-c", str(second), "-o", str(first)]) == 0, "the models are beside it"
     assert contents(second) == contents(first)
     if first.is_dir():
-        assert dare.main(["-q", "-c", str(second / "dare_recipe.toml"), "-o", str(first)]) == 0
+        run("-q", "-c", second / "dare_recipe.toml", "-o", first)
         assert contents(second) == contents(first)
 
 
@@ -182,7 +176,7 @@ def test_a_recipe_refuses_other_inputs(models: list[Path], tmp_path: Path, capsy
             tmp_path, capsys, 1, "cannot find 'code.safetensors', which the", arguments=arguments
         )
         models[2].write_bytes(kept)
-        assert dare.main([str(argument) for argument in arguments]) == 0
+        run(*arguments)
         assert again.read_bytes() == out.read_bytes()
 
 
@@ -191,4 +185,4 @@ def test_equal_inputs_are_found_under_each_name(models: list[Path], tmp_path: Pa
     copy.write_bytes(models[1].read_bytes())
     out = tmp_path / "out.safetensors"
     run_merge(models[0], [models[1], copy], out)
-    assert dare.main(["verify", "-q", str(out), "--merge", str(models[1]), str(copy)]) == 0
+    run("verify", "-q", out, "--merge", models[1], copy)

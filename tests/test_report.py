@@ -34,8 +34,10 @@ from tests.support import (
     low_rank,
     mask,
     random_model,
+    run,
     run_merge,
     save,
+    tune,
 )
 
 OUT = Path("out.safetensors")
@@ -55,7 +57,7 @@ def merge(base: Tensors, *models: Tensors, **config: Any) -> dare.MergeReport:
 
 
 def planned(capsys: Capture, *flags: str) -> str:
-    assert dare.main([*MERGE, *flags, "--dry-run"]) == 0
+    run(*MERGE, *flags, "--dry-run")
     return capsys.readouterr().out
 
 
@@ -92,7 +94,7 @@ def test_no_figure_depends_on_the_number_of_threads(monkeypatch: Patch) -> None:
         0
     )  # so that no two orders of adding them up agree
     save(Path(), base={"w": torch.zeros(64 * 1024)}, math={"w": sizes}, code={"w": sizes.sqrt()})
-    TUNING.job_elements = TUNING.min_chunk = TUNING.max_chunk = 1024
+    tune(job_elements=1024, min_chunk=1024, max_chunk=1024)
     reports, run = [], Worker.run
     monkeypatch.setattr(
         Worker, "run", lambda *given: time.sleep(0.002 * (given[1].number % 3 == 0)) or run(*given)
@@ -110,7 +112,7 @@ def test_no_figure_depends_on_the_number_of_threads(monkeypatch: Patch) -> None:
 
 
 def test_the_report_prints_as_a_table_and_is_plain_data(models: Models) -> None:
-    TUNING.least_for_rate = 1000
+    tune(least_for_rate=1000)
     rules = [{"match": "head*", "drop_rate": 0.5}]
     report = run_merge(
         models[0],
@@ -134,7 +136,7 @@ def test_the_report_prints_as_a_table_and_is_plain_data(models: Models) -> None:
     assert lines[4].endswith(f" written in {report.seconds:.2f} s ({speed}/s)")
     data = json.loads(json.dumps(report.as_dict()))
     assert [model["seed"] for model in data["models"]] == [42, 43]
-    TUNING.least_for_rate = 10**9
+    tune(least_for_rate=10**9)
     assert not any(
         word in str(run_merge(models[0], models[1:], OUT)) for word in ("in all", "copied", "/s)")
     )
@@ -227,7 +229,7 @@ def test_the_plan_shows_models_rules_files_and_needs(
         "--engine=plain",
     ]
     before = support.snapshot(tmp_path)
-    assert dare.main([*flags, "--dry-run"]) == 0
+    run(*flags, "--dry-run")
     assert support.snapshot(tmp_path) == before
     lines = capsys.readouterr().out.splitlines()
     sizes = [
@@ -251,7 +253,7 @@ def test_the_plan_shows_models_rules_files_and_needs(
     assert not any(
         "lacks" in line or "more than the base" in line or "shapes" in line for line in lines
     )
-    assert dare.main(["-q", *flags]) == 0
+    run("-q", *flags)
     for word, path in zip(("write", ""), sorted(Path("out").glob("*.safetensors")), strict=True):
         assert f"{word:8}{path.name}, {human(path.stat().st_size)}" in lines
     written = human(sum(path.stat().st_size for path in Path("out").iterdir()))
@@ -352,7 +354,7 @@ def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Captu
     assert "replace" not in plan
     replaced = f"replace {human(Path('own.safetensors').stat().st_size)} that something else made\n"
     assert replaced in planned(capsys, *overlap, "-o", "own.safetensors", "--force")
-    assert dare.main(["-q", *MERGE, *overlap]) == 0
+    run("-q", *MERGE, *overlap)
     replaced = f"replace {human(OUT.stat().st_size)} that an earlier merge made\n"
     assert replaced in planned(capsys, *overlap)
     assert "unfinished" not in planned(capsys, *overlap)
@@ -412,8 +414,8 @@ def test_a_dry_run_fails_only_by_what_would_fail_the_merge(
     )
     flags = [*MERGE, "--method", "ties", "--drop-rate", "0", "--lambda", "2", "--engine", "plain"]
     support.refuse(tmp_path, capsys, 1, "beyond the range", arguments=flags)
-    assert dare.main(["-q", *flags, "--keep-ratio", "0.5", "--dry-run"]) == 0
-    assert dare.main(["-q", *flags, "--keep-ratio", "0.5"]) == 0
+    run("-q", *flags, "--keep-ratio", "0.5", "--dry-run")
+    run("-q", *flags, "--keep-ratio", "0.5")
 
 
 @pytest.mark.slow
@@ -442,7 +444,7 @@ def test_json_is_all_that_is_printed(models: Models, tmp_path: Path, capsys: Cap
         ("verify", ["verify", str(OUT)], False),
         ("quiet verify", ["--verify", str(OUT), "-q"], False),
     ):
-        assert dare.main([*flags, "--json"]) == 0
+        run(*flags, "--json")
         said = capsys.readouterr()
         printed[name] = json.loads(said.out)
         assert said.err.startswith("warning: ") is warned
@@ -504,7 +506,7 @@ def test_colours_and_progress_are_for_terminals(
     models: Models, environment: Any, moves: bool, colours: bool
 ) -> None:
     flags = [*MERGE, "--delta-threshold", "1e-9"]
-    assert dare.main(["-q", *flags]) == 0  # so that nothing is left to compile
+    run("-q", *flags)  # so that nothing is left to compile
     status, out, said = run_on_terminal(*flags, **environment)
     assert (status, "\x1b" in out) == (0, False)
     assert ("merging" in said, "\x1b" in said) == (moves, moves)

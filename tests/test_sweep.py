@@ -25,7 +25,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sqlalchemy import Engine, event
 
-import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
 from darelib.commands.sweep.report import chance
 from tests.scene import wait_for
@@ -39,6 +38,7 @@ from tests.support import (
     finetune,
     random_model,
     refuse,
+    run,
     save,
     slow,
     snapshot,
@@ -190,12 +190,12 @@ def test_the_same_command_goes_on_with_its_study_and_the_dashboard_shows_it(
     import optuna_dashboard
 
     flags = command("--vary", "drop_rate = {low = 0.1, high = 0.9}", "--confirm", "3", "--trials")
-    assert dare.main([*flags, "3"]) == 0
+    run(*flags, "3")
     first = calls()
     assert len(first) == 1 + 3 + 3 * 3 + 1
-    assert dare.main([*flags, "3"]) == 0
+    run(*flags, "3")
     assert calls() == first, "nothing is scored again"
-    assert dare.main([*flags, "5", "--json"]) == 0
+    run(*flags, "5", "--json")
     printed = capsys.readouterr()
     assert "going on with the study" in printed.err
     rates = [call[1] for call in calls()[len(first) :]]
@@ -229,10 +229,10 @@ def test_the_same_command_goes_on_with_its_study_and_the_dashboard_shows_it(
     }
     assert trials == {each["number"]: [each["scores"]["score"]] for each in shown["trials"]}
     # Another space, other settings, another or an edited evaluation, other models: another study.
-    assert dare.main(command("--vary", "drop_rate = [0.1, 0.5]", "--trials", "1")) == 0
-    assert dare.main(command(*flags[5:], "1", weights=[1, 2])) == 0
-    assert dare.main(command(*flags[5:], "1", "--objective", "score:min")) == 0
-    assert dare.main(command(*flags[5:], "1", evaluate=judge("    return value + 0"))) == 0
+    run(*command("--vary", "drop_rate = [0.1, 0.5]", "--trials", "1"))
+    run(*command(*flags[5:], "1", weights=[1, 2]))
+    run(*command(*flags[5:], "1", "--objective", "score:min"))
+    run(*command(*flags[5:], "1", evaluate=judge("    return value + 0")))
     assert (
         len(
             {
@@ -259,20 +259,20 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
         "mine",
         "--keep-models",
     ]
-    assert dare.main(command(*flags, "kept")) == 0
+    run(*command(*flags, "kept"))
     assert Counter(call[1] for call in calls()) == {0: 1 + 1, 0.2: 1 + 3, 0.8: 1 + 3}, (
         "both are scored with fresh seeds"
     )
     assert {"mine", "mine-trial-0000.safetensors"} < set(os.listdir("kept"))
     assert capsys.readouterr().out.count("drop rate 0.8") == 2, "in the table, and in the verdict"
-    assert dare.main(command(*flags, "kept", lambda_coeff=0.5)) == 2
+    run(*command(*flags, "kept", lambda_coeff=0.5), status=2)
     assert "the study 'mine' is of other models, settings or values" in capsys.readouterr().err
     # Weights make a merge longer, so that a plain average as long is what it is compared with;
     # packed models are swept.
     found = sweep(hill, {"weights": [[0.75, 0.75], [1.0, 1.0]]}, config={"drop_rate": 0.5})
     assert {row.config.lambda_coeff for row in found.averages} == {1.0, 1.5, 2.0}
     packing = "pack -q -b base.safetensors -m math.safetensors -o math.packed --engine plain"
-    assert dare.main(packing.split()) == 0
+    run(*packing.split())
     merger = DareMerger("base.safetensors", ["math.packed"], DareConfig(engine="plain"))
     assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
 
@@ -355,7 +355,7 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
         "0",
     ]
     flags = command(*flags, "--timeout", "1.5", evaluate=AS_COMMAND)
-    assert dare.main(flags) == 0
+    run(*flags)
     trials = optuna.load_study(storage="sqlite:///config_sweep.db", study_name=None).trials
     assert [trial.state.name for trial in trials] == ["FAIL"] * 5 + ["COMPLETE"]
     reasons = [
@@ -372,7 +372,7 @@ def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_ke
     assert all("working on it" in trial.user_attrs["output"] for trial in trials[:4])
     wait_for(lambda: has_ended(int(Path("child").read_text())))
     done = len(calls())
-    assert dare.main(flags) == 0
+    run(*flags)
     assert len(calls()) == done + 5, "what has failed is tried again by the next run"
 
 
@@ -382,13 +382,13 @@ def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(
     flags = command(
         "--vary", "drop_rate=[0.1]", evaluate=judge("    raise RuntimeError('no tokenizer')")
     )
-    assert dare.main([*flags, "--keep-models", "kept"]) == 1
+    run(*flags, "--keep-models", "kept", status=1)
     assert (
         "error: the evaluation cannot score the base: RuntimeError: no tokenizer\nhint: "
         in capsys.readouterr().err
     )
     flags[4] = f'"{sys.executable}" -c "print(1); raise SystemExit(\'no data\')" {{model}}'
-    assert dare.main([*flags, "--keep-models", "kept"]) == 1
+    run(*flags, "--keep-models", "kept", status=1)
     assert (
         "| 1\n| no data\nerror: the evaluation cannot score the base: it ended"
         in capsys.readouterr().err
@@ -423,7 +423,7 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
         "--plot",
         evaluate="~/both.py:score",
     )
-    assert dare.main([*flags, "front.svg"]) == 0
+    run(*flags, "front.svg")
     shown = json.loads(capsys.readouterr().out)
     assert (len(shown["trials"]), len(shown["failed"]), len(shown["plain_averages"]) >= 5) == (
         16,
@@ -547,7 +547,6 @@ def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> No
         **{(seed, seed + 1): 3 for seed in (9, 11, 13, 15)},
     }
     values, average = [each[0] for each in found.best.confirmed], found.average
-    assert average is not None
     assert average.scores == [pytest.approx(-0.64)]
     test = stats.ttest_1samp(values, average.scores[0], alternative="greater")
     assert found.probability == pytest.approx(3 * test.pvalue, rel=1e-9)
@@ -596,7 +595,7 @@ def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: 
         method="ties",
         keep_ratio=0.5,
     )
-    assert dare.main([*flags, "--search", "grid"]) == 0
+    run(*flags, "--search", "grid")
     printed = capsys.readouterr()
     progress = r"\n\[2/2\] method ties, drop rate 0.8, rules.0.lambda_coeff 1: 0.0002 \(best 0.0002\), .* left\n"
     assert re.search(progress, printed.err)
@@ -607,10 +606,7 @@ def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: 
     assert Path("found.png").read_bytes()[:4] == b"\x89PNG"
     best = Path("config_best.toml").read_text()
     assert best.startswith("# Found by a sweep:\n# trial 1: ")
-    assert (
-        dare.main(["-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors"])
-        == 0
-    )
+    run("-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors")
     assert (
         Path("again.safetensors").read_bytes()
         == next(Path("kept").glob("*-trial-0001.*")).read_bytes()
@@ -635,7 +631,6 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
         wait_for(lambda: [call[1] for call in calls()[-1:]] == [rate], 60)
         assert len(list(tmp_path.glob(".sweep-*/merged.safetensors"))) == 1
         process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
         assert any(
             "stopping after this trial; once more to stop at once" in line
             for line in process.stderr
@@ -650,7 +645,7 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
     assert "[4/4]" not in interrupt(0.4, lambda process: process.send_signal(signal.SIGINT))
     wait_for(lambda: has_ended(calls()[-1][0]))
     Path("wait0.4").unlink()
-    assert dare.main(flags) == 0
+    run(*flags)
     assert [call[1] for call in calls() if call[1]] == [0.1, 0.2, 0.3, 0.4, 0.4], (
         "what was stopped is tried again"
     )

@@ -25,6 +25,7 @@ from tests.support import (
     Patch,
     command,
     random_model,
+    run,
     run_merge,
     save_directory,
     save_sharded,
@@ -145,7 +146,7 @@ def test_outputs_may_have_any_name_that_the_filesystem_allows(
     scene.interrupt(5)
     assert scene.run("--resume") == 0
     assert scene.broken() == []
-    assert dare.main(["verify", str(scene.output), "-q", *scene.models]) == 0
+    run("verify", scene.output, "-q", *scene.models)
 
 
 def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(
@@ -205,7 +206,7 @@ def test_the_command_opens_more_files_than_usual_and_a_script_is_asked_to_allow_
             run_merge(paths[0], paths[1:], tmp_path / "out", max_shard_size="16B")
         assert "raise the limit on open files" in caught.value.hint
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (150, limits[1])
-        assert dare.main(words) == 0
+        run(*words)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 200

@@ -27,6 +27,7 @@ from tests.support import (
     examples,
     low_rank,
     refuse,
+    run,
     save,
     save_sharded,
     with_header,
@@ -249,7 +250,7 @@ def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path, capsys: 
         with open(tmp_path / "model.safetensors", "wb") as file:
             file.write(struct.pack("<Q", length) + b"{")
             file.truncate(8 + length)  # all holes: no disk holds that much
-        assert dare.main(arguments) == 1
+        run(*arguments, status=1)
         assert f"{length:,}" in capsys.readouterr().err
     assert not (tmp_path / "out.safetensors").exists()
 
@@ -321,7 +322,7 @@ def test_odd_but_sound_files_are_merged_right(tmp_path: Path, padding: str) -> N
     arguments = sound_models(tmp_path)
     write_floats(tmp_path / "base.safetensors", base, order, padding)
     write_floats(tmp_path / "model.safetensors", model, order[::-1], padding)
-    assert dare.main([*arguments, "--drop-rate", "0", "--lambda", "2"]) == 0
+    run(*arguments, "--drop-rate", "0", "--lambda", "2")
     output = tmp_path / "out.safetensors"
     assert read_by_the_library(output)[0] == {
         name: ("F32", tuple(shape)) for name, shape in shapes.items()
@@ -332,7 +333,7 @@ def test_odd_but_sound_files_are_merged_right(tmp_path: Path, padding: str) -> N
         assert np.allclose(
             merged[name].flatten().numpy(), old + 2 * (new.astype("f8") - old), rtol=1e-6, atol=1e-9
         )
-    assert dare.main(["verify", str(output), *PLAIN]) == 0
+    run("verify", output, *PLAIN)
 
 
 def test_files_without_tensors_have_nothing_in_common(tmp_path: Path, capsys: Capture) -> None:
@@ -349,7 +350,7 @@ def test_files_of_empty_tensors_alone_merge(tmp_path: Path) -> None:
     for side in ("base", "model"):
         write_floats(tmp_path / f"{side}.safetensors", {"w": ([0], [])}, ["w"])
     for method in ("linear", "ties"):
-        assert dare.main([*arguments, "--method", method]) == 0
+        run(*arguments, "--method", method)
         assert load_file(tmp_path / "out.safetensors")["w"].shape == (0,)
 
 
@@ -361,7 +362,7 @@ def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
     arguments, shape, output = sound_models(tmp_path), [1] * sides, tmp_path / "out.safetensors"
     for side, value in (("base", 1.0), ("model", 1.001)):
         write_floats(tmp_path / f"{side}.safetensors", {"w": (shape, [value])}, ["w"])
-    assert dare.main(arguments) == 0
+    run(*arguments)
     output.write_bytes(output.read_bytes()[:-1] + b"\x01")
     place = [0] * sides
     refuse_in_two_lines(

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import dare
 from dare import DareConfig, DareMerger
-from tests.support import BF16, F32, Capture, Tensors, refuse, same_bits, save_directory
+from tests.support import BF16, F32, Capture, Tensors, refuse, run, same_bits, save_directory
 
 TRAINED = {f"t{k}": k for k in range(8)}
 WIDTH = 6
@@ -139,7 +138,7 @@ def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(
     output, merged = merge(
         family, method=method, drop_rate=0.9, lambda_coeff=3.0, weights=[0.9, 0.1], **config
     )
-    assert dare.main(["verify", "-q", str(output)]) == 0
+    run("verify", "-q", output)
     chat, tool = (load_file(folder / "model.safetensors") for folder in family[1:])
     for name in (EMBEDDING, HEAD):
         assert same_bits(merged[name][10], chat[name][10])
@@ -189,9 +188,9 @@ def test_a_union_is_verified_resumed_and_made_again_by_its_recipe(
     family: list[Path], tmp_path: Path
 ) -> None:
     flags = ["-q", "-b", str(family[0]), "-m", *map(str, family[1:]), "-o", str(tmp_path / "out")]
-    assert dare.main([*flags, "--tokenizer", "union", "--resume"]) == 0
-    assert dare.main(["verify", "-q", str(tmp_path / "out")]) == 0
-    assert dare.main(["-q", "-c", str(tmp_path / "out"), "-o", str(tmp_path / "again")]) == 0
+    run(*flags, "--tokenizer", "union", "--resume")
+    run("verify", "-q", tmp_path / "out")
+    run("-q", "-c", tmp_path / "out", "-o", tmp_path / "again")
     for path in (tmp_path / "out").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
@@ -325,7 +324,7 @@ def test_a_tokenizer_that_changed_is_another_input(
         "--tokenizer",
         "union",
     ]
-    assert dare.main(flags) == 0
+    run(*flags)
     again = ["-c", tmp_path / "out", "-o", tmp_path / "again"]
     path, text = family[2] / "tokenizer.json", (family[2] / "tokenizer.json").read_text()
     write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
@@ -340,9 +339,9 @@ def test_a_tokenizer_that_changed_is_another_input(
     path.write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("darelib.output.publish.Output.publish", Mock(side_effect=KeyboardInterrupt))
-        assert dare.main([*flags, "--resume", "--seed", "3"]) == 130
+        run(*flags, "--resume", "--seed", "3", status=130)
     write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
-    assert dare.main([*flags, "--resume", "--seed", "3"]) == 1
+    run(*flags, "--resume", "--seed", "3", status=1)
     assert "is another one" in capsys.readouterr().err
 
 
@@ -393,7 +392,7 @@ def test_hostile_tokenizers_take_neither_time_nor_memory(
         "--mismatch",
         "overlap",
     ]
-    assert dare.main(flags) == 0
+    run(*flags)
     assert time.process_time() - started < 5
 
 
@@ -443,9 +442,7 @@ def test_pipes_are_not_waited_for(family: list[Path], tmp_path: Path, capsys: Ca
         tmp_path / "pipe.jinja",
     ]
     refuse(tmp_path, capsys, 1, "is not a regular file", arguments=flags)
-    assert (
-        dare.main(["convert", str(tmp_path / "pipe.jinja"), str(tmp_path / "x.safetensors")]) == 1
-    )
+    run("convert", tmp_path / "pipe.jinja", tmp_path / "x.safetensors", status=1)
 
 
 TEMPLATE = "{% for m in messages %}<a>{{ m }}<b>{% endfor %}"
@@ -469,30 +466,30 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
         "--mismatch",
         "overlap",
     ]
-    assert dare.main(flags) == 0
+    run(*flags)
     assert template_of(tmp_path / "out") is None
     write_tokenizer(family[2], {"<s>": 8, "</s>": 9}, {"chat_template": TEMPLATE})
     capsys.readouterr()
-    assert dare.main(flags) == 0
+    run(*flags)
     assert (
         f"warning: the chat template is that of {family[2]}, since the base has none"
         in capsys.readouterr().err
     )
     assert template_of(tmp_path / "out") == TEMPLATE
     (family[1] / "chat_template.jinja").write_text("first")
-    assert dare.main(flags) == 0
+    run(*flags)
     assert template_of(tmp_path / "out") == "first"
-    assert dare.main([*flags, "--chat-template", str(family[2])]) == 0
+    run(*flags, "--chat-template", family[2])
     assert template_of(tmp_path / "out") == TEMPLATE
     (tmp_path / "own.jinja").write_text("own")
-    assert dare.main([*flags, "--chat-template", str(tmp_path / "own.jinja")]) == 0
+    run(*flags, "--chat-template", tmp_path / "own.jinja")
     assert template_of(tmp_path / "out") == "own"
-    assert dare.main(["-q", "-c", str(tmp_path / "out"), "-o", str(tmp_path / "again")]) == 0
+    run("-q", "-c", tmp_path / "out", "-o", tmp_path / "again")
     assert template_of(tmp_path / "again") == "own"
     (family[0] / "chat_template.jinja").write_text("base")
-    assert dare.main(flags) == 0
+    run(*flags)
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "base"
-    assert dare.main([*flags, "--chat-template", str(family[2])]) == 0
+    run(*flags, "--chat-template", family[2])
     assert template_of(tmp_path / "out") == TEMPLATE
 
 

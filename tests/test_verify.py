@@ -26,6 +26,7 @@ from tests.support import (
     finetune,
     random_model,
     refuse,
+    run,
     save_directory,
     save_sharded,
     slow,
@@ -77,10 +78,7 @@ def test_a_flipped_bit_is_found_anywhere(
     (tmp_path / "base" / "tokenizer.json").write_text('{"model": 1}')
     save_directory(tmp_path / "math", finetune(base, 1, 0.05))
     out = tmp_path / ("out.safetensors" if kind == "file" else "out")
-    assert (
-        dare.main(["-q", "-b", "base", "-m", "math", "-o", out.name, "--max-shard-size", "40B"])
-        == 0
-    )
+    run("-q", "-b", "base", "-m", "math", "-o", out.name, "--max-shard-size", "40B")
     files = contents(out)
     assert len(files) == (1 if kind == "file" else 7)
     for name, data in files.items():
@@ -149,9 +147,9 @@ def test_what_was_compared_is_printed_and_reported_to_scripts(
     scene = made(tmp_path, "file")
     monkeypatch.chdir(scene.inputs)
     for words in (["verify"], ["--verify"], ["merge", "--verify"]):
-        assert dare.main([*words, str(scene.output)]) == 0
+        run(*words, scene.output)
         assert f"verified {scene.output}: 4 tensors, " in capsys.readouterr().out
-    assert dare.main(["verify", str(scene.output), "--json"]) == 0
+    run("verify", scene.output, "--json")
     base, *models = (scene.inputs / name for name in ("base", "math", "code"))
     report = DareMerger(base, models).verify(scene.output).as_dict()
     assert json.loads(capsys.readouterr().out) | {"seconds": 0} == report | {"seconds": 0}

@@ -460,8 +460,11 @@ def test_what_the_system_refuses_is_passed_on(
     def deny_output(path: Path, **options: Any) -> os.stat_result:
         return denied() if path.name == OUT.name else stat(path, **options)
 
+    def deny_base(path: Path, *mode: Any, **options: Any) -> Any:
+        return denied() if path.name == "base.safetensors" else open(path, *mode, **options)
+
     for owner, name, stand_in, complaint in (
-        (Path, "open", denied, "'base.safetensors': Permission denied"),
+        (Path, "open", deny_base, "'base.safetensors': Permission denied"),
         (Path, "stat", deny_output, "'out.safetensors'"),
         (os, "access", lambda path, mode: Path(path) != folder, "is not writable"),
         (os, "fsync", denied, "'out.safetensors': Permission denied"),

@@ -287,17 +287,6 @@ def test_every_command_takes_a_lora_file(tmp_path: Path, capsys: Capture) -> Non
     assert (tmp_path / OUT).read_bytes() == whole
 
 
-def test_a_recipe_knows_the_lora_file(tmp_path: Path) -> None:
-    base, lora = make(tmp_path)
-    run_merge(base, [lora], tmp_path / OUT, engine="plain")
-    tensors = load_file(lora)
-    save(
-        tmp_path,
-        lora={name: torch.cat([t, t]) if t.ndim == 2 else t for name, t in tensors.items()},
-    )
-    run("verify", "-q", "--engine=plain", tmp_path / OUT, status=1)
-
-
 def test_words_in_the_metadata_of_a_model_make_it_no_lora_file(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 

@@ -300,17 +300,6 @@ def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.D
         assert_same(merge_by(engine, tmp_path, base, models, config), expected)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_threads_and_chunks_do_not_matter(tmp_path: Path, config: Config) -> None:
-    base, models = make_tensors("random", {"rows": (50, 900), "long": (2, 9000)}, BF16)
-    expected = merge(tmp_path, base, *models, **config, drop_rate=0.6)
-    tune(job_elements=8192, min_chunk=1024, max_chunk=2048)
-    for threads in (1, 3):
-        assert_same(
-            merge(tmp_path, base, *models, **config, drop_rate=0.6, threads=threads), expected
-        )
-
-
 # --- all kinds of inputs --------------------------------------------------------------------------
 
 

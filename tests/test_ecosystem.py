@@ -63,23 +63,6 @@ def test_a_merged_directory_loads_in_transformers_and_runs(
 
 
 @pytest.mark.slow
-def test_the_same_models_sharded_in_any_way_give_the_same_tensors(tmp_path: Path) -> None:
-    layouts = {
-        "one": {},
-        "few": {"base": "9KB"},
-        "many": {"base": "3KB", "math": "9KB", "code": "2KB"},
-    }
-    results = []
-    for name, shards in layouts.items():
-        base, *models = save_family(tmp_path / name, "llama", BF16, **shards)
-        run_merge(base, models, tmp_path / name / "merged")
-        results.append(tensors_in(tmp_path / name / "merged"))
-    assert len(list((tmp_path / "many" / "base").glob("*.safetensors"))) > 3
-    assert_same(results[0], results[1])
-    assert_same(results[0], results[2])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype", None])
 def test_a_model_of_another_type_loads_in_that_type(tmp_path: Path, key: str | None) -> None:
     import transformers

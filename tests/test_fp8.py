@@ -19,7 +19,6 @@ from tests import support
 from tests.support import (
     BF16,
     F32,
-    F64,
     METHODS,
     Capture,
     Patch,
@@ -214,20 +213,6 @@ def test_jobs_chunks_threads_and_engines_change_nothing(
         assert_all_same(tensors_in(tmp_path / "out"), expected)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "tensor"])
-def test_parts_make_the_same_files(tmp_path: Path, kind: str) -> None:
-    paths = write(tmp_path, kind, make_models(kind))
-    config = DareConfig(verbose=False, engine="plain", drop_rate=0.5, max_shard_size="40KB")
-    merger = DareMerger(paths[0], paths[1:], config)
-    files = merger.merge(tmp_path / "whole").files
-    assert len(files) >= 4
-    for k in (3, 1, 2):
-        merger.merge(tmp_path / "out", part=(k, 3))
-    merger.merge(tmp_path / "out", resume=True)
-    for name in files:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
 @pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
 def test_base_and_fine_tunes_may_be_stored_differently(tmp_path: Path, kind: str) -> None:
     """The output is as the base: FP8, or plain with the base's own configuration."""
@@ -244,19 +229,6 @@ def test_base_and_fine_tunes_may_be_stored_differently(tmp_path: Path, kind: str
         dare_merge(plain, [dequantise(base, kind)], DareConfig(drop_rate=0.5)),
     )
     assert (tmp_path / "bare" / "config.json").read_bytes() == (bare / "config.json").read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["blocks", "tensor"])
-def test_fine_tunes_of_several_types_merge_onto_an_fp8_base(tmp_path: Path, kind: str) -> None:
-    base, one, other = make_models(kind)
-    for dtype in (BF16, F64):
-        plain = {name: tensor.to(dtype) for name, tensor in dequantise(other, kind).items()}
-        paths = write(tmp_path, kind, [base, one, plain])
-        run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5, engine="plain")
-        merged = dare_merge(
-            dequantise(base, kind), [dequantise(one, kind), plain], DareConfig(drop_rate=0.5)
-        )
-        assert_all_same(tensors_in(tmp_path / "out"), quantise(merged, kind, base))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -3,7 +3,6 @@ LoRA is refused."""
 
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from tests.support import (
     finetune,
     low_rank,
     random_model,
-    run,
     run_merge,
     same_bits,
     save,
@@ -330,41 +328,6 @@ def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path
             assert torch.equal(merged[name], straight.T if turned else straight), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["an adapter", "a model of one tensor", "a tied head"])
-def test_the_time_to_plan_grows_with_the_number_of_tensors_and_not_faster(
-    tmp_path: Path, kind: str
-) -> None:
-    """Models of experts have tens of thousands, and an adapter few of them, each with a pattern of
-    its own."""
-    base = {f"model.layers.{k}.up_proj.weight": torch.zeros(2, 2) for k in range(20_000)}
-    base |= {"model.embed_tokens.weight": torch.zeros(3, 2), "lm_head.weight": torch.zeros(3, 2)}
-    model = folder = save_directory(
-        tmp_path / "base", base, tie_word_embeddings=kind == "a tied head"
-    )
-    if kind == "an adapter":
-        modules = [f"model.layers.{k}.up_proj" for k in range(6000)]
-        tensors = {
-            name: tensor
-            for module in modules
-            for name, tensor in low_rank(module, (2, 2), 1).items()
-        }
-        model = write_adapter(tmp_path / "model", tensors, rank_pattern=dict.fromkeys(modules, 1))
-    elif kind == "a model of one tensor":
-        model = save_directory(
-            tmp_path / "model", {"model.layers.0.up_proj.weight": torch.zeros(2, 2)}
-        )
-    rules = [{"match": f"*.{k}.*", "drop_rate": 0.5} for k in range(10)]
-    started = time.process_time()
-    merger = DareMerger(
-        folder, [model], DareConfig(verbose=False, rules=rules, max_shard_size="20kB")
-    )
-    assert len(merger.plan(tmp_path / "out").files) == 17
-    assert (
-        time.process_time() - started < 20
-    )  # about five; where it grows with the square, over a hundred
-
-
 def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
     pair: Pair, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -434,15 +397,6 @@ def test_values_in_an_adapter_that_are_not_finite_are_named(pair: Pair, tmp_path
     tensors[f"{PREFIX}.lora_A.weight"][1, 5] = math.inf
     with pytest.raises(DareError, match=r"adapter': tensor 'layer.weight' holds -?inf at \[0, 5\]"):
         run_merge(pair[0], [write_adapter(tmp_path / "adapter", tensors)], tmp_path / OUT)
-
-
-def test_another_adapter_configuration_is_another_input(pair: Pair, tmp_path: Path) -> None:
-    run_merge(pair[0], [write_adapter(tmp_path / "adapter", LAYER)], tmp_path / "merged")
-    recipe = str(tmp_path / "merged" / "dare_recipe.toml")
-    run("-q", "-c", recipe, "-o", tmp_path / "again")
-    write_adapter(tmp_path / "adapter", LAYER, lora_alpha=8)
-    run("-q", "-c", recipe, "-o", tmp_path / "third", status=1)
-    assert not (tmp_path / "third").exists()
 
 
 def test_a_directory_of_a_model_and_an_adapter_is_ambiguous(

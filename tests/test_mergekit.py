@@ -1,10 +1,8 @@
 """Where mergekit is installed: what both tools can do, both do alike."""
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from safetensors.torch import load_file
 import dare
 from tests.support import (
     F32,
-    HERE,
     Config,
     Patch,
     Tensors,
@@ -561,17 +558,3 @@ def test_della_keeps_entries_with_mergekits_probabilities(
     most = WIDTH + 6 * (2 * WIDTH) ** 0.5
     for made in draw(text, paths, tmp_path, 2):
         assert distance(made, expected) < most < distance(made, expected * 1.02)
-
-
-@pytest.mark.parametrize("method", ["linear", "ties"])
-def test_the_benchmark_calls_the_arithmetic_of_a_merge(
-    tmp_path: Path, method: str, monkeypatch: Patch
-) -> None:
-    monkeypatch.syspath_prepend(HERE / "examples")
-    benchmark: Any = importlib.import_module("benchmark")
-    monkeypatch.setattr(benchmark, "DENSITY", 1.0)  # so that nothing is left to chance
-    base, *models = make_models(tmp_path, 2)
-    theirs = run_mergekit(tmp_path, f"dare_{method}", 2, {"density": 1.0}, {}, [0.5, 0.5])
-    for name in base:
-        alone = [{name: model[name]} for model in (base, *models)]
-        assert torch.equal(benchmark.merge_by_mergekit(alone[0], alone[1:], method), theirs[name])

@@ -17,7 +17,6 @@ import dare
 from dare import ConfigError, DareConfig, DareMerger, Rule
 from darelib.config import RULE_SETTINGS
 from darelib.core.methods import slerp_weights
-from darelib.requests.recipe import read_recipe
 from tests import support
 from tests.support import (
     BF16,
@@ -180,43 +179,6 @@ def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
     assert_same(
         merge(tmp_path, base, models[1], weights=[0.3], drop_rate=0.0, normalize=True), models[1]
     )
-
-
-@pytest.mark.parametrize(
-    ("flags", "recorded"),
-    [
-        ("--normalize", True),
-        ("--no-normalize", None),
-        ("--method ties --normalize", None),
-        ("--method ties --no-normalize", False),
-    ],
-)
-def test_normalize_is_recorded_where_it_is_not_the_default(
-    pair: tuple[Path, Path], tmp_path: Path, flags: str, recorded: bool | None, capsys: Capture
-) -> None:
-    output = tmp_path / "out"
-    words = [
-        "-b",
-        str(pair[0]),
-        "-m",
-        str(pair[1]),
-        "-o",
-        str(output),
-        "--weights",
-        "0.3",
-        "--engine",
-        "plain",
-    ]
-    run(*words, *flags.split(), "--dry-run")
-    assert (f"normalize {str(recorded).lower()}" in capsys.readouterr().out) == (
-        recorded is not None
-    )
-    run(*words, *flags.split(), "-q")
-    assert read_recipe(output).dare.get("normalize") == recorded
-    assert ("summed up by weight over the models" in (output / "README.md").read_text()) == (
-        recorded is False
-    )
-    run("verify", "-q", output)
 
 
 @pytest.mark.parametrize("drop_rate", [0.0, 0.9])
@@ -449,28 +411,6 @@ def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, 
         for name in LAYERS:
             assert torch.allclose(merged[name], wanted[name], rtol=0, atol=1e-8), name
         assert_same(dare.dare_merge(base, models, DareConfig(**config)), merged)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"weights": [0.3, -2.0]},
-        {"weights": [1.0, 2.0], "normalize": True},
-        {"rescale": "none", "drop_rate": 0.5},
-        {"method": "ties", "normalize": False},
-        {"method": "slerp", "slerp_t": 0.2},
-    ],
-    ids=str,
-)
-def test_a_rule_for_all_tensors_is_like_the_settings_themselves(
-    tmp_path: Path, settings: Config
-) -> None:
-    base = random_model(0, BF16)
-    models = [finetune(base, 1), finetune(base, 2)]
-    rule = {name: value for name, value in settings.items() if name != "method"}
-    method = {"method": settings.get("method", "linear")}
-    wanted = merge(tmp_path, base, *models, **settings)
-    assert_same(merge(tmp_path, base, *models, **method, rules=[{"match": "*", **rule}]), wanted)
 
 
 def test_gradients_over_no_layers_are_reported(tmp_path: Path) -> None:

@@ -539,24 +539,6 @@ def test_what_a_user_tells_numba_about_the_processor_holds(monkeypatch: Patch) -
     assert len(found) == 3, "such kernels are kept apart"
 
 
-@SLOW
-def test_kernels_use_the_whole_width_of_the_vectors(monkeypatch: Patch) -> None:
-    if "+avx512f" not in machine.host_features():
-        pytest.skip("no vectors of 512 bits")
-    for name in machine.FEATURE_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    code = (
-        "from darelib.kernels import KernelSpec, cpu; "
-        "print(cpu.BUILDERS['merge'](KernelSpec('merge', *['BF16'] * 3))"
-    )
-    words, environment = (
-        [sys.executable, "-c", f"{code}.inspect_llvm())"],
-        environment_of_compiler(),
-    )
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.count("<16 x float>") > done.stdout.count("<8 x float>")
-
-
 @pytest.mark.parametrize("missing", ["llvmlite", "numba"])
 def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
     models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch, missing: str

@@ -249,14 +249,6 @@ def test_what_cannot_be_divided_is_refused(
         DareMerger(tmp_path / "base", [tmp_path / "math"]).merge(tmp_path / "out", part=3)
 
 
-def test_a_folder_that_no_merge_left_is_not_touched(
-    tmp_path: Path, whole: Contents, capsys: Capture
-) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "letter.txt").write_text("mine")
-    refuse(tmp_path, capsys, 1, "is in the way", arguments=arguments(tmp_path, "--part", "1/3"))
-
-
 @POSIX
 def test_a_part_takes_an_empty_folder_but_not_one_in_which_a_merge_begins(
     tmp_path: Path, whole: Contents, run: Run, capsys: Capture

@@ -366,21 +366,6 @@ def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Captu
     assert "remove" not in resumed
 
 
-def test_a_plan_of_many_files_names_the_first_of_them(capsys: Capture) -> None:
-    base = {f"t{k}": torch.ones(300) for k in range(9)}
-    save(Path(), base=base, math=finetune(base, 1))
-    plan = planned(capsys, "--max-shard-size", "1200", "-o", "out")
-    assert re.findall(r"model-0000(\d)-of-00009.safetensors, ", plan) == [
-        "1",
-        "2",
-        "3",
-        "4",
-        "5",
-        "6",
-    ]
-    assert "\n        ... and 3 more\n" in plan
-
-
 @pytest.mark.parametrize(("config", "looks"), LOOKS, ids=str)
 def test_the_estimate_is_what_the_first_jobs_say_of_all(config: dict[str, Any], looks: int) -> None:
     base = {f"t{k}": torch.ones(20_000, dtype=BF16) for k in range(8)}
@@ -433,32 +418,6 @@ def test_a_merge_takes_about_the_memory_of_its_plan(tensors: int, threads: int) 
     printed = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
     [peak] = re.findall(r"VmHWM:\s+(\d+) kB", printed)
     assert 0.75 < planned / (int(peak) * 1024) < 1.33
-
-
-def test_json_is_all_that_is_printed(models: Models, tmp_path: Path, capsys: Capture) -> None:
-    merge, printed = [*MERGE, "--delta-threshold", "1e-9"], {}
-    for name, flags, warned in (
-        ("plan", [*merge, "--dry-run"], False),
-        ("merge", merge, True),
-        ("quiet merge", [*merge, "-q"], True),
-        ("verify", ["verify", str(OUT)], False),
-        ("quiet verify", ["--verify", str(OUT), "-q"], False),
-    ):
-        run(*flags, "--json")
-        said = capsys.readouterr()
-        printed[name] = json.loads(said.out)
-        assert said.err.startswith("warning: ") is warned
-        assert not re.search("\x1b|merging", said.out + said.err), "neither colours nor progress"
-    assert printed["plan"]["estimate"]["seconds"] > 0
-    assert printed["merge"]["models"][0] == printed["quiet merge"]["models"][0]
-    assert (printed["merge"]["method"], printed["merge"]["models"][0]["name"]) == (
-        "linear",
-        "math.safetensors",
-    )
-    assert printed["verify"]["tensors"] == printed["quiet verify"]["tensors"] == 4
-    support.refuse(
-        tmp_path, capsys, 2, "must be one of", arguments=[*MERGE, "--json", "--method", "x"]
-    )
 
 
 def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:

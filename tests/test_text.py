@@ -15,7 +15,7 @@ import tomli_w
 import torch
 
 import dare
-from darelib.core.text import clip, duration, human, install_hint, list_names, nearest
+from darelib.core.text import install_hint
 from tests.support import (
     command,
     finetune,
@@ -238,29 +238,6 @@ def test_what_python_thinks_of_a_pattern_does_not_reach_the_terminal(
         tmp_path / "out.safetensors",
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_figures_and_names_are_as_people_write_them() -> None:
-    sizes = {
-        0: "0 B",
-        999: "999 B",
-        1000: "1 kB",
-        1234: "1.23 kB",
-        12345678: "12.3 MB",
-        5e9: "5 GB",
-        2.5e12: "2.5 TB",
-    }
-    times = {
-        0.4: "under a second",
-        1.26: "about 1.3 s",
-        45.4: "about 45 s",
-        150: "about 2 min",
-        9000: "about 2.5 h",
-    }
-    assert ([*map(human, sizes)], [*map(duration, times)]) == ([*sizes.values()], [*times.values()])
-    assert list_names(["a", "b\n", "c", "d", "e"]) == "'a', 'b\\n', 'c' and 2 more"
-    assert nearest("lineer", ["ties", "linear"]) == "did you mean linear?"
-    assert clip("model.layers." + "x" * 90 + ".weight") == "model.la..." + "x" * 38 + ".weight"
 
 
 def test_hints_to_install_fit_how_the_tool_was_installed(tmp_path: Path, monkeypatch: Any) -> None:

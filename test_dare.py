@@ -482,7 +482,7 @@ def test_a_merge_loads_neither_torch_nor_numba_and_leaves_the_process_alone(
     }
     done = run("-c", STATE, flags[1], flags[3], flags[-1], env=environment)
     assert done.returncode == 0, done.stderr
-    assert not {"torch", "numba", "rich", "safetensors"} & set(json.loads(done.stdout))
+    assert not {"torch", "numba", "rich", "safetensors", "yaml"} & set(json.loads(done.stdout))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")

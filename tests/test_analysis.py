@@ -7,7 +7,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import tomllib
@@ -704,16 +703,3 @@ def test_any_models_are_drawn(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     without = [*arguments, "--plot", tmp_path / "a.png"]
     refuse(tmp_path, capsys, 2, "matplotlib", "install it: ", arguments=without)
-
-
-def test_a_reader_who_goes_away_costs_no_file(models: Models, tmp_path: Path) -> None:
-    """As after `analyze --write-config x.toml | head -1`: what was asked for is done first."""
-    program = [sys.executable, HERE / "dare.py", "analyze", "-b", models[0], "-m", models[1]]
-    reader, writer = os.pipe()
-    os.close(reader)
-    written = tmp_path / "x.toml"
-    words = [*program, "--engine", "plain", "--write-config", written]
-    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, f"wrote {written}\n")
-    assert tomllib.loads(written.read_text())["dare"]["method"] == "linear"

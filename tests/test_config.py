@@ -29,20 +29,23 @@ from darelib.models import tensorfile
 from darelib.plan.plan import Task
 from darelib.requests.recipe import read_recipe
 from darelib.run.worker import Worker
-from tests import support
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
+    HERE,
     Capture,
     Models,
     Pair,
     Patch,
+    assert_same,
     command,
     finetune,
     random_model,
+    refuse,
     run,
+    run_merge,
     save,
     slow,
     snapshot,
@@ -68,9 +71,7 @@ def refused(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> Refused:
     """A function that wants the command refused with a status and some words, and nothing changed,
     at the models."""
     monkeypatch.chdir(tmp_path)
-    return lambda status, words, *flags: support.refuse(
-        tmp_path, capsys, status, words, arguments=[*flags]
-    )
+    return lambda status, words, *flags: refuse(tmp_path, capsys, status, words, arguments=[*flags])
 
 
 def fill(contents: dict[str, bytes]) -> None:
@@ -220,19 +221,6 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
     again = DareConfig(**table, rules=config.rules)
     assert (again.recipe_settings(), asdict(again.general(2))) == (table, asdict(config.general(2)))
     assert ("drop" in table) == (config.drop not in ("random", ("random", "random")))
-
-
-def test_a_flag_beats_the_rescale_of_a_file(models: Models, tmp_path: Path) -> None:
-    config = str(
-        write_config(tmp_path, drop_rate=0.5, verbose=False, engine="plain", rescale="none")
-    )
-    for flags, recorded in (
-        ([], False),
-        (["--rescale", "expectation"], True),
-        (["--no-rescale"], False),
-    ):
-        run("-c", config, *flags)
-        assert read_recipe(OUT).dare["rescale"] is recorded
 
 
 @pytest.mark.parametrize(
@@ -402,11 +390,11 @@ def test_the_command_that_converts_a_pickle_can_be_pasted(
         r"which runs none: dare.py (convert .*)\n", refused(1, "", *MERGE, "-m", name)
     )
     before = set(Path().iterdir())
-    program = shlex.join([sys.executable, str(support.HERE / "dare.py")])
+    program = shlex.join([sys.executable, str(HERE / "dare.py")])
     subprocess.run(["sh", "-c", f"{program} {line}"], check=True, timeout=60)
     [made] = set(Path().iterdir()) - before
     assert made.suffix == ".safetensors"
-    support.assert_same(load_file(made), load_file(models[1]))
+    assert_same(load_file(made), load_file(models[1]))
 
 
 def test_outputs_that_cannot_be_written_are_refused(
@@ -613,7 +601,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(
         Task, "jobs", lambda *arguments: os.truncate(models[1], 2000) or jobs(*arguments)
     )
     with pytest.raises(DareError, match="became shorter"):
-        support.run_merge(models[0], models[1:], OUT)
+        run_merge(models[0], models[1:], OUT)
     assert list(Path().glob("out*")) == []
 
 

@@ -98,15 +98,6 @@ def test_shards_and_directories_become_one_file(tmp_path: Path, weights: Any) ->
         assert_equal(load_file(tmp_path / "model.safetensors"), weights)
 
 
-def test_a_converted_model_merges(tmp_path: Path) -> None:
-    for name in ("base", "math"):
-        torch.save(random_model(), tmp_path / f"{name}.bin")
-        assert convert(tmp_path / f"{name}.bin", tmp_path / f"{name}.safetensors", "-q") == 0
-    dare.DareMerger(tmp_path / "base.safetensors", [tmp_path / "math.safetensors"]).merge(
-        tmp_path / "out.safetensors"
-    )
-
-
 class Evil:
     def __reduce__(self) -> Any:
         return os.mkdir, ("evil",)

@@ -2,14 +2,14 @@
 them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from darelib.models.kohya import KohyaAdapter
 from tests.support import (
     F16,
     F32,
@@ -30,12 +30,11 @@ from tests.support import (
 OUT = "out.safetensors"
 IDS = "cond_stage_model.transformer.text_model.embeddings.position_ids"
 CONV = "model.diffusion_model.input_blocks.0.0.weight"
-UNET, TEXT = "model.diffusion_model.", "cond_stage_model.transformer."
-LINEAR, POINT, KERNEL = (
-    "middle_block.1.proj_in",
-    "input_blocks.1.1.proj_out",
-    "output_blocks.2.0.in_layers.2",
-)
+UNET = "model.diffusion_model."
+TEXT = "cond_stage_model.transformer."
+LINEAR = "middle_block.1.proj_in"
+POINT = "input_blocks.1.1.proj_out"
+KERNEL = "output_blocks.2.0.in_layers.2"
 SHAPES: dict[str, tuple[int, ...]] = {
     LINEAR: (24, 40),
     POINT: (12, 20, 1, 1),
@@ -51,29 +50,23 @@ SHAPES: dict[str, tuple[int, ...]] = {
 )
 @pytest.mark.parametrize("flags", [(), ("--dtype=float32",), ("--method=ties",)], ids=str)
 def test_positions_that_are_integers_in_one_model_only_are_copied_and_reported(
-    tmp_path: Path,
-    capsys: Capture,
-    mine: torch.dtype,
-    theirs: torch.dtype,
-    flags: tuple[str, ...],
+    tmp_path: Path, capsys: Capture, mine: torch.dtype, theirs: torch.dtype, flags: tuple[str, ...]
 ) -> None:
-    base = random_model()
-    ids = {IDS: torch.arange(77)[None]}
+    base = random_model() | {IDS: torch.arange(77)[None].to(mine)}
     paths = save(
         tmp_path,
-        base=base | {IDS: ids[IDS].to(mine)},
-        odd=finetune(base, 1) | {IDS: ids[IDS].to(theirs)},
+        base=base,
+        odd=finetune(base, 1) | {IDS: base[IDS].to(theirs)},
+        same=finetune(base, 2) | {IDS: base[IDS]},
     )
-    paths += save(tmp_path, same=finetune(base, 2) | {IDS: ids[IDS].to(mine)})
-    arguments = ["-b", *paths[:1], "-m", *paths[1:], "-o", tmp_path / OUT, *flags]
-    for command in ([], ["analyze"]):
-        run(*command, *arguments if not command else arguments[:5], "--engine=plain")
-    words = f"odd.safetensors differs from the base in tensors that are copied, not merged: '{IDS}'"
+    models = ["-b", paths[0], "-m", *paths[1:], "--engine=plain"]
+    for command in (["analyze", *models], [*models, "-o", tmp_path / OUT, *flags]):
+        run(*command)
     printed = capsys.readouterr().err
-    assert words in printed
+    assert re.search(f"odd.safetensors differs .*'{IDS}'", printed)
     assert "same.safetensors differs" not in printed
     merged = load_file(tmp_path / OUT)
-    assert same_bits(merged[IDS], ids[IDS].to(mine))
+    assert same_bits(merged[IDS], base[IDS])
     assert not torch.equal(merged["layer.weight"], base["layer.weight"])
     run("verify", "-q", "--engine=plain", tmp_path / OUT)
 
@@ -251,57 +244,31 @@ def test_an_alpha_is_a_number_of_any_type(tmp_path: Path, alpha: torch.Tensor) -
 
 
 def test_every_command_takes_a_lora_file(tmp_path: Path, capsys: Capture) -> None:
-    """Together with a full fine-tune, and a merge that was interrupted is resumed."""
+    """Together with a full fine-tune."""
     base, lora = make(tmp_path)
     [full] = save(tmp_path, full=finetune(load_file(base), 1))
     common = ["--base", base, "--merge", lora, full, "--engine=plain"]
-    arguments = [str(argument) for argument in (*common, "--output", tmp_path / OUT)]
-    run(*arguments, "--dry-run")
+    run(*common, "--output", tmp_path / OUT, "--dry-run")
     assert "LoRA of rank 2 to 4, changes 3 tensors" in capsys.readouterr().out
     run("analyze", *common, "--json")
-    found = json.loads(capsys.readouterr().out)["models"]
-    assert [(model["adapter"], model["total"]["tensors"]) for model in found] == [
-        (True, 3),
-        (False, 4),
-    ]
-    overwriting = ["analyze", *map(str, common), "--write-config", str(lora), "--force"]
-    run(*overwriting, status=2)
-    run(*arguments)
+    models = json.loads(capsys.readouterr().out)["models"]
+    found = [(model["adapter"], model["total"]["tensors"]) for model in models]
+    assert found == [(True, 3), (False, 4)]
+    run("analyze", *common, "--write-config", lora, "--force", status=2)
+    run(*common, "--output", tmp_path / OUT)
     run("verify", "--engine=plain", tmp_path / OUT)
-    whole = (tmp_path / OUT).read_bytes()
-    tune(job_elements=1024)
-    usual, calls = KohyaAdapter._expand, []
-
-    def fail(self: KohyaAdapter, *parts: Any) -> None:
-        calls.append(parts)
-        if len(calls) == 2:
-            raise OSError(5, "the disk is gone")
-        usual(self, *parts)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KohyaAdapter, "_expand", fail)
-        run(*arguments, "--threads=1", status=1)
-    capsys.readouterr()
-    run(*arguments, "--resume")
-    assert "resum" in capsys.readouterr().err
-    assert (tmp_path / OUT).read_bytes() == whole
+    save(tmp_path, lora={name: 2 * tensor for name, tensor in load_file(lora).items()})
+    run("verify", "--engine=plain", tmp_path / OUT, status=1)
 
 
 def test_words_in_the_metadata_of_a_model_make_it_no_lora_file(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     base = random_model()
-    odd = {
-        '{"lora_unet_x.alpha":{': '{"lora_unet_x.lora_down.weight": {}}, {"lora_unet_x.alpha" : {'
-    }
-    save_file(base, tmp_path / "base.safetensors", odd)
-    save_file(finetune(base, 1), tmp_path / "model.safetensors", odd)
-    run_merge(
-        tmp_path / "base.safetensors",
-        [tmp_path / "model.safetensors"],
-        tmp_path / OUT,
-        drop_rate=0.0,
-    )
+    alpha = '{"lora_unet_x.alpha"'
+    odd = {f"{alpha}:{{": f'{{"lora_unet_x.lora_down.weight": {{}}}}, {alpha} : {{'}
+    paths = save(tmp_path, base=base, model=finetune(base, 1))
+    for path in paths:
+        save_file(load_file(path), path, odd)
+    run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0)
     assert_same(load_file(tmp_path / OUT), finetune(base, 1))
 
 
@@ -362,19 +329,23 @@ def test_a_lora_file_that_does_not_fit_is_refused(
     check_refused(base, lora, "lora.safetensors", *complaints, flags=("--engine=plain",))
 
 
-def test_a_lora_file_whose_names_mean_several_tensors_is_refused(
-    tmp_path: Path, check_refused: Refusal
+@pytest.mark.parametrize(
+    ("base", "modules", "words"),
+    [
+        (["a.b_c.weight", "a_b.c.weight"], ["lora_unet_a_b_c"], "'a.b_c.weight', 'a_b.c.weight'"),
+        (["text_encoder.x.weight"], ["lora_te_x", "lora_te1_x"], "'text_encoder.x.weight' twice"),
+        (["x.weight"], ["lora_unet_x"], "is quantised"),
+    ],
+)
+def test_a_lora_file_whose_names_mean_several_tensors_or_quantised_ones_is_refused(
+    tmp_path: Path, check_refused: Refusal, base: list[str], modules: list[str], words: str
 ) -> None:
+    dtype = torch.float8_e4m3fn if "quantised" in words else F32
+    lora = {key: tensor for module in modules for key, tensor in pair(module, (4, 4)).items()}
+    paths = save(tmp_path, base={name: torch.ones(4, 4).to(dtype) for name in base}, lora=lora)
+    check_refused(*paths, words)
+
+
+def test_a_lora_file_is_no_base(tmp_path: Path, check_refused: Refusal) -> None:
     base, lora = make(tmp_path)
-    check_refused(lora, base, "the base '", "is a LoRA adapter", "the model that it was trained on")
-    several = save(
-        tmp_path, several={"a.b_c.weight": torch.ones(4, 4), "a_b.c.weight": torch.ones(4, 4)}
-    )
-    several += save(tmp_path, model=pair("lora_unet_a_b_c", (4, 4)))
-    check_refused(*several, "may mean several tensors: 'a.b_c.weight', 'a_b.c.weight'")
-    twice = save(tmp_path, twice={"text_encoder.x.weight": torch.ones(4, 4)})
-    twice += save(tmp_path, model=pair("lora_te_x", (4, 4)) | pair("lora_te1_x", (4, 4)))
-    check_refused(*twice, "changes 'text_encoder.x.weight' twice")
-    packed = save(tmp_path, packed={"x.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)})
-    packed += save(tmp_path, model=pair("lora_unet_x", (4, 4)))
-    check_refused(*packed, "packed.safetensors' is quantised", "before quantising")
+    check_refused(lora, base, "the base '", "is a LoRA adapter")

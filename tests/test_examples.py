@@ -3,9 +3,7 @@ show."""
 
 import importlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -19,8 +17,7 @@ import pytest
 
 import dare
 from darelib.commands.analyze import advice
-from tests.scene import wait_for
-from tests.support import HERE, POSIX, Patch, read_json, snapshot
+from tests.support import HERE, Patch, read_json, snapshot
 
 sys.path.insert(0, str(HERE / "examples"))
 
@@ -332,40 +329,6 @@ def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
         text = run(benchmark, words) if words else printed
         assert re.search(f"(?m)^{pattern}", text), pattern
         assert text[0] == ("1" if "broken" in pattern else "0")
-
-
-@POSIX
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_benchmark_that_is_stopped_leaves_neither_a_process_nor_files(
-    folder: Path, number: int
-) -> None:
-    import fcntl
-
-    Path("dare.py").write_text(
-        (
-            "import fcntl, time\nlock = open('lock', 'w')\nfcntl.flock(lock, "
-            "fcntl.LOCK_EX)\ntime.sleep(600)"
-        )
-    )
-    words = [sys.executable, EXAMPLES / "benchmark.py", "--parameters", "2e5", "--against", "."]
-    process = subprocess.Popen(words, env=os.environ | {"TMPDIR": str(folder)})
-
-    def is_held() -> bool:
-        """Whether the program that is measured runs: the system frees a lock when a process ends."""
-        with Path("lock").open("a") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
-
-    wait_for(is_held, 60)
-    assert list(folder.glob("dare-benchmark-*")) != []
-    process.send_signal(number)
-    assert process.wait(timeout=30) == 128 + number
-    wait_for(lambda: not is_held())
-    assert list(folder.glob("dare-benchmark-*")) == []
 
 
 @pytest.mark.slow

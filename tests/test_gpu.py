@@ -12,11 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-import dare
-from dare import DareConfig, DareError
+from dare import DareConfig, DareError, dare_merge
 from darelib.kernels import tensors
-from tests import support
-from tests.support import BF16, F16, F32, F64, HERE, Tensors, assert_same, finetune, random_model
+from tests.support import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    HERE,
+    Tensors,
+    assert_same,
+    finetune,
+    random_model,
+    same_bits,
+)
 from tests.test_kernels import DEVICES
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -65,9 +74,9 @@ gpu.Batch._launch = lambda self, kernel, *rest, **named: launched.append(kernel)
 dtype = getattr(torch, sys.argv[1])
 for name, (count, settings) in CONFIGS.items():
     base, *models = make_models(count, dtype)
-    wanted = dare.dare_merge(base, models, dare.DareConfig(**settings))
+    wanted = dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = property(lambda _: True)
-    given = dare.dare_merge(base, models, dare.DareConfig(**settings))
+    given = dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = there
     assert all(same_bits(given[n], wanted[n]) for n in base), name
     assert bool(launched) == (name not in ("magnitude", "sums", "ram", "della")), name
@@ -76,11 +85,11 @@ for name, (count, settings) in CONFIGS.items():
 base, *models = make_models(2, dtype)
 for model in (base, *models):
     model["tied"] = model["even.weight"]
-wanted = dare.dare_merge(base, models)
+wanted = dare_merge(base, models)
 out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
 out["even.weight"] = torch.zeros(64, 128, dtype=dtype)[:, ::2]  # not contiguous, so not for the kernels
 torch.Tensor.is_cuda = property(lambda _: True)
-dare.dare_merge(base, models, out=out)
+dare_merge(base, models, out=out)
 torch.Tensor.is_cuda = there
 assert all(same_bits(out[name].contiguous(), wanted[name]) for name in base)
 print("same bits")
@@ -121,10 +130,10 @@ def test_a_gpu_gives_the_bits_of_the_cpu(name: str, dtype: torch.dtype) -> None:
     count, settings = CONFIGS[name]
     base, *models = make_models(count, dtype)
     there = [{name: tensor.cuda() for name, tensor in model.items()} for model in (base, *models)]
-    merged = dare.dare_merge(there[0], there[1:], DareConfig(**settings))
+    merged = dare_merge(there[0], there[1:], DareConfig(**settings))
     assert_same(
         {n: tensor.cpu() for n, tensor in merged.items()},
-        dare.dare_merge(base, models, DareConfig(**settings)),
+        dare_merge(base, models, DareConfig(**settings)),
     )
 
 
@@ -136,14 +145,14 @@ def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) 
     sizes[:, ::2] = sizes[:1, ::2]  # of about the same size
     values = torch.ldexp(torch.randn((count, 1 << 20), generator=random), sizes)
     base, models = {"w": torch.zeros(1 << 20)}, [{"w": row} for row in values]
-    merged = dare.dare_merge(
+    merged = dare_merge(
         {"w": base["w"].cuda()},
         [{"w": row.cuda()} for row in values],
         DareConfig(method="ties", drop_rate=0),
     )
     assert_same(
         {"w": merged["w"].cpu()},
-        dare.dare_merge(base, models, DareConfig(method="ties", drop_rate=0)),
+        dare_merge(base, models, DareConfig(method="ties", drop_rate=0)),
     )
 
 
@@ -170,8 +179,8 @@ def test_on_a_gpu_tensors_of_all_kinds_are_merged_together() -> None:
     del there[3]["odd"]
     there[2]["layer.weight"] = there[2]["layer.weight"].cpu()
     for settings in ({}, {"method": "ties", "keep_ratio": 0.5, "drop_rate": 0.2}):
-        wanted = dare.dare_merge(base, models, DareConfig(**settings))
-        merged = dare.dare_merge(there[0], there[1:], DareConfig(**settings))
+        wanted = dare_merge(base, models, DareConfig(**settings))
+        merged = dare_merge(there[0], there[1:], DareConfig(**settings))
         assert_same({name: tensor.cpu() for name, tensor in merged.items()}, wanted)
         assert merged["tied"] is merged["even.weight"]
 
@@ -186,7 +195,7 @@ def test_a_gpu_finds_values_that_are_not_finite(value: float, complaint: str) ->
     )
     models[1]["even.weight"][3, 3] = value
     with pytest.raises(DareError, match=rf"tensor 'even.weight' {complaint}"):
-        dare.dare_merge(base, models, DareConfig(drop_rate=0.0, weights=[1.0, 9.0]))
+        dare_merge(base, models, DareConfig(drop_rate=0.0, weights=[1.0, 9.0]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -199,7 +208,7 @@ def test_results_can_be_written_into_existing_tensors(name: str, device: str) ->
     )
     for model in (base, *models):
         model["ids"], model["tied"] = torch.arange(5, device=device), model["even.weight"]
-    wanted = dare.dare_merge(base, models, config)
+    wanted = dare_merge(base, models, config)
     out = {name: torch.full_like(tensor, 7) for name, tensor in base.items()}
     out["even.weight"] = torch.full((64, 128), 7.0, dtype=BF16, device=device)[
         :, ::2
@@ -207,12 +216,12 @@ def test_results_can_be_written_into_existing_tensors(name: str, device: str) ->
     out["layer.weight"] = torch.nn.Parameter(out["layer.weight"])
     addresses = {name: tensor.data_ptr() for name, tensor in out.items()}
     assert_same(
-        {n: t.cpu() for n, t in dare.dare_merge(base, models, config, out=out).items()},
+        {n: t.cpu() for n, t in dare_merge(base, models, config, out=out).items()},
         to_cpu(wanted),
     )
     assert_same(to_cpu({name: tensor.detach() for name, tensor in out.items()}), to_cpu(wanted))
     assert {name: tensor.data_ptr() for name, tensor in out.items()} == addresses
-    dare.dare_merge(base, models, config, out=base)
+    dare_merge(base, models, config, out=base)
     assert_same(to_cpu(base), to_cpu(wanted))
 
 
@@ -226,8 +235,8 @@ def test_ranks_are_those_of_the_base_before_it_is_overwritten(
     monkeypatch.setattr(tensors.TUNING, "memory_chunk", 1024)
     base, model = ({"w": random_model(seed, F32)["layer.weight"].repeat(40, 1)} for seed in (1, 2))
     config = DareConfig(drop="della", drop_rate=0.5)
-    wanted = dare.dare_merge(base, [model], config)["w"]
-    assert support.same_bits(dare.dare_merge(base, [model], config, out=base)["w"], wanted)
+    wanted = dare_merge(base, [model], config)["w"]
+    assert same_bits(dare_merge(base, [model], config, out=base)["w"], wanted)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +256,7 @@ def test_ranks_are_those_of_the_base_before_it_is_overwritten(
 )
 def test_tensors_that_do_not_fit_are_refused(out: Any, complaint: str) -> None:
     with pytest.raises(DareError, match=complaint) as caught:
-        dare.dare_merge({"w": torch.zeros(10)}, [{"w": torch.ones(10)}], out=out)
+        dare_merge({"w": torch.zeros(10)}, [{"w": torch.ones(10)}], out=out)
     assert caught.value.hint
 
 

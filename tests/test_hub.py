@@ -8,19 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from tests import support
 from tests.support import (
     BF16,
     INDEX,
     Patch,
     Refusal,
     assert_same,
+    command,
     define,
     finetune,
     random_model,
     run,
     run_merge,
+    save_directory,
+    save_sharded,
     tensors_in,
+    to_hub_cache,
 )
 
 COMMITS = {"base": "b" * 40, "math": "c" * 40}
@@ -33,15 +36,15 @@ MATH = finetune(BASE, 1)
 def snapshots(tmp_path: Path, monkeypatch: Patch) -> list[Path]:
     """org/base and org/math in a cache of the Hub, which is all there is of it; tmp_path is where
     we are."""
-    base = support.save_sharded(tmp_path / "made" / "base", BASE, [[name] for name in BASE])
+    base = save_sharded(tmp_path / "made" / "base", BASE, [[name] for name in BASE])
     (base / "tokenizer.json").write_text("{}")
-    support.save_sharded(tmp_path / "made" / "math", MATH, [list(MATH)])
+    save_sharded(tmp_path / "made" / "math", MATH, [list(MATH)])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "made"
     return [
-        support.to_hub_cache(tmp_path / "hub", f"org/{name}", made / name, COMMITS[name])
+        to_hub_cache(tmp_path / "hub", f"org/{name}", made / name, COMMITS[name])
         for name in COMMITS
     ]
 
@@ -80,7 +83,7 @@ def test_models_are_found_by_name_and_recipes_pin_their_commits(
     }
     environment = {**kept, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     arguments = ("-q", "-c", "../out/dare_recipe.toml", "-o", "again")
-    done = support.command(*arguments, env=environment, cwd=tmp_path / "elsewhere")
+    done = command(*arguments, env=environment, cwd=tmp_path / "elsewhere")
     assert done.returncode == 0, done.stderr
     for path in sorted(out.iterdir()):
         assert (tmp_path / "elsewhere" / "again" / path.name).read_bytes() == path.read_bytes(), (
@@ -99,7 +102,7 @@ def test_parts_may_each_have_a_cache_of_their_own(
     assert len([name for name in whole if name.endswith(".safetensors")]) > 1
     merge_by_name(*flags, "--part", "1/2")
     for name, commit in COMMITS.items():
-        support.to_hub_cache(tmp_path / "another", f"org/{name}", tmp_path / "made" / name, commit)
+        to_hub_cache(tmp_path / "another", f"org/{name}", tmp_path / "made" / name, commit)
     for path in (tmp_path / "another").rglob("*.safetensors"):
         os.utime(path, (1, 1))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another"))
@@ -110,7 +113,7 @@ def test_parts_may_each_have_a_cache_of_their_own(
 
 
 def test_a_path_beats_a_name_on_the_hub(tmp_path: Path, snapshots: list[Path]) -> None:
-    support.save_directory(tmp_path / "org" / "math", finetune(BASE, 8))
+    save_directory(tmp_path / "org" / "math", finetune(BASE, 8))
     assert_same(
         tensors_in(merge_by_name("org/base", "org/math")), define(BASE, [finetune(BASE, 8)])
     )

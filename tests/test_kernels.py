@@ -17,18 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-import dare
-from dare import ConfigError, DareConfig, DareError
+from dare import ConfigError, DareConfig, DareError, dare_drop, dare_merge, dare_sparsify
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import keep_rate, mask_key
 from darelib.kernels import KernelSpec, load_kernels, plain
 from darelib.kernels.records import Buffers
-from tests import support
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
+    METHODS,
+    STORED,
     Config,
     Tensors,
     assert_same,
@@ -38,6 +38,8 @@ from tests.support import (
     mask,
     merge,
     random_model,
+    run_merge,
+    same_bits,
 )
 
 SLOW = pytest.mark.slow
@@ -76,7 +78,7 @@ def merge_by(
         given = [
             {name: tensor.to(engine) for name, tensor in model.items()} for model in (base, *models)
         ]
-        merged = dare.dare_merge(given[0], given[1:], DareConfig(**config))
+        merged = dare_merge(given[0], given[1:], DareConfig(**config))
         assert all(tensor.device.type == engine for tensor in merged.values())
         return {name: tensor.cpu() for name, tensor in merged.items()}
     return merge(folder, base, *models, engine=engine, **config)
@@ -200,7 +202,7 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
             file.truncate(8 + len(header) + 2 * count)
             file.seek(8 + len(header) + 2 * 2**32)
             file.write(end)
-    support.run_merge(tmp_path / "base", [tmp_path / "model"], output, drop_rate=0.5)
+    run_merge(tmp_path / "base", [tmp_path / "model"], output, drop_rate=0.5)
     with safe_open(output, framework="pt") as file:
         tail = file.get_slice("w")[2**32 :]
     output.unlink()
@@ -212,7 +214,7 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
 # --- the same bits --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [*support.METHODS, {"drop_rate": 0.0}], ids=str)
+@pytest.mark.parametrize("config", [*METHODS, {"drop_rate": 0.0}], ids=str)
 @pytest.mark.parametrize(("engine", "types"), ENGINES, ids=str)
 def test_every_engine_gives_the_bits_of_the_definition_for_every_kind_of_value(
     tmp_path: Path,
@@ -261,7 +263,7 @@ def test_every_finite_16_bit_value_is_read_and_written_as_it_is(dtype: torch.dty
     assert_same(define(base, [model], drop_rate=0.0), model)
     assert_same(define(base, [model], drop_rate=0.0, dtype="float64"), {"w": values.double()})
     rounded = torch.from_numpy(
-        plain.encode(values.double().numpy(), support.STORED[dtype]).view("i2")
+        plain.encode(values.double().numpy(), STORED[dtype]).view("i2")
     ).view(dtype)
     assert_same({"w": rounded}, model)
 
@@ -318,7 +320,7 @@ def test_tensors_in_memory_are_merged_and_left_as_they_are(tmp_path: Path, devic
     assert_same(
         merge_by(device, tmp_path, base, models, config), merge(tmp_path, base, *models, **config)
     )
-    sparse = dare.dare_sparsify(base, models[2], drop_rate=0.8, seed=3)
+    sparse = dare_sparsify(base, models[2], drop_rate=0.8, seed=3)
     assert_same(sparse, merge(tmp_path, base, models[2], drop_rate=0.8, seed=3))
     for model, original in zip((base, *models), before, strict=True):
         assert_same(model, original)
@@ -329,16 +331,16 @@ def test_tensors_in_memory_are_merged_and_left_as_they_are(tmp_path: Path, devic
 def test_dropped_deltas_are_masked_and_rescaled(device: str, rescale: bool) -> None:
     deltas = {"w": torch.randn(100, 70), "half": torch.randn(3000).to(BF16), "ids": torch.arange(3)}
     given = {name: delta.to(device) for name, delta in deltas.items()}
-    thinned = dare.dare_drop(given, drop_rate=0.7, seed=5, rescale=rescale)
+    thinned = dare_drop(given, drop_rate=0.7, seed=5, rescale=rescale)
     scale = np.float32(1 / keep_rate(0.7)) if rescale else np.float32(1)
     for name in ("w", "half"):
         kept = torch.from_numpy(mask(5, name, deltas[name].numel(), 0.7)).reshape(
             deltas[name].shape
         )
         expected = torch.where(kept, deltas[name].float() * scale, 0.0).to(deltas[name].dtype)
-        assert support.same_bits(thinned[name].cpu(), expected)
-    assert support.same_bits(thinned["ids"].cpu(), deltas["ids"])
-    assert_same(dare.dare_drop(deltas, drop_rate=0.0), deltas)
+        assert same_bits(thinned[name].cpu(), expected)
+    assert same_bits(thinned["ids"].cpu(), deltas["ids"])
+    assert_same(dare_drop(deltas, drop_rate=0.0), deltas)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +363,7 @@ def test_parameters_that_want_gradients_are_merged_and_quantised_ones_copied() -
     base, model = (
         {"w": torch.nn.Parameter(torch.full((10,), k)), "q": quantised.clone()} for k in (0.0, 1.0)
     )
-    merged = dare.dare_merge(base, [model], DareConfig(drop_rate=0.0))
+    merged = dare_merge(base, [model], DareConfig(drop_rate=0.0))
     assert merged["w"].tolist() == [1.0] * 10
     assert not merged["w"].requires_grad
     assert torch.equal(merged["q"].view(torch.uint8), quantised.view(torch.uint8))
@@ -376,10 +378,10 @@ def test_positions_that_are_floats_in_some_models_are_copied(
     base, model = (
         {"ids": torch.arange(9).to(kind), "w.weight": torch.zeros(3)} for kind in (mine, theirs)
     )
-    assert support.same_bits(dare.dare_merge(base, [model], DareConfig())["ids"], base["ids"])
+    assert same_bits(dare_merge(base, [model], DareConfig())["ids"], base["ids"])
     base, model = ({"ids.weight": tensors["ids"]} for tensors in (base, model))
     with pytest.raises(DareError, match=r"tensor 'ids.weight' is \[9\] of .* in the base and"):
-        dare.dare_merge(base, [model], DareConfig())
+        dare_merge(base, [model], DareConfig())
 
 
 @pytest.mark.parametrize(
@@ -397,7 +399,7 @@ def test_positions_that_are_floats_in_some_models_are_copied(
 )
 def test_tensors_in_memory_are_refused_like_files(models: Any, complaint: str) -> None:
     with pytest.raises(DareError, match=complaint) as caught:
-        dare.dare_merge({"w": torch.zeros(10)}, models, DareConfig(drop_rate=0.5))
+        dare_merge({"w": torch.zeros(10)}, models, DareConfig(drop_rate=0.5))
     assert caught.value.hint
 
 
@@ -407,54 +409,54 @@ STATE: Any = {"w": torch.zeros(10)}
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda: dare.dare_merge(STATE, [STATE], {}), "config must be a DareConfig"),
-        (lambda: dare.dare_merge(STATE, [STATE], 0.9), "config must be a DareConfig"),
+        (lambda: dare_merge(STATE, [STATE], {}), "config must be a DareConfig"),
+        (lambda: dare_merge(STATE, [STATE], 0.9), "config must be a DareConfig"),
         (
-            lambda: dare.dare_merge("base.safetensors", [STATE]),
+            lambda: dare_merge("base.safetensors", [STATE]),
             "the base must be a state dict, not of type str",
         ),
         (
-            lambda: dare.dare_merge(torch.nn.Linear(2, 2), [STATE]),
+            lambda: dare_merge(torch.nn.Linear(2, 2), [STATE]),
             "the base must be a state dict, not of type Linear",
         ),
-        (lambda: dare.dare_merge({}, [STATE]), "the base has no tensors"),
+        (lambda: dare_merge({}, [STATE]), "the base has no tensors"),
         (
-            lambda: dare.dare_merge({"w": np.zeros(10)}, [STATE]),
+            lambda: dare_merge({"w": np.zeros(10)}, [STATE]),
             "the base must map names to tensors, not 'w' to ndarray",
         ),
         (
-            lambda: dare.dare_merge({0: torch.zeros(10)}, [STATE]),
+            lambda: dare_merge({0: torch.zeros(10)}, [STATE]),
             "the base must map names to tensors, not 0 to Tensor",
         ),
         (
-            lambda: dare.dare_merge(STATE, "model.safetensors"),
+            lambda: dare_merge(STATE, "model.safetensors"),
             "finetuned must be a list of state dicts",
         ),
-        (lambda: dare.dare_merge(STATE, Path("model")), "finetuned must be a list of state dicts"),
-        (lambda: dare.dare_merge(STATE, None), "finetuned must be a list of state dicts"),
+        (lambda: dare_merge(STATE, Path("model")), "finetuned must be a list of state dicts"),
+        (lambda: dare_merge(STATE, None), "finetuned must be a list of state dicts"),
         (
-            lambda: dare.dare_merge(STATE, [STATE, Path("model")]),
+            lambda: dare_merge(STATE, [STATE, Path("model")]),
             "model 1 must be a state dict, not of type",
         ),
         (
-            lambda: dare.dare_merge(STATE, [{**STATE, "v": None}]),
+            lambda: dare_merge(STATE, [{**STATE, "v": None}]),
             "model 0 must map names to tensors, not 'v' to NoneType",
         ),
-        (lambda: dare.dare_sparsify(Path("base"), STATE), "the base must be a state dict"),
+        (lambda: dare_sparsify(Path("base"), STATE), "the base must be a state dict"),
         (
-            lambda: dare.dare_sparsify(STATE, "model"),
+            lambda: dare_sparsify(STATE, "model"),
             "model 0 must be a state dict, not of type str",
         ),
         (
-            lambda: dare.dare_sparsify(STATE, [STATE]),
+            lambda: dare_sparsify(STATE, [STATE]),
             "model 0 must be a state dict, not of type list",
         ),
-        (lambda: dare.dare_drop("delta"), "the task vector must be a state dict, not of type str"),
+        (lambda: dare_drop("delta"), "the task vector must be a state dict, not of type str"),
         (
-            lambda: dare.dare_drop({"w": 1.0}),
+            lambda: dare_drop({"w": 1.0}),
             "the task vector must map names to tensors, not 'w' to float",
         ),
-        (lambda: dare.dare_drop(STATE, drop_rate=1.0), "drop_rate must be a number"),
+        (lambda: dare_drop(STATE, drop_rate=1.0), "drop_rate must be a number"),
     ],
 )
 def test_arguments_of_another_type_are_refused_with_a_sentence(
@@ -470,28 +472,28 @@ def test_tensors_of_any_class_are_merged() -> None:
         pass
 
     base, model = torch.randn(50), torch.randn(50)
-    merged = dare.dare_merge({"w": base.as_subclass(Own)}, [{"w": model.as_subclass(Own)}])
-    assert torch.equal(merged["w"], dare.dare_merge({"w": base}, [{"w": model}])["w"])
+    merged = dare_merge({"w": base.as_subclass(Own)}, [{"w": model.as_subclass(Own)}])
+    assert torch.equal(merged["w"], dare_merge({"w": base}, [{"w": model}])["w"])
 
 
 def test_tensors_that_share_their_values_stay_tied() -> None:
     base, model = ({"embed.weight": torch.randn(30, 4), "b": torch.randn(5)} for _ in range(2))
     for table in (base, model):
         table["head.weight"] = table["embed.weight"]
-    merged = dare.dare_merge(base, [model])
+    merged = dare_merge(base, [model])
     assert merged["head.weight"] is merged["embed.weight"]
-    untied = dare.dare_merge(base, [model | {"head.weight": model["embed.weight"].clone()}])
+    untied = dare_merge(base, [model | {"head.weight": model["embed.weight"].clone()}])
     assert not torch.equal(untied["head.weight"], untied["embed.weight"])
 
 
 def test_a_head_that_a_model_lacks_is_that_of_the_base_tied_to_its_embedding() -> None:
     base, model = ({"embed.weight": torch.randn(30, 4)} for _ in range(2))
     base["head.weight"] = base["embed.weight"]
-    merged = dare.dare_merge(base, [model])
+    merged = dare_merge(base, [model])
     assert merged["head.weight"] is merged["embed.weight"]
     assert torch.equal(
         merged["head.weight"],
-        dare.dare_merge(base, [{**model, "head.weight": model["embed.weight"]}])["head.weight"],
+        dare_merge(base, [{**model, "head.weight": model["embed.weight"]}])["head.weight"],
     )
 
 
@@ -504,13 +506,13 @@ def test_what_does_not_fit_into_out_is_refused_before_anything_is_written() -> N
     ):
         out = {"a": torch.zeros(9), **wrong}
         with pytest.raises(DareError, match=re.escape(complaint)):
-            dare.dare_merge(base, [model], out=out)
+            dare_merge(base, [model], out=out)
         assert not out["a"].any()
     kept = base["a"].clone()
     with pytest.raises(
         DareError, match=re.escape("'b' is [4, 3] of torch.float32 in the base and [2] of")
     ):
-        dare.dare_merge(base, [{"a": model["a"], "b": torch.zeros(2)}], out=base)
+        dare_merge(base, [{"a": model["a"], "b": torch.zeros(2)}], out=base)
     assert torch.equal(base["a"], kept)
 
 
@@ -519,13 +521,13 @@ def test_tensors_of_out_share_memory_only_where_the_merged_ones_are_one() -> Non
     base["head.weight"] = base["embed.weight"]
     untied = model | {"head.weight": model["embed.weight"].clone()}
     with pytest.raises(DareError, match="of out share their memory, and the merged ones differ"):
-        dare.dare_merge(base, [untied], out=base)
-    expected = dare.dare_merge(base, [model])
+        dare_merge(base, [untied], out=base)
+    expected = dare_merge(base, [model])
     own = {
         name: torch.zeros(30, 4, requires_grad=True) for name in base
     }  # a live model's parameters
     for out in (own, base):
-        merged = dare.dare_merge(base, [model], out=out)
+        merged = dare_merge(base, [model], out=out)
         assert all(
             merged[name] is out[name] and torch.equal(out[name], expected[name]) for name in base
         )

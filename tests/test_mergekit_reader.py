@@ -2,8 +2,6 @@
 results."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -16,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import dare
+from dare import DareConfig
 from darelib.config import Chooser, Rule
 from darelib.core.gradients import freeze
 from darelib.requests.mergekit import parse_yaml
@@ -29,7 +27,6 @@ from tests.support import (
     assert_same,
     examples,
     finetune,
-    low_rank,
     random_model,
     refuse,
     run,
@@ -37,7 +34,6 @@ from tests.support import (
     save_directory,
     tensors_in,
     to_hub_cache,
-    write_adapter,
 )
 
 Refuse = Callable[..., str]
@@ -363,10 +359,10 @@ def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(
     with mock.patch("darelib.requests.mergekit.open_models") as opened:
         opened.return_value.__enter__.return_value = [base]
         request = read(json.dumps(file))
-    config = dare.DareConfig(**request.dare, rules=request.rules)
+    config = DareConfig(**request.dare, rules=request.rules)
     for name in names:
         _, made = Chooser(config, names, 2).choose(name)
-        plain = dare.DareConfig(
+        plain = DareConfig(
             drop="breadcrumbs",
             rescale="none",
             normalize=False,
@@ -478,19 +474,6 @@ def test_a_base_on_the_hub_with_filters(folder: Path, monkeypatch: Patch) -> Non
     )
 
 
-def test_adapters_on_the_base(folder: Path) -> None:
-    tensors = low_rank("model.layers.0.mlp.up_proj", (8, 8))
-    write_adapter(folder / "lora", tensors)
-    text = (
-        "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: base+lora, "
-        "parameters: {weight: 1}}]"
-    )
-    (folder / "m.yaml").write_text(text)
-    run("-c", "m.yaml", "-o", "yaml", "-q")
-    run("-b", "base", "-m", "lora", "--drop-rate", "0", "-o", "flags", "-q")
-    assert_same(tensors_in(folder / "yaml"), tensors_in(folder / "flags"))
-
-
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties", "linear"])
 def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: Capture) -> None:
     """By a filter or at the end of a gradient; that the base is part of an average is no reason for
@@ -527,15 +510,6 @@ def test_chat_templates_of_a_file(folder: Path) -> None:
         run("-c", "m.toml", "-q")
         assert (folder / "m_merged" / "chat_template.jinja").read_text() == expected
     run("-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", "auto", status=1)
-
-
-def test_the_reader_is_loaded_only_for_yaml() -> None:
-    script = "import sys, dare; dare.main(['--base', 'x', '--merge', 'y', '-o', 'z', '-q']); "
-    script += "sys.exit('yaml' in sys.modules or 'darelib.requests.mergekit' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, cwd=Path(dare.__file__).parent
-    )
-    assert done.returncode == 0
 
 
 # --- what is refused

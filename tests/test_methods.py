@@ -13,11 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import dare
-from dare import ConfigError, DareConfig, DareMerger, Rule
+from dare import ConfigError, DareConfig, DareMerger, Rule, dare_merge
 from darelib.config import RULE_SETTINGS
 from darelib.core.methods import slerp_weights
-from tests import support
 from tests.support import (
     BF16,
     F16,
@@ -26,6 +24,7 @@ from tests.support import (
     METHODS,
     Capture,
     Config,
+    Models,
     assert_same,
     define,
     examples,
@@ -33,8 +32,12 @@ from tests.support import (
     mask,
     merge,
     random_model,
+    refuse,
     run,
+    run_merge,
+    same_bits,
     tune,
+    write_config,
 )
 
 VARIATIONS: list[Config] = [
@@ -73,14 +76,6 @@ def units(*sizes: float, count: int = 5000, name: str = "w") -> list[dict[str, t
     return [{name: torch.full((count,), size, dtype=BF16)} for size in (0.0, *sizes)]
 
 
-def warnings_of(folder: Path, **config: Any) -> list[str]:
-    base = random_model(dtype=BF16)
-    paths = support.save(folder, base=base, model=finetune(base, 1, 0.0005))
-    return list(
-        support.run_merge(paths[0], paths[1:], folder / "out.safetensors", **config).warnings
-    )
-
-
 # --- against the definition and closed forms ------------------------------------------------------
 
 
@@ -95,7 +90,7 @@ def test_every_setting_means_what_the_definition_says(
     ]
     expected = define(base, models, **config)
     assert_same(merge(tmp_path, base, *models, engine=engine, **config), expected)
-    assert_same(dare.dare_merge(base, models, DareConfig(**config)), expected)
+    assert_same(dare_merge(base, models, DareConfig(**config)), expected)
     # A rule for all tensors is the same as a setting for all.
     others = {name: value for name, value in config.items() if name not in RULE_SETTINGS}
     rule = {
@@ -107,62 +102,46 @@ def test_every_setting_means_what_the_definition_says(
 
 
 # at each position, what the models change and what comes out
+@pytest.mark.parametrize("engine", ["numba", "plain", "memory"])
 @pytest.mark.parametrize(
-    ("weights", "positions"),
+    ("normalize", "weights", "positions"),  # what the models change, and what comes out
     [
         (
+            True,
             [1, 1],
             {
-                (1, 3): 2,
-                (4, -1): 4,
-                (-4, 1): -4,
-                (2, -2): 2,
-                (-2, 2): 2,
-                (0, 3): 3,
-                (0, -3): -3,
-                (0, 0): 0,
+                **{(1, 3): 2, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (-2, 2): 2},
+                **{(0, 3): 3, (0, -3): -3, (0, 0): 0},
             },
         ),
-        ([1, 3], {(1, -1): -1, (2, 4): 3.5, (4, -1): 4, (3, -1): 3, (0, 5): 5}),
-        ([1, 0], {(1, -8): 1, (0, 3): 0, (-2, -6): -2}),
-        ([1, 1, 2], {(1, 2, -1): 1.5, (1, 1, -2): -2, (-1, -3, 2): 2, (1, 1, 1): 1}),
-    ],
-)
-def test_ties_averages_the_models_that_have_the_elected_sign(
-    tmp_path: Path, weights: Any, positions: Any
-) -> None:
-    base = {"w": torch.zeros(len(positions), dtype=BF16)}
-    models = [{"w": torch.tensor(column, dtype=BF16)} for column in zip(*positions, strict=True)]
-    config: Config = {"method": "ties", "drop_rate": 0, "weights": weights}
-    for merged in (merge(tmp_path, base, *models, **config), define(base, models, **config)):
-        assert merged["w"].tolist() == list(positions.values())
-
-
-@pytest.mark.parametrize(
-    ("weights", "positions"),
-    [
+        (True, [1, 3], {(1, -1): -1, (2, 4): 3.5, (4, -1): 4, (3, -1): 3, (0, 5): 5}),
+        (True, [1, 0], {(1, -8): 1, (0, 3): 0, (-2, -6): -2}),
+        (True, [1, 1, 2], {(1, 2, -1): 1.5, (1, 1, -2): -2, (-1, -3, 2): 2, (1, 1, 1): 1}),
         (
+            False,
             [1, 1],
             {(1, 3): 4, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (0, 3): 3, (0, -3): -3, (0, 0): 0},
         ),
-        ([0.5, 3], {(1, -1): -3, (2, 4): 13, (8, -1): 4, (6, -1): 3, (0, 5): 15}),
-        ([1, -1], {(1, -3): 4, (4, 1): 4, (1, 4): -4, (2, 2): 2, (0, 3): -3, (-1, 3): -4}),
-        (None, {(1, 3): 2, (4, -1): 2, (-4, 1): -2, (0, 0): 0}),
+        (False, [0.5, 3], {(1, -1): -3, (2, 4): 13, (8, -1): 4, (6, -1): 3, (0, 5): 15}),
+        (
+            False,
+            [1, -1],
+            {(1, -3): 4, (4, 1): 4, (1, 4): -4, (2, 2): 2, (0, 3): -3, (-1, 3): -4},
+        ),
+        (False, None, {(1, 3): 2, (4, -1): 2, (-4, 1): -2, (0, 0): 0}),
     ],
 )
-def test_ties_that_does_not_normalize_adds_up_the_models_that_have_the_elected_sign(
-    tmp_path: Path, weights: Any, positions: Any
+def test_ties_averages_or_adds_up_the_models_that_have_the_elected_sign(
+    tmp_path: Path, engine: str, normalize: bool, weights: Any, positions: Any
 ) -> None:
     base = {"w": torch.zeros(len(positions), dtype=BF16)}
     models = [{"w": torch.tensor(column, dtype=BF16)} for column in zip(*positions, strict=True)]
-    config: Config = {"method": "ties", "drop_rate": 0, "weights": weights, "normalize": False}
-    for engine in ("numba", "plain"):
-        assert merge(tmp_path, base, *models, **config, engine=engine)["w"].tolist() == list(
-            positions.values()
-        )
-    assert dare.dare_merge(base, models, DareConfig(**config))["w"].tolist() == list(
-        positions.values()
-    )
+    config = {"method": "ties", "drop_rate": 0, "weights": weights, "normalize": normalize}
+    if engine == "memory":
+        merged = dare_merge(base, models, DareConfig(**config))
+    else:
+        merged = merge(tmp_path, base, *models, **config, engine=engine)
+    assert merged["w"].tolist() == list(positions.values())
 
 
 def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
@@ -202,7 +181,7 @@ def test_trim_keeps_all_entries_as_large_as_the_last_one_it_must_keep(tmp_path: 
     )
     for ratio, least in ((0.3, 0.5), (0.25, 0.75)):
         merged = merge(tmp_path, base, model, method="ties", drop_rate=0.0, keep_ratio=ratio)["w"]
-        assert support.same_bits(merged, torch.where(model["w"] >= least, model["w"], 0.0))
+        assert same_bits(merged, torch.where(model["w"] >= least, model["w"], 0.0))
 
 
 @few
@@ -231,7 +210,7 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     survives = torch.from_numpy(mask(42, "w", count, drop_rate))
     sizes = model[survives].abs().sort(descending=True).values
     least = sizes[max(1, int(keep_ratio * len(sizes))) - 1] if len(sizes) else 0
-    assert support.same_bits(
+    assert same_bits(
         merged, torch.where(survives & (model.abs() >= least) & (model != 0), model, 0.0)
     )
 
@@ -240,7 +219,14 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     "size", [0.0001, 0.05, 1.0], ids=["nearly parallel", "at an angle", "nearly orthogonal"]
 )
 @pytest.mark.parametrize(
-    "config", [{}, {"slerp_t": 0.0}, {"slerp_t": 0.3, "drop_rate": 0.0}, {"lambda_coeff": 0.5}]
+    "config",
+    [
+        {},
+        {"slerp_t": 0.0},
+        {"slerp_t": 1.0},
+        {"slerp_t": 0.3, "drop_rate": 0.0},
+        {"lambda_coeff": 0.5},
+    ],
 )
 def test_slerp_equals_the_closed_form_within_rounding(
     tmp_path: Path, size: float, config: Config
@@ -249,16 +235,17 @@ def test_slerp_equals_the_closed_form_within_rounding(
     models = [finetune(base, seed, size) for seed in (1, 2)]
     merged = merge(tmp_path, base, *models, method="slerp", engine="plain", **config)
     # What is left of each model alone, which is where the arc begins and ends.
-    t, rate = config.get("slerp_t", 0.5), config.get("drop_rate", 0.9)
+    t = config.get("slerp_t", 0.5)
+    rate = config.get("drop_rate", 0.9)
     ends = [define(base, [model], seed=42 + i, drop_rate=rate) for i, model in enumerate(models)]
     for name, tensor in merged.items():
         first, second = (end[name] for end in ends)
         cosine = float((first * second).sum() / first.norm() / second.norm())
-        angle, arc = math.acos(min(1.0, cosine)), (1 - t) * first + t * second
+        shares = [1 - t, t]
         if abs(cosine) <= 0.9995:
-            arc = (math.sin((1 - t) * angle) * first + math.sin(t * angle) * second) / math.sin(
-                angle
-            )
+            angle = math.acos(cosine)
+            shares = [math.sin(share * angle) / math.sin(angle) for share in shares]
+        arc = shares[0] * first + shares[1] * second
         expected = base[name] + config.get("lambda_coeff", 1.0) * (arc - base[name])
         np.testing.assert_allclose(tensor, expected, rtol=1e-12, atol=1e-13)
 
@@ -277,13 +264,7 @@ def test_slerp_does_not_depend_on_the_sine_of_a_library() -> None:
     assert slerp_weights(1.0, 1.0, 0.9996, 0.25) == (0.75, 0.25), "nearly one direction"
 
 
-def test_slerp_at_its_ends_gives_the_models_and_of_zero_vectors_is_linear(tmp_path: Path) -> None:
-    base = random_model(1, BF16)
-    models = [finetune(base, seed, 0.1) for seed in (1, 2)]
-    for t, model in ((0.0, models[0]), (1.0, models[1])):
-        merged = merge(tmp_path, base, *models, method="slerp", drop_rate=0.0, slerp_t=t)
-        for name in base:
-            np.testing.assert_allclose(merged[name].float(), model[name].float(), rtol=2**-7)
+def test_slerp_of_a_zero_vector_is_linear(tmp_path: Path) -> None:
     zero, one = units(1.0)
     merged = merge(tmp_path, zero, zero, one, method="slerp", drop_rate=0.0, slerp_t=0.25)
     assert merged["w"].tolist() == [0.25] * 5000
@@ -298,7 +279,7 @@ def test_a_tensor_that_a_model_lacks_is_as_in_the_base(tmp_path: Path, config: C
     )
     del models[0]["head.weight"]
     assert_same(merge(tmp_path, base, *models, **config), whole)
-    assert_same(dare.dare_merge(base, models, DareConfig(**config)), whole)
+    assert_same(dare_merge(base, models, DareConfig(**config)), whole)
 
 
 @pytest.mark.parametrize("config", METHODS, ids=str)
@@ -315,7 +296,7 @@ def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
             assert_same(
                 merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual
             )
-        assert_same(dare.dare_merge(base, models, DareConfig(**config)), usual)
+        assert_same(dare_merge(base, models, DareConfig(**config)), usual)
 
 
 def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(tmp_path: Path) -> None:
@@ -341,9 +322,9 @@ def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
     merged = merge(tmp_path, base, model, rules=rules)
     for name in names[:2]:
         assert np.array_equal(merged[name] != 0, mask(42, name, 2000, 0.5))
-    assert support.same_bits(merged["layer.norm"], base["layer.norm"])
-    assert support.same_bits(merged["layer.mlp"], model["layer.mlp"])
-    assert_same(dare.dare_merge(base, [model], DareConfig(rules=rules)), merged)
+    assert same_bits(merged["layer.norm"], base["layer.norm"])
+    assert same_bits(merged["layer.mlp"], model["layer.mlp"])
+    assert_same(dare_merge(base, [model], DareConfig(rules=rules)), merged)
 
 
 LAYERS = (
@@ -410,48 +391,50 @@ def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, 
         merged = merge(tmp_path, base, *models, **config, engine="plain")
         for name in LAYERS:
             assert torch.allclose(merged[name], wanted[name], rtol=0, atol=1e-8), name
-        assert_same(dare.dare_merge(base, models, DareConfig(**config)), merged)
+        assert_same(dare_merge(base, models, DareConfig(**config)), merged)
 
 
-def test_gradients_over_no_layers_are_reported(tmp_path: Path) -> None:
-    words = (
-        "no tensor's name has the number of a layer in it, so each gradient has its first value "
-        "everywhere"
+GRADIENT = {"gradient": [0.9, 0.5]}
+PATTERNS = ("layer.*", "*nothing*", "layer.bias", "ead.we")
+
+
+@pytest.mark.parametrize(
+    ("config", "patterns"),
+    [
+        ({"drop_rate": GRADIENT}, ["number of a layer"]),
+        ({"rules": [{"match": "*", "drop_rate": [GRADIENT]}]}, ["number of a layer"]),
+        (
+            {"rules": [{"match": pattern, "drop_rate": 0.5} for pattern in PATTERNS]},
+            [
+                r"rule 2 \('\*nothing\*'\) matches no tensor$",
+                r"rule 3 \('layer.bias'\) matches only .* an earlier rule",
+                r"rule 4 \('ead.we'\) matches no tensor; .*'\*ead.we\*'",
+            ],
+        ),
+        ({"rescale": False}, ["10 times too weak"]),
+        ({"rescale": False, "drop_rate": 0.0}, []),
+        (
+            {"rescale": False, "drop_rate": 0.0, "rules": [{"match": "*", "drop_rate": 0.5}]},
+            ["2 times too weak"],
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_do_nothing_or_harm_are_warned_about(
+    models: Models, tmp_path: Path, config: Config, patterns: list[str]
+) -> None:
+    report = run_merge(
+        models[0], models[1:2], tmp_path / "out.safetensors", delta_threshold=1, **config
     )
-    assert warnings_of(tmp_path, drop_rate={"gradient": [0.9, 0.5]}) == [words]
-    assert warnings_of(
-        tmp_path, rules=[{"match": "*", "drop_rate": [{"gradient": [0.9, 0.5]}]}]
-    ) == [words]
-
-
-def test_rules_that_are_never_used_are_reported(tmp_path: Path) -> None:
-    patterns = ("layer.*", "*nothing*", "layer.bias", "ead.we")
-    assert warnings_of(
-        tmp_path, rules=[{"match": pattern, "drop_rate": 0.5} for pattern in patterns]
-    ) == [
-        "rule 2 ('*nothing*') matches no tensor",
-        "rule 3 ('layer.bias') matches only tensors that an earlier rule takes",
-        "rule 4 ('ead.we') matches no tensor; did you mean '*ead.we*'?",
-    ]
-
-
-def test_dropping_without_rescaling_is_warned_about(tmp_path: Path) -> None:
-    [warning] = warnings_of(tmp_path, rescale=False)
-    assert (
-        warning == "rescale is off: with 0.9 of a delta dropped, what is left is 10 times too weak"
-    )
-    assert warnings_of(tmp_path, rescale=False, drop_rate=0.0) == []
-    [warning] = warnings_of(
-        tmp_path, rescale=False, drop_rate=0.0, rules=[{"match": "*", "drop_rate": 0.5}]
-    )
-    assert "2 times too weak" in warning
+    assert len(report.warnings) == len(patterns), report.warnings
+    assert all(map(re.search, patterns, report.warnings)), report.warnings
 
 
 def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
     models: list[Path], tmp_path: Path
 ) -> None:
     rule = '[[rules]]\nmatch = ["layer.*", "scalar"]\ndrop_rate = [0.5, 0.25]\nlambda_coeff = 0.5\n'
-    config, output = support.write_config(tmp_path, rule, verbose=False), tmp_path / "f.safetensors"
+    config, output = write_config(tmp_path, rule, verbose=False), tmp_path / "f.safetensors"
     run("-c", config)
     settings = ":drop_rate=[0.5, 0.25], lambda_coeff=0.5"
     flags = ["--rule", f"layer.*{settings}", "--rule", f"scalar{settings}", "-o", str(output)]
@@ -470,41 +453,92 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
         ({"method": "slerp"}, 3, "method slerp takes 2 models, not 3"),
         ({"method": "slerp"}, 1, "method slerp takes 2 models, not 1"),
         ({"slerp_t": 0.5}, 2, "slerp_t means nothing to method linear"),
+        ({"rules": [{"match": "*", "slerp_t": 0.5}]}, 2, "slerp_t means nothing to method linear"),
         ({"keep_ratio": 0.5}, 2, "keep_ratio means nothing to method linear"),
-        (
-            {"rules": [{"match": "*", "keep_ratio": 0.5}]},
-            2,
-            "keep_ratio means nothing to method linear",
-        ),
+        ({"rules": [{"match": "*", "keep_ratio": 0.5}]}, 2, "keep_ratio means nothing"),
         ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
+        ({"rules": [{"match": "*", "weights": [1.0]}]}, 2, "rule 1: weights has 1 values"),
         ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
         ({"weights": [0.0, 0.0], "method": "ties"}, 2, "all weights are 0"),
         ({"weights": [0.0, 0.0]}, 2, "all weights are 0"),
         ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative"),
         ({"weights": [1.0, -1.0], "method": "ties", "normalize": True}, 2, "must not be negative"),
+        (
+            {
+                "method": "ties",
+                "rules": [{"match": "*", "weights": [1, {"gradient": [1, -1, 1]}]}],
+            },
+            2,
+            "rule 1: ties weights",
+        ),
         ({"weights": [0.1, 0.2, -0.3], "normalize": True}, 3, "the weights add up to 0"),
         ({"normalize": False, "method": "slerp"}, 2, "normalize means nothing to method slerp"),
         ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),
+        ({"rescale": "l1", "rescale_q": 0.6}, 2, "rescale_q means nothing when rescale is l1"),
+        (
+            {"rules": [{"match": "*", "rescale": "none", "rescale_q": 0.6}]},
+            2,
+            "rule 1: rescale_q means nothing",
+        ),
         ({"rescale_q": 0.05}, 2, "rescale_q 0.05 is below 1 - drop_rate = 0.1"),
+        (
+            {"rescale_q": 0.5, "drop_rate": {"gradient": [0.9, 0.4, 0.9]}},
+            2,
+            "rescale_q 0.5 is below 1 - drop_rate = 0.6",
+        ),
         (
             {"rescale_q": 0.2, "rules": [{"match": "*", "drop_rate": 0.5}]},
             2,
-            "rescale_q 0.2 is below 1 - drop_rate",
+            "rescale_q 0.2 is below",
         ),
         ({"rescale_q": [0.2, 0.2, 0.2]}, 2, "rescale_q has 3 values for 2 models"),
         ({"drop_rate": [0.5]}, 2, "drop_rate has 1 values for 2 models"),
-        (
-            {"rules": [{"match": "*", "drop_rate": [0.1, 0.2, 0.3]}]},
-            2,
-            "rule 1: drop_rate has 3 values",
-        ),
+        ({"rules": [{"match": "*", "drop_rate": [0.1, 0.2, 0.3]}]}, 2, "rule 1: drop_rate has 3"),
         ({"rules": 5}, 2, "rules must be a list"),
         ({"rules": ["*"]}, 2, "rule 1 must be a table"),
         ({"rules": [{"match": "*", "drop_rat": 0.5}]}, 2, "rule 1 has no key 'drop_rat'"),
         ({"rules": [{"match": "*", "drop_rate": 2}]}, 2, "rule 1: drop_rate must be a number"),
-        ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1: match must be a pattern"),
-        ({"rules": [{"match": []}]}, 2, "rule 1: match must be a pattern"),
+        ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1: match"),
+        ({"rules": [{"match": []}]}, 2, "rule 1: match"),
         ({"rules": [{"match": "*"}]}, 2, "rule 1: it sets nothing"),
+        ({"drop": "magnitude", "method": "slerp"}, 2, "method slerp goes with drop random only"),
+        (
+            {
+                "drop": ["random", "della"],
+                "drop_rate": 0.5,
+                "method": "ties",
+                "keep_ratio": 0.5,
+            },
+            2,
+            "not della",
+        ),
+        ({"drop": "magnitude", "rescale": True}, 2, "rescale true means nothing to drop magnitude"),
+        ({"drop": "breadcrumbs", "rescale": "expectation"}, 2, "rescale expectation means nothing"),
+        (
+            {"rules": [{"match": "*", "drop": "magnitude"}], "rescale": True},
+            2,
+            "rule 1: rescale true means",
+        ),
+        ({"drop": "della", "drop_rate": 0.5, "rescale_q": 0.6}, 2, "rescale_q means nothing"),
+        ({"gamma": 0.1}, 2, "gamma means nothing to drop random"),
+        ({"epsilon": 0.1, "drop": ["magnitude", "random"]}, 2, "drop magnitude and random"),
+        (
+            {"rules": [{"match": "*", "gamma": 0.1}, {"match": "*", "drop": "breadcrumbs"}]},
+            2,
+            "rule 1: gamma",
+        ),
+        ({"drop": "della"}, 2, "with drop_rate 0.9 and epsilon 0.15"),
+        (
+            {
+                "drop": "della",
+                "drop_rate": 0.5,
+                "epsilon": {"gradient": [0.1, 0.45, 0.499]},
+                "rules": [{"match": "*", "drop_rate": 0.52}],
+            },
+            2,
+            "rule 1: with drop_rate 0.52 and epsilon 0.499",
+        ),
+        ({"drop": ["random"]}, 2, "drop has 1 values for 2 models"),
     ],
     ids=str,
 )
@@ -516,22 +550,29 @@ def test_settings_that_mean_nothing_together_are_refused(
     assert caught.value.hint
 
 
-def test_wrong_rules_are_named_with_the_flag_or_the_file(
-    models: list[Path], tmp_path: Path, capsys: Capture
-) -> None:
-    for rule, complaint in {
-        "nonsense": "has no colon after its pattern",
-        "*:drop_rate": "must be PATTERN:SETTING=VALUE",
-        "*:drop=della": 'words in quotes, like drop="magnitude"',
+@pytest.mark.parametrize(
+    ("rule", "complaint"),
+    {
+        "nonsense": "no colon",
+        "*:drop_rate": "PATTERN:SETTING=VALUE",
+        "*:drop=della": 'drop="magnitude"',
         "*:drop_rate=3": "drop_rate must be a number",
         "*:seed=3": "has no key 'seed'",
-    }.items():
-        support.refuse(
-            tmp_path, capsys, 2, f"--rule {rule!r}", complaint, arguments=["--rule", rule]
-        )
-    config = support.write_config(tmp_path, '[[rules]]\nmatch = "*"\ndrops = 1\n')
-    support.refuse(
-        tmp_path, capsys, 2, f"error: {config}: rule 1 has no key 'drops'", arguments=["-c", config]
+        '[[rules]]\nmatch = "*"\ndrops = 1\n': "rule 1 has no key 'drops'",
+        '[rules]\nmatch = "*"\n': "write [[rules]]",
+    }.items(),
+)
+def test_wrong_rules_are_named_with_the_flag_or_the_file(
+    tmp_path: Path, capsys: Capture, rule: str, complaint: str
+) -> None:
+    flags = ["--rule", rule]
+    if "\n" in rule:
+        flags = ["-c", write_config(tmp_path, rule)]
+    refuse(
+        tmp_path,
+        capsys,
+        2,
+        str(flags[1]) if "\n" in rule else repr(rule),
+        complaint,
+        arguments=flags,
     )
-    config.write_text(config.read_text().replace("[[rules]]", "[rules]"))
-    support.refuse(tmp_path, capsys, 2, "write [[rules]]", arguments=["-c", config])

@@ -31,8 +31,7 @@ from darelib.kernels import (
 )
 from darelib.kernels.proof import prove_function
 from darelib.kernels.records import MODEL, TENSOR
-from tests import support
-from tests.support import HERE, Capture, Patch
+from tests.support import HERE, Capture, Patch, run_merge, snapshot
 
 SLOW = pytest.mark.slow
 SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
@@ -127,7 +126,7 @@ def test_a_kernel_that_is_wrong_is_not_used_and_the_result_is_right(
     house: tuple[Path, str], models: list[Path], tmp_path: Path
 ) -> None:
     folder, wrong = house
-    support.run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
+    run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
     done = merge_in(folder, models)
     [line] = done.stderr.splitlines()
     assert line.startswith(f"warning: Numba cannot be used ({REASONS[wrong]}")
@@ -143,11 +142,11 @@ def test_engine_numba_refuses_a_kernel_that_is_wrong(
     house: tuple[Path, str], models: list[Path]
 ) -> None:
     folder, wrong = house
-    before = support.snapshot(folder.parent)
+    before = snapshot(folder.parent)
     done = merge_in(folder, models, "--engine", "numba")
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: the engine numba cannot be used: {REASONS[wrong]}")
-    assert support.snapshot(folder.parent) == before
+    assert snapshot(folder.parent) == before
 
 
 @SLOW
@@ -155,7 +154,7 @@ def test_where_stored_kernels_cannot_be_used_numba_takes_over(
     models: list[Path], tmp_path: Path
 ) -> None:
     folder = copy_house(tmp_path)
-    support.run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
+    run_merge(models[0], models[1:], tmp_path / "usual.safetensors")
     with (folder / "darelib" / "kernels" / "cpu.py").open("a") as file:
         code = f"machine.emit_object(llvm.parse_assembly({write_code('a crash', 'kernel')!r}))"
         file.write(f"def compile_object(code, machine):\n    return {code}\n")
@@ -356,7 +355,7 @@ def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
     monkeypatch: Patch,
     whose: str,
 ) -> None:
-    support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
+    run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
     planted = tmp_path / "kernels" / objects.object_name(MERGE)
     compiled.clear()
     shutil.rmtree(planted.parent)
@@ -525,25 +524,11 @@ def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_wha
     assert len(list((tmp_path / "cache").glob("dare.merge-*.o"))) == 1
 
 
-def test_what_a_user_tells_numba_about_the_processor_holds(monkeypatch: Patch) -> None:
-    found = {machine.identify()}
-    for variable, value in (("NUMBA_ENABLE_AVX", "0"), ("NUMBA_CPU_FEATURES", "+sse2")):
-        for name in machine.FEATURE_VARIABLES:
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(variable, value)
-        environment = environment_of_compiler()
-        assert {n: environment[n] for n in machine.FEATURE_VARIABLES if n in environment} == {
-            variable: value
-        }
-        found.add(machine.identify.__wrapped__())
-    assert len(found) == 3, "such kernels are kept apart"
-
-
 @pytest.mark.parametrize("missing", ["llvmlite", "numba"])
 def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
     models: list[Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch, missing: str
 ) -> None:
-    support.run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
+    run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(kernels, "_refused", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
@@ -569,7 +554,7 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
 def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
     models: list[Path], tmp_path: Path, sent: signal.Signals, status: int
 ) -> None:
-    before = support.snapshot(tmp_path)
+    before = snapshot(tmp_path)
     words = [
         sys.executable,
         HERE / "dare.py",
@@ -588,4 +573,4 @@ def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
     _, error = process.communicate(timeout=60)
     assert time.monotonic() - started < 2
     assert (process.returncode, error.splitlines()[0]) == (status, "interrupted")
-    assert support.snapshot(tmp_path) == before
+    assert snapshot(tmp_path) == before

@@ -221,20 +221,6 @@ def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
     ]
 
 
-def test_what_another_model_has_as_integers_is_the_base_s(tmp_path: Path) -> None:
-    base = random_model(0, F32, {"w": (70, 90)}) | {"position_ids": torch.arange(5000.0)}
-    tunes = [
-        {**finetune(base, k), "position_ids": base["position_ids"].to(kind)}
-        for k, kind in ((1, F32), (2, F64))
-    ]
-    tunes[1]["position_ids"] = tunes[1]["position_ids"].long()
-    paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
-    packed = [*pack_all(paths[:2], 0.5), paths[2]]
-    compare(paths, packed, engine="plain")
-    report = run_merge(paths[0], packed, tmp_path / "out.safetensors", engine="plain")
-    assert not any("packed0" in warning for warning in report.warnings)
-
-
 @pytest.mark.parametrize("stored", [True, False])
 def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
     base = random_model(0, BF16, {"model.embed_tokens.weight": (64, 100), "w": (9,)})

@@ -722,17 +722,6 @@ def test_a_journal_damaged_anywhere_still_gives_the_right_bytes(tmp_path: Path) 
         scene.reset()
 
 
-def test_what_is_done_after_a_torn_line_of_the_journal_is_noted_too(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, "file")
-    scene.interrupt(4)
-    journal = scene.partial / "journal"
-    journal.write_bytes(journal.read_bytes()[:-5])
-    torn = len(scene.journal)
-    assert torn < 4
-    scene.interrupt(5)
-    assert len(scene.journal) == torn + 5
-
-
 @pytest.mark.parametrize(
     "damage", ["missing", "shorter", "longer", "a directory", "no made folder"]
 )

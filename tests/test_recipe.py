@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from tests.scene import contents
-from tests.support import Capture, Patch, finetune, refuse, run, run_merge
+from tests.support import Capture, Models, Pair, Patch, finetune, refuse, run, run_merge
 
 
 def recipe_of(path: Path) -> str:
@@ -68,38 +68,26 @@ def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(
     "flags",
     [
         "--drop-rate 0.6 --seed 3",
-        (
-            "--method ties --weights 1 2 --keep-ratio 0.4 --lambda 0.9 --dtype float32 "
-            "--mismatch overlap"
-        ),
+        "--method ties --weights 1 2 --keep-ratio 0.4 --lambda 0.9 --dtype float32 "
+        "--mismatch overlap",
         "--method ties --no-normalize --weights 1 -2",
         "--normalize --weights 1 2",
         "--method slerp --slerp-t 0.3 --drop-rate 0.5 0.7 --rescale-q 0.6",
-        (
-            "--rule "
-            "*.weight:drop_rate={gradient=[0.1,0.9]},weights=[1,{gradient=[0.5,-3]}],normalize=true --drop-rate .5"
-        ),
-        (
-            "--drop magnitude della --drop-rate .5 --epsilon .2 --rescale l1 --rule "
-            "*bias:drop='breadcrumbs',gamma=0.2"
-        ),
-        (
-            "--drop breadcrumbs random --drop-rate .5 --gamma .1 .2 --method ties --rule "
-            "*.weight:rescale='none'"
-        ),
+        "--rule *.weight:drop_rate={gradient=[0.1,0.9]},weights=[1,{gradient=[0.5,-3]}],"
+        "normalize=true --drop-rate .5",
+        "--drop magnitude della --drop-rate .5 --epsilon .2 --rescale l1 "
+        "--rule *bias:drop='breadcrumbs',gamma=0.2",
+        "--drop breadcrumbs random --drop-rate .5 --gamma .1 .2 --method ties "
+        "--rule *.weight:rescale='none'",
         "--method ram --threshold 1e-4 --weights 1 2 --drop-rate .5 --rule *bias:weights=[3,1]",
-        (
-            "--method slerp --drop-rate .5 --rule *bias:slerp_t={gradient=[0,1]},rescale=false "
-            "--rule *:slerp_t=0.7"
-        ),
-        (
-            "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 --rule "
-            "*.weight:lambda_coeff=0.5"
-        ),
+        "--method slerp --drop-rate .5 --rule *bias:slerp_t={gradient=[0,1]},rescale=false "
+        "--rule *:slerp_t=0.7",
+        "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 "
+        "--rule *.weight:lambda_coeff=0.5",
     ],
 )
 def test_a_recipe_makes_the_same_file_again(
-    models: list[Path], tmp_path: Path, monkeypatch: Patch, flags: str
+    models: Models, tmp_path: Path, monkeypatch: Patch, flags: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     base, *others = (path.name for path in models)
@@ -107,77 +95,63 @@ def test_a_recipe_makes_the_same_file_again(
     run(*engine, "-b", base, "-o", "first.safetensors", *flags.split(), "-m", *others)
     Path("recipe.toml").write_text(recipe_of(Path("first.safetensors")))
     monkeypatch.chdir("/")
-    run(*engine, "-c", f"{tmp_path}/recipe.toml", "-o", f"{tmp_path}/again.safetensors")
-    assert (tmp_path / "again.safetensors").read_bytes() == (
-        tmp_path / "first.safetensors"
-    ).read_bytes()
+    run(*engine, "-c", tmp_path / "recipe.toml", "-o", tmp_path / "again.safetensors")
+    assert contents(tmp_path / "again.safetensors") == contents(tmp_path / "first.safetensors")
 
 
 @pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
 def test_the_same_merge_gives_the_same_bytes_from_any_place(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, output: str
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, output: str
 ) -> None:
-    """Also what a merged directory has beside the tensors; and no path of this machine is in any of
-    it."""
+    """Also what a merged directory has beside the tensors; and no path of this machine is in it."""
     made = []
     for number, (place, base, model) in enumerate(
-        [
+        (
             (tmp_path, "base", "math"),
             (tmp_path, "base/model.safetensors", "./math/"),
             ("/", pair[0], pair[1]),
             (pair[0], ".", "../math/model.safetensors"),
-        ]
+        )
     ):
         out = tmp_path / str(number) / output
         out.parent.mkdir()
         monkeypatch.chdir(place)
         run("-q", "-b", base, "-m", model, "-o", out)
-        made.append(
-            {path.name: path.read_bytes() for path in (out.iterdir() if out.is_dir() else [out])}
-        )
+        made.append(contents(out))
     assert made[1:] == made[:1] * 3
     assert not any(str(tmp_path).encode() in content for content in made[0].values())
 
 
 @pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
-def test_a_merged_model_is_a_configuration(
-    pair: tuple[Path, Path], tmp_path: Path, output: str
-) -> None:
+def test_a_merged_model_is_a_configuration(pair: Pair, tmp_path: Path, output: str) -> None:
     (tmp_path / "results").mkdir()
-    first, second = tmp_path / "results" / output, tmp_path / output
-    flags = ["--drop-rate", "0.5", "--max-shard-size=9kB"]
-    run("-q", "-b", pair[0], "-m", pair[1], "-o", first, *flags)
-    where = ["--merge", str(pair[1]), "--base", str(pair[0])]
-    run("-q", "-c", first, "-o", second, *where)
+    first = tmp_path / "results" / output
+    models = ["-b", pair[0], "-m", pair[1]]
+    run("-q", *models, "-o", first, "--drop-rate", "0.5", "--max-shard-size=9kB")
+    second = tmp_path / output
+    run("-q", "-c", first, "-o", second, *models)
     assert contents(second) == contents(first)
-    assert dare.main(["-q", "-c", str(second), "-o", str(first)]) == 0, "the models are beside it"
-    assert contents(second) == contents(first)
-    if first.is_dir():
-        run("-q", "-c", second / "dare_recipe.toml", "-o", first)
+    recipes = [second, *([second / "dare_recipe.toml"] if second.is_dir() else [])]
+    for recipe in recipes:
+        run("-q", "-c", recipe, "-o", first)  # the models are beside it
         assert contents(second) == contents(first)
 
 
-def test_a_recipe_refuses_other_inputs(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
-    out, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+@pytest.mark.parametrize("config", ["first.safetensors", "recipe.toml"])
+def test_a_recipe_refuses_other_inputs(
+    models: Models, tmp_path: Path, capsys: Capture, config: str
+) -> None:
+    out = tmp_path / "first.safetensors"
     run_merge(models[0], models[1:], out)
     (tmp_path / "recipe.toml").write_text(recipe_of(out))
-    kept = models[2].read_bytes()
     other = finetune(load_file(models[0]), 9)
-    for config in (out, tmp_path / "recipe.toml"):
-        arguments = ["-c", config, "-q", "-o", again]
-        save_file(other, models[2])
-        refuse(
-            tmp_path, capsys, 1, "its content_sha256 is", "--base and --merge", arguments=arguments
-        )
-        save_file(other | {"more": other["scalar"].clone()}, models[2])
-        refuse(tmp_path, capsys, 1, "its size is", arguments=[*arguments, "--merge", *models[1:]])
-        models[2].unlink()
-        refuse(
-            tmp_path, capsys, 1, "cannot find 'code.safetensors', which the", arguments=arguments
-        )
-        models[2].write_bytes(kept)
-        run(*arguments)
-        assert again.read_bytes() == out.read_bytes()
+    arguments = ["-c", tmp_path / config, "-q", "-o", tmp_path / "again.safetensors"]
+    save_file(other, models[2])
+    refuse(tmp_path, capsys, 1, "content_sha256", "--base and --merge", arguments=arguments)
+    save_file(other | {"more": other["scalar"].clone()}, models[2])
+    refuse(tmp_path, capsys, 1, "its size is", arguments=[*arguments, "--merge", *models[1:]])
+    models[2].unlink()
+    refuse(tmp_path, capsys, 1, "'code.safetensors'", arguments=arguments)
 
 
 def test_equal_inputs_are_found_under_each_name(models: list[Path], tmp_path: Path) -> None:

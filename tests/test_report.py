@@ -19,9 +19,7 @@ import dare
 from dare import DareConfig, DareMerger
 from darelib.core.mask import keep_rate
 from darelib.core.text import human
-from darelib.core.tuning import TUNING
 from darelib.run.worker import Worker
-from tests import support
 from tests.support import (
     BF16,
     F16,
@@ -35,10 +33,15 @@ from tests.support import (
     low_rank,
     mask,
     random_model,
+    refuse,
     run,
     run_merge,
     save,
+    save_directory,
+    save_sharded,
+    snapshot,
     tune,
+    write_adapter,
 )
 
 OUT = Path("out.safetensors")
@@ -158,11 +161,11 @@ def mixture() -> Models:
     shapes = {"embed.weight": (40, 8), "layer.weight": (6, 8), "norm.weight": (8,)}
     floats = random_model(0, BF16, shapes) | {"scale": torch.ones(3)}
     table = {"table": torch.arange(12)}
-    support.save_directory(Path("base"), floats | table, torch_dtype="bfloat16")
+    save_directory(Path("base"), floats | table, torch_dtype="bfloat16")
     Path("base/tokenizer.json").write_text("{}")
     parts = [["embed.weight", "table"], ["layer.weight", "norm.weight", "scale"]]
-    support.save_sharded(Path("math"), finetune(floats, 1) | table, parts)
-    support.write_adapter(Path("code"), low_rank("layer", (6, 8)))
+    save_sharded(Path("math"), finetune(floats, 1) | table, parts)
+    write_adapter(Path("code"), low_rank("layer", (6, 8)))
     return [Path("base"), Path("math"), Path("code")]
 
 
@@ -171,9 +174,9 @@ def test_the_plan_shows_models_rules_files_and_needs(
 ) -> None:
     text = "-b base -m math code -o out --drop-rate 0.9 0.8 --max-shard-size=750B --engine=plain"
     text += " --rule embed*:drop_rate=0.5,rescale_q=0.6 --rule *norm*:lambda_coeff=0"
-    before = support.snapshot(tmp_path)
+    before = snapshot(tmp_path)
     run(*text.split(), "--dry-run")
-    assert support.snapshot(tmp_path) == before
+    assert snapshot(tmp_path) == before
     lines = capsys.readouterr().out.splitlines()
     rows = [re.split(r"\s{2,}", line.strip()) for line in lines]
     sizes = [sum(p.stat().st_size for p in folder.glob("*.safetensors")) for folder in mixture]
@@ -318,32 +321,15 @@ def test_a_dry_run_fails_only_by_what_would_fail_the_merge(
     broken["layer.weight"][3, 4] = math.nan
     save(tmp_path, math=broken)
     words = "'layer.weight' holds nan at [3, 4]"
-    support.refuse(tmp_path, capsys, 1, words, arguments=[*MERGE, "--dry-run"])
+    refuse(tmp_path, capsys, 1, words, arguments=[*MERGE, "--dry-run"])
     # This overflows, unless trim drops the small deltas.
     base = torch.tensor([65000.0, 0.0] * 1000, dtype=F16)
     tuned = base + torch.tensor([400.0, 3000.0] * 1000, dtype=F16)
     save(tmp_path, base={"w": base}, math={"w": tuned})
     flags = [*MERGE, "--method", "ties", "--drop-rate", "0", "--lambda", "2", "--engine", "plain"]
-    support.refuse(tmp_path, capsys, 1, "beyond the range", arguments=flags)
+    refuse(tmp_path, capsys, 1, "beyond the range", arguments=flags)
     run("-q", *flags, "--keep-ratio", "0.5", "--dry-run")
     run("-q", *flags, "--keep-ratio", "0.5")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("tensors", "threads"), [(8, 1), (256, 32), (5000, 1), (20_000, 2)])
-def test_a_merge_takes_about_the_memory_of_its_plan(tensors: int, threads: int) -> None:
-    elements = {8: TUNING.job_elements, 256: TUNING.max_chunk}.get(tensors, 10)
-    base = {f"model.layers.{k}.weight": torch.ones(elements, dtype=BF16) for k in range(tensors)}
-    paths = save(Path(), base=base, math=base, code=base)
-    merger = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, threads=threads))
-    planned = merger.plan(OUT, estimate=True).memory  # and now it is compiled
-    flags = ["-q", *MERGE, "-m", "code.safetensors", "--threads", str(threads)]
-    code = f"import dare; dare.main({flags!r}); print(open('/proc/self/status').read())"
-    environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    printed = subprocess.check_output([sys.executable, "-c", code], text=True, env=environment)
-    [peak] = re.findall(r"VmHWM:\s+(\d+) kB", printed)
-    assert 0.75 < planned / (int(peak) * 1024) < 1.33
 
 
 def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import dare
+from dare import DareError
 from darelib.core.formats import STORED_BITS
 from darelib.models.tensorfile import TensorFile
 from tests.support import (
@@ -463,7 +463,7 @@ def assert_agreement(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     try:
         file = TensorFile(path, str(path))
-    except dare.DareError:
+    except DareError:
         return
     file.close()
     ours = {name: (info.dtype, info.shape) for name, info in file.tensors.items()}

@@ -180,7 +180,8 @@ def test_a_merge_is_the_base_plus_the_average_of_the_kept_and_rescaled_deltas(
     base, *tuned = make_models(3, size=0.01)
     merged = merge(tmp_path, base, *tuned, drop_rate=drop_rate, engine=engine)
     for name, stored in base.items():
-        start, total = floats(stored).ravel(), np.float32(0)
+        start = floats(stored).ravel()
+        total = np.float32(0)
         for i, model in enumerate(tuned):
             kept = draw_mask(42 + i, name, start.size, drop_rate)
             total += np.where(
@@ -258,7 +259,8 @@ def test_dropping_nothing_gives_any_finetune_back_bit_for_bit(
 def test_lambda_0_and_models_equal_to_the_base_give_the_base_bit_for_bit_at_any_drop_rate(
     tmp_path: Path, patterns: list[int], drop_rate: float, way: dict[str, Any], kind: str
 ) -> None:
-    base, config = {"w": finite(patterns, kind)}, {"drop_rate": drop_rate, "engine": "plain", **way}
+    base = {"w": finite(patterns, kind)}
+    config = {"drop_rate": drop_rate, "engine": "plain", **way}
     assert_same(merge(tmp_path, base, base, base, **config), base)
     base, model = (
         {"w": finite(list(np.bitwise_and(part, 0xBFFF)), kind)}
@@ -274,7 +276,8 @@ def test_empty_tensors_and_scalars_merge_and_what_a_model_lacks_is_unchanged(
         name: bf16(value)
         for name, value in {"empty": np.zeros((0, 4)), "scalar": 1.0, "both": [1.0] * 4}.items()
     }
-    one, other = {**base, "scalar": bf16(3.0)}, {"both": bf16([5.0] * 4)}
+    one = {**base, "scalar": bf16(3.0)}
+    other = {"both": bf16([5.0] * 4)}
     merged = merge(tmp_path, base, one, other, drop_rate=0)
     assert merged["empty"].shape == (0, 4)
     assert floats(merged["scalar"]) == 2.0
@@ -567,11 +570,18 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
     with pytest.raises(SystemExit, match="0"):
         dare.main(["--help"])
     printed = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
-    names = {"lambda_coeff": "lambda", "base_file": "base", "merge_files": "merge"}
-    names |= {"output_file": "output", "rules": "rule"}
+    names = {
+        "lambda_coeff": "lambda",
+        "base_file": "base",
+        "merge_files": "merge",
+        "output_file": "output",
+        "rules": "rule",
+    }
     keys = {names.get(key, key.replace("_", "-")) for key in (*CHECKS, *TABLES["models"], "rules")}
-    own = "help version config force resume verify dry-run per-tensor plot write-config json quiet"
-    own += " part runner ray-address no-normalize no-rescale"
+    own = (
+        "help version config force resume verify dry-run per-tensor plot write-config json quiet"
+        " part runner ray-address no-normalize no-rescale"
+    )
     assert printed - set(own.split()) == keys - set(own.split())
 
 

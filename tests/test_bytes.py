@@ -38,22 +38,16 @@ Settings = dict[str, Any]
 Inputs = tuple[str, list[str]]  # the paths of the base and of the models
 OUTPUT = "merged.safetensors"
 
-Q0, K0, UP0 = (
-    "model.layers.0.self_attn.q_proj",
-    "model.layers.0.self_attn.k_proj",
-    "model.layers.0.mlp.up_proj",
-)
-Q1, K1, UP1 = (
-    "model.layers.1.self_attn.q_proj",
-    "model.layers.1.self_attn.k_proj",
-    "model.layers.1.mlp.up_proj",
-)
-EMBEDDING, HEAD, C_ATTN, C_PROJ = (
-    "model.embed_tokens",
-    "lm_head",
-    "h.0.attn.c_attn",
-    "h.0.attn.c_proj",
-)
+Q0 = "model.layers.0.self_attn.q_proj"
+K0 = "model.layers.0.self_attn.k_proj"
+UP0 = "model.layers.0.mlp.up_proj"
+Q1 = "model.layers.1.self_attn.q_proj"
+K1 = "model.layers.1.self_attn.k_proj"
+UP1 = "model.layers.1.mlp.up_proj"
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+C_ATTN = "h.0.attn.c_attn"
+C_PROJ = "h.0.attn.c_proj"
 SHAPES: dict[str, dict[str, Shape]] = {
     "small": {
         f"{EMBEDDING}.weight": (33, 31),
@@ -133,7 +127,8 @@ def make_model(table: str, number: int, kind: str) -> Model:
 
 
 def write(path: str, tensors: Model) -> str:
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {
             "dtype": dtype,
@@ -256,7 +251,8 @@ def load_tensors(table: str, number: int, kind: str) -> dict[str, Any]:
 
 
 def digest_tensors(tensors: Mapping[str, Any]) -> str:
-    torch, found = sys.modules["torch"], hashlib.sha256()
+    torch = sys.modules["torch"]
+    found = hashlib.sha256()
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -298,13 +294,15 @@ def report_analysis(kinds: str, engine: str) -> list[Any]:
     report = DareMerger(
         *write_models("small", kinds), DareConfig(verbose=False, engine=engine)
     ).analyze()
-    every, data = json.dumps(collect_figures(report.as_dict(per_tensor=True))), report.as_dict()
+    every = json.dumps(collect_figures(report.as_dict(per_tensor=True)))
+    data = report.as_dict()
     for found in data["models"]:
         del found["histogram"], found["layers"], found["cells"]  # which are many
     return [hashlib.sha256(every.encode()).hexdigest(), *collect_figures(data)]
 
 
-TWO, THREE = "bf16 bf16 bf16", "bf16 bf16 bf16 bf16"
+TWO = "bf16 bf16 bf16"
+THREE = "bf16 bf16 bf16 bf16"
 RULES = [
     {"match": "*norm*", "drop_rate": 0, "lambda_coeff": 0.5},
     {"match": ["*embed*", "lm_head*"], "drop_rate": [0.2, 0.8], "rescale_q": [0.9, 0.4]},
@@ -314,7 +312,9 @@ TIES_RULES = [
     {"match": "*.0.*", "keep_ratio": 0.1},
     {"match": "*norm*", "keep_ratio": 1.0, "drop_rate": 0.5},
 ]
-LINEAR, TIES, SLERP = {"method": "linear"}, {"method": "ties"}, {"method": "slerp"}
+LINEAR = {"method": "linear"}
+TIES = {"method": "ties"}
+SLERP = {"method": "slerp"}
 # The types of the base and the models, and the settings.
 MERGES: dict[str, tuple[str, Settings]] = {
     **{
@@ -450,7 +450,8 @@ def write_adapters(kind: str, names: Sequence[str]) -> Inputs:
 def write_mismatched(kinds: str) -> Inputs:
     """Models with fewer and with more rows, without a tensor of the base, and with one that the
     base lacks."""
-    (base, models), name = write_models("small", kinds), f"{EMBEDDING}.weight"
+    (base, models) = write_models("small", kinds)
+    name = f"{EMBEDDING}.weight"
     for number, (path, kind, rows) in enumerate(
         zip(models, kinds.split()[1:], (29, 40), strict=True), 1
     ):
@@ -507,7 +508,8 @@ def write_sharded() -> Inputs:
 
 def limit_writes(limit: int) -> Any:
     """Patches what writes to files, so that it counts, and an interrupt comes after so many writes."""
-    write_at, numbers = os.pwrite, count(1)
+    write_at = os.pwrite
+    numbers = count(1)
 
     def write_some(*arguments: Any) -> int:
         if next(numbers) > limit:
@@ -524,10 +526,8 @@ def merge_interrupted(
     happened."""
     if not hasattr(os, "pwrite"):
         pytest.skip("this system has no pwrite to fail")
-    inputs, settings = (
-        write_inputs(*arguments),
-        {"output": OUTPUT, "threads": 1, "engine": engine, **settings},
-    )
+    inputs = write_inputs(*arguments)
+    settings = {"output": OUTPUT, "threads": 1, "engine": engine, **settings}
     output = settings["output"]
     with limit_writes(sys.maxsize) as needed:
         merge(*inputs, **settings | {"output": f"whole-{output}"})
@@ -555,7 +555,8 @@ DIRECTORIES: dict[str, Settings] = {
     "types": {"dtype": "fp16", "rules": RULES, "max_shard_size": 5000, "output": "merged"},
     "tokenizer": {**SLERP, "slerp_t": 0.25, "tokenizer": "models/one", "output": "merged"},
 }
-OVERLAP, TIE = {"mismatch": "overlap"}, {"tie_word_embeddings": True}
+OVERLAP = {"mismatch": "overlap"}
+TIE = {"tie_word_embeddings": True}
 CASES: dict[str, Callable[..., Any]] = {
     **{
         f"file: {name}": partial(merge_files, s, write_models, "small", kinds)

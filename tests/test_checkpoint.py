@@ -423,8 +423,8 @@ NF4: dict[str, Any] = {
     "weight": (U8, 32, 1),
     "weight.absmax": (F32, 2),
     "weight.quant_map": (F32, 16),
+    "weight.quant_state.bitsandbytes__nf4": (U8, 40),
 }
-NF4 |= {"weight.quant_state.bitsandbytes__nf4": (U8, 40)}
 NESTED = {
     "weight.absmax": (U8, 2),
     "weight.nested_absmax": (F32, 1),

@@ -173,7 +173,8 @@ def test_a_lora_file_adds_what_torch_computes(
         report = run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0, engine="plain")
         merged = load_file(tmp_path / OUT)
         for name, shape in SHAPES.items():
-            made, before = merged[f"{prefix}{name}.weight"], base[f"{prefix}{name}.weight"].double()
+            made = merged[f"{prefix}{name}.weight"]
+            before = base[f"{prefix}{name}.weight"].double()
             expected = before + change(lora, module_of(name), shape)
             assert made.dtype == dtype
             assert torch.allclose(made.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-7)

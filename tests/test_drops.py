@@ -139,7 +139,9 @@ def test_breadcrumbs_drops_the_largest_and_the_smallest(
 def test_della_keeps_by_ranks_within_rows_and_divides_each_by_its_own_probability(
     rescale: str,
 ) -> None:
-    rate, epsilon, shape = 0.6, 0.3, (40, 70)
+    rate = 0.6
+    epsilon = 0.3
+    shape = (40, 70)
     delta = torch.from_numpy(
         np.random.default_rng(3).integers(-20, 20, shape).astype(np.float32)
     )  # many are equal
@@ -160,7 +162,8 @@ def test_della_keeps_by_ranks_within_rows_and_divides_each_by_its_own_probabilit
 def test_della_keeps_the_larger_ones_more_often_and_changes_no_mean() -> None:
     """Of a hundred rows of equal deltas the first is the smallest, since ties are broken by
     position."""
-    delta, seeds = torch.ones(100, 101), range(20)
+    delta = torch.ones(100, 101)
+    seeds = range(20)
     kept = torch.stack(
         [merge_delta(delta, drop="della", drop_rate=0.5, epsilon=0.4, seed=seed) for seed in seeds]
     )
@@ -264,7 +267,8 @@ def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition_in_any_t
 @few
 @given(st.data())
 def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.DataObject) -> None:
-    draw, count = data.draw, data.draw(st.integers(1, 3))
+    draw = data.draw
+    count = data.draw(st.integers(1, 3))
     tune(job_elements=2048, min_chunk=1024, max_chunk=1024, memory_chunk=1024)
     each = lambda values: st.lists(values, min_size=count, max_size=count)  # noqa: E731
     drops = draw(each(st.sampled_from(DROPS)))

@@ -24,7 +24,8 @@ LOADED = [(family, dtype) for family in FAMILIES for dtype in (BF16, F32)]
 
 def save_family(folder: Path, family: str, dtype: torch.dtype = F32, **shards: str) -> list[Path]:
     """A base and two fine-tunes as transformers saves them, with the given sizes of shards."""
-    model, paths = family_model(family, dtype), []
+    model = family_model(family, dtype)
+    paths = []
     for seed, name in enumerate(("base", "math", "code")):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

@@ -144,7 +144,8 @@ def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) 
     sizes = torch.randint(-149, 120, (count, 1 << 20), generator=random)
     sizes[:, ::2] = sizes[:1, ::2]  # of about the same size
     values = torch.ldexp(torch.randn((count, 1 << 20), generator=random), sizes)
-    base, models = {"w": torch.zeros(1 << 20)}, [{"w": row} for row in values]
+    base = {"w": torch.zeros(1 << 20)}
+    models = [{"w": row} for row in values]
     merged = dare_merge(
         {"w": base["w"].cuda()},
         [{"w": row.cuda()} for row in values],
@@ -207,7 +208,8 @@ def test_results_can_be_written_into_existing_tensors(name: str, device: str) ->
         {n: t.to(device) for n, t in model.items()} for model in make_models(count, BF16)
     )
     for model in (base, *models):
-        model["ids"], model["tied"] = torch.arange(5, device=device), model["even.weight"]
+        model["ids"] = torch.arange(5, device=device)
+        model["tied"] = model["even.weight"]
     wanted = dare_merge(base, models, config)
     out = {name: torch.full_like(tensor, 7) for name, tensor in base.items()}
     out["even.weight"] = torch.full((64, 128), 7.0, dtype=BF16, device=device)[

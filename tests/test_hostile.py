@@ -452,7 +452,8 @@ def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(
     small: Paths, answer: Answer
 ) -> None:
     folder = save_directory(small[0].with_name("folder"), load_file(small[0]), model_type="x")
-    name, output = os.fsdecode(b"n\xff.txt"), small[0].with_name("out")
+    name = os.fsdecode(b"n\xff.txt")
+    output = small[0].with_name("out")
     (folder / name).write_text("a licence")
     for seed in ("0", "1"):
         assert answer("-b", folder, "-m", small[1], "-o", output, "--seed", seed) == 0
@@ -466,11 +467,9 @@ MEASURED = (
     "import sys, dare; print(dare.main(sys.argv[1:]), "
     "open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
 )
-WIDE, ESCAPED, EMPTY = (
-    "\U0001f600",
-    "\\ud83d\\ude00",
-    '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}',
-)
+WIDE = "\U0001f600"
+ESCAPED = "\\ud83d\\ude00"
+EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 
 
 def table(count: int, value: str, name: str = "{}") -> str:
@@ -540,7 +539,8 @@ LARGE_FILES: dict[str, tuple[str, Callable[[], str]]] = {
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("kind", LARGE_FILES)
 def test_a_large_file_of_nonsense_is_refused_in_the_usual_memory(small: Paths, kind: str) -> None:
-    (name, make), odd = LARGE_FILES[kind], small[0].with_name("odd")
+    (name, make) = LARGE_FILES[kind]
+    odd = small[0].with_name("odd")
     odd.mkdir()
     (odd / "adapter_model.safetensors").write_bytes(with_header("{}", b""))
     (odd / name).write_bytes(with_header(make(), b"") if name == "model" else make().encode())

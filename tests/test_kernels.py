@@ -113,11 +113,18 @@ def round_to(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
     """Philox4x32-7 by Salmon et al., SC 2011, section 3.3, in whole numbers."""
-    (a, b, c, d), (k, m), word = counter, key, 0xFFFFFFFF
+    (a, b, c, d) = counter
+    (k, m) = key
+    word = 0xFFFFFFFF
     for _ in range(7):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57
-        a, b, c, d = second >> 32 ^ b ^ k, second & word, first >> 32 ^ d ^ m, first & word
-        k, m = k + 0x9E3779B9 & word, m + 0xBB67AE85 & word
+        first = a * 0xD2511F53
+        second = c * 0xCD9E8D57
+        a = second >> 32 ^ b ^ k
+        b = second & word
+        c = first >> 32 ^ d ^ m
+        d = first & word
+        k = k + 0x9E3779B9 & word
+        m = m + 0xBB67AE85 & word
     return a, b, c, d
 
 
@@ -144,10 +151,8 @@ def test_philox_gives_the_published_answers(counter: str, key: str, result: str)
 @pytest.mark.parametrize("tile", [0, 1, 2**22 - 1, 2**22, 2**25 - 1, 2**25, 2**40])
 def test_masks_are_philox_also_beyond_two_to_the_32_elements(tile: int) -> None:
     """No test could merge tensors of these sizes, so this one asks the engines themselves."""
-    key, bits = (
-        struct.unpack("<II", hashlib.blake2b(b"42:huge", digest_size=8).digest()),
-        np.zeros(1024, np.int64),
-    )
+    key = struct.unpack("<II", hashlib.blake2b(b"42:huge", digest_size=8).digest())
+    bits = np.zeros(1024, np.int64)
     assert key == mask_key(42, "huge")
     for lane in range(128):
         block = tile * 128 + lane
@@ -187,7 +192,8 @@ def test_masks_keep_the_share_that_rescales_and_are_independent_of_each_other() 
 
 @SLOW
 def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> None:
-    count, output = 2**32 + 5000, tmp_path / "out.safetensors"
+    count = 2**32 + 5000
+    output = tmp_path / "out.safetensors"
     if shutil.disk_usage(tmp_path).free < 3 * count * 2:
         pytest.skip("needs 26 GB of disk")
     header = json.dumps(
@@ -259,7 +265,8 @@ def test_the_one_rounding_is_to_nearest_even_even_from_float64(
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_every_finite_16_bit_value_is_read_and_written_as_it_is(dtype: torch.dtype) -> None:
     values = list_values(dtype, 1e39)
-    base, model = {"w": values.flip(0)}, {"w": values}
+    base = {"w": values.flip(0)}
+    model = {"w": values}
     assert_same(define(base, [model], drop_rate=0.0), model)
     assert_same(define(base, [model], drop_rate=0.0, dtype="float64"), {"w": values.double()})
     rounded = torch.from_numpy(
@@ -273,7 +280,8 @@ def test_every_finite_16_bit_value_is_read_and_written_as_it_is(dtype: torch.dty
 def test_every_engine_gives_the_bits_of_the_definition_for_any_settings(
     tmp_path: Path, data: st.DataObject
 ) -> None:
-    draw, rates = data.draw, st.floats(0, 0.9999)
+    draw = data.draw
+    rates = st.floats(0, 0.9999)
     method = draw(st.sampled_from(["linear", "ties", "slerp"]))
     count = 2 if method == "slerp" else draw(st.integers(1, 4))
     config: Config = {
@@ -349,10 +357,8 @@ def test_dropped_deltas_are_masked_and_rescaled(device: str, rescale: bool) -> N
 def test_one_model_comes_back_although_the_base_is_much_larger(
     tmp_path: Path, config: Config
 ) -> None:
-    base, model = (
-        {"w": torch.full((3000,), 1e10, dtype=BF16)},
-        {"w": torch.full((3000,), 1e10, dtype=BF16)},
-    )
+    base = {"w": torch.full((3000,), 1e10, dtype=BF16)}
+    model = {"w": torch.full((3000,), 1e10, dtype=BF16)}
     model["w"][:900] = 1e-3
     for engine in ("numba", "plain", "cpu"):
         assert_same(merge_by(engine, tmp_path, base, [model], {"drop_rate": 0.0, **config}), model)

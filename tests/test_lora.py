@@ -99,7 +99,8 @@ def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: t
         # In float32 its sums
         # are in another order, which shows where base and change nearly cancel: the bound there is
         # 1e-7.
-        near, far = tensor.double(), expected[name].double()
+        near = tensor.double()
+        far = expected[name].double()
         step = torch.maximum(near.abs(), far.abs()) * torch.finfo(dtype).eps
         change = (far - base[name].double()).abs() * torch.finfo(dtype).eps
         assert bool(((near - far).abs() <= step + change + 1e-7 * (dtype == F32)).all()), name
@@ -135,7 +136,9 @@ def test_changes_are_dropped_and_rescaled_bit_for_bit_like_the_formulas_in_any_c
     base = random_model(
         0, dtype, {"layer.weight": (50, 333), "embed.weight": (70, 130), "rest": (9,)}
     )
-    real, paths, changes = np.float64 if dtype == F64 else np.float32, save(tmp_path, base=base), []
+    real = np.float64 if dtype == F64 else np.float32
+    paths = save(tmp_path, base=base)
+    changes = []
     for k in range(2):
         parts = [low_rank("layer", (50, 333), 7, k), low_rank("embed", (130, 70), 7, k)]
         parts = [
@@ -193,10 +196,8 @@ def test_adapters_and_full_finetunes_merge_together(
     run_merge(
         paths[0], [paths[2], paths[1]], tmp_path / OUT, drop_rate=0.4, engine=engine, **config
     )
-    merged, expected = (
-        load_file(tmp_path / OUT),
-        define(base, [wide, full], drop_rate=0.4, **config),
-    )
+    merged = load_file(tmp_path / OUT)
+    expected = define(base, [wide, full], drop_rate=0.4, **config)
     step = 1e-5 if dtype == F64 else 2 * torch.finfo(dtype).eps
     assert torch.allclose(
         merged.pop("layer.weight"), expected.pop("layer.weight"), rtol=step, atol=1e-6

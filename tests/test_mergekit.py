@@ -28,7 +28,8 @@ from tests.support import (
 
 pytest.importorskip("mergekit")
 
-UNEVEN, SUMMED = [0.3, -0.7, 1.1, 0.45], {"method": "ties", "normalize": False}
+UNEVEN = [0.3, -0.7, 1.1, 0.45]
+SUMMED = {"method": "ties", "normalize": False}
 HIDDEN, MLP, VOCABULARY = 32, 64, 48
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
@@ -399,7 +400,8 @@ def test_the_same_file_gives_the_same_tensors(
 ) -> None:
     file = tmp_path / "merge.yaml"
     file.write_text(Template(EXACT[case]).substitute(zoo))
-    ours, theirs = run_ours(file, tmp_path / "ours"), run_theirs(file, tmp_path / "theirs")
+    ours = run_ours(file, tmp_path / "ours")
+    theirs = run_theirs(file, tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_allclose(
@@ -417,7 +419,8 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    base, paths = random_model(0, F32, SHAPES), dict[str, Path]()
+    base = random_model(0, F32, SHAPES)
+    paths = dict[str, Path]()
     for k, name in enumerate(("b", "m1", "m2")):
         tensors = finetune(base, k, 0.02) if k else dict(base)
         for table in ("model.embed_tokens.weight", "lm_head.weight") if k else ():
@@ -441,7 +444,8 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
     file.write_text(
         Template(text + "parameters: {weight: 0.4}\ntokenizer_source: union\n").substitute(paths)
     )
-    ours, theirs = run_ours(file, tmp_path / "ours"), run_theirs(file, tmp_path / "theirs")
+    ours = run_ours(file, tmp_path / "ours")
+    theirs = run_theirs(file, tmp_path / "theirs")
     for made, folder in (
         (ours, "ours"),
         (theirs, "theirs"),
@@ -470,9 +474,11 @@ MEASURED = ("model.embed_tokens.weight", "lm_head.weight")
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], list[np.ndarray]]:
     """A base of zeros and two models whose rows hold each of some sizes once: their directories,
     and the deltas."""
-    folder, random = tmp_path_factory.mktemp("crowd"), np.random.default_rng(7)
+    folder = tmp_path_factory.mktemp("crowd")
+    random = np.random.default_rng(7)
     zeros = {name: torch.zeros(shape) for name, shape in TALL.items()}
-    paths, deltas = {"b": save_directory(folder / "b", zeros, **SIZES)}, []
+    paths = {"b": save_directory(folder / "b", zeros, **SIZES)}
+    deltas = []
     for k in (1, 2):
         sizes = random.permuted(
             np.tile(np.arange(1, WIDTH + 1) / 4096, (len(MEASURED) * TOKENS, 1)), axis=1
@@ -489,7 +495,8 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], li
 def draw(text: str, paths: dict[str, Path], folder: Path, seeds: int) -> list[np.ndarray]:
     """What both tools make of a file with so many seeds: an axis for the seeds, and the rows of
     both tensors."""
-    file, drawn = folder / "merge.yaml", ([], [])
+    file = folder / "merge.yaml"
+    drawn = ([], [])
     file.write_text(Template(text).substitute(paths))
     for seed in range(seeds):
         theirs = run_theirs(file, folder / f"theirs{seed}", seed)
@@ -537,8 +544,8 @@ def test_della_keeps_entries_with_mergekits_probabilities(
 ) -> None:
     paths, (delta, _) = crowd
     density, epsilon = 0.5, 0.2
-    text = "merge_method: della_linear\nbase_model: $b\nmodels: [{model: $m1}]\n"
-    text += (
+    text = (
+        "merge_method: della_linear\nbase_model: $b\nmodels: [{model: $m1}]\n"
         f"parameters: {{weight: 1, density: {density}, epsilon: {epsilon}, rescale: "
         f"false}}\ndtype: float32"
     )

@@ -23,6 +23,7 @@ from darelib.requests.request import Request
 from tests.support import (
     F32,
     Capture,
+    Models,
     Patch,
     assert_same,
     examples,
@@ -143,8 +144,8 @@ def test_parameters_are_the_models_own_or_the_files() -> None:
     models = (
         "base_model: b\nmodels:\n- {model: b, parameters: {weight: 9}}\n- {model: a, "
         "parameters: {density: 0.1}}\n"
+        "- {model: c, parameters: {weight: [1, '2e-1', 1e-1], epsilon: 0.02}}\n"
     )
-    models += "- {model: c, parameters: {weight: [1, '2e-1', 1e-1], epsilon: 0.02}}\n"
     given = (
         "parameters: {weight: 0.5, density: 0.3, epsilon: 5e-2, rescale: no, normalize: off, "
         "lambda: 2, int8_mask: 1.0}"
@@ -168,66 +169,76 @@ def test_parameters_are_the_models_own_or_the_files() -> None:
     )
 
 
-def test_dtypes() -> None:
-    assert with_method("ties", "dtype: bfloat16")["dtype"] == "bfloat16"
-    assert with_method("ties", "dtype: float32\nout_dtype: torch.float16")["dtype"] == "float16"
-    assert "dtype" not in with_method("ties", "dtype: null")
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("dtype: bfloat16", "bfloat16"),
+        ("dtype: float32\nout_dtype: torch.float16", "float16"),
+        ("dtype: null", None),
+    ],
+)
+def test_dtypes(given: str, dtype: str | None) -> None:
+    assert with_method("ties", given).get("dtype") == dtype
 
 
-def test_an_average_needs_no_base_and_slerp_goes_from_it() -> None:
-    models = (
-        "models: [{model: one, parameters: {weight: 1}}, {model: two, parameters: {weight: 3}}]\n"
-    )
-    request = read(f"merge_method: linear\n{models}")
-    assert (request.base.name, [source.name for source in request.merge]) == ("one", ["one", "two"])
-    assert request.dare == {
-        "method": "linear",
-        "drop_rate": 0.0,
-        "weights": [1.0, 3.0],
-        "normalize": True,
-    }
-    request = read(f"merge_method: linear\nbase_model: base\n{models}parameters: {{weight: 2}}")
-    assert [source.name for source in request.merge] == ["one", "two", "base"]
-    assert request.dare["weights"] == [1.0, 3.0, 2.0]
-    halves = models.replace("1}", "0.25}").replace("3}", "0.75}")
-    assert (
-        read(f"merge_method: linear\n{halves}parameters: {{normalize: false}}").dare["normalize"]
-        is True
-    )
-    for listed in (
-        "[{model: two}]",
-        "[{model: one}, {model: two}]",
-        "[{model: two}, {model: one}]",
-    ):
-        request = read(
-            f"merge_method: slerp\nbase_model: one\nmodels: {listed}\nparameters: {{t: 0.3}}"
-        )
-        assert [source.name for source in request.merge] == ["one", "two"]
-        assert request.dare == {"method": "slerp", "drop_rate": 0.0, "slerp_t": 0.3}
+WEIGHTED = """
+models: [{model: one, parameters: {weight: 1}}, {model: two, parameters: {weight: 3}}]
+"""
+REFERENCES = """
+merge_method: ties
+base_model: org/base@v1
+parameters: {weight: 1}
+models:
+- {model: org/base@v1+org/lora@main}
+- {model: {model: {path: org/other, revision: abc}}}
+- {model: {model: {path: org/base, revision: v1}, lora: {path: dir/with+plus}}}
+- {model: {model: dir/x}}
+"""
+AVERAGE = {"method": "linear", "drop_rate": 0.0, "weights": [1.0, 3.0], "normalize": True}
+SLERP = "merge_method: slerp\nbase_model: one\nparameters: {t: 0.3}\nmodels: "
 
 
-def test_references() -> None:
-    text = "merge_method: ties\nbase_model: org/base@v1\nparameters: {weight: 1}\nmodels:\n"
-    text += (
-        "- {model: org/base@v1+org/lora@main}\n- {model: {model: {path: org/other, revision: "
-        "abc}}}\n"
-    )
-    text += (
-        "- {model: {model: {path: org/base, revision: v1}, lora: {path: dir/with+plus}}}\n- "
-        "{model: {model: dir/x}}\n"
-    )
+@pytest.mark.parametrize(
+    ("text", "base", "merge", "settings"),
+    [
+        (f"merge_method: linear{WEIGHTED}", "one", "one two", AVERAGE),
+        (
+            f"merge_method: linear\nbase_model: base{WEIGHTED}parameters: {{weight: 2}}",
+            "base",
+            "one two base",
+            AVERAGE | {"weights": [1.0, 3.0, 2.0]},
+        ),
+        (
+            f"merge_method: linear{WEIGHTED}parameters: {{normalize: false}}".replace(
+                "1}", "0.25}"
+            ).replace("3}", "0.75}"),
+            "one",
+            "one two",
+            AVERAGE | {"weights": [0.25, 0.75]},
+        ),
+        *(
+            (SLERP + listed, "one", "one two", {"method": "slerp", "drop_rate": 0, "slerp_t": 0.3})
+            for listed in (
+                "[{model: two}]",
+                "[{model: one}, {model: two}]",
+                "[{model: two}, {model: one}]",
+            )
+        ),
+        (REFERENCES, "org/base@v1", "org/lora@main org/other@abc dir/with+plus dir/x", {}),
+        (
+            "merge_method: linear\nmodels: [{model: x}, {model: b+l}]\nparameters: {weight: 1}",
+            "b",
+            "x l",
+            {},
+        ),
+    ],
+)
+def test_what_is_the_base_and_what_is_merged(
+    text: str, base: str, merge: str, settings: dict[str, Any]
+) -> None:
     request = read(text)
-    assert request.base.name == "org/base@v1"
-    assert [s.name for s in request.merge] == [
-        "org/lora@main",
-        "org/other@abc",
-        "dir/with+plus",
-        "dir/x",
-    ]
-    request = read(
-        "merge_method: linear\nmodels: [{model: x}, {model: b+l}]\nparameters: {weight: 1}"
-    )
-    assert (request.base.name, [source.name for source in request.merge]) == ("b", ["x", "l"])
+    assert (request.base.name, [source.name for source in request.merge]) == (base, merge.split())
+    assert settings.items() <= request.dare.items()
 
 
 @pytest.mark.parametrize(
@@ -261,8 +272,8 @@ def test_tokenizer_and_chat_template(
 
 
 def test_filters_become_rules_for_the_bases_names(folder: Path) -> None:
-    text = "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters:\n  t:\n"
-    text += (
+    text = (
+        "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters:\n  t:\n"
         "  - {filter: self_attn, value: [0, 0.5, 1]}\n  - {filter: nothing, value: 1}\n  - "
         "{filter: mlp, value: 0.1}\n"
     )
@@ -414,40 +425,25 @@ def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
     )
 
 
-def test_written_configurations(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
+def test_written_configurations(models: Models, tmp_path: Path, capsys: Capture) -> None:
     """Any configuration can be written, with the flags on top of it; nothing is overwritten."""
-    flags = [
-        "-b",
-        models[0],
-        "-m",
-        models[1],
-        "-q",
-        "--seed",
-        "7",
-        "--rule",
-        "*bias:drop_rate=0",
-        "--engine",
-        "plain",
-    ]
+    text = "-q --seed 7 --rule *bias:drop_rate=0 --engine plain"
+    flags = ["-b", models[0], "-m", models[1], *text.split()]
     written = tmp_path / "new.toml"
     run(*flags, "--write-config", written)
     run(*flags, "-o", tmp_path / "flags.safetensors")
     run("-c", written, "-q")
-    assert_same(
-        load_file(tmp_path / "flags.safetensors"), load_file(tmp_path / "new_merged.safetensors")
-    )
-    refuse(tmp_path, capsys, 2, "exists already", arguments=[*flags, "--write-config", written])
-    for command in ([], ["analyze"]):
-        wrong = [*command, *flags, "--write-config", tmp_path / "new.yaml"]
-        refuse(
-            tmp_path, capsys, 2, "the configuration is TOML", "let it end in .toml", arguments=wrong
-        )
-    flags += ["--force", "--write-config"]
-    refuse(tmp_path, capsys, 2, "is the input", arguments=[*flags, models[1]])
-    refuse(
-        tmp_path, capsys, 2, "there is no directory", arguments=[*flags, tmp_path / "no" / "x.toml"]
-    )
-    run(*flags, written)
+    made = [load_file(tmp_path / f"{name}.safetensors") for name in ("flags", "new_merged")]
+    assert_same(*made)
+    for words, path, named in (
+        (flags, written, "exists already"),
+        (flags, tmp_path / "new.yaml", ".toml"),
+        (["analyze", *flags], tmp_path / "new.yaml", ".toml"),
+        ([*flags, "--force"], models[1], "is the input"),
+        ([*flags, "--force"], tmp_path / "no" / "x.toml", "no directory"),
+    ):
+        refuse(tmp_path, capsys, 2, named, arguments=[*words, "--write-config", path])
+    run(*flags, "--force", "--write-config", written)
 
 
 def test_names_on_the_hub_stay_names(tmp_path: Path, monkeypatch: Patch) -> None:
@@ -480,8 +476,10 @@ def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: 
     a warning."""
     base = load_file(folder / "base" / "model.safetensors")
     both = "[{filter: norm, value: 0.5}, {filter: lm_head, value: 0}, {value: [0, 0.5]}]"
-    text = f"merge_method: {method}\nbase_model: base\nmodels: [{{model: one}}, {{model: two}}, "
-    text += f"{{model: base, parameters: {{weight: 0.1}}}}]\nparameters: {{weight: {both}}}"
+    text = (
+        f"merge_method: {method}\nbase_model: base\nmodels: [{{model: one}}, {{model: two}}, "
+        f"{{model: base, parameters: {{weight: 0.1}}}}]\nparameters: {{weight: {both}}}"
+    )
     (folder / "m.yaml").write_text(text)
     run("-c", "m.yaml", "-o", "out", "-q", "--engine", "plain")
     assert "is the base itself" not in capsys.readouterr().err
@@ -492,23 +490,23 @@ def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: 
     }
 
 
-def test_chat_templates_of_a_file(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"), [("auto", "{{ b }}"), ("'{% c %}{{ d }}'", "{% c %}{{ d }}")]
+)
+def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> None:
     """auto is what most models have; a text is itself, and a recipe makes it again."""
     for name, template in (("base", "{{ a }}"), ("one", "{{ b }}"), ("two", "{{ b }}")):
         (folder / name / "tokenizer.json").write_text("{}")
         (folder / name / "chat_template.jinja").write_text(template)
-    for words, expected in (("auto", "{{ b }}"), ("'{% c %}{{ d }}'", "{% c %}{{ d }}")):
-        (folder / "m.yaml").write_text(
-            f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
-        )
-        run("-c", "m.yaml", "-o", "out", "-q")
-        assert (folder / "out" / "chat_template.jinja").read_text() == expected
-        run("-c", "out", "-o", "again", "-q")
-        assert (folder / "again" / "chat_template.jinja").read_text() == expected
-        run("verify", "out", "-q")
-        run("-c", "m.yaml", "-q", "--write-config", "m.toml", "--force")
-        run("-c", "m.toml", "-q")
-        assert (folder / "m_merged" / "chat_template.jinja").read_text() == expected
+    text = f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
+    (folder / "m.yaml").write_text(text)
+    run("-c", "m.yaml", "-o", "out", "-q")
+    run("-c", "out", "-o", "again", "-q")
+    run("verify", "out", "-q")
+    run("-c", "m.yaml", "-q", "--write-config", "m.toml")
+    run("-c", "m.toml", "-q")
+    for name in ("out", "again", "m_merged"):
+        assert (folder / name / "chat_template.jinja").read_text() == expected
     run("-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", "auto", status=1)
 
 
@@ -725,8 +723,10 @@ def test_slices_must_be_the_bases_own_layers(
 
 def test_slices_must_merge_the_same_models(check: Refuse) -> None:
     source = "{{model: {}, layer_range: [{}, {}]}}"
-    text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
-    text += f"- sources: [{source.format('one', 0, 2)}]\n"
+    text = (
+        "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
+        f"- sources: [{source.format('one', 0, 2)}]\n"
+    )
     check(text + f"- sources: [{source.format('two', 2, 4)}]\n", "they merge different models")
     same = f"- sources: [{source.format('one', 2, 4)}]\n"
     check(text + same + "  base_model: two\n", "they have different base models")

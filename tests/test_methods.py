@@ -175,10 +175,8 @@ def test_trim_keeps_all_entries_as_large_as_the_last_one_it_must_keep(tmp_path: 
 
     Which of two equal entries is kept must not depend on where they lie.
     """
-    base, model = (
-        {"w": torch.zeros(3000, dtype=BF16)},
-        {"w": (torch.arange(3000) % 4 * 0.25).to(BF16)},
-    )
+    base = {"w": torch.zeros(3000, dtype=BF16)}
+    model = {"w": (torch.arange(3000) % 4 * 0.25).to(BF16)}
     for ratio, least in ((0.3, 0.5), (0.25, 0.75)):
         merged = merge(tmp_path, base, model, method="ties", drop_rate=0.0, keep_ratio=ratio)["w"]
         assert same_bits(merged, torch.where(model["w"] >= least, model["w"], 0.0))
@@ -200,7 +198,8 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     drop_rate: float,
     kind: tuple[str, torch.dtype],
 ) -> None:
-    random, (engine, dtype) = np.random.default_rng(seed), kind
+    random = np.random.default_rng(seed)
+    (engine, dtype) = kind
     values = random.standard_cauchy(count) * 2.0 ** random.integers(-30, 20)
     model = torch.from_numpy(values).clamp(-1e30, 1e30).to(dtype)
     config = {"method": "ties", "keep_ratio": keep_ratio, "drop_rate": drop_rate, "rescale": False}
@@ -434,7 +433,8 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
     models: list[Path], tmp_path: Path
 ) -> None:
     rule = '[[rules]]\nmatch = ["layer.*", "scalar"]\ndrop_rate = [0.5, 0.25]\nlambda_coeff = 0.5\n'
-    config, output = write_config(tmp_path, rule, verbose=False), tmp_path / "f.safetensors"
+    config = write_config(tmp_path, rule, verbose=False)
+    output = tmp_path / "f.safetensors"
     run("-c", config)
     settings = ":drop_rate=[0.5, 0.25], lambda_coeff=0.5"
     flags = ["--rule", f"layer.*{settings}", "--rule", f"scalar{settings}", "-o", str(output)]

@@ -89,7 +89,8 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     (folder / "numba").mkdir()
     (folder / "numba" / "_version.py").write_text(f"# {request.param}")
     (folder / "numba" / "extending.py").write_text("intrinsic = lambda function: function")
-    code, itself = write_code(request.param, "made"), WRONG[request.param][1]
+    code = write_code(request.param, "made")
+    itself = WRONG[request.param][1]
     (folder / "numba" / "__init__.py").write_text(NUMBA.format(code=code, itself=itself))
     return folder, request.param
 
@@ -297,7 +298,8 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
     it made before."""
     with Interrupts() as interrupts:
         load_kernels([SUM], "numba", interrupts)
-    usual, made = objects.find_cache(), list[str]()
+    usual = objects.find_cache()
+    made = list[str]()
 
     def copy(words: list[str], messages: Path) -> subprocess.Popen[bytes]:
         for path in map(Path, words[1:]):
@@ -422,10 +424,8 @@ def test_who_wants_what_is_being_compiled_waits_for_it(
 def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compiler(
     models: list[Path], tmp_path: Path
 ) -> None:
-    environment, folder = (
-        {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")},
-        tmp_path / "kernels",
-    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    folder = tmp_path / "kernels"
     ways = [
         [],
         ["--method", "ties", "--keep-ratio", "0.5"],
@@ -462,7 +462,8 @@ def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     copy = copy_house(tmp_path) / "darelib"
-    identify, before = machine.identify.__wrapped__, machine.identify()
+    identify = machine.identify.__wrapped__
+    before = machine.identify()
     monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
     needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "mask.py")
     for name in ("config.py", "run/worker.py", "kernels/tensors.py", *needed):

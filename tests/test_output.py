@@ -332,7 +332,8 @@ def test_what_is_no_size_is_refused(
 def test_no_spelling_of_an_input_is_taken_as_output(
     tmp_path: Path, monkeypatch: Patch, refused: Any
 ) -> None:
-    base, home = random_model(dtype=BF16), tmp_path / "home"
+    base = random_model(dtype=BF16)
+    home = tmp_path / "home"
     first = save_directory(home / "models" / "base", base, model_type="x")
     second = save_sharded(home / "models" / "math", finetune(base, 1), [[name] for name in base])
     (first / "sub").mkdir()
@@ -486,8 +487,10 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
 def test_what_is_no_model_is_never_replaced(
     pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any, output: str, words: str
 ) -> None:
-    names = "thesis/chapters/model.safetensors thesis/thesis.tex notes/config.json notes/x.tex"
-    names += " data/data.npy repository/.git/HEAD repository/model.safetensors file"
+    names = (
+        "thesis/chapters/model.safetensors thesis/thesis.tex notes/config.json notes/x.tex"
+        " data/data.npy repository/.git/HEAD repository/model.safetensors file"
+    )
     fill(tmp_path, dict.fromkeys(names.split(), "mine"))
     (tmp_path / "folder.safetensors").mkdir()
     (tmp_path / "empty").mkdir()

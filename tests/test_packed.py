@@ -27,6 +27,8 @@ from tests.support import (
     METHODS,
     POSIX,
     Capture,
+    Models,
+    Pair,
     Patch,
     Refusal,
     assert_same,
@@ -131,7 +133,8 @@ def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals
     ]
     paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
     low, high = sorted(data.draw(st.tuples(*[st.floats(0, 0.9999)] * 2), "rates"))
-    seed, rule = data.draw(st.integers(0, 2**63 - 3)), data.draw(st.floats(0, 0.99), "rule")
+    seed = data.draw(st.integers(0, 2**63 - 3))
+    rule = data.draw(st.floats(0, 0.99), "rule")
     packed = pack_all(paths, low, seed, "--rule", f"tb:drop_rate={rule!r}")
     method = data.draw(st.sampled_from(METHODS)) | {
         "drop_rate": high,
@@ -159,7 +162,8 @@ def test_one_packed_model_alone_gives_what_dare_sparsify_gives(
 def test_its_seed_is_its_own_at_any_place_and_one_seed_for_two_is_a_warning(
     models: list[Path],
 ) -> None:
-    packed, made = pack_all(models, 0.5), []
+    packed = pack_all(models, 0.5)
+    made = []
     for order in (packed, packed[::-1]):
         report = run_merge(
             models[0], order, models[0].with_name("out.safetensors"), seed=7, engine="plain"
@@ -288,7 +292,8 @@ def test_dry_run_verify_and_resume_take_packed_models(
     models: list[Path], capsys: Capture, monkeypatch: Patch
 ) -> None:
     tune(job_elements=1024, flush_seconds=0.0005, journal_seconds=0.0)
-    packed, out = pack_all(models, 0.9, 7), models[0].with_name("out.safetensors")
+    packed = pack_all(models, 0.9, 7)
+    out = models[0].with_name("out.safetensors")
     words = [
         "-b",
         str(models[0]),
@@ -333,8 +338,9 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
             "--force",
             "-q",
             *PLAIN,
+            "--drop-rate",
+            0.95,
         ]
-        words += ["--drop-rate", 0.95]
         run("analyze", *words)
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
         assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)
@@ -389,52 +395,24 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
 
 
 def test_what_is_small_already_and_other_bases_are_refused(
-    models: list[Path], tmp_path: Path, capsys: Capture, check_refused: Refusal
+    models: Models, tmp_path: Path, capsys: Capture, check_refused: Refusal
 ) -> None:
     packed = pack(*models[:2], tmp_path / "packed.safetensors")
     adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
-    capsys.readouterr()
-    for model, words in ((adapter, "a LoRA adapter"), (packed, "packed already")):
-        arguments = ["pack", "-b", models[0], "-m", model, "-o", tmp_path / "out.safetensors"]
-        refuse(tmp_path, capsys, 1, words, arguments=arguments)
-    check_refused(models[2], packed, "was packed against 'base.safetensors'", "another base")
+    (tmp_path / "all.toml").write_text('[dare]\ndrop = "magnitude"')
+    (tmp_path / "some.toml").write_text('[[rules]]\nmatch = "*bias"\ndrop = "magnitude"')
+    for flags, status, words in (
+        (["-m", adapter], 1, "a LoRA adapter"),
+        (["-m", packed], 1, "packed already"),
+        ([], 2, "pack needs a base, a model and an output"),
+        (["-m", models[1], "-c", tmp_path / "all.toml"], 2, "drop magnitude"),
+        (["-m", models[1], "-c", tmp_path / "some.toml"], 2, "drop magnitude"),
+        (["-m", *models[1:]], 2, "one model, not 2"),
+    ):
+        arguments = ["pack", "-b", models[0], "-o", tmp_path / "out.safetensors", *flags]
+        refuse(tmp_path, capsys, status, words, arguments=arguments)
+    check_refused(models[2], packed, "'base.safetensors'", "another base")
     check_refused(packed, models[1], "is a packed model")
-    refuse(
-        tmp_path,
-        capsys,
-        2,
-        "pack needs a base, a model and an output",
-        arguments=["pack", "-b", models[0], "-o", tmp_path / "out.safetensors"],
-    )
-
-
-@pytest.mark.parametrize(
-    "text", ['[dare]\ndrop = "magnitude"', '[[rules]]\nmatch = "*bias"\ndrop = "magnitude"']
-)
-def test_only_what_is_dropped_at_random_can_be_packed(
-    models: list[Path], capsys: Capture, text: str
-) -> None:
-    base, model, _ = models
-    config = base.parent / "config.toml"
-    config.write_text(text)
-    words = [
-        "pack",
-        "-c",
-        config,
-        "-b",
-        base,
-        "-m",
-        model,
-        "-o",
-        base.parent / "packed.safetensors",
-    ]
-    refuse(
-        base.parent,
-        capsys,
-        2,
-        "at random, and this configuration has drop magnitude",
-        arguments=words,
-    )
 
 
 def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -469,7 +447,8 @@ def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes
 ) -> None:
     tune(job_elements=1024, flush_seconds=0.0005, journal_seconds=0.0)
     whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
-    out, before = tmp_path / "out" / "out.safetensors", sorted(os.listdir(tmp_path))
+    out = tmp_path / "out" / "out.safetensors"
+    before = sorted(os.listdir(tmp_path))
     out.parent.mkdir()
     words = [
         "pack",
@@ -542,10 +521,8 @@ def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
     )
     model = finetune(base, 1)
     del model["lm_head.weight"]
-    folder, path = (
-        save_directory(tmp_path / "model", model, tie_word_embeddings=True),
-        save(tmp_path, base=base)[0],
-    )
+    folder = save_directory(tmp_path / "model", model, tie_word_embeddings=True)
+    path = save(tmp_path, base=base)[0]
     compare([path, folder], [pack(path, folder, tmp_path / "packed.safetensors")])
 
 
@@ -574,30 +551,17 @@ def test_a_broken_fine_tune_is_not_packed(tmp_path: Path, capsys: Capture) -> No
         refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
 
 
-def test_mistakes_with_packing_are_explained(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: Capture
-) -> None:
-    arguments = ["pack", "-b", pair[0], "-o", tmp_path / "x", *PLAIN, "-m", pair[1]]
-    refuse(tmp_path, capsys, 2, "pack takes one model, not 2", arguments=[*arguments, pair[1]])
-    (pair[0] / "config.json").write_text('{"model_type": "llama"}')
-    (pair[1] / "config.json").write_text('{"model_type": "qwen2"}')
-    refuse(tmp_path, capsys, 1, "is another kind of model", "--any-base", arguments=arguments)
-    packed = pack(
-        pair[0], pair[1], tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.12344
-    )
-    refuse(tmp_path, capsys, 1, "is a packed model", "--merge", arguments=["verify", packed])
-    merge = [
-        "-b",
-        pair[0],
-        "-m",
-        packed,
-        "-o",
-        tmp_path / "out.safetensors",
-        "--any-base",
-        "--drop-rate",
-    ]
-    refuse(tmp_path, capsys, 1, "use a drop rate of 0.12344 or more", arguments=[*merge, "0.1"])
-    (pair[1] / "packed.safetensors").write_bytes(packed.read_bytes())
-    run_merge(
-        pair[0], [pair[1]], tmp_path / "out.safetensors", any_base=True, drop_rate=0.0
-    )  # the model, not that
+def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, capsys: Capture) -> None:
+    base, model = pair
+    for path, kind in zip(pair, ("llama", "qwen2"), strict=True):
+        (path / "config.json").write_text(json.dumps({"model_type": kind}))
+    packed = pack(*pair, tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.12344)
+    out = tmp_path / "out.safetensors"
+    for arguments, words in (
+        (["pack", "-b", base, "-o", tmp_path / "x", "-m", model], "--any-base"),
+        (["verify", packed], "is a packed model"),
+        (["-b", base, "-m", packed, "-o", out, "--any-base", "--drop-rate", "0.1"], "0.12344"),
+    ):
+        refuse(tmp_path, capsys, 1, words, arguments=arguments)
+    (model / "packed.safetensors").write_bytes(packed.read_bytes())
+    run_merge(base, [model], out, any_base=True, drop_rate=0.0)  # the model, not that

@@ -47,7 +47,8 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) -> None:
     """Change the table of a packed model, or give another, and its header."""
-    data, table = path.read_bytes(), table_of(path)
+    data = path.read_bytes()
+    table = table_of(path)
     start = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:start])
     made = edit(table, header)
@@ -147,7 +148,8 @@ def test_values_that_are_cut_or_broken_are_refused(
     victim: tuple[Path, Path], capsys: Capture, check_refused: Refusal
 ) -> None:
     packed = victim[1]
-    data, before = packed.read_bytes(), load_file(packed)
+    data = packed.read_bytes()
+    before = load_file(packed)
     capsys.readouterr()
     for size in (0, 5, 100, len(data) - 4000, len(data) - 1):
         packed.write_bytes(data[:size])
@@ -198,7 +200,8 @@ def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
     low = np.uint64(0xFFFFFFFF)
     c = [blocks & low, blocks >> np.uint64(32), np.zeros_like(blocks), np.zeros_like(blocks)]
     for r in range(7):
-        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        a = c[0] * np.uint64(0xD2511F53)
+        b = c[2] * np.uint64(0xCD9E8D57)
         k0, k1 = (
             np.uint64((k + r * w) % 2**32)
             for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
@@ -224,7 +227,8 @@ def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
         text = f"{table['seed']}:{entry.get('mask_name', name)}".encode()
         key = struct.unpack("<II", hashlib.blake2b(text, digest_size=8).digest())
         j = np.arange(math.prod(entry["shape"]), dtype=np.uint64)
-        tile, k = j // np.uint64(1024), j % np.uint64(1024)
+        tile = j // np.uint64(1024)
+        k = j % np.uint64(1024)
         pieces = philox(key, np.uint64(128) * tile + k % np.uint64(128))
         below = max(1, round((1 - entry["drop_rate"]) * 65536))
         kept = pieces[(k // np.uint64(128)).astype(int), np.arange(len(j))] < below

@@ -50,7 +50,8 @@ def fail_each(scene: Scene, call: str, *flags: str, lasting: bool = False) -> It
     owner = publish if call == "reserve" else os
     real = getattr(owner, call)
     for number in itertools.count(1):
-        calls, error = itertools.count(1), ERRORS[number % len(ERRORS)]
+        calls = itertools.count(1)
+        error = ERRORS[number % len(ERRORS)]
 
         def failing(
             *arguments: Any,
@@ -169,7 +170,9 @@ def test_all_bytes_are_on_the_disk_before_the_output_gets_its_name_and_then_the_
     tmp_path: Path, monkeypatch: Patch, kind: str
 ) -> None:
     """What is not synced is lost if the power fails, whatever the order in which it was written."""
-    scene, unsynced, events = Scene(tmp_path, kind, old=False), set[str](), list[str]()
+    scene = Scene(tmp_path, kind, old=False)
+    unsynced = set[str]()
+    events = list[str]()
     tune(flush_seconds=60)  # nobody syncs but who publishes
 
     def note(call: str, real: Callable[..., Any]) -> Callable[..., Any]:

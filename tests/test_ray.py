@@ -151,12 +151,10 @@ def test_a_merge_whose_driver_is_killed_is_resumed_with_what_is_finished(
     assert not (tmp_path / "out").exists()
     kept = finished(tmp_path)
     assert kept >= 3
-    count = "from darelib.run import ray\nreal = ray.run_tasks\n"
-    count += (
+    count = (
+        "from darelib.run import ray\nreal = ray.run_tasks\n"
         "ray.run_tasks = lambda ray, numbers, *more: (say(ray, numbers), real(ray, numbers, "
         "*more))[1]\n"
-    )
-    count += (
         "def say(ray, numbers): print('to do', len(numbers), 'sent', "
         "ray.get_runtime_context().runtime_env)\n"
     )

@@ -30,7 +30,8 @@ def digest_pages(data: bytes, header: bytes) -> str:
     parts = [data[len(header) + start : len(header) + stop] for start, stop in ends if stop > start]
     found = hashlib.sha256()
     for k in range(256):
-        part, rest = parts[k * len(parts) // 256], k * len(parts) % 256
+        part = parts[k * len(parts) // 256]
+        rest = k * len(parts) % 256
         start = max(0, len(part) - 4096) * rest // 256
         found.update(part[start : start + 4096])
     return found.hexdigest()

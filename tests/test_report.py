@@ -172,8 +172,10 @@ def mixture() -> Models:
 def test_the_plan_shows_models_rules_files_and_needs(
     mixture: Models, tmp_path: Path, capsys: Capture
 ) -> None:
-    text = "-b base -m math code -o out --drop-rate 0.9 0.8 --max-shard-size=750B --engine=plain"
-    text += " --rule embed*:drop_rate=0.5,rescale_q=0.6 --rule *norm*:lambda_coeff=0"
+    text = (
+        "-b base -m math code -o out --drop-rate 0.9 0.8 --max-shard-size=750B --engine=plain"
+        " --rule embed*:drop_rate=0.5,rescale_q=0.6 --rule *norm*:lambda_coeff=0"
+    )
     before = snapshot(tmp_path)
     run(*text.split(), "--dry-run")
     assert snapshot(tmp_path) == before
@@ -351,7 +353,8 @@ def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:
         text=True,
     )
     os.close(terminal)
-    said, piece = b"", b"."
+    said = b""
+    piece = b"."
     while piece:
         try:
             said += (piece := os.read(controller, 1 << 16))

@@ -127,7 +127,8 @@ def sweep(
 
 @pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.02)])
 def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float) -> None:
-    before, seen = snapshot(tmp_path), list[float]()
+    before = snapshot(tmp_path)
+    seen = list[float]()
 
     def depth(path: Path) -> float:
         seen.append(-hill(path))
@@ -459,7 +460,8 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
         state = given.state_dict() if isinstance(given, torch.nn.Module) else given
         return -float(sum((state[name] - goal[name]).abs().sum() for name in goal))
 
-    before, space = snapshot(tmp_path), {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
+    before = snapshot(tmp_path)
+    space = {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
     options: Any = {"search": "grid", "confirm": 0}
     plain = dare_sweep(base, tunes, miss, space, **options)
     assert (plain.winner.params, plain.winner.scores) == (
@@ -546,7 +548,8 @@ def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> No
         (7, 8): 5 + 1,
         **{(seed, seed + 1): 3 for seed in (9, 11, 13, 15)},
     }
-    values, average = [each[0] for each in found.best.confirmed], found.average
+    values = [each[0] for each in found.best.confirmed]
+    average = found.average
     assert average.scores == [pytest.approx(-0.64)]
     test = stats.ttest_1samp(values, average.scores[0], alternative="greater")
     assert found.probability == pytest.approx(3 * test.pvalue, rel=1e-9)
@@ -565,7 +568,8 @@ def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Mode
         alike = all(torch.equal(state[name], plain[name]) for name in plain)
         return 0.0 if alike else random.Random(str(state["layer.weight"].sum())).gauss(0, 1)
 
-    space, called = {"drop_rate": [0, 0.5, 0.7, 0.8, 0.9]}, Counter[str]()
+    space = {"drop_rate": [0, 0.5, 0.7, 0.8, 0.9]}
+    called = Counter[str]()
     for seed in range(0, 2000, 100):
         found = dare_sweep(base, tunes, noise, space, DareConfig(seed=seed), search="grid")
         called["more than its seeds" in found.verdict] += 1
@@ -579,8 +583,10 @@ def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Mode
 
 
 def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: Capture) -> None:
-    rules = "[[rules]]\nmatch = 'head.*'\nlambda_coeff = 0.5\n"
-    rules += "[[sweep.rules]]\nmatch = 'layer.*'\nlambda_coeff = [1.0]\n"
+    rules = (
+        "[[rules]]\nmatch = 'head.*'\nlambda_coeff = 0.5\n"
+        "[[sweep.rules]]\nmatch = 'layer.*'\nlambda_coeff = [1.0]\n"
+    )
     flags = command(
         "--vary",
         "drop_rate = [0.5, 0.8]",

@@ -42,14 +42,14 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     }
     rules = [{"match": "layer.*", "keep_ratio": 0.5}]
     config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
-    merger, options = (
-        DareMerger(models[0], models[1:], config),
-        {"search": "random", "trials": 40, "confirm": 0},
-    )
+    merger = DareMerger(models[0], models[1:], config)
+    options = {"search": "random", "trials": 40, "confirm": 0}
     found = merger.sweep(lambda path: 1.0, space, folder=models[0].parent, **options)
     assert (len(found.rows), found.failures) == (40, []), "none was refused"
     for row in found.rows:
-        names, method, drop = {*row.params}, row.params["method"], row.params.get("drop", "random")
+        names = {*row.params}
+        method = row.params["method"]
+        drop = row.params.get("drop", "random")
         assert (drop, "drop" in names) == ((drop, True) if method != "slerp" else ("random", False))
         assert ("slerp_t" in names) == (method == "slerp") == ("weights.0" not in names)
         assert ("keep_ratio" in names) == (method == "ties" and drop == "random")

@@ -66,12 +66,10 @@ def test_a_system_may_lack_what_others_have(
     they are there."""
     scene = Scene(tmp_path, kind)
     LACKS[lacking](monkeypatch)
-    assert scene.run("--threads", "3") == 0
-    assert scene.broken() == []
+    scene.check("--threads", "3")
     scene.reset()
     scene.interrupt(5)
-    assert scene.run("--resume") == 0
-    assert scene.broken() == []
+    scene.check("--resume")
 
 
 @pytest.mark.parametrize(
@@ -122,8 +120,7 @@ def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(
     assert scene.fail() == 1
     assert scene.broken() == []
     scene.interrupt(5)
-    assert scene.run("--resume") == 0
-    assert scene.broken() == []
+    scene.check("--resume")
     assert (link.is_symlink(), dare.main(["verify", str(link), "-q", *scene.models])) == (True, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", link.name, "place"]
 
@@ -144,8 +141,7 @@ def test_outputs_may_have_any_name_that_the_filesystem_allows(
     name = name + "y" * left * (left < 15) + suffix
     scene = Scene(tmp_path, "file" if suffix else "directory", old=False, name=name)
     scene.interrupt(5)
-    assert scene.run("--resume") == 0
-    assert scene.broken() == []
+    scene.check("--resume")
     run("verify", scene.output, "-q", *scene.models)
 
 
@@ -154,7 +150,9 @@ def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(
 ) -> None:
     """Root may write anywhere, so a file in the place of a folder stands in for folders that cannot
     be written."""
-    scene, folder, blocked = Scene(tmp_path, "file"), tmp_path / "here", tmp_path / "blocked"
+    scene = Scene(tmp_path, "file")
+    folder = tmp_path / "here"
+    blocked = tmp_path / "blocked"
     folder.mkdir()
     blocked.write_text("")
     prelude = (

@@ -232,7 +232,8 @@ def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
     careless."""
     started = time.process_time()
     for side in ("base", "model"):
-        arguments, path = sound_models(tmp_path), tmp_path / f"{side}.safetensors"
+        arguments = sound_models(tmp_path)
+        path = tmp_path / f"{side}.safetensors"
         path.write_bytes(content)
         complaints = (repr(str(path)), "not a complete safetensors file", complaint)
         refuse_in_two_lines(tmp_path, capsys, *complaints, arguments=arguments)
@@ -298,10 +299,12 @@ def write_floats(
 ) -> None:
     """A file of F32 tensors: their values in the order of tensors, their entries in the order of
     names."""
-    entries, place = {}, 0
+    entries = {}
+    place = 0
     for name, (shape, values) in tensors.items():
         ends = [place, place + 4 * len(values)]
-        entries[name], place = {"dtype": "F32", "shape": shape, "data_offsets": ends}, ends[1]
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": ends}
+        place = ends[1]
     text = ",".join(
         f"{padding}{json.dumps(name)}:{padding}{json.dumps(entries[name])}" for name in names
     )
@@ -329,7 +332,8 @@ def test_odd_but_sound_files_are_merged_right(tmp_path: Path, padding: str) -> N
     }
     merged = load_file(output)
     for name, (_, values) in base.items():
-        old, new = values.astype("f4"), model[name][1].astype("f4")
+        old = values.astype("f4")
+        new = model[name][1].astype("f4")
         assert np.allclose(
             merged[name].flatten().numpy(), old + 2 * (new.astype("f8") - old), rtol=1e-6, atol=1e-9
         )
@@ -359,7 +363,9 @@ def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
     tmp_path: Path, capsys: Capture, sides: int
 ) -> None:
     """NumPy knows 64 sides at most. In an input it is nan, in an output a byte that was changed."""
-    arguments, shape, output = sound_models(tmp_path), [1] * sides, tmp_path / "out.safetensors"
+    arguments = sound_models(tmp_path)
+    shape = [1] * sides
+    output = tmp_path / "out.safetensors"
     for side, value in (("base", 1.0), ("model", 1.001)):
         write_floats(tmp_path / f"{side}.safetensors", {"w": (shape, [value])}, ["w"])
     run(*arguments)
@@ -478,7 +484,8 @@ def test_any_file_is_read_as_the_library_reads_it(tmp_path: Path, content: bytes
 
 @pytest.mark.parametrize("dtype", [*STORED_BITS, "F8_E4M3FN", "I4", "U4", "C128", "F128"])
 def test_types_are_those_of_the_library_with_the_same_sizes(tmp_path: Path, dtype: str) -> None:
-    path, taken = tmp_path / "file.safetensors", []
+    path = tmp_path / "file.safetensors"
+    taken = []
     for size in (*range(9), 16, 32, 64, 128):
         header = f'{{"w":{{"dtype":"{dtype}","shape":[8],"data_offsets":[0,{size}]}}}}'
         assert_agreement(path, with_header(header, bytes(size)))

@@ -30,16 +30,22 @@ from tests.support import (
 # separates; hides.
 TRICK = (
     "\x1b]0;owned\x07\x1b[2J\x1b[Ha\rerror: b\nerror: b\nhint: c\x07\x08\x7f\x9b31m\x85\x9d0;x\x9c"
+    "\u202e\u2066evil\u200fa\u2028b\u2029c\x0b\x0c\x1cd\U000e0041\ufeff\u00ad"
 )
-TRICK += "\u202e\u2066evil\u200fa\u2028b\u2029c\x0b\x0c\x1cd\U000e0041\ufeff\u00ad"
 END = ".safetensors"
 
 
 def name_files(word: str) -> Iterator[tuple[Any, ...]]:
     """Statuses with the flags that give them, and files and directories with a word in their names."""
-    base, start = random_model(shapes={"w": (30, 5), "b": (5,)}), f"in {word}/"
-    models = {"base": base, "model": finetune(base, 1, 1.0), "nan": {"w": base["w"] * math.nan}}
-    models |= {"other": {"x": base["w"]}, "shape": {"w": base["w"][:7], "extra": base["b"]}}
+    base = random_model(shapes={"w": (30, 5), "b": (5,)})
+    start = f"in {word}/"
+    models = {
+        "base": base,
+        "model": finetune(base, 1, 1.0),
+        "nan": {"w": base["w"] * math.nan},
+        "other": {"x": base["w"]},
+        "shape": {"w": base["w"][:7], "extra": base["b"]},
+    }
     save(Path(start), **{name + word: tensors for name, tensors in models.items()})
     save(Path(f"{start}several{word}"), **{f"one{word}": base})
     (
@@ -99,11 +105,10 @@ def name_files(word: str) -> Iterator[tuple[Any, ...]]:
 
 def name_tensors(word: str) -> Iterator[tuple[Any, ...]]:
     """The same, with a word in what files hold."""
-    w, name = f"w{word}", json.dumps(f"w{word}")
-    base, pairs = (
-        random_model(shapes={w: (30, 5), f"a{word}.weight": (6, 4)}),
-        low_rank(f"a{word}", (6, 4)),
-    )
+    w = f"w{word}"
+    name = json.dumps(f"w{word}")
+    base = random_model(shapes={w: (30, 5), f"a{word}.weight": (6, 4)})
+    pairs = low_rank(f"a{word}", (6, 4))
     more = base | {f"i{word}": torch.arange(3), f"q{word}.weight": torch.ones(3, dtype=torch.int8)}
     large = finetune(base, 1, 0.02) | {f"extra{word}": torch.ones(2)}
     save(
@@ -166,22 +171,19 @@ def write_words(word: str) -> Iterator[tuple[Any, ...]]:
         {"models": {word: 1}},
         {"models": {"merge_files": [{word: 1}]}},
         {"recipe": {"mask": word}},
-    ]
-    wrong += [
         {"rules": [word]},
         {"rules": [{word: 1}]},
         {"dare": {word: 1}},
         {"dare": {"method": word}},
+        {"dare": {"drop_rate": [word]}},
+        {"dare": {"drop_rate": {word: word}}},
     ]
-    wrong += [{"dare": {"drop_rate": [word]}}, {"dare": {"drop_rate": {word: word}}}]
     missing = [
         {"models": models | t}
         for t in ({"base_file": word}, {"merge_files": [word]}, {"tokenizer": word})
     ]
-    sound, other = (
-        {"rules": [{"match": word, "drop_rate": 0.5}]},
-        {"recipe": {"inputs": [{"size": word}]}},
-    )
+    sound = {"rules": [{"match": word, "drop_rate": 0.5}]}
+    other = {"recipe": {"inputs": [{"size": word}]}}
     runs = [
         (1, {"models": models, **other}),
         (0, {"models": models, **sound}),

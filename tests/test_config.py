@@ -437,31 +437,26 @@ def test_only_files_of_this_tool_are_replaced_without_force(
 
 
 def test_what_the_system_refuses_is_passed_on(
-    models: Models, refused: Refused, monkeypatch: Patch
+    models: Models, capsys: Capture, monkeypatch: Patch
 ) -> None:
     """As root nothing is unreadable, so the system's refusals are stood in for."""
     denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
     broken = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     folder = Path().absolute()
-    stat = Path.stat
-
-    def deny_output(path: Path, **options: Any) -> os.stat_result:
-        return denied() if path.name == OUT.name else stat(path, **options)
-
-    def deny_base(path: Path, *mode: Any, **options: Any) -> Any:
-        return denied() if path.name == "base.safetensors" else open(path, *mode, **options)
-
+    before = snapshot(folder)
     for owner, name, stand_in, complaint in (
-        (Path, "open", deny_base, "'base.safetensors': Permission denied"),
-        (Path, "stat", deny_output, "'out.safetensors'"),
+        (Path, "open", denied, "'base.safetensors': Permission denied"),
+        (Path, "stat", denied, "'out.safetensors' cannot be used: Permission denied"),
         (os, "access", lambda path, mode: Path(path) != folder, "is not writable"),
         (os, "fsync", denied, "'out.safetensors': Permission denied"),
         (tensorfile, "read_at", broken, "'base.safetensors': Input/output error"),
-        (shutil, "disk_usage", broken, "Input/output error"),
+        (shutil, "disk_usage", broken, "'out.safetensors' cannot be used: Input/output error"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stand_in)
-            refused(1, complaint, *MERGE)
+            run(*MERGE, status=1)
+        assert complaint in capsys.readouterr().err
+        assert snapshot(folder) == before
 
 
 def test_what_may_not_be_looked_at_is_not_missing(
@@ -517,7 +512,7 @@ def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(
     fill({"base/config.json": b"{}", LOCK: b""})
     merge = ("-q", "-b", "base", "-m", "math", "-o", "merged")
     for place, flags, status, words in (
-        (LOCK, merge, 1, "is in the way"),
+        (LOCK, merge, 1, "merged.partial"),
         ("merged.partial/journal", (*merge, "--resume"), 0, ""),
         ("merged/mine", merge, 1, "also holds 'mine'"),
         ("merged/config.json", ("verify", "merged"), 1, "'config.json' cannot be read"),

@@ -368,22 +368,19 @@ def test_files_adapters_caches_and_tokenizers_are_inputs_too(
     pair: Pair, tmp_path: Path, refused: Any
 ) -> None:
     lone = save(tmp_path / "mine", base=random_model(dtype=BF16), math=random_model(1, BF16))
-    refused(lone, tmp_path / "mine", "holds the input", status=2, always=True)
-    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
-    refused((pair[0], adapter), adapter, "is the input", status=2, always=True)
-    refused((pair[0], adapter), adapter / "new", "lies inside the input", status=2, always=True)
-    cached = to_hub_cache(tmp_path / "hub", "org/math", pair[1], "1a2b")
-    for output in (cached, cached.parent.parent / "blobs", tmp_path / "hub"):
-        refused((pair[0], cached), output, "the input", status=2, always=True)
+    adapted = (pair[0], write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61))))
+    cached = (pair[0], to_hub_cache(tmp_path / "hub", "org/math", pair[1], "1a2b"))
     fill(pair[1], {"tokenizer.json": "{}"})
-    refused(
-        (pair[0], adapter),
-        pair[1],
-        "is the input",
-        flags=["--tokenizer", pair[1]],
-        status=2,
-        always=True,
-    )
+    for models, output, *flags in (
+        (lone, tmp_path / "mine"),
+        (adapted, adapted[1]),
+        (adapted, adapted[1] / "new"),
+        (adapted, pair[1], "--tokenizer", pair[1]),
+        (cached, cached[1]),
+        (cached, cached[1].parent.parent / "blobs"),
+        (cached, tmp_path / "hub"),
+    ):
+        refused(models, output, "the input", status=2, always=True, flags=flags)
 
 
 def test_inputs_of_the_same_name_are_both_kept(

@@ -232,24 +232,23 @@ def test_settings_come_from_the_recipe_only(tmp_path: Path, verify: Any, flags: 
 
 
 def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, verify: Any) -> None:
-    save_directory(tmp_path / "model", random_model())
-    for name, words in {
-        "model/model.safetensors": "has no recipe",
-        "model": "has no dare_recipe.toml",
-        "nowhere": "No such file or directory",
-    }.items():
-        refuse(tmp_path, capsys, 1, words, arguments=["verify", tmp_path / name])
-    refuse(tmp_path, capsys, 2, "there is nothing to verify", arguments=["verify"])
-    for recipe in (
-        "",
-        "[dare]\nseed = 1\n",
-        "[recipe]\nversion = 3\n",
-        "[models]\nmerge_files = []\n",
+    model = save_directory(tmp_path / "model", random_model())
+    for words, status, named in (
+        ([model / "model.safetensors"], 1, "no recipe"),
+        ([model], 1, "no dare_recipe.toml"),
+        ([tmp_path / "nowhere"], 1, "nowhere"),
+        ([], 2, "nothing to verify"),
     ):
-        save_file(random_model(), tmp_path / "odd.safetensors", {"dare_recipe": recipe})
-        verify(tmp_path / "odd.safetensors", words="the recipe itself is damaged")
-        save_file(random_model(), tmp_path / "odd.safetensors", recipe_metadata(recipe))
-        verify(tmp_path / "odd.safetensors", words="names no inputs")
+        refuse(tmp_path, capsys, status, named, arguments=["verify", *words])
+    odd = tmp_path / "odd.safetensors"
+    tables = ("", "[dare]\nseed = 1\n", "[recipe]\nversion = 3\n", "[models]\nmerge_files = []\n")
+    for recipe in tables:
+        for metadata, words in (
+            ({"dare_recipe": recipe}, "is damaged"),
+            (recipe_metadata(recipe), "names no inputs"),
+        ):
+            save_file(random_model(), odd, metadata)
+            verify(odd, words=words)
 
 
 @POSIX

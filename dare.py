@@ -61,7 +61,7 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.methods import METHODS
 from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest, progress
 from darelib.core.tuning import raise_open_file_limit
-from darelib.kernels import load_tensors
+from darelib.run import load_memory
 
 if TYPE_CHECKING:
     import torch
@@ -71,10 +71,10 @@ if TYPE_CHECKING:
     from darelib.commands.report import Estimate, MergeReport, ModelReport, Plan
     from darelib.commands.sweep.report import SweepReport, plot_sweep
     from darelib.commands.verify import VerifyReport
-    from darelib.models.inputs import Input
+    from darelib.models.checkpoint import Checkpoint
     from darelib.models.source import Source
     from darelib.output.destination import Destination
-    from darelib.plan.plan import MergePlan
+    from darelib.output.prepare import FilePlan
     from darelib.requests.request import Request
 
 __all__ = [
@@ -143,7 +143,7 @@ class DareMerger:
     def sources(self) -> tuple[Source, ...]:
         return self.base, *self.models
 
-    def _open(self) -> AbstractContextManager[list[Input]]:
+    def _open(self) -> AbstractContextManager[list[Checkpoint]]:
         """The base and the models, with the same number for each token if their tokenizers are to be united."""
         from darelib.models.inputs import open_models
         from darelib.models.source import UNION
@@ -168,40 +168,21 @@ class DareMerger:
         publishes. runner: "ray" makes the files on the nodes of a Ray cluster. All machines see the same filesystem.
         """
         from darelib.commands.report import report_merge
-        from darelib.models.inputs import check_unchanged
         from darelib.output.destination import find_output
-        from darelib.output.publish import Output, explain_write_errors
-        from darelib.run import check_runner, load_runner
-        from darelib.run.parts import make_part
+        from darelib.run.order import Order
+        from darelib.run.runners import choose_runner
 
         started = time.perf_counter()
-        check_runner(runner, part, ray_address)
-        destination, self.published = find_output(output_file), None
+        run = choose_runner(runner, part, ray_address)
+        destination = find_output(output_file)
+        self.published = None
         with self._open() as inputs:
             plan = self._plan(inputs, destination, force)
-            if plan.replaces and part is None:
-                LOG.info(f"replaces {output_file}: {plan.replaces}")
             with Interrupts() as interrupts:
-                if part is None:
-                    run = load_runner(runner).prepare(plan, inputs, interrupts, ray_address)
-                    name, identity = str(output_file), plan.identity(inputs)
-                    with (
-                        explain_write_errors(destination, resume),
-                        Output(destination, plan.files, identity, resume) as output,
-                    ):
-                        outcomes = run(output)
-                        output.publish(
-                            plan.side,
-                            plan.digests,
-                            lambda: check_unchanged(inputs),
-                            force,
-                            interrupts,
-                        )
-                else:
-                    name = f"{output_file} (part {part[0]} of {part[1]})"
-                    with explain_write_errors(destination, resume=True):
-                        plan, outcomes = make_part(plan, inputs, part, interrupts)
-                report = report_merge(plan, outcomes, name, time.perf_counter() - started)
+                order = Order(plan, inputs, interrupts, force, resume, part, ray_address)
+                result = run(order)
+                seconds = time.perf_counter() - started
+                report = report_merge(result.plan, result.outcomes, order.name, seconds)
                 for warning in report.warnings:
                     LOG.warning(warning)
                 self.published = report
@@ -238,13 +219,13 @@ class DareMerger:
         from darelib.commands.analyze.measure import Findings, MeasureLook
         from darelib.commands.analyze.report import analysis_report
         from darelib.models.inputs import check_unchanged
-        from darelib.plan.plan import plan_analysis
+        from darelib.plan.plan import plan_merge
         from darelib.run.threads import run_rounds
         from darelib.run.worker import Worker
 
         started = time.perf_counter()
         with self._open() as inputs, Interrupts() as interrupts:
-            task = plan_analysis(self.config, inputs)
+            task = plan_merge(self.config, inputs, looks_only=True)
             findings = Findings(task.seeds)
             passes = {tensor.name: [(MeasureLook(tensor, findings), 0)] for tensor in task.changed}
             worker = Worker(task, inputs, passes, (), interrupts)
@@ -271,8 +252,8 @@ class DareMerger:
         """
         from darelib.commands.verify import Comparison, VerifyReport
         from darelib.output.destination import Destination
+        from darelib.output.prepare import plan_files
         from darelib.output.tokenizer import TokenizerChoice
-        from darelib.plan.plan import plan_merge
         from darelib.run.threads import run_rounds
         from darelib.run.worker import Worker
 
@@ -281,7 +262,7 @@ class DareMerger:
         destination = Destination(str(output_file), path, path.is_dir())
         with self._open() as inputs, Interrupts() as interrupts:
             tokens = TokenizerChoice(self.tokenizer.name)
-            plan = plan_merge(
+            plan = plan_files(
                 self.config, inputs, destination, tokens, self.version, with_side_files=False
             )
             with closing(Comparison(plan, str(output_file))) as comparison:
@@ -354,9 +335,11 @@ class DareMerger:
             chat_template=self.chat_template,
         )
 
-    def _plan(self, inputs: Sequence[Input], destination: Destination, force: bool) -> MergePlan:
+    def _plan(
+        self, inputs: Sequence[Checkpoint], destination: Destination, force: bool
+    ) -> FilePlan:
+        from darelib.output.prepare import plan_output
         from darelib.output.tokenizer import choose_tokenizer
-        from darelib.plan.plan import plan_output
 
         tokenizer = choose_tokenizer(self.tokenizer, self.chat_template)
         return plan_output(self.config, inputs, destination, tokenizer, force)
@@ -373,7 +356,7 @@ def dare_drop(
 ) -> dict[str, torch.Tensor]:
     """Thin deltas: drop entries at random and rescale the rest. Tensors that are not floats are left as they are."""
     config = DareConfig(drop_rate=drop_rate, seed=seed, rescale=rescale)
-    return load_tensors().drop_deltas(task_vector, config)
+    return load_memory().drop_deltas(task_vector, config)
 
 
 def dare_sparsify(
@@ -398,7 +381,7 @@ def dare_merge(
     out: tensors to write it into, such as a live model's or the base's own, so that nothing new is allocated. What does
     not fit is refused before anything is written; a value that is not finite is only met on the way.
     """
-    return load_tensors().merge_tensors(base, finetuned, check_config(config), out)
+    return load_memory().merge_tensors(base, finetuned, check_config(config), out)
 
 
 def dare_sweep(
@@ -677,10 +660,10 @@ def parse_part(text: str) -> tuple[int, ...] | str:
 
 
 def run_merge_command(flags: dict[str, Any]) -> None:
-    from darelib.run import check_runner
+    from darelib.run.runners import choose_runner
 
     where = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
-    check_runner(**where)
+    choose_runner(**where)
     merger, request = make_merger(flags)
     if "write_config" in flags:
         from darelib.requests.configfile import write_request

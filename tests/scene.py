@@ -202,7 +202,7 @@ def stop_after(patch: Patch, ranges: int) -> None:
 
 
 def meanwhile(patch: Patch, act: Callable[[Any], object]) -> None:
-    """Let something happen during a merge: when all ranges are written, and nothing is published."""
+    """Let something happen in a merge: when all ranges are written, and nothing is published."""
 
     def run_merge(plan: Any, *arguments: Any, real: Any = threads.run_merge) -> Any:
         outcomes = real(plan, *arguments)

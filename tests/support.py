@@ -1,4 +1,4 @@
-"""Small models for the tests, merges through the front door, and what the definition makes of them."""
+"""Small models for the tests, merges through the front door, and what they should give."""
 
 import hashlib
 import json

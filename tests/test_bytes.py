@@ -95,7 +95,7 @@ def draw(shape: Shape, *key: int | str) -> np.ndarray:
 
 
 def make_tensor(table: str, name: str, number: int, shape: Shape, kind: str) -> Tensor:
-    """A tensor of the base (number 0), or of a model, in which a quarter of the base is unchanged."""
+    """A tensor of the base (number 0), or of a model, in which a quarter is unchanged."""
     exponent = -122 if "tiny" in name else 0  # most of them are then below the least normal float32
     base, delta = (
         np.ldexp(draw(shape, table, name, n), exponent - 3 * (n > 0)) for n in (0, number)
@@ -466,7 +466,7 @@ def write_mismatched(kinds: str) -> Inputs:
 
 
 def write_tied(config: Settings) -> Inputs:
-    """The base has its embedding as a head too; of the models, one has its own head and one none."""
+    """The base has its embedding as a head too; one model has its own head and one none."""
     tensors = [dict(make_model("small", number, "bf16")) for number in range(3)]
     tensors[0][f"{HEAD}.weight"] = tensors[0][f"{EMBEDDING}.weight"]
     del tensors[2][f"{HEAD}.weight"]
@@ -477,7 +477,7 @@ def write_tied(config: Settings) -> Inputs:
 
 
 def write_sharded() -> Inputs:
-    """A base and a model in several files, with all that lies beside them, and a model in one file."""
+    """A base and a model in several files, with what lies beside them, and one in one file."""
     config = {
         "model_type": "llama",
         "torch_dtype": "bfloat16",
@@ -507,7 +507,7 @@ def write_sharded() -> Inputs:
 
 
 def limit_writes(limit: int) -> Any:
-    """Patches what writes to files, so that it counts, and an interrupt comes after so many writes."""
+    """Patches what writes to files, so that an interrupt comes after so many writes."""
     write_at = os.pwrite
     numbers = count(1)
 

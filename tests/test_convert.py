@@ -67,7 +67,7 @@ def test_weights_are_found_wherever_they_are(
 def test_what_a_trainer_leaves_in_a_checkpoint_is_not_run(
     tmp_path: Path, capsys: Capture, weights: Any
 ) -> None:
-    """As the checkpoints of Stable Diffusion have it: callbacks of a trainer, and numbers of NumPy."""
+    """As Stable Diffusion's checkpoints have it: callbacks of a trainer, numbers of NumPy."""
     trainer = types.ModuleType("trainer_of_old")
     callback = type("Callback", (), {"__module__": trainer.__name__})
     trainer.Callback = callback  # type: ignore[attr-defined]

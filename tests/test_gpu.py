@@ -70,7 +70,11 @@ launched = []
 launch, draw = gpu.Batch._launch, gpu.draw_bits
 drawn = []
 gpu.draw_bits = lambda *which, **where: drawn.append(which) or draw(*which, **where)
-gpu.Batch._launch = lambda self, kernel, *rest, **named: launched.append(kernel) or launch(self, kernel, *rest, **named)
+def note(self, kernel, *rest, **named):
+    launched.append(kernel)
+    return launch(self, kernel, *rest, **named)
+
+gpu.Batch._launch = note
 dtype = getattr(torch, sys.argv[1])
 for name, (count, settings) in CONFIGS.items():
     base, *models = make_models(count, dtype)
@@ -87,7 +91,8 @@ for model in (base, *models):
     model["tied"] = model["even.weight"]
 wanted = dare_merge(base, models)
 out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
-out["even.weight"] = torch.zeros(64, 128, dtype=dtype)[:, ::2]  # not contiguous, so not for the kernels
+# Not contiguous, so not for the kernels.
+out["even.weight"] = torch.zeros(64, 128, dtype=dtype)[:, ::2]
 torch.Tensor.is_cuda = property(lambda _: True)
 dare_merge(base, models, out=out)
 torch.Tensor.is_cuda = there
@@ -266,7 +271,8 @@ def test_without_triton_torch_merges_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "darelib.kernels.gpu", raising=False)
+    for name in ("gpu", "gpu_kernels"):
+        monkeypatch.delitem(sys.modules, f"darelib.kernels.{name}", raising=False)
     tensors._load_gpu.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert tensors._load_gpu() is None

@@ -20,7 +20,8 @@ from safetensors import safe_open
 from dare import ConfigError, DareConfig, DareError, dare_drop, dare_merge, dare_sparsify
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import keep_rate, mask_key
-from darelib.kernels import KernelSpec, load_kernels, plain
+from darelib.kernels import KernelSpec, plain
+from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from tests.support import (
     BF16,

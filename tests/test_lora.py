@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dare import DareConfig, DareError, DareMerger
-from darelib.models.lora import OTHER_ADAPTERS
+from darelib.models.peft import OTHER_ADAPTERS
 from tests.support import (
     BF16,
     F16,

@@ -297,22 +297,22 @@ EXACT = {
     + TWO.replace("0.7", "[0, 0.3]").replace(
         "0.4", "[{filter: lm_head, value: 0.4}, {value: [0, 1]}]"
     ),
-    "task arithmetic, normalized": "merge_method: task_arithmetic\nparameters: {normalize: true, lambda: 1e-1}"
-    + TWO,
+    "task arithmetic, normalized": "merge_method: task_arithmetic\n"
+    "parameters: {normalize: true, lambda: 1e-1}" + TWO,
     "ties": "merge_method: ties" + TWO,
     "ties, filters": "merge_method: ties" + FILTERS,
     "ties, overlapping filters": "merge_method: ties" + OVERLAPPING,
     "ties, slices": "merge_method: ties" + SLICES,
     "ties, adapters": "merge_method: ties\nparameters: {density: 0.41}" + LORAS,
-    "ties, not normalized": "merge_method: ties\nparameters: {normalize: false, int8_mask: true, lambda: 0.7}"
-    + TWO,
+    "ties, not normalized": "merge_method: ties\n"
+    "parameters: {normalize: false, int8_mask: true, lambda: 0.7}" + TWO,
     "ties, rescaled": "merge_method: ties\nparameters: {rescale: true}" + FILTERS,
     "breadcrumbs": "merge_method: breadcrumbs" + TWO,
     "breadcrumbs, filters": "merge_method: breadcrumbs\nparameters: {gamma: [0.03, 0.11]}"
     + FILTERS,
     "breadcrumbs, slices": "merge_method: breadcrumbs" + SLICES,
-    "breadcrumbs, rescaled": "merge_method: breadcrumbs\nparameters: {rescale: true, normalize: true}"
-    + TWO,
+    "breadcrumbs, rescaled": "merge_method: breadcrumbs\n"
+    "parameters: {rescale: true, normalize: true}" + TWO,
     "breadcrumbs_ties": "merge_method: breadcrumbs_ties" + TWO,
     "breadcrumbs_ties, filters": "merge_method: breadcrumbs_ties" + FILTERS,
     "breadcrumbs_ties, overlapping filters": "merge_method: breadcrumbs_ties" + OVERLAPPING,

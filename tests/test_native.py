@@ -17,18 +17,18 @@ import llvmlite.binding as llvm
 import pytest
 
 import dare
-from darelib import kernels
 from darelib.core.interrupts import Interrupts
 from darelib.kernels import (
     EngineUnavailable,
     KernelSpec,
     compiler,
+    engines,
     here,
-    load_kernels,
     machine,
     native,
     objects,
 )
+from darelib.kernels.engines import load_kernels
 from darelib.kernels.proof import prove_function
 from darelib.kernels.records import MODEL, TENSOR
 from tests.scene import contents
@@ -152,12 +152,7 @@ def test_where_stored_kernels_cannot_be_used_numba_takes_over(
         file.write(f"def compile_object(code, machine):\n    return {code}\n")
     done = merge_in(folder, models)
     [line] = done.stderr.splitlines()
-    assert line.startswith(
-        (
-            "warning: Kernels compiled beforehand cannot be used (its compiler, or what that "
-            "made, crashed"
-        )
-    )
+    assert line.startswith("warning: Kernels compiled beforehand cannot be used (its compiler")
     assert line.endswith(
         "so Numba compiles them for this run: the same result, after a longer start"
     )
@@ -170,7 +165,7 @@ def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Pa
     tried = Mock(side_effect=EngineUnavailable("it is out of order"))
     monkeypatch.setattr(native, "load_kernels", tried)
     monkeypatch.setattr(here, "load_kernels", tried)
-    monkeypatch.setattr(kernels, "_refused", {})
+    monkeypatch.setattr(engines, "_refused", {})
     with Interrupts() as interrupts:
         for _ in range(3):
             assert load_kernels([SUM], "auto", interrupts)
@@ -308,7 +303,7 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
 def run_command(models: list[Path], *flags: str) -> int:
     """Merge as a new process would, with no kernels in memory."""
     native._loaded.clear()
-    kernels._refused.clear()
+    engines._refused.clear()
     output = models[0].with_name("out.safetensors")
     return dare.main(["-b", str(models[0]), "-m", str(models[1]), "-o", str(output), *flags])
 
@@ -457,7 +452,7 @@ def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
     before = machine.identify()
     monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
     needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "core/mask.py")
-    for name in ("config.py", "run/worker.py", "kernels/tensors.py", *needed):
+    for name in ("config/__init__.py", "run/worker.py", "kernels/tensors.py", *needed):
         (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
         assert (identify() != before) == (name in needed), name
         shutil.copy(HERE / "darelib" / name, copy / name)
@@ -522,7 +517,7 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
 ) -> None:
     run_merge(models[0], models[1:2], tmp_path / "usual.safetensors")
     monkeypatch.setattr(native, "_loaded", {})
-    monkeypatch.setattr(kernels, "_refused", {})
+    monkeypatch.setattr(engines, "_refused", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
     machine.load_llvmlite.cache_clear()
     if missing == "llvmlite":

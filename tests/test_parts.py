@@ -13,7 +13,7 @@ import dare
 from dare import ConfigError, DareConfig, DareMerger
 from darelib.output.journal import Journal
 from darelib.output.lock import Lock
-from darelib.output.publish import Flusher, Shard
+from darelib.output.publish import Shard
 from darelib.run.worker import Worker
 from tests.scene import SLOWLY, Contents, contents, launch, make_many_jobs, wait_for
 from tests.support import (
@@ -246,7 +246,7 @@ def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
 ) -> None:
     tune(flush_seconds=60)  # so that all is flushed at the end
     with monkeypatch.context() as patch:
-        patch.setattr(Flusher, "_flush", lambda *_: os.fsync(-1))
+        patch.setattr(Shard, "_flush", lambda *_: os.fsync(-1))
         patch.setattr(os, "fsync", os.fstat)  # which knows no file -1
         assert run("--part", "1/3") == 1
     assert "cannot write" in capsys.readouterr().err

@@ -21,8 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dare import DareConfig, DareMerger
-from darelib.output import publish
-from darelib.output.publish import MADE, Output
+from darelib.output import files, publish
+from darelib.output.files import MADE
+from darelib.output.publish import Output
 from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, stop_after, wait_for
 from tests.support import POSIX, Patch, command, finetune, save_directory, slow, snapshot, tune
 
@@ -45,9 +46,8 @@ ERRORS = (errno.ENOSPC, errno.EIO, errno.EINTR)
 
 
 def fail_each(scene: Scene, call: str, *flags: str, lasting: bool = False) -> Iterator[str]:
-    """Merge with the first call failing, or all from it on, then the second, and so on until all
-    succeed."""
-    owner = publish if call == "reserve" else os
+    """Merge with the first call failing, or all from it on; then the second, until all succeed."""
+    owner = files if call == "reserve" else os
     real = getattr(owner, call)
     for number in itertools.count(1):
         calls = itertools.count(1)
@@ -100,14 +100,14 @@ def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
     problems = []
     for old in (False, True):
         scene = Scene(tmp_path / str(old), kind, old)
-        files = count_open_files()
+        opened = count_open_files()
         for which in fail_each(scene, call, lasting=lasting):
             if old and lasting and call == "rename" and contents(scene.output) == {}:
                 # not even the old one could be given its name back: any next run does it
                 scene.fail()
             broken = scene.broken(*([scene.partial] if call in ("unlink", "rmdir") else []))
-            broken += ["a file stays open"] if count_open_files() > files else []
-            files = count_open_files()
+            broken += ["a file stays open"] if count_open_files() > opened else []
+            opened = count_open_files()
             broken += (
                 ["then it is not merged"]
                 if scene.run()
@@ -312,10 +312,10 @@ def test_a_merge_killed_at_any_call_to_the_system_is_made_good_by_the_next(
         resume = ["--resume"] if number % 2 else []
         if not dies_at(number, scene, resume, exchange, background):
             break
-        files = contents(scene.output)
+        held = contents(scene.output)
         begun = set(os.listdir(scene.partial)) if scene.partial.exists() else set()
-        between = not files and "replaced" in begun and not exchange
-        broken = [] if between or files in (scene.old, scene.new) else [f"torn {sorted(files)}"]
+        between = not held and "replaced" in begun and not exchange
+        broken = [] if between or held in (scene.old, scene.new) else [f"torn {sorted(held)}"]
         broken += [f"left {name}" for name in scene.besides() if name != scene.partial.name]
         if between:  # a run that fails still restores what was there
             scene.fail()
@@ -367,7 +367,9 @@ def test_a_signal_stops_a_merge_and_keeps_what_is_done_only_with_resume(
 
 
 LATE = {
-    "renamed": "replace = publish.replace; publish.replace = lambda *paths: (replace(*paths), kill())",
+    "renamed": """
+replace = publish.replace
+publish.replace = lambda *paths: (replace(*paths), kill())""",
     "tidied": (
         "discard = Output.discard; Output.discard = lambda self, keep: (discard(self, keep), "
         "kill())"
@@ -417,7 +419,10 @@ def test_in_a_script_a_signal_is_kept_until_the_model_is_published(
 
 BUSY = {
     "planning": """
-darelib.output.tokenizer.choose_tokenizer = lambda *_: (print('planning', file=sys.stderr), time.sleep(30))
+def choose(*_):
+    print('planning', file=sys.stderr)
+    time.sleep(30)
+darelib.output.tokenizer.choose_tokenizer = choose
 """,
     "compiling": "",
     "merging": """
@@ -426,7 +431,11 @@ threads.run_merge = lambda *arguments: (print("merging", file=sys.stderr), run(*
 Checkpoint.read = lambda *arguments: (time.sleep(0.2), read(*arguments))[1]""",
     "copying": """
 begun = []
-Output.write_file = lambda *arguments: (begun or print("copying", file=sys.stderr), begun.append(1), time.sleep(1))""",
+def write(*arguments):
+    begun or print("copying", file=sys.stderr)
+    begun.append(1)
+    time.sleep(1)
+Output.write_file = write""",
 }
 
 

@@ -23,10 +23,11 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_NAME, TILE, mask_key
 from darelib.core.text import ConfigError, DareError, as_text, count_of, human, printable
 from darelib.core.tuning import TUNING
-from darelib.kernels import KernelSpec, load_kernels
+from darelib.kernels import KernelSpec
+from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
-from darelib.models.fp8 import ScaledTensor
-from darelib.models.inputs import Input, check_unchanged, explain_read_errors, open_models
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.inputs import check_unchanged, explain_read_errors, open_models
 from darelib.models.packed import COUNTED_BLOCK, PACKED_FILE, PACKED_KEY, VERSION
 from darelib.models.source import Source, recorded_name
 from darelib.models.tensorfile import TensorInfo, header_bytes
@@ -37,15 +38,19 @@ from darelib.output.destination import (
     find_output,
 )
 from darelib.output.directory import CARD_FILE, card_name, find_side_files
-from darelib.output.publish import Output, PlannedFile, explain_write_errors
+from darelib.output.prepare import FilePlan, check_place, plan_files
+from darelib.output.publish import Output, explain_write_errors
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
+from darelib.plan.files import PlannedFile
 from darelib.plan.matching import ties_embeddings
-from darelib.plan.plan import Job, MergePlan, TensorPlan, check_kinds, check_place, plan_merge
+from darelib.plan.plan import Job, check_kinds
+from darelib.plan.tensors import TensorPlan
 from darelib.requests.readers import load_request
 from darelib.requests.request import Request, layer_flags
+from darelib.run.outcomes import Outcome
 from darelib.run.threads import run_merge
-from darelib.run.worker import BROKEN_HINT, JobWorker, Outcome, Write
+from darelib.run.worker import BROKEN_HINT, JobWorker, Write
 
 SETTINGS: Final = ("drop_rate", "seed", "mismatch", "any_base", "threads", "engine", "verbose")
 # The bits that are all set in what is not finite.
@@ -193,22 +198,24 @@ def pack(
             )
             raise DareError(f"{model.name!r} is {kind}", "merge it as it is")
         for each in inputs:
-            if any(isinstance(info, ScaledTensor) for info in each.tensors.values()):
-                raise DareError(
-                    f"{each.name!r} is in FP8, which cannot be packed", "merge it as it is"
-                )
+            for info in each.tensors.values():
+                if info.encoding.kind:
+                    raise DareError(
+                        f"{each.name!r} is in {info.encoding.kind}, which cannot be packed",
+                        "merge it as it is",
+                    )
         if not config.any_base:
             check_kinds(inputs)
         with explain_place_errors(destination.name):  # before there is any work
             check_replaceable(destination, force)
         with explain_read_errors():
-            plan = plan_merge(config, inputs, destination, TokenizerChoice(), with_side_files=False)
+            plan = plan_files(config, inputs, destination, TokenizerChoice(), with_side_files=False)
             plan = keep_own_tensors(plan, inputs[1])
         worker = Packer(plan, inputs, interrupts)
         worker.count_entries(interrupts)
         with explain_read_errors():
-            worker.task = plan = place_entries(plan, inputs, worker)
-        plan = check_place(plan, inputs, TokenizerChoice(), force)
+            worker.plan = plan = place_entries(plan, inputs, worker)
+        plan = check_place(plan, inputs, force)
         identity = plan.identity(inputs)
         with (
             explain_write_errors(destination, resume),
@@ -226,7 +233,9 @@ def pack(
 class Packer(JobWorker):
     """Runs jobs: each writes the entries that the mask keeps of one range, or copies one that is not thinned."""
 
-    def __init__(self, plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts) -> None:
+    def __init__(
+        self, plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
+    ) -> None:
         super().__init__(plan)
         self.model = inputs[1]
         specs = {pack_spec(tensor) for tensor in plan.tensors if is_thinned(tensor)}
@@ -236,12 +245,12 @@ class Packer(JobWorker):
         ] = {}  # by tensor and place: how many entries are kept before it
 
     def make_buffers(self) -> Buffers:
-        return Buffers(1, (self.task.chunk + 1) * self.task.itemsize, ())
+        return Buffers(1, (self.plan.chunk + 1) * self.plan.itemsize, ())
 
     def count_entries(self, interrupts: Interrupts) -> None:
         """Find out how many entries are kept before each block, each job and in all, without reading anything."""
         step, local = min(COUNTED_BLOCK, TUNING.job_elements), threading.local()
-        thinned = [tensor for tensor in self.task.tensors if is_thinned(tensor)]
+        thinned = [tensor for tensor in self.plan.tensors if is_thinned(tensor)]
         jobs = [
             Job(0, t, at, min(at + step, t.length))
             for t in thinned
@@ -254,7 +263,7 @@ class Packer(JobWorker):
                 self._pick(job, start, width, local.buffers) for start, width in self.chunks(job)
             )
 
-        with ThreadPoolExecutor(self.task.threads) as pool:
+        with ThreadPoolExecutor(self.plan.threads) as pool:
             try:
                 for job, kept in zip(jobs, pool.map(count, jobs), strict=True):
                     interrupts.check()
@@ -278,10 +287,10 @@ class Packer(JobWorker):
         [(_, theirs)] = tensor.finetuned
         item, place = (
             FORMATS[theirs.dtype].itemsize if tensor.merged else 1,
-            self.offset(tensor) + job.start,
+            self.place_of(tensor.output) + job.start,
         )
         if tensor.merged:
-            place = self.offset(tensor) + self.before[tensor.name, job.start] * item
+            place = self.place_of(tensor.output) + self.before[tensor.name, job.start] * item
         for start, width in self.chunks(job):
             row = buffers.finetuned[0] if tensor.merged else buffers.output
             self.model.read_bytes(row[: width * item].data, theirs, start * item)
@@ -306,7 +315,7 @@ class Packer(JobWorker):
     def _pick(self, job: Job, start: int, width: int, buffers: Buffers) -> int:
         """Put what is kept of a chunk at the start of the output's row. Gives how many that are."""
         tensor, record = job.tensor, buffers.models[0]
-        record["key_0"], record["key_1"] = mask_key(self.task.seeds[0], tensor.mask_names[0])
+        record["key_0"], record["key_1"] = mask_key(self.plan.seeds[0], tensor.mask_names[0])
         record["limit"] = tensor.settings.thinnings[0].threshold - 1
         self.kernels[pack_spec(tensor)](buffers, width, 1, start // TILE)
         return int(record["kept"])
@@ -326,7 +335,7 @@ def pack_spec(tensor: TensorPlan) -> KernelSpec:
     return KernelSpec("pack", dtype, dtype, dtype)
 
 
-def keep_own_tensors(plan: MergePlan, model: Input) -> MergePlan:
+def keep_own_tensors(plan: FilePlan, model: Checkpoint) -> FilePlan:
     """The tensors that the model has itself: thinned, or whole."""
     known = {tensor.name: tensor for tensor in plan.tensors}
     example, tensors = plan.tensors[0], []
@@ -340,7 +349,7 @@ def keep_own_tensors(plan: MergePlan, model: Input) -> MergePlan:
     return dataclasses.replace(plan, tensors=tuple(tensors))
 
 
-def place_entries(plan: MergePlan, inputs: Sequence[Input], packer: Packer) -> MergePlan:
+def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) -> FilePlan:
     """Where everything goes, now that it is known how much of it there is."""
     tensors, described, offset = [], {}, 0
     for tensor in plan.tensors:
@@ -356,7 +365,7 @@ def place_entries(plan: MergePlan, inputs: Sequence[Input], packer: Packer) -> M
             }
             if tensor.mask_names[0] != tensor.name:
                 described[tensor.name]["mask_name"] = tensor.mask_names[0]
-        tensors.append(dataclasses.replace(tensor, output=output))
+        tensors.append(dataclasses.replace(tensor, outputs={tensor.name: output}))
         offset += output.nbytes
     base = {"file": recorded_name(inputs[0].source), **inputs[0].fingerprint}
     table = {
@@ -381,7 +390,7 @@ def place_entries(plan: MergePlan, inputs: Sequence[Input], packer: Packer) -> M
     )
 
 
-def make_side_files(plan: MergePlan, inputs: Sequence[Input], file: PlannedFile) -> SideFiles:
+def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint], file: PlannedFile) -> SideFiles:
     """What lies beside the model itself, with a card and a recipe that say how it was packed."""
     side: SideFiles = dict(find_side_files(inputs[1].folder))
     base, model = (card_name(i.source) for i in inputs)

@@ -17,13 +17,13 @@ from darelib.core.mask import MASK_BITS
 from darelib.core.methods import METHODS, TensorSettings
 from darelib.core.text import LISTED, clip, count_of, duration, human, list_names, printable, table
 from darelib.core.tuning import TUNING
-from darelib.models.inputs import Input
+from darelib.models.checkpoint import Checkpoint
 from darelib.output.destination import Replaced
-from darelib.output.fp8 import count_held
-from darelib.plan.plan import MergePlan, TensorPlan
+from darelib.output.prepare import FilePlan
+from darelib.plan.tensors import TensorPlan
 
 if TYPE_CHECKING:
-    from darelib.run.worker import Outcome, Tally
+    from darelib.run.outcomes import Outcome, Tally
 
 # What a merge holds besides its buffers, as measured: the process with all that it has loaded, and what is known of
 # each tensor of each model.
@@ -58,7 +58,7 @@ class PlannedInput:
     note: str  # such as what kind of adapter it is
 
     @classmethod
-    def of(cls, model: Input) -> PlannedInput:
+    def of(cls, model: Checkpoint) -> PlannedInput:
         stored = [info for file in model.files for info in file.tensors.values()]
         types = dict(Counter(info.dtype for info in stored).most_common())
         parameters = sum(info.count for info in stored)
@@ -204,7 +204,10 @@ class Plan:
 
 
 def describe_plan(
-    plan: MergePlan, inputs: Sequence[Input], resume: bool, sampled: tuple[int, float] | None = None
+    plan: FilePlan,
+    inputs: Sequence[Checkpoint],
+    resume: bool,
+    sampled: tuple[int, float] | None = None,
 ) -> Plan:
     """resume: whether an unfinished merge would be continued.
 
@@ -241,7 +244,7 @@ def describe_plan(
     )
 
 
-def describe_rules(plan: MergePlan) -> Iterator[PlannedRule]:
+def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
     """How many tensors each rule is for; last, those that no rule is for."""
     tensors: dict[int, list[TensorPlan]] = {}
     for tensor in plan.tensors:
@@ -328,7 +331,7 @@ def show_setting(value: Any) -> str:
     return str(value).lower()
 
 
-def estimate_memory(plan: MergePlan, inputs: Sequence[Input]) -> int:
+def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     """About what the process will take: what it always does, what is known of the tensors, and the buffers."""
     from darelib.kernels.records import Buffers
 
@@ -338,9 +341,8 @@ def estimate_memory(plan: MergePlan, inputs: Sequence[Input]) -> int:
     held = min(
         sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads
     )
-    # Merged values that wait for their scales, and the base's, once more while they are encoded.
-    groups = [count_held(t.scaled, plan.chunk) for t in plan.tensors if t.scaled]
-    return PROCESS_BYTES + known + plan.threads * (buffers + held + 24 * max(groups, default=0))
+    waiting = [t.encoding.count_held(t.base, plan.chunk) for t in plan.tensors]
+    return PROCESS_BYTES + known + plan.threads * (buffers + held + max(waiting, default=0))
 
 
 def name_types(types: Mapping[str, int]) -> str:
@@ -438,9 +440,9 @@ class MergeReport:
         )
 
 
-def add_tallies(plan: MergePlan, outcomes: Sequence[Outcome]) -> list[dict[str, Tally]]:
+def add_tallies(plan: FilePlan, outcomes: Sequence[Outcome]) -> list[dict[str, Tally]]:
     """What all jobs counted, per model and tensor. Sums are made in the plan's order, so that they never differ."""
-    from darelib.run.worker import sum_fields
+    from darelib.run.outcomes import sum_fields
 
     order = {tensor.name: k for k, tensor in enumerate(plan.tensors)}
     found: list[dict[str, list[Tally]]] = [{} for _ in plan.models]
@@ -451,9 +453,9 @@ def add_tallies(plan: MergePlan, outcomes: Sequence[Outcome]) -> list[dict[str, 
 
 
 def report_merge(
-    plan: MergePlan, outcomes: Sequence[Outcome], output: str, seconds: float
+    plan: FilePlan, outcomes: Sequence[Outcome], output: str, seconds: float
 ) -> MergeReport:
-    from darelib.run.worker import Tally, sum_fields
+    from darelib.run.outcomes import Tally, sum_fields
 
     by_tensor = add_tallies(plan, outcomes)
     totals = [sum_fields([Tally(), *tallies.values()]) for tallies in by_tensor]
@@ -474,7 +476,7 @@ def report_merge(
     )
 
 
-def report_model(plan: MergePlan, i: int, total: Tally) -> ModelReport:
+def report_model(plan: FilePlan, i: int, total: Tally) -> ModelReport:
     count, thinning = max(total.parameters, 1), plan.config.general(len(plan.models)).thinnings[i]
     return ModelReport(
         name=plan.models[i],
@@ -496,7 +498,7 @@ def report_model(plan: MergePlan, i: int, total: Tally) -> ModelReport:
 
 
 def find_oddities(
-    plan: MergePlan,
+    plan: FilePlan,
     outcomes: Sequence[Outcome],
     by_tensor: Sequence[Mapping[str, Tally]],
     totals: Sequence[Tally],
@@ -510,7 +512,7 @@ def find_oddities(
 
 
 def find_odd_deltas(
-    plan: MergePlan, i: int, tallies: Mapping[str, Tally], total: Tally
+    plan: FilePlan, i: int, tallies: Mapping[str, Tally], total: Tally
 ) -> Iterator[str]:
     name, kinds = plan.models[i], {tensor.settings.thinnings[i].drop for tensor in plan.changed}
     at_random = any(

@@ -12,9 +12,9 @@ from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError, as_text, human, printable
 from darelib.models.tensorfile import explain_os_error, file_sha256, open_regular, read_at
 from darelib.output.destination import list_files, read_digests
-from darelib.output.publish import PlannedFile
+from darelib.output.prepare import FilePlan
 from darelib.output.recipe import check_seal
-from darelib.plan.plan import MergePlan
+from darelib.plan.files import PlannedFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class VerifyReport:
 class Comparison:
     """An output that exists already: what jobs write to it is compared, and the first difference is an error."""
 
-    def __init__(self, plan: MergePlan, name: str) -> None:
+    def __init__(self, plan: FilePlan, name: str) -> None:
         self.plan, self.name = plan, name
         self.folder = plan.output.path if plan.output.directory else plan.output.path.parent
         self.files: list[BufferedReader] = []

@@ -1,1 +1,1 @@
-"""Words and errors, stored number types, the mask, gradients, drops, methods: what can be chosen, with every formula."""
+"""Errors and words, number types, the mask, gradients, drops, methods: with every formula."""

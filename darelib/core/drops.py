@@ -11,9 +11,11 @@ from typing import Any, Final, NamedTuple
 from darelib.core.mask import MASK_BITS, keep_rate, keep_threshold
 from darelib.core.text import ConfigError
 
-# DARE's own; the largest are kept; neither the largest nor the smallest; the larger, the more likely.
-RANDOM, MAGNITUDE, BREADCRUMBS, DELLA = "random", "magnitude", "breadcrumbs", "della"
-# What is kept is divided by the probability to keep it; or multiplied so that the sum of |delta| stays what it was.
+# What is kept: any (DARE's own); the largest; neither the largest nor the smallest; large ones
+# more likely.
+RANDOM, MAGNITUDE, BREADCRUMBS, DELLA = ("random", "magnitude", "breadcrumbs", "della")
+# What is kept is divided by the probability to keep it; or multiplied so that the sum of |delta|
+# stays what it was.
 EXPECTATION, L1, NONE = RESCALES = ("expectation", "l1", "none")
 # A sum of |delta| that is smaller cannot be restored.
 LEAST_SUM: Final = 1e-7
@@ -24,24 +26,23 @@ class Drop:
     """A way to choose what is kept of a tensor: by its mask's bits alone, by size, or by both."""
 
     card: tuple[str, str]  # for a model card: whose way of dropping it is, and what it does
-    threshold: Callable[[float], int] = lambda _: (
-        1 << MASK_BITS
-    )  # by drop rate: what has mask bits below it is kept
-    keep_rate: Callable[[float], float] = lambda rate: (
-        1 - rate
-    )  # by drop rate: the share that is kept
+    # By drop rate: what has mask bits below it is kept.
+    threshold: Callable[[float], int] = lambda _: 1 << MASK_BITS
+    # By drop rate: the share that is kept.
+    keep_rate: Callable[[float], float] = lambda rate: 1 - rate
     rescale: str = EXPECTATION  # where the user does not say
     settings: tuple[str, ...] = ()  # those of the optional settings that mean something to it
-    # By size: of n entries, counted from the largest down, the number of the last that is kept, then of the first.
+    # By size: of n entries, counted from the largest down, the numbers of the last and of the first
+    # that are kept.
     ends: Callable[[Thinning, int], tuple[int, int]] | None = None
     # Raises an error for numbers that do not go together.
     check: Callable[[Thinning], None] = lambda _: None
-    # By size and bits: for ranks in a row of so many entries, from the smallest up, thresholds of their own.
+    # By size and bits: thresholds for ranks, from the smallest up, in a row of so many entries.
     thresholds: Callable[[Thinning, Any, int], Any] | None = None
 
 
 class End(NamedTuple):
-    """The |delta| of an entry that is found by its number in order of size, from the largest down."""
+    """The |delta| of an entry that is found by its number, counted from the largest down."""
 
     size: float
     number: int  # among those of its size
@@ -49,7 +50,7 @@ class End(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Between which |delta| is kept. Of those that equal a bound, those are whose mask bits are below a threshold."""
+    """Between which |delta| is kept; of those that equal one, by mask bits below a threshold."""
 
     low: float
     high: float
@@ -98,16 +99,17 @@ class Thinning:
     def find_bounds(self, ends: Sequence[End]) -> Bounds | None:
         """By the last and the first that are kept, if any are.
 
-        Of those that equal one of them, many where models are stored in 16 bits, as many are kept, at random, as there
-        is room for in expectation.
+        Of those that equal one of them, many where models are stored in 16 bits, as many are kept,
+        at random, as there is room for in expectation.
         """
         if not self.scheme.ends:
             return None
         last, first = ends or (End(math.inf, 1, 1), End(math.inf, 1, 1))
-        shares = last.number / last.equal, 1 - (first.number - 1) / first.equal
+        low_share = last.number / last.equal
+        high_share = 1 - (first.number - 1) / first.equal
         if last.size == first.size:
-            shares = ((last.number - first.number + 1) / last.equal,) * 2
-        at_low, at_high = (round(share * (1 << MASK_BITS)) for share in shares)
+            low_share = high_share = (last.number - first.number + 1) / last.equal
+        at_low, at_high = (round(share * (1 << MASK_BITS)) for share in (low_share, high_share))
         return Bounds(last.size, first.size, at_low, at_high)
 
     def find_thresholds(self, ranks: Any, width: int) -> Any:
@@ -129,7 +131,7 @@ def _largest(thinning: Thinning, count: int) -> tuple[int, int]:
 
 
 def _middle(thinning: Thinning, count: int) -> tuple[int, int]:
-    """Below the largest, unless too few would be left. Without any, the first comes after the last."""
+    """Below the largest, unless too few would be left. Without any, first comes after last."""
     kept = int(complement(thinning.drop_rate) * count)
     last = min(count, kept + int(thinning.gamma * count))
     return last, last - kept + 1
@@ -142,14 +144,15 @@ def _rise(thinning: Thinning, ranks: Any, width: int) -> Any:
 
 
 def _check_rise(thinning: Thinning) -> None:
-    rate, epsilon = thinning.drop_rate, thinning.epsilon
-    low, high = 1 - rate - epsilon, 1 - rate + epsilon
+    rate = thinning.drop_rate
+    epsilon = thinning.epsilon
+    low, high = (1 - rate - epsilon, 1 - rate + epsilon)
     if rate > 0 and not (low > 1e-9 and high < 1 - 1e-9):
         raise ConfigError(
-            f"with drop_rate {rate:g} and epsilon {epsilon:g}, {thinning.drop} would keep entries with probabilities "
-            f"from {low:.4g} to {high:.4g}",
-            f"give an epsilon below {min(rate, 1 - rate):.4g}, or a drop_rate between {epsilon:.4g} and "
-            f"{1 - epsilon:.4g}",
+            f"with drop_rate {rate:g} and epsilon {epsilon:g}, {thinning.drop} would keep entries "
+            f"with probabilities from {low:.4g} to {high:.4g}",
+            f"give an epsilon below {min(rate, 1 - rate):.4g}, "
+            f"or a drop_rate between {epsilon:.4g} and {1 - epsilon:.4g}",
         )
 
 

@@ -20,7 +20,7 @@ class Family:
     average: bool = False  # of models, the base's among them
 
     def list_parameters(self) -> tuple[tuple[str, ...], ...]:
-        """Those that every model has its own of, those that there is one of, and those without effect."""
+        """Those of each model, those that there is one of, and those without effect."""
         if self.method == SLERP:
             return (), ("t",), ("int8_mask",)
         if self.average:
@@ -50,11 +50,10 @@ FAMILIES: Final = {
 
 def find_merge_method(method: str, drop: str) -> str | None:
     """What mergekit calls a method and a drop (none: "") together."""
-    names = {
+    known = {
         (family.method, family.drop): name
         for name, family in FAMILIES.items()
         if not family.average
     }
-    return names.get((method, drop)) or (
-        names["ties", MAGNITUDE] if (method, drop) == (TIES, "") else None
-    )
+    known[TIES, ""] = "ties"
+    return known.get((method, drop))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-# The first part of a dotted name that is a number, and what is before it; no model has a billion layers.
+# The first part of a dotted name that is a number, and what is before it; no model has a billion
+# layers.
 LAYER: Final = re.compile(r"(.*?\.)??([0-9]{1,9})(?:\.|\Z)", re.DOTALL)
 
 MAX_NUMBERS: Final = 1000  # of a gradient: each of them is checked, and models have fewer layers
@@ -15,20 +16,21 @@ MAX_NUMBERS: Final = 1000  # of a gradient: each of them is checked, and models 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A number that changes over the layers: these at even distances, straight lines between them."""
+    """A number that changes over the layers: these at even distances, and lines between them."""
 
     numbers: tuple[float, ...]
 
     def at(self, depth: float) -> float:
         """Its value at a depth from 0, the first layer, to 1, the last."""
         place = depth * (len(self.numbers) - 1)
-        share, low = place % 1, int(place)
-        high = min(low + 1, len(self.numbers) - 1)
-        return (1 - share) * self.numbers[low] + share * self.numbers[high]
+        share = place % 1
+        low = self.numbers[int(place)]
+        high = self.numbers[min(int(place) + 1, len(self.numbers) - 1)]
+        return (1 - share) * low + share * high
 
 
 def freeze(value: Any) -> Any:
-    """A setting with tuples for lists and Gradients for tables like {gradient = [0.9, 0.5, 0.9]}."""
+    """A setting with tuples for lists and Gradients for tables like {gradient = [0.9, 0.5]}."""
     if isinstance(value, dict) and value.keys() == {"gradient"}:
         numbers = value["gradient"]
         is_right = isinstance(numbers, list | tuple) and 0 < len(numbers) <= MAX_NUMBERS
@@ -52,16 +54,18 @@ def find_depths(value: Any) -> set[float]:
 
 
 def count_layers(names: Iterable[str]) -> dict[str, int]:
-    """How many layers there are of each kind, by what is before the number in their tensors' names."""
+    """How many layers there are of each kind: by what is before the number in a tensor's name."""
     counts: dict[str, int] = {}
-    for found in filter(None, map(LAYER.match, names)):
-        counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+    for match in filter(None, map(LAYER.match, names)):
+        kind, number = match.groups()
+        counts[kind] = max(counts.get(kind, 0), int(number) + 1)
     return counts
 
 
 def depth_of(name: str, layers: Mapping[str, int]) -> float:
-    """How deep in the model a tensor is: from 0 in the first layer to 1 in the last; 0 outside of the layers."""
-    found = LAYER.match(name)
-    if not found or found[1] not in layers:
+    """How deep a tensor is: from 0 in the first layer to 1 in the last; 0 outside of the layers."""
+    match = LAYER.match(name)
+    if not match or match[1] not in layers:
         return 0.0
-    return int(found[2]) / (layers[found[1]] - 1) if layers[found[1]] > 1 else 1.0
+    last = layers[match[1]] - 1
+    return int(match[2]) / last if last else 1.0

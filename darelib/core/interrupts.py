@@ -9,25 +9,21 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through, if there is one."""
+    """Holds SIGINT and SIGTERM back, so that nothing is torn in two; check() lets one through."""
 
     def __enter__(self) -> Self:
         self._caught: list[tuple[int, FrameType | None]] = []
-        self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # no other gets signals
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if callable(before := signal.getsignal(number)):
-                    self._before[number] = before
-            self.hold()
+        is_main = threading.current_thread() is threading.main_thread()  # no other gets signals
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+        handlers: dict[int, Any] = {number: signal.getsignal(number) for number in numbers}
+        self._before = {number: old for number, old in handlers.items() if callable(old)}
+        self.hold()
         return self
 
     def hold(self) -> None:
-        """Take signals; once more where a library has begun to take them itself."""
+        """Catch signals; once more where a library has begun to catch them itself."""
         for number in self._before:
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self._caught.append((number, frame))
+            signal.signal(number, lambda *signal_and_frame: self._caught.append(signal_and_frame))
 
     def check(self) -> None:
         if self._caught:
@@ -38,9 +34,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            if (
-                signal.getsignal(number) is not signal.SIG_IGN
-            ):  # as it is once a signal has been let through
+            # It is ignored once a signal has been let through.
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, handler)
         if kind is None:
             self.check()

@@ -1,6 +1,7 @@
-"""The ways to combine thinned deltas: one entry each, with its settings, what it must look up first, its formulas.
+"""The ways to combine thinned deltas: settings, formulas, and what must be looked up first.
 
-A kernel only multiplies, adds and compares; every number that it is given is computed here, once for all engines.
+A kernel only multiplies, adds and compares; every number that it is given is computed here, once
+for all engines.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -28,7 +29,7 @@ PI: Final = 0x3243F6A8885A308D313198A2E03707344
 
 @dataclass(frozen=True, eq=False)
 class TensorSettings:
-    """How to merge one tensor, all rules considered. What there is one of per model is in the order of the models."""
+    """How to merge one tensor, all rules considered; what is per model, in the models' order."""
 
     method: str
     thinnings: tuple[Thinning, ...]
@@ -36,7 +37,7 @@ class TensorSettings:
     normalize: bool  # whether weights are divided by their sum
     lambda_coeff: float
     keep_ratio: float  # share of the surviving entries that trim keeps
-    slerp_t: float
+    slerp_t: float = 0.5
     threshold: float = 1e-5  # ram: a smaller |delta| is none
 
     @property
@@ -54,24 +55,20 @@ class TensorSettings:
         It is then taken as it is; computing it would lose bits where the base is much larger.
         """
         kept_whole = self.drop_rates == (0,) and self.divisors == (1,) and self.keep_ratio == 1
-        kept_whole = kept_whole and "threshold" not in METHODS[self.method].settings
-        return kept_whole and self.lambda_coeff == 1 and self.weights == (1,)
+        has_threshold = "threshold" in METHODS[self.method].settings
+        return kept_whole and not has_threshold and self.lambda_coeff == 1 and self.weights == (1,)
 
 
 @dataclass
 class Found:
-    """What looks have found out about one tensor so far. For each model that has it, unless it says otherwise."""
+    """What looks have found out about one tensor so far, for each model that has it."""
 
-    bounds: tuple[
-        Bounds | None, ...
-    ] = ()  # of the |delta| that the drop keeps, where it is by size
+    # Of the |delta| that the drop keeps, where it is by size.
+    bounds: tuple[Bounds | None, ...] = ()
     factors: tuple[float, ...] = ()  # that restore the sum of |delta|
     floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
-    products: tuple[float, ...] = (
-        0.0,
-        0.0,
-        0.0,
-    )  # squared lengths and scalar product of the ends of slerp's arc
+    # Not by model: squared lengths and scalar product of the ends of slerp's arc.
+    products: tuple[float, ...] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,8 @@ class Coefficients:
     """What a kernel multiplies by and compares with; a row for each model that has the tensor."""
 
     scales: tuple[float, ...]  # of the kept deltas
-    weights: tuple[
-        float, ...
-    ]  # ties divides by those of the models that agree, added to the first share
+    # ties divides by those of the models that agree, added to the first share.
+    weights: tuple[float, ...]
     bounds: tuple[Bounds | None, ...]  # of the |delta| that the drop keeps, where it is by size
     floors: tuple[float, ...]  # trim and ram keep what is at least as large
     base_share: float = 0.0  # how much of the base itself the merged delta gets
@@ -95,41 +91,39 @@ class Method:
     card: Callable[[TensorSettings], str]  # what happens to the thinned deltas, for a model card
     kernel: str  # the kernel that merges a chunk
     settings: tuple[str, ...]  # those of the optional settings that mean something to it
-    share: Callable[
-        [Sequence[float] | None, int, bool], tuple[float, ...]
-    ]  # the weights, from those given, if any
-    look: Callable[
-        [TensorSettings], type[Look] | None
-    ]  # what must be found out first, beside what drops want
+    # The weights, from those given, if any, for so many models, perhaps to be normalized.
+    share: Callable[[Sequence[float] | None, int, bool], tuple[float, ...]]
+    # What must be found out first, beside what drops want.
+    look: Callable[[TensorSettings], type[Look] | None]
     weigh: Callable[[TensorSettings, Sequence[int], Found], Coefficients]
-    show_weight: Callable[[TensorSettings, int], str] = lambda settings, i: (
-        f"{settings.weights[i]:.4g}"
-    )  # of a model
+    # Of a model, for a model card.
+    show_weight: Callable[[TensorSettings, int], str] = lambda own, i: f"{own.weights[i]:.4g}"
     models: int | None = None  # how many it takes, where it does not take any number
     any_drop: bool = True  # whether it goes with other drops than random
-    averages: Callable[[bool], bool] = lambda _: (
-        False
-    )  # by whether weights are normalized: whether the base may be a model
+    # Whether the base may be one of the models, by whether weights are normalized.
+    averages: Callable[[bool], bool] = lambda _: False
     normalize: bool = False  # whether weights are divided by their sum, where the user does not say
-    shares_only: bool = (
-        False  # weights that are divided by their sum are shares of a whole: never negative
-    )
+    # Whether weights that are divided by their sum are shares of a whole: never negative.
+    shares_only: bool = False
 
 
 def weigh(
-    settings: TensorSettings, models: Sequence[int], found: Found, weights: Sequence[float] | None = None,
+    settings: TensorSettings,
+    models: Sequence[int],
+    found: Found,
+    weights: Sequence[float] | None = None,
     base_share: float = 0.0,
-) -> Coefficients:  # fmt: skip
-    """A model's kept deltas are multiplied by its weight over its divisor, and by what restores their sum."""
-    weights, none = settings.weights if weights is None else weights, (None,) * len(models)
+) -> Coefficients:
+    """A model's kept deltas are multiplied by its weight over its divisor, and by its factor."""
+    weights = settings.weights if weights is None else weights
     factors = found.factors or (1.0,) * len(models)
-    scales = tuple(
-        weights[i] / settings.divisors[i] * factor
-        for i, factor in zip(models, factors, strict=True)
-    )
-    floors = found.floors or (0.0,) * len(models)
+    scaled = zip(models, factors, strict=True)
     return Coefficients(
-        scales, tuple(weights[i] for i in models), found.bounds or none, floors, base_share
+        scales=tuple(weights[i] / settings.divisors[i] * factor for i, factor in scaled),
+        weights=tuple(weights[i] for i in models),
+        bounds=found.bounds or (None,) * len(models),
+        floors=found.floors or (0.0,) * len(models),
+        base_share=base_share,
     )
 
 
@@ -139,48 +133,40 @@ def weigh_for_look(settings: TensorSettings, models: Sequence[int], found: Found
 
 
 def rank_of_floor(keep_ratio: float, survivors: int) -> int:
-    """Trim keeps so many of the surviving entries of a tensor, the largest, and all that equal the last of them."""
+    """How many surviving entries trim keeps: the largest, and all that equal the last of them."""
     return max(1, int(keep_ratio * survivors))
 
 
+@dataclass(eq=False)
 class Look:
-    """Finds out what must be known of one whole tensor before it is merged: in passes, each of them jobs in any order.
+    """Finds out what must be known of one whole tensor before it is merged.
 
-    buffers are the kernels' (see darelib.kernels); jobs are taken one at a time, chunks from any thread.
+    In passes, each of them jobs in any order. buffers are the kernels' (see darelib.kernels); jobs
+    are added one at a time, chunks from any thread.
     """
 
-    kernel: str
+    # Without types, so that they are no fields: each class has its own.
+    kernel = ""
     passes = 1
-    merges = (
-        False  # whether it looks at what will be written, and its kernel is the one that merges
-    )
+    merges = False  # whether its kernel is the one that merges
 
-    def __init__(
-        self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
-    ) -> None:
-        """models: those that have the tensor. count: its entries. bits: of the floats to compute in.
-
-        found: what earlier looks have found, and where this one adds to it.
-        """
-        self.settings, self.models, self.count, self.bits, self.found = (
-            settings,
-            models,
-            count,
-            bits,
-            found,
-        )
+    settings: TensorSettings
+    models: Sequence[int]  # those that have the tensor
+    count: int  # of its entries
+    bits: int  # of the floats to compute in
+    found: Found  # what earlier looks have found, and where this one adds to it
 
     def describe(self, buffers: Any, number: int) -> None:
         """Set what its kernel must know in this pass."""
 
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        """Take what the kernel found in so many entries from there on."""
+        """Add what the kernel found in so many entries from there on."""
 
     def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        """Take what the kernel found in a job."""
+        """Add what the kernel found in a job."""
 
     def conclude(self, number: int) -> None:
-        """Draw the conclusion of this pass, of which all jobs have been taken."""
+        """Draw the conclusion of this pass, of which all jobs have been added."""
 
 
 @dataclass
@@ -199,51 +185,48 @@ class Digits:
         self.equal = int(counts[len(counts) - 1 - place])
         self.prefix = self.prefix << DIGIT_BITS | (len(counts) - 1 - place)
 
+    def as_end(self, bits: int) -> End:
+        integer, real = "Qd" if bits == 64 else "If"
+        [size] = struct.unpack(f"<{real}", struct.pack(f"<{integer}", self.prefix))
+        return End(size, self.number, self.equal)
 
+
+@dataclass(eq=False)
 class SizeLook(Look):
-    """For each model, up to two of its |delta| by their numbers in order of size: a digit of each in each pass."""
+    """For each model, up to two of its |delta| by their numbers in order of size.
+
+    Each pass finds one more digit of each of them.
+    """
 
     kernel = "count"
+    _wanted: list[list[Digits]] = field(default_factory=list)
+    _counts: Any = 0
 
-    def __init__(
-        self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
-    ) -> None:
-        super().__init__(settings, models, count, bits, found)
-        self.passes = bits // DIGIT_BITS
-        self._wanted: list[list[Digits]] = []
-        self._counts: Any = 0
+    def __post_init__(self) -> None:
+        self.passes = self.bits // DIGIT_BITS
 
     def describe(self, buffers: Any, number: int) -> None:
         buffers.tensor["shift"] = self.bits - (number + 1) * DIGIT_BITS
         for record, wanted in zip(buffers.models, self._wanted, strict=False):
-            record["prefix"], record["prefix_2"] = [
-                *(digits.prefix for digits in wanted),
-                NO_PREFIX,
-                NO_PREFIX,
-            ][:2]
+            prefixes = [*(digits.prefix for digits in wanted), NO_PREFIX, NO_PREFIX]
+            record["prefix"], record["prefix_2"] = prefixes[:2]
 
     def add_job(self, start: int, stop: int, buffers: Any) -> None:
         self._counts = self._counts + buffers.counts[: len(self.models)].astype("i8")
 
     def conclude(self, number: int) -> None:
         counts = self._counts.reshape(len(self.models), 2, -1)
+        self._counts = 0
         if number == 0:
             sums = [int(first.sum()) for first, _ in counts]
-            self._wanted = [
-                [*map(Digits, self.number(*each))] for each in zip(self.models, sums, strict=True)
-            ]
+            numbers = map(self.number, self.models, sums)
+            self._wanted = [list(map(Digits, each)) for each in numbers]
         for wanted, halves in zip(self._wanted, counts, strict=True):
             alike = len({digits.prefix for digits in wanted}) == 1  # both were counted together
             for digits, half in zip(wanted, halves[[0, 0]] if alike else halves, strict=False):
                 digits.find_next(half)
-        self._counts = 0
         if number == self.passes - 1:
-            self.record([[*map(self._end_of, wanted)] for wanted in self._wanted])
-
-    def _end_of(self, digits: Digits) -> End:
-        (integer, real) = "Qd" if self.bits == 64 else "If"
-        [size] = struct.unpack(f"<{real}", struct.pack(f"<{integer}", digits.prefix))
-        return End(size, digits.number, digits.equal)
+            self.record([[digits.as_end(self.bits) for digits in each] for each in self._wanted])
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         """Which entries of a model to find, of so many, counted from the largest down."""
@@ -254,7 +237,7 @@ class SizeLook(Look):
 
 
 class BoundsLook(SizeLook):
-    """The smallest and the largest |delta| that a drop by size keeps, for each model that has such a drop."""
+    """The smallest and the largest |delta| that each model's drop keeps, where that is by size."""
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         return self.settings.thinnings[model].list_ends(self.count)
@@ -274,14 +257,11 @@ class TrimLook(SizeLook):
         self.found.floors = tuple(ends[0].size if ends else 0.0 for ends in found)
 
 
+@dataclass(eq=False)
 class ChunkLook(Look):
     """Adds up what a kernel finds in each chunk, in the chunks' order."""
 
-    def __init__(
-        self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
-    ) -> None:
-        super().__init__(settings, models, count, bits, found)
-        self._chunks: dict[int, tuple[float, ...]] = {}
+    _chunks: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         self._chunks[start] = tuple(map(float, self.read(buffers)))
@@ -302,10 +282,8 @@ class SumsLook(ChunkLook):
     kernel = "sums"
 
     def read(self, buffers: Any) -> Sequence[float]:
-        return [
-            *buffers.models["size"][: len(self.models)],
-            *buffers.models["kept_size"][: len(self.models)],
-        ]
+        records = buffers.models[: len(self.models)]
+        return [*records["size"], *records["kept_size"]]
 
     def record(self, sums: tuple[float, ...]) -> None:
         self.found.factors = find_factors(self.settings, self.models, sums)
@@ -315,14 +293,12 @@ def find_factors(
     settings: TensorSettings, models: Sequence[int], sums: Sequence[float]
 ) -> tuple[float, ...]:
     """sums: of |delta|, for each model, then of what is kept of it, for each model."""
-    pairs = zip(sums[: len(models)], sums[len(models) :], strict=True)
-    return tuple(
-        settings.thinnings[i].find_factor(*pair) for i, pair in zip(models, pairs, strict=True)
-    )
+    triples = zip(models, sums[: len(models)], sums[len(models) :], strict=True)
+    return tuple(settings.thinnings[i].find_factor(size, kept) for i, size, kept in triples)
 
 
 class ArcLook(ChunkLook):
-    """The squared lengths and the scalar product of the two thinned models, between which slerp's arc goes."""
+    """The squared lengths and the scalar product of the two thinned models, the ends of an arc."""
 
     kernel = "products"
 
@@ -336,12 +312,12 @@ class ArcLook(ChunkLook):
 def choose_looks(settings: TensorSettings, models: Sequence[int]) -> list[type[Look]]:
     """What must be found out about a tensor that these models have, one after the other."""
     thinnings = [settings.thinnings[i] for i in models]
-    looks: list[type[Look]] = (
-        [BoundsLook] if any(thinning.scheme.ends for thinning in thinnings) else []
-    )
-    looks += [SumsLook] if any(thinning.restores_sum for thinning in thinnings) else []
-    own = METHODS[settings.method].look(settings)
-    return looks + ([own] if own else [])
+    looks: list[type[Look] | None] = [
+        BoundsLook if any(thinning.scheme.ends for thinning in thinnings) else None,
+        SumsLook if any(thinning.restores_sum for thinning in thinnings) else None,
+        METHODS[settings.method].look(settings),
+    ]
+    return [look for look in looks if look]
 
 
 def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
@@ -349,7 +325,7 @@ def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
 
 
 def fold_neighbours(values: list[float]) -> float:
-    """A sum by pairs of neighbours: the same for a tensor in one piece as for pieces of 2^k values summed again."""
+    """A sum by pairs of neighbours: of 2^k values each, it is the same in pieces as in one."""
     while len(values) > 1:
         values = [*values, 0.0] if len(values) % 2 else values
         values = [values[k] + values[k + 1] for k in range(0, len(values), 2)]
@@ -358,21 +334,22 @@ def fold_neighbours(values: list[float]) -> float:
 
 @lru_cache(64)
 def slerp_weights(first: float, second: float, product: float, t: float) -> tuple[float, float]:
-    """The coefficients of two vectors, of these squared lengths and this scalar product, in their slerp at t.
+    """The coefficients of two vectors in their slerp at t.
 
-    Sines by series in whole numbers: libraries differ in the last bit of theirs, and the output must not.
+    first, second: their squared lengths; product: their scalar product. Sines are by series in
+    whole numbers: libraries differ in the last bit of theirs, and the output must not.
     """
     cosine = product / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else 1.0
-    if (
-        not abs(cosine) <= SLERP_LINEAR
-    ):  # also where it is not a number, which the merge itself will report
+    if not abs(cosine) <= SLERP_LINEAR:  # also where it is no number, which the merge will report
         return 1 - t, t
-    angle, wanted, one = _fix(math.acos(cosine)), _fix(cosine), 1 << FRACTION_BITS
+    angle = _fix(math.acos(cosine))
+    wanted = _fix(cosine)
+    one = 1 << FRACTION_BITS
     whole = math.isqrt(one * one - wanted * wanted)
-    # Newton's method, from the library's angle to one of twice as many digits; cos x = 1 - 2 (sin x/2)^2.
-    angle += (
-        (one - (_sine(angle // 2) ** 2 >> FRACTION_BITS - 1) - wanted) << FRACTION_BITS
-    ) // whole
+    # Newton's method, from the library's angle to one of twice as many digits. By halves of the
+    # angle, as cos x = 1 - 2 (sin x/2)^2.
+    reached = one - (_sine(angle // 2) ** 2 >> FRACTION_BITS - 1)
+    angle += ((reached - wanted) << FRACTION_BITS) // whole
     share = _fix(t) * angle >> FRACTION_BITS
     return _sine(angle - share) / whole, _sine(share) / whole
 
@@ -384,46 +361,44 @@ def _fix(x: float) -> int:
 
 def _sine(x: int) -> int:
     x = min(x, PI - x)
-    square, term, total, n = x * x >> FRACTION_BITS, x, x, 1
+    square = x * x >> FRACTION_BITS
+    term = total = x
+    n = 1
     while term:
         term = (term * square >> FRACTION_BITS) // -((n + 1) * (n + 2))
-        total, n = total + term, n + 2
+        total += term
+        n += 2
     return total
 
 
 def sum_weights(weights: Sequence[float]) -> Fraction:
-    """The exact sum; 0 where only the rounding of the weights keeps it from that, as in 0.1 + 0.2 - 0.3."""
-    total, largest = (
-        sum(map(Fraction, weights), Fraction()),
-        max(abs(Fraction(weight)) for weight in weights),
-    )
+    """The exact sum; 0 where only rounding keeps it from that, as in 0.1 + 0.2 - 0.3."""
+    total = sum(map(Fraction, weights), Fraction())
+    largest = Fraction(max(map(abs, weights)))
     return total if abs(total) * 10**9 >= largest else Fraction()
 
 
 def _average(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:
     if given is None:
         return (1 / count,) * count
-    return (
-        tuple(float(Fraction(w) / sum_weights(given)) for w in given)
-        if normalize
-        else tuple(map(float, given))
-    )
+    if not normalize:
+        return tuple(map(float, given))
+    total = sum_weights(given)
+    return tuple(float(Fraction(weight) / total) for weight in given)
 
 
 def _equal_shares(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:
-    """Shares are divided by those of the models that agree, later. The share of an only model is the whole."""
+    """Shares are divided by those of the models that agree, later. An only model's is the whole."""
     if not normalize:
         return _average(given, count, normalize)
     return (1.0,) * count if given is None or count == 1 else tuple(map(float, given))
 
 
 def _weigh_ties(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
-    record = weigh(settings, models, found)
-    return (
-        record
-        if settings.normalize
-        else replace(record, weights=(0.0,) * len(models), first_share=1.0)
-    )
+    coefficients = weigh(settings, models, found)
+    if settings.normalize:
+        return coefficients
+    return replace(coefficients, weights=(0.0,) * len(models), first_share=1.0)
 
 
 def _describe_ties(settings: TensorSettings) -> str:
@@ -432,7 +407,7 @@ def _describe_ties(settings: TensorSettings) -> str:
 
 
 def _weigh_slerp(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
-    """The arc goes between base + kept_0 and base + kept_1, and what is merged is added to one whole base."""
+    """The arc goes from base + kept_0 to base + kept_1; what is merged is added to a whole base."""
     weights = slerp_weights(*found.products, settings.slerp_t)
     return weigh(settings, models, found, weights, base_share=sum(weights) - 1)
 

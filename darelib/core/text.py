@@ -19,14 +19,18 @@ MAX_MESSAGE: Final = 4000
 MAX_CELL: Final = 56
 # The packages of each extra.
 EXTRAS: Final = {
-    "torch": "torch safetensors", "hub": "huggingface_hub", "plot": "matplotlib", "sweep": "optuna cmaes", "ray": "ray",
-}  # fmt: skip
+    "torch": "torch safetensors",
+    "hub": "huggingface_hub",
+    "plot": "matplotlib",
+    "sweep": "optuna cmaes",
+    "ray": "ray",
+}
 # As terminals number them.
 COLOURS: Final = {"error": 31, "warning": 33, "hint": 36}
 
 
 class DareError(Exception):
-    """Something a person can fix: one sentence that says what is wrong, and a hint that says what to do."""
+    """Something a person can fix: a sentence that says what is wrong, a hint what to do."""
 
     status = 1
 
@@ -50,10 +54,9 @@ class ConfigError(DareError):
 
 
 def install_hint(extra: str) -> str:
-    """The command that installs the packages of an extra, by the way in which this tool was installed."""
-    if (
-        Path(__file__).parents[1] / "pyproject.toml"
-    ).exists() and "UV" in os.environ:  # uv run, in a checkout
+    """The command that installs the packages of an extra, as this tool itself was installed."""
+    is_checkout = (Path(__file__).parents[2] / "pyproject.toml").exists()
+    if is_checkout and "UV" in os.environ:  # uv run
         return f"install it: uv run --extra {extra} python dare.py ..."
     if (Path(sys.prefix) / "uv-receipt.toml").exists():  # uv tool install
         return f"install it: uv pip install --python {sys.executable} {EXTRAS[extra]}"
@@ -64,12 +67,9 @@ class Messages(logging.StreamHandler[IO[str]]):
     """Warnings and notes on stderr, one to a line, as the command's errors are."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        return (
-            label("warning", text, self.stream)
-            if record.levelno >= logging.WARNING
-            else printable(text)
-        )
+        if record.levelno >= logging.WARNING:
+            return label("warning", record.getMessage(), self.stream)
+        return printable(record.getMessage())
 
 
 def as_text(name: str | Path) -> str:
@@ -78,12 +78,9 @@ def as_text(name: str | Path) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without anything that a terminal obeys: names may hold escape sequences, or reverse what follows."""
-    text = (
-        text
-        if len(text) <= MAX_MESSAGE
-        else f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
-    )
+    """Text without anything that a terminal obeys: names may hold escape sequences."""
+    if len(text) > MAX_MESSAGE:
+        text = f"{text[: MAX_MESSAGE // 2]} ... {text[-MAX_MESSAGE // 2 :]}"
     return "".join(
         letter if letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in text
@@ -102,13 +99,16 @@ def is_terminal(stream: IO[str]) -> bool:
 
 
 def in_colour(stream: IO[str]) -> bool:
-    """Whether a stream shows colours, and the user has not turned them off (https://no-color.org)."""
+    """Whether a stream shows colours, and the user has not turned them off (no-color.org)."""
     known = os.name != "nt" or "WT_SESSION" in os.environ or "ANSICON" in os.environ
     return known and is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def label(kind: str, text: str, stream: IO[str]) -> str:
-    """An error, a warning or a hint as one line, its first word in colour where the stream shows colours."""
+    """An error, a warning or a hint as one line, its first word in colour where there are colours.
+
+    Not by rich, which takes longer to load than most errors take to be found.
+    """
     word = f"\x1b[{COLOURS[kind]}m{kind}:\x1b[0m" if in_colour(stream) else f"{kind}:"
     return f"{word} {printable(text)}"
 
@@ -151,20 +151,20 @@ def duration(seconds: float) -> str:
 
 def table(rows: list[list[str]], texts: Collection[int] = (0,)) -> str:
     """Aligned columns: those of texts to the left, numbers to the right."""
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(widths[c]) if c in texts else cell.rjust(widths[c])
-            for c, cell in enumerate(row)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    columns = []
+    for number, cells in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, cells))
+        align = str.ljust if number in texts else str.rjust
+        columns.append([align(cell, width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of bytes, rate and time left on stderr, if that is a terminal. Gives the function that advances it."""
+    """A bar of bytes, rate and time left on stderr, if that is a terminal.
+
+    Gives the function that advances it.
+    """
     if not (shown and is_terminal(sys.stderr)):
         yield lambda _: None
         return

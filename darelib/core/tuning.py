@@ -1,4 +1,4 @@
-"""Sizes and times that change how fast a merge runs and never what it writes; tests make them small."""
+"""Sizes and times that change how fast a merge runs and never what it writes; small in tests."""
 
 from __future__ import annotations
 
@@ -15,30 +15,34 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 @dataclass
 class Tuning:
-    # A chunk, the elements that are read, merged and written at a time, is small enough for its buffers to stay in
-    # the caches, and large enough that calls cost nothing. Powers of two.
+    # A chunk, the elements that are read, merged and written at a time, is small enough for its
+    # buffers to stay in the caches, and large enough that calls cost nothing. Powers of two.
     max_chunk: int = 1 << 18
     min_chunk: int = 1 << 14
-    # With so many threads, chunks are four times as large: after each read, kernel and write a thread waits for
-    # Python's lock, and to wake those that wait takes longer than what they are woken for.
+    # With so many threads, chunks are four times as large: after each read, kernel and write a
+    # thread waits for Python's lock, and to wake those that wait takes longer than what they are
+    # woken for.
     many_threads: int = 8
-    # A job is several chunks, so that what Python does for it costs nothing. It does not depend on the number of
-    # threads, so that a merge can be resumed with another one.
+    # A job is several chunks, so that what Python does for it costs nothing. It does not depend on
+    # the number of threads, so that a merge can be resumed with another one.
     job_elements: int = 1 << 22
-    # Elements of the tensors that are looked at and then merged in one go, where a method must look first: few enough
-    # to be read again from the system's cache, enough to keep all threads busy.
+    # Elements of the tensors that are looked at and then merged in one go, where a method must look
+    # first: few enough to be read again from the system's cache, enough to keep all threads busy.
     batch_elements: int = 1 << 28
-    # The same where entries are ranked, which takes longest of all: few enough that what was found can be remembered,
-    # so far as there is room, until they are merged.
+    # The same where entries are ranked, which takes longest of all: few enough that what was found
+    # can be remembered, so far as there is room, until they are merged.
     ranked_elements: int = 1 << 24
     ranked_bytes: int = 64 << 20
-    # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process stays near 100 MB.
+    # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process
+    # stays near 100 MB.
     buffer_bytes: int = 64 << 20
     # Elements of all adapters' matrices that all threads together hold at a time: 16 MB.
     expand_elements: int = 1 << 22
-    # Elements at a time of tensors in memory: enough to keep a GPU busy, few enough that little is held beside them.
+    # Elements at a time of tensors in memory: enough to keep a GPU busy, few enough that little is
+    # held beside them.
     memory_chunk: int = 1 << 24
-    # How long writes gather before they are sent to the disk, and before the journal notes what has arrived there.
+    # How long writes gather before they are sent to the disk, and before the journal notes what has
+    # arrived there.
     flush_seconds: float = 0.1
     journal_seconds: float = 1.0
     # How often to look whether somebody wants the merge to stop.
@@ -55,32 +59,30 @@ TUNING: Final = Tuning()
 
 
 def count_cores() -> int:
-    """How many this process may use: those that it is bound to, and no more than its container's share of time."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """How many this process may use, by what it is bound to and its container's share of time."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, math.ceil(min(_quotas(), default=cores))))
 
 
 def _quotas() -> Iterator[float]:
-    """The processor time that control groups grant, in cores: version 2 of them, this process's own and all above."""
-    with suppress(OSError, ValueError):
+    """The processor time that control groups grant, in cores."""
+    with suppress(OSError, ValueError):  # version 2: this process's own group and all above it
         group = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().strip("/")
         for folder in (CONTROL_GROUPS / group, *(CONTROL_GROUPS / group).parents):
             with suppress(OSError, ValueError):  # "max" is no number: there is no limit
                 quota, period = (folder / "cpu.max").read_text().split()
                 yield int(quota) / int(period)
     with suppress(OSError, ValueError):  # version 1
-        quota, period = (
-            (CONTROL_GROUPS / "cpu" / f"cpu.cfs_{name}_us").read_text()
-            for name in ("quota", "period")
-        )
+        files = (CONTROL_GROUPS / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+        quota, period = (file.read_text() for file in files)
         if int(quota) > 0:  # -1: no limit
             yield int(quota) / int(period)
 
 
 def raise_open_file_limit() -> None:
-    """Let this process open many files: systems allow few unless asked, and models may have hundreds of shards."""
+    """Let this process open many files: systems allow few unless asked, and models have shards."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -1,4 +1,4 @@
-"""What a process does that compiles kernels: compile, load as the tool will, prove, and only then store."""
+"""What a process does that compiles kernels: compile, load as the tool will, prove, and store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from darelib.kernels.proof import prove_function
 def work(how: str, *names: str) -> None:
     """Make object files.
 
-    how: object, for what is stored in them; here, for what Numba runs itself, where they only say that it was proved.
+    how: object, for what is stored in them; here, for what Numba runs itself, where they only say
+    that it was proved.
     """
     gc.disable()  # a compiler makes many objects, and lives for a few seconds
     paths = [Path(name) for name in names]
@@ -25,15 +26,10 @@ def work(how: str, *names: str) -> None:
         for number, path in enumerate(paths):
             if not path.parent.is_dir():
                 break  # somebody has removed what was to be kept there
-            _renew(paths[number:])
-            code, made = code_of(path.name), b""
-            if how == "here":
-                function = cpu.run_here(code)
-            else:
-                made = cpu.compile_object(code, target_machine())
-                function = load_object(code, made)
-            prove_function(code, function)
-            store(made, path)
+            for unfinished in paths[number:]:
+                with suppress(OSError):  # most were not announced
+                    os.utime(unfinished.with_suffix(MAKING))
+            _make(how, path)
     except EngineUnavailable as error:
         raise SystemExit(str(error)) from None
     except Exception as error:  # of a compiler, which says much
@@ -43,8 +39,13 @@ def work(how: str, *names: str) -> None:
             withdraw(path)
 
 
-def _renew(paths: list[Path]) -> None:
-    """Announce once more what was announced and is still to be made."""
-    for path in paths:
-        with suppress(OSError):
-            os.utime(path.with_suffix(MAKING))
+def _make(how: str, path: Path) -> None:
+    code = code_of(path.name)
+    if how == "here":
+        machine_code = b""
+        function = cpu.run_here(code)
+    else:
+        machine_code = cpu.compile_object(code, target_machine())
+        function = load_object(code, machine_code)
+    prove_function(code, function)
+    store(machine_code, path)

@@ -48,7 +48,8 @@ def load_llvmlite() -> Any:
 def host_features() -> str:
     """What this processor can do, as LLVM names it.
 
-    Where it has vectors of 512 bits, LLVM would use half of them, to avoid a lower clock; the kernels gain by all.
+    Where it has vectors of 512 bits, LLVM would use half of them, to avoid a lower clock; the
+    kernels gain by all.
     """
     features = load_llvmlite().binding.get_host_cpu_features().flatten()
     return f"{features},-prefer-256-bit" if "+avx512f" in features else features
@@ -65,22 +66,20 @@ def target_machine() -> Any:
 def identify() -> str:
     """What an object file is good for: this processor, then these sources and versions."""
     llvm = load_llvmlite()
-    chosen = [os.environ.get(name) for name in FEATURE_VARIABLES]
-    processor = repr(
-        (
-            llvm.binding.get_process_triple(),
-            llvm.binding.get_host_cpu_name(),
-            host_features(),
-            chosen,
-        )
+    processor = (
+        llvm.binding.get_process_triple(),
+        llvm.binding.get_host_cpu_name(),
+        host_features(),
+        [os.environ.get(name) for name in FEATURE_VARIABLES],
     )
-    made_by = hashlib.sha256(llvm.__version__.encode())
+    sources = [Path(__file__).parent.parent / name for name in SOURCES]
     numba = importlib.util.find_spec("numba")
+    for folder in (numba and numba.submodule_search_locations) or ():
+        sources.append(Path(folder, "_version.py"))  # which is not imported
     try:
-        for folder in (numba and numba.submodule_search_locations) or ():
-            made_by.update(Path(folder, "_version.py").read_bytes())  # without importing it
-        for name in SOURCES:
-            made_by.update((Path(__file__).parent.parent / name).read_bytes())
+        texts = [path.read_bytes() for path in sources]
     except OSError as error:
         raise EngineUnavailable(f"its sources cannot be read: {error.strerror}") from None
-    return f"{hashlib.sha256(processor.encode()).hexdigest()[:8]}.{made_by.hexdigest()[:16]}"
+    made_by = hashlib.sha256(b"".join([llvm.__version__.encode(), *texts]))
+    made_for = hashlib.sha256(repr(processor).encode())
+    return f"{made_for.hexdigest()[:8]}.{made_by.hexdigest()[:16]}"

@@ -1,7 +1,8 @@
-"""Numba's kernels as machine code: compiled and proved once by other processes, kept on disk, loaded without Numba.
+"""Numba's kernels as machine code: compiled and proved once, kept on disk, loaded without Numba.
 
-Loading Numba takes longer than merging a billion parameters, and which vectors it uses can only be set for a whole
-process. So child processes compile, and this one loads the object files by llvmlite alone.
+Loading Numba takes longer than merging a billion parameters, and which vectors it uses can only be
+set for a whole process. So child processes compile, and this one loads the object files by llvmlite
+alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from darelib.kernels.objects import (
     find_doubt,
     is_announced,
     object_name,
-    read_object,
+    read_objects,
     store,
 )
 from darelib.kernels.records import ADD, ADD_SIZES, AVERAGE, ELECT, MULTIPLY
@@ -39,8 +40,9 @@ SHARED: Final = {
     "products": ("totals", MULTIPLY),
     "sums": ("totals", ADD_SIZES),
 }
-# Kernels that merge a type in other ways, or show what a merge would do: who needs one of them soon wants another. On
-# two cores a process compiles merge, count and pack, another the rest: all but the last are there soon after merge.
+# Kernels that merge a type in other ways, or show what a merge would do: who needs one of them soon
+# wants another. On two cores a process compiles merge, count and pack, another the rest: all but
+# the last are there soon after merge.
 COMPANIONS: Final = ("merge", "totals", "count", "rank", "pack", "measure")
 
 Function = Callable[..., Any]  # of nine addresses, then whole numbers
@@ -49,25 +51,20 @@ _loaded: dict[KernelSpec, Function] = {}
 
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
-    """The kernels as functions that run without the interpreter's lock; what was never compiled is compiled first."""
+    """The kernels as functions that run without the interpreter's lock."""
     codes = {spec: find_code(spec) for spec in specs}
     wanted = sorted({*codes.values()} - _loaded.keys(), key=str)
     if wanted:
-        _loaded.update(
-            {
-                code: load_object(code, made)
-                for code, made in _find_objects(wanted, interrupts).items()
-            }
-        )
+        for code, machine_code in _find_objects(wanted, interrupts).items():
+            _loaded[code] = load_object(code, machine_code)
     return {spec: bind(spec, _loaded[code]) for spec, code in codes.items()}
 
 
 def find_code(spec: KernelSpec) -> KernelSpec:
     """The function that a kernel is in. All but one write no values of the output's type."""
     kind, _ = SHARED.get(spec.kind, (spec.kind, None))
-    return KernelSpec(
-        kind, spec.base, spec.finetuned, spec.output if kind == "merge" else spec.real
-    )
+    output = spec.output if kind == "merge" else spec.real
+    return KernelSpec(kind, spec.base, spec.finetuned, output)
 
 
 def list_kinds(code: KernelSpec) -> list[str]:
@@ -77,42 +74,34 @@ def list_kinds(code: KernelSpec) -> list[str]:
 
 def list_companions(code: KernelSpec) -> list[KernelSpec]:
     """Other functions of the same types."""
-    kinds = COMPANIONS if code.kind in COMPANIONS else ()
     output = code.output if code.kind == "merge" else code.base
-    return [
-        find_code(KernelSpec(kind, code.base, code.finetuned, output))
-        for kind in kinds
-        if kind != code.kind
-    ]
+    kinds = [kind for kind in COMPANIONS if kind != code.kind] if code.kind in COMPANIONS else []
+    return [find_code(KernelSpec(kind, code.base, code.finetuned, output)) for kind in kinds]
 
 
 def _find_objects(
     wanted: Collection[KernelSpec], interrupts: Interrupts
 ) -> dict[KernelSpec, bytes]:
+    """The machine code of kernels; what was never compiled is compiled now."""
     folder = find_cache()
     paths = {code: folder / object_name(code) for code in wanted}
-    doubt = next(filter(None, map(find_doubt, (folder, *paths.values()))), None)
-    if doubt:
-        LOG.warning(f"{doubt}, so no kernel there is run: they are compiled for this run only")
-        return compile_objects(wanted, {}, interrupts, kept=False)
+    for path in (folder, *paths.values()):
+        if doubt := find_doubt(path):
+            LOG.warning(f"{doubt}, so no kernel there is run: they are compiled for this run only")
+            return compile_objects(wanted, {}, interrupts, kept=False)
     _await(paths.values(), interrupts)
-    known = {code: made for code, path in paths.items() if (made := read_object(path))}
+    known = read_objects(paths)
     missing = [code for code in wanted if code not in known]
     if missing:
         kept = can_keep(folder)
-        companions = [
-            companion
-            for code in missing
-            for companion in list_companions(code)
-            if companion not in wanted
-        ]
-        others = {code: folder / object_name(code) for code in companions if kept}
-        others = {
+        companions = [other for code in missing for other in list_companions(code)]
+        others = {code: folder / object_name(code) for code in companions if code not in paths}
+        unmade = {
             code: path
             for code, path in others.items()
-            if not (os.path.exists(path) or is_announced(path))
+            if kept and not os.path.exists(path) and not is_announced(path)
         }
-        known |= compile_objects(missing, others, interrupts, kept)
+        known |= compile_objects(missing, unmade, interrupts, kept)
         for code in missing:
             store(known[code], paths[code])
     return known
@@ -120,33 +109,31 @@ def _find_objects(
 
 def _await(paths: Collection[Path], interrupts: Interrupts) -> None:
     """Wait for what another process is about to store."""
-    said = False
+    announced = False
     while any(is_announced(path) and not os.path.exists(path) for path in paths):
-        if not said:
+        if not announced:
             LOG.info("waiting for what another process is compiling for this machine")
-        said = True
+        announced = True
         time.sleep(TUNING.poll_seconds / 5)
         interrupts.check()
 
 
-def load_object(code: KernelSpec, made: bytes) -> Function:
+def load_object(code: KernelSpec, machine_code: bytes) -> Function:
     llvm = load_llvmlite().binding
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(made))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()
     numbers = 5 if code.kind in ("merge", "totals") else 4
     prototype = ctypes.CFUNCTYPE(
         ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * numbers
     )
     function = prototype(engine.get_function_address("kernel"))
-    slots = ctypes.create_string_buffer(
-        16
-    )  # for a returned value and an exception, of which there are none
+    # For a returned value and an exception, of which there are none.
+    slots = ctypes.create_string_buffer(16)
     first = ctypes.addressof(slots)
 
-    def call(
-        *arguments: int, _owners: Any = (engine, slots)
-    ) -> None:  # which live as long as the function
+    # What it owns must live as long as the function.
+    def call(*arguments: int, _owners: Any = (engine, slots)) -> None:
         if function(first, first + 8, *arguments):
             raise RuntimeError(f"the kernel {code.kind} failed")
 
@@ -154,11 +141,9 @@ def load_object(code: KernelSpec, made: bytes) -> Function:
 
 
 def bind(spec: KernelSpec, function: Function) -> Kernel:
-    """A kernel as it is called, whatever its function wants to be told."""
-    itemsize, way = (
-        FORMATS[spec.finetuned].itemsize,
-        SHARED[spec.kind][1:] if spec.kind in SHARED else (),
-    )
+    """A kernel as it is called, whatever arguments its function has."""
+    itemsize = FORMATS[spec.finetuned].itemsize
+    way = SHARED[spec.kind][1:] if spec.kind in SHARED else ()
 
     def run_chunk(buffers: Any, count: int, models: int, first_tile: int) -> None:
         stride = buffers.finetuned.shape[1] // itemsize
@@ -166,11 +151,9 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
 
     def expand(left: Any, right: Any, made: Any, first: int, ranks_before: int) -> None:
         before = ctypes.c_int64(ranks_before)
-        addresses = [
-            *(array.ctypes.data for array in (left, right, made)),
-            ctypes.addressof(before),
-        ]
-        function(*addresses, 0, 0, 0, 0, 0, len(made), right.shape[1], left.shape[1], first)
+        addresses = [array.ctypes.data for array in (left, right, made)]
+        sizes = (len(made), right.shape[1], left.shape[1])
+        function(*addresses, ctypes.addressof(before), 0, 0, 0, 0, 0, *sizes, first)
 
     def rank(
         base: Any, values: Any, by_rank: Any, order: Any, limits: Any, skipped: int, is_delta: bool

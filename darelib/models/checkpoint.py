@@ -1,4 +1,7 @@
-"""Models as people have them: a file, a directory, shards with an index. Finds their files and reads their tensors."""
+"""Models as people have them: a file, a directory, shards with an index.
+
+Finds their files and reads their tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,59 +16,73 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from darelib.core.formats import STORED_BITS
-from darelib.core.text import DareError, as_text, list_names
+from darelib.core.text import DareError, InputChanged, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.jsonfile import MAX_INDEX, read_json
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
+    CHANGED_HINT,
     GGUF_HINT,
     MAX_NAME,
-    MAX_NAMES,
     MAX_TENSORS,
     PICKLE_SUFFIXES,
     TensorFile,
     TensorInfo,
     convert_hint,
 )
+from darelib.models.tensors import Input
+from darelib.models.vocabulary import digest_tokenizer
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    pass
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 CONFIG_FILE: Final = "config.json"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
-# How much of a model's tensors is read to tell it from others: in 256 places, so that most tensors have one.
+# How much of a model's tensors is read to tell it from others: in 256 places, so that most tensors
+# have one.
 PAGES, PAGE_BYTES = 256, 4096
-# What is used of a model's configuration: what shapes its computation, by the names that the families have for it.
+# What is used of a model's configuration: what shapes its computation, by the names that the
+# families have for it.
 CONFIG_KEYS: Final = (
-    "model_type", "num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd", "d_model",
-    "intermediate_size", "n_inner", "d_ff", "ffn_dim", "moe_intermediate_size", "num_attention_heads", "n_head",
-    "n_heads", "num_heads", "num_key_value_heads", "head_dim", "d_kv", "rope_theta", "rotary_emb_base",
-    "rope_local_base_freq", "partial_rotary_factor", "rotary_pct", "rotary_dim", "rms_norm_eps", "layer_norm_eps",
-    "layer_norm_epsilon", "norm_epsilon", "norm_eps", "hidden_act", "activation_function", "hidden_activation",
-    "tie_word_embeddings", "sliding_window", "attention_bias", "mlp_bias", "num_local_experts", "num_experts",
+    "model_type", "num_hidden_layers", "n_layer", "n_layers", "num_layers", "hidden_size", "n_embd",
+    "d_model",
+    "intermediate_size", "n_inner", "d_ff", "ffn_dim", "moe_intermediate_size",
+    "num_attention_heads", "n_head",
+    "n_heads", "num_heads", "num_key_value_heads", "head_dim", "d_kv", "rope_theta",
+    "rotary_emb_base",
+    "rope_local_base_freq", "partial_rotary_factor", "rotary_pct", "rotary_dim", "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon", "norm_epsilon", "norm_eps", "hidden_act", "activation_function",
+    "hidden_activation",
+    "tie_word_embeddings", "sliding_window", "attention_bias", "mlp_bias", "num_local_experts",
+    "num_experts",
     "n_routed_experts", "num_experts_per_tok", "attn_logit_softcapping", "final_logit_softcapping",
-    "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
+    "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
+    "logits_scaling",
     "use_parallel_residual",
 )  # fmt: skip
-# What rope_scaling holds besides its type. Newer files have it in rope_parameters, with what used to lie outside.
+# What rope_scaling holds besides its type. Newer files have it in rope_parameters, with what used
+# to lie outside.
 ROPE_KEYS: Final = (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    "attention_factor",
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
 OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
 NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
 # Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
 WEIGHT_SUFFIXES: Final = (
-    ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data", ".ot",
+    ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx",
+    ".onnx_data", ".ot",
     ".tflite", ".mlmodel", ".mlpackage", ".npz", ".npy", ".distcp", ".nemo", ".partial",
 )  # fmt: skip
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
-# The output heads that share the input embedding's values where a model's configuration ties them, and the embeddings.
+# The output heads that share the input embedding's values where a model's configuration ties them,
+# and the embeddings.
 HEADS: Final = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
 EMBEDDINGS: Final = (
     "embed_tokens.weight",
@@ -74,7 +91,8 @@ EMBEDDINGS: Final = (
     "embed_in.weight",
     "shared.weight",
 )
-# What marks a module as quantised: the names of the layouts of GPTQ, AWQ, bitsandbytes, FP8 and compressed-tensors.
+# What marks a module as quantised: the names of the layouts of GPTQ, AWQ, bitsandbytes, FP8 and
+# compressed-tensors.
 QUANTISED_NAMES: Final = re.compile(
     r"(^|\.)(qweight|qzeros|g_idx|SCB|weight_format|weight_packed|weight_shape|weight_zero_point"
     r"|weight_(global_)?scale(_inv|_2)?|weight\.(absmax|quant_map|nested_\w+|quant_state\..+))$"
@@ -84,7 +102,9 @@ INTEGERS: Final = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 
 
 def module_of(name: str) -> str:
-    """The module that a tensor belongs to: its name without its last part (bitsandbytes has more after the weight)."""
+    """The module that a tensor belongs to: its name without its last part (bitsandbytes has more
+    after the weight).
+    """
     return name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0] or name
 
 
@@ -129,7 +149,8 @@ def find_checkpoint(source: Source) -> Layout:
             raise _explain_no_weights(source, sorted(os.listdir(folder)))
     if path.suffix == ".json":
         return _find_by_index(source, path)
-    # A file of another name may be among unrelated ones; this one belongs to the directory that it is in.
+    # A file of another name may be among unrelated ones; this one belongs to the directory that it
+    # is in.
     is_directory |= path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
     return Layout((path,), folder if is_directory else None)
 
@@ -160,7 +181,8 @@ def _explain_no_weights(source: Source, names: list[str]) -> DareError:
         )
     if tensors := [name for name in names if name.endswith(".safetensors")]:
         return DareError(
-            f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but {list_names(tensors)}",
+            f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but "
+            f"{list_names(tensors)}",
             "name the file, or put the index beside its shards",
         )
     if any(name.endswith(".gguf") for name in names):
@@ -194,7 +216,8 @@ def _find_by_index(source: Source, path: Path) -> Layout:
         if not isinstance(file, str) or not (file in plain or _is_inside(file)):
             raise DareError(
                 f"{shown!r} says that tensor {tensor!r} is in {file!r}, which is no file beside it",
-                "such an index may lead anywhere, so it is not followed; get the model from somewhere you trust",
+                "such an index may lead anywhere, so it is not followed; get the model from "
+                "somewhere you trust",
             )
         plain[file] = plain.get(file) or PurePosixPath(file).as_posix()
     files = tuple(path.parent / name for name in sorted(set(plain.values())))
@@ -213,34 +236,29 @@ def _is_inside(name: str) -> bool:
     )
 
 
-class Checkpoint:
-    """A model, open for reading: the tensors of all its files, by name. Every kind of input has these attributes."""
+class Checkpoint(Input):
+    """A model, open for reading: the tensors of all its files, by name.
+
+    Every kind of input has these attributes.
+    """
 
     added: tuple[dict[str, Any], ...] = ()  # tokens of other models that it has rows for
-    heights: tuple[int, int] = (
-        0,
-        0,
-    )  # of its embedding: the rows that are stored, and those that it has with them
+    # Of its embedding: the rows that are stored, and those that it has with the others' tokens.
+    heights: tuple[int, int] = (0, 0)
+    tokenizer_sha256: str | None = None  # where that decides which rows are merged
     keeps_metadata: ClassVar[bool] = False  # of its files
-    seed: int | None = None  # of its mask, if that was decided before
     sample: str = ""  # says of what the figures are, if they are not of all deltas
-    partial: ClassVar[bool] = False  # whether it holds only what it changes
-    unused: tuple[str, ...] = ()  # what it holds that the base has no place for
-    warnings: tuple[str, ...] = ()
     note: str = ""  # about its kind, for tables
     specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
     held_bytes: int = 0  # what a thread that reads it holds, at most
 
     def __init__(self, source: Source, layout: Layout) -> None:
-        self.source, self.name, self.folder, self.paths = (
-            source,
-            source.name,
-            layout.folder,
-            layout.paths,
-        )
+        self.source = source
+        self.name = source.name
+        self.folder = layout.folder
+        self.paths = layout.paths
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
-        self._name_bytes = 0
         try:
             for path in layout.files:
                 self._open(path)
@@ -265,10 +283,10 @@ class Checkpoint:
                     "a tensor must be in one file; save the model again",
                 )
             self.tensors[name] = info
-        self._name_bytes += sum(map(sys.getsizeof, file.tensors))
-        if len(self.tensors) > MAX_TENSORS or self._name_bytes > MAX_NAMES:
+        if len(self.tensors) > MAX_TENSORS:
             raise DareError(
-                f"{self.name!r} has more than {MAX_TENSORS:,} tensors, or longer names than any model",
+                f"{self.name!r} has more than {MAX_TENSORS:,} tensors, or longer names than any "
+                "model",
                 "get it from somewhere you trust",
             )
 
@@ -281,7 +299,8 @@ class Checkpoint:
             info = self.tensors.get(name)
             if info is None or self.files[info.file].path != paths[expected]:
                 raise DareError(
-                    f"the index of {self.name!r} says that tensor {name!r} is in {expected!r}, and it is not",
+                    f"the index of {self.name!r} says that tensor {name!r} is in {expected!r}, "
+                    "and it is not",
                     "download or save the model again",
                 )
 
@@ -289,21 +308,31 @@ class Checkpoint:
     def size(self) -> int:
         return sum(file.status.st_size for file in self.files)
 
-    @cached_property
+    @property
     def fingerprint(self) -> dict[str, Any]:
-        """What a recipe keeps of an input, besides its name. Of several files, the digest is that of their digests."""
+        """What a recipe keeps of an input, besides its name."""
+        tokenizer = {"tokenizer_sha256": self.tokenizer_sha256} if self.tokenizer_sha256 else {}
+        return self._digests | tokenizer
+
+    @cached_property
+    def _digests(self) -> dict[str, Any]:
+        """Of several files, the digest is that of their digests."""
         digests = [file.header_sha256 for file in self.files]
-        whole = (
-            digests[0]
-            if len(digests) == 1
-            else hashlib.sha256("\n".join(digests).encode()).hexdigest()
-        )
-        return {"size": self.size, "header_sha256": whole, "content_sha256": self._digest_pages()}
+        whole = digests[0]
+        if len(digests) > 1:
+            whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        return {
+            "size": self.size,
+            "header_sha256": whole,
+            "content_sha256": self._digest_pages(),
+        }
 
     def _digest_pages(self) -> str:
-        """A digest of some pages of the stored tensors: a base and its fine-tune may differ in nothing else.
+        """A digest of some pages of the stored tensors: a base and its fine-tune may differ in
+        nothing else.
 
-        The tensors are in the order of their names, each one long; page k is at k / PAGES of the way through them.
+        The tensors are in the order of their names, each one long; page k is at k / PAGES of the
+        way through them.
         """
         stored = sorted(
             (name, info)
@@ -328,25 +357,32 @@ class Checkpoint:
         return read_config(self.folder)
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
-        """Called once, before the first read. readers: how many readers share the memory for what read makes."""
-
-    def read(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview
-    ) -> None:
-        """Read elements of a tensor, as bytes of its type, into exactly as many bytes."""
-        view = into if isinstance(into, memoryview) else into.data
-        self.read_bytes(view, info, start * STORED_BITS[info.dtype] // 8)
+        """Called once, before the first read. readers: how many readers share the memory for what
+        read makes.
+        """
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of a stored tensor, from one of them on."""
         self.files[info.file].read_into(view, info.offset + start)
 
     def take(self, info: TensorInfo, count: int, used: int) -> None:
-        """For kinds of input that do not hold all elements: how many of a chunk were among those that were read."""
+        """For kinds of input that do not hold all elements: how many of a chunk were among those
+        that were read.
+        """
 
     def check_unchanged(self) -> None:
         for file in self.files:
             file.check_unchanged()
+        if self.tokenizer_sha256 and digest_tokenizer(self.folder) != self.tokenizer_sha256:
+            raise InputChanged(
+                f"the tokenizer of {self.name!r} changed while it was merged", CHANGED_HINT
+            )
+
+    def is_same_as(self, other: Checkpoint) -> bool:
+        """Whether it is the very same files."""
+        pairs = zip(self.files, other.files, strict=False)
+        same = all(os.path.samestat(mine.status, theirs.status) for mine, theirs in pairs)
+        return same and len(self.files) == len(other.files)
 
     def close(self) -> None:
         for file in self.files:
@@ -365,7 +401,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _pick_settings(table: Any) -> dict[str, Any]:
-    """The settings that are used, if they are short: a configuration may be long, and there may be many models."""
+    """The settings that are used, if they are short: a configuration may be long, and there may be
+    many models.
+    """
     if not isinstance(table, dict):
         return {}
     found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
@@ -392,7 +430,10 @@ def _pick_rope(table: dict[str, Any]) -> dict[str, Any]:
 def compare_configs(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, str]:
-    """What two configurations both state, but differently: by key, in words. What only one states is no difference."""
+    """What two configurations both state, but differently: by key, in words.
+
+    What only one states is no difference.
+    """
     both = {
         key: value
         for key, value in mine.items()

@@ -18,9 +18,9 @@ HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?
 
 
 def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
-    """The model on this machine: itself or, where there is no such path, what the Hub has by that name.
+    """The model on this machine: itself or, where there is no such path, the Hub's of that name.
 
-    wanted: patterns of the files that are needed; None: all of a model but weights of other frameworks.
+    wanted: patterns of the files that are needed; None: all but weights of other frameworks.
     """
     if not is_on_hub(source):
         return source
@@ -30,11 +30,11 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
     except ImportError:
         raise DareError(
             f"there is no file or directory {source.name!r}",
-            f"{path_hint(source)}; models of the Hugging Face Hub need huggingface_hub, {install_hint('hub')}",
+            f"{path_hint(source)}; models of the Hugging Face Hub need huggingface_hub, "
+            f"{install_hint('hub')}",
         ) from None
-    others = [
-        f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in (".safetensors", ".index.json")
-    ]
+    used = (".safetensors", ".index.json")
+    others = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in used]
     try:
         folder = huggingface_hub.snapshot_download(
             repository,
@@ -42,11 +42,10 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
             allow_patterns=list(wanted) if wanted else None,
             ignore_patterns=[*others, "original/*", "consolidated*"],
         )
-    except (
-        Exception
-    ) as error:  # of the network, of its libraries, of the Hub: there are dozens of kinds
+    except Exception as error:  # of the network, its libraries, the Hub: there are dozens of kinds
         raise _explain_failure(source, error) from None
-    # The snapshot's directory has the name of its commit, which is what a recipe must hold, since branches move.
+    # The snapshot's directory has the name of its commit, which is what a recipe must hold, since
+    # branches move.
     return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
 
 
@@ -57,13 +56,11 @@ def is_on_hub(source: Source) -> bool:
 
 
 def is_missing(path: Path) -> bool:
-    """Whether there is nothing at a path; where the system does not let us see that, there may be something."""
+    """Whether there is nothing at a path, and the system lets us see that."""
     try:
         path.lstat()
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 
@@ -71,9 +68,10 @@ def _explain_failure(source: Source, error: Exception) -> DareError:
     reason = re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__
     beside = os.listdir(source.path.parent) if source.path.parent.is_dir() else []
     return DareError(
-        f"there is no file or directory {source.name!r}, and the Hugging Face Hub does not give a model of that name: "
-        f"{reason}",
+        f"there is no file or directory {source.name!r}, and the Hugging Face Hub does not give a "
+        f"model of that name: {reason}",
         nearest(source.path.name, beside)
         if beside
-        else f"{path_hint(source)}; for the Hub, check the name, the network, HF_TOKEN and HF_HUB_OFFLINE",
+        else f"{path_hint(source)}; for the Hub, check the name, the network, HF_TOKEN and "
+        "HF_HUB_OFFLINE",
     )

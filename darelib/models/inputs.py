@@ -10,23 +10,33 @@ from typing import Final, TypeAlias
 
 from darelib.core.text import DareError, as_text
 from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint, path_hint
-from darelib.models.fp8 import open_checkpoint
+from darelib.models.fp8 import recognise_fp8
 from darelib.models.hub import download
 from darelib.models.kohya import KohyaAdapter, find_kohya
-from darelib.models.lora import PeftAdapter, find_adapter
 from darelib.models.packed import PackedModel, find_packed
+from darelib.models.peft import PeftAdapter, find_adapter
 from darelib.models.source import Source
 from darelib.models.tensorfile import explain_os_error
 
-Input: TypeAlias = Checkpoint  # what every kind of input is
+# Gives tensors that are stored in an encoding of their own that encoding.
+ENCODINGS: Final[tuple[Callable[[Checkpoint], None], ...]] = (recognise_fp8,)
 
 
-Finder: TypeAlias = Callable[
-    [Source], Layout | None
-]  # the files of a source; None: it is of another kind
-Opener: TypeAlias = Callable[
-    [Source, Layout, Checkpoint | None], Input
-]  # without a base, it is to be the base
+def open_checkpoint(source: Source, layout: Layout, _: Checkpoint | None) -> Checkpoint:
+    model = Checkpoint(source, layout)
+    try:
+        for recognise in ENCODINGS:
+            recognise(model)
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+# The files of a source; None: it is of another kind.
+Finder: TypeAlias = Callable[[Source], Layout | None]
+# Without a base, it is to be the base.
+Opener: TypeAlias = Callable[[Source, Layout, Checkpoint | None], Checkpoint]
 # The kinds of input: the first one that finds files opens them.
 OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
     (find_adapter, PeftAdapter),
@@ -63,12 +73,13 @@ def find_files(source: Source) -> tuple[Opener, Layout]:
 
 
 @contextmanager
-def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list[Input]]:
-    """The inputs, open for reading: the base, which is the first, and the models. Downloads those of the Hub.
+def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list[Checkpoint]]:
+    """The inputs, open for reading: the base, which is the first, and the models. Downloads those
+    of the Hub.
 
     unite: with the same number for each token, since their tokenizers are to be united.
     """
-    inputs: list[Input] = []
+    inputs: list[Checkpoint] = []
     with ExitStack() as opened:
         for source in map(download, sources):
             open_files, layout = find_files(source)
@@ -77,13 +88,15 @@ def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list
         if unite:
             from darelib.models.rows import unite_tokens
 
-            inputs = unite_tokens(inputs)
+            unite_tokens(inputs)
         yield inputs
 
 
 @contextmanager
 def explain_read_errors() -> Iterator[None]:
-    """What the system refuses beside the weights, whose own errors are explained where they are read."""
+    """What the system refuses beside the weights, whose own errors are explained where they are
+    read.
+    """
     try:
         yield
     except OSError as error:
@@ -94,7 +107,7 @@ def explain_read_errors() -> Iterator[None]:
         ) from None
 
 
-def check_unchanged(inputs: Sequence[Input]) -> None:
+def check_unchanged(inputs: Sequence[Checkpoint]) -> None:
     """Refuse to go on if an input is not what it was when it was opened."""
     for model in inputs:
         model.check_unchanged()

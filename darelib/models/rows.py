@@ -1,127 +1,100 @@
-"""Models whose tokens have other numbers, or more of them: embeddings and heads with their rows in one common order."""
+"""Models whose tokens have other numbers, or more of them: embeddings and heads with their rows in
+one common order.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS
-from darelib.core.text import DareError, InputChanged, list_names
+from darelib.core.text import DareError, list_names
 from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
-from darelib.models.fp8 import ScaledTensor
-from darelib.models.tensorfile import CHANGED_HINT, TensorInfo
+from darelib.models.tensors import Encoding, Input, TensorInfo
 from darelib.models.vocabulary import Union, Vocabulary, digest_tokenizer, read_vocabulary, unite
 
 Values: TypeAlias = NDArray[Any]  # floats
 Fill: TypeAlias = Callable[[int, int, str], Values]  # makes up elements, by start, count and type
 
 # What has a row for each token.
-ROW_TENSORS: Final = (*EMBEDDINGS, *HEADS, "lm_head.bias", "embed_out.bias", "cls.predictions.bias")
+ROW_TENSORS: Final = (
+    *EMBEDDINGS,
+    *HEADS,
+    "lm_head.bias",
+    "embed_out.bias",
+    "cls.predictions.bias",
+)
 NO_ROW: Final = -1
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Where the rows of a rearranged tensor come from."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows(Encoding):
+    """The rows of a stored tensor in another order, some of them made up."""
 
     stored: TensorInfo
-    numbers: NDArray[np.int64]  # of the stored row, for each row
     width: int  # elements of a row
-    fill: Fill  # for rows that are not stored
+    numbers: NDArray[np.int64] = dataclasses.field(repr=False)  # of the stored row, for each row
+    fill: Fill = dataclasses.field(repr=False)  # for rows that are not stored
 
-
-class Rearranged:
-    """A model with the rows of some tensors in another order. Everything else is as the model has it."""
-
-    def __init__(self, model: Checkpoint, added: tuple[dict[str, Any], ...]) -> None:
-        self.model, self.added = model, added  # the tokens that models added to the base's
-        self.tensors, self.heights = dict(model.tensors), (0, 0)
-        self._tokenizer = digest_tokenizer(model.folder)
-        self._rows: dict[int, Rows] = {}  # by the identity of what is known of the tensor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-    @property
-    def fingerprint(self) -> dict[str, Any]:
-        """The tokenizer decides which rows are merged."""
-        return self.model.fingerprint | (
-            {"tokenizer_sha256": self._tokenizer} if self._tokenizer else {}
-        )
-
-    def check_unchanged(self) -> None:
-        self.model.check_unchanged()
-        if digest_tokenizer(self.model.folder) != self._tokenizer:
-            raise InputChanged(
-                f"the tokenizer of {self.model.name!r} changed while it was merged", CHANGED_HINT
-            )
-
-    def rearrange(self, name: str, rows: Rows, dtype: str) -> None:
-        info = dataclasses.replace(
-            rows.stored, dtype=dtype, shape=(len(rows.numbers), *rows.stored.shape[1:])
-        )
-        self.tensors[name] = info
-        self._rows[id(info)] = rows
+    def stored_bytes(self, info: TensorInfo) -> int:
+        return self.stored.stored_bytes if info.is_delta else info.nbytes
 
     def read(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[Any] | memoryview
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
-        """Read elements of a tensor, as bytes of its type, into exactly as many bytes."""
-        rows = self._rows.get(id(info))
-        if rows is None:
-            self.model.read(info, start, count, into)
-            return
-        raw, item, real = (
-            np.frombuffer(into, np.uint8),
-            FORMATS[info.dtype].itemsize,
-            wider(info, rows.stored),
-        )
-        for first, last in find_runs(rows, start, start + count):
-            part = raw[(first - start) * item : (last - start) * item]
-            row, column = int(rows.numbers[first // rows.width]), first % rows.width
+        item = FORMATS[info.dtype].itemsize
+        real = choose_real(info, self.stored)
+        for first, last in self._find_runs(start, start + count):
+            part = into[(first - start) * item : (last - start) * item]
+            row = int(self.numbers[first // self.width])
+            place = row * self.width + first % self.width
             if row == NO_ROW:
-                part[:] = encode(rows.fill(first, last - first, real), info.dtype).view(np.uint8)
-            elif rows.stored.dtype == info.dtype:
-                self.model.read(rows.stored, row * rows.width + column, last - first, part)
+                part[:] = encode(self.fill(first, last - first, real), info.dtype).view(np.uint8)
+            elif self.stored.dtype == info.dtype:
+                self.stored.encoding.read(model, self.stored, place, last - first, part)
             else:
-                values = read_values(
-                    self.model, rows.stored, row * rows.width + column, last - first, real
-                )
+                values = read_values(model, self.stored, place, last - first, real)
                 part[:] = encode(values, info.dtype).view(np.uint8)
 
+    def _find_runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Ranges of elements that lie one after the other in the stored tensor, or are all to be
+        made up.
+        """
+        first = start // self.width
+        numbers = self.numbers[first : -(-stop // self.width)]
+        stored = numbers != NO_ROW
+        follows = np.diff(numbers) == 1
+        breaks = np.flatnonzero((stored[:-1] | stored[1:]) & ~(stored[:-1] & follows))
+        ends = [(first + 1 + int(k)) * self.width for k in breaks]
+        yield from itertools.pairwise([start, *ends, stop])
 
-def wider(*infos: TensorInfo) -> str:
+
+def choose_real(*infos: TensorInfo) -> str:
     """The type to compute in."""
     return "F64" if "F64" in [info.dtype for info in infos] else "F32"
 
 
-def read_values(
-    model: Checkpoint | Rearranged, info: TensorInfo, start: int, count: int, real: str
-) -> Values:
-    stored = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
-    model.read(info, start, count, stored)
-    return np.asarray(decode(stored, info.dtype, real))
+def read_values(model: Input, info: TensorInfo, start: int, count: int, real: str) -> Values:
+    raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
+    info.encoding.read(model, info, start, count, raw)
+    return np.asarray(decode(raw, info.dtype, real))
 
 
-def find_runs(rows: Rows, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Ranges of elements that lie one after the other in the stored tensor, or are all to be made up."""
-    first = start // rows.width
-    numbers = rows.numbers[first : -(-stop // rows.width)]
-    stored, follows = numbers != NO_ROW, np.diff(numbers) == 1
-    breaks = np.flatnonzero((stored[:-1] | stored[1:]) & ~(stored[:-1] & follows))
-    yield from itertools.pairwise(
-        [start, *((first + 1 + int(k)) * rows.width for k in breaks), stop]
-    )
+def make_zeros(_: int, count: int, real: str) -> Values:
+    return np.zeros(count, FORMATS[real].real)
 
 
-def unite_tokens(inputs: Sequence[Checkpoint]) -> list[Any]:
-    """The base and its fine-tunes with the tokens of all of them, each token with the same number everywhere."""
+def unite_tokens(inputs: Sequence[Checkpoint]) -> None:
+    """Give the base and its fine-tunes the tokens of all of them, each token with the same number
+    everywhere.
+    """
     base, *models = inputs
     vocabulary = read_vocabulary(base.folder, base.name)
     if vocabulary is None:
@@ -129,105 +102,147 @@ def unite_tokens(inputs: Sequence[Checkpoint]) -> list[Any]:
             f"{base.name!r} has no tokenizer.json",
             "for --tokenizer union, give a base with a tokenizer",
         )
-    union = unite(
-        vocabulary, [(model.name, read_vocabulary(model.folder, model.name)) for model in models]
-    )
-    united = [Rearranged(model, union.added) for model in inputs]
-    embedding = next(
-        (name for name, info in base.tensors.items() if name.endswith(EMBEDDINGS) and info.count),
-        None,
-    )
-    if embedding is None:
-        raise DareError(
-            f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
-        )
-    height = base.tensors[embedding].shape[:1]
+    others = [(model.name, read_vocabulary(model.folder, model.name)) for model in models]
+    union = unite(vocabulary, others)
+    embedding = find_embedding(base)
+    height = base.tensors[embedding].shape[0]
+    for name, info in dict(base.tensors).items():
+        has_rows = name.endswith(ROW_TENSORS) and info.shape[:1] == (height,)
+        if has_rows and info.dtype in FORMATS:
+            if info.encoding.kind:
+                raise DareError(
+                    f"{name!r} of {base.name!r} is in {info.encoding.kind}, so that it cannot have "
+                    "more rows",
+                    "use --tokenizer base, or a base whose embedding and head are not quantised",
+                )
+            Arrangement(name, embedding, inputs, union).arrange()
+    for model in inputs:
+        model.added = union.added
+        model.tokenizer_sha256 = digest_tokenizer(model.folder)
+    base.heights = height, base.tensors[embedding].shape[0]
+
+
+def find_embedding(base: Checkpoint) -> str:
     for name, info in base.tensors.items():
-        if name.endswith(ROW_TENSORS) and info.shape[:1] == height and info.dtype in FORMATS:
-            if isinstance(info, ScaledTensor):
-                raise DareError(f"{name!r} of {base.name!r} is in FP8, so that it cannot have more rows",
-                    "use --tokenizer base, or a base whose embedding and head are not quantised")  # fmt: skip
-            _rearrange(name, embedding, united, union)
-    united[0].heights = height[0], united[0].tensors[embedding].shape[0]
-    return united
+        if name.endswith(EMBEDDINGS) and info.count:
+            return name
+    raise DareError(
+        f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
+    )
 
 
-def _rearrange(name: str, embedding: str, united: Sequence[Rearranged], union: Union) -> None:
-    """Put the rows of one tensor into the order of the union, in all models.
+class Arrangement:
+    """Puts the rows of one tensor into the order of the union, in all models.
 
-    A token that the base lacks has the mean of the rows of the models that have it, and a model that lacks a token has
-    not changed the base's row. So only what base and model both have can differ, and is merged.
+    A token that the base lacks has the mean of the rows of the models that have it, and a model
+    that lacks a token has not changed the base's row. So only what base and model both have can
+    differ, and is merged.
     """
-    base, *models = united
-    info = base.tensors[name]
-    height, width = max(info.shape[0], union.size), info.count // info.shape[0]
-    givers: list[tuple[Rearranged, Rows]] = []
 
-    def average(start: int, count: int, real: str) -> Values:
-        made = np.zeros(count, FORMATS[real].real)
-        for row in range(start // width, -(-(start + count) // width)):
-            first, last = max(start, row * width), min(start + count, (row + 1) * width)
-            part, having = (
-                made[first - start : last - start],
-                [g for g in givers if g[1].numbers[row] != NO_ROW],
+    def __init__(
+        self, name: str, embedding: str, inputs: Sequence[Checkpoint], union: Union
+    ) -> None:
+        self.name = name
+        self.union = union
+        self.base = inputs[0]
+        self.models = inputs[1:]
+        self.info = self.base.tensors[name]
+        self.height = max(self.info.shape[0], union.size)
+        self.width = self.info.count // self.info.shape[0]
+        self.givers: list[tuple[Checkpoint, Rows]] = []  # the models with rows for new tokens
+        self.new = [entry["id"] for entry in union.added]
+        # A head may be tied.
+        self.names = (name, embedding) if name.endswith(HEADS) else (name,)
+
+    def arrange(self) -> None:
+        stored = [self._find_stored(model) for model in self.models]
+        numbers = self._number(self.union.base, self.info, self.base.name)
+        self._replace(
+            self.base, Rows(self.info, self.width, numbers, self._average), self.info.dtype
+        )
+        for model, theirs, vocabulary in zip(self.models, stored, self.union.models, strict=True):
+            if theirs is not None:
+                self._arrange_model(model, theirs, vocabulary)
+        orphans = [self.union.tokens[n] for n in self.new if not self._find_givers(n)]
+        if orphans:
+            raise DareError(
+                f"no model has a row of {self.name!r} for {list_names(orphans)}",
+                "use --tokenizer base",
             )
-            for giver, rows in having:
-                place = int(rows.numbers[row]) * width + first % width
-                part += read_values(giver.model, rows.stored, place, last - first, real)
-            part /= len(having)
-        return made
 
-    new = [entry["id"] for entry in union.added]
-    numbers = number_rows(union, union.base, height, info.shape[0], base.name)
-    base.rearrange(name, Rows(info, numbers, width, average), info.dtype)
-    for model, vocabulary in zip(models, union.models, strict=True):
-        stored = model.model.tensors
-        theirs = stored.get(name) or (
-            stored.get(embedding) if name.endswith(HEADS) else None
-        )  # a head may be tied
-        if theirs is not None and theirs.mask_name is not None:
+    def _find_givers(self, row: int) -> list[tuple[Checkpoint, Rows]]:
+        return [giver for giver in self.givers if giver[1].numbers[row] != NO_ROW]
+
+    def _find_stored(self, model: Checkpoint) -> TensorInfo | None:
+        theirs = next((model.tensors[name] for name in self.names if name in model.tensors), None)
+        if theirs is None:
+            return None
+        if theirs.mask_name is not None:
             raise DareError(
                 f"{model.name!r} is packed, so that its rows cannot be moved",
                 "give the model itself",
             )
-        if theirs is None or theirs.dtype not in FORMATS or theirs.shape[1:] != info.shape[1:]:
-            continue
-        if vocabulary is None and theirs.shape[0] != info.shape[0]:
+        fits = theirs.dtype in FORMATS and theirs.shape[1:] == self.info.shape[1:]
+        return theirs if fits else None
+
+    def _arrange_model(
+        self, model: Checkpoint, theirs: TensorInfo, vocabulary: Vocabulary | None
+    ) -> None:
+        if vocabulary is None and theirs.shape[0] != self.info.shape[0]:
             raise DareError(
-                f"{model.name!r} has {theirs.shape[0]:,} rows where the base has {info.shape[0]:,}, and no "
-                "tokenizer.json that says what they stand for",
+                f"{model.name!r} has {theirs.shape[0]:,} rows where the base has "
+                f"{self.info.shape[0]:,}, and no tokenizer.json that says what they stand for",
                 "put its tokenizer.json beside it",
             )
-        numbers = number_rows(union, vocabulary or union.base, height, theirs.shape[0], model.name)
-        as_base: Fill = lambda *where: read_values(base, base.tensors[name], *where)  # noqa: E731
-        no_change: Fill = lambda _, count, real: np.zeros(count, FORMATS[real].real)  # noqa: E731
-        givers += (
-            [] if theirs.is_delta else [(model, Rows(theirs, numbers.copy(), width, no_change))]
-        )
-        numbers[new] = (
-            NO_ROW  # where the base has what the models give, none of them differs from it
-        )
-        rows = Rows(theirs, numbers, width, no_change if theirs.is_delta else as_base)
-        exact = theirs.is_delta or theirs.dtype == info.dtype or bool((numbers != NO_ROW).all())
-        model.rearrange(name, rows, theirs.dtype if exact else wider(theirs, info))
-    orphans = [union.tokens[n] for n in new if all(rows.numbers[n] == NO_ROW for _, rows in givers)]
-    if orphans:
-        raise DareError(
-            f"no model has a row of {name!r} for {list_names(orphans)}", "use --tokenizer base"
+        numbers = self._number(vocabulary or self.union.base, theirs, model.name)
+        if not theirs.is_delta:
+            self.givers.append((model, Rows(theirs, self.width, numbers.copy(), make_zeros)))
+        # Where the base has what the models give, none of them differs from it.
+        numbers[self.new] = NO_ROW
+        united = self.base.tensors[self.name]
+        fill = make_zeros if theirs.is_delta else partial(read_values, self.base, united)
+        is_whole = bool((numbers != NO_ROW).all())
+        exact = theirs.is_delta or theirs.dtype == self.info.dtype or is_whole
+        dtype = theirs.dtype if exact else choose_real(theirs, self.info)
+        self._replace(model, Rows(theirs, self.width, numbers, fill), dtype)
+
+    def _replace(self, model: Checkpoint, rows: Rows, dtype: str) -> None:
+        shape = self.height, *rows.stored.shape[1:]
+        model.tensors[self.name] = TensorInfo(
+            dtype, shape, is_delta=rows.stored.is_delta, encoding=rows
         )
 
+    def _average(self, start: int, count: int, real: str) -> Values:
+        """Rows of tokens that the base lacks."""
+        made = np.zeros(count, FORMATS[real].real)
+        for row in range(start // self.width, -(-(start + count) // self.width)):
+            first = max(start, row * self.width)
+            last = min(start + count, (row + 1) * self.width)
+            part = made[first - start : last - start]
+            givers = self._find_givers(row)
+            for model, rows in givers:
+                place = int(rows.numbers[row]) * self.width + first % self.width
+                part += read_values(model, rows.stored, place, last - first, real)
+            part /= len(givers)
+        return made
 
-def number_rows(
-    union: Union, model: Vocabulary, height: int, own: int, name: str
-) -> NDArray[np.int64]:
-    """For each row of the union, the model's own row for that token. A row without a token stays where it is."""
-    if model.size > own:
-        raise DareError(f"the tokenizer of {name!r} has {model.size:,} tokens, and its embedding {own:,} rows",
-            "its tokenizer belongs to another model")  # fmt: skip
-    taken = set(model.numbers.values())
-    numbers = np.full(height, NO_ROW, np.int64)
-    free = [k for k in range(min(height, own)) if k not in taken and k not in union.tokens]
-    numbers[free] = free
-    for number, token in union.tokens.items():
-        numbers[number] = model.numbers.get(token, NO_ROW)
-    return numbers
+    def _number(self, model: Vocabulary, info: TensorInfo, name: str) -> NDArray[np.int64]:
+        """For each row of the union, the model's own row for that token.
+
+        A row without a token stays where it is.
+        """
+        own = info.shape[0]
+        if model.size > own:
+            raise DareError(
+                f"the tokenizer of {name!r} has {model.size:,} tokens, and its embedding {own:,} "
+                "rows",
+                "its tokenizer belongs to another model",
+            )
+        taken = set(model.numbers.values())
+        numbers = np.full(self.height, NO_ROW, np.int64)
+        rows = range(min(self.height, own))
+        free = [k for k in rows if k not in taken and k not in self.union.tokens]
+        numbers[free] = free
+        for number, token in self.union.tokens.items():
+            numbers[number] = model.numbers.get(token, NO_ROW)
+        return numbers

@@ -12,8 +12,11 @@ from darelib.core.text import ConfigError, as_text
 
 # The files that a model in a directory is named by; the directory's name says more.
 MODEL_FILES: Final = (
-    "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "adapter_config.json",
-)  # fmt: skip
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+)
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.
 BASE, UNION = ("base", "union")
 AUTO: Final = "auto"  # the chat template that most models have
@@ -25,13 +28,12 @@ class Source:
 
     name: str
     path: Path
-    recorded: str = (
-        ""  # what recipes call it, where that is not the last part of its path: its name on the Hub
-    )
+    # What recipes call it, where that is not the last part of its path: its name on the Hub.
+    recorded: str = ""
 
     @property
     def pinned(self) -> str:
-        """Its name and commit, if it lies in a cache of the Hub, where directories are called by their commits."""
+        """Its name and commit, if it is in a cache of the Hub, where directories are commits."""
         return self.recorded if self.recorded.endswith(f"@{self.path.name}") else ""
 
     @classmethod
@@ -55,7 +57,7 @@ class Source:
 
     @property
     def is_word(self) -> bool:
-        """Whether a tokenizer or a chat template is a word, or the template itself, and not a path."""
+        """Whether a tokenizer or a chat template is a word or the template itself, not a path."""
         return self.name in (BASE, UNION, AUTO) or is_template(self.name)
 
 

@@ -1,6 +1,7 @@
-"""A safetensors file: its header, checked against every rule of the format, and its bytes by position.
+"""A safetensors file: its header, checked against every rule of the format, and its bytes.
 
-The safetensors library would map the whole file into memory to read a header, and accepts names that are given twice.
+The safetensors library would map the whole file into memory to read a header, and accepts names
+that are given twice.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import math
 import operator
 import os
-import re
 import shlex
 import stat
 import struct
@@ -21,27 +21,18 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.core.formats import STORED_BITS
-from darelib.core.mask import MASK_BITS
 from darelib.core.text import DareError, InputChanged
+from darelib.models.tensors import TensorInfo as TensorInfo
 
-# The safetensors library refuses larger headers.
-MAX_HEADER: Final = 100_000_000
-# More than twice as many as the largest models have, so that memory stays small whatever a file claims.
-MAX_TENSORS: Final = 250_000
+# Bytes: more than MAX_TENSORS take with long names, so that no file takes much memory.
+MAX_HEADER: Final = 64_000_000
+MAX_TENSORS: Final = 250_000  # more than twice as many as the largest models have
 MAX_NAME: Final = 1 << 16  # characters
-MAX_NAMES: Final = 1 << 26  # bytes in memory, of all names of a model
-# What most of a header is; whatever else there is must be little, since a few bytes can become hundreds in memory.
-FIELD: Final = (
-    rb'\s*+"(?:dtype"\s*+:\s*+"\w*+"|(?:shape|data_offsets)"\s*+:\s*+\[[\d,\s]{0,999}+\])\s*+'
-)
-ENTRY: Final = re.compile(rb"\{" + FIELD + rb"," + FIELD + rb"," + FIELD + rb"\}")
-# Separators and quotes that metadata and odd names may hold. Programs for pictures keep whole JSON files there.
-SPARE_MARKS: Final = 500_000
+NO_ENTRY: Final = "it is not a type, a shape and two offsets"
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 GGUF_HINT: Final = (
@@ -53,64 +44,9 @@ CHANGED_HINT: Final = "do not change inputs during a merge; run it again"
 # Of a file's status: what stays the same as long as nobody changes or replaces the file.
 IDENTITY: Final = operator.attrgetter("st_dev", "st_ino", "st_size", "st_mtime_ns")
 BINARY: Final = getattr(os, "O_BINARY", 0)  # so that Windows does not translate line ends
-# Where the system has no positioned reads and writes, no other thread may come between seeking and reading.
+# Where the system has no positioned reads and writes, no other thread may come between seeking
+# and reading.
 SEEK_LOCK: Final = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True)  # there may be very many
-class TensorInfo:
-    """Where a tensor is in a checkpoint."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int = 0
-    file: int = 0  # which of the checkpoint's files
-    is_delta: bool = False  # its values are changes to the base already, and not the changed tensor
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def width(self) -> int:
-        """Elements of a row, along the last dimension."""
-        return self.shape[-1] if self.shape else 1
-
-    @property
-    def nbytes(self) -> int:
-        return -(-self.count * STORED_BITS[self.dtype] // 8)
-
-    @property
-    def stored_bytes(self) -> int:
-        """What must be read for it."""
-        return self.nbytes
-
-    @property
-    def drop_rate(self) -> float:
-        """By which it was thinned before."""
-        return 0.0
-
-    @property
-    def threshold(self) -> int:
-        """Entries whose mask bits are below it are stored: all of them, unless they were thinned before."""
-        return 1 << MASK_BITS
-
-    @property
-    def mask_name(self) -> str | None:
-        """What its mask is drawn by, if that was decided before."""
-        return None
-
-    def seen(self, start: int, stop: int) -> int:
-        """How many elements of a range it holds: it may have fewer rows."""
-        return max(0, min(stop, self.count) - start)
-
-    def place_of(self, element: int) -> list[int]:
-        """The indices of an element, of any number of dimensions: NumPy knows 64."""
-        places = []
-        for side in reversed(self.shape):
-            element, place = divmod(element, side)
-            places.append(place)
-        return places[::-1]
 
 
 def explain_os_error(error: OSError, name: str, hint: str = "check its permissions") -> DareError:
@@ -127,7 +63,7 @@ def explain_os_error(error: OSError, name: str, hint: str = "check its permissio
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file. Anything else is an OSError: a pipe would wait for somebody to write, and a device may never end."""
+    """Open a file. Anything else is an OSError: from a pipe or a device, a read may never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return path.open("rb")
@@ -143,8 +79,9 @@ def file_sha256(path: Path) -> str:
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill view from a position on, and return how many bytes there were: fewer only where the file ends."""
-    done, count = 0, 1
+    """Fill view from a position on; return how many bytes there were, fewer only at the end."""
+    done = 0
+    count = 1
     while count and done < len(view):
         if hasattr(os, "preadv"):
             count = os.preadv(descriptor, [view[done:]], offset + done)
@@ -161,12 +98,10 @@ def read_at(descriptor: int, view: memoryview, offset: int) -> int:
 def convert_hint(path: Path) -> str:
     """The command that converts a pickle, or a directory of them."""
     name = path.as_posix()
-    new = (
-        f"{name}/model.safetensors"
-        if path.is_dir()
-        else f"{name.removesuffix(path.suffix)}.safetensors"
-    )
-    new = new if new != name else f"{name}.converted.safetensors"
+    stem = f"{name}/model" if path.is_dir() else name.removesuffix(path.suffix)
+    new = f"{stem}.safetensors"
+    if new == name:
+        new = f"{name}.converted.safetensors"
     command = f"dare.py convert {shlex.quote(name)} {shlex.quote(new)}"
     return f"pickles can run any code, so convert it first, which runs none: {command}"
 
@@ -175,7 +110,8 @@ class TensorFile:
     """One safetensors file, open for reading. number: which of its checkpoint's files it is."""
 
     def __init__(self, path: Path, name: str, number: int = 0) -> None:
-        self.path, self.name = path, name
+        self.path = path
+        self.name = name
         try:
             self._file = open_regular(path)
             self.status = os.fstat(self._file.fileno())
@@ -183,39 +119,32 @@ class TensorFile:
             raise
         except OSError as error:
             raise explain_os_error(error, name) from None
-        start = bytearray(min(9, self.status.st_size))
+        size = self.status.st_size
+        start = bytearray(min(9, size))
         try:
             self.read_into(memoryview(start), 0)
-            text, data_start = self._read_header(start)
-            self.tensors, self.metadata = parse_header(
-                text, data_start, self.status.st_size, number
-            )
-        except BaseException as error:
+            header = self._read_header(start, size)
+            self.header_sha256 = hashlib.sha256(header).hexdigest()
+            text = str(memoryview(header)[8:], "utf-8")
+            self.tensors, self.metadata = parse_header(text, len(header), size, number)
+        except (ValueError, RecursionError) as error:
             self.close()
-            raise (
-                self._explain_broken(error, start)
-                if isinstance(error, ValueError | RecursionError)
-                else error
-            ) from None
+            raise self._explain_broken(error, start) from None
 
-    def _read_header(self, start: bytearray) -> tuple[str, int]:
-        """The text of the header, and where the data behind it starts. start: the first bytes of the file."""
-        size, length = self.status.st_size, int.from_bytes(start[:8], "little")
+    def _read_header(self, start: bytearray, size: int) -> bytearray:
+        """The header with its length before it. start: the first bytes of the file."""
+        length = int.from_bytes(start[:8], "little")
         if size < 8:
             raise ValueError("it is too short for a header")
         if length > MAX_HEADER:
             raise ValueError(f"its header would be {length:,} bytes long")
         if 8 + length > size:
             raise ValueError(f"its header should be {length:,} bytes long and it has {size - 8:,}")
-        if length == 0 or start[8:] != b"{":
+        if start[8:] != b"{":
             raise ValueError("its header does not start with {")
-        data = bytearray(length)
-        self.read_into(memoryview(data), 8)
-        digest = hashlib.sha256(start[:8])
-        digest.update(data)
-        self.header_sha256 = digest.hexdigest()
-        _check_bulk(data)
-        return data.decode(), 8 + length
+        header = bytearray(8 + length)
+        self.read_into(memoryview(header), 0)
+        return header
 
     def _explain_broken(self, error: Exception, start: bytearray) -> DareError:
         """What a file that is not safetensors is instead, and what to do about it."""
@@ -257,78 +186,59 @@ class TensorFile:
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
     def close(self) -> None:
-        with suppress(OSError):  # nothing was written
-            self._file.close()
+        self._file.close()
 
 
-def _check_bulk(data: bytearray) -> None:
-    """Refuse a header that would take much more memory than an honest one, before Python makes objects of it."""
-    # With one letter that is not ASCII, each takes four bytes, and names are copied. An escape makes its string wide.
-    if len(data) <= 80 * MAX_TENSORS or data.isascii():
-        rest, entries = ENTRY.subn(b"", data)  # names and metadata
-        few = data.count(b",") <= 6 * entries + SPARE_MARKS
-        few &= sum(map(rest.count, (b"{", b"[", b",", b":", b'"'))) <= 4 * entries + SPARE_MARKS
-        if (
-            few
-            and entries <= MAX_TENSORS
-            and len(rest) <= (64 if b"\\u" in rest else 128) * MAX_TENSORS
-        ):
-            return
-    raise ValueError(f"its header is larger than that of {MAX_TENSORS:,} tensors")
+def peek_header(path: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """The names in a file and its metadata, unchecked, to find out of what kind the file is.
 
-
-class _Fault(str):
-    """What is wrong with an object in a header: known before the name of its tensor is."""
+    Both are empty where they cannot be read: whoever opens the file then explains why.
+    """
+    with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length if length <= MAX_HEADER else 0))
+        if isinstance(header, dict):
+            metadata = header.pop("__metadata__", None)
+            return tuple(header), metadata if isinstance(metadata, dict) else {}
+    return (), {}
 
 
 def parse_header(
     text: str, data_start: int, file_size: int, number: int = 0
 ) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The tensors, in the order in which they are stored, and the metadata. A broken rule is a ValueError."""
+    """The tensors in the order in which they are stored, and the metadata.
+
+    A broken rule is a ValueError.
+    """
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # each is kept once: a model has few
 
-    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | TensorInfo | _Fault:
-        try:
-            fields = reject_duplicates(pairs)
-            dtype, shape, ends = (
-                fields.get("dtype"),
-                fields.get("shape"),
-                fields.get("data_offsets"),
-            )
-            if (
-                isinstance(dtype, str)
-                and isinstance(shape, list)
-                and isinstance(ends, list)
-                and len(fields) == 3
-            ):
-                begin = _check_entry(dtype, shape, ends)
-                sides = tuple(shape)
-                return TensorInfo(
-                    sys.intern(dtype), shapes.setdefault(sides, sides), data_start + begin, number
-                )
+    # As a table, an entry would take many times the memory.
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | TensorInfo | ValueError:
+        fields = reject_duplicates(pairs)
+        if fields.keys() != {"dtype", "shape", "data_offsets"}:
             return fields
+        try:
+            shape, begin = _check_entry(**fields)
         except ValueError as error:
-            return _Fault(error)
+            return error  # the name of the tensor is not known yet
+        shape = shapes.setdefault(shape, shape)
+        return TensorInfo(sys.intern(fields["dtype"]), shape, data_start + begin, number)
 
     try:
-        header = json.JSONDecoder(object_pairs_hook=read_object, parse_int=_parse_count).decode(
-            text
-        )
+        header = json.loads(text, object_pairs_hook=read_object, parse_int=_parse_count)
     except json.JSONDecodeError as error:
         raise ValueError(f"its header is not JSON: {error.msg} (character {error.pos:,})") from None
     if not isinstance(header, dict):
-        raise ValueError(
-            header if isinstance(header, _Fault) else "its header is the entry of a tensor"
-        )
+        raise ValueError("its header is the entry of a tensor")
     metadata = _check_metadata(header.pop("__metadata__", None))
+    if len(header) > MAX_TENSORS:
+        raise ValueError(f"its header is larger than that of {MAX_TENSORS:,} tensors")
     for name, entry in header.items():
         name.encode()  # half of a surrogate pair is no text
         if len(name) > MAX_NAME:
             raise ValueError(f"the name of a tensor has {len(name):,} characters")
         if not isinstance(entry, TensorInfo):
-            reason = (
-                entry if isinstance(entry, _Fault) else "it is not a type, a shape and two offsets"
-            )
+            reason = entry if isinstance(entry, ValueError) else NO_ENTRY
             raise ValueError(f"the entry of tensor {name!r} is wrong: {reason}")
     return _order_tensors(header, data_start, file_size), metadata
 
@@ -346,11 +256,13 @@ def _parse_count(text: str) -> int | float:
     return int(text) if len(text) < 20 and text.isdigit() else math.nan  # -0 is no count
 
 
-def _check_entry(dtype: str, shape: list[Any], ends: list[Any]) -> int:
-    """Where the tensor of a sound entry begins."""
-    numbers = [*shape, *ends]
-    if len(ends) != 2 or set(map(type, numbers)) != {int} or max(numbers) >> 63:
-        raise ValueError("it is not a type, a shape and two offsets")
+def _check_entry(dtype: Any, shape: Any, data_offsets: Any) -> tuple[tuple[int, ...], int]:
+    """The shape of a tensor, and where it begins."""
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(data_offsets, list)):
+        raise ValueError(NO_ENTRY)
+    numbers = (*shape, *data_offsets)
+    if len(data_offsets) != 2 or set(map(type, numbers)) != {int} or max(numbers) >> 63:
+        raise ValueError(NO_ENTRY)
     if dtype not in STORED_BITS:
         raise ValueError(f"{dtype[:MAX_NAME]!r} is an unknown type")
     bits = STORED_BITS[dtype]
@@ -360,54 +272,50 @@ def _check_entry(dtype: str, shape: list[Any], ends: list[Any]) -> int:
             raise ValueError("its shape is beyond all bounds")
     if bits % 8:
         raise ValueError("it does not end at a byte")
-    begin, end = ends
+    begin, end = data_offsets
     if end - begin != bits // 8:
         raise ValueError(f"[{begin}, {end}] is not the {bits // 8:,} bytes that it takes")
-    return int(begin)
+    return tuple(shape), begin
 
 
 def _check_metadata(metadata: Any) -> dict[str, str]:
     if metadata is None:
         return {}
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise ValueError(
-            metadata if isinstance(metadata, _Fault) else "its metadata is not a table of strings"
-        )
-    for text in (*metadata, *metadata.values()):
-        text.encode()
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("its metadata is not a table of strings")
+    "".join((*metadata, *metadata.values())).encode()
     return metadata
 
 
 def _order_tensors(
     tensors: dict[str, TensorInfo], data_start: int, file_size: int
 ) -> dict[str, TensorInfo]:
-    """By their places in the file, which they must fill; of those at one place, the empty ones come first."""
-    ordered, place = {}, data_start
-    for name in sorted(
-        tensors, key=lambda name: 2 * tensors[name].offset + (0 not in tensors[name].shape)
-    ):
-        info = ordered[name] = tensors[name]
+    """By their places in the file, which they must fill; at the same place, empty ones first."""
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes))
+    place = data_start
+    for name, info in ordered:
         if info.offset != place:
             raise ValueError(
                 f"tensor {name!r} at {info.offset - data_start:,} leaves a hole or overlaps"
             )
         place += info.nbytes
     if place != file_size:
-        taken, there = place - data_start, file_size - data_start
-        raise ValueError(f"its tensors take {taken:,} bytes, and {there:,} are there")
-    return ordered
+        raise ValueError(
+            f"its tensors take {place - data_start:,} bytes, and {file_size - data_start:,} are "
+            "there"
+        )
+    return dict(ordered)
 
 
 def header_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """A safetensors header for tensors whose offsets count from the start of the data."""
-    text = bytearray(8)  # for its length
-    text += f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}'.encode()
+    parts = [f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
     # One by one: as a table, the entries would take many times the memory.
     for name, info in tensors.items():
-        shape, ends = ",".join(map(str, info.shape)), f"{info.offset},{info.offset + info.nbytes}"
-        text += f',{json.dumps(name)}:{{"dtype":"{info.dtype}","shape":[{shape}],"data_offsets":[{ends}]}}'.encode()
-    text += b"}" + b" " * (-(len(text) + 1) % 8)
-    text[:8] = struct.pack("<Q", len(text) - 8)
-    return bytes(text)
+        shape = ",".join(map(str, info.shape))
+        ends = f"{info.offset},{info.offset + info.nbytes}"
+        fields = f'"dtype":"{info.dtype}","shape":[{shape}],"data_offsets":[{ends}]'
+        parts.append(f",{json.dumps(name)}:{{{fields}}}")
+    text = "".join([*parts, "}"]).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

@@ -1,1 +1,1 @@
-"""How a merged model is written: where to, under a lock, with a journal, complete or not at all, with its recipe."""
+"""How a merged model is written: with its recipe, under a lock, complete or not at all."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
+from typing import Final
 
 from darelib.core.text import ConfigError, DareError, as_text, human, list_names
 from darelib.core.tomlfile import MAX_TOML, read_toml
@@ -24,6 +25,9 @@ from darelib.models.source import Source
 from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorFile, file_sha256, open_regular
 from darelib.output.recipe import RECIPE_FILE, RECIPE_KEY
 
+# Of the files in a directory, those that say that it is a model.
+MODEL_MARKS: Final = frozenset({WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE})
+
 
 @dataclass(frozen=True)
 class Destination:
@@ -35,7 +39,10 @@ class Destination:
 
     @property
     def partial(self) -> Path:
-        """The folder beside it in which it is made. Names may be as long as the filesystem allows."""
+        """The folder beside it in which it is made.
+
+        Names may be as long as the filesystem allows.
+        """
         name = self.path.name
         if len(os.fsencode(name)) > 200:
             name = f"{name[:40]}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:8]}"
@@ -51,33 +58,34 @@ def find_output(given: str | Path) -> Destination:
             "give a .safetensors file or a directory",
         )
     if is_misspelt(path.suffix.lower()):
-        hint = "did you mean .safetensors? A name without such a suffix makes a model directory"
-        raise ConfigError(f"the output {str(path)!r} does not end in .safetensors", hint)
+        raise ConfigError(
+            f"the output {str(path)!r} does not end in .safetensors",
+            "did you mean .safetensors? A name without such a suffix makes a model directory",
+        )
     with explain_place_errors(str(path)):
         target = path.resolve()
         target.exists()  # which fails where the name is too long
         above = next((parent for parent in target.parents if parent.exists()), target)
-        is_file, has_parent = not above.is_dir(), target.parent.exists()
-    if is_file:
+    if not above.is_dir():
         raise DareError(
             f"the output cannot be inside {str(above)!r}, which is a file", "give another path"
         )
-    if not has_parent:
+    if above != target.parent:
         raise DareError(
             f"the output's directory {str(target.parent)!r} does not exist", "create it first"
         )
-    if not os.access(target.parent, os.W_OK):
+    if not os.access(above, os.W_OK):
         raise DareError(
-            f"the output's directory {str(target.parent)!r} is not writable",
-            "choose another directory",
+            f"the output's directory {str(above)!r} is not writable", "choose another directory"
         )
     return Destination(str(path), target, path.suffix.lower() != ".safetensors")
 
 
 def is_misspelt(suffix: str) -> bool:
     """Whether somebody who gives an output this suffix wants a file, and not a directory."""
-    close = SequenceMatcher(None, suffix, ".safetensors").ratio() > 0.8 and suffix != ".safetensors"
-    return close or suffix in (".st", ".sft", ".gguf", ".json", ".toml", *PICKLE_SUFFIXES)
+    if suffix in (".st", ".sft", ".gguf", ".json", ".toml", *PICKLE_SUFFIXES):
+        return True
+    return 0.8 < SequenceMatcher(None, suffix, ".safetensors").ratio() < 1
 
 
 @contextmanager
@@ -93,7 +101,10 @@ def explain_place_errors(name: str) -> Iterator[None]:
 
 
 def check_apart(what: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> None:
-    """Refuse to write where an input is, whatever the flags. inputs: their names with their files and directories."""
+    """Refuse to write where an input is, whatever the flags.
+
+    inputs: their names with their files and directories.
+    """
     for name, used in inputs:
         if relation := describe_overlap(path.resolve(), used.resolve()):
             raise ConfigError(
@@ -102,24 +113,22 @@ def check_apart(what: str, path: Path, inputs: Iterable[tuple[str, Path]]) -> No
 
 
 def describe_overlap(target: Path, used: Path) -> str:
-    """Whether an output is, holds or lies inside an input, by whatever names and links: in words, or "" if apart."""
-    if target.exists():
-        status = target.stat()
-        if os.path.samestat(status, used.stat()):
-            return "is"
-        if any(os.path.samestat(status, parent.stat()) for parent in used.parents):
-            return "holds"
-    above = (parent for parent in target.parents if used.is_dir() and parent.exists())
-    return (
-        "lies inside"
-        if any(os.path.samestat(used.stat(), parent.stat()) for parent in above)
-        else ""
-    )
+    """Whether an output is, holds or lies inside an input, by whatever names and links.
+
+    In words, or "" if they are apart.
+    """
+    if target.exists() and target.samefile(used):
+        return "is"
+    if target.exists() and any(map(target.samefile, used.parents)):
+        return "holds"
+    above = [parent for parent in target.parents if parent.exists()]
+    return "lies inside" if used.is_dir() and any(map(used.samefile, above)) else ""
 
 
 def check_replaceable(destination: Destination, force: bool) -> None:
     """Refuse to replace what somebody else made and, even with force, what is not a model."""
-    target, shown = destination.path, f"the output {destination.name!r}"
+    target = destination.path
+    shown = f"the output {destination.name!r}"
     if not target.exists():
         return
     if target.is_dir() and not destination.directory:
@@ -128,62 +137,63 @@ def check_replaceable(destination: Destination, force: bool) -> None:
         raise DareError(f"{shown} is a file", "give a directory, or a file like merged.safetensors")
     if destination.directory:
         _check_directory(target, shown, force)
-    elif not force and not (
-        (file := read_header(target)) and {RECIPE_KEY, PACKED_KEY} & file.metadata.keys()
-    ):
+        return
+    file = read_header(target)
+    if not force and (file is None or not {RECIPE_KEY, PACKED_KEY} & file.metadata.keys()):
         raise DareError(
             f"{shown} exists and was not made by this tool", "add --force to replace it"
         )
 
 
 def _check_directory(target: Path, shown: str, force: bool) -> None:
-    status, names = target.stat(), os.listdir(target)
-    if os.path.samestat(target.stat(), os.stat(os.curdir)):
+    status = target.stat()
+    names = os.listdir(target)
+    if os.path.samestat(status, os.stat(os.curdir)):
         raise DareError(f"{shown} is the working directory", "name a directory in it")
-    is_model = any(name in names for name in (WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE))
+    is_model = not MODEL_MARKS.isdisjoint(names)
     is_model |= CONFIG_FILE in names and any(map(is_weights, names))
     if names and (not is_model or ".git" in names):
         raise DareError(f"{shown} is a directory with other things in it", "give a new name")
-    if not names or force:
+    if force or not names:
         return
     ours = read_digests(target)
     if not ours:
         raise DareError(
             f"{shown} exists and was not made by this tool", "add --force to replace it all"
         )
-    names = [name for name in list_files(target) if name != RECIPE_FILE]
-    if others := [name for name in names if ours.get(as_text(name)) != digest_of(target / name)]:
-        if not os.path.samestat(status, target.stat()):  # another merge has just put its own there
-            _check_directory(target, shown, force)
-            return
+    others = [
+        name
+        for name in list_files(target)
+        if name != RECIPE_FILE and ours.get(as_text(name)) != digest_of(target / name)
+    ]
+    if others and os.path.samestat(status, target.stat()):
         raise DareError(
-            f"{shown} also holds {list_names(others)}, which this tool did not write, or not like that",
+            f"{shown} also holds {list_names(others)}, which this tool did not write, "
+            "or not like that",
             "move that elsewhere, or add --force to replace it all",
         )
+    if others:  # another merge has just put its own there
+        _check_directory(target, shown, force)
 
 
 def read_header(path: Path) -> TensorFile | None:
     """A file of tensors, closed again; None if it is something else."""
-    try:
-        file = TensorFile(path, path.name)
-    except (DareError, OSError):
-        return None
-    file.close()
-    return file
+    with suppress(DareError, OSError), closing(TensorFile(path, path.name)) as file:
+        return file
+    return None
 
 
 def read_digests(folder: Path) -> dict[str, str]:
-    """The files of a directory that this tool wrote, with their digests, by its recipe; none if it has no recipe."""
-    try:
-        with open_regular(folder / RECIPE_FILE) as file:
-            files = read_toml(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
+    """The files of a directory that this tool wrote, with their digests; none without a recipe."""
+    expected = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+    with suppress(*expected), open_regular(folder / RECIPE_FILE) as file:
+        files = read_toml(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
         return {str(name): str(digest) for name, digest in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
+    return {}
 
 
 def digest_of(content: Path | bytes) -> str:
-    """The digest that a recipe has of a file: of its content, or of the header where it holds tensors."""
+    """The digest that a recipe has of a file: of its content or, with tensors, of its header."""
     if isinstance(content, bytes):
         return hashlib.sha256(content).hexdigest()
     if content.suffix == ".safetensors":
@@ -194,13 +204,14 @@ def digest_of(content: Path | bytes) -> str:
 
 def list_files(folder: Path) -> list[str]:
     """All files of a directory and of those below it, by their names relative to it."""
-    found = []
+    listed = []
     for place, folders, names in os.walk(folder):
+        below = Path(place).relative_to(folder)
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
-        found += [Path(place, name).relative_to(folder).as_posix() for name in (*names, *links)]
+        listed += [(below / name).as_posix() for name in (*names, *links)]
         if not folders and not names and place != str(folder):
-            found.append(f"{Path(place).relative_to(folder).as_posix()}/")  # an empty directory
-    return sorted(found)
+            listed.append(f"{below.as_posix()}/")  # an empty directory
+    return sorted(listed)
 
 
 def is_weights(name: str) -> bool:
@@ -215,19 +226,19 @@ class Replaced:
     made_by_dare: bool
 
     def __str__(self) -> str:
-        return f"{human(self.size)} that {'an earlier merge' if self.made_by_dare else 'something else'} made"
+        maker = "an earlier merge" if self.made_by_dare else "something else"
+        return f"{human(self.size)} that {maker} made"
 
 
 def describe_replaced(destination: Destination, force: bool) -> Replaced | None:
     """What a merge to a destination that it may write to would replace."""
     path = destination.path
-    names = list_files(path) if destination.directory else [""] if path.exists() else []
-    if not names:
+    if not path.exists():
         return None
-    ours = True
-    if force:
-        try:
-            check_replaceable(destination, False)
-        except DareError:
-            ours = False
-    return Replaced(sum((path / name).lstat().st_size for name in names), ours)
+    names = list_files(path) if destination.directory else [""]
+    size = sum((path / name).lstat().st_size for name in names)
+    ours = False
+    with suppress(DareError):
+        check_replaceable(destination, force=False)
+        ours = True
+    return Replaced(size, ours) if names else None

@@ -1,4 +1,4 @@
-"""The journal of a merge in the making: what an interrupted one has on the disk, so that it can be continued."""
+"""The journal of a merge in the making: what is on the disk, so that it can be continued."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from darelib.models.tensorfile import BINARY, open_regular
 class Journal:
     """A line for what the merge is, then lines for what of it is known to be on the disk.
 
-    Each line begins with a checksum; the first one that does not match, as after a crash, ends the journal.
+    Each line begins with a checksum; the first one that does not match, as after a crash, ends the
+    journal.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.length = path, 0  # of the lines that are complete
+        self.path = path
+        self.length = 0  # of the lines that are complete
         entries: list[Any] = []
         with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
             for line in file:
@@ -31,10 +33,9 @@ class Journal:
                 entries.append(json.loads(text))
                 self.length += len(line)
         # After a first line that is damaged, what follows means nothing.
-        self.identity: dict[str, Any] | None = (
-            entries[0] if entries and isinstance(entries[0], dict) else None
-        )
-        self.done: list[Any] = list(itertools.chain(*entries[1:])) if self.identity else []
+        is_sound = bool(entries) and isinstance(entries[0], dict)
+        self.identity: dict[str, Any] | None = entries[0] if is_sound else None
+        self.done: list[Any] = list(itertools.chain(*entries[1:])) if is_sound else []
 
     def append(self, entry: Any) -> None:
         text = json.dumps(entry, separators=(",", ":")).encode()
@@ -58,20 +59,18 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def explain_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
+def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
     """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
     for key in dict.fromkeys([*new, *old]):
-        one, other = old.get(key), new.get(key)
-        if one != other:
-            if isinstance(one, dict) and isinstance(other, dict):
-                return explain_difference(
-                    *({f"{key}.{k}": v for k, v in d.items()} for d in (one, other))
-                )
-            if one is None or other is None:
-                return (
-                    f"it has no {key}, and this one has"
-                    if one is None
-                    else f"it has {key}, and this one has not"
-                )
-            return f"its {key} is {one!r}, not {other!r}"
+        name = prefix + key
+        before, now = old.get(key), new.get(key)
+        if before == now:
+            continue
+        if before is None:
+            return f"it has no {name}, and this one has"
+        if now is None:
+            return f"it has {name}, and this one has not"
+        if isinstance(before, dict) and isinstance(now, dict):
+            return explain_difference(before, now, f"{name}.")
+        return f"its {name} is {before!r}, not {now!r}"
     return ""

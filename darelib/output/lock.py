@@ -17,118 +17,102 @@ LOCK_WORDS: Final = "dare is merging here: process"
 
 
 class Lock:
-    """A locked file in the folder in which an output is made. The system unlocks it when the process ends."""
+    """A locked file in the folder in which an output is made.
+
+    The system unlocks it when the process ends.
+    """
 
     def __init__(self, folder: Path, destination: str) -> None:
-        self.folder, self.path, self.descriptor = folder, folder / LOCK_FILE, -1
-        foreign = DareError(
-            f"{str(folder)!r} is in the way", "this tool did not make it; move it elsewhere"
-        )
-        made, content = False, ""
+        self.folder = folder
+        self.path = folder / LOCK_FILE
+        self.descriptor = -1
         try:
-            while (
-                not self._holds_path()
-            ):  # whoever had the lock may remove the folder at any moment
+            while not self._lock(destination):
                 self._close()
-                with suppress(FileExistsError):
-                    os.mkdir(folder)
-                    made = True
-                if self._is_foreign():
-                    raise foreign
-                with suppress(FileNotFoundError):
-                    self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
-                    is_locked = try_lock(self.descriptor)
-                    content = os.read(self.descriptor, 100).decode(errors="replace")
-                    if not is_locked:
-                        self._close()  # so that nothing of the other's is removed
-                        holder = (
-                            f"process {content.split()[-1]}"
-                            if content.split()
-                            else "of an unknown process"
-                        )
-                        words = f"another merge ({holder}) is writing {destination!r}"
-                        raise DareError(words, "wait, or give another output")
-            # A lock of ours may have been cut short if there is nothing beside it.
-            if not content.startswith(LOCK_WORDS) and (
-                self.leftovers() or not LOCK_WORDS.startswith(content)
-            ):
-                self._close()
-                raise foreign
-            os.lseek(self.descriptor, 0, os.SEEK_SET)
-            mine = f"{LOCK_WORDS} {os.getpid()}\n".encode()
-            write_all(self.descriptor, mine)
-            os.ftruncate(self.descriptor, len(mine))
+            self._sign()
         except BaseException:
-            if made:
-                self.release(keep=False)
-            self._close()
+            self.release(keep=True)
             raise
 
-    def _is_foreign(self) -> bool:
-        """Whether the folder has its name only by chance: one of ours has a lock before anything else."""
+    def _lock(self, destination: str) -> bool:
+        """Lock what others would find. Gives whether it is: who had it may remove it any time."""
         try:
+            with suppress(FileExistsError):
+                os.mkdir(self.folder)
             names = os.listdir(self.folder)
-            return bool(names) and not (
-                LOCK_FILE in names and stat.S_ISREG(os.stat(self.path).st_mode)
-            )
-        except FileNotFoundError:  # it has just been removed, unless it is a link to nothing
-            return os.path.islink(self.folder)
-        except OSError:
-            return True
-
-    def _holds_path(self) -> bool:
-        """Whether the file that is locked is still the one that others would find."""
-        try:
-            return self.descriptor >= 0 and os.path.samestat(
-                os.fstat(self.descriptor), os.stat(self.path)
-            )
-        except FileNotFoundError:
+            if names and not (LOCK_FILE in names and stat.S_ISREG(os.stat(self.path).st_mode)):
+                raise explain_foreign(self.folder)
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
+            if try_lock(self.descriptor):
+                return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+            words = os.read(self.descriptor, 100).decode(errors="replace").split()
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(self.folder) or os.path.isfile(self.folder):
+                raise explain_foreign(self.folder) from None
             return False
+        self._close()  # so that nothing of the other's is removed
+        holder = f"process {words[-1]}" if words else "of an unknown process"
+        raise DareError(
+            f"another merge ({holder}) is writing {destination!r}", "wait, or give another output"
+        )
+
+    def _sign(self) -> None:
+        """Write who has the lock, unless it is somebody's file of the same name."""
+        content = os.read(self.descriptor, 100).decode(errors="replace")
+        # A lock of ours may have been cut short if there is nothing beside it.
+        is_cut = LOCK_WORDS.startswith(content) and not self.leftovers()
+        if not content.startswith(LOCK_WORDS) and not is_cut:
+            self._close()
+            raise explain_foreign(self.folder)
+        words = f"{LOCK_WORDS} {os.getpid()}\n".encode()
+        os.lseek(self.descriptor, 0, os.SEEK_SET)
+        write_all(self.descriptor, words)
+        os.ftruncate(self.descriptor, len(words))
 
     def leftovers(self) -> list[Path]:
         """What there is besides the lock, as an unfinished merge leaves it."""
         return [self.folder / name for name in os.listdir(self.folder) if name != LOCK_FILE]
 
     def release(self, keep: bool) -> None:
-        """Unlock, and remove the folder unless it has something to keep. Without the lock, only an empty one goes."""
+        """Unlock, and remove the folder unless it has something to keep.
+
+        Without the lock, only an empty one goes.
+        """
         with suppress(OSError):
             if self.descriptor >= 0 and not (keep and self.leftovers()):
                 for path in self.leftovers():  # while nobody else can have begun in it
                     remove(path)
-                if os.name == "nt":  # where open files cannot be removed
-                    self._close()
                 if not self.leftovers():  # the lock marks what could not be removed as ours
                     self.path.unlink(missing_ok=True)
             os.rmdir(self.folder)
         self._close()
 
     def _close(self) -> None:
-        descriptor, self.descriptor = self.descriptor, -1
-        if descriptor >= 0:
-            with suppress(OSError):
-                os.close(descriptor)
+        descriptor = self.descriptor
+        self.descriptor = -1
+        with suppress(OSError):  # as where none is open
+            os.close(descriptor)
+
+
+def explain_foreign(folder: Path) -> DareError:
+    """Where an output is to be made, there is something of the same name."""
+    return DareError(
+        f"{str(folder)!r} exists and was not made by this tool", "move it elsewhere, or rename it"
+    )
 
 
 def try_lock(descriptor: int, shared: bool = False) -> bool:
-    """Lock an open file, unless another process has locked it. shared: together with others that do the same."""
+    """Lock an open file, unless another process has locked it.
+
+    shared: together with others that do the same.
+    """
     try:
-        if os.name == "nt" and not shared:  # where locks cannot be shared
-            import msvcrt
+        import fcntl
 
-            os.lseek(
-                descriptor, 1 << 30, os.SEEK_SET
-            )  # far behind the words, which others must be able to read
-            try:
-                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-            finally:
-                os.lseek(descriptor, 0, os.SEEK_SET)
-        elif os.name != "nt":
-            import fcntl
-
-            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
-    except OSError:  # a filesystem without locks: a merge is better than none
+    except (ImportError, OSError):  # no locks here: a merge is better than none
         pass
     return True
 

@@ -11,11 +11,11 @@ from darelib.config import DareConfig
 from darelib.core.mask import MASK_NAME
 from darelib.core.text import ConfigError, DareError
 from darelib.core.tomlfile import MAX_TOML
-from darelib.models.inputs import Input
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.source import recorded_name
 from darelib.models.tensorfile import open_regular
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.plan.seeds import find_seeds
+from darelib.plan.plan import find_seeds
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
 RECIPE_FILE: Final = "dare_recipe.toml"  # in a model directory
@@ -24,18 +24,24 @@ UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"
 
 
 def recipe_text(
-    config: DareConfig, inputs: Sequence[Input], version: str, tokenizer: TokenizerChoice,
-    files: Mapping[str, str] | None = None, packed: bool = False,
-) -> str:  # fmt: skip
-    """Every setting that determines the output, and nothing else, as a configuration that makes it again.
+    config: DareConfig,
+    inputs: Sequence[Checkpoint],
+    version: str,
+    tokenizer: TokenizerChoice,
+    files: Mapping[str, str] | None = None,
+    packed: bool = False,
+) -> str:
+    """Every setting that determines the output, as a configuration that makes it again.
 
-    Models are called by the last part of their path, so that the same merge gives the same bytes from any place, and
-    no path of this machine leaves it. files: the digests of a directory's other files. packed: it is a packed model's.
+    Models are called by the last part of their path, so that the same merge gives the same bytes
+    from any place, and no path of this machine leaves it. files: the digests of a directory's
+    other files. packed: it is a packed model's.
     """
     import tomli_w
 
     names = [recorded_name(model.source) for model in inputs]
-    dare, models = config.recipe_settings(), {"base_file": names[0], "merge_files": names[1:]}
+    dare = config.recipe_settings()
+    models: dict[str, Any] = {"base_file": names[0], "merge_files": names[1:]}
     recipe: dict[str, Any] = {
         "version": version,
         "mask": MASK_NAME,
@@ -49,11 +55,13 @@ def recipe_text(
     if files is not None:
         models |= tokenizer.settings
         dare["max_shard_size"] = config.max_shard_size
-        recipe |= {"files": dict(files)} | ({"packed": True} if packed else {})
-    rules = [rule.as_table() for rule in config.typed_rules]
-    text = tomli_w.dumps(
-        {"dare": dare, "models": models, **({"rules": rules} if rules else {}), "recipe": recipe}
-    )
+        recipe["files"] = dict(files)
+    if packed:
+        recipe["packed"] = True
+    table: dict[str, Any] = {"dare": dare, "models": models}
+    if config.typed_rules:
+        table["rules"] = [rule.as_table() for rule in config.typed_rules]
+    text = tomli_w.dumps(table | {"recipe": recipe})
     if len(text.encode()) > MAX_TOML - 200:  # with its seal
         raise ConfigError(
             f"the recipe would be longer than {MAX_TOML:,} bytes",

@@ -1,1 +1,3 @@
-"""Which models change which tensors, and how; jobs; files: all that is known before a byte is written."""
+"""Which models change which tensors, and how; jobs; files: all that is known before a byte is
+written.
+"""

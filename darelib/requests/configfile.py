@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -39,10 +38,9 @@ def check_new_config(path: Path, force: bool) -> None:
 def write_request(request: Request, path: Path, force: bool) -> None:
     """Write what a request asks for as a configuration that asks for the same."""
     check_new_config(path, force)
-    sources = [
-        source for source in (request.base, *request.merge) if source and source.path.exists()
-    ]
-    check_apart(repr(str(path)), path, [(source.name, source.path) for source in sources])
+    sources = [source for source in (request.base, *request.merge) if source]
+    inputs = [(source.name, source.path) for source in sources if source.path.exists()]
+    check_apart(repr(str(path)), path, inputs)
     write_config(path, format_settings(request.dare, request.rules, request.notes), request)
 
 
@@ -50,45 +48,40 @@ def format_settings(
     dare: Mapping[str, Any], rules: Iterable[Rule], notes: Mapping[str, str]
 ) -> str:
     """Settings and rules as TOML. notes: comments on some of them."""
+    comments = {key: f"  # {note}" for key, note in notes.items()}
     lines = ["[dare]"]
-    for key, value in dare.items():
-        lines.append(f"{key} = {as_literal(value)}" + (f"  # {notes[key]}" if key in notes else ""))
+    lines += [f"{key} = {as_literal(dare[key])}{comments.get(key, '')}" for key in dare]
     for rule in rules:
-        lines += [
-            "",
-            "[[rules]]",
-            *(f"{key} = {as_literal(value)}" for key, value in rule.as_table().items()),
-        ]
+        lines += ["", "[[rules]]"]
+        lines += [f"{key} = {as_literal(value)}" for key, value in rule.as_table().items()]
     return "\n".join(lines)
 
 
 def write_config(path: Path, settings: str, request: Request) -> None:
-    """Write settings, as TOML, and the models of a request, with paths that lead there from the file."""
+    """Write settings, as TOML, and a request's models, with paths that lead there from the file."""
     import tomli_w
-
-    def name(source: Source) -> str:
-        known = source.recorded or (source.name if is_on_hub(source) else "")
-        return path_from(dataclasses.replace(source, recorded=known), folder)
 
     assert request.base is not None
     folder = path.absolute().parent.resolve()
-    own = f"{path.stem}_merged{'' if request.tokenizer or not request.base.path.is_file() else '.safetensors'}"
+    output = f"{path.stem}_merged"
+    if request.base.path.is_file() and not request.tokenizer:
+        output += ".safetensors"
+    if request.output:
+        output = path_from(folder, str(request.output), request.output)
     models: dict[str, Any] = {
-        "base_file": name(request.base),
-        "merge_files": [name(model) for model in request.merge],
+        "base_file": name_from(folder, request.base),
+        "merge_files": [name_from(folder, model) for model in request.merge],
+        "output_file": output,
     }
-    models["output_file"] = (
-        path_from(Source(str(request.output), request.output), folder) if request.output else own
-    )
     for key, source in (("tokenizer", request.tokenizer), ("chat_template", request.chat_template)):
         if source:
-            models[key] = source.name if source.is_word else name(source)
+            models[key] = source.name if source.is_word else name_from(folder, source)
     write_new_file(path, [f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}".encode()])
     LOG.info(f"wrote {path}")
 
 
 def as_literal(value: Any) -> str:
-    """A setting in one line of TOML."""
+    """A setting in one line of TOML, where tomli_w writes a line for each entry of a list."""
     import tomli_w
 
     if isinstance(value, dict):
@@ -98,13 +91,18 @@ def as_literal(value: Any) -> str:
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
 
 
-def path_from(source: Source, folder: Path) -> str:
-    """A path that leads from a folder to a model, if the user did not give an absolute one; or its name on the Hub."""
-    if source.recorded or os.path.isabs(os.path.expanduser(source.name)):
+def name_from(folder: Path, source: Source) -> str:
+    """A model's name on the Hub, or a path that leads to it from a folder."""
+    if source.recorded or is_on_hub(source):
         return source.recorded or source.name
-    physical = (
-        source.path.parent.resolve() / source.path.name
-    )  # a link itself is kept: what it leads to may move
+    return path_from(folder, source.name, source.path)
+
+
+def path_from(folder: Path, given: str, path: Path) -> str:
+    """A path that leads from a folder to another one, if the user did not give an absolute one."""
+    if os.path.isabs(os.path.expanduser(given)):
+        return given
+    physical = path.parent.resolve() / path.name  # a link itself is kept: what it leads to may move
     try:
         return as_text(Path(os.path.relpath(physical, folder)).as_posix())
     except ValueError:  # on another drive

@@ -14,7 +14,8 @@ from darelib.models.source import Source
 from darelib.requests.request import Request, explain_key
 
 YAML_SUFFIXES: Final = (".yaml", ".yml")  # of mergekit's configurations
-# The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself a configuration.
+# The keys that each table of a configuration may have. [recipe] is there so that a recipe is itself
+# a configuration.
 TABLES: Final[dict[str, tuple[str, ...]]] = {
     "dare": tuple(CHECKS),
     "models": ("base_file", "merge_files", "output_file", "tokenizer", "chat_template"),
@@ -25,7 +26,7 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def load_request(path: Path) -> Request:
-    """Read a configuration, or a recipe taken out of a merged file. Paths in it are relative to it."""
+    """Read a configuration, or the recipe of a merged file; its paths are relative to it."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TOML + 1)
@@ -49,15 +50,19 @@ def load_request(path: Path) -> Request:
 
 
 def parse_request(text: str, path: str, folder: Path) -> Request:
-    """A TOML configuration from its text. path: what to call it; folder: what paths in it are relative to."""
+    """A TOML configuration from its text.
+
+    path: what to call it; folder: what paths in it are relative to.
+    """
     tables = _parse_tables(text, path)
     dare, models, recipe = (tables.get(name, {}) for name in ("dare", "models", "recipe"))
     for key, value in dare.items():
         check_setting(key, value, f"{path}: [dare] {key}")
-    for key in ("base_file", "output_file", "tokenizer", "chat_template"):
-        if not isinstance(models.get(key, ""), str):
+    names = {key: name for key, name in models.items() if key != "merge_files"}
+    for key, name in names.items():
+        if not isinstance(name, str):
             raise ConfigError(
-                f"{path}: [models] {key} must be a path in quotes, not {models[key]!r}",
+                f"{path}: [models] {key} must be a path in quotes, not {name!r}",
                 f'write it as {key} = "PATH"',
             )
     files = models.get("merge_files", [])
@@ -66,18 +71,17 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
             f"{path}: [models] merge_files must be a list of paths, not {files!r}",
             'write it as merge_files = ["first.safetensors", "second.safetensors"]',
         )
+    sources = {key: Source.of(name, folder) for key, name in names.items()}
+    output = sources.get("output_file")
+    rules = enumerate(tables.get("rules", ()), 1)
     return Request(
         dare=dare,
-        base=Source.of(models["base_file"], folder) if "base_file" in models else None,
+        base=sources.get("base_file"),
         merge=tuple(Source.of(file, folder) for file in files),
-        output=Source.of(models["output_file"], folder).path if "output_file" in models else None,
-        tokenizer=Source.of(models["tokenizer"], folder) if "tokenizer" in models else None,
-        chat_template=Source.of(models["chat_template"], folder)
-        if "chat_template" in models
-        else None,
-        rules=tuple(
-            Rule.of(rule, f"{path}: rule {k}") for k, rule in enumerate(tables.get("rules", ()), 1)
-        ),
+        output=output.path if output else None,
+        tokenizer=sources.get("tokenizer"),
+        chat_template=sources.get("chat_template"),
+        rules=tuple(Rule.of(rule, f"{path}: rule {k}") for k, rule in rules),
         inputs=_parse_fingerprints(path, recipe),
         version=str(recipe.get("version", "")),
         packed=bool(recipe.get("packed")),
@@ -107,23 +111,23 @@ def _parse_tables(text: str, path: str) -> dict[str, Any]:
         ) from None
     for name, table in tables.items():
         if name not in TABLES:
-            home = next(
-                (f"put {name} under [{t}]" for t, keys in TABLES.items() if name in keys), None
-            )
+            homes = [table for table, keys in TABLES.items() if name in keys]
+            hint = f"put {name} under [{homes[0]}]" if homes else explain_key(name, TABLES)
+            raise ConfigError(f"{path}: there is no table [{name}]", hint)
+        if name == "rules" and not isinstance(table, list):
             raise ConfigError(
-                f"{path}: there is no table [{name}]", home or explain_key(name, TABLES)
+                f"{path}: rules must be a list of tables", "write [[rules]] on a line of its own"
             )
-        if not isinstance(table, list if name == "rules" else dict):
-            header = "[[rules]]" if name == "rules" else f"[{name}]"
-            kind = "a list of tables" if name == "rules" else "a table"
+        if name != "rules" and not isinstance(table, dict):
             raise ConfigError(
-                f"{path}: {name} must be {kind}", f"write {header} on a line of its own"
+                f"{path}: {name} must be a table", f"write [{name}] on a line of its own"
             )
-        for key in table if isinstance(table, dict) else ():
-            if key not in TABLES[name]:
-                raise ConfigError(
-                    f"{path}: there is no key {key!r} in [{name}]", explain_key(key, TABLES[name])
-                )
+        unknown = [key for key in table if name != "rules" and key not in TABLES[name]]
+        if unknown:
+            raise ConfigError(
+                f"{path}: there is no key {unknown[0]!r} in [{name}]",
+                explain_key(unknown[0], TABLES[name]),
+            )
     return tables
 
 
@@ -132,7 +136,8 @@ def _parse_fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, An
     mask = recipe.get("mask", MASK_NAME)
     if mask != MASK_NAME:
         raise ConfigError(
-            f"{path}: this recipe draws its mask with {mask!r}, and this version of dare with {MASK_NAME!r}",
+            f"{path}: this recipe draws its mask with {mask!r}, "
+            f"and this version of dare with {MASK_NAME!r}",
             "run it with the version of dare that it names, or take its [recipe] table out",
         )
     inputs = recipe.get("inputs", [])

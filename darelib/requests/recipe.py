@@ -45,9 +45,7 @@ def read_recipe(path: Path) -> Request:
     file.close()
     recipe = file.metadata.get(RECIPE_KEY)
     if PACKED_KEY in file.metadata:
-        raise DareError(
-            f"{str(path)!r} is a packed model", "it can only be merged: give it to --merge"
-        )
+        raise explain_packed(path)
     if recipe is None:
         raise DareError(f"{str(path)!r} has no recipe", UNKNOWN_HINT)
     if file.metadata != recipe_metadata(recipe):
@@ -55,95 +53,102 @@ def read_recipe(path: Path) -> Request:
     return parse_request(recipe, f"the recipe of {path}", path.parent)
 
 
-def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request:
-    """A recipe's request, with its inputs where they are now: among the models given, or by name.
-
-    Names are looked for beside the merged model (or the recipe's file, path) and in the working directory. Only what is
-    what it was is accepted, by its fingerprint.
-    """
-    if request.packed:
-        raise DareError(
-            f"{str(path)!r} is a packed model", "it can only be merged: give it to --merge"
-        )
-    if not request.inputs:
-        raise DareError(f"the recipe of {str(path)!r} names no inputs", UNKNOWN_HINT)
-    folder = Path(os.path.abspath(path)).parent
-    places = (folder.parent if path.name == RECIPE_FILE else folder, Path.cwd())
-    found, used = list[Source](), set[str]()
-    for entry in request.inputs:
-        name = str(entry.get("file", ""))
-        paths = [
-            path for place in places for path in (place / name, place) if name and path.name == name
-        ]
-        candidates = [
-            *map(Source.of, given),
-            *(Source(str(path), path) for path in paths if os.path.exists(path)),
-        ]
-        candidates += [Source.of(name)] if "@" in name and "/" in name else []  # on the Hub
-        fitting, reasons = list[Source](), list[str]()
-        for candidate in candidates:
-            if fitting and candidate.name not in given:
-                break
-            if difference := find_difference(candidate, entry, found[:1]):
-                reasons.append(f"{candidate.name!r} is another one: {difference}")
-            else:
-                fitting.append(candidate)
-        if not fitting:
-            looked = " nor in ".join(repr(str(place)) for place in dict.fromkeys(places))
-            why = (
-                reasons[-1]
-                if reasons
-                else f"it is {'not' if places[0] == places[1] else 'neither'} in {looked}"
-            )
-            raise DareError(
-                f"cannot find {name!r}, which the recipe was made with: {why}",
-                "say where the models are with --base and --merge; to merge others, give a configuration of your own",
-            )
-        used |= {source.name for source in fitting}
-        found.append(dataclasses.replace(download(fitting[0]), recorded=name))
-    if strange := [name for name in given if name not in used]:
-        raise DareError(
-            f"{strange[0]!r} is none of the models that the recipe was made with",
-            "leave it out; to merge other models, give a configuration of your own",
-        )
-    return dataclasses.replace(
-        request,
-        base=found[0],
-        merge=tuple(found[1:]),
-        tokenizer=_locate("tokenizer", request.tokenizer, found, places),
-        chat_template=_locate("chat_template", request.chat_template, found, places),
+def explain_packed(path: Path) -> DareError:
+    return DareError(
+        f"{str(path)!r} is a packed model", "it can only be merged: give it to --merge"
     )
 
 
+def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request:
+    """A recipe's request, with its inputs where they are now: among the models given, or by name.
+
+    Names are looked for beside the merged model (or the recipe's file, path) and in the working
+    directory. Only what is what it was is accepted, by its fingerprint.
+    """
+    if request.packed:
+        raise explain_packed(path)
+    if not request.inputs:
+        raise DareError(f"the recipe of {str(path)!r} names no inputs", UNKNOWN_HINT)
+    folder = Path(os.path.abspath(path)).parent
+    folders = (folder.parent if path.name == RECIPE_FILE else folder, Path.cwd())
+    inputs: list[Source] = []
+    used: set[str] = set()
+    for entry in request.inputs:
+        fitting = _find_input(entry, given, folders, inputs[:1])
+        used |= {source.name for source in fitting}
+        name = str(entry.get("file", ""))
+        inputs.append(dataclasses.replace(download(fitting[0]), recorded=name))
+    for name in given:
+        if name not in used:
+            raise DareError(
+                f"{name!r} is none of the models that the recipe was made with",
+                "leave it out; to merge other models, give a configuration of your own",
+            )
+    return dataclasses.replace(
+        request,
+        base=inputs[0],
+        merge=tuple(inputs[1:]),
+        tokenizer=_locate("tokenizer", request.tokenizer, inputs, folders),
+        chat_template=_locate("chat_template", request.chat_template, inputs, folders),
+    )
+
+
+def _find_input(
+    entry: Mapping[str, Any], given: Sequence[str], folders: Sequence[Path], base: Sequence[Source]
+) -> list[Source]:
+    """What is an input of a recipe: all such models that are given, or else one by its name."""
+    name = str(entry.get("file", ""))
+    paths = [path for folder in folders for path in (folder / name, folder)]
+    named = [path for path in paths if name and path.name == name and os.path.exists(path)]
+    candidates = [*map(Source.of, given), *(Source(str(path), path) for path in named)]
+    if "@" in name and "/" in name:  # on the Hub
+        candidates.append(Source.of(name))
+    looked = " nor in ".join(repr(str(folder)) for folder in dict.fromkeys(folders))
+    why = f"it is {'not' if folders[0] == folders[1] else 'neither'} in {looked}"
+    fitting: list[Source] = []
+    for candidate in candidates:
+        if fitting and candidate.name not in given:
+            break
+        difference = find_difference(candidate, entry, base)
+        if difference:
+            why = f"{candidate.name!r} is another one: {difference}"
+        else:
+            fitting.append(candidate)
+    if not fitting:
+        raise DareError(
+            f"cannot find {name!r}, which the recipe was made with: {why}",
+            "say where the models are with --base and --merge; "
+            "to merge others, give a configuration of your own",
+        )
+    return fitting
+
+
 def _locate(
-    what: str, source: Source | None, inputs: Sequence[Source], places: Sequence[Path]
+    what: str, source: Source | None, inputs: Sequence[Source], folders: Sequence[Path]
 ) -> Source | None:
     """Where a tokenizer or a chat template is that a recipe names: it may be an input's."""
     if source is None or source.is_word:
         return source
     known = [model for model in inputs if model.recorded == source.name]
-    there = [
-        Source(source.name, place / source.name)
-        for place in places
-        if os.path.exists(place / source.name)
-    ]
-    given = [source] if os.path.exists(source.path) else []  # by a flag
-    if not known + there + given:
-        raise DareError(
-            f"cannot find {source.name!r}, the {what} of the recipe, beside it or in {str(places[1])!r}",
-            f"say where it is with --{what.replace('_', '-')}",
-        )
-    return (given + known + there)[0]
+    named = [Source(source.name, folder / source.name) for folder in folders]
+    for candidate in (source, *known, *named):  # source: by a flag
+        if os.path.exists(candidate.path):
+            return candidate
+    raise DareError(
+        f"cannot find {source.name!r}, the {what} of the recipe, "
+        f"beside it or in {str(folders[1])!r}",
+        f"say where it is with --{what.replace('_', '-')}",
+    )
 
 
 def find_difference(source: Source, entry: Mapping[str, Any], base: Sequence[Source]) -> str:
     """What is not as a recipe says of an input; empty: it is that very model."""
     try:
         with open_models([*base, source]) as inputs:
-            found = dict(inputs[-1].fingerprint)
+            fingerprint = dict(inputs[-1].fingerprint)
             if "tokenizer_sha256" in entry:
-                found["tokenizer_sha256"] = digest_tokenizer(inputs[-1].folder)
-            for key, value in found.items():
+                fingerprint["tokenizer_sha256"] = digest_tokenizer(inputs[-1].folder)
+            for key, value in fingerprint.items():
                 if entry.get(key, value) != value:
                     return f"its {key} is {value}, not {entry[key]}"
     except DareError as error:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,15 +43,13 @@ class Request:
     tokenizer: Source | None = None
     chat_template: Source | None = None
     rules: tuple[Rule, ...] = ()
-    inputs: tuple[
-        dict[str, Any], ...
-    ] = ()  # fingerprints of base and models, where the file is a recipe
+    # Fingerprints of base and models, where the file is a recipe.
+    inputs: tuple[dict[str, Any], ...] = ()
     version: str = ""  # of the tool that made the recipe
     packed: bool = False  # whether that is a packed model
     sweep: Mapping[str, Any] = field(default_factory=dict)  # what a search may choose
-    notes: Mapping[str, str] = field(
-        default_factory=dict
-    )  # on settings: what a written configuration says of them
+    # On settings: what a written configuration says of them.
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 def explain_key(key: str, known: Collection[str]) -> str:
@@ -63,19 +60,15 @@ def explain_key(key: str, known: Collection[str]) -> str:
 
 
 def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
-    """Flags over a configuration. Rules given by flags come before those of the file, so that they win."""
+    """Flags over a configuration. Rules given by flags come before those of the file, and win."""
     dare = dict(request.dare)
-    for name in CHECKS:
-        if name in flags:
-            value = flags[name]
-            # One number is for all models; weights are a list even where there is one model.
-            value = (
-                value[0]
-                if isinstance(value, list) and len(value) == 1 and name != "weights"
-                else value
-            )
-            check_setting(name, value, flag_of(name))
-            dare[name] = value
+    for name in filter(flags.__contains__, CHECKS):
+        value = flags[name]
+        # One number is for all models; weights are a list even where there is one model.
+        if isinstance(value, list) and len(value) == 1 and name != "weights":
+            [value] = value
+        check_setting(name, value, flag_of(name))
+        dare[name] = value
     names = ("base", "tokenizer", "chat_template")
     changes: dict[str, Any] = {name: Source.of(flags[name]) for name in names if name in flags}
     if "merge" in flags:
@@ -83,7 +76,7 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
-    return dataclasses.replace(request, dare=dare, rules=rules, **changes)
+    return replace(request, dare=dare, rules=rules, **changes)
 
 
 def parse_axes(texts: Iterable[str]) -> dict[str, Any]:
@@ -101,8 +94,7 @@ def parse_axes(texts: Iterable[str]) -> dict[str, Any]:
 
 def flag_of(name: str) -> str:
     """The flag of a setting, or of an option of the command."""
-    others = {"lambda_coeff": "--lambda", "rules": "--rule"}
-    return others.get(name, f"--{name.replace('_', '-')}")
+    return "--lambda" if name == "lambda_coeff" else f"--{name.replace('_', '-')}"
 
 
 def parse_rule(text: str) -> Rule:
@@ -112,9 +104,8 @@ def parse_rule(text: str) -> Rule:
     if not colon:
         raise ConfigError(f"--rule {text!r} has no colon after its pattern", example)
     try:
-        [table] = tomllib.loads(
-            f"rule = {{ {assignments} }}"
-        ).values()  # a line end could begin another
+        # A line end could begin another key.
+        [table] = tomllib.loads(f"rule = {{ {assignments} }}").values()
     except (ValueError, RecursionError):
         raise ConfigError(
             f"--rule {text!r} must be PATTERN:SETTING=VALUE",

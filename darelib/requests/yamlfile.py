@@ -15,7 +15,7 @@ MAX_VALUES: Final = 50_000  # of a file with its aliases written out
 
 
 def load_yaml(text: str, path: str) -> Any:
-    """What a YAML text says. What would take much memory or time, or can be read in two ways, is refused."""
+    """What a YAML text says; what would take long, or can be read in two ways, is refused."""
     hint = "it must be one YAML document, as mergekit-yaml takes it"
     try:
         if len(text.encode(errors="replace")) > MAX_YAML:
@@ -42,23 +42,16 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
     """How many values a node holds, aliases written out."""
     if id(node) not in counts:
         counts[id(node)] = 0  # until it is known
-        if (
-            isinstance(node, yaml.ScalarNode)
-            and node.tag.endswith(":int")
-            and len(node.value) > MAX_DIGITS
-        ):
-            raise ValueError(
-                f"a number has {len(node.value):,} digits (line {node.start_mark.line + 1})"
-            )
+        line = f"(line {node.start_mark.line + 1})" if node else ""
+        is_integer = isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int")
+        if is_integer and len(node.value) > MAX_DIGITS:
+            raise ValueError(f"a number has {len(node.value):,} digits {line}")
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
-            [(key, times)] = Counter(str(key.value) for key, _ in children).most_common(1) or [
-                ("", 0)
-            ]
-            if times > 1:
-                raise ValueError(
-                    f"the key {key[:60]!r} is there {times} times (line {node.start_mark.line + 1})"
-                )
+            keys = Counter(str(key.value) for key, _ in children)
+            for key, times in keys.most_common(1):
+                if times > 1:
+                    raise ValueError(f"the key {key[:60]!r} is there {times} times {line}")
             children = [child for pair in children for child in pair]
         counts[id(node)] = 1 + sum(_count_values(child, counts) for child in children)
     if not 0 < counts[id(node)] <= MAX_VALUES:

@@ -1,4 +1,6 @@
-"""One merge across machines that share a filesystem: the unit is a file of the output, whoever makes it."""
+"""One merge across machines that share a filesystem: the unit is a file of the output, whoever
+makes it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,52 @@ from typing import Any
 
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, count_of, progress
-from darelib.models.inputs import Input, check_unchanged
-from darelib.output.publish import Shard, share_folder
-from darelib.plan.plan import MergePlan
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.inputs import check_unchanged
+from darelib.output.prepare import FilePlan
+from darelib.output.publish import Shard, explain_write_errors, share_folder
+from darelib.run.order import Order, Result
+from darelib.run.outcomes import Outcome
 from darelib.run.threads import run_jobs
-from darelib.run.worker import Outcome, Worker
+from darelib.run.worker import Worker
+
+
+def run(order: Order) -> Result:
+    """Make every nth file of an output, from the kth on."""
+    plan = order.plan
+    check_shards(plan, "--part")
+    k, n = order.part or (1, 1)
+    numbers = range(k - 1, len(plan.files), n)
+    own = plan.part(numbers)
+    outcomes: list[Outcome] = []
+    if not numbers:
+        files = count_of(len(plan.files), "file")
+        LOG.info(f"the output has {files}, so there is nothing to do for part {k} of {n}")
+        return Result(own, outcomes)
+    LOG.info(
+        "when all parts are made, the same command with --resume in place of --part publishes the "
+        "output"
+    )
+    identity = plan.identity(order.inputs)
+    with (
+        explain_write_errors(plan.output, resume=True),
+        share_folder(plan.output, identity),
+        progress("merging", own.bytes_to_read, plan.config.verbose) as advance,
+    ):
+        for shard in plan.shards(numbers):
+            outcomes += make_shard(shard, order.inputs, identity, advance, order.interrupts)
+    return Result(own, outcomes)
 
 
 def make_shard(
-    shard: MergePlan, inputs: Sequence[Input], identity: dict[str, Any], advance: Callable[[int], None],
+    shard: FilePlan,
+    inputs: Sequence[Checkpoint],
+    identity: dict[str, Any],
+    advance: Callable[[int], None],
     interrupts: Interrupts,
-) -> list[Outcome]:  # fmt: skip
-    """Make one file of an output, or what an earlier run has left to do, and leave it, synced, in the folder.
+) -> list[Outcome]:
+    """Make one file of an output, or what an earlier run has left to do, and leave it, synced, in
+    the folder.
 
     identity: of the whole merge. Gives what all jobs of the file found.
     """
@@ -29,32 +65,7 @@ def make_shard(
     return outcomes
 
 
-def make_part(
-    plan: MergePlan, inputs: Sequence[Input], part: tuple[int, int], interrupts: Interrupts
-) -> tuple[MergePlan, list[Outcome]]:
-    """Make every nth file of an output, from the kth on. Gives the plan of these files, and what their jobs found."""
-    check_shards(plan, "--part")
-    (k, n), outcomes, identity = part, list[Outcome](), plan.identity(inputs)
-    numbers = range(k - 1, len(plan.files), n)
-    if not numbers:
-        LOG.info(
-            f"the output has {count_of(len(plan.files), 'file')}, so there is nothing to do for part {k} of {n}"
-        )
-        return plan.part(()), outcomes
-    LOG.info(
-        "when all parts are made, the same command with --resume in place of --part publishes the output"
-    )
-    own = plan.part(numbers)
-    with (
-        share_folder(plan.output, identity),
-        progress("merging", own.bytes_to_read, plan.config.verbose) as advance,
-    ):
-        for shard in plan.shards(numbers):
-            outcomes += make_shard(shard, inputs, identity, advance, interrupts)
-    return own, outcomes
-
-
-def check_shards(plan: MergePlan, what: str) -> None:
+def check_shards(plan: FilePlan, what: str) -> None:
     """Refuse an output that several machines cannot write."""
     if len(plan.files) == 1:
         raise ConfigError(

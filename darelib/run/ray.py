@@ -1,4 +1,7 @@
-"""The runner of a Ray cluster: a task for each file of the output. Ray places them, and repeats those of lost nodes."""
+"""The runner of a Ray cluster: a task for each file of the output.
+
+Ray places them, and repeats those of lost nodes.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,18 @@ from darelib.config import DareConfig
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import ConfigError, DareError, install_hint, progress
 from darelib.core.tuning import TUNING, raise_open_file_limit
-from darelib.models.inputs import Input, explain_read_errors, open_models
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.source import Source
 from darelib.output.destination import Destination
 from darelib.output.journal import explain_difference
+from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.plan.plan import MergePlan, plan_merge
-from darelib.run import Run
+from darelib.run.order import Order, Result, publish
+from darelib.run.outcomes import Outcome
 from darelib.run.parts import check_shards, make_shard
 from darelib.run.threads import list_done
-from darelib.run.worker import Outcome
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}
@@ -37,7 +41,7 @@ CONNECT_SECONDS: Final = 15
 
 
 @dataclass(frozen=True)
-class Order:
+class Task:
     """What another machine needs to plan a merge for itself, by its own view of the inputs."""
 
     sources: tuple[Source, ...]
@@ -48,55 +52,57 @@ class Order:
     version: str = __version__
 
     @contextmanager
-    def open(self) -> Iterator[tuple[list[Input], MergePlan]]:
+    def open(self) -> Iterator[tuple[list[Checkpoint], FilePlan]]:
         with open_models(self.sources, self.tokenizer.unites) as inputs, explain_read_errors():
-            yield (
-                inputs,
-                plan_merge(self.config, inputs, self.output, self.tokenizer, with_side_files=False),
+            plan = plan_files(
+                self.config, inputs, self.output, self.tokenizer, with_side_files=False
             )
+            yield inputs, plan
 
 
-def prepare(
-    plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, address: str | None
-) -> Run:
+def run(order: Order) -> Result:
     ray = load_ray()
+    plan = order.plan
     check_shards(plan, "--runner ray")
-    sources = tuple(name_for_all(model.source) for model in inputs)
-    order = Order(sources, plan.config, plan.tokenizer, plan.output, plan.identity(inputs))
+    sources = tuple(name_for_all(model.source) for model in order.inputs)
+    identity = plan.identity(order.inputs)
+    task = Task(sources, plan.config, plan.tokenizer, plan.output, identity)
 
-    def run(output: Output) -> list[Outcome]:
+    def run_shards(output: Output) -> list[Outcome]:
         outcomes = list_done(plan, output)
         done = {(outcome.tensor, outcome.start) for outcome in outcomes}
-        shards = enumerate(plan.shards(range(len(plan.files))))
         todo = {
             number: shard.bytes_to_read
-            for number, shard in shards
+            for number, shard in enumerate(plan.shards(range(len(plan.files))))
             if any(shard.jobs(shard.tensors, done))
         }
         own = {tensor.name for tensor in plan.tensors if tensor.output.file in todo}
         outcomes = [outcome for outcome in outcomes if outcome.tensor not in own]
         with (
             progress("merging", plan.bytes_to_read, plan.config.verbose) as advance,
-            connect(ray, address),
+            connect(ray, order.ray_address),
         ):
-            interrupts.hold()
+            order.interrupts.hold()
             advance(plan.bytes_to_read - sum(todo.values()))
-            for number, entries in run_tasks(ray, list(todo), order, interrupts):
+            for number, entries in run_tasks(ray, list(todo), task, order.interrupts):
                 outcomes += map(Outcome.of_entry, entries)
                 advance(todo[number])
         return outcomes
 
-    return run
+    return publish(order, run_shards)
 
 
 def name_for_all(source: Source) -> Source:
-    """A model as every node finds it: by its commit on the Hub, of which a node may have its own cache, or its path."""
+    """A model as every node finds it: by its commit on the Hub, of which a node may have its own
+    cache, or its path.
+    """
     pinned = source.pinned
     return Source(pinned, Path(pinned)) if pinned else replace(source, path=source.path.absolute())
 
 
 def load_ray() -> Any:
-    # Where `uv run` started the process, Ray would send the current folder, models and all, to every node.
+    # Where `uv run` started the process, Ray would send the current folder, models and all, to
+    # every node.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     try:
         return importlib.import_module("ray")
@@ -106,7 +112,9 @@ def load_ray() -> Any:
 
 @contextmanager
 def connect(ray: Any, address: str | None) -> Iterator[None]:
-    """Use the cluster that the process is connected to already, the one at an address, or the one that Ray finds."""
+    """Use the cluster that the process is connected to already, the one at an address, or the one
+    that Ray finds.
+    """
     if ray.is_initialized():
         yield
         return
@@ -126,30 +134,30 @@ def connect(ray: Any, address: str | None) -> Iterator[None]:
 
 
 def run_tasks(
-    ray: Any, numbers: Sequence[int], order: Order, interrupts: Interrupts
+    ray: Any, numbers: Sequence[int], task: Task, interrupts: Interrupts
 ) -> Iterator[tuple[int, list[Any]]]:
     """Make these files. Gives each one's number and what was found, as they are finished.
 
-    Where one fails, the others are not cancelled: that can end the driver (Ray takes a task for failed that turns out
-    to be running). They end with the connection; if that was there before, they find another folder, or none.
+    Where one fails, the others are not cancelled: that can end the driver (Ray takes a task for
+    failed that turns out to be running). They end with the connection; if that was there before,
+    they find another folder, or none.
     """
     sizes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
-    # As many as were asked for or, where there are more than files, an equal share that every node has.
+    # As many as were asked for or, where there are more than files, an equal share that every node
+    # has.
     share = min(sum(sizes) // max(len(numbers), 1), *filter(None, sizes), sys.maxsize)
-    threads = order.config.threads or max(1, share)
+    threads = task.config.threads or max(1, share)
     if threads > max(sizes, default=threads):
         raise ConfigError(
             f"no node of the cluster has {threads} CPUs", f"--threads can be {max(sizes)} at most"
         )
-    order = replace(order, config=replace(order.config, threads=threads, verbose=False))
+    task = replace(task, config=replace(task.config, threads=threads, verbose=False))
     # What fails by itself would fail again; only a disk may recover.
-    options = {
-        "retry_exceptions": [OSError],
-        "scheduling_strategy": "SPREAD",
-    }  # else some nodes wait while others work
-    task = ray.remote(num_cpus=order.config.threads, **options)(make_elsewhere)
-    shared = ray.put(order)
-    running = {task.remote(shared, number): number for number in numbers}
+    options: dict[str, Any] = {"retry_exceptions": [OSError]}
+    options["scheduling_strategy"] = "SPREAD"  # else some nodes wait while others work
+    make = ray.remote(num_cpus=threads, **options)(make_elsewhere)
+    shared = ray.put(task)
+    running = {make.remote(shared, number): number for number in numbers}
     try:
         while running:
             ready, _ = ray.wait(list(running), timeout=TUNING.poll_seconds)
@@ -169,37 +177,40 @@ def run_tasks(
         ) from None
 
 
-def make_elsewhere(order: Order, number: int) -> list[Any]:
-    """The task: one file of the output, made on the node that Ray chose. Gives what its jobs found, as entries."""
+def make_elsewhere(task: Task, number: int) -> list[Any]:
+    """The task: one file of the output, made on the node that Ray chose.
+
+    Gives what its jobs found, as entries.
+    """
     with Interrupts() as interrupts:
-        if OPENED.get("order") != order:
+        if OPENED.get("task") != task:
             OPENED.pop("open", ExitStack()).close()  # of the merge before
             OPENED.clear()
-            OPENED.update(open_like(order), order=order)
+            OPENED.update(open_like(task), task=task)
         [shard] = OPENED["plan"].shards([number])
-        outcomes = make_shard(shard, OPENED["inputs"], order.identity, lambda _: None, interrupts)
+        outcomes = make_shard(shard, OPENED["inputs"], task.identity, lambda _: None, interrupts)
     return [outcome.as_entry() for outcome in outcomes]
 
 
-def open_like(order: Order) -> dict[str, Any]:
-    """Open the inputs and plan the merge, and refuse what is not the merge of whoever asks for it."""
-    host, hint = (
-        socket.gethostname(),
-        "all nodes must see the same files by the same paths, and nobody may change them",
-    )
-    if order.version != __version__:
+def open_like(task: Task) -> dict[str, Any]:
+    """Open the inputs and plan the merge, and refuse what is not the merge of whoever asks for
+    it.
+    """
+    host = socket.gethostname()
+    if task.version != __version__:
         raise DareError(
-            f"{host} has version {__version__} of this tool, not {order.version}",
+            f"{host} has version {__version__} of this tool, not {task.version}",
             "install the same one",
         )
     raise_open_file_limit()
     with ExitStack() as opened:
         try:
-            inputs, plan = opened.enter_context(order.open())
+            inputs, plan = opened.enter_context(task.open())
         except DareError as error:
             raise DareError(f"on {host}: {error}", error.hint) from None
-        if difference := explain_difference(order.identity, plan.identity(inputs)):
+        if difference := explain_difference(task.identity, plan.identity(inputs)):
             raise DareError(
-                f"{host} sees another merge than the machine that started it: {difference}", hint
+                f"{host} sees another merge than the machine that started it: {difference}",
+                "all nodes must see the same files by the same paths, and nobody may change them",
             )
         return {"inputs": inputs, "plan": plan, "open": opened.pop_all()}

@@ -4,44 +4,49 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, human, progress
 from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
-from darelib.models.inputs import Input
 from darelib.output.publish import Output, Shard
 from darelib.plan.plan import Job, MergePlan
-from darelib.run import Run
-from darelib.run.worker import Abandoned, JobWorker, Outcome, Worker, Write
+from darelib.run.order import Order, Result, publish
+from darelib.run.outcomes import Outcome
+from darelib.run.worker import Abandoned, JobWorker, Worker, Write
 
 
-def prepare(plan: MergePlan, inputs: Sequence[Input], interrupts: Interrupts, _: object) -> Run:
+def run(order: Order) -> Result:
     # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
-    worker = Worker.for_merge(plan, inputs, interrupts)
-    return lambda output: run_merge(plan, worker, output, interrupts)
+    worker = Worker.for_merge(order.plan, order.inputs, order.interrupts)
+    return publish(order, lambda output: run_merge(order.plan, worker, output, order.interrupts))
 
 
 def run_merge(
     plan: MergePlan, worker: JobWorker, output: Output, interrupts: Interrupts
 ) -> list[Outcome]:
-    """Run all jobs that an earlier run has not done. Gives what all jobs found, those of the earlier run included."""
+    """Run all jobs that an earlier run has not done.
+
+    Gives what all jobs found, those of the earlier run included.
+    """
     with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
         return run_jobs(plan, worker, output, advance, interrupts)
 
 
 def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:
-    """What earlier runs have done of a plan. Two that did so at the same time may have noted the same job."""
+    """What earlier runs have done of a plan.
+
+    Two that did so at the same time may have noted the same job.
+    """
     names = {tensor.name for tensor in plan.tensors}
-    found = {
-        (entry[0], entry[1]): Outcome.of_entry(entry) for entry in output.done if entry[0] in names
-    }
-    size = sum(outcome.bytes_read for outcome in found.values())
-    if found and isinstance(output, Output):  # of a part's files, the progress tells
+    entries = {(entry[0], entry[1]): entry for entry in output.done if entry[0] in names}
+    outcomes = [Outcome.of_entry(entry) for entry in entries.values()]
+    if outcomes and isinstance(output, Output):  # of a part's files, the progress says it
+        size = sum(outcome.bytes_read for outcome in outcomes)
         LOG.info("continuing: %s of %s are done", human(size), human(plan.bytes_to_read))
-    return list(found.values())
+    return outcomes
 
 
 def run_jobs(
@@ -53,7 +58,7 @@ def run_jobs(
 ) -> list[Outcome]:
     outcomes = list_done(plan, output)
 
-    def take(job: Job, outcome: Outcome | None) -> None:
+    def note(job: Job, outcome: Outcome | None) -> None:
         advance(job.bytes_read)
         if outcome is not None:
             outcomes.append(outcome)
@@ -61,20 +66,26 @@ def run_jobs(
 
     advance(sum(outcome.bytes_read for outcome in outcomes))
     done = {(outcome.tensor, outcome.start) for outcome in outcomes}
-    run_rounds(plan.rounds(done), worker, output.write_at, take, interrupts)
+    run_rounds(plan.rounds(done), worker, output.write_at, note, interrupts)
     return outcomes
 
 
 def run_rounds(
-    rounds: Iterable[Iterator[Job]], worker: JobWorker, write: Write, done: Callable[[Job, Outcome | None], None],
+    rounds: Iterable[Iterator[Job]],
+    worker: JobWorker,
+    write: Write,
+    note: Callable[[Job, Outcome | None], None],
     interrupts: Interrupts,
-) -> None:  # fmt: skip
-    """Run all jobs of a round before the next. done is called with each and what it found, one at a time.
+) -> None:
+    """Run all jobs of a round before the next. note is called with each and what it found, one at a
+    time.
 
     There are buffers for each thread. Of several failures, the first in the jobs' order is raised.
     """
-    buffers = [worker.make_buffers() for _ in range(worker.task.threads)]
-    lock, stop, failures = threading.Lock(), threading.Event(), dict[int, BaseException]()
+    buffers = [worker.make_buffers() for _ in range(worker.plan.threads)]
+    lock = threading.Lock()
+    stop = threading.Event()
+    failures: dict[int, BaseException] = {}
 
     def loop(jobs: Iterator[Job], own: Buffers) -> None:
         number = -1
@@ -88,8 +99,8 @@ def run_rounds(
                 outcome = worker.run(job, own, write)
                 with lock:
                     if outcome is None:
-                        worker.take(job, own)
-                    done(job, outcome)
+                        worker.finish_look(job, own)
+                    note(job, outcome)
         except Abandoned:
             pass
         except BaseException as error:
@@ -119,17 +130,14 @@ def measure_rate(
     first = next(iter(rounds), iter(()))
     started = time.perf_counter()
 
-    def take_some() -> Iterator[Job]:
+    def list_some() -> Iterator[Job]:
         for job in first:
             yield job
             if time.perf_counter() - started > TUNING.sample_seconds:
                 return
 
-    run_rounds(
-        [take_some()],
-        worker,
-        lambda *_: None,
-        lambda job, _: sizes.append(job.bytes_read),
-        interrupts,
-    )
+    def note(job: Job, _: Outcome | None) -> None:
+        sizes.append(job.bytes_read)
+
+    run_rounds([list_some()], worker, lambda *_: None, note, interrupts)
     return sum(sizes), time.perf_counter() - started

@@ -19,7 +19,7 @@ from darelib.core.tuning import TUNING
 
 if TYPE_CHECKING:
     from darelib.commands.analyze.report import DeltaStats, ModelAnalysis, PairAnalysis
-    from darelib.plan.plan import Task
+    from darelib.plan.plan import MergePlan
 
 # How much a fine-tune may differ from its base, |delta| / |weights| by Euclidean norm. Instruction tuning stays well
 # below the first; two models of one shape that have nothing in common are at sqrt(2).
@@ -96,7 +96,11 @@ class Evidence:
     """What advice rests on, and the choices that follow from it."""
 
     def __init__(
-        self, base: str, task: Task, models: Sequence[ModelAnalysis], pairs: Sequence[PairAnalysis]
+        self,
+        base: str,
+        task: MergePlan,
+        models: Sequence[ModelAnalysis],
+        pairs: Sequence[PairAnalysis],
     ) -> None:
         from darelib.commands.analyze.measure import kind_of
 

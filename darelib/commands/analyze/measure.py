@@ -20,12 +20,13 @@ from darelib.core.methods import Found, Look, TensorSettings
 from darelib.core.text import DareError
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
 from darelib.models.checkpoint import module_of
-from darelib.run.worker import sum_fields
+from darelib.run.outcomes import sum_fields
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from darelib.plan.plan import Task, TensorPlan
+    from darelib.plan.plan import MergePlan
+    from darelib.plan.tensors import TensorPlan
 
 # What tensors do, by their names: the first pattern that is found in one.
 KINDS: Final = {
@@ -285,7 +286,9 @@ class Findings:
         for group in groups_of(name)[1:]:
             self._counts[model][group] = self._counts[model].get(group, 0) + counts
 
-    def describe_model(self, model: int, label: str, task: Task, partial: bool) -> ModelAnalysis:
+    def describe_model(
+        self, model: int, label: str, task: MergePlan, partial: bool
+    ) -> ModelAnalysis:
         settings, found, counts = (
             task.config.general(len(task.models)),
             self._deltas[model],
@@ -317,7 +320,7 @@ class Findings:
         )  # fmt: skip
 
     def compare(
-        self, labels: Sequence[str], task: Task
+        self, labels: Sequence[str], task: MergePlan
     ) -> tuple[tuple[PairAnalysis, ...], PairAnalysis]:
         """Every pair of models, and any two of all of them."""
         count, fields = len(labels), len(PAIR_SUMS) + 3

@@ -15,7 +15,7 @@ from darelib.core.text import human, printable, table
 
 if TYPE_CHECKING:
     from darelib.commands.analyze.measure import Findings
-    from darelib.plan.plan import Task
+    from darelib.plan.plan import MergePlan
 
 # The columns of the tables: which field of DeltaStats, and its format.
 COLUMNS: Final = {
@@ -180,7 +180,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def analysis_report(
-    task: Task,
+    task: MergePlan,
     findings: Findings,
     partial: Sequence[bool],
     warnings: tuple[str, ...],

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 from darelib.commands.sweep.evaluation import Evaluate
 from darelib.config import DareConfig
 from darelib.core.text import DareError, install_hint
-from darelib.kernels import load_tensors
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.inputs import Input
+from darelib.run import load_memory
 
 
 class Bench(Protocol):
@@ -84,7 +83,7 @@ class MemoryBench:
         dtype: str | None,
     ) -> None:  # fmt: skip
         self.merge, self.evaluate, self.model, self.finetuned = (
-            load_tensors().merge_tensors,
+            load_memory().merge_tensors,
             evaluate,
             model,
             finetuned,
@@ -123,7 +122,7 @@ class MemoryBench:
         return self.evaluate(self.make(config), trial)
 
 
-def load_states(inputs: Sequence[Input], model: Any) -> list[dict[str, Any]]:
+def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]]:
     """The tensors of models in files, on the device of a live model if there is one."""
     try:
         from safetensors.torch import load_file

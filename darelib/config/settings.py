@@ -1,0 +1,264 @@
+"""The settings: what each must be, in words and as a test, and rules that set some of them."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from decimal import Decimal
+from functools import lru_cache
+from typing import Any, Final, TypeAlias, TypeGuard
+
+from darelib.core.drops import DROPS, RESCALES
+from darelib.core.formats import DTYPES, SHORT_DTYPES
+from darelib.core.gradients import Gradient, freeze
+from darelib.core.methods import METHODS
+from darelib.core.text import ConfigError, count_of, nearest
+
+# A number, or one that changes over the layers: {"gradient": [0.9, 0.5, 0.9]}.
+Number: TypeAlias = float | Gradient | Mapping[str, Sequence[float]]
+SIZE_UNITS: Final = {"": 1, "B": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for ending, base in (("B", 1000), ("IB", 1024))
+}
+# A size below this that names no unit was meant in another one: nobody wants files of five bytes.
+LEAST_BARE_SIZE: Final = 1000
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a setting must be."""
+
+    wanted: str  # in words
+    accepts: Callable[[Any], bool]
+    choices: tuple[str, ...] = ()  # the words that it may be, where it is one
+    per_model: bool = False  # whether there may be one for each model
+    searched: bool = True  # whether a search may choose it
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Let errors begin with where they are."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}", error.hint) from None
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
+
+
+def is_count(value: object, least: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
+
+
+def parse_size(given: object) -> int:
+    """Bytes, from a number of them or a text like 5GB (by 1000) or 4.5GiB (by 1024); 0: neither."""
+    if isinstance(given, str):
+        parts = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]*)", given.strip())
+        return int(Decimal(parts[1]) * SIZE_UNITS.get(parts[2].upper(), 0)) if parts else 0
+    return given if is_count(given, 1) else 0
+
+
+def _word(choices: tuple[str, ...]) -> Check:
+    return Check(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
+
+
+def _number(range_in_words: str, accepts: Callable[[float], bool]) -> Check:
+    """A number that may change over the layers."""
+
+    def accepts_all(value: object) -> bool:
+        numbers = value.numbers if isinstance(value, Gradient) else (value,)
+        return all(is_number(number) and accepts(number) for number in numbers)
+
+    return Check(f"a number{range_in_words}", accepts_all)
+
+
+def _one_or_each(one: Check, kind: str) -> Check:
+    """One for all models, or one for each of them."""
+
+    def accepts(value: object) -> bool:
+        values = value if isinstance(value, tuple) else (value,)
+        return len(values) > 0 and all(map(one.accepts, values))
+
+    return Check(
+        f"{one.wanted}, or one such {kind} per model", accepts, one.choices, per_model=True
+    )
+
+
+_FLAG: Final = Check("true or false", lambda value: isinstance(value, bool))
+_ANY: Final = _number("", lambda _: True)
+_RATIO: Final = _number(" above 0 and at most 1", lambda ratio: 0 < ratio <= 1)
+_SHARES: Final = _one_or_each(
+    _number(" from 0 up to but not including 1", lambda share: 0 <= share < 1), "number"
+)
+# The noise of the masks, and what does not change what is merged, is nothing to search for.
+CHECKS: Final = {
+    "method": _word(tuple(METHODS)),
+    "drop_rate": _SHARES,
+    "drop": _one_or_each(_word(tuple(DROPS)), "word"),
+    "gamma": _SHARES,
+    "epsilon": _one_or_each(
+        _number(" from 0 up to but not including 0.5", lambda e: 0 <= e < 0.5), "number"
+    ),
+    "weights": Check(
+        "a list of numbers, one per model",
+        lambda value: isinstance(value, tuple) and _one_or_each(_ANY, "number").accepts(value),
+        per_model=True,
+    ),
+    "normalize": _FLAG,
+    "lambda_coeff": _ANY,
+    "rescale": Check(
+        f"one of {', '.join(RESCALES)}, or true or false",
+        lambda value: isinstance(value, bool) or value in RESCALES,
+        RESCALES,
+    ),
+    "rescale_q": _one_or_each(_RATIO, "number"),
+    "keep_ratio": _RATIO,
+    "slerp_t": _number(" from 0 to 1", lambda t: 0 <= t <= 1),
+    "threshold": Check("a number from 0 up", lambda value: is_number(value) and value >= 0),
+    "dtype": replace(
+        _word((*DTYPES, *SHORT_DTYPES)),
+        wanted=f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})",
+    ),
+    "mismatch": _word(("error", "overlap", "base")),
+    "any_base": replace(_FLAG, searched=False),
+    "max_shard_size": Check(
+        "a size like 5GB or 500MiB, or a number of bytes",
+        lambda value: parse_size(value) > 0,
+        searched=False,
+    ),
+    "delta_threshold": Check(
+        "a number above 0", lambda value: is_number(value) and value > 0, searched=False
+    ),
+    "seed": Check(
+        "a whole number from 0 to 2^63 - 1", lambda value: is_count(value, 0), searched=False
+    ),
+    "threads": Check("a whole number from 1 up", lambda value: is_count(value, 1), searched=False),
+    "engine": replace(_word(("auto", "numba", "plain")), searched=False),
+    "verbose": replace(_FLAG, searched=False),
+}
+SWEEP_SETTINGS: Final = tuple(name for name, check in CHECKS.items() if check.searched)
+PER_MODEL: Final = tuple(name for name, check in CHECKS.items() if check.per_model)
+
+
+def check_setting(name: str, value: Any, where: str) -> None:
+    """Refuse a value that a setting cannot have. where: what to call the setting."""
+    check = CHECKS[name]
+    if not check.accepts(freeze(value)):
+        hint = "--help says what it does"
+        if isinstance(value, str) and check.choices:
+            hint = nearest(value.lower(), check.choices)
+        elif name == "drop_rate" and is_number(value) and 2 <= value < 100:
+            hint = f"it is a share: {value:g}% are {value / 100:g}"
+        elif not isinstance(value, str) and "{" in repr(value):
+            example = "{gradient = [0.9, 0.5, 0.9]}"
+            hint = f"only numbers change over the layers, like {example}, and each of them must fit"
+        raise ConfigError(f"{where} must be {check.wanted}, not {value!r}", hint)
+    size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
+    if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
+        raise ConfigError(
+            f"{where} would be {count_of(size, 'byte')}",
+            f"write {str(value).strip()}GB, or {size}B if you mean it",
+        )
+
+
+def check_fields(holder: Any) -> None:
+    """Check all settings of a frozen dataclass, and store them frozen too."""
+    for field in fields(holder):
+        value = getattr(holder, field.name)
+        if field.name in CHECKS and (value is not None or field.default is not None):
+            check_setting(field.name, value, field.name)
+        object.__setattr__(holder, field.name, freeze(value))
+
+
+def as_toml(value: Any) -> Any:
+    """A setting as in TOML, with numbers as floats, so that 1 and 1.0 make the same recipe."""
+    if isinstance(value, Gradient):
+        return {"gradient": as_toml(value.numbers)}
+    if isinstance(value, tuple):
+        return [as_toml(entry) for entry in value]
+    return float(value) if is_number(value) else value
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Other settings for the tensors whose names match one of some glob patterns.
+
+    None: as for all the others.
+    """
+
+    match: tuple[str, ...]
+    drop_rate: Number | Sequence[Number] | None = None
+    rescale_q: Number | Sequence[Number] | None = None
+    lambda_coeff: Number | None = None
+    keep_ratio: Number | None = None
+    drop: str | Sequence[str] | None = None
+    gamma: Number | Sequence[Number] | None = None
+    epsilon: Number | Sequence[Number] | None = None
+    rescale: bool | str | None = None
+    weights: Sequence[Number] | None = None
+    normalize: bool | None = None
+    slerp_t: Number | None = None
+
+    def __post_init__(self) -> None:
+        match = (self.match,) if isinstance(self.match, str) else freeze(self.match)
+        is_tuple = isinstance(match, tuple) and len(match) > 0
+        if not is_tuple or not all(isinstance(pattern, str) for pattern in match):
+            raise ConfigError(
+                "match must be a pattern or a list of patterns", 'like match = ["*lm_head*"]'
+            )
+        object.__setattr__(self, "match", match)
+        check_fields(self)
+        if not list_given(self):
+            raise ConfigError("it sets nothing", f"give it one of {', '.join(RULE_SETTINGS)}")
+
+    @classmethod
+    def of(cls, table: Any, where: str) -> Rule:
+        """From a TOML table, or a dictionary like one."""
+        if isinstance(table, Rule):
+            return table
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{where} must be a table, not {table!r}",
+                'like {match = "*norm*", drop_rate = 0.5}',
+            )
+        known = ("match", *RULE_SETTINGS)
+        if unknown := [key for key in table if key not in known]:
+            raise ConfigError(f"{where} has no key {unknown[0]!r}", nearest(unknown[0], known))
+        with naming(f"{where}: "):
+            return cls(**{"match": (), **table})
+
+    def as_table(self) -> dict[str, Any]:
+        settings = {name: as_toml(value) for name, value in list_given(self).items()}
+        return {"match": list(self.match), **settings}
+
+    def matches(self, name: str) -> bool:
+        return _compile_globs(self.match)(name) is not None
+
+
+# What a rule may set for the tensors that it matches.
+RULE_SETTINGS: Final = tuple(field.name for field in fields(Rule) if field.name != "match")
+# What says how a tensor is merged.
+TENSOR_SETTINGS: Final = ("method", "threshold", *RULE_SETTINGS)
+
+
+def list_given(holder: object) -> dict[str, Any]:
+    """What a configuration or a rule sets for its tensors."""
+    values = {name: getattr(holder, name, None) for name in TENSOR_SETTINGS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@lru_cache(4096)
+def _compile_globs(patterns: tuple[str, ...]) -> Callable[[str], re.Match[str] | None]:
+    """Rules may hold thousands of patterns; fnmatch itself remembers only a few hundred."""
+    return re.compile("|".join(map(fnmatch.translate, patterns))).match

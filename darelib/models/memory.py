@@ -1,0 +1,110 @@
+"""State dicts in memory, as inputs of a merge: the same names, shapes and types that files have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from operator import attrgetter, methodcaller
+from typing import TYPE_CHECKING, Any, Final
+
+from darelib.core.formats import DTYPES
+from darelib.core.text import ConfigError
+from darelib.models.tensors import Described, TensorInfo
+
+if TYPE_CHECKING:
+    import torch
+
+STATE_DICT_HINT: Final = (
+    "give what model.state_dict() or safetensors.torch.load_file gives; DareMerger takes files"
+)
+# What safetensors calls torch's types.
+STORED_NAMES: Final = {
+    **DTYPES,
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "complex64": "C64",
+}
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name in STORED_NAMES:
+        return STORED_NAMES[name]
+    short = name.replace("uint", "U").replace("int", "I")
+    return short if short != name else "C64"  # another complex type, which is only copied
+
+
+def check_state_dict(what: str, given: object) -> None:
+    from torch import Tensor
+
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise ConfigError(f"{what} must be a state dict, not of type {kind}", STATE_DICT_HINT)
+    names = {*map(type, given)}
+    kinds = {*map(type, given.values())}
+    if names <= {str} and all(issubclass(kind, Tensor) for kind in kinds):
+        return
+    for name, value in given.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise ConfigError(
+                f"{what} must map names to tensors, not {name!r} to {kind}", STATE_DICT_HINT
+            )
+
+
+class StateDict(Described):
+    """A state dict. What is known of its tensors is read in bulk: there may be thousands, and
+    little time.
+    """
+
+    def __init__(self, name: str, state: Mapping[str, torch.Tensor]) -> None:
+        self.name = name
+        self.state = state
+        self.names = tuple(state)
+        self.values = list(state.values())
+        self.shapes = tuple(map(attrgetter("shape"), self.values))
+        self.dtypes = tuple(map(attrgetter("dtype"), self.values))
+        self.devices = tuple(map(attrgetter("device"), self.values))
+        self.addresses = tuple(map(methodcaller("data_ptr"), self.values))
+
+    def choose(self, names: tuple[str, ...]) -> StateDict:
+        """Some of its tensors, in this order."""
+        if names == self.names:
+            return self
+        return StateDict(self.name, {name: self.state[name] for name in names})
+
+    def describe(self) -> None:
+        """Make what a plan wants to know: for many tensors, that takes longer than to merge
+        them.
+        """
+        traits = zip(self.names, self.dtypes, self.shapes, strict=True)
+        self.tensors = {
+            n: TensorInfo(name_dtype(dtype), tuple(shape)) for n, dtype, shape in traits
+        }
+
+    @cached_property
+    def twins(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each tensor that has several."""
+        if len(set(self.addresses)) == len(self.addresses):
+            return ()
+        groups: dict[Any, list[str]] = {}
+        for name, tensor in self.state.items():
+            if tensor.numel():
+                groups.setdefault(identify(tensor), []).append(name)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+    def find_twins(self, name: str) -> tuple[str, ...]:
+        return next((names for names in self.twins if name in names), ())
+
+    def is_same_as(self, other: StateDict) -> bool:
+        mine = self.names, self.shapes, self.addresses
+        return mine == (other.names, other.shapes, other.addresses)
+
+
+def identify(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Where the values of a tensor are."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

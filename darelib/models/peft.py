@@ -1,0 +1,420 @@
+"""LoRA adapters of PEFT: their configuration, and which tensors of the base their names mean."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from darelib.config import is_count, is_number
+from darelib.core.formats import FORMATS
+from darelib.core.text import DareError, InputChanged, list_names
+from darelib.models.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    EMBEDDINGS,
+    HEADS,
+    INDEX_FILE,
+    NAME_KEY,
+    QUANTISE_HINT,
+    WEIGHTS_FILE,
+    Checkpoint,
+    Layout,
+    compare_configs,
+    module_of,
+    part_name,
+    quantised_modules,
+    read_config,
+)
+from darelib.models.jsonfile import read_json
+from darelib.models.lora import UNLOAD_HINT, LoraAdapter, LowRankTensor
+from darelib.models.source import Source
+from darelib.models.tensorfile import AGAIN_HINT, CHANGED_HINT, MAX_NAME, TensorInfo, file_sha256
+
+# Settings that make an adapter something else than scale * B @ A, and what people call them.
+OTHER_ADAPTERS: Final = {
+    "use_dora": "DoRA",
+    "use_qalora": "QA-LoRA",
+    "use_bdlora": "BD-LoRA",
+    "kasa_config": "KaSA",
+    "arrow_config": "Arrow",
+    "monteclora_config": "MonteCLoRA",
+    "alora_invocation_tokens": "activated LoRA",
+    "lora_bias": "LoRA with biases",
+    "layer_replication": "layer replication",
+    "trainable_token_indices": "trainable tokens",
+    "target_parameters": "LoRA on parameters that are not modules",
+}
+# Ways to start training that leave the base as it is. The others (PiSSA, OLoRA, LoftQ, ...) change
+# it, so that the adapter is not a change to the base that the user has.
+PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
+LORA_KEY: Final = re.compile(
+    r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?", re.DOTALL
+)
+# What stands in the names of modules that were saved whole.
+WRAPPER: Final = re.compile(r"\.base_layer(?=\.)|\.modules_to_save(\.default)?(?=\.)")
+# Where ranks differ, PEFT writes a pattern for each module, and there may be thousands: most
+# patterns are plain names.
+PLAIN_PATTERN: Final = re.compile(r"(?:[\w-]|\\?\.)*+")
+# Characters of the others together: Python may take milliseconds to compile a few of them.
+MAX_PATTERNS: Final = 20_000
+# Of a module: the value of the pattern that matches it, or a default.
+Lookup: TypeAlias = Callable[[str, Any], Any]
+# The settings that determine the weights, and what each may be.
+SETTINGS: Final[dict[str, Callable[[Any], bool]]] = {
+    "r": lambda rank: is_count(rank, 1),
+    "lora_alpha": is_number,
+    "use_rslora": lambda flag: isinstance(flag, bool),
+    "fan_in_fan_out": lambda flag: isinstance(flag, bool),
+    "rank_pattern": lambda table: (
+        isinstance(table, dict) and all(is_count(rank, 1) for rank in table.values())
+    ),
+    "alpha_pattern": lambda table: isinstance(table, dict) and all(map(is_number, table.values())),
+}
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What of an adapter_config.json determines the weights."""
+
+    r: int = 8
+    lora_alpha: float = 8
+    use_rslora: bool = False
+    fan_in_fan_out: bool = False
+    rank_pattern: Lookup = lambda module, default: default
+    alpha_pattern: Lookup = lambda module, default: default
+
+    def rank(self, module: str) -> int:
+        return int(self.rank_pattern(module, self.r))
+
+    def scale(self, module: str, rank: int) -> float:
+        divisor = math.sqrt(rank) if self.use_rslora else rank
+        return float(self.alpha_pattern(module, self.lora_alpha)) / divisor
+
+
+def read_settings(table: dict[str, Any], name: str) -> LoraConfig:
+    """The configuration of a plain LoRA; every other kind is refused. name: of the adapter."""
+    kind = table.get("peft_type")
+    if kind != "LORA":
+        raise DareError(
+            f"the adapter {name!r} is of type {kind!r}", "only LoRA adapters can be merged"
+        )
+    for key, words in OTHER_ADAPTERS.items():
+        if table.get(key):
+            raise DareError(
+                f"the adapter {name!r} uses {words} ({key}), which is not a product of two "
+                "matrices",
+                UNLOAD_HINT,
+            )
+    start = table.get("init_lora_weights")
+    if start not in PLAIN_STARTS:
+        raise DareError(
+            f"the adapter {name!r} was started by {start!r}, which may also have changed the base",
+            "convert it to a plain LoRA, as PEFT's save_pretrained with "
+            "path_initial_model_for_weight_conversion",
+        )
+    given = {key: table[key] for key in SETTINGS if table.get(key) is not None}
+    for key, value in given.items():
+        if not SETTINGS[key](value):
+            raise DareError(
+                f"the adapter {name!r} has {key} = {value!r}", f"fix its {ADAPTER_CONFIG}"
+            )
+        given[key] = _compile_patterns(value, name) if isinstance(value, dict) else value
+    return LoraConfig(**given)
+
+
+def _compile_patterns(patterns: dict[str, Any], name: str) -> Lookup:
+    """As PEFT matches them: the first one that matches the end of the module's name, after a dot.
+
+    But in a plain name a dot is only a dot, so that names are looked up, however many there are.
+    """
+    odd = [key for key in patterns if not PLAIN_PATTERN.fullmatch(key)]
+    if sum(map(len, odd)) > MAX_PATTERNS or any(len(key) > 2 * MAX_NAME for key in patterns):
+        raise DareError(f"the patterns in the {ADAPTER_CONFIG} of {name!r} are too long", "fix it")
+    try:
+        # Python warns about brackets that may mean more some day.
+        with warnings.catch_warnings(action="ignore"):
+            compiled = {key: re.compile(rf"(.*\.)?({key})$") for key in odd}
+    except (re.error, OverflowError, RecursionError) as error:
+        raise DareError(
+            f"a pattern in the {ADAPTER_CONFIG} of {name!r} is no regular expression: {error}",
+            "fix it",
+        ) from None
+    order = {key: place for place, key in enumerate(patterns)}
+    plain = {key.replace("\\", ""): key for key in reversed(patterns) if key not in compiled}
+
+    def find(module: str, default: Any) -> Any:
+        ends = (module[start.end() :] for start in re.finditer(r"^|\.", module))
+        matching = [plain[end] for end in ends if end in plain]
+        matching += [key for key, pattern in compiled.items() if pattern.match(module)]
+        return patterns[min(matching, key=order.__getitem__)] if matching else default
+
+    return find
+
+
+def find_adapter(source: Source) -> Layout | None:
+    """The files of an adapter; None: the source is something else."""
+    folder = source.path
+    if folder.is_dir():
+        has_model = (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists()
+        has_config = (folder / ADAPTER_CONFIG).exists()
+        if has_config and has_model:
+            raise DareError(
+                f"{source.name!r} holds a model and an adapter",
+                f"name one of them, like {WEIGHTS_FILE}",
+            )
+        if has_model or not (has_config or os.path.lexists(folder / ADAPTER_FILE)):
+            return None
+    elif folder.name in (ADAPTER_FILE, ADAPTER_CONFIG):
+        folder = folder.parent
+    else:
+        return None
+    for name in (ADAPTER_CONFIG, ADAPTER_FILE):
+        if not (folder / name).exists():
+            pickled = (folder / "adapter_model.bin").exists()
+            hint = "load and save it with a current PEFT" if pickled else AGAIN_HINT
+            raise DareError(f"the adapter {source.name!r} has no {name}", hint)
+    return Layout((folder / ADAPTER_FILE,), folder)
+
+
+def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
+    """What to warn of where an adapter states another base than it gets, as PEFT reads paths."""
+    if not stated or not isinstance(stated, str) or len(stated) > 1000:  # which is no name
+        return
+    path = base.folder or base.files[0].path
+    path = path.parent if path.name == WEIGHTS_FILE else path
+    how = "is given as its base"
+    differences: dict[str, str] = {}
+    # No adapter may have another machine asked.
+    if not re.match(r"[/\\]{2}", stated) and os.path.isdir(stated):
+        if os.path.samefile(stated, path):
+            return
+        stated = os.path.abspath(stated)
+        differences = compare_configs(read_config(Path(stated)), base.config)
+    hub_name = base.source.recorded.partition("@")[0]
+    loaded_from = str(base.config.get(NAME_KEY, ""))
+    names = (hub_name, os.path.abspath(path), os.path.realpath(path), loaded_from)
+    if differences:
+        how = f"is configured differently from it ({', '.join(differences.values())})"
+    if differences or last_part(stated) not in map(last_part, names):
+        yield (
+            f"{name} was trained on {stated!r}, and {base.name} {how}; check that they are the "
+            "same model"
+        )
+
+
+def last_part(name: str) -> str:
+    """What a path and a name on the Hub have in common for one model."""
+    parts = re.split(r"[/\\]", name.rstrip("/\\"))
+    if parts[-2:-1] == ["snapshots"] and len(parts) > 2:  # in the Hub's cache, before a commit
+        parts = parts[-3].split("--")
+    return parts[-1].lower().removesuffix(".safetensors")
+
+
+class PeftAdapter(LoraAdapter):
+    """A LoRA adapter of PEFT, open for reading: its configuration is a file of its own."""
+
+    def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
+        self._config_path = self.files[0].path.with_name(ADAPTER_CONFIG)
+        table = read_json(self._config_path, part_name(self.source, self._config_path))
+        self._config_sha256 = file_sha256(self._config_path)
+        stated = table.get("base_model_name_or_path")
+        self.warnings = tuple(find_other_base(self.name, stated, base))
+        config = read_settings(table, self.name)
+        return ChangeFinder(self.name, config, base).find(self.tensors)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return super().fingerprint | {"config_sha256": self._config_sha256}
+
+    def check_unchanged(self) -> None:
+        super().check_unchanged()
+        if file_sha256(self._config_path) != self._config_sha256:
+            raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
+
+
+@dataclass(frozen=True)
+class ChangeFinder:
+    """Finds out which tensors of a base an adapter changes, and how they are made."""
+
+    name: str
+    config: LoraConfig
+    base: Checkpoint
+
+    def find(self, stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """By the base's names; what the base has no place for keeps its own."""
+        pairs, whole = self._sort_keys(stored)
+        if not pairs and not whole:
+            raise DareError(f"the adapter {self.name!r} is empty", AGAIN_HINT)
+        targets = {f"{module}.weight": module for module in pairs}
+        to_base = _match_names(list(targets or whole), self.base.tensors)
+        changes = {to_base(name): info for name, info in whole.items()}
+        for target, module in targets.items():
+            name = to_base(target)
+            if name not in self.base.tensors:
+                raise self._explain_missing(name, target)
+            changes[name] = self._make_tensor(module, pairs[module], name, changes.get(name))
+        return changes
+
+    def _sort_keys(
+        self, stored: Mapping[str, TensorInfo]
+    ) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo]]:
+        """The pairs of matrices by module, and the tensors that are stored whole."""
+        pairs: dict[str, dict[str, TensorInfo]] = {}
+        whole: dict[str, TensorInfo] = {}
+        for name, info in stored.items():
+            key = name.removeprefix("base_model.model.")
+            if ".original_module." in key:  # the base's, beside the one that replaces it
+                continue
+            if matched := LORA_KEY.fullmatch(key):
+                if info.dtype not in FORMATS:
+                    raise DareError(
+                        f"tensor {name!r} of the adapter {self.name!r} is {info.dtype}",
+                        QUANTISE_HINT,
+                    )
+                module, part = matched.groups()
+                if part in pairs.setdefault(module, {}):
+                    raise DareError(
+                        f"{self.name!r} holds several adapters: see {name!r}", "save each by itself"
+                    )
+                pairs[module][part] = info
+            elif "lora_" in key or "trainable_tokens" in key:
+                raise DareError(
+                    f"the adapter {self.name!r} holds {name!r}, which is not a part of a plain "
+                    "LoRA",
+                    UNLOAD_HINT,
+                )
+            else:
+                whole[WRAPPER.sub("", key)] = info
+        return pairs, whole
+
+    def _explain_missing(self, name: str, target: str) -> DareError:
+        base = self.base.tensors
+        if module_of(name) in quantised_modules(base):
+            return DareError(
+                f"{self.base.name!r} is quantised, and the adapter {self.name!r} changes "
+                f"{target!r}",
+                QUANTISE_HINT,
+            )
+        hint = f"check the base; it has {list_names(list(base))}"
+        if target.endswith(HEADS) and any(other.endswith(EMBEDDINGS) for other in base):
+            hint = (
+                "the base uses its embedding as the output head, and changing only one of them "
+                f"unties them; {UNLOAD_HINT}"
+            )
+        return DareError(
+            f"the adapter {self.name!r} changes {target!r}, which the base does not have", hint
+        )
+
+    def _make_tensor(
+        self, module: str, parts: Mapping[str, TensorInfo], name: str, whole: TensorInfo | None
+    ) -> LowRankTensor:
+        base = self.base.tensors[name]
+        is_embedding = "lora_embedding_A" in parts
+        names = {"lora_embedding_A", "lora_embedding_B"} if is_embedding else {"lora_A", "lora_B"}
+        if parts.keys() != names:
+            raise DareError(
+                f"{self.name!r} has no pair of matrices A and B for {module!r}",
+                "save the adapter again",
+            )
+        a, b = (parts[part] for part in sorted(names))
+        rank = self.config.rank(module)
+        # PEFT stores A as rank x inputs and B as outputs x rank, with the sizes of a convolution's
+        # kernel behind.
+        is_of_rank = a.shape[:1] == b.shape[1:2] == (rank,)
+        if not is_of_rank or a.count == 0 or b.count == 0:
+            raise DareError(
+                f"the matrices {list(a.shape)} and {list(b.shape)} of {module!r} in "
+                f"{self.name!r} are not of rank {rank}",
+                f"its {ADAPTER_CONFIG} belongs to other weights",
+            )
+        inputs = a.count // rank
+        outputs = b.count // rank
+        rows = base.shape[0] if base.shape else 1
+        in_base = (rows, base.count // max(rows, 1))
+        # Embeddings, and the layers of GPT-2, are stored as inputs x outputs.
+        transposed = is_embedding or (
+            self._is_transposed(name) if inputs == outputs else in_base == (inputs, outputs)
+        )
+        shape = (inputs, outputs) if transposed else (outputs, inputs)
+        if whole is not None and (whole.shape != shape or whole.dtype not in FORMATS):
+            raise DareError(
+                f"{module!r} is {list(whole.shape)} and {list(shape)} in {self.name!r}, as "
+                f"{whole.dtype}",
+                "save it again",
+            )
+        return LowRankTensor(
+            dtype="F64" if base.dtype == "F64" else "F32",
+            shape=base.shape if shape == in_base else shape,
+            is_delta=whole is None,
+            left=a if transposed else b,
+            right=b if transposed else a,
+            rank=rank,
+            columns=shape[1],
+            transposed=transposed,
+            scale=self.config.scale(module, rank),
+            whole=whole,
+        )
+
+    def _is_transposed(self, name: str) -> bool:
+        """Whether a square matrix is stored as inputs x outputs, as are its neighbours.
+
+        The configuration has a setting for it, but PEFT writes there what is true of the last
+        module it looked at.
+        """
+        module = name.removesuffix(".weight").rpartition(".")[0]
+        ways = self._ways.get(module, set())
+        return True in ways if len(ways) == 1 else self.config.fan_in_fan_out
+
+    @cached_property
+    def _ways(self) -> dict[str, set[bool]]:
+        """By module: whether the matrices in it are stored as inputs x outputs, as biases show.
+
+        A bias has a value for each output; of a square matrix, that shows nothing.
+        """
+        ways = defaultdict[str, set[bool]](set)
+        for name, info in self.base.tensors.items():
+            bias = self.base.tensors.get(f"{name.removesuffix('weight')}bias")
+            if bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
+                for module in accumulate(name.split("."), "{}.{}".format):
+                    ways[module].add(bias.shape == info.shape[1:])
+        return ways
+
+
+def _match_names(targets: Sequence[str], base: Mapping[str, TensorInfo]) -> Callable[[str], str]:
+    """How an adapter's names become the base's.
+
+    Unchanged, without their first part, or with what the base has before them: checkpoints of a
+    bare model lack the name under which a model with a head holds it, and adapters may be of
+    either.
+    """
+    first = f"{targets[0].partition('.')[0]}."
+    prefixes = [name.removesuffix(targets[0]) for name in base if name.endswith(f".{targets[0]}")]
+    # What to replace, and by what.
+    ways = [("", ""), (first, ""), *(("", prefix) for prefix in prefixes)]
+
+    def rename(name: str, old: str, new: str) -> str | None:
+        return new + name.removeprefix(old) if name.startswith(old) else None
+
+    fitting = [way for way in ways if all(rename(target, *way) in base for target in targets)]
+    if len(fitting) > 1 and fitting[0] != ("", ""):
+        raise DareError(
+            f"an adapter for {targets[0]!r} may mean several tensors: "
+            f"{list_names([prefix + targets[0] for prefix in prefixes])}",
+            "save it with the names of the base",
+        )
+    way = fitting[0] if fitting else ("", "")
+
+    def to_base(name: str) -> str:
+        renamed = rename(name, *way)
+        return renamed if renamed is not None and renamed in base else name
+
+    return to_base

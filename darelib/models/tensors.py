@@ -1,0 +1,205 @@
+"""What is known of a tensor, and how its values are stored: plainly, or in an encoding of its
+own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+
+from darelib.core.formats import FORMATS, STORED_BITS
+from darelib.core.mask import MASK_BITS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from darelib.core.methods import Look
+
+# Writes bytes of one of a tensor's outputs, by its name, from a place in it on.
+Put: TypeAlias = Callable[[str, memoryview, int], None]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor that is to be written: whose place it takes in which model, and by what."""
+
+    model: Input
+    name: str
+    info: TensorInfo  # of the base's
+    dtype: str  # of the merged values
+    put: Put
+
+
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """Values as they are. An encoding of its own says what differs: how it is read, and how it is
+    written again.
+    """
+
+    kind: ClassVar[str] = ""  # what to call it; plain values need no name
+    merges: ClassVar[bool] = (
+        True  # False: it is copied, and makes no sense without what it belongs to
+    )
+    rereads: ClassVar[bool] = True  # whether a merge reads the chunks that its looks read
+    hint: ClassVar[str] = ""  # what a model must have to be read
+    # What goes with it, where it is not kept: keys of config.json, and files of a model directory.
+    config_keys: ClassVar[tuple[str, ...]] = ()
+    files: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def looks(self) -> tuple[type[Look], ...]:
+        """What must be known of the merged tensor before it can be written."""
+        return ()
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        return info.nbytes
+
+    def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        model.read_stored(info, start, count, into)
+
+    def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
+        """All that is written for a tensor, by name. info: of its merged values."""
+        return {name: info}
+
+    def find_step(self, info: TensorInfo) -> int:
+        """Elements that jobs are divided by."""
+        return 1
+
+    def count_held(self, info: TensorInfo, chunk: int) -> int:
+        """Bytes that a thread holds while it writes."""
+        return 0
+
+    def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
+        """What writes the values of a job. look: the last one at the tensor."""
+        return Writer(target, start)
+
+
+class Writer:
+    """Writes the merged values of one job, in order."""
+
+    def __init__(self, target: Target, start: int) -> None:
+        self._name = target.name
+        self._put = target.put
+        self._itemsize = FORMATS[target.dtype].itemsize
+        self._place = start * self._itemsize
+
+    def add(self, merged: NDArray[np.uint8], base: NDArray[np.uint8], count: int) -> None:
+        """The next values, and the base's, as bytes."""
+        size = count * self._itemsize
+        self._put(self._name, merged.data[:size], self._place)
+        self._place += size
+
+    def finish(self) -> None:
+        """Write what is still held."""
+
+
+PLAIN: Final = Encoding()
+
+
+@dataclass(frozen=True, slots=True)  # there may be very many
+class TensorInfo:
+    """Where a tensor is in a checkpoint."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int = 0
+    file: int = 0  # which of the checkpoint's files
+    is_delta: bool = False  # its values are changes to the base already, and not the changed tensor
+    encoding: Encoding = PLAIN
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row, along the last dimension."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        return -(-self.count * STORED_BITS[self.dtype] // 8)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What must be read for it."""
+        return self.encoding.stored_bytes(self)
+
+    @property
+    def share(self) -> float:
+        """Of its changes, which share is known: all, unless they were thinned before."""
+        return self.threshold / (1 << MASK_BITS)
+
+    @property
+    def drop_rate(self) -> float:
+        """By which it was thinned before."""
+        return 0.0
+
+    @property
+    def threshold(self) -> int:
+        """Entries whose mask bits are below it are stored: all of them, unless they were thinned
+        before.
+        """
+        return 1 << MASK_BITS
+
+    @property
+    def mask_name(self) -> str | None:
+        """What its mask is drawn by, if that was decided before."""
+        return None
+
+    def place_of(self, element: int) -> list[int]:
+        """The indices of an element, of any number of dimensions: NumPy knows 64."""
+        places = []
+        for side in reversed(self.shape):
+            element, place = divmod(element, side)
+            places.append(place)
+        return places[::-1]
+
+
+class Described:
+    """What a plan knows of a model, wherever it is: its tensors by name, and what goes with
+    them.
+    """
+
+    name: str
+    tensors: dict[str, TensorInfo]
+    partial: ClassVar[bool] = False  # whether it holds only what it changes
+    seed: int | None = None  # of its mask, if that was decided before
+    unused: tuple[str, ...] = ()  # what it holds that the base has no place for
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What is known of its configuration."""
+        return {}
+
+    def find_twins(self, name: str) -> tuple[str, ...]:
+        """All names of one and the same tensor, if it has several."""
+        return ()
+
+    def is_same_as(self, other: Any) -> bool:
+        raise NotImplementedError
+
+
+class Input(Described):
+    """A model in files: its values can be read, always dense, always plain numbers."""
+
+    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None:
+        """Read values of a tensor, as bytes of its type, into exactly as many bytes."""
+        info.encoding.read(self, info, start, count, into)
+
+    def read_stored(
+        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        """Read elements as they are stored."""
+        self.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
+
+    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        """Read bytes of what is stored, from one of them on."""
+        raise NotImplementedError

@@ -1,0 +1,230 @@
+"""A merge into files: what will lie where, beside what; all that can be refused before a byte is
+written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from darelib import __version__
+from darelib.config import DareConfig, parse_size
+from darelib.core.text import ConfigError, DareError, human
+from darelib.core.tuning import TUNING
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.inputs import explain_read_errors
+from darelib.output.destination import (
+    Destination,
+    Replaced,
+    check_apart,
+    check_replaceable,
+    describe_replaced,
+    digest_of,
+    explain_place_errors,
+    list_files,
+)
+from darelib.output.directory import collect_side_files, make_index
+from darelib.output.recipe import recipe_metadata, recipe_text
+from darelib.output.tokenizer import TokenizerChoice, compare_tokenizers
+from darelib.plan.files import PlannedFile, assign_offsets
+from darelib.plan.plan import MergePlan, check_kinds, count_threads, plan_merge
+from darelib.plan.tensors import TensorPlan
+
+
+@dataclass(frozen=True)
+class FilePlan(MergePlan):
+    """A merge into one file or a model directory."""
+
+    output: Destination = dataclasses.field(kw_only=True)
+    tokenizer: TokenizerChoice = dataclasses.field(kw_only=True)
+    recipe: str = dataclasses.field(kw_only=True)
+    # The other files of a model directory: their content, or what to copy; and the digests of
+    # these.
+    side: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
+    digests: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    free: int = 0  # bytes on the output's disk
+    unfinished: bool = False  # whether an earlier merge to the same place left something
+    replaces: Replaced | None = None  # what is at that place
+
+    @cached_property
+    def size(self) -> int:
+        sizes = [s.stat().st_size if isinstance(s, Path) else len(s) for s in self.side.values()]
+        return sum(file.size for file in self.files) + sum(sizes)
+
+    def shards(self, numbers: Collection[int]) -> Iterator[FilePlan]:
+        """Some of the files, each as a plan of its own: a tensor lies in one file, and files share
+        nothing.
+        """
+        for number, tensors in itertools.groupby(self.tensors, lambda tensor: tensor.output.file):
+            if number in numbers:
+                yield self._keep([tensor.move(0) for tensor in tensors], [self.files[number]])
+
+    def part(self, numbers: Collection[int]) -> FilePlan:
+        """Some of the files, without what lies beside them."""
+        own = [tensor for tensor in self.tensors if tensor.output.file in numbers]
+        return self._keep(own, [self.files[number] for number in numbers])
+
+    def _keep(self, tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> FilePlan:
+        return dataclasses.replace(
+            self,
+            tensors=tuple(tensors),
+            files=tuple(files),
+            side={},
+            digests={},
+            threads=count_threads(self.config, tensors),
+        )
+
+    def identity(self, inputs: Sequence[Checkpoint]) -> dict[str, Any]:
+        """What must be equal for this merge to be the continuation of another."""
+        recipe = tomllib.loads(self.recipe)
+        # What the models' configurations and settings, all rules considered, come to for each
+        # tensor.
+        decided = hashlib.sha256()
+        for t in self.tensors:
+            parts = (t.name, t.base.encoding, t.finetuned, t.mask_names, t.merged, t.settings)
+            decided.update(repr(parts).encode("utf-8", "replace"))
+        whole = {
+            **{key: recipe.get(key, {}) for key in ("dare", "rules", "models")},
+            "inputs": describe_files(inputs),
+            "recipe": recipe["recipe"],
+            "files": {f.name: [f.size, hashlib.sha256(f.header).hexdigest()] for f in self.files},
+            "way to merge the tensors": decided.hexdigest(),
+            "jobs": TUNING.job_elements,
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(whole))
+        return plain
+
+
+def describe_files(inputs: Sequence[Checkpoint]) -> dict[str, dict[str, int]]:
+    """Size and time of each file of the inputs, by where it is."""
+    statuses: dict[str, dict[str, int]] = {}
+    for model in inputs:
+        pinned = model.source.pinned
+        for file in model.files:
+            # What the Hub has pinned is the same in every cache; all else is where it really is.
+            folder = pinned or os.path.realpath(file.path.parent)
+            status = {"size": file.status.st_size}
+            if not pinned:
+                status["modification time"] = file.status.st_mtime_ns
+            statuses[os.path.join(folder, file.path.name)] = status
+    return statuses
+
+
+def plan_files(
+    config: DareConfig,
+    inputs: Sequence[Checkpoint],
+    destination: Destination,
+    tokenizer: TokenizerChoice,
+    version: str = __version__,
+    with_side_files: bool = True,
+) -> FilePlan:
+    """What goes where. with_side_files: also what a model directory has besides its tensors."""
+    if tokenizer.settings and not destination.directory:
+        setting = next(iter(tokenizer.settings))
+        raise ConfigError(f"{setting} means nothing to an output of one file", "name a directory")
+    plan = plan_merge(config, inputs)
+    recipe = recipe_text(config, inputs, version, tokenizer)
+    limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
+    name = None if destination.directory else destination.path.name
+    tensors, files = assign_offsets(plan.tensors, limit, recipe_metadata(recipe), name)
+    known = vars(plan) | {"tensors": tuple(tensors), "files": tuple(files)}
+    placed = FilePlan(**known, output=destination, tokenizer=tokenizer, recipe=recipe)
+    if not with_side_files:
+        return placed
+    warnings = [*plan.warnings, *compare_tokenizers(tokenizer, inputs, destination.directory)]
+    side: Mapping[str, bytes | Path] = {}
+    if destination.directory:
+        side, notes = make_side_files(placed, inputs, version)
+        warnings += notes
+    copied = {name: content for name, content in side.items() if isinstance(content, Path)}
+    digests = {name: digest_of(path) for name, path in copied.items()}
+    return dataclasses.replace(placed, side=side, digests=digests, warnings=tuple(warnings))
+
+
+def make_side_files(
+    plan: FilePlan, inputs: Sequence[Checkpoint], version: str
+) -> tuple[Mapping[str, bytes | Path], list[str]]:
+    """What a model directory has besides its tensors, and what to say about it."""
+    dtype = plan.config.dtype
+    # Encodings that are not kept, with what goes with them.
+    lost = [t.base.encoding for t in plan.tensors if t.encoding is not t.base.encoding]
+    changes: dict[str, tuple[Any, Any]] = {}
+    if plan.tokenizer.unites:
+        changes["vocab_size"] = inputs[0].heights
+    if dtype and (lost or any(t.output.dtype != t.base.dtype for t in plan.tensors)):
+        changes["torch_dtype"] = None, dtype
+    for encoding in lost:
+        changes |= dict.fromkeys(encoding.config_keys, (None, None))
+    index = None
+    if len(plan.files) > 1:
+        outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
+        index = make_index(outputs, plan.files)
+    side, notes = collect_side_files(
+        plan.config,
+        inputs,
+        version,
+        plan.files,
+        changes,
+        plan.tokenizer,
+        plan.embedding_rows,
+        index,
+    )
+    dropped = {name for encoding in lost for name in encoding.files}
+    return {name: content for name, content in side.items() if name not in dropped}, notes
+
+
+def plan_output(
+    config: DareConfig,
+    inputs: Sequence[Checkpoint],
+    destination: Destination,
+    tokenizer: TokenizerChoice,
+    force: bool,
+) -> FilePlan:
+    """A plan for an output that may be written, on a disk that has room for it."""
+    if not config.any_base:
+        check_kinds(inputs)
+    with explain_read_errors():
+        plan = plan_files(config, inputs, destination, tokenizer)
+    return check_place(plan, inputs, force)
+
+
+def check_place(plan: FilePlan, inputs: Sequence[Checkpoint], force: bool) -> FilePlan:
+    """Refuse an output that would overwrite what it must not, or for which there is no room.
+
+    Notes what is there.
+    """
+    destination = plan.output
+    folder = destination.path.parent
+    used = [(model.name, path) for model in inputs for path in model.paths]
+    with explain_place_errors(destination.name):
+        check_apart(
+            f"the output {destination.name!r}", destination.path, [*used, *plan.tokenizer.paths]
+        )
+        check_replaceable(destination, force)
+        begun = [destination.partial / name for name in list_files(destination.partial)]
+        free = shutil.disk_usage(folder).free
+        for path in begun:
+            with suppress(FileNotFoundError):  # of another merge, which has just ended
+                # Its blocks are used again, or removed.
+                free += getattr(path.lstat(), "st_blocks", 0) * 512
+        replaces = describe_replaced(destination, force)
+    with explain_read_errors():
+        size = plan.size
+    if size > free:
+        raise DareError(
+            f"the output needs {human(size)} and {str(folder)!r} has {human(free)} free",
+            "make room, or write to another disk",
+        )
+    return dataclasses.replace(plan, free=free, unfinished=bool(begun), replaces=replaces)

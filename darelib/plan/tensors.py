@@ -1,0 +1,97 @@
+"""One tensor of a merge: where it comes from, how it is made, what is written for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from darelib.config import Rule
+from darelib.core.formats import FORMATS
+from darelib.core.methods import METHODS, Found, Look, TensorSettings, choose_looks
+from darelib.kernels import KernelSpec
+from darelib.models.tensors import Encoding, TensorInfo
+
+
+@dataclass(frozen=True, slots=True)  # there may be very many
+class TensorPlan:
+    """One tensor of the output."""
+
+    name: str
+    base: TensorInfo
+    finetuned: tuple[tuple[int, TensorInfo], ...]  # the models that have it, by number
+    mask_names: tuple[str, ...]  # what their masks are drawn by: its name, or whose values it has
+    # All that is written for it, by name, itself first. A file is one of the plan's, an offset
+    # counts from the end of that file's header.
+    outputs: Mapping[str, TensorInfo]
+    merged: bool  # False: copied from the base
+    settings: TensorSettings
+    spec: KernelSpec  # the kernel that merges it
+    quantised: bool
+    rule: Rule | None  # that the settings come from; None: from no rule
+    encoding: Encoding  # in which it is written
+
+    @property
+    def output(self) -> TensorInfo:
+        return self.outputs[self.name]
+
+    @property
+    def models(self) -> list[int]:
+        return [i for i, _ in self.finetuned]
+
+    def move(self, file: int) -> TensorPlan:
+        """The same in another file of the output."""
+        outputs = {name: replace(info, file=file) for name, info in self.outputs.items()}
+        return replace(self, outputs=outputs)
+
+    def look_spec(self, look: Look) -> KernelSpec:
+        if look.merges:
+            return self.spec
+        return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
+
+    def list_passes(self) -> list[tuple[Look, int]]:
+        """How it must be looked at before it is merged: the looks in order, and the passes of
+        each.
+        """
+        if not self.merged or not self.base.count:
+            return []
+        found = Found()
+        bits = FORMATS[self.spec.real].bits
+        kinds = choose_looks(self.settings, self.models) if self.finetuned else []
+        passes = []
+        for kind in (*kinds, *self.encoding.looks):
+            look = kind(self.settings, self.models, self.base.count, bits, found)
+            passes += [(look, number) for number in range(look.passes)]
+        return passes
+
+    @property
+    def rank_spec(self) -> KernelSpec | None:
+        """The kernel that ranks its entries, if a drop wants that."""
+        thinnings = [self.settings.thinnings[i] for i in self.models]
+        if not self.merged or not any(thinning.scheme.thresholds for thinning in thinnings):
+            return None
+        return KernelSpec("rank", self.base.dtype, self.spec.finetuned, self.spec.real)
+
+    @property
+    def length(self) -> int:
+        """What jobs divide: its elements, or its bytes where it is copied."""
+        return self.base.count if self.merged else self.base.nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        """What must be read of it, once."""
+        return self.base.stored_bytes + sum(info.stored_bytes for _, info in self.finetuned)
+
+
+def choose_kernel(
+    method: str, base: TensorInfo, finetuned: Sequence[TensorInfo], output: str
+) -> KernelSpec:
+    """The kernel that merges tensors of these types: fine-tunes of several types are read as
+    floats.
+    """
+    types = {info.dtype for info in finetuned} or {base.dtype}
+    if any(info.count < base.count for info in finetuned):
+        types.add(base.dtype)  # which stands in for the rows that a model lacks
+    common = "F64" if "F64" in types | {base.dtype, output} else "F32"
+    if len(types) == 1:
+        [common] = types
+    return KernelSpec(METHODS[method].kernel, base.dtype, common, output)

@@ -1,0 +1,268 @@
+"""Tensors in memory: the plan of a merge of files, run by torch's operations, or by a GPU's own
+kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from darelib.config import DareConfig
+from darelib.core.mask import mask_key
+from darelib.core.methods import TensorSettings
+from darelib.core.text import LOG, ConfigError, DareError, list_names
+from darelib.kernels.tensors import TensorMerge, explain_broken
+from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
+from darelib.plan.plan import MergePlan, plan_merge
+from darelib.plan.tensors import TensorPlan
+from darelib.run.places import TORCH_TYPES, check_places
+from darelib.run.worker import explain_quantised
+
+Tensor = torch.Tensor
+MOST_PLANS = 8  # that are kept: searches merge the same tensors again and again
+
+
+def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
+    """Deltas, thinned: a merge of one model whose base is 0.
+
+    Tensors that are not floats are left as they are.
+    """
+    check_state_dict("the task vector", deltas)
+    if not deltas:
+        return {}
+    zeros = {
+        name: delta.new_zeros(()).expand(delta.shape) if delta.is_floating_point() else delta
+        for name, delta in deltas.items()
+    }
+    return merge_tensors(zeros, [deltas], config)
+
+
+def merge_tensors(
+    base: Mapping[str, Tensor],
+    finetuned: Sequence[Mapping[str, Tensor]],
+    config: DareConfig,
+    out: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """The merged state dict. out: tensors to write it into, which may be the base's."""
+    if not isinstance(finetuned, Sequence) or isinstance(finetuned, str) or not finetuned:
+        raise ConfigError(
+            "finetuned must be a list of state dicts with at least one in it", "put it in brackets"
+        )
+    config.check_models(len(finetuned))
+    check_state_dict("the base", base)
+    if not base:
+        raise ConfigError("the base has no tensors", STATE_DICT_HINT)
+    for i, model in enumerate(finetuned):
+        check_state_dict(f"model {i}", model)
+    if out is not None:
+        check_state_dict("out", out)
+    models = [StateDict(f"model {i}", model) for i, model in enumerate(finetuned)]
+    states = [StateDict("the base", base), *models]
+    plan = find_plan(config, states)
+    for warning in plan.merge.warnings:
+        LOG.warning(warning)
+    with torch.no_grad():
+        return StateMerge(plan, states, out).run()
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """A merge of state dicts of some names, shapes and types."""
+
+    merge: MergePlan
+    tied: Mapping[str, str]  # by name: the tensor that has the same values everywhere
+    # What a GPU's kernels may merge: what all models have, in the base's shape, under its name.
+    common: Sequence[TensorPlan]
+    names: tuple[str, ...]
+    mask_names: Sequence[str]
+    settings: Sequence[TensorSettings]
+
+
+_plans: dict[Any, StatePlan] = {}
+
+
+def find_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
+    """The plan for states like these: made once, since it takes longer than a merge on a GPU."""
+    described = tuple((s.names, s.shapes, s.dtypes, s.twins) for s in states)
+    same = tuple(next(k for k, s in enumerate(states) if s.is_same_as(each)) for each in states)
+    key = repr(config), described, same
+    if key not in _plans:
+        if len(_plans) == MOST_PLANS:
+            _plans.clear()
+        _plans[key] = make_plan(config, states)
+    return _plans[key]
+
+
+def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
+    for state in states:
+        state.describe()
+    plan = plan_merge(config, states)
+    base = states[0]
+    tied = {}
+    common = []
+    for tensor in plan.tensors:
+        first = next(iter(base.find_twins(tensor.name)), tensor.name)
+        if first != tensor.name and {*tensor.mask_names} <= {first}:
+            tied[tensor.name] = first
+        elif tensor.merged and len(tensor.finetuned) == len(states) - 1:
+            is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
+            has_names = all(tensor.name in state.state for state in states)
+            if is_whole and has_names and len({*tensor.mask_names}) == 1:
+                common.append(tensor)
+    return StatePlan(
+        merge=plan,
+        tied=tied,
+        common=common,
+        names=tuple(tensor.name for tensor in common),
+        mask_names=[tensor.mask_names[0] for tensor in common],
+        settings=[tensor.settings for tensor in common],
+    )
+
+
+@cache
+def _load_gpu() -> ModuleType | None:
+    """The kernels for GPUs, or None and, the first time, a warning."""
+    try:
+        from darelib.kernels import gpu
+    except ImportError as error:
+        LOG.warning(
+            f"Triton cannot be used ({error}), so torch's operations merge: the same result, far "
+            "slower"
+        )
+        return None
+    return gpu
+
+
+class StateMerge:
+    """The merge of all tensors: by a GPU's kernels where they are made for them, by torch's
+    operations elsewhere.
+    """
+
+    def __init__(
+        self, plan: StatePlan, states: Sequence[StateDict], out: Mapping[str, Tensor] | None
+    ) -> None:
+        self.plan = plan
+        self.config = plan.merge.config
+        self.states = states
+        self.base = states[0].state
+        self.models = [state.state for state in states[1:]]
+        self.out = out
+        self.merged: dict[str, Tensor] = {}
+        on_gpu = any(tensor.is_cuda for tensor in self.base.values())
+        self.gpu: Any = _load_gpu() if on_gpu and self.config.engine == "auto" else None
+
+    def run(self) -> dict[str, Tensor]:
+        """All merged tensors, in the order of the base."""
+        if self.out is not None:
+            check_places(self.plan.merge, self.plan.tied, self.states, self.out)
+        self._compare_copied()
+        if self.gpu and self.plan.common and len(self.models) <= self.gpu.MOST_MODELS:
+            self._merge_on_gpu(self.gpu)
+        for tensor in self.plan.merge.tensors:
+            if tensor.name not in self.merged and tensor.name not in self.plan.tied:
+                self.merged[tensor.name] = self._merge_one(tensor)
+        for name, same in self.plan.tied.items():
+            merged = self.merged[same]
+            self.merged[name] = merged if self.out is None else self.out[name].copy_(merged)
+        return {name: self.merged[name] for name in self.base}
+
+    def _compare_copied(self) -> None:
+        """Report models that differ where the base is copied, and refuse quantised ones."""
+        differing: dict[int, list[str]] = {}
+        for tensor in self.plan.merge.tensors:
+            if tensor.merged:
+                continue
+            mine = self.base[tensor.name]
+            for i, part in self._find_parts(tensor).items():
+                if not has_same_bytes(mine, part):
+                    if tensor.quantised:
+                        raise explain_quantised(tensor, self.states[1 + i].name)
+                    differing.setdefault(i, []).append(tensor.name)
+        for i, names in sorted(differing.items()):
+            LOG.warning(explain_copied(self.states[1 + i].name, names))
+
+    def _merge_on_gpu(self, gpu: Any) -> None:
+        """Merge what all models have, on one GPU, in the usual types."""
+        plan = self.plan
+        out = self.out
+        if out is None:
+            out = {tensor.name: self._make_place(tensor) for tensor in plan.common}
+        states = [*self.states, StateDict("out", out)]
+        chosen = [state.choose(plan.names) for state in states]
+        columns = gpu.Columns(plan.mask_names, chosen, plan.settings)
+        pairs = zip(plan.names, chosen[-1].values, columns.kinds, strict=True)
+        self.merged = {name: output for name, output, kind in pairs if kind}
+        broken = gpu.merge_columns(columns, self.config.seed)
+        if broken is not None:
+            raise self._explain(plan.common[broken])
+
+    def _make_place(self, tensor: TensorPlan) -> Tensor:
+        mine = self.base[tensor.name]
+        dtype = TORCH_TYPES.get(tensor.output.dtype, mine.dtype)
+        return torch.empty(mine.shape, dtype=dtype, device=mine.device)
+
+    def _merge_one(self, tensor: TensorPlan) -> Tensor:
+        mine = self.base[tensor.name]
+        if not tensor.merged:
+            return mine.clone() if self.out is None else self.out[tensor.name].copy_(mine)
+        output = self._make_place(tensor) if self.out is None else self.out[tensor.name]
+        parts = {
+            i: fit_rows(part.detach().to(mine.device), mine.detach())
+            for i, part in self._find_parts(tensor).items()
+        }
+        seeds = self.plan.merge.seeds
+        keys = {
+            i: mask_key(seeds[i], name)
+            for i, name in zip(tensor.models, tensor.mask_names, strict=True)
+        }
+        draw = None
+        if self.gpu and self.gpu.can_merge_on(mine.device):
+            draw = partial(self.gpu.draw_bits, device=mine.device)
+        merge = TensorMerge(tensor.name, tensor.settings, mine.detach(), parts, keys, draw)
+        merge.run(output.detach())
+        return output
+
+    def _find_parts(self, tensor: TensorPlan) -> dict[int, Tensor]:
+        """What models have of a tensor; what they lack may be there under another of its names."""
+        parts = {}
+        for i, own in zip(tensor.models, tensor.mask_names, strict=True):
+            model = self.models[i]
+            parts[i] = model[tensor.name] if tensor.name in model else model[own]
+        return parts
+
+    def _explain(self, tensor: TensorPlan) -> DareError:
+        """What is wrong with a tensor that has given a value that is not finite."""
+        for i, part in self._find_parts(tensor).items():
+            if not bool(part.isfinite().all()):
+                return explain_broken(tensor.name, i, self.merged[tensor.name].dtype)
+        return explain_broken(tensor.name, None, self.merged[tensor.name].dtype)
+
+
+def explain_copied(model: str, names: Sequence[str]) -> str:
+    return (
+        f"{model} differs from the base in tensors that are copied, not merged: {list_names(names)}"
+    )
+
+
+def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:
+    if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+        return False
+    one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (mine, theirs))
+    return torch.equal(one, other.to(one.device))
+
+
+def fit_rows(part: Tensor, base: Tensor) -> Tensor:
+    """A model's tensor, flat, with as many elements as the base's: rows that it lacks are the
+    base's.
+    """
+    flat = part.reshape(-1)[: base.numel()]
+    missing = base.reshape(-1)[len(flat) :]
+    if not len(missing):
+        return flat
+    real = torch.promote_types(flat.dtype, missing.dtype)
+    return torch.cat([flat.to(real), missing.to(real)])

@@ -1,0 +1,61 @@
+"""What jobs find: counts and sums, which add up to those of the whole merge."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple, TypeVar
+
+Sums = TypeVar("Sums", bound=NamedTuple)
+
+
+class Tally(NamedTuple):
+    """What the kernels counted, for one model and one or all tensors."""
+
+    parameters: int = 0
+    sum: float = 0.0
+    peak: float = 0.0
+    above: int = 0
+    kept: int = 0
+    expected: float = 0.0  # what the masks' thresholds say should be kept
+    base_sum: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.parameters if self.parameters else 0.0
+
+
+def sum_fields(parts: Iterable[Sums]) -> Sums:
+    """Sums that are all of one kind, added up one after the other; of their peaks, the largest.
+
+    Not by sum(), whose rounding depends on the version of Python.
+    """
+    first, *others = parts
+    rows = zip(first._fields, zip(first, *others, strict=True), strict=True)
+    return first._make(max(r) if name == "peak" else reduce(operator.add, r) for name, r in rows)
+
+
+@dataclass
+class Outcome:
+    """What one job found: a tally per model that has the tensor, or the models that differ from a
+    copied base.
+    """
+
+    tensor: str
+    start: int
+    bytes_read: int
+    tallies: dict[int, Tally] = field(default_factory=dict)
+    differing: set[int] = field(default_factory=set)
+
+    def as_entry(self) -> list[Any]:
+        """For the journal."""
+        tallies = {str(i): list(tally) for i, tally in self.tallies.items()}
+        return [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
+
+    @classmethod
+    def of_entry(cls, entry: list[Any]) -> Outcome:
+        tensor, start, bytes_read, tallies, differing = entry
+        read = {int(i): Tally(*tally) for i, tally in tallies.items()}
+        return cls(tensor, start, bytes_read, read, set(differing))

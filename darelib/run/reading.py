@@ -1,0 +1,124 @@
+"""One chunk of a tensor, read from all inputs into a thread's buffers, with the limits that ranks
+set to its mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darelib.core.drops import Thinning
+from darelib.core.formats import FORMATS, widen
+from darelib.core.tuning import TUNING
+from darelib.kernels import Kernel, KernelSpec
+from darelib.kernels.records import Buffers
+from darelib.models.tensors import Input, TensorInfo
+from darelib.plan.plan import MergePlan
+from darelib.plan.tensors import TensorPlan
+
+Bytes = NDArray[np.uint8]
+
+
+@lru_cache(16)
+def find_limits(thinning: Thinning, width: int) -> NDArray[np.uint16]:
+    """By rank in a row: the largest mask bits of what is kept."""
+    thresholds = thinning.find_thresholds(np.arange(width, dtype=np.float64), width)
+    return (thresholds - 1).astype(np.uint16)
+
+
+def read(model: Input, info: TensorInfo, start: int, count: int, buffer: Bytes) -> Bytes:
+    """Elements of a tensor, as bytes at the start of buffer."""
+    part = buffer[: count * FORMATS[info.dtype].itemsize]
+    model.read(info, start, count, part)
+    return part
+
+
+class Reader:
+    """Reads chunks of tensors of one plan."""
+
+    def __init__(
+        self, plan: MergePlan, inputs: Sequence[Input], kernels: Mapping[KernelSpec, Kernel]
+    ) -> None:
+        self._plan = plan
+        self._base = inputs[0]
+        self._models = inputs[1:]
+        self._kernels = kernels
+        # Limits by tensor, row and start, which the merge wants again after a look.
+        self._ranked: dict[tuple[str, int, int], NDArray[np.uint16]] = {}
+
+    def load(
+        self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool = False
+    ) -> None:
+        """Read a chunk of every input. remember: what is found about it will be wanted again."""
+        rank = self._kernels.get(tensor.rank_spec) if tensor.rank_spec else None
+        if rank and not self._recall(tensor, start, count, buffers):
+            self._rank(rank, tensor, start, count, buffers, remember)
+        base = read(self._base, tensor.base, start, count, buffers.base)
+        for row in range(len(tensor.finetuned)):
+            self._load_model(tensor, row, start, base, buffers.finetuned[row], count)
+
+    def _list_ranked(self, tensor: TensorPlan) -> list[int]:
+        """The rows of models whose drops want ranks."""
+        thinnings = tensor.settings.thinnings
+        return [row for row, i in enumerate(tensor.models) if thinnings[i].scheme.thresholds]
+
+    def _rank(
+        self,
+        rank: Kernel,
+        tensor: TensorPlan,
+        start: int,
+        count: int,
+        buffers: Buffers,
+        remember: bool,
+    ) -> None:
+        """Find the mask's limits for a chunk, which whole rows decide."""
+        width = tensor.base.width
+        first = start // width * width
+        elements = -(-(start + count) // width) * width - first
+        base = read(self._base, tensor.base, first, elements, buffers.rows[0])
+        values = buffers.rows[1]
+        for row in self._list_ranked(tensor):
+            i, info = tensor.finetuned[row]
+            self._load_model(tensor, row, first, base, values, elements)
+            by_rank = find_limits(tensor.settings.thinnings[i], width)
+            limits = buffers.limits[row, :count]
+            rank(base, values, by_rank, buffers.order, limits, start - first, info.is_delta)
+            room = (len(self._ranked) + 1) * self._plan.chunk * limits.itemsize
+            if remember and room <= TUNING.ranked_bytes:
+                self._ranked[tensor.name, row, start] = limits.copy()
+
+    def _recall(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> bool:
+        """Whether all limits of a chunk were remembered."""
+        complete = True
+        for row in self._list_ranked(tensor):
+            limits = self._ranked.pop((tensor.name, row, start), None)
+            if limits is None:
+                complete = False
+            else:
+                buffers.limits[row, :count] = limits
+        return complete
+
+    def _load_model(
+        self, tensor: TensorPlan, row: int, start: int, base: Bytes, values: Bytes, count: int
+    ) -> None:
+        """Read elements of one model into values. base: the same of the base, for rows that the
+        model lacks.
+        """
+        i, info = tensor.finetuned[row]
+        wanted = FORMATS[tensor.spec.finetuned]
+        present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
+        stored = read(self._models[i], info, start, present, values)
+        if info.dtype != tensor.spec.finetuned:
+            values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
+        if present == count:
+            return
+        missing = slice(present * wanted.itemsize, count * wanted.itemsize)
+        if info.is_delta:
+            values[missing] = 0
+        elif tensor.base.dtype == tensor.spec.finetuned:
+            values[missing] = base[present * wanted.itemsize :]
+        else:
+            values.view(wanted.real)[present:count] = widen(base, tensor.base.dtype)[present:]

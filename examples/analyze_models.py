@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # dare-merge = { path = "..", editable = true }
 # ///
-"""Look at the example's models before they are merged, cell by cell: a script that editors also open as a notebook.
+"""Look at the example's models before they are merged: a script that opens as a notebook, too.
 
 uv run examples/analyze_models.py
 """
@@ -15,9 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # so that it also runs without an installation
+# So that it also runs without an installation.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dare import DareConfig, DareError, DareMerger, plot_analysis
 
@@ -29,20 +28,17 @@ merger = DareMerger(base, experts, DareConfig(drop_rate=0.9, verbose=False))
 report = merger.analyze()
 for model in report.models:
     total = model.total
-    print(
-        f"{model.label}: mean |delta| {total.mean:.2g}, {total.share_above_threshold:.1%} above 0.002"
-    )
-    print(
-        f"  dropping {model.drop_rate:g} adds noise of {total.relative_noise:.1%} of the weights; by layer:"
-    )
+    above = f"{total.share_above_threshold:.1%} above 0.002"
+    print(f"{model.label}: mean |delta| {total.mean:.2g}, {above}")
+    noise = f"{total.relative_noise:.1%} of the weights"
+    print(f"  dropping {model.drop_rate:g} adds noise of {noise}; by layer:")
     for layer in model.layers:
         print(f"    {layer.name:<5} {layer.relative_noise:6.1%}")
 
-# %% How the two lie to one another: a cosine near 0 and half of the signs in conflict is what chance gives
+# %% How the two lie to one another: chance gives a cosine near 0, and half of the signs in conflict
 (pair,) = report.pairs
-print(
-    f"cosine {pair.cosine:.3f}; signs conflict in {pair.weighted_sign_conflict:.1%} of what both change"
-)
+conflict = f"{pair.weighted_sign_conflict:.1%} of what both change"
+print(f"cosine {pair.cosine:.3f}; signs conflict in {conflict}")
 
 # %% What follows from that
 for advice in report.advice:

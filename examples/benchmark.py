@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # dare-merge = { path = "..", editable = true }
 # ///
-"""Measure dare.py against a copy of the files, a plain torch script and, where it is installed, mergekit.
+"""Measure dare.py against a copy of the files, a plain torch script and, if installed, mergekit.
 
     uv run examples/benchmark.py --parameters 0.48e9 --method ties
     uv run examples/benchmark.py --parameters 0.48e9 --against ../another-checkout
@@ -13,14 +13,17 @@
     uv run --with mergekit examples/benchmark.py --gpu --json figures.json
     uv run examples/benchmark.py --report figures.json --plot figures.png
 
-A Llama-shaped base and its fine-tunes are made up in a temporary directory, which should be on a disk, not in memory:
-set TMPDIR to choose it. All programs work on the same files, each in a fresh process, in turn, several times over. The
-floor is plain Python that reads every input once and writes one copy of the base. Inputs are in the page cache unless a
-point is called cold. Times include the start of Python and its imports. Peak memory is the system's figure for the
-process, which counts the pages of memory-mapped files. Threads, Ray and the GPU are measured in this process: whole
-calls, Python's part included; on the GPU, from tensors in its memory into existing ones. It needs Linux or macOS.
+A Llama-shaped base and its fine-tunes are made up in a temporary directory, which should be on a
+disk, not in memory: set TMPDIR to choose it. All programs work on the same files, each in a fresh
+process, in turn, several times over. The floor is plain Python that reads every input once and
+writes one copy of the base. Inputs are in the page cache unless a point is called cold. Times
+include the start of Python and its imports. Peak memory is the system's figure for the process,
+which counts the pages of memory-mapped files. Threads, Ray and the GPU are measured in this
+process: whole calls, Python's part included; on the GPU, from tensors in its memory into existing
+ones. It needs Linux or macOS.
 
---json FILE keeps what FILE holds: what was measured there by this code on this machine is not measured again.
+--json FILE keeps what FILE holds: what was measured there by this code on this machine is not
+measured again.
 """
 
 from __future__ import annotations
@@ -38,43 +41,31 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
-from benchmark_report import MIB, Point, Stored, count_of, draw, report, show_runs
+from benchmark_gpu import LLAMA, SMALL, SQUARES, measure_gpu
+from benchmark_models import DENSITY, DTYPES, make_models
+from benchmark_report import Point, Stored, count_of, draw, report, show_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # where dare.py is
-DARE, RIVALS = str(ROOT / "dare.py"), str(ROOT / "examples" / "benchmark_rivals.py")
+DARE = str(ROOT / "dare.py")
+RIVALS = str(ROOT / "examples" / "benchmark_rivals.py")
 BARE = [sys.executable, "-I", "-S", RIVALS]  # a Python that imports next to nothing
 PACKAGES = (
-    "numpy",
-    "numba",
-    "llvmlite",
-    "safetensors",
-    "mergekit",
-    "torch",
-    "triton",
-    "transformers",
-    "ray",
+    *("numpy", "numba", "llvmlite", "safetensors", "mergekit"),
+    *("torch", "triton", "transformers", "ray"),
 )
 INSTALLED = {each.name: each.version for each in metadata.distributions()}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-START_UP, CENTRE = (
-    1_000_000,
-    480_000_000,
-)  # parameters: one that shows how long a program takes to start, and the usual
-SQUARES, SMALL, LLAMA = (
-    "squares of 4096",
-    "squares of 1024",
-    "Llama",
-)  # what tensors on a GPU are like
-# The points of each section go from the first along one axis at a time: all combinations would take days.
+# Parameters: one that shows how long a program takes to start, and the usual
+START_UP = 1_000_000
+CENTRE = 480_000_000
+# The points of each section go from the first along one axis at a time: all combinations would take
+# days.
 SECTIONS: dict[str, list[Point]] = {
     "files": [
         *(Point(CENTRE), Point(CENTRE, threads=1), Point(CENTRE, cold=True)),
@@ -95,32 +86,47 @@ SECTIONS: dict[str, list[Point]] = {
 ON_GPU = ("gpu", "threads", "cuda")  # what --gpu measures, and --whole does not
 NEEDS = {"install": ["uv"], "nodes": ["ray"], "gpu": ["a GPU"], "cuda": ["a GPU", "mergekit"]}
 NEEDS["threads"] = ["safetensors"]
-# What is compared, the first with all others. list_programs says what the words in capitals stand for.
-MERGE, INSIDE = (
-    "DARE --base BASE --merge MODELS --output FILE -q",
-    "RIVAL merge_inside {} METHOD FOLDER BASE MODELS",
+# What is compared, the first with all others. list_programs says what the words in capitals stand
+# for.
+MERGE = "DARE --base BASE --merge MODELS --output FILE -q"
+INSIDE = "RIVAL merge_inside {} METHOD FOLDER BASE MODELS"
+KIT = (
+    "PYTHON -m mergekit.scripts.run_yaml RECIPE FOLDER "
+    "--no-copy-tokenizer --no-write-model-card --quiet"
 )
-KIT = "PYTHON -m mergekit.scripts.run_yaml RECIPE FOLDER --no-copy-tokenizer --no-write-model-card --quiet"
 PROGRAMS: dict[str, dict[str, str]] = {
     "files": {
-        "this tool": f"{MERGE} SETTINGS", "copy on 1 thread": "COPY 1 FILE MODELS BASE",
-        "copy on all threads": "COPY CORES FILE MODELS BASE", "mergekit": KIT,
-        "torch script": "RIVAL torch_merge METHOD DENSITY FILE BASE MODELS", "linear": MERGE,
+        "this tool": f"{MERGE} SETTINGS",
+        "copy on 1 thread": "COPY 1 FILE MODELS BASE",
+        "copy on all threads": "COPY CORES FILE MODELS BASE",
+        "mergekit": KIT,
+        "torch script": "RIVAL torch_merge METHOD DENSITY FILE BASE MODELS",
+        "linear": MERGE,
     },
     "drops": {"this tool": "DARE --config RECIPE --output FOLDER -q", "mergekit": KIT},
     "packed": {
-        "packed models": MERGE.replace("MODELS", "PACKED"), "the models": MERGE,
+        "packed models": MERGE.replace("MODELS", "PACKED"),
+        "the models": MERGE,
         "packing one": "DARE pack --base BASE --merge MODEL --output FILE -q",
     },
     "analysis": {
-        "this tool": "DARE analyze --base BASE --merge MODELS -q", "torch script": "RIVAL torch_analyze BASE MODELS",
-        "reading on 1 thread": "COPY 1 NOWHERE MODELS BASE", "on all threads": "COPY CORES NOWHERE MODELS BASE",
+        "this tool": "DARE analyze --base BASE --merge MODELS -q",
+        "torch script": "RIVAL torch_analyze BASE MODELS",
+        "reading on 1 thread": "COPY 1 NOWHERE MODELS BASE",
+        "on all threads": "COPY CORES NOWHERE MODELS BASE",
     },
-    "install": {f"{cache} cache": f"RIVAL install {cache} FOLDER ROOT" for cache in ("empty", "filled")},
+    "install": {
+        "empty cache": "RIVAL install empty FOLDER ROOT",
+        "filled cache": "RIVAL install filled FOLDER ROOT",
+    },
     "nodes": {count_of(nodes, "node"): INSIDE.format(f"ray {nodes}") for nodes in (1, 2)},
-    "threads": {count_of(n, "thread"): INSIDE.format(f"threads {n}") for n in (1, 2, 4, 8, 16) if n <= CORES},
+    "threads": {
+        count_of(threads, "thread"): INSIDE.format(f"threads {threads}")
+        for threads in (1, 2, 4, 8, 16)
+        if threads <= CORES
+    },
     "cuda": {"this tool": f"{MERGE} SETTINGS", "mergekit": KIT, "mergekit --cuda": f"{KIT} --cuda"},
-}  # fmt: skip
+}
 METHODS = {
     point.method: section
     for section in ("analysis", "packed", "drops", "files")
@@ -134,21 +140,6 @@ SETTINGS = {
 # mergekit's names. Its slerp drops nothing, so it does less.
 KIT_METHODS = {"linear": "dare_linear", "ties": "dare_ties", "slerp": "slerp", "magnitude": "ties"}
 KIT_METHODS |= {"breadcrumbs": "breadcrumbs", "della": "della_linear"}
-DENSITY = 0.1  # what the rivals keep of the deltas: the tool's default
-DTYPES = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}  # their names in torch, and bytes
-WIDTHS = {
-    2e7: 128,
-    1e8: 512,
-    8e8: 1280,
-    math.inf: 3072,
-}  # hidden sizes of models with up to so many parameters
-ON_TENSORS: dict[str, dict[str, Any]] = {
-    "linear": {},
-    "ties": {"method": "ties"},
-    "slerp": {"method": "slerp"},
-}
-ON_TENSORS["trim"] = {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.5}
-Shapes, State = dict[str, tuple[int, ...]], dict[str, Any]
 # What Python, C++ and torch print when there is no memory left.
 STARVED = ("MemoryError", "std::bad_alloc", "DefaultCPUAllocator", "Cannot allocate memory")
 
@@ -157,141 +148,50 @@ class Trouble(Exception):
     """A program could not be measured: why, in a word or two, and in detail."""
 
 
-def describe(parameters: int) -> tuple[Shapes, dict[str, Any]]:
-    """The tensors of a Llama, and its config.json for mergekit: as many layers as come closest to the size."""
-    hidden = next(width for limit, width in WIDTHS.items() if parameters <= limit)
-    mlp, vocabulary = 128 * round(hidden / 48), min(32 * hidden, 32000)
-    layer: Shapes = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    layer |= {
-        f"self_attn.{name}_proj": (hidden if name in "qo" else hidden // 4, hidden)
-        for name in "qkvo"
-    }
-    layer |= {
-        "mlp.gate_proj": (mlp, hidden),
-        "mlp.up_proj": (mlp, hidden),
-        "mlp.down_proj": (hidden, mlp),
-    }
-    named = {
-        "model.embed_tokens": (vocabulary, hidden),
-        "lm_head": (vocabulary, hidden),
-        "model.norm": (hidden,),
-    }
-    rest = parameters - sum(map(math.prod, named.values()))
-    layers = max(1, round(rest / sum(map(math.prod, layer.values()))))
-    named |= {
-        f"model.layers.{index}.{name}": shape
-        for index in range(layers)
-        for name, shape in layer.items()
-    }
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "num_hidden_layers": layers,
-    }
-    return {f"{name}.weight": shape for name, shape in sorted(named.items())}, config | {
-        "hidden_size": hidden
-    }
-
-
-def make_state(shapes: Shapes, model: int, dtype: str = "bf16", device: str = "cpu") -> State:
-    """The base, if the number of the model is 0, or a fine-tune, whose values are close to the base's."""
-    import torch
-
-    made, random, empty = {}, torch.Generator(device), partial(torch.empty, device=device)
-    for seed, (name, shape) in enumerate(shapes.items()):
-        weights = empty(shape).normal_(
-            float(len(shape) == 1), 0.02, generator=random.manual_seed(seed)
-        )
-        if model:
-            weights += empty(shape).normal_(
-                0, 0.001, generator=random.manual_seed(1000 * model + seed)
-            )
-        made[name] = weights.to(getattr(torch, DTYPES[dtype][0]))
-    return made
-
-
-def make_models(folder: Path, point: Point) -> list[Path]:
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(exist_ok=True)
-    free, needed = (
-        shutil.disk_usage(folder).free,
-        DTYPES[point.dtype][1] * point.parameters * (point.models + 2),
-    )
-    if free < needed + 256 * MIB:  # a disk that is filled to the last block is slow
-        sys.exit(f"{free / MIB:,.0f} MiB of disk are free, and {needed / MIB:,.0f} MiB are needed")
-    shapes, config = describe(point.parameters)
-    files = [folder / f"model-{number}" / "model.safetensors" for number in range(point.models + 1)]
-    for number, file in enumerate(files):
-        file.parent.mkdir()
-        file.with_name("config.json").write_text(json.dumps(config))
-        made = make_state(
-            shapes, number, point.dtype, "cuda" if torch.cuda.is_available() else "cpu"
-        )
-        save_file(made, file, metadata={"format": "pt"})
-    return files
-
-
 def list_programs(
     section: str, point: Point, files: list[Path], output: Path
 ) -> dict[str, list[str]]:
     """The commands that are compared; what they read beside the models is made."""
-    (base, *models), recipe, dare = (
-        map(str, files),
-        files[0].with_name("mergekit.yaml"),
-        [sys.executable, DARE],
-    )
+    base, *models = map(str, files)
+    recipe = files[0].with_name("mergekit.yaml")
+    dare = [sys.executable, DARE]
     packed = [f"{file.parent}-packed.safetensors" for file in files[1:]]
+    threads = ["--threads", str(point.threads)] if point.threads else []
     words = {
         "BASE": [base],
         "MODELS": models,
         "MODEL": models[:1],
         "PACKED": packed,
         "RECIPE": [str(recipe)],
-    }
-    words |= {
         "FILE": [f"{output}/merged.safetensors"],
         "FOLDER": [f"{output}/merged"],
         "NOWHERE": [os.devnull],
-    }
-    words |= {
         "DARE": dare,
         "COPY": [*BARE, "copy"],
         "RIVAL": [sys.executable, RIVALS],
         "PYTHON": [sys.executable],
-    }
-    words |= {
         "METHOD": [point.method],
         "DENSITY": [str(DENSITY)],
         "CORES": [str(point.threads or CORES)],
+        "SETTINGS": [*SETTINGS.get(point.method, "").split(), *threads],
+        "ROOT": [str(ROOT)],
     }
-    words |= {"SETTINGS": SETTINGS.get(point.method, "").split(), "ROOT": [str(ROOT)]}
-    words["SETTINGS"] += ["--threads", str(point.threads)] if point.threads else []
     if kit_method := KIT_METHODS.get(point.method):
-        dares, listed = kit_method != "slerp", [{"model": str(file.parent)} for file in files]
+        dares = kit_method != "slerp"
+        listed = [{"model": str(file.parent)} for file in files]
         parameters = {"density": 0.5 if section == "drops" else DENSITY, "weight": 1 / len(models)}
-        wanted = {"merge_method": kit_method, "dtype": DTYPES[point.dtype][0], "models": listed[1:]}
-        wanted |= {
+        wanted = {
+            "merge_method": kit_method,
+            "dtype": DTYPES[point.dtype][0],
+            "models": listed[1:],
             "base_model": listed[0 if dares else 1]["model"],
             "parameters": parameters if dares else {"t": 0.5},
         }
         recipe.write_text(json.dumps(wanted))  # JSON is YAML, too
-    for number, file in enumerate(
-        packed if section == "packed" else ()
-    ):  # with the seeds of a merge of the models
-        flags = [
-            "--base",
-            base,
-            "--merge",
-            models[number],
-            "--output",
-            file,
-            "--seed",
-            str(42 + number),
-            "-q",
-        ]
-        subprocess.run([*dare, "pack", *flags], check=True)
+    # With the seeds of a merge of the models.
+    for number, file in enumerate(packed if section == "packed" else ()):
+        flags = ["--base", base, "--merge", models[number], "--output", file, "-q"]
+        subprocess.run([*dare, "pack", *flags, "--seed", str(42 + number)], check=True)
     missing = {"linear": ["linear"], "trim": ["mergekit", "torch script"]}.get(point.method, [])
     missing = missing if "mergekit" in INSTALLED else [*missing, "mergekit"]
     lines = {role: line.split() for role, line in PROGRAMS[section].items() if role not in missing}
@@ -302,7 +202,7 @@ def list_programs(
 
 
 def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]:
-    """Run a command in a fresh process. To run out of memory is a result, other failures are not."""
+    """Run a command in a fresh process. To run out of memory is a result, unlike other failures."""
     # Without bytecode on disk, imports would take several times as long.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""} | environment
     options: Any = {
@@ -333,18 +233,14 @@ def measure_programs(
     section: str, point: Point, arguments: argparse.Namespace, scratch: Path
 ) -> Stored:
     """Measure the programs in turn, so that a slow spell of the machine affects all of them."""
-    output, small = (
-        scratch / "output",
-        make_models(scratch / "small", point._replace(parameters=START_UP)),
-    )
+    output = scratch / "output"
+    small = make_models(scratch / "small", point._replace(parameters=START_UP))
     programs, warm_up = (
         list_programs(section, point, each, output) for each in (make_models(scratch, point), small)
     )
     if arguments.against:
-        other, tools = (
-            str(arguments.against / "dare.py"),
-            [next(iter(each.values())) for each in (programs, warm_up)],
-        )
+        other = str(arguments.against / "dare.py")
+        tools = [next(iter(each.values())) for each in (programs, warm_up)]
         others = [[other if word == DARE else word for word in tool] for tool in tools]
         programs, warm_up = (
             {"this checkout": tool, other: rival} for tool, rival in zip(tools, others, strict=True)
@@ -367,8 +263,9 @@ def measure_programs(
         finally:
             shutil.rmtree(output)
 
-    # Bytecode and kernels are to be on disk, and the inputs in the cache, before anything is timed. One program runs at
-    # full size: a virtual machine gets its memory only once it is used, and the first to use it would pay for that.
+    # Bytecode and kernels are to be on disk, and the inputs in the cache, before anything is timed.
+    # One program runs at full size: a virtual machine gets its memory only once it is used, and the
+    # first to use it would pay for that.
     for command in (
         [*warm_up.values(), next(iter(programs.values()))] if section != "install" else ()
     ):
@@ -378,7 +275,8 @@ def measure_programs(
     order = random.Random(0)  # another order each time, since what ran just before matters
     for number in range(arguments.repeat):
         for role in order.sample(list(programs), len(programs)):
-            slow, figure = role in ("torch script", "mergekit", "mergekit --cuda"), figures[role]
+            slow = role in ("torch script", "mergekit", "mergekit --cuda")
+            figure = figures[role]
             if figure["trouble"] or (slow and number > (point.parameters <= CENTRE)):
                 continue
             print(f"run {number + 1} of {role}", file=sys.stderr)
@@ -390,110 +288,10 @@ def measure_programs(
     return {"figures": figures}
 
 
-def merge_by_mergekit(base: State, finetuned: list[State], method: str) -> Any:
-    """mergekit's own arithmetic without anything around it, one tensor at a time. Gives the last one."""
-    registry, types = (
-        import_module(f"mergekit.merge_methods.{name}") for name in ("registry", "base")
-    )
-    models, settings = (
-        range(1, len(finetuned) + 1),
-        {"int8_mask": False, "normalize": False, "rescale": True},
-    )
-    settings |= {
-        "density": dict.fromkeys(models, DENSITY),
-        "weight": dict.fromkeys(models, 1 / len(finetuned)),
-    }
-    for name, tensor in base.items():
-        inputs = types.TensorGroup.from_tensors(
-            [tensor, *(model[name] for model in finetuned)], base_index=0
-        )
-        merged = registry.get(f"dare_{method}").merge_group(inputs, **settings, **{"lambda": 1.0})
-    return merged
-
-
-def same_bits(dare: Any) -> bool:
-    """Whether the GPU gives the CPU's bits."""
-    import torch
-
-    here = [
-        make_state({"w": (300, 700), "v": (4999,), "x": (64, 1024)}, model) for model in range(3)
-    ]
-    there = [{name: tensor.cuda() for name, tensor in state.items()} for state in here]
-    for settings in ON_TENSORS.values():
-        config = dare.DareConfig(**settings)
-        ours, theirs = (dare.dare_merge(state[0], state[1:], config) for state in (here, there))
-        if not all(
-            torch.equal(ours[name].view(torch.uint8), theirs[name].cpu().view(torch.uint8))
-            for name in ours
-        ):
-            return False
-    return True
-
-
-def measure_gpu(point: Point) -> Stored:
-    """25 calls of each task, after one that compiles. A point's method says what its tensors are like."""
-    import torch
-
-    dare: Any = import_module("dare")
-    if (
-        4 * point.parameters * (point.models + 2) > torch.cuda.mem_get_info()[1]
-    ):  # all models and as much for the copy
-        return {"figures": {"copy": {"runs": [], "trouble": "out of memory"}}}
-    squares = {
-        f"layers.{k}.weight": (4096, 4096) for k in range(max(1, round(point.parameters / 4096**2)))
-    }
-    small = {
-        f"layers.{k}.weight": (1024, 1024) for k in range(max(1, point.parameters // 1_000_000))
-    }
-    shapes = {SQUARES: squares, SMALL: small, LLAMA: describe(point.parameters)[0]}[point.method]
-    base, *finetuned = (
-        make_state(shapes, model, device="cuda") for model in range(point.models + 1)
-    )
-    out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
-    elements = sum(tensor.numel() for tensor in base.values())
-    halves = torch.empty(
-        (2, (point.models + 2) * elements // 2), dtype=torch.bfloat16, device="cuda"
-    )
-    configs = {
-        kind: dare.DareConfig(**ON_TENSORS[kind])
-        for kind in list(ON_TENSORS)[: 4 if point.models == 2 else 2]
-    }
-    merges = {
-        kind: partial(dare.dare_merge, base, finetuned, config, out=out)
-        for kind, config in configs.items()
-    }
-    tasks: dict[str, Callable[[], Any]] = {"copy": lambda: halves[0].copy_(halves[1]), **merges}
-    for kind in (
-        ("linear", "ties") if point == SECTIONS["gpu"][0] and "mergekit" in INSTALLED else ()
-    ):
-        tasks[f"mergekit's {kind}"] = partial(merge_by_mergekit, base, finetuned, kind)
-    figures: Stored = {role: {"runs": [], "trouble": ""} for role in tasks}
-    for number in range(26):
-        for role, task in tasks.items():
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            task()
-            torch.cuda.synchronize()
-            figures[role]["runs"] += [{"wall_s": time.perf_counter() - started}] if number else []
-    extra = 0
-    for merge in merges.values():
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        merge()
-        extra = max(extra, torch.cuda.max_memory_allocated() - held)
-    bits = "the CPU's bits" if same_bits(dare) else "BITS THAT DIFFER FROM THE CPU'S"
-    return {
-        "figures": figures,
-        "note": f", {count_of(len(base), 'tensor')}, {bits}, {extra / 1e6:.0f} MB of memory",
-    }
-
-
 def identify(section: str, arguments: argparse.Namespace) -> Stored:
     """Where points come from; only those that have all of it in common stand in one table."""
-    cpus, memory = (
-        Path("/proc/cpuinfo"),
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30),
-    )
+    cpus = Path("/proc/cpuinfo")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
     named = re.search(r"model name\s*: (.+)", cpus.read_text()) if cpus.exists() else None
     machine = [
         named[1] if named else platform.machine(),
@@ -525,7 +323,8 @@ def measure_section(
     section: str, points: list[Point], results: Stored, arguments: argparse.Namespace
 ) -> None:
     """Measure the points that are not stored yet, and store each as soon as it is measured."""
-    origin, old = identify(section, arguments), results.get(section, {})
+    origin = identify(section, arguments)
+    old = results.get(section, {})
     kept = old["outcomes"] if old | origin == old else []
     outcomes = [each for each in kept if Point(**each["point"]) in points and not has_failed(each)]
     results[section] = origin | {"outcomes": outcomes}
@@ -534,10 +333,12 @@ def measure_section(
             continue
         print(f"{section}: {point.label()}", file=sys.stderr)
         with tempfile.TemporaryDirectory(prefix="dare-benchmark-") as scratch:
-            programs = section != "gpu" and measure_programs(
-                section, point, arguments, Path(scratch)
-            )
-        outcomes.append({"point": point._asdict()} | (programs or measure_gpu(point)))
+            if section == "gpu":
+                is_first = point == SECTIONS["gpu"][0]
+                outcome = measure_gpu(point, is_first and "mergekit" in INSTALLED)
+            else:
+                outcome = measure_programs(section, point, arguments, Path(scratch))
+        outcomes.append({"point": point._asdict()} | outcome)
         if arguments.json:
             written = arguments.json.with_suffix(".partial")
             written.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What benchmark.py has stored, in Markdown: for each section a table, its ratios in words, its origin; a picture."""
+"""What benchmark.py has stored, in Markdown: by section a table, its ratios, its origin."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ MEASURES: dict[str, tuple[str, Any, int]] = {
 }
 LESS = ("mergekit", "slerp")  # which drops nothing there
 EIGHT = "8 threads"
-DISK, FILESYSTEM = (
-    3e9,
-    10e9,
-)  # what is assumed of a machine's disk, and of a filesystem of many: bytes a second
+# what is assumed of a machine's disk, and of a filesystem of many: bytes a second
+DISK = 3e9
+FILESYSTEM = 10e9
 COPIES = ("copy on 1 thread", "copy on all threads")
 MARKS = {"copy": ("|", "#888888"), "this tool": ("o", "#0072B2"), "mergekit": ("s", "#D55E00")}
 MARKS["torch script"] = ("^", "#009E73")
@@ -76,7 +75,7 @@ def value(outcome: Stored, role: str, measure: str = "median time") -> float:
 
 
 def ratio(outcome: Stored, role: str) -> float:
-    """How many times the first program's time it takes; mergekit's arithmetic, that of the same method on a GPU."""
+    """How many times the first program's time it takes; on a GPU, that of the same method."""
     return value(outcome, role) / value(
         outcome, role.partition("mergekit's ")[2] or next(iter(outcome["figures"]))
     )
@@ -98,7 +97,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def show_runs(outcome: Stored) -> str:
-    """All measures of one point. The tool and the copies wait for the disk (fsync); mergekit and torch do not."""
+    """All measures of one point. Only the tool and the copies wait for the disk (fsync)."""
     rows = [
         [
             f"{Point(**outcome['point']).label()}; s, MiB",
@@ -135,8 +134,10 @@ def show_runs(outcome: Stored) -> str:
 
 
 def show_time(outcome: Stored, role: str) -> str:
-    """How long a program took, and how many times the first one's time that is; or why there is nothing to show."""
-    figure, taken, times = outcome["figures"].get(role), value(outcome, role), ratio(outcome, role)
+    """How long a program took, also in times of the first one's; or why nothing is known."""
+    figure = outcome["figures"].get(role)
+    taken = value(outcome, role)
+    times = ratio(outcome, role)
     if not figure or not figure["runs"]:
         return figure["trouble"] if figure else "-"
     notes = [f"{show(times, 1 + (times < 2))} x"] * (role != next(iter(outcome["figures"])))
@@ -163,8 +164,9 @@ def list_labels(outcomes: list[Stored]) -> list[str]:
 
 
 def tell(section: Stored) -> list[str]:
-    """A table with a row for each point: medians, and peaks in MiB; the ranges of its ratios; where it comes from."""
-    outcomes, labels = section["outcomes"], list_labels(section["outcomes"])
+    """A table with a row for each point: medians, and peaks in MiB; its ratios; its origin."""
+    outcomes = section["outcomes"]
+    labels = list_labels(section["outcomes"])
     roles = list(dict.fromkeys(role for outcome in outcomes for role in outcome["figures"]))
     peaks = {role: [value(outcome, role, "peak memory") for outcome in outcomes] for role in roles}
     peaks = {
@@ -192,13 +194,14 @@ def tell(section: Stored) -> list[str]:
     held = ", ".join(f"{role} {span(found)}" for role, found in peaks.items())
     short = f"In short, in times of {roles[0]}: {words}." + f" MiB: {held}." * bool(held)
     versions = ", ".join(f"{name} {version}" for name, version in section["versions"].items())
-    machine, code = ", ".join(section["machine"]), section["code"][:12]
+    machine = ", ".join(section["machine"])
+    code = section["code"][:12]
     origin = f"Measured on {machine}; {versions}; code {code}; `{section['command']}`"
     return [table(rows), textwrap.fill(short, 120), textwrap.fill(origin, 120)]
 
 
 def project(results: Stored) -> str:
-    """What larger linear merges of two bf16 fine-tunes come to, by the slowest of measured cores and assumed disks."""
+    """What larger linear merges of two bf16 models take, by measured cores and assumed disks."""
     measured = {
         role: results[section]["outcomes"][0]
         for section, role in (("files", "this tool"), ("threads", EIGHT))
@@ -250,10 +253,8 @@ def draw(outcomes: list[Stored], path: Path) -> None:
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(9.3, 1.9 + 0.36 * len(outcomes)), dpi=150, layout="constrained")
-    panels, titles = (
-        picture.subplots(1, 2, sharey=True),
-        ("median time in seconds", "peak memory in MiB"),
-    )
+    panels = picture.subplots(1, 2, sharey=True)
+    titles = ("median time in seconds", "peak memory in MiB")
     fastest = [min(COPIES, key=partial(value, outcome)) for outcome in outcomes]
     for axes, title, measure in zip(panels, titles, ("median time", "peak memory"), strict=True):
         axes.set_xscale("log")

@@ -1,7 +1,7 @@
 """What benchmark.py runs in processes of their own; the first argument is the name of the function.
 
-Modules that only one of them needs are imported there, so that the others start as fast as they can. What a function
-prints as JSON takes the place of what is measured from outside.
+Modules that only one of them needs are imported there, so that the others start as fast as they
+can. What a function prints as JSON takes the place of what is measured from outside.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ CHUNK = 2 << 20
 def launch(*command: str) -> None:
     """Run a command, and print its exit status, wall time, CPU time and peak memory as JSON.
 
-    A process's peak begins with the size of the process that started it, so this one has to be small.
+    A process's peak begins with the size of the process that started it, so this one has to be
+    small.
     """
     import resource
 
     started = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE)
-    wall, usage = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.perf_counter() - started
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     run = {"wall_s": wall, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": peak}
     print(
@@ -35,10 +37,8 @@ def launch(*command: str) -> None:
 
 def copy(threads: str, output: str, *names: str) -> None:
     """Read all inputs and write one copy of the last."""
-    inputs, target = (
-        [os.open(name, os.O_RDONLY) for name in names],
-        os.open(output, os.O_RDWR | os.O_CREAT),
-    )
+    inputs = [os.open(name, os.O_RDONLY) for name in names]
+    target = os.open(output, os.O_RDWR | os.O_CREAT)
 
     def copy_share(first: int) -> None:
         buffer = memoryview(bytearray(CHUNK))
@@ -59,7 +59,7 @@ def copy(threads: str, output: str, *names: str) -> None:
 
 
 def install(cache: str, output: str, root: str) -> None:
-    """Run the README's first command, once there is uv, in a fresh copy of the tree: what it installs, and how long."""
+    """Run the README's first command in a fresh copy of the tree: what it installs, how long."""
     import re
     import shutil
     from pathlib import Path
@@ -88,7 +88,7 @@ def install(cache: str, output: str, root: str) -> None:
 def merge_inside(
     runner: str, count: str, method: str, output: str, base: str, *models: str
 ) -> None:
-    """Merge twice in this process, and time the second: by some threads, or by nodes of Ray's with one CPU each."""
+    """Merge twice in this process, and time the second: by threads, or by Ray's nodes."""
     import shutil
 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -123,7 +123,7 @@ def merge_inside(
 
 
 def torch_analyze(*files: str) -> None:
-    """What an analysis finds, as one would write it with torch: tensor by tensor, with a histogram for percentiles."""
+    """What an analysis finds, as one would write it with torch: percentiles from a histogram."""
     import torch
     from safetensors.torch import load_file
 
@@ -143,11 +143,9 @@ def torch_analyze(*files: str) -> None:
             ]
             found += [size.mean(), size.std(), size.max(), delta.norm() / weights.norm()]
             for other in deltas[:i]:
-                both, opposed, sums = (
-                    (delta != 0) & (other != 0),
-                    delta.sign() * other.sign() < 0,
-                    size + other.abs(),
-                )
+                both = (delta != 0) & (other != 0)
+                opposed = delta.sign() * other.sign() < 0
+                sums = size + other.abs()
                 found += [
                     (delta * other).sum(),
                     both.sum(),
@@ -159,14 +157,15 @@ def torch_analyze(*files: str) -> None:
 
 
 def torch_merge(method: str, density: str, output: str, *files: str) -> None:
-    """DARE as one writes it from the paper's formulas: load the models, go through their tensors, save the result."""
+    """DARE as one writes it from the paper's formulas: load the models, merge, save the result."""
     import torch
     from safetensors.torch import load_file, save_file
 
     base, *models = map(load_file, files)
     merged = {}
     for name, weights in base.items():
-        start, kept = weights.float(), []
+        start = weights.float()
+        kept = []
         for model in models:
             delta = model[name].float() - start
             mask = torch.bernoulli(torch.full_like(delta, float(density)))
@@ -178,7 +177,8 @@ def torch_merge(method: str, density: str, output: str, *files: str) -> None:
             agreed = deltas * deltas.sum(0).sign() > 0
             result = start + (deltas * agreed).sum(0) / agreed.sum(0).clamp(min=1)
         else:
-            one, other = start + kept[0], start + kept[1]
+            one = start + kept[0]
+            other = start + kept[1]
             cosine = (one / one.norm() * (other / other.norm())).sum()
             angle = cosine.clamp(-1, 1).acos()
             halves = 0.5 if cosine > 0.9995 else (angle / 2).sin() / angle.sin()

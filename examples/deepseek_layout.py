@@ -1,10 +1,11 @@
-"""Plan a merge of models as large as DeepSeek-V3, made of holes: how long it takes, and how much memory.
+"""Plan a merge of models as large as DeepSeek-V3, made of holes: its time and its memory.
 
     uv run examples/deepseek_layout.py [FOLDER]
 
-The files have the names, shapes and number of shards of the published model, in bf16, 1.3 TB each, but nothing is
-stored in them besides their headers: they need a filesystem with sparse files. Two of the output's files, of 5 GB of
-zeros each, are made for real, as parts on two machines would make them, and everything is removed.
+The files have the names, shapes and number of shards of the published model, in bf16, 1.3 TB each,
+but nothing is stored in them besides their headers: they need a filesystem with sparse files. Two
+of the output's files, of 5 GB of zeros each, are made for real, as parts on two machines would make
+them, and everything is removed.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ def list_tensors() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.embed_tokens.weight", (WORDS, HIDDEN)
     for layer in range(LAYERS):
         attention = {
-            "q_a_proj": (QUERY, HIDDEN), "q_a_layernorm": (QUERY,), "q_b_proj": (HEADS * (NOPE + ROPE), QUERY),
-            "kv_a_proj_with_mqa": (KEYS + ROPE, HIDDEN), "kv_a_layernorm": (KEYS,),
-            "kv_b_proj": (HEADS * (NOPE + VALUE), KEYS), "o_proj": (HIDDEN, HEADS * VALUE),
-        }  # fmt: skip
+            "q_a_proj": (QUERY, HIDDEN),
+            "q_a_layernorm": (QUERY,),
+            "q_b_proj": (HEADS * (NOPE + ROPE), QUERY),
+            "kv_a_proj_with_mqa": (KEYS + ROPE, HIDDEN),
+            "kv_a_layernorm": (KEYS,),
+            "kv_b_proj": (HEADS * (NOPE + VALUE), KEYS),
+            "o_proj": (HIDDEN, HEADS * VALUE),
+        }
         named = {f"self_attn.{name}.weight": shape for name, shape in attention.items()}
         routed = {f"experts.{k}.": EXPERT for k in range(EXPERTS)} | {"shared_experts.": EXPERT}
         for name, width in (routed if layer >= DENSE else {"": MLP}).items():
@@ -63,7 +68,9 @@ def make_holes(folder: Path) -> Path:
     folder.mkdir()
     tensors = {name: TensorInfo("BF16", shape) for name, shape in list_tensors()}
     limit = sum(info.nbytes for info in tensors.values()) / SHARDS
-    shards, place, weight_map = [dict[str, TensorInfo]()], 0, {}
+    shards = [dict[str, TensorInfo]()]
+    place = 0
+    weight_map = {}
     for name, info in tensors.items():
         if place > limit * len(shards):
             shards.append({})
@@ -71,10 +78,8 @@ def make_holes(folder: Path) -> Path:
         shards[-1][name] = TensorInfo("BF16", info.shape, used)
         place += info.nbytes
     for number, shard in enumerate(shards, 1):
-        file, header = (
-            folder / f"model-{number:05d}-of-{len(shards):06d}.safetensors",
-            header_bytes(shard, {}),
-        )
+        file = folder / f"model-{number:05d}-of-{len(shards):06d}.safetensors"
+        header = header_bytes(shard, {})
         file.write_bytes(header)
         os.truncate(file, len(header) + sum(info.nbytes for info in shard.values()))
         weight_map |= dict.fromkeys(shard, file.name)
@@ -88,7 +93,7 @@ def make_holes(folder: Path) -> Path:
 
 
 def measure(*words: str | Path) -> tuple[float, float]:
-    """Run the tool: the seconds that it takes, and the most megabytes that any run has taken so far."""
+    """Run the tool: its seconds, and the most megabytes that any run has taken so far."""
     started = time.perf_counter()
     subprocess.run(
         [sys.executable, "-c", TOOL, *words], check=True, stdout=subprocess.DEVNULL, cwd=ROOT

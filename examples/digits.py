@@ -1,7 +1,8 @@
-"""What the example's two scripts share: the network, the images, the two tasks and how accuracy is measured.
+"""What the example's two scripts share: the network, the images, the two tasks, the accuracy.
 
-The images are scikit-learn's bundled digits (8x8 pixels, 1797 of them), so nothing is downloaded. A third of them
-is held out: training never sees those images, in any form, and accuracy is measured on nothing else.
+The images are scikit-learn's bundled digits (8x8 pixels, 1797 of them), so nothing is downloaded. A
+third of them is held out: training never sees those images, in any form, and accuracy is measured
+on nothing else.
 """
 
 import math
@@ -24,15 +25,17 @@ except ModuleNotFoundError as error:
 
 MODELS = Path(__file__).resolve().parent / "models"
 
-# Wide hidden layers: the wider a layer, the less each single weight has to move, and the better the random drops
-# of DARE cancel out. In bfloat16 the file stays under 1 MiB.
+# Wide hidden layers: the wider a layer, the less each single weight has to move, and the better the
+# random drops of DARE cancel out. In bfloat16 the file stays under 1 MiB.
 WIDTHS = (64, 1024, 384, 10)
 
-# The rotated task turns a digit by an angle in this range; the covered task hides this many columns on the right.
+# The rotated task turns a digit by an angle in this range; the covered task hides this many columns
+# on the right.
 DEGREES = (25.0, 45.0)
 HIDDEN_COLUMNS = 3
 
-# Accuracy is taken over this many evenly spaced angles per held-out image, so that it does not hang on one angle.
+# Accuracy is taken over this many evenly spaced angles per held-out image, so that it does not hang
+# on one angle.
 COPIES = 10
 
 Split = tuple[Tensor, Tensor]
@@ -40,7 +43,7 @@ Task = Callable[[Tensor, Tensor], Tensor]
 
 
 def network() -> nn.Sequential:
-    """The network that base, experts and merges all share; its tensors are named fc1.weight, fc1.bias, ..."""
+    """The network of base, experts and merges; its tensors are named fc1.weight, fc1.bias, ..."""
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
     for number, (inputs, outputs) in enumerate(pairwise(WIDTHS), start=1):
         if number > 1:
@@ -50,7 +53,7 @@ def network() -> nn.Sequential:
 
 
 def load_split() -> tuple[Split, Split]:
-    """The training and the held-out (images, labels), pixels scaled to 0..1; the same split on every call."""
+    """The training and the held-out (images, labels), pixels in 0..1; always the same split."""
     digits = load_digits()
     images = torch.tensor(digits.images / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target, dtype=torch.long)
@@ -63,7 +66,9 @@ def load_split() -> tuple[Split, Split]:
 def rotate(images: Tensor, degrees: Tensor) -> Tensor:
     """Turn every image about its centre by its own angle, counter-clockwise."""
     angles = torch.deg2rad(degrees)
-    cos, sin, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
+    cos = angles.cos()
+    sin = angles.sin()
+    zero = torch.zeros_like(angles)
     turns = torch.stack([torch.stack([cos, -sin, zero], 1), torch.stack([sin, cos, zero], 1)], 1)
     grid = nn.functional.affine_grid(turns, [len(images), 1, 8, 8], align_corners=False)
     return nn.functional.grid_sample(images[:, None], grid, align_corners=False)[:, 0]
@@ -76,7 +81,7 @@ def rotated(images: Tensor, draws: Tensor) -> Tensor:
 
 
 def covered(images: Tensor, draws: Tensor) -> Tensor:
-    """The second task: digits whose right side is hidden; always the same columns, so draws are not used."""
+    """The second task: digits whose right side is hidden, always the same columns."""
     result = images.clone()
     result[:, :, -HIDDEN_COLUMNS:] = 0
     return result
@@ -94,7 +99,7 @@ def held_out() -> dict[str, Split]:
 
 
 def load_model(path: Path) -> nn.Sequential:
-    """Read a safetensors file into the network, as float32; ValueError says in one sentence why it cannot be."""
+    """Read a safetensors file into the network, as float32; ValueError says why it cannot be."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file.")
     try:
@@ -108,7 +113,7 @@ def load_model(path: Path) -> nn.Sequential:
 
 
 def check_tensors(path: Path, tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Raise ValueError unless the tensors are the network's: same names, same shapes, floating point."""
+    """Raise ValueError unless the tensors are the network's: names, shapes, floating point."""
     if odd := sorted(tensors.keys() ^ expected.keys()):
         state = "lacks" if odd[0] in expected else "has the unknown"
         raise ValueError(f"{path}: not a model of this example, it {state} tensor {odd[0]}.")
@@ -117,7 +122,8 @@ def check_tensors(path: Path, tensors: dict[str, Tensor], expected: dict[str, Te
         if list(tensor.shape) != wanted or not tensor.is_floating_point():
             found = f"{list(tensor.shape)} {tensor.dtype}"
             raise ValueError(
-                f"{path}: not a model of this example, tensor {name} is {found}, not float {wanted}."
+                f"{path}: not a model of this example, "
+                f"tensor {name} is {found}, not float {wanted}."
             )
 
 

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # dare-merge = { path = "..", editable = true }
 # ///
-"""Merge the example's models at several drop rates, from a script, and see how well each merge does.
+"""Merge the example's models at several drop rates, and see how well each merge does.
 
 uv run examples/drop_rates.py
 """
@@ -16,9 +16,8 @@ from pathlib import Path
 
 from digits import MODELS, TASKS, accuracies, held_out, load_model
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # so that it also runs without an installation
+# So that it also runs without an installation.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dare import DareConfig, DareMerger
 

@@ -2,13 +2,13 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch", "safetensors", "scikit-learn"]
 # ///
-"""Print how well each model reads the digits of each task, on held-out images that no training ever saw.
+"""Print how well each model reads the digits of each task, on images that no training ever saw.
 
     uv run examples/evaluate.py [--json] [MODEL.safetensors ...]
 
-Without models: the base, the two experts, and the merged model if there is one. With --json the figures are shares
-from 0 to 1, and for a single model "score" is its mean over the tasks, so that a search over merge settings can use
-this script to judge a merge.
+Without models: the base, the two experts, and the merged model if there is one. With --json the
+figures are shares from 0 to 1, and for a single model "score" is its mean over the tasks, so that a
+search over merge settings can use this script to judge a merge.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def names_of(paths: list[Path]) -> list[str]:
 
 
 def score(path: Path) -> dict[str, float]:
-    """One model's accuracies and, as "score", their mean: for `dare.py sweep --evaluate examples/evaluate.py:score`."""
+    """One model's accuracies and, as "score", their mean: for `dare.py sweep`."""
     figures = accuracies(load_model(Path(path)), IMAGES())
     return figures | {"score": figures["mean"]}
 

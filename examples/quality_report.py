@@ -11,9 +11,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Final
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # so that it also runs without an installation
+# So that it also runs without an installation.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmark_report import table
 
@@ -22,7 +21,8 @@ from darelib.commands.sweep.report import chance
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
 PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
 START: Final = "lambda 1.5"  # of what is drawn without a search
-# What each step is worth: what it is called, with it, and without it. (Those from the reference are in the ranking.)
+# What each step is worth: what it is called, with it, and without it. (Those from the reference are
+# in the ranking.)
 STEPS: Final = (
     ("lambda searched for, not 1", "task arithmetic", PLAIN),
     ("lambda searched for, not 1.5, in ram", "ram", f"ram, {START}"),
@@ -59,7 +59,7 @@ Results = dict[str, Any]
 
 
 def units_of(results: Results) -> dict[str, list[Results]]:
-    """What was measured of each kind of network, a record for each training, from the smallest network up."""
+    """What was measured of each kind of network, by training, from the smallest network up."""
     names: dict[str, list[Results]] = {}
     for name, record in results["units"].items():
         unit, _, training = name.rpartition("/")
@@ -88,7 +88,8 @@ def probability(values: Sequence[float]) -> float:
 
 def correct(found: Sequence[float]) -> list[float]:
     """Probabilities of several tests, corrected for their number by Holm's way."""
-    least, corrected = 0.0, dict[int, float]()
+    least = 0.0
+    corrected = dict[int, float]()
     for rank, (p, place) in enumerate(sorted(zip(found, range(len(found)), strict=True))):
         corrected[place] = least = max(least, min(1.0, p * (len(found) - rank)))
     return [corrected[place] for place in range(len(found))]
@@ -96,7 +97,7 @@ def correct(found: Sequence[float]) -> list[float]:
 
 @dataclass
 class Comparison:
-    """How many points one contender is ahead of another, by unit for each round; by family, the chance of that."""
+    """How many points one contender is ahead, by unit and round; by family, the chance of that."""
 
     name: str
     values: dict[str, dict[str, float]]
@@ -108,7 +109,7 @@ class Comparison:
 
     @property
     def families(self) -> dict[str, list[float]]:
-        """By family the means of its rounds over networks: those of a round share what is held out and merged."""
+        """By family the means of its rounds, whose networks share what is held out and merged."""
         found: dict[str, dict[str, list[float]]] = {}
         for unit, values in self.values.items():
             for number, value in values.items():
@@ -135,7 +136,7 @@ class Comparison:
         return [*told, *self.by_network]
 
     def cells(self) -> list[str]:
-        """Of a table: over all trainings that have it; what can be told of each family; the means by network."""
+        """Of a table: over all trainings; what can be told of each family; the means by network."""
         told = (
             f"{spread(values, '+.1f')}, {self.tell(family)} (p {self.p[family]:.3f})".replace(
                 "p 0.000", "p < 0.001"
@@ -152,7 +153,7 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Comparison]:
-    """Of each pair, by the mean over the merges of a training that both are for; corrected for their number."""
+    """Of each pair, by the mean over the merges that both are for; corrected for their number."""
     found = []
     for name, one, other in pairs:
         values: dict[str, dict[str, float]] = {}
@@ -249,7 +250,7 @@ def steps(results: Results) -> str:
 
 
 def scores(results: Results) -> str:
-    """What is ranked, in itself: the base, the experts at their own skill, and the reference, in %."""
+    """What is ranked, in %: the base, the experts at their own skill, and the reference."""
     rows = []
     for name, records in units_of(results).items():
         merged = [
@@ -271,7 +272,7 @@ def scores(results: Results) -> str:
 
 
 def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
-    """The highest drop rate up to which no score is below the least, by straight lines between the rates tried."""
+    """The highest drop rate up to which no score is below the least, by straight lines."""
     tried = [(0.0, least), *zip(rates, found, strict=True)]
     for (rate, score), (next_rate, next_score) in pairwise(tried):
         if next_score < least:
@@ -281,7 +282,8 @@ def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float
 
 def cliffs(results: Results) -> str:
     """One model: the drop rate in % up to which most of what fine-tuning gained stays."""
-    rows, rates = [], results["rates"]
+    rows = []
+    rates = results["rates"]
     for name, records in units_of(results).items():
         cells = [title(name, records)]
         for arm in records[0]["curves"]:
@@ -298,38 +300,35 @@ def cliffs(results: Results) -> str:
 def report(results: Results) -> str:
     machines = {record["machine"] for record in results["units"].values()}
     scales = dict.fromkeys(name.split(", lambda ")[1] for name in list_names(results, False))
-    return f"""{"; ".join(sorted(machines))}; {results["seconds"]:.0f} s in all
-
-Scores on test data in %, means over trainings, merges and masks:
-
-{scores(results)}
-
-Points ahead of {REFERENCE} without dropping, in the same training: the mean; for each family mean ± standard deviation
-over rounds, and what a t test over them tells, corrected for the number of tests (Holm); the means by network; medians
-of what was chosen. A round is one training of each network:
-
-{ranking(results)}
-
-What each step is worth, in points:
-
-{steps(results)}
-
-Without a search, points ahead of the plain average (task arithmetic with a lambda of 1), with a lambda of
-{" / ".join(scales)}; bold: a difference that the same test tells:
-
-{starts(results)}
-
-One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning gained, ± standard deviation over
-trainings:
-
-{cliffs(results)}"""
+    blocks = [
+        f"{'; '.join(sorted(machines))}; {results['seconds']:.0f} s in all",
+        "Scores on test data in %, means over trainings, merges and masks:",
+        scores(results),
+        f"Points ahead of {REFERENCE} without dropping, in the same training: the mean; "
+        "for each family mean ± standard deviation\n"
+        "over rounds, and what a t test over them tells, corrected for the number of tests (Holm); "
+        "the means by network; medians\n"
+        "of what was chosen. A round is one training of each network:",
+        ranking(results),
+        "What each step is worth, in points:",
+        steps(results),
+        "Without a search, points ahead of the plain average "
+        "(task arithmetic with a lambda of 1), with a lambda of\n"
+        f"{' / '.join(scales)}; bold: a difference that the same test tells:",
+        starts(results),
+        f"One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning "
+        "gained, ± standard deviation over\ntrainings:",
+        cliffs(results),
+    ]
+    return "\n\n".join(blocks)
 
 
 def draw(results: Results, path: Path) -> None:
-    """All ways to merge with a search and without, a point for each kind of network; DARE of one model by drop rate."""
+    """All ways to merge, a point for each kind of network; DARE of one model by drop rate."""
     from matplotlib.figure import Figure
 
-    ranked, units = rank(results), units_of(results)
+    ranked = rank(results)
+    units = units_of(results)
     begun = sorted(compare_starts(results), key=lambda each: -fmean(each.every))
     begun = [each for each in begun if each.name.endswith(START)]
     figure = Figure(figsize=(13, 1.5 + 0.27 * len(ranked)), dpi=100, layout="constrained")
@@ -368,8 +367,10 @@ def draw(results: Results, path: Path) -> None:
         drawn.set_xscale("symlog", linthresh=2)
         drawn.xaxis.set_major_formatter(lambda tick, _: f"{tick:+g}")
         drawn.set_title(words, fontsize=9, loc="left")
-    # By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far from 0.99.
-    drawn, places = axes["curves"], [-math.log10(1 - rate) for rate in results["rates"]]
+    # By the logarithm of what is kept: the noise of dropping grows with 1 / (1 - p), and 0.9 is far
+    # from 0.99.
+    drawn = axes["curves"]
+    places = [-math.log10(1 - rate) for rate in results["rates"]]
     for name, records in units.items():
         curves = zip(*(record["curves"]["DARE"] for record in records), strict=True)
         drawn.plot(places, [100 * fmean(scores) for scores in curves], **styles[name])

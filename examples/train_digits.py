@@ -2,13 +2,13 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch", "safetensors", "scikit-learn"]
 # ///
-"""Train the example's models from nothing: a base and two experts fine-tuned from it, one for each task.
+"""Train the example's models from nothing: a base and two experts, one for each task.
 
     uv run examples/train_digits.py [--output DIR]
 
-The base learns plain digits, hardly turned and never covered. Each expert starts from the base and learns one task:
-`rotated` reads digits that lean, `covered` reads digits whose right side is hidden. Every seed is fixed, so the same
-machine and the same torch give the same bytes every time.
+The base learns plain digits, hardly turned and never covered. Each expert starts from the base and
+learns one task: `rotated` reads digits that lean, `covered` reads digits whose right side is
+hidden. Every seed is fixed, so the same machine and the same torch give the same bytes every time.
 """
 
 import argparse
@@ -35,13 +35,15 @@ class Recipe:
     pull: float
 
 
-# Strong label smoothing keeps the base unsure of its answers. In a plain average of two models each expert's change
-# counts by half only, and half a change can overrule an unsure base but not an over-confident one.
+# Strong label smoothing keeps the base unsure of its answers. In a plain average of two models each
+# expert's change counts by half only, and half a change can overrule an unsure base but not an
+# over-confident one.
 BASE = Recipe(steps=200, rate=5e-4, gentle_rate=5e-4, smoothing=0.8, pull=0.0)
 
-# DARE needs small changes: the fewer and the larger the weights that carry a skill, the more a random drop destroys.
-# So the learning rate is low, a quadratic pull holds the expert near the base, and the tensors with few entries (the
-# biases and the output layer), where dropping leaves next to nothing, move slower still.
+# DARE needs small changes: the fewer and the larger the weights that carry a skill, the more a
+# random drop destroys. So the learning rate is low, a quadratic pull holds the expert near the
+# base, and the tensors with few entries (the biases and the output layer), where dropping leaves
+# next to nothing, move slower still.
 EXPERT = Recipe(steps=400, rate=1e-4, gentle_rate=3e-5, smoothing=0.5, pull=0.01)
 WIDE_TENSORS = {"fc1.weight", "fc2.weight"}
 

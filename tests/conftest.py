@@ -53,7 +53,7 @@ def pair(tmp_path: Path) -> Pair:
 @pytest.fixture
 def small_blocks(monkeypatch: Patch) -> None:
     """Blocks, jobs and chunks so small that tiny models have several of each."""
-    for module in ("darelib.commands.pack", "darelib.models.packed"):
+    for module in ("darelib.commands.pack.packer", "darelib.models.packed"):
         monkeypatch.setattr(f"{module}.COUNTED_BLOCK", 4096)
     # With many threads, chunks would be larger than a block.
     support.tune(job_elements=8192, min_chunk=1024, max_chunk=2048, many_threads=1 << 30)

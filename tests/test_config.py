@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger
 from darelib.models import tensorfile
-from darelib.plan.plan import Task
+from darelib.plan.plan import MergePlan
 from darelib.requests.recipe import read_recipe
 from darelib.run.worker import Worker
 from tests.support import (
@@ -591,9 +591,9 @@ def test_of_several_faults_the_first_in_the_file_is_named(
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(
     models: Models, monkeypatch: Patch
 ) -> None:
-    jobs = Task.jobs
+    jobs = MergePlan.jobs
     monkeypatch.setattr(
-        Task, "jobs", lambda *arguments: os.truncate(models[1], 2000) or jobs(*arguments)
+        MergePlan, "jobs", lambda *arguments: os.truncate(models[1], 2000) or jobs(*arguments)
     )
     with pytest.raises(DareError, match="became shorter"):
         run_merge(models[0], models[1:], OUT)
@@ -603,12 +603,12 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(
 def test_a_bug_leaves_nothing_behind_and_no_traceback(
     models: Models, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    jobs = Task.jobs
+    jobs = MergePlan.jobs
     start = threading.Thread.start
     before = snapshot(Path())
     started: list[threading.Thread] = []
 
-    def make_one_job(self: Task, *arguments: Any) -> Any:
+    def make_one_job(self: MergePlan, *arguments: Any) -> Any:
         yield next(jobs(self, *arguments))
         raise MemoryError("no more")
 
@@ -619,7 +619,7 @@ def test_a_bug_leaves_nothing_behind_and_no_traceback(
         start(self)
 
     for owner, name, stand_in, kind in (
-        (Task, "jobs", make_one_job, MemoryError),
+        (MergePlan, "jobs", make_one_job, MemoryError),
         (threading.Thread, "start", start_two, RuntimeError),
         (Worker, "run", Mock(side_effect=ZeroDivisionError("oops")), ZeroDivisionError),
     ):

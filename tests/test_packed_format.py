@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import darelib.commands.pack
+import darelib.commands.pack.packer
 import darelib.models.packed
 from dare import DareError
 from darelib.core.mask import keep_threshold
@@ -245,7 +245,7 @@ def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
 def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    for module in (darelib.commands.pack, darelib.models.packed):
+    for module in (darelib.commands.pack.packer, darelib.models.packed):
         monkeypatch.setattr(module, "COUNTED_BLOCK", 1 << 20)  # as it is
     tune(job_elements=1 << 22, max_chunk=1 << 18)
     base = random_model(0, BF16, {"large": (1030, 1031), "small": (7, 9), "one": (), "none": (0,)})

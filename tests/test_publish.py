@@ -375,7 +375,8 @@ publish.replace = lambda *paths: (replace(*paths), kill())""",
         "kill())"
     ),
     "closed": "close = Checkpoint.close; Checkpoint.close = lambda model: (close(model), kill())",
-    "returned": "show = dare.print_result; dare.print_result = lambda found: (kill(), show(found))",
+    "returned": "from darelib.commands import options; show = options.print_result; "
+    "options.print_result = lambda found: (kill(), show(found))",
 }
 
 

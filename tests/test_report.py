@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareMerger
+from darelib.commands.options import make_merger
 from darelib.core.mask import keep_rate
 from darelib.core.text import human
 from darelib.run.worker import Worker
@@ -239,7 +240,7 @@ def test_the_plan_says_what_is_dropped_and_how_it_changes_over_the_layers(
     base = random_model(shapes={f"layers.{k}.weight": (3, 4) for k in range(3)})
     paths = save(tmp_path, base=base, a=finetune(base, 1), b=finetune(base, 2))
     flags = ["-b", str(paths[0]), "-m", *map(str, paths[1:]), *flags]
-    merger = dare.make_merger(dare.parse_flags(flags)[1])[0]
+    merger = make_merger(dare.parse_flags(flags)[1], DareMerger)[0]
     assert [rule.words for rule in merger.plan(tmp_path / OUT).rules if rule.tensors] == [words]
 
 

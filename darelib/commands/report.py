@@ -6,32 +6,35 @@ import dataclasses
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from darelib.config import DareConfig, Rule
 from darelib.core.drops import DROPS, EXPECTATION, NONE, RANDOM
+from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_BITS
 from darelib.core.methods import METHODS, TensorSettings
-from darelib.core.text import LISTED, clip, count_of, duration, human, list_names, printable, table
+from darelib.core.text import LISTED, clip, count_of, duration, human, printable, table
 from darelib.core.tuning import TUNING
+from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.output.destination import Replaced
 from darelib.output.prepare import FilePlan
 from darelib.plan.tensors import TensorPlan
+from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
+from darelib.run.threads import measure_rate
+from darelib.run.worker import Worker
 
-if TYPE_CHECKING:
-    from darelib.run.outcomes import Outcome, Tally
-
-# What a merge holds besides its buffers, as measured: the process with all that it has loaded, and what is known of
-# each tensor of each model.
+# What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
+# what is known of each tensor of each model.
 PROCESS_BYTES: Final = 92_000_000
 TENSOR_BYTES: Final = 900
-# A fine-tune's delta is a small part of its weights; two unrelated models differ by more than either weighs.
+# A fine-tune's delta is a small part of its weights; two unrelated models differ by more than
+# either weighs.
 UNRELATED_RATIO: Final = 0.5
-# How many files a plan names before it says "and 12 more", and how many characters a line of names has.
+# How many files a plan names before it says "and 12 more", and how many characters a line of names
+# has.
 MAX_FILES: Final = 6
 LINE_WIDTH: Final = 100
 
@@ -60,11 +63,21 @@ class PlannedInput:
     @classmethod
     def of(cls, model: Checkpoint) -> PlannedInput:
         stored = [info for file in model.files for info in file.tensors.values()]
-        types = dict(Counter(info.dtype for info in stored).most_common())
-        parameters = sum(info.count for info in stored)
         return cls(
-            model.name, model.size, len(model.files), types, len(stored), parameters, model.note
+            name=model.name,
+            size=model.size,
+            files=len(model.files),
+            types=dict(Counter(info.dtype for info in stored).most_common()),
+            tensors=len(stored),
+            parameters=sum(info.count for info in stored),
+            note=model.note,
         )
+
+    @property
+    def kind(self) -> str:
+        types = [f"{dtype} {count:,}" for dtype, count in self.types.items()]
+        words = types if len(types) > 1 else list(self.types)
+        return ", ".join([*words, self.note] if self.note else words)
 
 
 @dataclass(frozen=True)
@@ -75,12 +88,7 @@ class PlannedRule:
     tensors: int
     parameters: int
     settings: TensorSettings
-    words: str  # the settings that count; where they change over the layers, from the least to the most
-
-    @property
-    def label(self) -> str:
-        more = f" and {len(self.match) - 1} more" if len(self.match) > 1 else ""
-        return clip(self.match[0]) + more if self.match else ""
+    words: str  # the settings that count
 
 
 @dataclass(frozen=True)
@@ -95,9 +103,7 @@ class Plan:
     models: tuple[PlannedInput, ...]  # the base first
     missing_tensors: tuple[tuple[str, ...], ...]  # per model: those of the base that it lacks
     extra_tensors: tuple[tuple[str, ...], ...]  # per model: those that the base lacks
-    mismatched_tensors: tuple[
-        tuple[str, ...], ...
-    ]  # per model: those that have another shape in the base
+    mismatched_tensors: tuple[tuple[str, ...], ...]  # per model: those of another shape
     rules: tuple[PlannedRule, ...]  # last, the tensors that no rule is for
     copied_tensors: tuple[str, ...]
     files: tuple[dict[str, Any], ...]  # of tensors: their names and sizes
@@ -116,50 +122,41 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         for rule in data["rules"]:  # their numbers as lists, too, which are easier to read out
-            thinnings = rule["settings"]["thinnings"]
-            rule["settings"] |= {
-                f"{name}s": [t[name] for t in thinnings] for name in ("drop_rate", "divisor")
-            }
+            settings = rule["settings"]
+            settings["drop_rates"] = [each["drop_rate"] for each in settings["thinnings"]]
+            settings["divisors"] = [each["divisor"] for each in settings["thinnings"]]
         return data
 
     def __str__(self) -> str:
-        first = (
-            f"would merge {count_of(len(self.models) - 1, 'model')} into {printable(self.output)}"
-        )
+        models = count_of(len(self.models) - 1, "model")
+        first = f"would merge {models} into {printable(self.output)}"
         needs = "\n".join(f"{label:8}{words}" for label, words in self._needs())
         return "\n\n".join([first, self._models_table(), self._how(), self._rules_table(), needs])
 
     def _models_table(self) -> str:
         rows = [["model", "size", "tensors", "parameters", "type"]]
-        for k, model in enumerate(self.models):
-            kind = ", ".join(
-                filter(None, [name_types(model.types), model.note, "" if k else "the base"])
-            )
+        for model in self.models:
             cells = [human(model.size), f"{model.tensors:,}", f"{model.parameters:,}"]
-            rows.append([clip(model.name), *cells, kind])
+            rows.append([clip(model.name), *cells, model.kind])
+        rows[1][-1] += ", the base"
         notes = []
         for i, model in enumerate(self.models[1:]):
-            found = {
+            odd = {
                 "lacks": self.missing_tensors[i],
                 "has more than the base:": self.extra_tensors[i],
+                f"has in other shapes ({self.config.get('mismatch')}):": self.mismatched_tensors[i],
             }
-            found[f"has in other shapes ({self.config.get('mismatch')}):"] = (
-                self.mismatched_tensors[i]
-            )
-            notes += [
-                f"{clip(model.name)} {words} {count_of(len(of), 'tensor')}"
-                for words, of in found.items()
-                if of
-            ]
+            for words, names in odd.items():
+                if names:
+                    notes.append(f"{clip(model.name)} {words} {count_of(len(names), 'tensor')}")
         return "\n".join([table(rows, {0, 4}), *notes])
 
     def _how(self) -> str:
         """What is the same for all tensors."""
         words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
-        given = [
-            name for name in ("slerp_t", "threshold", "dtype", "normalize") if name in self.config
-        ]
-        words += [f"{name} {show_setting(self.config[name])}" for name in given]
+        for name in ("slerp_t", "threshold", "dtype", "normalize"):
+            if name in self.config:
+                words.append(f"{name} {show_setting(self.config[name])}")
         if "weights" in METHODS[self.config["method"]].settings:
             words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
         return "; ".join(words)
@@ -167,10 +164,11 @@ class Plan:
     def _rules_table(self) -> str:
         rows = [["tensors", "number", "parameters", "settings"]]
         for rule in self.rules:
-            others = "all others" if len(self.rules) > 1 else "all"
-            rows.append(
-                [rule.label or others, f"{rule.tensors:,}", f"{rule.parameters:,}", rule.words]
-            )
+            label = "all others" if len(self.rules) > 1 else "all"
+            if rule.match:
+                more = f" and {len(rule.match) - 1} more" if len(rule.match) > 1 else ""
+                label = clip(rule.match[0]) + more
+            rows.append([label, f"{rule.tensors:,}", f"{rule.parameters:,}", rule.words])
         if self.copied_tensors:
             rows.append(["not merged", f"{len(self.copied_tensors):,}", "", "as in the base"])
         return table(rows, {0, 3})
@@ -191,38 +189,25 @@ class Plan:
             yield "remove", "an unfinished merge (or continue it, with --resume)"
         yield "disk", f"{human(self.bytes_to_write)} needed, {human(self.bytes_free)} free"
         yield "memory", f"about {human(round(self.memory, -6))}"
-        work = (
-            f"to read {human(self.bytes_to_read)} and compute on {count_of(self.threads, 'thread')}"
-        )
+        threads = count_of(self.threads, "thread")
+        work = f"to read {human(self.bytes_to_read)} and compute on {threads}"
         if self.estimate:
-            yield (
-                "time",
-                f"{duration(self.estimate.seconds)} {work}, and what the disk takes to write",
-            )
+            time = duration(self.estimate.seconds)
+            yield "time", f"{time} {work}, and what the disk takes to write"
         else:
             yield "work", work
 
 
 def describe_plan(
-    plan: FilePlan,
-    inputs: Sequence[Checkpoint],
-    resume: bool,
-    sampled: tuple[int, float] | None = None,
+    plan: FilePlan, inputs: Sequence[Checkpoint], resume: bool, estimate: bool
 ) -> Plan:
-    """resume: whether an unfinished merge would be continued.
-
-    sampled: the bytes that some jobs read, and the seconds that they took.
-    """
-    config = plan.config
-    estimate = None
-    if sampled:
-        estimate = Estimate(sampled[1] * plan.bytes_to_read / max(sampled[0], 1), *sampled)
+    """resume: to continue an unfinished merge; estimate: whether to run some jobs."""
     return Plan(
         output=plan.output.name,
         directory=plan.output.directory,
-        config=config.recipe_settings(),
+        config=plan.config.recipe_settings(),
         seeds=plan.seeds,
-        weights=config.general(len(plan.models)).weights,
+        weights=plan.config.general(len(plan.models)).weights,
         models=tuple(map(PlannedInput.of, inputs)),
         missing_tensors=plan.missing,
         extra_tensors=plan.extra,
@@ -239,9 +224,17 @@ def describe_plan(
         bytes_free=plan.free,
         memory=estimate_memory(plan, inputs),
         threads=plan.threads,
-        estimate=estimate,
+        estimate=estimate_time(plan, inputs) if estimate else None,
         warnings=plan.warnings,
     )
+
+
+def estimate_time(plan: FilePlan, inputs: Sequence[Checkpoint]) -> Estimate:
+    """Run the first jobs, and conclude from their rate."""
+    with Interrupts() as interrupts:
+        worker = Worker.for_merge(plan, inputs, interrupts)
+        size, seconds = measure_rate(plan.rounds(), worker, interrupts)
+    return Estimate(seconds * plan.bytes_to_read / max(size, 1), size, seconds)
 
 
 def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
@@ -254,74 +247,49 @@ def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
         own = tensors.get(id(rule), [])
         if rule or own:
             settings = plan.config.for_rule(rule, len(plan.models))
-            used = list({id(tensor.settings): tensor.settings for tensor in own}.values()) or [
-                settings
-            ]
-            words, parameters = (
-                describe_settings(used, plan.config, rule),
-                sum(tensor.base.count for tensor in own),
+            used = {id(tensor.settings): tensor.settings for tensor in own}
+            yield PlannedRule(
+                match=rule.match if rule else (),
+                tensors=len(own),
+                parameters=sum(tensor.base.count for tensor in own),
+                settings=settings,
+                words=describe_settings([*used.values()] or [settings], plan.config, rule),
             )
-            yield PlannedRule(rule.match if rule else (), len(own), parameters, settings, words)
 
 
 def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: Rule | None) -> str:
     """The settings that count, of tensors that one rule is for."""
     if not any(settings.lambda_coeff for settings in used):
         return "lambda 0: as in the base"
-
-    def show(find: Callable[[TensorSettings], Sequence[float]]) -> str:
-        spans = [
-            sorted({min(column), max(column)}) for column in zip(*map(find, used), strict=True)
-        ]
-        words = [" to ".join(f"{value:.4g}" for value in span) for span in spans]
-        return ", ".join(words if len(set(words)) > 1 else words[:1])
-
-    general, thinnings = config.general(len(used[0].thinnings)), used[0].thinnings
-    kinds = list(dict.fromkeys(thinning.drop for thinning in thinnings))
-    rescales = {
-        thinning.rescale
-        for thinning in thinnings
-        if thinning.rescale != DROPS[thinning.drop].rescale
-    }
-    words = [
-        f"drop rate {show(lambda s: s.drop_rates)}"
-        + (f" by {', '.join(kinds)}" if kinds != [RANDOM] else "")
-    ]
-    for name in dict.fromkeys(name for kind in kinds for name in DROPS[kind].settings):
-        words.append(f"{name} {show(partial(list_own, name))}")
-    q = config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q
-    words += ["not rescaled"] if NONE in rescales else ["rescaled by l1"] if rescales else []
-    words += [f"rescale_q {show(lambda s: s.divisors)}"] if q else []
-    words += (
-        [f"lambda {show(lambda s: [s.lambda_coeff])}"]
-        if {s.lambda_coeff for s in used} != {1}
-        else []
-    )
-    words += (
-        [f"keep_ratio {show(lambda s: [s.keep_ratio])}"]
-        if {s.keep_ratio for s in used} != {1}
-        else []
-    )
-    words += (
-        [f"weights {show(lambda s: s.weights)}"]
-        if {s.weights for s in used} != {general.weights}
-        else []
-    )
-    words += (
-        [f"normalize {str(used[0].normalize).lower()}"]
-        if used[0].normalize != general.normalize
-        else []
-    )
-    words += (
-        [f"slerp_t {show(lambda s: [s.slerp_t])}"]
-        if {s.slerp_t for s in used} != {general.slerp_t}
-        else []
-    )
+    thinnings = used[0].thinnings
+    drops = list(dict.fromkeys(thinning.drop for thinning in thinnings))
+    by = f" by {', '.join(drops)}" if drops != [RANDOM] else ""
+    words = [f"drop rate {show_range([each.drop_rates for each in used])}{by}"]
+    for name in dict.fromkeys(name for drop in drops for name in DROPS[drop].settings):
+        values = [tuple(getattr(each, name) for each in own.thinnings) for own in used]
+        words.append(f"{name} {show_range(values)}")
+    odd = {each.rescale for each in thinnings if each.rescale != DROPS[each.drop].rescale}
+    if odd:
+        words.append("not rescaled" if NONE in odd else "rescaled by l1")
+    if config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q:
+        words.append(f"rescale_q {show_range([each.divisors for each in used])}")
+    general = config.general(len(thinnings))
+    usual = dataclasses.replace(general, lambda_coeff=1.0, keep_ratio=1.0)
+    for name in ("lambda_coeff", "keep_ratio", "weights", "normalize", "slerp_t"):
+        values = [getattr(each, name) for each in used]
+        if any(value != getattr(usual, name) for value in values):
+            words.append(f"{name.removesuffix('_coeff')} {show_range(values)}")
     return "; ".join(words)
 
 
-def list_own(name: str, settings: TensorSettings) -> list[float]:
-    return [getattr(thinning, name) for thinning in settings.thinnings]
+def show_range(values: Sequence[Any]) -> str:
+    """A setting of several tensors: one value or one each; where it changes, from least to most."""
+    if isinstance(values[0], bool):
+        return str(values[0]).lower()
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    spans = [sorted({min(column), max(column)}) for column in zip(*rows, strict=True)]
+    words = [" to ".join(f"{value:.4g}" for value in span) for span in spans]
+    return ", ".join(words if len(set(words)) > 1 else words[:1])
 
 
 def show_setting(value: Any) -> str:
@@ -332,25 +300,14 @@ def show_setting(value: Any) -> str:
 
 
 def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
-    """About what the process will take: what it always does, what is known of the tensors, and the buffers."""
-    from darelib.kernels.records import Buffers
-
+    """About what the process will hold: itself, what is known of the tensors, and the buffers."""
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
     kinds = {look.kernel for passes in plan.list_passes().values() for look, _ in passes}
     buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
-    held = min(
-        sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads
-    )
-    waiting = [t.encoding.count_held(t.base, plan.chunk) for t in plan.tensors]
+    expanded = sum(model.held_bytes for model in inputs)
+    held = min(expanded, TUNING.expand_elements * 4 // plan.threads)
+    waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
     return PROCESS_BYTES + known + plan.threads * (buffers + held + max(waiting, default=0))
-
-
-def name_types(types: Mapping[str, int]) -> str:
-    return (
-        next(iter(types))
-        if len(types) == 1
-        else ", ".join(f"{dtype} {count:,}" for dtype, count in types.items())
-    )
 
 
 @dataclass(frozen=True)
@@ -373,12 +330,11 @@ class ModelReport:
 
     @property
     def drop_rates(self) -> str:
-        """The rate that was asked for and, where rules or layers have it otherwise, what it comes to."""
+        """The rate that was asked for and, where rules or layers change it, what it comes to."""
         varies = abs(self.exact_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
         drop = f" by {self.drop}" if self.drop != RANDOM else ""
-        return f"{self.drop_rate:g}{drop}" + (
-            f" ({self.exact_drop_rate:.3g} in all)" if varies else ""
-        )
+        exact = f" ({self.exact_drop_rate:.3g} in all)" if varies else ""
+        return f"{self.drop_rate:g}{drop}{exact}"
 
 
 @dataclass(frozen=True)
@@ -403,32 +359,23 @@ class MergeReport:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
-        rows = [
-            [
-                "model",
-                "seed",
-                "parameters",
-                "drop rate",
-                "dropped",
-                "mean |delta|",
-                "largest",
-                "above",
-            ]
-        ]
+        titles = "model,seed,parameters,drop rate,dropped,mean |delta|,largest,above"
+        rows = [titles.split(",")]
         for model in self.models:
-            cells = [
-                str(model.seed),
-                f"{model.parameters:,}",
-                model.drop_rates,
-                f"{model.dropped_share:.3%}",
-            ]
-            cells += [
-                f"{model.mean_delta:.3g}",
-                f"{model.largest_delta:.3g}",
-                f"{model.share_above_threshold:.2%}",
-            ]
-            rows.append([printable(model.name), *cells])
-        models, tensors = count_of(len(self.models), "model"), count_of(self.tensors, "tensor")
+            rows.append(
+                [
+                    printable(model.name),
+                    str(model.seed),
+                    f"{model.parameters:,}",
+                    model.drop_rates,
+                    f"{model.dropped_share:.3%}",
+                    f"{model.mean_delta:.3g}",
+                    f"{model.largest_delta:.3g}",
+                    f"{model.share_above_threshold:.2%}",
+                ]
+            )
+        models = count_of(len(self.models), "model")
+        tensors = count_of(self.tensors, "tensor")
         copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
         moved = self.bytes_read + self.bytes_written
         rate = f" ({human(moved / self.seconds)}/s)" if moved > TUNING.least_for_rate else ""
@@ -436,29 +383,32 @@ class MergeReport:
             f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
             f"above: share of parameters with |delta| > {self.delta_threshold:g})\n"
             f"merged {models} into {printable(self.output)}: {tensors}{copied}, "
-            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
+            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written "
+            f"in {self.seconds:.2f} s{rate}"
         )
 
 
 def add_tallies(plan: FilePlan, outcomes: Sequence[Outcome]) -> list[dict[str, Tally]]:
-    """What all jobs counted, per model and tensor. Sums are made in the plan's order, so that they never differ."""
-    from darelib.run.outcomes import sum_fields
-
+    """What all jobs counted, per model and tensor; in the plan's order, so that no sum differs."""
     order = {tensor.name: k for k, tensor in enumerate(plan.tensors)}
-    found: list[dict[str, list[Tally]]] = [{} for _ in plan.models]
+    parts: list[dict[str, list[Tally]]] = [{} for _ in plan.models]
     for outcome in sorted(outcomes, key=lambda outcome: (order[outcome.tensor], outcome.start)):
         for i, tally in outcome.tallies.items():
-            found[i].setdefault(outcome.tensor, []).append(tally)
-    return [{name: sum_fields(tallies) for name, tallies in tensors.items()} for tensors in found]
+            parts[i].setdefault(outcome.tensor, []).append(tally)
+    return [{name: sum_fields(tallies) for name, tallies in tensors.items()} for tensors in parts]
 
 
 def report_merge(
     plan: FilePlan, outcomes: Sequence[Outcome], output: str, seconds: float
 ) -> MergeReport:
-    from darelib.run.outcomes import Tally, sum_fields
-
     by_tensor = add_tallies(plan, outcomes)
     totals = [sum_fields([Tally(), *tallies.values()]) for tallies in by_tensor]
+    warnings = list(plan.warnings)
+    for i, name in enumerate(plan.models):
+        if names := sorted({outcome.tensor for outcome in outcomes if i in outcome.differing}):
+            warnings.append(explain_copied(name, names))
+        if not plan.repeats_base[i]:  # of which the plan warns
+            warnings += find_odd_deltas(plan, i, by_tensor[i], totals[i])
     return MergeReport(
         output=output,
         method=plan.config.method,
@@ -472,21 +422,21 @@ def report_merge(
         seconds=seconds,
         delta_threshold=plan.config.delta_threshold,
         models=tuple(report_model(plan, i, total) for i, total in enumerate(totals)),
-        warnings=(*plan.warnings, *find_oddities(plan, outcomes, by_tensor, totals)),
+        warnings=tuple(warnings),
     )
 
 
 def report_model(plan: FilePlan, i: int, total: Tally) -> ModelReport:
-    count, thinning = max(total.parameters, 1), plan.config.general(len(plan.models)).thinnings[i]
+    count = max(total.parameters, 1)
+    thinning = plan.config.general(len(plan.models)).thinnings[i]
+    rate = 1 - total.expected / count if total.parameters else thinning.drop_rate
     return ModelReport(
         name=plan.models[i],
         seed=plan.seeds[i],
         parameters=total.parameters,
         drop_rate=thinning.drop_rate,
         drop=thinning.drop,
-        exact_drop_rate=1 - total.expected / total.parameters
-        if total.parameters
-        else thinning.drop_rate,
+        exact_drop_rate=rate,
         dropped_share=(total.parameters - total.kept) / count,
         mean_delta=total.mean,
         largest_delta=total.peak,
@@ -497,45 +447,33 @@ def report_model(plan: FilePlan, i: int, total: Tally) -> ModelReport:
     )
 
 
-def find_oddities(
-    plan: FilePlan,
-    outcomes: Sequence[Outcome],
-    by_tensor: Sequence[Mapping[str, Tally]],
-    totals: Sequence[Tally],
-) -> Iterator[str]:
-    """What a person should know about each model, in a sentence or two at most."""
-    for i, name in enumerate(plan.models):
-        if names := sorted({outcome.tensor for outcome in outcomes if i in outcome.differing}):
-            yield f"{name} differs from the base in tensors that are copied, not merged: {list_names(names)}"
-        if not plan.repeats_base[i]:  # of which the plan warns
-            yield from find_odd_deltas(plan, i, by_tensor[i], totals[i])
-
-
 def find_odd_deltas(
     plan: FilePlan, i: int, tallies: Mapping[str, Tally], total: Tally
 ) -> Iterator[str]:
-    name, kinds = plan.models[i], {tensor.settings.thinnings[i].drop for tensor in plan.changed}
-    at_random = any(
-        DROPS[kind].rescale == EXPECTATION for kind in kinds
-    )  # which large deltas do not tolerate
+    """What a person should know about a model, in a sentence at most."""
+    name = plan.models[i]
     threshold = plan.config.delta_threshold
-    large = sorted(
-        ((tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold),
-        reverse=True,
-    )
+    drops = {tensor.settings.thinnings[i].drop for tensor in plan.changed}
+    at_random = any(DROPS[drop].rescale == EXPECTATION for drop in drops)
+    # Where nothing is dropped, nothing can be lost; drops by size tolerate large deltas.
+    may_lose = at_random and total.kept < total.parameters
+    means = ((tally.mean, tensor) for tensor, tally in tallies.items())
+    large = sorted((pair for pair in means if pair[0] > threshold), reverse=True)
     if total.parameters and total.peak == 0:
-        yield f"{name} is identical to the base {plan.base}: it only dilutes an average; leave it out"
+        yield (
+            f"{name} is identical to the base {plan.base}: it only dilutes an average; leave it out"
+        )
     elif total.sum > UNRELATED_RATIO * total.base_sum:
         yield (
-            f"{plan.base} does not look like the base of {name}: the mean |delta| is {total.mean:.3g} where the mean "
-            f"|weight| is {total.base_sum / total.parameters:.3g}; check that {name} was fine-tuned from it"
+            f"{plan.base} does not look like the base of {name}: the mean |delta| is "
+            f"{total.mean:.3g} where the mean |weight| is {total.base_sum / total.parameters:.3g}; "
+            f"check that {name} was fine-tuned from it"
         )
-    elif (
-        large and at_random and total.kept < total.parameters
-    ):  # where nothing is dropped, nothing can be lost
+    elif large and may_lose:
         worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
         yield (
-            f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of {len(tallies):,} "
-            f"tensors, and {total.above / total.parameters:.1%} of its parameters do; worst: {worst}. DARE may lose "
-            "what it learned: lower the drop rate, and check that the base is the right one"
+            f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of "
+            f"{len(tallies):,} tensors, and {total.above / total.parameters:.1%} of its parameters "
+            f"do; worst: {worst}. DARE may lose what it learned: lower the drop rate, and check "
+            "that the base is the right one"
         )

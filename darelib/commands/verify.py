@@ -1,25 +1,53 @@
-"""Checking a merged model: it is made again by its own recipe, and compared instead of written."""
+"""`dare.py verify`: a merged model is made again by its recipe, and compared, not written."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import threading
+from collections.abc import Sequence
+from contextlib import closing
 from io import BufferedReader
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+from darelib.commands.options import (
+    MODELS,
+    Flags,
+    MergerClass,
+    Options,
+    list_models,
+    merger_for,
+    show,
+)
 from darelib.core.formats import STORED_BITS
-from darelib.core.text import DareError, as_text, human, printable
+from darelib.core.interrupts import Interrupts
+from darelib.core.text import ConfigError, DareError, as_text, human, printable, progress
 from darelib.models.tensorfile import explain_os_error, file_sha256, open_regular, read_at
-from darelib.output.destination import list_files, read_digests
-from darelib.output.prepare import FilePlan
-from darelib.output.recipe import check_seal
-from darelib.plan.files import PlannedFile
+
+if TYPE_CHECKING:
+    from darelib.models.checkpoint import Checkpoint
+    from darelib.output.prepare import FilePlan
+    from darelib.plan.files import PlannedFile
+
+OPTIONS: Final[Options] = {
+    "path": {
+        "metavar": "PATH",
+        "nargs": "?",
+        "help": "the merged model; its settings are those of its recipe",
+    },
+    "--verify": {
+        "metavar": "PATH",
+        "dest": "path",
+        "help": "the same, without the word verify",
+    },
+    **MODELS,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """A merged model that is, byte for byte, what its recipe makes. Prints as a line; as_dict gives plain data."""
+    """A merged model that is, byte for byte, what its recipe makes. Prints as a line."""
 
     output: str
     tensors: int
@@ -30,17 +58,55 @@ class VerifyReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        compared = f"{self.tensors:,} tensors, {human(self.bytes_compared)}"
         return (
-            f"verified {printable(self.output)}: {self.tensors:,} tensors, {human(self.bytes_compared)}, "
+            f"verified {printable(self.output)}: {compared}, "
             f"are what the recipe makes, in {self.seconds:.2f} s"
         )
 
 
-class Comparison:
-    """An output that exists already: what jobs write to it is compared, and the first difference is an error."""
+def run(flags: Flags, merger_class: MergerClass) -> None:
+    from darelib.models.source import UNION
+    from darelib.requests.recipe import locate_inputs, read_recipe
 
-    def __init__(self, plan: FilePlan, name: str) -> None:
-        self.plan, self.name = plan, name
+    if "path" not in flags:
+        raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
+    path = Path(os.path.expanduser(flags["path"]))
+    request = read_recipe(path)
+    # Files besides the tensors are held to their digests, whatever they were made from.
+    united = request.tokenizer and request.tokenizer.name == UNION
+    tokenizer = request.tokenizer if united else None
+    request = dataclasses.replace(request, tokenizer=tokenizer, chat_template=None)
+    request = locate_inputs(request, list_models(flags), path)
+    own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
+    merger = merger_for(dataclasses.replace(request, dare=request.dare | own), merger_class)
+    merger.version = request.version
+    show(merger.verify(path), flags, merger.config.verbose)
+
+
+def compare_output(plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts) -> None:
+    """Make an output again and compare it with what is there; the first difference is an error."""
+    from darelib.run.threads import run_rounds
+    from darelib.run.worker import Worker
+
+    with closing(Comparison(plan)) as comparison:
+        comparison.check_side_files()
+        worker = Worker.for_merge(plan, inputs, interrupts)
+        with progress("verifying", plan.bytes_to_read, plan.config.verbose) as advance:
+            run_rounds(
+                plan.rounds(),
+                worker,
+                comparison.write_at,
+                lambda job, _: advance(job.bytes_read),
+                interrupts,
+            )
+
+
+class Comparison:
+    """An output that exists already: what jobs write to it is compared."""
+
+    def __init__(self, plan: FilePlan) -> None:
+        self.plan = plan
         self.folder = plan.output.path if plan.output.directory else plan.output.path.parent
         self.files: list[BufferedReader] = []
         self._buffers = threading.local()
@@ -69,52 +135,53 @@ class Comparison:
             )
 
     def check_side_files(self) -> None:
-        """Compare the other files of a directory with the digests in its recipe, whose own digest is its seal."""
+        """Compare a directory's other files with the digests in its recipe, which has a seal."""
+        from darelib.output.destination import list_files, read_digests
+        from darelib.output.recipe import check_seal
+
         if not self.plan.output.directory:
             return
         check_seal(self.folder)
         paths = {as_text(name): self.folder / name for name in list_files(self.folder)}
         digests = read_digests(self.folder)
-        for name in sorted(
-            digests.keys() - {file.name for file in self.plan.files}
-        ):  # whose headers are compared
-            found = file_sha256(paths[name]) if name in paths else ""
-            if found != digests[name]:
-                raise self._differs(f"{name!r} {'differs' if found else 'cannot be read'}")
+        compared = {file.name for file in self.plan.files}  # by their headers and tensors
+        for name in sorted(digests.keys() - compared):
+            digest = file_sha256(paths[name]) if name in paths else ""
+            if digest != digests[name]:
+                raise self._differs(f"{name!r} {'differs' if digest else 'cannot be read'}")
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
         import numpy as np
 
-        if len(getattr(self._buffers, "found", b"")) < len(view):
-            self._buffers.found = bytearray(len(view))
-        found = memoryview(self._buffers.found)[: len(view)]
+        if len(getattr(self._buffers, "stored", b"")) < len(view):
+            self._buffers.stored = bytearray(len(view))
+        stored = memoryview(self._buffers.stored)[: len(view)]
         try:
-            done = read_at(self.files[file].fileno(), found, offset)
+            done = read_at(self.files[file].fileno(), stored, offset)
         except OSError as error:
-            raise explain_os_error(
-                error, str(self.files[file].name), "check the disk that it is on"
-            ) from None
-        if done < len(found):
+            name = str(self.files[file].name)
+            raise explain_os_error(error, name, "check the disk that it is on") from None
+        if done < len(stored):
             raise self._differs(f"{self.plan.files[file].name!r} became shorter while it was read")
-        differs = np.frombuffer(found, np.uint8) != np.frombuffer(view, np.uint8)
+        differs = np.frombuffer(stored, np.uint8) != np.frombuffer(view, np.uint8)
         if differs.any():
             raise self._tensor_differs(file, offset + int(differs.argmax()))
 
     def _tensor_differs(self, file: int, place: int) -> DareError:
         """Name the tensor that a byte of a file belongs to, and the element."""
         start = place - len(self.plan.files[file].header)
-        infos = (
-            pair for t in self.plan.tensors if t.output.file == file for pair in t.outputs.items()
-        )
         name, info = next(
-            pair for pair in infos if pair[1].offset <= start < pair[1].offset + pair[1].nbytes
+            (name, info)
+            for tensor in self.plan.tensors
+            for name, info in tensor.outputs.items()
+            if info.file == file and info.offset <= start < info.offset + info.nbytes
         )
         element = (start - info.offset) * 8 // STORED_BITS[info.dtype]
         return self._differs(f"tensor {name!r} differs at {info.place_of(element)}")
 
     def _differs(self, how: str) -> DareError:
         return DareError(
-            f"{self.name!r} is not what its recipe makes: {how}",
+            f"{self.plan.output.name!r} is not what its recipe makes: {how}",
             "it was damaged or changed after it was merged, or the inputs were; merge again",
         )
 

@@ -4,8 +4,39 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
+
+
+class Terminated(BaseException):
+    """Somebody sent SIGTERM: to be handled like an interrupt."""
+
+
+def ignore_signals() -> None:
+    with suppress(ValueError):  # only a main thread gets them
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    ignore_signals()
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """The first signal stops the command; more of them must not stop it from tidying up."""
+    before: dict[signal.Signals, Any] = {}
+    with suppress(ValueError):  # only a main thread may take signals
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Interrupts:
@@ -34,7 +65,7 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            # It is ignored once a signal has been let through.
+            # Once a signal has been let through, they are ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, handler)
         if kind is None:

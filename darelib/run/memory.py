@@ -15,11 +15,12 @@ import torch
 from darelib.config import DareConfig
 from darelib.core.mask import mask_key
 from darelib.core.methods import TensorSettings
-from darelib.core.text import LOG, ConfigError, DareError, list_names
+from darelib.core.text import LOG, ConfigError, DareError
 from darelib.kernels.tensors import TensorMerge, explain_broken
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.plan.tensors import TensorPlan
+from darelib.run.outcomes import explain_copied
 from darelib.run.places import TORCH_TYPES, check_places
 from darelib.run.worker import explain_quantised
 
@@ -241,12 +242,6 @@ class StateMerge:
             if not bool(part.isfinite().all()):
                 return explain_broken(tensor.name, i, self.merged[tensor.name].dtype)
         return explain_broken(tensor.name, None, self.merged[tensor.name].dtype)
-
-
-def explain_copied(model: str, names: Sequence[str]) -> str:
-    return (
-        f"{model} differs from the base in tensors that are copied, not merged: {list_names(names)}"
-    )
 
 
 def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:

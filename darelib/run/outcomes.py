@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple, TypeVar
+
+from darelib.core.text import list_names
 
 Sums = TypeVar("Sums", bound=NamedTuple)
 
@@ -59,3 +61,9 @@ class Outcome:
         tensor, start, bytes_read, tallies, differing = entry
         read = {int(i): Tally(*tally) for i, tally in tallies.items()}
         return cls(tensor, start, bytes_read, read, set(differing))
+
+
+def explain_copied(model: str, names: Sequence[str]) -> str:
+    """What to say of a model that differs where the base is copied."""
+    what = "differs from the base in tensors that are copied, not merged"
+    return f"{model} {what}: {list_names(names)}"

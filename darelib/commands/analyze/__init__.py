@@ -1,1 +1,49 @@
-"""What the models are like, and what that says about how to merge them."""
+"""`dare.py analyze`: its options, and what they ask for: what models are like."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from darelib.commands.options import (
+    FORCE,
+    PLOT,
+    SETTINGS,
+    WRITE_CONFIG,
+    Flags,
+    MergerClass,
+    Options,
+    make_merger,
+    print_result,
+)
+from darelib.core.text import LOG
+
+OPTIONS: Final[Options] = {
+    **SETTINGS,
+    "--per-tensor": {"action": "store_true", "help": "also list every tensor"},
+    "--plot": PLOT,
+    "--write-config": WRITE_CONFIG | {"help": "write the suggested settings as a configuration"},
+    "--force": FORCE | {"help": "replace an existing file of --write-config"},
+}
+
+
+def run(flags: Flags, merger_class: MergerClass) -> None:
+    merger, request = make_merger(flags, merger_class)
+    from darelib.commands.analyze.files import check_places, write_suggestion
+    from darelib.commands.analyze.plots import plot_analysis
+
+    plot = flags.get("plot")
+    suggestion = flags.get("write_config")
+    per_tensor = "per_tensor" in flags
+    check_places(merger.sources, plot, suggestion, "force" in flags)
+    report = merger.analyze()
+    try:
+        if suggestion is not None:
+            write_suggestion(report, request, suggestion)
+        if plot is not None:
+            plot_analysis(report, plot)
+            LOG.info(f"drew {plot}")
+    finally:  # a disk that is full must not cost what was found
+        if "json" in flags:
+            print_result(report.as_dict(per_tensor))
+        elif merger.config.verbose:
+            print_result(report.text(per_tensor))

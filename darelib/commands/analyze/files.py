@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from darelib.commands.analyze.plots import load_pyplot
 from darelib.core.text import ConfigError, printable
@@ -22,48 +22,47 @@ if TYPE_CHECKING:
 
 
 def check_places(
-    sources: Sequence[Source], plot: Path | None, written: Path | None, force: bool
+    sources: Sequence[Source], plot: Path | None, config: Path | None, force: bool
 ) -> None:
-    """Refuse to write a picture or a configuration where that cannot be, before any work is done for it."""
+    """Refuse places where a picture or a configuration cannot be, before there is any work."""
     if plot is not None:
         load_pyplot(plot)
         check_new_file(plot, "picture", force)
-    if written is not None:
-        check_new_config(written, force)
-    if plot and written and plot.absolute() == written.absolute():
+    if config is not None:
+        check_new_config(config, force)
+    if plot and config and plot.absolute() == config.absolute():
         raise ConfigError(
             "the picture and the configuration have the same name", "choose another name for one"
         )
-    paths = [path for path in (plot, written) if path]
-    layouts = (
-        [(source.name, find_files(download(source))[1]) for source in sources] if paths else []
-    )
-    used = [
-        (name, place)
-        for name, layout in layouts
-        for place in (layout.folder, *layout.files)
-        if place
-    ]
-    for path in paths:
-        check_apart(repr(str(path)), path.resolve(), used)
+    used: list[tuple[str, Path]] = []
+    for source in sources if plot or config else ():
+        _, layout = find_files(download(source))
+        places = (layout.folder, *layout.files)
+        used += [(source.name, place) for place in places if place]
+    for path in (plot, config):
+        if path:
+            check_apart(repr(str(path)), path.resolve(), used)
 
 
 def write_suggestion(report: AnalysisReport, request: Request, path: Path) -> None:
     """Write the suggested settings as a complete configuration, with the reasons in comments."""
 
-    def fetch(source: Source | None, *patterns: str) -> Any:
-        return source if source is None or source.is_word else download(source, patterns or None)
+    def fetch(source: Source | None) -> Source | None:
+        is_model = source is not None and not source.is_word
+        return download(source, TOKENIZER_PATTERNS) if source and is_model else source
 
     assert request.base is not None
     request = replace(
         request,
         base=download(request.base),
         merge=tuple(map(download, request.merge)),
-        tokenizer=fetch(request.tokenizer, *TOKENIZER_PATTERNS),
-        chat_template=fetch(request.chat_template, *TOKENIZER_PATTERNS),
+        tokenizer=fetch(request.tokenizer),
+        chat_template=fetch(request.chat_template),
     )
-    reasons = "".join(f"# - {printable(advice.text)}\n" for advice in report.advice)
-    reasons = (
-        f"# Suggested by an analysis of the models:\n{reasons}# {printable(report.confidence)}\n"
-    )
-    write_config(path, f"{reasons}\n{report.suggestion}", request)
+    reasons = [printable(advice.text) for advice in report.advice]
+    lines = [
+        "# Suggested by an analysis of the models:",
+        *(f"# - {reason}" for reason in reasons),
+        f"# {printable(report.confidence)}",
+    ]
+    write_config(path, "\n".join([*lines, "", report.suggestion]), request)

@@ -1,4 +1,4 @@
-"""The figures of an analysis: sums over the deltas of jobs, tensors, groups of tensors and pairs of models."""
+"""The measurement: sums over the deltas of jobs, tensors, groups of tensors and pairs of models."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import reduce
 from itertools import combinations, product
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from darelib.commands.analyze.report import DeltaStats, ModelAnalysis, PairAnalysis
+from darelib.commands.analyze.figures import DeltaStats, ModelAnalysis, PairAnalysis
 from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import FORMATS
+from darelib.core.interrupts import Interrupts
 from darelib.core.mask import TILE
 from darelib.core.methods import Found, Look, TensorSettings
-from darelib.core.text import DareError
+from darelib.core.text import DareError, progress
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
-from darelib.models.checkpoint import module_of
+from darelib.models.checkpoint import Checkpoint, module_of
+from darelib.plan.plan import MergePlan
+from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import sum_fields
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from darelib.plan.plan import MergePlan
-    from darelib.plan.tensors import TensorPlan
+from darelib.run.threads import run_rounds
+from darelib.run.worker import Worker
 
 # What tensors do, by their names: the first pattern that is found in one.
 KINDS: Final = {
     "text encoder": re.compile(
-        r"(^|\.)(cond_stage_model|conditioner|text_encoders?(_\d)?|text_model\.encoder)\.(?!.*(_embedding|\bshared)\b)"
+        r"(^|\.)(cond_stage_model|conditioner|text_encoders?(_\d)?|text_model\.encoder)\."
+        r"(?!.*(_embedding|\bshared)\b)"
     ),
     "VAE": re.compile(r"(^|\.)(first_stage_model|vae)\."),
     "norm": re.compile(r"norm|(^|[._])ln(_?\w+)?\.|(^|\.)bn\d*\.", re.IGNORECASE),
@@ -39,29 +40,32 @@ KINDS: Final = {
         r"(^|\.)(lm_head|head|classifier|score|embed_out|output_projection|predictions|cls)\."
     ),
     "embedding": re.compile(
-        r"(?<!time_)(?<!time_text_)(?<!label_)(?<!add_)embed(?!der)|(^|\.)(wte|wpe|shared|embedder)\."
+        r"(?<!time_)(?<!time_text_)(?<!label_)(?<!add_)embed(?!der)"
+        r"|(^|\.)(wte|wpe|shared|embedder)\."
     ),
     "attention": re.compile(
         r"att(entio)?n(?!.*\.ff\.)|(^|\.)(q|k|v|o|qkv|query|key|value)(_proj)?\.", re.IGNORECASE
     ),
     "MLP": re.compile(
-        r"mlp|ffn|feed_?forward|expert|(^|\.)(fc\w*|ff|gate|router|dense|intermediate|w[io123])(_\w+)?\.|dense"
+        r"mlp|ffn|feed_?forward|expert"
+        r"|(^|\.)(fc\w*|ff|gate|router|dense|intermediate|w[io123])(_\w+)?\.|dense"
     ),
     "other": re.compile(""),
 }
-# Where in a model a tensor is: all of a diffusion model's text encoder or VAE, else its name up to the first number.
+# Where in a model a tensor is: all of a diffusion model's text encoder or VAE, else its name up to
+# the first number.
 LAYER: Final = re.compile(
     r"(?:cond_stage_model|text_encoder(?:_\d|s\.\w+)?|first_stage_model|vae)(?=\.)"
     r"|(?:.*?\.)?(?:\d+|mid(?:dle)?_block)(?=\.)"
 )
 # How much of a name's end is searched: the patterns take time with the square of its length.
 SEARCHED: Final = 200
-# Where the bins of |delta| begin, and the last ends: 16 to a doubling, so that the middle of one is within 3.1% of all
-# that is in it. The first also holds what is smaller, the last what is larger.
+# Where the bins of |delta| begin, and the last ends: 16 to a doubling, so that the middle of one is
+# within 3.1% of all that is in it. The first also holds what is smaller, the last what is larger.
 EDGES: Final[list[float]] = (
     (np.arange(FIRST_BIN, FIRST_BIN + BINS + 1, dtype=np.uint32) << 19).view("f4").tolist()
 )
-# What the kernel adds up for each model that has the tensor, and for any two of them and for each pair.
+# What the kernel adds up for each model that has the tensor, and for any two of them and each pair.
 MODEL_SUMS: Final = ("zeros", "above", "size", "squares")
 PAIR_SUMS: Final = ("product", "opposed", "both", "opposed_size", "both_size")
 # A layer and a kind of tensors; None: all of them.
@@ -73,9 +77,9 @@ def kind_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Where in the model a tensor is, as the start of its name; its module where there is nothing to go by."""
-    found = LAYER.match(name)
-    return found[0] if found else module_of(name)
+    """Where in the model a tensor is, as the start of its name; its module if it has no layer."""
+    layer = LAYER.match(name)
+    return layer[0] if layer else module_of(name)
 
 
 def groups_of(name: str) -> list[Group]:
@@ -84,22 +88,37 @@ def groups_of(name: str) -> list[Group]:
 
 
 def natural(name: str) -> tuple[bool, list[tuple[str, int, str]]]:
-    """A key to sort layers by: numbers as numbers, however long, and what is no block after those that are."""
+    """A key to sort layers by: numbers as numbers, however long, and blocks before all others."""
+    is_block = re.search(r"(\d|mid(dle)?_block)$", name)
     parts = re.findall(r"(\D*)0*(\d*)", name)
-    return not re.search(r"(\d|mid(dle)?_block)$", name), [
-        (text, len(number), number) for text, number in parts
-    ]
+    return not is_block, [(text, len(number), number) for text, number in parts]
 
 
 def noise_of(settings: TensorSettings, model: int) -> float:
-    """The expected distance of a thinned delta from the delta, relative to it: sqrt(p / (1 - p)) if rescaled.
+    """The expected distance of a thinned delta from the delta, relative to it.
 
-    Of other drops, which depend on the sizes, it is what dropping as much at random would give.
+    That is sqrt(p / (1 - p)) if it is rescaled. Of other drops, which depend on the sizes, it is
+    what dropping as much at random would give.
     """
     thinning = settings.thinnings[model]
     kept = thinning.keep_rate
     divisor = thinning.divisor if thinning.drop == RANDOM and thinning.rescale != L1 else kept
     return math.sqrt(kept * (1 / divisor - 1) ** 2 + 1 - kept)
+
+
+def measure_deltas(
+    task: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
+) -> Findings:
+    """Look once at every tensor that some model changes."""
+    findings = Findings(task)
+    passes = {tensor.name: [(MeasureLook(tensor, findings), 0)] for tensor in task.changed}
+    worker = Worker(task, inputs, passes, (), interrupts)
+    jobs = task.jobs(task.changed, look_pass=0)
+    with progress("analyzing", findings.bytes_read, task.config.verbose) as advance:
+        run_rounds(
+            [jobs], worker, lambda *_: None, lambda job, _: advance(job.bytes_read), interrupts
+        )
+    return findings
 
 
 class Deltas(NamedTuple):
@@ -115,239 +134,225 @@ class Deltas(NamedTuple):
     noise_squares: float = 0.0  # what dropping is expected to add
     peak: float = 0.0  # the largest |delta|
 
-    def stats(self, name: str, counts: NDArray[np.int64]) -> DeltaStats:
-        """counts: how many are in each bin of |delta|."""
-        count, weights = max(self.parameters, 1), math.sqrt(self.base_squares)
-        mean, (p50, p95, p99) = (
-            self.size / count,
-            (self._percentile(share, counts) for share in (0.5, 0.95, 0.99)),
-        )
-        return DeltaStats(
-            name=name, tensors=self.tensors, parameters=self.parameters, share_zero=self.zeros / count, mean=mean,
-            standard_deviation=math.sqrt(max(0.0, self.squares / count - mean * mean)), largest=self.peak,
-            p50=p50, p95=p95, p99=p99, share_above_threshold=self.above / count,
-            share_below_1_percent=self._share_below(self.peak / 100, counts),
-            relative_norm=math.sqrt(self.squares) / weights if weights else 0.0,
-            relative_noise=math.sqrt(self.noise_squares) / weights if weights else 0.0,
-        )  # fmt: skip
+    @property
+    def mean(self) -> float:
+        return self.size / max(self.parameters, 1)
 
-    def _percentile(self, share: float, counts: NDArray[np.int64]) -> float:
-        """The |delta| that this share of the parameters does not exceed: the middle, by ratio, of its bin."""
-        rank = math.ceil(share * self.parameters)
-        place = int(np.searchsorted(np.cumsum(counts), rank))
-        return (
-            min(math.sqrt(EDGES[place] * EDGES[place + 1]), self.peak) if rank > self.zeros else 0.0
+    def describe(self, name: str, counts: NDArray[np.int64]) -> DeltaStats:
+        """counts: how many are in each bin of |delta|."""
+        count = max(self.parameters, 1)
+        ranks = np.cumsum(counts)
+        weights = math.sqrt(self.base_squares) or math.inf  # of no weights, nothing is a share
+        return DeltaStats(
+            name=name,
+            tensors=self.tensors,
+            parameters=self.parameters,
+            share_zero=self.zeros / count,
+            mean=self.mean,
+            standard_deviation=math.sqrt(max(0.0, self.squares / count - self.mean * self.mean)),
+            largest=self.peak,
+            p50=self._percentile(0.5, ranks),
+            p95=self._percentile(0.95, ranks),
+            p99=self._percentile(0.99, ranks),
+            share_above_threshold=self.above / count,
+            share_below_1_percent=self._share_below(self.peak / 100, counts),
+            relative_norm=math.sqrt(self.squares) / weights,
+            relative_noise=math.sqrt(self.noise_squares) / weights,
         )
+
+    def _percentile(self, share: float, ranks: NDArray[np.int64]) -> float:
+        """The |delta| that this share does not exceed: the middle, by ratio, of its bin."""
+        rank = math.ceil(share * self.parameters)
+        if rank <= self.zeros:
+            return 0.0
+        place = int(np.searchsorted(ranks, rank))
+        return min(math.sqrt(EDGES[place] * EDGES[place + 1]), self.peak)
 
     def _share_below(self, limit: float, counts: NDArray[np.int64]) -> float:
-        """The share of the parameters whose |delta| is below a limit; within the limit's bin, in proportion."""
+        """The share whose |delta| is below a limit; within the limit's bin, in proportion."""
         if not limit:
             return 0.0
         place = min(max(bisect_right(EDGES, float(np.float32(limit))) - 1, 0), BINS - 1)
         low, high = EDGES[place : place + 2]
-        below = (
-            int(counts[:place].sum()) if place else self.zeros
-        )  # which are counted in the first bin
+        # Zeros are counted in the first bin.
+        below = int(counts[:place].sum()) if place else self.zeros
         inside = int(counts[: place + 1].sum()) - below
         part = min(max((limit - low) / (high - low), 0.0), 1.0)
         return (below + part * inside) / max(self.parameters, 1)
 
 
 class MeasureLook(Look):
-    """Takes what jobs find in a tensor. Sums are added in the order of the jobs' starts, so that they never differ."""
+    """Adds up what jobs find in a tensor, in the order of their starts: sums never differ."""
 
     kernel = "measure"
 
     def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
-        self._tensor, self._findings, self.found = (
-            tensor,
-            findings,
-            Found(),
-        )  # it looks at deltas as they are
-        self._sums: dict[
-            int, dict[str, NDArray[Any]]
-        ] = {}  # of each job that has arrived, by its start
+        self.tensor = tensor
+        self._findings = findings
+        self.found = Found()  # it looks at deltas as they are
+        self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each job, by its start
+        # Arrays only from the first job to the last.
         self._peaks: Any = 0
-        self._counts: Any = 0  # an array only from the first job to the last
+        self._counts: Any = 0
 
     def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        models = len(self._tensor.finetuned)
-        fields = (
-            (buffers.models, MODEL_SUMS, models),
-            (buffers.pairs, PAIR_SUMS, 1 + math.comb(models, 2)),
-        )
-        sums = {
-            name: records[name][:rows].astype(float)
-            for records, names, rows in fields
-            for name in names
-        }
+        models = len(self.tensor.finetuned)
+        pairs = 1 + math.comb(models, 2)
+        sums = {name: buffers.models[name][:models].astype(float) for name in MODEL_SUMS}
+        sums |= {name: buffers.pairs[name][:pairs].astype(float) for name in PAIR_SUMS}
+        sums["base_squares"] = buffers.tensor["base_squares"][:1].astype(float)
         counts = buffers.counts[:models].reshape(models, LANES, BINS).sum(1, dtype=np.int64)
-        # Zeros pad the last tile, and stand in for the rows that a model lacks.
-        padding = -(stop - start) % TILE
-        surplus = [
-            padding + stop - start - info.seen(start, stop) for _, info in self._tensor.finetuned
-        ]
-        sums["zeros"] -= surplus
-        counts[:, 0] -= surplus
-        self._sums[start] = sums | {
-            "base_squares": buffers.tensor["base_squares"][:1].astype(float)
-        }
+        self._sums[start] = sums
         self._counts = self._counts + counts
-        self._peaks = np.maximum(
-            self._peaks, buffers.models["peak"][:models]
-        )  # bit patterns are ordered as values
+        # Bit patterns are ordered as values.
+        self._peaks = np.maximum(self._peaks, buffers.models["peak"][:models])
 
     def conclude(self, number: int) -> None:
-        tensor, real = self._tensor, FORMATS[self._tensor.spec.real]
-        in_order = [self._sums.pop(start) for start in sorted(self._sums)]
-        sums = {name: reduce(np.add, (job[name] for job in in_order)) for name in in_order[0]}
+        jobs = [self._sums.pop(start) for start in sorted(self._sums)]
+        sums = {name: reduce(np.add, (job[name] for job in jobs)) for name in jobs[0]}
         if not np.isfinite([*sums["squares"], *sums["base_squares"]]).all():
             raise DareError(
-                f"the values of tensor {tensor.name!r} are so large that their squares are beyond the range of "
-                f"{tensor.spec.real}",
+                f"the values of tensor {self.tensor.name!r} are so large that their squares are "
+                f"beyond the range of {self.tensor.spec.real}",
                 "no trained model has such values; a merge can be made without an analysis",
             )
-        peaks, found, shares = (
-            self._peaks.astype(real.raw).view(real.real),
-            list[Deltas](),
-            list[float](),
-        )
-        for row, (i, info) in enumerate(tensor.finetuned):
-            zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
-            seen, count = info.seen(0, tensor.base.count), min(info.count, tensor.base.count)
-            shares.append(seen / max(1, count))
-            part = count / max(1, seen)  # what is found in a sample stands for so much
-            zeros, above, size, squares = (
-                round(zeros * part),
-                round(above * part),
-                size * part,
-                squares * part,
-            )
-            base_squares, peak = float(sums["base_squares"][0]) * bool(seen), float(peaks[row])
-            noise = squares * noise_of(tensor.settings, i) ** 2
-            found.append(
-                Deltas(
-                    1,
-                    count * bool(seen),
-                    int(zeros),
-                    int(above),
-                    size,
-                    squares,
-                    base_squares,
-                    noise,
-                    peak,
-                )
-            )
-            ranks = np.rint(np.cumsum(self._counts[row]) * part).astype(np.int64)
-            self._findings.take(i, tensor.name, found[-1], np.diff(ranks, prepend=0))
+        deltas = [self._describe_model(row, sums) for row in range(len(self.tensor.finetuned))]
         self._counts = 0
-        if len(found) == 2:  # any two of them are the pair
+        self._compare_models(deltas, sums)
+
+    def _describe_model(self, row: int, sums: dict[str, NDArray[Any]]) -> Deltas:
+        model, info = self.tensor.finetuned[row]
+        real = FORMATS[self.tensor.spec.real]
+        zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
+        whole = self.tensor.base.count
+        count = min(info.count, whole)
+        # Zeros pad the last tile, and stand in for what a model lacks, or what is not known of it.
+        surplus = whole - round(count * info.share) + -whole % TILE
+        zeros = max(0.0, zeros - surplus)
+        self._counts[row, 0] = max(0, self._counts[row, 0] - surplus)
+        part = 1 / (info.share or 1.0)  # what is found in a sample stands for so much
+        deltas = Deltas(
+            tensors=1,
+            parameters=count * bool(info.share),
+            zeros=round(zeros * part),
+            above=round(above * part),
+            size=size * part,
+            squares=squares * part,
+            base_squares=float(sums["base_squares"][0]) * bool(info.share),
+            noise_squares=squares * part * noise_of(self.tensor.settings, model) ** 2,
+            peak=float(self._peaks[row : row + 1].astype(real.raw).view(real.real)[0]),
+        )
+        ranks = np.rint(np.cumsum(self._counts[row]) * part).astype(np.int64)
+        self._findings.add_deltas(model, self.tensor.name, deltas, np.diff(ranks, prepend=0))
+        return deltas
+
+    def _compare_models(self, deltas: Sequence[Deltas], sums: dict[str, NDArray[Any]]) -> None:
+        """Note the figures of any two models, and of each pair, in columns."""
+        seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
+        shares = [info.share for _, info in self.tensor.finetuned]
+        if len(deltas) == 2:  # any two of them are the pair
             sums |= {name: sums[name][[1, 1]] for name in PAIR_SUMS}
-        # Both of a pair are known where their samples meet: of one seed, one is in the other.
-        shared = [
-            (0.0, 0.0, 0),
-            *((a.squares, b.squares, a.parameters) for a, b in combinations(found, 2)),
-        ]
-        drawn = [
-            (share, self._findings.seeds[i])
-            for share, (i, _) in zip(shares, tensor.finetuned, strict=True)
-        ]
-        meet = np.array(
-            [
-                1.0,
-                *(
-                    (min(a, b) if s == t else a * b) or 1.0
-                    for (a, s), (b, t) in combinations(drawn, 2)
-                ),
-            ]
+        known = [1.0]  # which share of the entries, of both of a pair
+        own = [(0.0, 0.0, 0)]
+        for one, other in combinations(range(len(deltas)), 2):
+            # Samples of one seed are nested: where they meet is the smaller of them.
+            is_nested = seeds[one] == seeds[other]
+            meet = min(shares[one], shares[other]) if is_nested else shares[one] * shares[other]
+            known.append(meet or 1.0)
+            own.append((deltas[one].squares, deltas[other].squares, deltas[one].parameters))
+        figures = [sums[name] / known for name in PAIR_SUMS]
+        self._findings.pairs[self.tensor.name] = (
+            self.tensor.models,
+            np.vstack([*figures, *np.transpose(own)]),
         )
-        figures = np.vstack(
-            [*(sums[name] / meet for name in PAIR_SUMS), *zip(*shared, strict=True)]
-        )
-        self._findings.pairs[tensor.name] = [i for i, _ in tensor.finetuned], figures
 
 
 class Findings:
-    """What an analysis has found so far. Sums over tensors are made at the end, in the order of the tensors."""
+    """What an analysis has found so far. Sums over tensors are made last, in their order."""
 
-    def __init__(self, seeds: Sequence[int]) -> None:
-        """seeds: of each model's mask."""
-        self.seeds = seeds
-        self._deltas: list[dict[str, Deltas]] = [{} for _ in seeds]  # per model, by tensor
-        self._stats: list[dict[str, DeltaStats]] = [{} for _ in seeds]
+    def __init__(self, task: MergePlan) -> None:
+        self.task = task
+        self.bytes_read = sum(tensor.bytes_read for tensor in task.changed)
+        self._deltas: list[dict[str, Deltas]] = [{} for _ in task.models]  # by tensor
+        self._stats: list[dict[str, DeltaStats]] = [{} for _ in task.models]
         # Counts by size are kept for groups of tensors only: there may be very many tensors.
-        self._counts: list[dict[Group, NDArray[np.int64]]] = [{} for _ in seeds]
-        # By tensor: the models that have it; what compare_pair takes of any two of them, and of each pair, in columns.
+        self._counts: list[dict[Group, NDArray[np.int64]]] = [
+            {(None, None): np.zeros(BINS, np.int64)} for _ in task.models
+        ]
+        # By tensor: the models that have it; what compare_pair wants of any two of them, and of
+        # each pair, in columns.
         self.pairs: dict[str, tuple[list[int], NDArray[Any]]] = {}
 
-    def take(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
+    def add_deltas(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
         self._deltas[model][name] = deltas
-        self._stats[model][name] = deltas.stats(name, counts)
+        self._stats[model][name] = deltas.describe(name, counts)
         for group in groups_of(name)[1:]:
             self._counts[model][group] = self._counts[model].get(group, 0) + counts
 
-    def describe_model(
-        self, model: int, label: str, task: MergePlan, partial: bool
-    ) -> ModelAnalysis:
-        settings, found, counts = (
-            task.config.general(len(task.models)),
-            self._deltas[model],
-            self._counts[model],
-        )
-        names = [tensor.name for tensor in task.changed if tensor.name in found]
+    def describe_model(self, model: int, label: str, is_adapter: bool) -> ModelAnalysis:
+        settings = self.task.config.general(len(self.task.models))
+        deltas = self._deltas[model]
+        counts = self._counts[model]
+        names = [tensor.name for tensor in self.task.changed if tensor.name in deltas]
         groups: dict[Group, list[Deltas]] = {(None, None): []}
         for name in names:
             for group in groups_of(name):
-                groups.setdefault(group, []).append(found[name])
+                groups.setdefault(group, []).append(deltas[name])
         sums = {group: sum_fields([Deltas(), *parts]) for group, parts in groups.items()}
         cells: dict[str, dict[str, float]] = {}
-        for (layer, kind), deltas in sums.items():
+        for (layer, kind), total in sums.items():
             if layer is not None and kind is not None:
-                cells.setdefault(layer, {})[kind] = deltas.size / max(deltas.parameters, 1)
+                cells.setdefault(layer, {})[kind] = total.mean
         layers = sorted(cells, key=lambda layer: ("embedding" not in cells[layer], *natural(layer)))
-        kinds = [kind for kind in KINDS if (None, kind) in sums]
-        total, sizes = sums[None, None], counts.get((None, None), np.zeros(BINS, np.int64))
-        changed = [int(sizes[0]) - total.zeros, *sizes[1:].tolist()]
+        total = sums[None, None]
+        changed = counts[None, None].copy()
+        changed[0] -= total.zeros
+        starts = [0.0, *EDGES[1:]]
         return ModelAnalysis(
-            name=task.models[model], label=label, adapter=partial, drop_rate=settings.drop_rates[model],
-            drop=settings.thinnings[model].drop, expected_noise=noise_of(settings, model),
-            total=total.stats(label, sizes),
-            kinds=tuple(sums[None, kind].stats(kind, counts[None, kind]) for kind in kinds),
-            layers=tuple(sums[layer, None].stats(layer, counts[layer, None]) for layer in layers),
+            name=self.task.models[model],
+            label=label,
+            adapter=is_adapter,
+            drop_rate=settings.drop_rates[model],
+            drop=settings.thinnings[model].drop,
+            expected_noise=noise_of(settings, model),
+            total=total.describe(label, counts[None, None]),
+            kinds=tuple(
+                sums[None, kind].describe(kind, counts[None, kind])
+                for kind in KINDS
+                if (None, kind) in sums
+            ),
+            layers=tuple(
+                sums[layer, None].describe(layer, counts[layer, None]) for layer in layers
+            ),
             cells={layer: cells[layer] for layer in layers},
-            histogram=tuple((EDGES[k] if k else 0.0, count) for k, count in enumerate(changed) if count),
+            histogram=tuple((starts[k], int(changed[k])) for k in np.flatnonzero(changed)),
             tensors=tuple(self._stats[model][name] for name in names),
-        )  # fmt: skip
-
-    def compare(
-        self, labels: Sequence[str], task: MergePlan
-    ) -> tuple[tuple[PairAnalysis, ...], PairAnalysis]:
-        """Every pair of models, and any two of all of them."""
-        count, fields = len(labels), len(PAIR_SUMS) + 3
-        sums, any_two = np.zeros((fields, count, count)), np.zeros(fields)
-        for models, figures in (self.pairs[tensor.name] for tensor in task.changed):
-            for column, (i, k) in enumerate(combinations(models, 2), 1):
-                sums[:, i, k] += figures[:, column]
-            any_two += figures[:, 0]
-        pairs = (
-            compare_pair((labels[i], labels[k]), *sums[:, i, k])
-            for i, k in combinations(range(count), 2)
         )
-        return tuple(pairs), compare_pair(("", ""), *any_two)
+
+    def compare(self, labels: Sequence[str]) -> tuple[tuple[PairAnalysis, ...], PairAnalysis]:
+        """Every pair of models, and any two of all of them."""
+        sums = {pair: np.zeros(len(PAIR_SUMS) + 3) for pair in combinations(range(len(labels)), 2)}
+        any_two = np.zeros(len(PAIR_SUMS) + 3)
+        for models, figures in (self.pairs[tensor.name] for tensor in self.task.changed):
+            any_two += figures[:, 0]
+            for column, pair in enumerate(combinations(models, 2), 1):
+                sums[pair] += figures[:, column]
+        pairs = (compare_pair((labels[i], labels[k]), each) for (i, k), each in sums.items())
+        return tuple(pairs), compare_pair(("", ""), any_two)
 
 
-def compare_pair(
-    labels: tuple[str, str], product: float, opposed: float, both: float, opposed_size: float, both_size: float,
-    first_squares: float, second_squares: float, parameters: float,
-) -> PairAnalysis:  # fmt: skip
-    """The last three: of the tensors that both have, the squares of each one's delta, and the number of parameters."""
+def compare_pair(labels: tuple[str, str], figures: NDArray[np.float64]) -> PairAnalysis:
+    """figures: the sums of a pair and, of the tensors that both have, the squares of each one's
+    delta and the number of parameters.
+    """
+    product, opposed, both, opposed_size, both_size, *own = map(float, figures)
+    first, second, parameters = own
     # A norm of 0 has no direction.
-    has_angle = first_squares and second_squares
-    cosine = product / math.sqrt(first_squares) / math.sqrt(second_squares) if has_angle else 0.0
-    plain, weighted = (
-        opposed / both if both else 0.0,
-        opposed_size / both_size if both_size else 0.0,
-    )
+    cosine = product / math.sqrt(first) / math.sqrt(second) if first and second else 0.0
     return PairAnalysis(
-        labels, float(cosine), float(both / max(parameters, 1)), float(plain), float(weighted)
+        models=labels,
+        cosine=cosine,
+        share_both=both / max(parameters, 1),
+        sign_conflict=opposed / both if both else 0.0,
+        weighted_sign_conflict=opposed_size / both_size if both_size else 0.0,
     )

@@ -1,8 +1,7 @@
-"""A picture of an analysis: how large the changes are, where in the models they are, and where the models conflict."""
+"""A picture of an analysis: how large the changes are, where they are, and where they conflict."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from itertools import combinations, product
@@ -12,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 from darelib.core.text import ConfigError, DareError, clip, install_hint
 
 if TYPE_CHECKING:
-    from darelib.commands.analyze.report import AnalysisReport, ModelAnalysis
+    from darelib.commands.analyze.figures import ModelAnalysis
+    from darelib.commands.analyze.report import AnalysisReport
 
-# Colours that colour-blind people can tell apart (Okabe and Ito, 2008); lines also differ in style, for print. More
-# models would not be readable.
+# Colours that colour-blind people can tell apart (Okabe and Ito, 2008); lines also differ in style,
+# for print. More models would not be readable.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 LINES: Final = ("-", "--", "-.", ":")
 SUFFIXES: Final = (".png", ".svg", ".pdf")
@@ -33,16 +33,19 @@ def load_pyplot(path: Path) -> Any:
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"there is no directory for {str(path)!r}", "make it first")
     try:
-        matplotlib = importlib.import_module("matplotlib")
+        import matplotlib
     except ImportError:
         raise ConfigError("plots need matplotlib", install_hint("plot")) from None
     matplotlib.use("Agg")  # which needs no display
-    return importlib.import_module("matplotlib.pyplot")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
     """Draw |delta| by size, where in the models it is, and how the models' signs conflict."""
-    pyplot, models = load_pyplot(Path(path)), report.models[: len(COLOURS)]
+    pyplot = load_pyplot(Path(path))
+    models = report.models[: len(COLOURS)]
     heights = [3.2, *(0.7 + 0.27 * len(model.kinds) for model in models)]
     figure = pyplot.figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
@@ -50,12 +53,10 @@ def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
     if len(models) > 1:
         _plot_conflicts(figure, figure.add_subplot(grid[0, 2]), report, models)
     _plot_layers(figure, [figure.add_subplot(grid[1 + k, :]) for k in range(len(models))], models)
-    more = (
-        f" (the first {len(models)} of {len(report.models)} models)"
-        if len(report.models) > len(models)
-        else ""
-    )
-    figure.suptitle(f"What was fine-tuned: {report.parameters:,} parameters{more}")
+    title = f"What was fine-tuned: {report.parameters:,} parameters"
+    if len(report.models) > len(models):
+        title += f" (the first {len(models)} of {len(report.models)} models)"
+    figure.suptitle(title)
     save_figure(pyplot, figure, path)
 
 
@@ -71,13 +72,13 @@ def save_figure(pyplot: Any, figure: Any, path: str | Path) -> None:
 
 
 def make_label(name: str) -> str:
-    """A name that matplotlib shows as it is: short, not taken for a formula, and not left out of a legend."""
+    """A name that matplotlib shows as it is: no formula, and not left out of a legend."""
     label = clip(name, 24).replace("$", r"\$")
     return f" {label}" if label.startswith("_") else label
 
 
 def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
-    """Shares of the parameters by |delta|, on a log scale, by doublings: finer steps show how floats are stored."""
+    """Shares of the parameters by |delta|, by doublings: finer steps show how floats are stored."""
     for k, model in enumerate(models):
         shares: dict[int, float] = {}  # in percent, by power of two
         for low, count in model.histogram:
@@ -87,22 +88,13 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
         powers = range(min(seen) - 1, max(seen) + 2)
         edges = [2.0 ** max(power, LEAST_POWER) for power in powers]
         label = f"{make_label(model.label)} ({model.total.share_zero:.0%} unchanged)"
+        heights = [shares.get(power, 0.0) for power in powers]
         style = {"color": COLOURS[k], "linestyle": LINES[k % len(LINES)], "linewidth": 1.8}
-        axis.step(
-            edges, [shares.get(power, 0.0) for power in powers], where="post", label=label, **style
-        )
-    axis.axvline(
-        report.delta_threshold,
-        color="black",
-        linestyle=":",
-        label=f"threshold {report.delta_threshold:g}",
-    )
-    axis.set(
-        xscale="log",
-        xlabel="|delta|",
-        ylabel="% of the parameters",
-        title="How large the changes are",
-    )
+        axis.step(edges, heights, where="post", label=label, **style)
+    threshold = report.delta_threshold
+    axis.axvline(threshold, color="black", linestyle=":", label=f"threshold {threshold:g}")
+    axis.set(xscale="log", xlabel="|delta|", ylabel="% of the parameters")
+    axis.set_title("How large the changes are")
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend(loc="upper left", fontsize=9)
@@ -111,7 +103,8 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
 def _plot_conflicts(
     figure: Any, axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]
 ) -> None:
-    places, labels = range(len(models)), [make_label(model.label) for model in models]
+    places = range(len(models))
+    labels = [make_label(model.label) for model in models]
     shares = [[math.nan for _ in places] for _ in places]
     for (i, k), pair in zip(combinations(range(len(report.models)), 2), report.pairs, strict=True):
         share = 100 * pair.weighted_sign_conflict
@@ -130,40 +123,31 @@ def _write(axis: Any, row: int, column: int, text: str, on_dark: bool) -> None:
 
 
 def _plot_layers(figure: Any, axes: Sequence[Any], models: Sequence[ModelAnalysis]) -> None:
-    """Mean |delta| by layer and kind. What a model does not have, or did not change, is left white."""
-    means = [
-        mean
-        for model in models
-        for kinds in model.cells.values()
-        for mean in kinds.values()
-        if mean
-    ]
+    """Mean |delta| by layer and kind. What a model lacks, or did not change, is left white."""
+    from matplotlib.colors import LogNorm
+
+    cells = [kinds for model in models for kinds in model.cells.values()]
+    means = [mean for kinds in cells for mean in kinds.values() if mean]
     high = max(means, default=1.0)
     # No wider than a factor of 1000, nor so narrow that small differences look large.
     low = min(high / 10, max(high / 1000, min(means, default=1.0)))
-    scale = importlib.import_module("matplotlib.colors").LogNorm(low, high)
+    scale = LogNorm(low, high)
     for axis, model in zip(axes, models, strict=True):
-        layers, kinds = (
-            list(model.cells) or ["nothing"],
-            [stats.name for stats in model.kinds] or ["other"],
-        )
-        rows = [
-            [model.cells.get(layer, {}).get(kind) or math.nan for layer in layers] for kind in kinds
-        ]
+        layers = list(model.cells) or ["nothing"]
+        kinds = [stats.name for stats in model.kinds] or ["other"]
+        columns = [model.cells.get(layer, {}) for layer in layers]
+        rows = [[column.get(kind) or math.nan for column in columns] for kind in kinds]
         image = axis.imshow(
             rows, cmap="cividis", norm=scale, aspect="auto", interpolation="nearest"
         )
-        names, every = (
-            [make_label(layer.rpartition(".")[2]) for layer in layers],
-            -(-len(layers) // 32),
-        )
+        names = [make_label(layer.rpartition(".")[2]) for layer in layers]
+        every = -(-len(layers) // 32)
         leaning = {} if max(map(len, names)) < 4 else {"rotation": 30, "ha": "right"}
         axis.set_xticks(range(0, len(layers), every), names[::every], fontsize=8, **leaning)
         axis.set_yticks(range(len(kinds)), kinds, fontsize=9)
         axis.set_title(f"Where {make_label(model.label)} changed", fontsize=10)
-        for row, column in product(
-            range(len(kinds)), range(len(layers) if len(layers) <= 12 else 0)
-        ):
-            if (mean := rows[row][column]) > 0:
-                _write(axis, row, column, f"{mean:.2g}", scale(mean) < 0.6)
+        if len(layers) <= 12:  # else there is no room for numbers
+            for row, column in product(range(len(kinds)), range(len(layers))):
+                if (mean := rows[row][column]) > 0:
+                    _write(axis, row, column, f"{mean:.2g}", scale(mean) < 0.6)
     figure.colorbar(image, ax=axes, label="mean |delta|", pad=0.01)

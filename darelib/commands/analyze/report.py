@@ -5,83 +5,38 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confidence, suggest
+from darelib.commands.analyze.figures import DeltaStats, ModelAnalysis, PairAnalysis
+from darelib.commands.analyze.measure import Findings
 from darelib.core.drops import RANDOM
 from darelib.core.text import human, printable, table
-
-if TYPE_CHECKING:
-    from darelib.commands.analyze.measure import Findings
-    from darelib.plan.plan import MergePlan
+from darelib.models.checkpoint import Checkpoint
+from darelib.plan.plan import MergePlan
 
 # The columns of the tables: which field of DeltaStats, and its format.
 COLUMNS: Final = {
-    "parameters": ("parameters", ","), "zero": ("share_zero", ".1%"), "mean": ("mean", ".2g"),
-    "std": ("standard_deviation", ".2g"), "largest": ("largest", ".2g"), "p50": ("p50", ".2g"), "p95": ("p95", ".2g"),
-    "p99": ("p99", ".2g"), "above": ("share_above_threshold", ".1%"), "< 1%": ("share_below_1_percent", ".1%"),
-    "norm": ("relative_norm", ".2g"), "noise": ("relative_noise", ".2g"),
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)  # there may be very many
-class DeltaStats:
-    """What one model changed in some tensors. Percentiles come from counts by size and are within 3.1%."""
-
-    name: str
-    tensors: int
-    parameters: int
-    share_zero: float
-    mean: float  # of |delta|, as all up to the percentiles
-    standard_deviation: float
-    largest: float
-    p50: float
-    p95: float
-    p99: float
-    share_above_threshold: float
-    share_below_1_percent: float  # of the largest
-    relative_norm: float  # |delta| / |weights|
-    relative_noise: float  # what dropping is expected to add, / |weights|
-
-
-@dataclass(frozen=True)
-class ModelAnalysis:
-    """What one model changed: in all, by layer, by kind of tensor, and tensor by tensor."""
-
-    name: str
-    label: str  # a shorter name
-    adapter: bool
-    drop_rate: float  # as it is set now, rules apart
-    drop: str
-    expected_noise: (
-        float  # of dropping at that rate, / |delta|: sqrt(p / (1 - p)) where it is rescaled
-    )
-    total: DeltaStats
-    kinds: tuple[DeltaStats, ...]
-    layers: tuple[DeltaStats, ...]
-    cells: Mapping[str, Mapping[str, float]]  # mean |delta| by layer and kind
-    histogram: tuple[
-        tuple[float, int], ...
-    ]  # where a bin of |delta| begins, and how many are in it; zeros apart
-    tensors: tuple[DeltaStats, ...]
-
-
-@dataclass(frozen=True)
-class PairAnalysis:
-    """How two models' changes relate to one another."""
-
-    models: tuple[str, str]
-    cosine: float  # of their task vectors
-    share_both: float  # of the parameters, that both change
-    sign_conflict: float  # of those, the share that they change in opposite directions
-    weighted_sign_conflict: float  # the same, each counted by how much they change it
+    "parameters": ("parameters", ","),
+    "zero": ("share_zero", ".1%"),
+    "mean": ("mean", ".2g"),
+    "std": ("standard_deviation", ".2g"),
+    "largest": ("largest", ".2g"),
+    "p50": ("p50", ".2g"),
+    "p95": ("p95", ".2g"),
+    "p99": ("p99", ".2g"),
+    "above": ("share_above_threshold", ".1%"),
+    "< 1%": ("share_below_1_percent", ".1%"),
+    "norm": ("relative_norm", ".2g"),
+    "noise": ("relative_noise", ".2g"),
+}
 
 
 @dataclass(frozen=True)
 class AnalysisReport:
-    """What the models are like, and what that says about how to merge them. Prints as tables; as_dict is plain data."""
+    """What the models are like, and what that says about how to merge them. Prints as tables."""
 
     base: str
     parameters: int
@@ -89,9 +44,8 @@ class AnalysisReport:
     delta_threshold: float
     models: tuple[ModelAnalysis, ...]
     pairs: tuple[PairAnalysis, ...]
-    sign_conflict: (
-        float  # between any two of the models, of the parameters that at least two of them change
-    )
+    # Between any two of the models, of the parameters that at least two of them change.
+    sign_conflict: float
     weighted_sign_conflict: float
     advice: tuple[Advice, ...]
     confidence: str
@@ -125,21 +79,22 @@ class AnalysisReport:
     __str__ = text
 
     def _models(self) -> str:
-        notes = [
-            f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about what is below 1% of "
-            "the largest; norm: |delta| / |weights|; noise: what dropping adds, / |weights|)"
-        ]
+        lines = [stats_table("model", [model.total for model in self.models])]
+        lines.append(
+            f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about "
+            "what is below 1% of the largest; norm: |delta| / |weights|; noise: what dropping "
+            "adds, / |weights|)"
+        )
         for model in self.models:
-            would = (
-                "is expected to"
-                if model.drop == RANDOM
-                else f"at random, instead of by {model.drop}, would"
-            )
-            notes.append(
+            would = "is expected to"
+            if model.drop != RANDOM:
+                would = f"at random, instead of by {model.drop}, would"
+            lines.append(
                 f"{printable(model.label)}: dropping {model.drop_rate:g} {would} add noise of "
-                f"{model.expected_noise:.3g} times its delta, which is {model.total.relative_noise:.3g} of the weights"
+                f"{model.expected_noise:.3g} times its delta, which is "
+                f"{model.total.relative_noise:.3g} of the weights"
             )
-        return "\n".join([stats_table("model", [model.total for model in self.models]), *notes])
+        return "\n".join(lines)
 
     def _pairs(self) -> str:
         rows = [["models", "cosine", "both change", "signs conflict", "by magnitude"]]
@@ -149,25 +104,21 @@ class AnalysisReport:
             rows.append([names, f"{pair.cosine:.3f}", *(f"{share:.1%}" for share in shares)])
         if len(self.models) > 2:
             chance = f"any two (by chance: {1 - 2.0 ** (1 - len(self.models)):.1%})"
-            rows.append(
-                [chance, "", "", f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"]
-            )
-        return f"{table(rows)}\n(signs conflict: of the parameters that both change; 50% is what chance gives a pair)"
+            conflicts = [f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"]
+            rows.append([chance, "", "", *conflicts])
+        note = "of the parameters that both change; 50% is what chance gives a pair"
+        return f"{table(rows)}\n(signs conflict: {note})"
 
 
-def stats_table(what: str, rows: Sequence[DeltaStats]) -> str:
-    cells = (
-        [format(getattr(stats, name), style) for name, style in COLUMNS.values()] for stats in rows
-    )
-    return table(
-        [
-            [what, *COLUMNS],
-            *([printable(stats.name), *row] for stats, row in zip(rows, cells, strict=True)),
-        ]
-    )
+def stats_table(what: str, groups: Sequence[DeltaStats]) -> str:
+    rows = [[what, *COLUMNS]]
+    for stats in groups:
+        cells = [format(getattr(stats, field), style) for field, style in COLUMNS.values()]
+        rows.append([printable(stats.name), *cells])
+    return table(rows)
 
 
-def short_names(names: Sequence[str]) -> list[str]:
+def shorten_names(names: Sequence[str]) -> list[str]:
     """What to call models in tables: the last parts of their paths, as many as tell them apart."""
     plain = [
         name.replace(os.sep, "/").removesuffix("/").removesuffix(".safetensors") for name in names
@@ -179,25 +130,28 @@ def short_names(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
-def analysis_report(
-    task: MergePlan,
-    findings: Findings,
-    partial: Sequence[bool],
-    warnings: tuple[str, ...],
-    seconds: float,
-    bytes_read: int,
+def report_analysis(
+    task: MergePlan, inputs: Sequence[Checkpoint], findings: Findings, seconds: float
 ) -> AnalysisReport:
-    """partial: for each model, whether it holds only what it changes, as an adapter does."""
-    base, *labels = short_names([task.base, *task.models])
+    base, *labels = shorten_names([task.base, *task.models])
     models = tuple(
-        findings.describe_model(i, label, task, partial[i]) for i, label in enumerate(labels)
+        findings.describe_model(i, label, inputs[1 + i].partial) for i, label in enumerate(labels)
     )
-    pairs, any_two = findings.compare(labels, task)
+    pairs, any_two = findings.compare(labels)
     evidence = Evidence(base, task, models, pairs)
     return AnalysisReport(
-        base=task.base, parameters=evidence.parameters, copied_tensors=sum(not t.merged for t in task.tensors),
-        delta_threshold=task.config.delta_threshold, models=models, pairs=pairs,
-        sign_conflict=any_two.sign_conflict, weighted_sign_conflict=any_two.weighted_sign_conflict,
-        advice=tuple(advice for rule in RULES for advice in rule(evidence)), confidence=judge_confidence(evidence),
-        suggestion=suggest(evidence), bytes_read=bytes_read, seconds=seconds, warnings=warnings,
-    )  # fmt: skip
+        base=task.base,
+        parameters=evidence.parameters,
+        copied_tensors=sum(not tensor.merged for tensor in task.tensors),
+        delta_threshold=task.config.delta_threshold,
+        models=models,
+        pairs=pairs,
+        sign_conflict=any_two.sign_conflict,
+        weighted_sign_conflict=any_two.weighted_sign_conflict,
+        advice=tuple(advice for rule in RULES for advice in rule(evidence)),
+        confidence=judge_confidence(evidence),
+        suggestion=suggest(evidence),
+        bytes_read=findings.bytes_read,
+        seconds=seconds,
+        warnings=task.warnings,
+    )

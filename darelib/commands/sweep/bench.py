@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from darelib.commands.sweep.evaluation import Evaluate
 from darelib.config import DareConfig
 from darelib.core.text import DareError, install_hint
 from darelib.models.checkpoint import Checkpoint
 from darelib.run import load_memory
-
-
-class Bench(Protocol):
-    def score(self, config: DareConfig | None, trial: Any, name: str) -> Any:
-        """What the evaluation says of a merge, or of the base. name: what to call a model that is kept."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -35,20 +29,15 @@ class FileBench:
 
     def place(self, name: str) -> Path:
         """Of the kind that the base is, so that what loads the base loads it."""
-        suffix = (
-            ".safetensors" if self.base.is_file() and self.base.suffix == ".safetensors" else ""
-        )
-        return self.folder.absolute() / f"{name}{suffix}"
+        is_file = self.base.is_file() and self.base.suffix == ".safetensors"
+        return self.folder.absolute() / (f"{name}.safetensors" if is_file else name)
 
     def score(self, config: DareConfig | None, trial: Any, name: str) -> Any:
         if config is None:
             return self.evaluate(self.base.absolute(), trial)
         path = self.place(name if self.keep else "merged")
-        if (
-            path.is_dir() and not self.keep
-        ):  # what an evaluation has put beside the last one's files goes, too
-            shutil.rmtree(path)
-        elif not self.keep:
+        if not self.keep:  # what an evaluation has put beside the last one's files goes, too
+            shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
         self.merge(config, path)
         return self.evaluate(path, trial)
@@ -57,50 +46,47 @@ class FileBench:
 @contextmanager
 def prepare_folder(folder: Path, keep: bool) -> Iterator[Path]:
     """Where models are written: there, to be kept, or in a folder of its own that goes away."""
+    made: AbstractContextManager[str] = nullcontext(str(folder))
     try:
         if keep:
             folder.mkdir(parents=True, exist_ok=True)
-        made = (
-            None
-            if keep
-            else tempfile.TemporaryDirectory(
-                prefix=".sweep-", dir=folder, ignore_cleanup_errors=True
-            )
-        )
+        else:
+            made = TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
         raise DareError(
             f"cannot write models in {str(folder)!r}: {error.strerror}", "give --keep-models DIR"
         ) from None
-    with made or nullcontext(folder) as place:
-        yield Path(place)
+    with made as name:
+        yield Path(name)
 
 
 class MemoryBench:
-    """State dicts are merged, into a live model's tensors if there is one, and nothing is written."""
+    """State dicts are merged, into a live model's tensors if there is one; nothing is written."""
 
     def __init__(
-        self, base: Mapping[str, Any], finetuned: Sequence[Mapping[str, Any]], evaluate: Evaluate, model: Any,
+        self,
+        base: Mapping[str, Any],
+        finetuned: Sequence[Mapping[str, Any]],
+        evaluate: Evaluate,
+        model: Any,
         dtype: str | None,
-    ) -> None:  # fmt: skip
-        self.merge, self.evaluate, self.model, self.finetuned = (
-            load_memory().merge_tensors,
-            evaluate,
-            model,
-            finetuned,
-        )
+    ) -> None:
+        self.merge = load_memory().merge_tensors
+        self.evaluate = evaluate
+        self.model = model
+        self.finetuned = finetuned
         self.nothing = DareConfig(lambda_coeff=0.0, dtype=dtype)  # which gives the base
         self.out = None if model is None else model.state_dict()
         owners: dict[int, str] = {}  # by address, the first name of each tensor that is written
+        tied = set()  # the other names: a tied head is merged once
         for name, tensor in (self.out or {}).items():
-            if tensor.numel():
-                owners.setdefault(tensor.data_ptr(), name)
-        # What is merged into the base's own tensors would be the base of the next merge. A tied head is merged once.
+            if tensor.numel() and owners.setdefault(tensor.data_ptr(), name) != name:
+                tied.add(name)
+        # What is merged into the base's own tensors would be the base of the next merge.
         self.base = {
             name: tensor.clone() if tensor.data_ptr() in owners else tensor
             for name, tensor in base.items()
-            if self.out is None
-            or name not in self.out
-            or owners.get(self.out[name].data_ptr(), name) == name
+            if name not in tied
         }
         for k, state in enumerate(finetuned):
             if any(tensor.data_ptr() in owners for tensor in state.values()):

@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import inspect
 import json
-import math
 import os
 import re
 import shlex
@@ -18,9 +17,11 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
+from darelib.config import is_number
 from darelib.core.text import ConfigError, DareError
 
 OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are read, from the end
@@ -31,17 +32,14 @@ NUMBER: Final = re.compile(
 )
 SHELL_WORDS: Final = ("|", "||", "&&", ";", "<", ">", ">>", "2>&1", "&")
 FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
-Evaluate = Callable[
-    [Any, Any], Any
-]  # of a model and a trial: a score, or several by name, as yet unread
+# Of a model and a trial: a score, or several by name, as yet unread.
+Evaluate = Callable[[Any, Any], Any]
 
 
 class EvaluationFailed(DareError):
-    """This model has no score; others may have one. output: what the evaluation printed."""
+    """This model has no score; others may have one."""
 
-    def __init__(self, message: str, output: str = "") -> None:
-        super().__init__(message)
-        self.output = output
+    output = ""  # what the evaluation printed
 
 
 @dataclass(frozen=True)
@@ -66,36 +64,32 @@ class Objective:
 
 def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
     """The scores in what a function has returned or a command has printed."""
-    names = [objective.name for objective in objectives]
     if isinstance(given, str):
         given = parse_output(given)
     if not isinstance(given, Mapping):
-        given = {names[0]: given} if len(names) == 1 else {}
-    found = []
-    for name in names:
-        if name not in given:
+        given = {objectives[0].name: given} if len(objectives) == 1 else {}
+    scores = []
+    for objective in objectives:
+        if objective.name not in given:
             known = ", ".join(map(str, given)) or "nothing"
             raise EvaluationFailed(
-                f"it gives no score {name!r}, but {known}; --objective NAME:max names another"
+                f"it gives no score {objective.name!r}, but {known}; "
+                "--objective NAME:max names another"
             )
-        value = given[name]
+        value = given[objective.name]
         value = value.item() if hasattr(value, "item") else value  # of a tensor or a NumPy number
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise EvaluationFailed(f"its {name!r} is no finite number but {value!r}")
-        found.append(float(value))
-    return found
+        if not is_number(value):
+            raise EvaluationFailed(f"its {objective.name!r} is no finite number but {value!r}")
+        scores.append(float(value))
+    return scores
 
 
 def parse_output(text: str) -> Any:
     """The JSON object that an output ends with, or else the only number in its last line."""
     text = ESCAPES.sub("", text).rstrip()
-    for start in reversed([found.start() for found in re.finditer(r"^\{", text, re.MULTILINE)]):
+    for brace in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
         with suppress(ValueError, RecursionError):
-            return json.loads(text[start:])
+            return json.loads(text[brace.start() :])
     line = text.rpartition("\n")[2]
     numbers = NUMBER.findall(line)
     if len(numbers) != 1:
@@ -114,7 +108,7 @@ class ShellCommand:
 
     @classmethod
     def of(cls, text: str, timeout: float | None) -> ShellCommand:
-        """Split as a shell would, but run without one, so that no path can be mistaken for more than a word."""
+        """Split as a shell would, but run without one: no path is more than a word."""
         try:
             words = shlex.split(text, posix=os.name != "nt")
         except ValueError as error:
@@ -124,58 +118,57 @@ class ShellCommand:
         if os.name == "nt":  # where a backslash is no escape, and quotes stay
             words = [word.strip("\"'") for word in words]
         if not any("{model}" in word for word in words):
-            hint = (
-                "write {model} where the model's path belongs, or name a function: file.py:function"
+            raise ConfigError(
+                f"--evaluate {text!r} has no {{model}}",
+                "write {model} where the model's path belongs, "
+                "or name a function: file.py:function",
             )
-            raise ConfigError(f"--evaluate {text!r} has no {{model}}", hint)
         if odd := next((word for word in words if word in SHELL_WORDS), None):
             raise ConfigError(
                 f"--evaluate is run without a shell, to which {odd!r} belongs", "use bash -c '...'"
             )
         if shutil.which(words[0]) is None:
-            hint = (
-                "check the first word of --evaluate, and the PATH; for variables, use bash -c '...'"
+            raise ConfigError(
+                f"there is no command {words[0]!r}",
+                "check the first word of --evaluate, and the PATH; "
+                "for variables, use bash -c '...'",
             )
-            raise ConfigError(f"there is no command {words[0]!r}", hint)
         return cls(tuple(words), timeout)
 
-    def __call__(self, model: Any, _: Any) -> str:
+    def __call__(self, model: Any, _: Any) -> Any:
         words = [word.replace("{model}", str(model)) for word in self.words]
         words[0] = shutil.which(words[0]) or words[0]
-        # A file, not a pipe: a process that outlives its parent would hold a pipe open, and this would wait for it.
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as complaints:
-            streams: dict[str, Any] = {
-                "stdin": subprocess.DEVNULL,
-                "stdout": output,
-                "stderr": complaints,
-            }
-            process = subprocess.Popen(words, **streams, start_new_session=True)
+        # Files, not pipes: a process that outlives its parent would hold a pipe open, and this
+        # would wait for it.
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
             try:
-                status: int | None = process.wait(self.timeout)
+                status = process.wait(self.timeout)
+                verb = "was ended by signal" if status < 0 else "ended with status"
+                problem = f"it {verb} {abs(status)}" if status else ""
             except subprocess.TimeoutExpired:
-                status = None
+                problem = f"it took longer than {self.timeout:g} s"
             finally:
-                end(process)
-            printed, complained = (_read_tail(file) for file in (output, complaints))
-        if status != 0:
-            last = complained.strip().rpartition("\n")[2]
-            how = (
-                f"it was ended by signal {-status}"
-                if status and status < 0
-                else f"it ended with status {status}"
-            )
-            how = f"it took longer than {self.timeout:g} s" if status is None else how
-            raise EvaluationFailed(
-                f"{how}{': ' * bool(last)}{last[-300:]}", (printed + complained)[-KEPT:]
-            )
+                kill_all(process)
+            printed = read_tail(output)
+            complaints = read_tail(errors)
         try:
-            parse_output(printed)
+            if not problem:
+                return parse_output(printed)
+            last = complaints.strip().rpartition("\n")[2]
+            raise EvaluationFailed(f"{problem}: {last[-300:]}" if last else problem)
         except EvaluationFailed as error:
-            raise EvaluationFailed(str(error), (printed + complained)[-KEPT:]) from None
-        return printed
+            error.output = (printed + complaints)[-KEPT:]
+            raise
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def kill_all(process: subprocess.Popen[bytes]) -> None:
     """End a process, if it still runs, and all that it has started."""
     if os.name != "nt":
         with suppress(ProcessLookupError, PermissionError):
@@ -188,13 +181,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _read_tail(file: Any) -> str:
+def read_tail(file: IO[bytes]) -> str:
     file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_TAIL))
-    return str(file.read().decode(errors="replace"))
+    return file.read().decode(errors="replace")
 
 
 def load_function(path: str, name: str) -> Callable[..., Any]:
-    """A function of a Python file, which is imported as if it were run: files beside it can be imported."""
+    """A function of a Python file, which is imported as if it were run, with what is beside it."""
     place = Path(os.path.expanduser(path))
     if not place.is_file():
         raise ConfigError(
@@ -202,14 +195,13 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
             "--evaluate takes file.py:function, or a command with {model}",
         )
     sys.path.insert(0, str(place.resolve().parent))
-    name_here = f"evaluation_{place.stem}"  # so that it takes no other module's place
-    spec = importlib.util.spec_from_file_location(name_here, place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name_here] = module
+    module_name = f"evaluation_{place.stem}"  # so that it replaces no other module
+    loader = SourceFileLoader(module_name, str(place))
+    spec = importlib.util.spec_from_loader(module_name, loader)
+    module = importlib.util.module_from_spec(cast(ModuleSpec, spec))
+    sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"cannot import {path!r}: {type(error).__name__}: {error}", "run it by itself"
@@ -221,51 +213,55 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
 
 
 def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:
-    """What evaluates models, and what to call it: a script that was edited is another evaluation."""
+    """What evaluates models, and its label: a script that was edited is another evaluation."""
     if timeout is not None and not timeout > 0:
         raise ConfigError(f"--timeout must be above 0, not {timeout:g}", "it is in seconds")
-    label, files = str(given), list[Path]()
-    if isinstance(given, str) and (found := FUNCTION.fullmatch(given)):
-        if timeout is not None:
-            raise ConfigError(
-                "--timeout is for commands: a function cannot be ended",
-                "leave it out, or use a command",
-            )
-        files, given = [Path(os.path.expanduser(found[1]))], load_function(found[1], found[2])
-    elif isinstance(given, str):
-        given = ShellCommand.of(given, timeout)
-        files = [
-            Path(word)
-            for word in given.words
-            if word.endswith((".py", ".sh")) and os.path.isfile(word)
-        ]
-        return given, " ".join([label, *map(_digest, files)])
+    if isinstance(given, str):
+        return find_by_name(given, timeout)
     if not callable(given):
         raise ConfigError(
             "evaluate must be a function, file.py:function or a command",
             "like 'python eval.py {model}'",
         )
-    if not files:
-        label = str(getattr(given, "__qualname__", type(given).__qualname__))
-        with suppress(OSError, TypeError):  # of what has no source, as in an interactive session
-            label += hashlib.sha256(inspect.getsource(given).encode()).hexdigest()[:16]
-    return _call(given), " ".join([label, *map(_digest, files)])
+    label = str(getattr(given, "__qualname__", type(given).__qualname__))
+    with suppress(OSError, TypeError):  # of what has no source, as in an interactive session
+        label += digest(inspect.getsource(given).encode())
+    return adapt(given), label
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def find_by_name(text: str, timeout: float | None) -> tuple[Evaluate, str]:
+    named = FUNCTION.fullmatch(text)
+    if not named:
+        command = ShellCommand.of(text, timeout)
+        scripts = [word for word in command.words if word.endswith((".py", ".sh"))]
+        return command, " ".join([text, *map(digest_file, filter(os.path.isfile, scripts))])
+    if timeout is not None:
+        raise ConfigError(
+            "--timeout is for commands: a function cannot be ended",
+            "leave it out, or use a command",
+        )
+    return adapt(load_function(named[1], named[2])), f"{text} {digest_file(named[1])}"
 
 
-def _call(function: Callable[..., Any]) -> Evaluate:
-    """A function that takes a second argument is given the trial, to report how it goes and be pruned."""
-    wants_trial = False
+def digest_file(path: str) -> str:
+    return digest(Path(os.path.expanduser(path)).read_bytes())
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def adapt(function: Callable[..., Any]) -> Evaluate:
+    """A function that needs a second argument is given the trial, to report to and be pruned."""
+    needed: list[inspect.Parameter] = []
     with suppress(ValueError, TypeError):  # of what is written in C
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        required = [p for p in inspect.signature(function).parameters.values() if p.kind in kinds]
-        wants_trial = len([p for p in required if p.default is p.empty]) >= 2
+        parameters = inspect.signature(function).parameters.values()
+        needed = [
+            p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
+        ]
 
     def call(model: Any, trial: Any) -> Any:
         with redirect_stdout(sys.stderr):  # results have stdout for themselves
-            return function(model, trial) if wants_trial else function(model)
+            return function(model, trial) if len(needed) > 1 else function(model)
 
     return call

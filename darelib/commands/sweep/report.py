@@ -1,10 +1,11 @@
-"""What a search has found: a table, whether the best is better than luck, its configuration and a picture."""
+"""What a search has found: a table, whether the best is better than luck, and a picture."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -12,13 +13,13 @@ from typing import Any, Final
 
 from darelib.commands.analyze.plots import COLOURS, load_pyplot, make_label, save_figure
 from darelib.commands.sweep.evaluation import Objective
-from darelib.config import DareConfig
+from darelib.config import DareConfig, is_number
 from darelib.core.text import clip, count_of, duration, printable, table
 
 SHOWN: Final = 10  # trials in the table
-SIGNIFICANT: Final = (
-    0.05  # how sure to be, after allowing for the choice, that the best beats the plain average
-)
+# How sure to be, after allowing for the choice, that the best beats the plain average.
+SIGNIFICANT: Final = 0.05
+SHORT_NAMES: Final = {"lambda_coeff": "lambda", "drop_rate": "drop rate"}
 
 
 @dataclass(frozen=True)
@@ -29,41 +30,40 @@ class Row:
     params: Mapping[str, Any]
     config: DareConfig
     scores: list[float]
+    draws: bool = False  # whether it drops at random
     confirmed: list[list[float]] = field(default_factory=list)  # with fresh seeds
 
     @property
     def name(self) -> str:
-        return f"{'plain average' if self.number is None else f'trial {self.number}'}: {name_choice(self.params)}"
+        kind = "plain average" if self.number is None else f"trial {self.number}"
+        return f"{kind}: {name_choice(self.params)}"
 
     def mean(self, k: int) -> float:
         """With fresh seeds, if there are any: the one that it was chosen with flatters it."""
-        return (
-            statistics.fmean(each[k] for each in self.confirmed)
-            if self.confirmed
-            else self.scores[k]
-        )
+        return statistics.fmean(each[k] for each in self.confirmed or [self.scores])
 
 
 def name_choice(params: Mapping[str, Any]) -> str:
     """What was chosen, in a few words."""
-    short = {"lambda_coeff": "lambda", "drop_rate": "drop rate"}
-    return ", ".join(
-        f"{short.get(name, name)} {value:.4g}"
-        if isinstance(value, float)
-        else f"{short.get(name, name)} {value}"
-        for name, value in params.items()
-    )
+    names = [SHORT_NAMES.get(name, name) for name in params]
+    values = [f"{each:.4g}" if isinstance(each, float) else str(each) for each in params.values()]
+    return ", ".join(map(" ".join, zip(names, values, strict=True)))
 
 
 def chance(t: float, freedom: int) -> float:
-    """The chance that Student's t with so many degrees of freedom is above t >= 0: Abramowitz and Stegun, 26.7.3-4."""
+    """The chance that Student's t with so many degrees of freedom is above t >= 0.
+
+    Abramowitz and Stegun, 26.7.3-4.
+    """
+    is_odd = freedom % 2
     angle = math.atan(t / math.sqrt(freedom))
-    term, total = (math.cos(angle), 0.0) if freedom % 2 else (1.0, 0.0)
-    for k in range(2 + freedom % 2, freedom + 1, 2):
+    term = math.cos(angle) if is_odd else 1.0
+    total = 0.0
+    for k in range(2 + is_odd, freedom + 1, 2):
         total += term
         term *= math.cos(angle) ** 2 * (k - 1) / k
     inside = math.sin(angle) * total
-    return (1 - (2 / math.pi * (angle + inside) if freedom % 2 else inside)) / 2
+    return (1 - (2 / math.pi * (angle + inside) if is_odd else inside)) / 2
 
 
 @dataclass
@@ -74,32 +74,29 @@ class SweepReport:
     rows: list[Row]
     base: list[float]
     failures: list[tuple[int, str]]
-    drawn: set[int | None] = field(default_factory=set)  # the trials that drop at random
     averages: list[Row] = field(default_factory=list)  # the plain average, by lambda
     seconds: float = 0.0
     study: str = ""
 
     @cached_property
     def ranked(self) -> list[Row]:
-        """Best first, but what a seed may flatter after all that was scored again, if anything was.
+        """Best first, but what a seed may flatter after all that was scored again, if any was.
 
-        With several objectives, the Pareto front comes first; of equals, that whose worst score is best.
+        With several objectives, the Pareto front comes first; of equals, that whose worst score is
+        best.
         """
         columns = [[row.mean(k) for row in self.rows] for k in range(len(self.objectives))]
         spans = [(min(column), max(column) - min(column) or 1) for column in columns]
-        doubtful = self.drawn if any(row.confirmed for row in self.rows) else set()
+        is_confirmed = any(row.confirmed for row in self.rows)
         front = {row.number for row in (self.front if len(self.objectives) > 1 else self.rows)}
 
         def order(row: Row) -> tuple[bool, bool, float]:
             shares = []
-            for k, (each, (low, width)) in enumerate(zip(self.objectives, spans, strict=True)):
+            for k, (low, width) in enumerate(spans):
                 share = (row.mean(k) - low) / width
-                shares.append(share if each.maximize else 1 - share)
-            return (
-                row.number not in front,
-                row.number in doubtful and not row.confirmed,
-                -min(shares),
-            )
+                shares.append(share if self.objectives[k].maximize else 1 - share)
+            is_doubtful = is_confirmed and row.draws and not row.confirmed
+            return row.number not in front, is_doubtful, -min(shares)
 
         return sorted(self.rows, key=order)
 
@@ -110,43 +107,40 @@ class SweepReport:
 
     def _beats(self, one: Row, other: Row) -> bool:
         pairs = list(zip(one.scores, other.scores, self.objectives, strict=True))  # of one seed
-        some = any(each.is_better(a, b) for a, b, each in pairs)
-        return some and not any(each.is_better(b, a) for a, b, each in pairs)
+        is_ahead = any(each.is_better(a, b) for a, b, each in pairs)
+        return is_ahead and not any(each.is_better(b, a) for a, b, each in pairs)
 
     @property
     def best(self) -> Row:
-        """The best trial."""
         return self.ranked[0]
 
     @property
     def average(self) -> Row | None:
         """The plain average with its best lambda."""
-        first = self.objectives[0]
-        ordered = sorted(self.averages, key=lambda row: row.scores[0], reverse=first.maximize)
-        return ordered[0] if ordered else None
+        choose = max if self.objectives[0].maximize else min
+        return choose(self.averages, key=lambda row: row.scores[0], default=None)
 
     @property
     def winner(self) -> Row:
         """The best trial, or the plain average where that is as good."""
-        best, average = self.best, self.average
-        lost = (
-            average
-            and len(self.objectives) == 1
-            and not self.objectives[0].is_better(best.mean(0), average.mean(0))
-        )
-        return average if average and lost else best
+        average = self.average
+        if average is None or len(self.objectives) > 1:
+            return self.best
+        is_better = self.objectives[0].is_better(self.best.mean(0), average.mean(0))
+        return self.best if is_better else average
 
     @property
     def probability(self) -> float | None:
-        """The chance of such a gain over the plain average, if there were none; None: seeds cannot tell.
+        """The chance of such a gain over the plain average, if there were none; None: unknown.
 
-        The plain average draws nothing, so this is Student's one-sided t test of the fresh seeds' mean against it; p is
-        multiplied by the number of trials that the winner was picked from by their fresh seeds (Bonferroni).
+        The plain average draws nothing, so this is Student's one-sided t test of the fresh seeds'
+        mean against it; p is multiplied by the number of trials that the winner was picked from by
+        their fresh seeds (Bonferroni).
         """
-        values, average = [each[0] for each in self.best.confirmed], self.average
-        if len(values) < 2 or not statistics.stdev(values) or average is None:
+        values = [each[0] for each in self.best.confirmed]
+        if len(values) < 2 or not statistics.stdev(values) or self.average is None:
             return None
-        gain = statistics.fmean(values) - average.mean(0)
+        gain = statistics.fmean(values) - self.average.mean(0)
         gain = gain if self.objectives[0].maximize else -gain
         error = statistics.stdev(values) / math.sqrt(len(values))
         finalists = sum(bool(row.confirmed) for row in self.rows)
@@ -157,22 +151,29 @@ class SweepReport:
     def verdict(self) -> str:
         if len(self.objectives) > 1:
             return self._front_verdict()
-        best, average = self.best, self.average
-        what = f"The best merge is trial {best.number} ({name_choice(best.params)}), with {best.mean(0):.6g}"
+        best = self.best
+        average = self.average
+        choice = name_choice(best.params)
+        what = f"The best merge is trial {best.number} ({choice}), with {best.mean(0):.6g}"
         if average is None:
-            return f"{what}. The plain average could not be scored, so there is nothing to compare it with."
+            return (
+                f"{what}. The plain average could not be scored, "
+                "so there is nothing to compare it with."
+            )
         than = f"the plain average ({name_choice(average.params)}: {average.mean(0):.6g})"
         if self.winner is average:
             return f"No trial scores better than {than}, so that is the winner."
         p = self.probability
         if p is None:
-            why = (
-                "all its seeds score the same"
-                if best.confirmed
-                else "it was not scored with fresh seeds"
+            why = "neither drops anything at random"
+            if best.draws:
+                why = "all its seeds score the same"
+            if best.draws and not best.confirmed:
+                why = "it was not scored with fresh seeds"
+            return (
+                f"{what}, better than {than}. "
+                f"Whether that is chance cannot be told from seeds: {why}."
             )
-            why = why if best.number in self.drawn else "neither drops anything at random"
-            return f"{what}, better than {than}. Whether that is chance cannot be told from seeds: {why}."
         test = f"t test over {len(best.confirmed)} fresh seeds, p = {p:.2g}"
         if p <= SIGNIFICANT:
             return f"{what}, better than {than} by more than its seeds' spread explains ({test})."
@@ -180,11 +181,9 @@ class SweepReport:
 
     def _front_verdict(self) -> str:
         front = self.front
-        ahead = [
-            row for row in front if not any(self._beats(average, row) for average in self.averages)
-        ]
+        many = count_of(len(front), "trial")
+        lost = sum(any(self._beats(average, row) for average in self.averages) for row in front)
         named = ", ".join(str(row.number) for row in front[:SHOWN])
-        many, lost = count_of(len(front), "trial"), len(front) - len(ahead)
         best = f"The most balanced is trial {self.best.number} ({name_choice(self.best.params)})."
         return f"{many} on the Pareto front ({named}), of which plain averages beat {lost}. {best}"
 
@@ -193,9 +192,8 @@ class SweepReport:
         remarks = [self.verdict]
         if self.failures:
             many = count_of(len(self.failures), "trial")
-            remarks.append(
-                f"{many} without a score; the first, trial {self.failures[0][0]}, {self.failures[0][1]}."
-            )
+            number, why = self.failures[0]
+            remarks.append(f"{many} without a score; the first, trial {number}, {why}.")
         return [
             *remarks,
             "The best of many looks better than it is: confirm it on data that was not used here.",
@@ -204,80 +202,73 @@ class SweepReport:
     def as_dict(self) -> dict[str, Any]:
         names = [objective.name for objective in self.objectives]
 
-        def show(scores: Sequence[float]) -> dict[str, float]:
+        def name_scores(scores: Sequence[float]) -> dict[str, float]:
             return dict(zip(names, scores, strict=True))
 
-        trials = [
-            {"number": row.number, "params": dict(row.params), "scores": show(row.scores)}
-            | ({"confirmed": [show(each) for each in row.confirmed]} if row.confirmed else {})
-            for row in self.ranked
-        ]
-        averages = [
-            {"params": dict(row.params), "scores": show(row.scores)} for row in self.averages
-        ]
-        failed = [{"number": number, "why": why} for number, why in self.failures]
-        result = {
+        def as_table(row: Row) -> dict[str, Any]:
+            return {"params": dict(row.params), "scores": name_scores(row.scores)}
+
+        trials = [{"number": row.number} | as_table(row) for row in self.ranked]
+        for trial, row in zip(trials, self.ranked, strict=True):
+            if row.confirmed:
+                trial["confirmed"] = list(map(name_scores, row.confirmed))
+        return {
             "study": self.study,
             "winner": self.winner.name,
             "verdict": self.verdict,
             "p": self.probability,
+            "base": name_scores(self.base),
+            "plain_averages": list(map(as_table, self.averages)),
+            "trials": trials,
+            "failed": [{"number": number, "why": why} for number, why in self.failures],
+            "front": [row.number for row in self.front],
+            "seconds": self.seconds,
         }
-        return result | {
-            "base": show(self.base), "plain_averages": averages, "trials": trials, "failed": failed,
-            "front": [row.number for row in self.front], "seconds": self.seconds,
-        }  # fmt: skip
 
     def __str__(self) -> str:
         names = [objective.name for objective in self.objectives]
         rows = [["", *names, "fresh seeds", "spread"]]
-
-        def add(
-            name: str, scores: Sequence[float], confirmed: Sequence[Sequence[float]] = ()
-        ) -> None:
-            columns = list(zip(*confirmed, strict=True))
-            means = " ".join(f"{statistics.fmean(column):.6g}" for column in columns)
-            spread = " ".join(
-                f"{statistics.stdev(column):.2g}" for column in columns if len(column) > 1
-            )
-            rows.append([name, *(f"{score:.6g}" for score in scores), means or "-", spread or "-"])
-
-        ranked = self.ranked
-        for row in ranked[:SHOWN]:
-            add(clip(row.name, 80), row.scores, row.confirmed)
+        for row in self.ranked[:SHOWN]:
+            rows.append(format_cells(clip(row.name, 80), row.scores, row.confirmed))
         if self.average is not None:
-            add(self.average.name, self.average.scores)
-        add("base", self.base)
-        more = f"and {len(ranked) - SHOWN} more trials; " if len(ranked) > SHOWN else ""
-        return "\n".join(
-            [
-                table(rows),
-                f"({more}{duration(self.seconds)})",
-                "",
-                *(printable(remark) for remark in self.remarks),
-            ]
-        )
+            rows.append(format_cells(self.average.name, self.average.scores))
+        rows.append(format_cells("base", self.base))
+        hidden = len(self.rows) - SHOWN
+        more = f"and {hidden} more trials; " if hidden > 0 else ""
+        remarks = map(printable, self.remarks)
+        return "\n".join([table(rows), f"({more}{duration(self.seconds)})", "", *remarks])
+
+
+def format_cells(
+    name: str, scores: Sequence[float], confirmed: Sequence[Sequence[float]] = ()
+) -> list[str]:
+    columns = list(zip(*confirmed, strict=True))
+    means = " ".join(f"{statistics.fmean(column):.6g}" for column in columns)
+    spread = " ".join(f"{statistics.stdev(column):.2g}" for column in columns if len(column) > 1)
+    return [name, *(f"{score:.6g}" for score in scores), means or "-", spread or "-"]
 
 
 def plot_sweep(report: SweepReport, path: str | Path) -> None:
-    """Draw each setting against the score, the best score so far and, of two scores, the Pareto front."""
-    pyplot, first = load_pyplot(Path(path)), report.objectives[0]
+    """Draw each setting against the score, the best so far and, of two scores, the Pareto front."""
+    pyplot = load_pyplot(Path(path))
     settings = list(dict.fromkeys(name for row in report.rows for name in row.params))
     panels = len(settings) + 1 + (len(report.objectives) > 1)
     columns = 2 if panels == 4 else min(3, panels)
+    lines = math.ceil(panels / columns)
     figure, grid = pyplot.subplots(
-        -(-panels // columns), columns, figsize=(4 * columns, 3.2 * -(-panels // columns)), layout="constrained",
+        lines,
+        columns,
+        figsize=(4 * columns, 3.2 * lines),
+        layout="constrained",
         squeeze=False,
-    )  # fmt: skip
+    )
     axes = iter(grid.flat)
     for name in settings:
-        axis, rows = next(axes), [row for row in report.rows if name in row.params]
+        rows = [row for row in report.rows if name in row.params]
         values = [row.params[name] for row in rows]
-        words = not all(
-            isinstance(value, int | float) and not isinstance(value, bool) for value in values
-        )
-        axis.scatter([make_label(str(v)) for v in values] if words else values, [r.scores[0] for r in rows],
-                     color=COLOURS[0], s=18)  # fmt: skip
-        _finish(axis, report, make_label(name), first.name)
+        if not all(map(is_number, values)):
+            values = [make_label(str(value)) for value in values]
+        _scatter(next(axes), report, values, rows, make_label(name))
     _plot_best(next(axes), report)
     if len(report.objectives) > 1:
         _plot_front(next(axes), report)
@@ -289,50 +280,36 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
     save_figure(pyplot, figure, path)
 
 
-def _finish(axis: Any, report: SweepReport, x: str, y: str) -> None:
+def _scatter(
+    axis: Any, report: SweepReport, values: Sequence[Any], rows: Iterable[Row], label: str
+) -> None:
+    """Draw the first score by something."""
+    axis.scatter(values, [row.scores[0] for row in rows], color=COLOURS[0], s=18)
     if report.average is not None:
         axis.axhline(report.average.mean(0), color="black", linestyle="--", linewidth=1)
-    axis.set(xlabel=x, ylabel=make_label(y))
+    axis.set(xlabel=label, ylabel=make_label(report.objectives[0].name))
     axis.grid(alpha=0.3)
 
 
 def _plot_best(axis: Any, report: SweepReport) -> None:
-    rows, first = sorted(report.rows, key=lambda row: row.number or 0), report.objectives[0]
-    best: list[float] = []
-    for row in rows:
-        best.append(
-            row.scores[0] if not best or first.is_better(row.scores[0], best[-1]) else best[-1]
-        )
-    axis.scatter(
-        [row.number for row in rows], [row.scores[0] for row in rows], color=COLOURS[0], s=18
-    )
-    axis.step([row.number for row in rows], best, where="post", color=COLOURS[1])
-    _finish(axis, report, "trial (line: best so far)", first.name)
+    rows = sorted(report.rows, key=lambda row: row.number or 0)
+    numbers = [row.number for row in rows]
+    choose = max if report.objectives[0].maximize else min
+    best = list(itertools.accumulate((row.scores[0] for row in rows), choose))
+    _scatter(axis, report, numbers, rows, "trial (line: best so far)")
+    axis.step(numbers, best, where="post", color=COLOURS[1])
 
 
 def _plot_front(axis: Any, report: SweepReport) -> None:
     front = sorted(report.front, key=lambda row: row.mean(0))
-    axis.scatter(
-        [r.scores[0] for r in report.rows],
-        [r.scores[1] for r in report.rows],
-        color=COLOURS[0],
-        s=18,
-    )
-    axis.plot(
-        [row.mean(0) for row in front],
-        [row.mean(1) for row in front],
-        color=COLOURS[1],
-        marker="o",
-        markersize=4,
-    )
-    axis.scatter(
-        [r.scores[0] for r in report.averages],
-        [r.scores[1] for r in report.averages],
-        color="black",
-        marker="x",
-    )
-    axis.set(
-        xlabel=make_label(report.objectives[0].name), ylabel=make_label(report.objectives[1].name)
-    )
-    axis.set_title("Pareto front; x: plain averages", fontsize=10)
+    means = [(row.mean(0), row.mean(1)) for row in front]
+    axis.scatter(*_first_two(report.rows), color=COLOURS[0], s=18)
+    axis.plot(*zip(*means, strict=True), color=COLOURS[1], marker="o", markersize=4)
+    axis.scatter(*_first_two(report.averages), color="black", marker="x")
+    first, second = (make_label(objective.name) for objective in report.objectives[:2])
+    axis.set(xlabel=first, ylabel=second, title="Pareto front; x: plain averages")
     axis.grid(alpha=0.3)
+
+
+def _first_two(rows: Iterable[Row]) -> tuple[list[float], list[float]]:
+    return [row.scores[0] for row in rows], [row.scores[1] for row in rows]

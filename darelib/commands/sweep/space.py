@@ -1,15 +1,17 @@
-"""What a search may choose from: for each setting some values or a range, also for each model, also by rules."""
+"""What a search may choose: for each setting some values or a range, also by model and by rule."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from decimal import Decimal
-from typing import Any, Final
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import (
     CHECKS,
@@ -22,16 +24,24 @@ from darelib.config import (
     is_number,
 )
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, RANDOM
+from darelib.core.gradients import Gradient, freeze
 from darelib.core.methods import LINEAR, METHOD_SETTINGS, METHODS
 from darelib.core.text import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from optuna.trial import BaseTrial
+
 EXAMPLE: Final = "like lambda_coeff = {low = 0.5, high = 2.5}, or drop_rate = [0, 0.5, 0.9]"
-DEFAULTS: Final[dict[str, Any]] = {
-    field.name: field.default for field in dataclasses.fields(DareConfig)
-}
 MAX_GRID: Final = 10_000  # combinations
-RANGE_KEYS: Final = ("low", "high", "step", "log")
-Get = Callable[[str], Any]  # a setting's value, by its name
+# What the keys of a range must be, in words, and the test for it.
+RANGE_KEYS: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
+    **dict.fromkeys(("low", "high", "step"), ("a number", is_number)),
+    "log": ("true or false", lambda value: isinstance(value, bool)),
+}
+# What may mean nothing beside other settings, and is then not set.
+CONDITIONAL: Final = ("keep_ratio", "rescale_q", *METHOD_SETTINGS, *DROP_SETTINGS)
+OF_DROPS: Final = ("drop", "rescale", "rescale_q", *DROP_SETTINGS)  # where nothing is dropped: none
+Settings = Mapping[str, Any]  # by name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +56,7 @@ class Axis:
 
     @classmethod
     def of(cls, given: Any, setting: str, where: str) -> Axis:
-        if isinstance(given, Mapping) and "gradient" not in given:
+        if is_range(given):
             return cls._of_range(given, setting, where)
         values = tuple(given) if isinstance(given, list | tuple) else (given,)
         if not values:
@@ -56,15 +66,13 @@ class Axis:
         return cls(values)
 
     @classmethod
-    def _of_range(cls, table: Mapping[str, Any], setting: str, where: str) -> Axis:
+    def _of_range(cls, table: Settings, setting: str, where: str) -> Axis:
         for key, value in table.items():
             if key not in RANGE_KEYS:
                 raise ConfigError(f"{where} has no key {key!r}", nearest(key, RANGE_KEYS))
-            if not (isinstance(value, bool) if key == "log" else is_number(value)):
-                raise ConfigError(
-                    f"{where}: {key} must be {'true or false' if key == 'log' else 'a number'}",
-                    EXAMPLE,
-                )
+            wanted, accepts = RANGE_KEYS[key]
+            if not accepts(value):
+                raise ConfigError(f"{where}: {key} must be {wanted}", EXAMPLE)
         if not {"low", "high"} <= table.keys():
             raise ConfigError(f"{where} must have low and high", EXAMPLE)
         axis = cls(**table)
@@ -74,49 +82,39 @@ class Axis:
             raise ConfigError(
                 f"{where}: the range from {axis.low:g} to {axis.high:g} is empty", EXAMPLE
             )
-        if (axis.step is not None and not axis.step > 0) or (
-            axis.log and (axis.step or axis.low <= 0)
-        ):
+        is_wrong_step = axis.step is not None and axis.step <= 0
+        if is_wrong_step or (axis.log and (axis.step or axis.low <= 0)):
             raise ConfigError(
                 f"{where}: step must be above 0, and log = true needs a low above 0 and no step",
                 "leave one out",
             )
         return axis
 
-    def suggest(self, trial: Any, name: str, least: float) -> Any:
-        if not self.values:
-            low, high = min(max(self.low, least), self.high), self.high
-            if self.step is not None:  # all points stay those of the whole range
-                points = self.list_points(name)
-                low, high = (
-                    next((point for point in points if point >= least - 1e-9), points[-1]),
-                    points[-1],
-                )
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", UserWarning
-                )  # of points of a grid that are left out for it
-                return trial.suggest_float(name, low, high, step=self.step, log=self.log)
-        labels = self.labels
-        return self.values[labels.index(trial.suggest_categorical(name, labels))]
-
     @property
-    def labels(self) -> list[Any]:
-        """The values as a study stores them."""
-        return [
-            value if isinstance(value, str | int | float) else json.dumps(value)
-            for value in self.values
-        ]
-
-    def list_points(self, name: str) -> list[Any]:
-        """For a grid: all values."""
-        if not self.values and self.step is None:
-            raise ConfigError(
-                f"a grid needs values for {name}, not a range", "give a list, or the range a step"
-            )
+    def points(self) -> list[Any]:
+        """All that may be chosen, as a study stores it; nothing for a range without a step."""
+        if self.values:
+            return [
+                value if isinstance(value, str | int | float) else json.dumps(value)
+                for value in self.values
+            ]
+        if self.step is None:
+            return []
         # In decimals, as Optuna counts: 0.1 + 3 * 0.15 is 0.55.
-        low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step or 1))
-        return self.labels or [float(low + k * step) for k in range(int((high - low) / step) + 1)]
+        low, high, step = (Decimal(str(number)) for number in (self.low, self.high, self.step))
+        return [float(low + k * step) for k in range(int((high - low) / step) + 1)]
+
+    def suggest(self, trial: BaseTrial, name: str, least: float) -> Any:
+        """What a trial chooses; of a range, nothing below the least."""
+        points = self.points
+        if self.values:
+            return self.values[points.index(trial.suggest_categorical(name, points))]
+        within = [point for point in points if point >= least - 1e-9] or points[-1:]
+        ends = within or [min(max(self.low, least), self.high), self.high]
+        with warnings.catch_warnings():
+            # Of steps that divide a range but for rounding, and of a grid's points below the least.
+            warnings.simplefilter("ignore", UserWarning)
+            return trial.suggest_float(name, ends[0], ends[-1], step=self.step, log=self.log)
 
 
 Axes = dict[str, Axis | tuple[Axis, ...]]  # by setting; several: one for each model
@@ -125,239 +123,229 @@ Axes = dict[str, Axis | tuple[Axis, ...]]  # by setting; several: one for each m
 class Space:
     """The settings that a search chooses, on top of a configuration."""
 
-    def __init__(
-        self, table: Mapping[str, Any], config: DareConfig, count: int, where: str = "[sweep]"
-    ) -> None:
-        self.config, self.count = config, count
-        if not isinstance(table, Mapping) or not (table.keys() - {"rules"} or table.get("rules")):
+    def __init__(self, table: Settings, config: DareConfig, count: int) -> None:
+        self.config = config
+        self.count = count
+        self.fixed = {name: getattr(config, name) for name in SWEEP_SETTINGS}
+        given = dict(table)
+        rules = given.pop("rules", ())
+        if not given and not rules:
             raise ConfigError(
                 "there is nothing to search", f"say so under [sweep] or with --vary, {EXAMPLE}"
             )
-        self.axes = self._parse_table(
-            {k: v for k, v in table.items() if k != "rules"}, SWEEP_SETTINGS, where
-        )
-        self.rules: list[tuple[Any, Axes]] = []
-        rules = table.get("rules", ())
-        if not isinstance(rules, list | tuple) or not all(
-            isinstance(rule, Mapping) for rule in rules
-        ):
+        self.axes = self._parse_table(given, SWEEP_SETTINGS, "[sweep]")
+        is_list = isinstance(rules, list | tuple)
+        if not is_list or not all(isinstance(rule, Mapping) for rule in rules):
             raise ConfigError(
-                f"{where} rules must be tables", "write [[sweep.rules]] on a line of its own"
+                "[sweep] rules must be tables", "write [[sweep.rules]] on a line of its own"
             )
-        for k, rule in enumerate(rules, 1):
-            rest, place = (
-                {name: value for name, value in rule.items() if name != "match"},
-                f"{where} rule {k}",
-            )
-            Rule.of(
-                {"match": rule.get("match", ()), "lambda_coeff": 1.0}, place
-            )  # whether it can match anything
-            if not rest:
-                raise ConfigError(f"{place} sets nothing", EXAMPLE)
-            self.rules.append((rule["match"], self._parse_table(rest, RULE_SETTINGS, place)))
-        methods, drops, rates = (
-            self._list_values(name) for name in ("method", "drop", "drop_rate")
-        )
-        for method in methods:
-            self._fit({"method": method}).check_models(count)
-        whole = {name: getattr(config, name) for name in SWEEP_SETTINGS}
+        self.rules = [
+            self._parse_rule(rule, f"[sweep] rule {number}") for number, rule in enumerate(rules, 1)
+        ]
+        for method in self._list_values("method"):
+            self._fit({"method": method}, []).check_models(count)
+        names = ("method", "drop", "drop_rate")
         choices = [
-            whole | {"method": m, "drop": d, "drop_rate": r}
-            for m in methods
-            for d in drops
-            for r in rates
+            self.fixed | dict(zip(names, values, strict=True))
+            for values in product(*map(self._list_values, names))
         ]
         for name in self.axes:
-            if not any(self._matters(name, chosen.__getitem__) for chosen in choices):
+            if not any(self._matters(name, settings) for settings in choices):
                 raise ConfigError(
-                    f"{where} {name} means nothing beside the other settings", "leave it out"
+                    f"[sweep] {name} means nothing beside the other settings", "leave it out"
                 )
 
-    def _list_values(self, name: str) -> list[Any]:
-        """What a setting may be; of a range, its end."""
-        axis = self.axes.get(name, Axis((getattr(self.config, name),)))
-        return (
-            list(axis.values or [axis.high])
-            if isinstance(axis, Axis)
-            else [[each.high for each in axis]]
-        )
-
-    def _parse_table(self, table: Mapping[str, Any], known: tuple[str, ...], where: str) -> Axes:
-        axes: Axes = {}
-        for name in sorted(table, key=[*CHECKS, *table].index):  # what others depend on comes first
-            given, place = table[name], f"{where} {name}"
+    def _parse_table(self, table: Settings, known: tuple[str, ...], where: str) -> Axes:
+        for name in table:
             if name == "seed":
                 raise ConfigError(
-                    f"{place}: masks are noise, not a setting to choose", "--confirm draws several"
+                    f"{where} seed: masks are noise, not a setting to choose",
+                    "--confirm draws several",
                 )
             if name not in known:
                 raise ConfigError(f"{where} has no key {name!r}", nearest(name, known))
-            tables = (
-                isinstance(given, list)
-                and bool(given)
-                and all(isinstance(each, dict) for each in given)
-            )
-            if name == "weights" and isinstance(given, dict) and "gradient" not in given:
-                given, tables = [given] * self.count, True
-            if tables and name in PER_MODEL and not any("gradient" in each for each in given):
-                if len(given) != self.count:
-                    raise ConfigError(
-                        f"{place} has {len(given)} ranges for {self.count} models",
-                        "give one for each",
-                    )
-                axes[name] = tuple(Axis.of(each, name, place) for each in given)
-            else:
-                axes[name] = Axis.of(given, name, place)
-        return axes
+        # In the order of CHECKS, where what others depend on comes first.
+        names = [name for name in CHECKS if name in table]
+        return {name: self._parse_axis(name, table[name], f"{where} {name}") for name in names}
 
-    def choose(self, trial: Any) -> DareConfig:
-        """The configuration that a trial asks for: what means nothing beside what is chosen already is not asked."""
-        chosen = self._choose(trial, self.axes, lambda name: getattr(self.config, name), "")
+    def _parse_axis(self, name: str, given: Any, where: str) -> Axis | tuple[Axis, ...]:
+        if name == "weights" and is_range(given):
+            given = [given] * self.count
+        are_ranges = isinstance(given, list) and given and all(map(is_range, given))
+        if not are_ranges or name not in PER_MODEL:
+            return Axis.of(given, name, where)
+        if len(given) != self.count:
+            raise ConfigError(
+                f"{where} has {len(given)} ranges for {self.count} models", "give one for each"
+            )
+        return tuple(Axis.of(each, name, where) for each in given)
+
+    def _parse_rule(self, rule: Settings, where: str) -> tuple[Any, Axes]:
+        axes = dict(rule)
+        match = axes.pop("match", ())
+        Rule.of({"match": match, "lambda_coeff": 1.0}, where)  # whether it can match anything
+        if not axes:
+            raise ConfigError(f"{where} sets nothing", EXAMPLE)
+        return match, self._parse_table(axes, RULE_SETTINGS, where)
+
+    def _list_values(self, name: str) -> list[Any]:
+        """What a setting may be; of a range, its end."""
+        axis = self.axes.get(name, Axis((self.fixed[name],)))
+        if isinstance(axis, tuple):
+            return [[each.high for each in axis]]
+        return list(axis.values or [axis.high])
+
+    def choose(self, trial: BaseTrial) -> DareConfig:
+        """The configuration of a trial, which chooses only what means something beside the rest."""
+        chosen = self._choose(trial, self.axes, self.fixed, "")
         rules = []
         for k, (match, axes) in enumerate(self.rules):
-            whole = {name: chosen.get(name, getattr(self.config, name)) for name in SWEEP_SETTINGS}
-            own = self._choose(trial, axes, whole.__getitem__, f"rules.{k}.")
-            rules += [Rule(match, **own)] if own else []
+            own = self._choose(trial, axes, self.fixed | chosen, f"rules.{k}.")
+            if own:
+                rules.append(Rule(match, **own))
         config = self._fit(chosen, rules)
         config.check_models(self.count)
         return config
 
-    def _choose(self, trial: Any, axes: Axes, get: Get, prefix: str) -> dict[str, Any]:
+    def _choose(
+        self, trial: BaseTrial, axes: Axes, others: dict[str, Any], prefix: str
+    ) -> dict[str, Any]:
         chosen: dict[str, Any] = {}
-
-        def look(name: str) -> Any:
-            return chosen[name] if name in chosen else get(name)
-
+        settings = ChainMap(chosen, others)
         for name, axis in axes.items():
-            if not self._matters(name, look):
+            if not self._matters(name, settings):
                 continue
             # Dividing by less than what is kept would more than undo the dropping.
-            least = 1 - min(_each(look("drop_rate"))) if name == "rescale_q" else float("-inf")
-            if isinstance(axis, tuple):
-                chosen[name] = [
-                    each.suggest(trial, f"{prefix}{name}.{i}", least) for i, each in enumerate(axis)
-                ]
-            else:
-                chosen[name] = axis.suggest(trial, prefix + name, least)
+            kept = 1 - min(list_numbers(settings["drop_rate"]))
+            least = kept if name == "rescale_q" else -math.inf
+            named = name_axes(prefix + name, axis)
+            values = [each.suggest(trial, label, least) for label, each in named.items()]
+            chosen[name] = values if isinstance(axis, tuple) else values[0]
         return chosen
 
-    def _matters(self, name: str, get: Get) -> bool:
+    def _matters(self, name: str, settings: Settings) -> bool:
         """Whether a setting means anything beside the others."""
-        method, drops = METHODS[get("method")], {*_each(get("drop"))}
+        method = METHODS[settings["method"]]
+        drops = set(list_numbers(settings["drop"]))
         if name in METHOD_SETTINGS and name not in method.settings:
             return False
-        if name in ("drop", "rescale", "rescale_q", *DROP_SETTINGS) and not self._drops_any(get):
+        if name in OF_DROPS and not self._drops_any(settings):
             return False
         if name == "drop":
             return method.any_drop
         if name in DROP_SETTINGS:
             return any(name in DROPS[drop].settings for drop in drops)
         if name == "rescale_q":
-            return drops == {RANDOM} and get("rescale") in (None, True, EXPECTATION)
+            return drops == {RANDOM} and settings["rescale"] in (None, True, EXPECTATION)
         return name != "keep_ratio" or drops == {RANDOM}
 
-    def _drops_any(self, get: Get) -> bool:
-        rates = [get("drop_rate"), *(rule.drop_rate or 0 for rule in self.config.typed_rules)]
-        return any(any(_each(rate)) for rate in rates) or any(
-            "drop_rate" in axes for _, axes in self.rules
-        )
+    def _drops_any(self, settings: Settings) -> bool:
+        rates = [settings["drop_rate"], *(rule.drop_rate or 0 for rule in self.config.typed_rules)]
+        is_searched = any("drop_rate" in axes for _, axes in self.rules)
+        return is_searched or any(any(list_numbers(rate)) for rate in rates)
 
-    def _fit(self, chosen: Mapping[str, Any], rules: list[Rule] | None = None) -> DareConfig:
-        """The configuration with other settings, less what means nothing beside them, which would be an error."""
-        settings = {name: chosen.get(name, getattr(self.config, name)) for name in SWEEP_SETTINGS}
-        conditional = ("keep_ratio", "rescale_q", *METHOD_SETTINGS, *DROP_SETTINGS)
+    def _fit(self, chosen: Settings, rules: list[Rule]) -> DareConfig:
+        """The configuration with other settings, less what would mean nothing beside them."""
+        settings = self.fixed | dict(chosen)
         if not METHODS[settings["method"]].any_drop:
             settings["drop"] = RANDOM
-        odd = [name for name in conditional if not self._matters(name, settings.__getitem__)]
-        settings |= {name: DEFAULTS[name] for name in odd}
+        unused = [name for name in CONDITIONAL if not self._matters(name, settings)]
+        settings |= dict.fromkeys(unused)
         kept = []
         for rule in self.config.typed_rules:
-            own = {
-                name: value
-                for name, value in rule.as_table().items()
-                if name not in ("match", *odd)
-            }
+            table = rule.as_table()
+            own = {name: table[name] for name in table if name not in ("match", *unused)}
             # Without any setting of its own, a rule would let later ones match.
             kept.append(Rule(rule.match, **(own or {"lambda_coeff": settings["lambda_coeff"]})))
-        return dataclasses.replace(self.config, **settings, rules=[*(rules or ()), *kept])
+        return dataclasses.replace(self.config, **settings, rules=[*rules, *kept])
 
-    def list_combinations(self, fixed: Callable[[dict[str, Any]], Any]) -> Iterator[dict[str, Any]]:
-        """What all trials of a grid choose, each once. fixed: makes a trial that is given what it chooses."""
-        points = {label: axis.list_points(label) for label, axis in self._list_axes()}
+    def list_combinations(self) -> list[dict[str, Any]]:
+        """What all trials of a grid choose, each once: what means nothing is not chosen."""
+        from optuna.trial import FixedTrial
+
+        points = {label: axis.points for label, axis in self._list_axes()}
+        for label, values in points.items():
+            if not values:
+                raise ConfigError(
+                    f"a grid needs values for {label}, not a range",
+                    "give a list, or the range a step",
+                )
         if (size := math.prod(map(len, points.values()))) > MAX_GRID:
             raise ConfigError(
                 f"a grid of {size:,} combinations is too large", f"at most {MAX_GRID:,}; or use tpe"
             )
-        seen: set[tuple[Any, ...]] = set()
-        for values in itertools.product(*points.values()):
-            trial = fixed(dict(zip(points, values, strict=True)))
-            try:
+        found: dict[frozenset[Any], dict[str, Any]] = {}
+        for combination in product(*points.values()):
+            trial = FixedTrial(dict(zip(points, combination, strict=True)))
+            with suppress(ConfigError):
                 self.choose(trial)
-            except ConfigError:
-                continue
-            if (chosen := tuple(trial.params.items())) not in seen:
-                seen.add(chosen)
-                yield trial.params
-        if not seen:
+                found[identify(trial.params)] = trial.params
+        if not found:
             raise ConfigError(
                 "no combination of the grid can be merged", "see --help for what goes together"
             )
+        return list(found.values())
 
     def plain_average(self, scale: float) -> DareConfig:
-        """Nothing dropped, nothing weighed; what rules say of lambda stays, such as which parts to leave alone."""
-        plain = {
-            name: DEFAULTS[name] for name in SWEEP_SETTINGS if name not in ("dtype", "mismatch")
-        }
+        """Nothing dropped, nothing weighed; rules keep their lambda, such as 0 for some parts."""
+        plain = vars(DareConfig(method=LINEAR, drop_rate=0.0, lambda_coeff=scale))
+        plain = {name: plain[name] for name in SWEEP_SETTINGS if name not in ("dtype", "mismatch")}
         rules = [
-            Rule(r.match, drop_rate=0.0, lambda_coeff=r.lambda_coeff)
-            for r in self.config.typed_rules
+            Rule(rule.match, drop_rate=0.0, lambda_coeff=rule.lambda_coeff)
+            for rule in self.config.typed_rules
         ]
-        plain |= {"method": LINEAR, "drop_rate": 0.0, "lambda_coeff": scale, "rules": rules}
-        return dataclasses.replace(self.config, **plain)
-
-    def equal_lambda(self, config: DareConfig) -> float:
-        """The lambda with which a plain average is as long as a merge: weights scale it, too."""
-        settings = config.general(self.count)
-        return settings.lambda_coeff * (sum(settings.weights) if config.method == LINEAR else 1.0)
+        return dataclasses.replace(self.config, **plain, rules=rules)
 
     def count_ranges(self) -> int:
         return sum(not axis.values for _, axis in self._list_axes())
 
     def _list_axes(self) -> Iterator[tuple[str, Axis]]:
         """All axes, by the names that a study has for what is chosen."""
-        for prefix, axes in (
-            ("", self.axes),
-            *((f"rules.{k}.", axes) for k, (_, axes) in enumerate(self.rules)),
-        ):
+        tables = {"": self.axes} | {f"rules.{k}.": axes for k, (_, axes) in enumerate(self.rules)}
+        for prefix, axes in tables.items():
             for name, axis in axes.items():
-                if isinstance(axis, Axis):
-                    yield prefix + name, axis
-                else:
-                    yield from ((f"{prefix}{name}.{i}", each) for i, each in enumerate(axis))
+                yield from name_axes(prefix + name, axis).items()
 
     def list_lambdas(self) -> list[float]:
         """Values of lambda all over what is searched, for what the best is to be compared with."""
         axis = self.axes.get("lambda_coeff")
-        if not isinstance(axis, Axis):
-            own: Any = self.config.lambda_coeff
-            return [float(own)] if is_number(own) else [1.0]
-        if axis.values:
-            return sorted({float(value) for value in axis.values if is_number(value)}) or [1.0]
-        return [axis.low + k / 4 * (axis.high - axis.low) for k in range(5)]
-
-    def draws(self, config: DareConfig) -> bool:
-        """Whether anything is dropped at random; if not, the seed means nothing."""
-        thinnings = (
-            thinning for each in config.resolve_all(self.count) for thinning in each.thinnings
-        )
-        return any(t.drop_rate > 0 and DROPS[t.drop].rescale == EXPECTATION for t in thinnings)
+        if isinstance(axis, Axis) and not axis.values:
+            return [axis.low + k / 4 * (axis.high - axis.low) for k in range(5)]
+        values = self._list_values("lambda_coeff")
+        return [float(value) for value in values if is_number(value)] or [1.0]
 
 
-def _each(value: Any) -> tuple[Any, ...]:
-    """Of a setting that there may be one of for each model, all; of what changes over the layers, all ends."""
-    numbers = getattr(value, "numbers", value)
-    if isinstance(numbers, Mapping):
-        numbers = numbers["gradient"]
-    if not isinstance(numbers, list | tuple):
-        return (numbers,)
-    return tuple(each for entry in numbers for each in _each(entry))
+def equal_lambda(config: DareConfig, count: int) -> float:
+    """The lambda with which a plain average is as long as a merge: weights scale it, too."""
+    settings = config.general(count)
+    return settings.lambda_coeff * (sum(settings.weights) if config.method == LINEAR else 1.0)
+
+
+def draws_masks(config: DareConfig, count: int) -> bool:
+    """Whether anything is dropped at random; if not, the seed means nothing."""
+    thinnings = (each for settings in config.resolve_all(count) for each in settings.thinnings)
+    return any(t.drop_rate > 0 and DROPS[t.drop].rescale == EXPECTATION for t in thinnings)
+
+
+def is_range(given: Any) -> bool:
+    """Whether this is a table like {low = 0, high = 1}, and not a number that changes by layer."""
+    return isinstance(given, Mapping) and "gradient" not in given
+
+
+def identify(params: Settings) -> frozenset[Any]:
+    return frozenset(params.items())
+
+
+def name_axes(name: str, axis: Axis | tuple[Axis, ...]) -> dict[str, Axis]:
+    """A setting's axis, or those of all models, by the names that a study has for them."""
+    if isinstance(axis, Axis):
+        return {name: axis}
+    return {f"{name}.{i}": each for i, each in enumerate(axis)}
+
+
+def list_numbers(value: Any) -> list[Any]:
+    """All that a setting is: for each model, and for what changes over the layers at each end."""
+    frozen = freeze(value)
+    if isinstance(frozen, tuple):
+        return [number for entry in frozen for number in list_numbers(entry)]
+    return list(frozen.numbers) if isinstance(frozen, Gradient) else [frozen]

@@ -1,4 +1,4 @@
-"""`dare.py pack`: a fine-tune as the entries that its mask keeps, which is all that a merge needs of it."""
+"""What `dare.py pack` does: a fine-tune as the entries that its mask keeps, which is all that a merge needs of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -46,8 +46,7 @@ from darelib.plan.files import PlannedFile
 from darelib.plan.matching import ties_embeddings
 from darelib.plan.plan import Job, check_kinds
 from darelib.plan.tensors import TensorPlan
-from darelib.requests.readers import load_request
-from darelib.requests.request import Request, layer_flags
+from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
 from darelib.run.threads import run_merge
 from darelib.run.worker import BROKEN_HINT, JobWorker, Write
@@ -77,85 +76,6 @@ class PackReport:
             f"packed {count_of(self.tensors, 'tensor')} into {printable(self.output)}: {human(self.bytes_written)}, "
             f"{share:.1%} of {human(self.bytes_before)}, in {self.seconds:.2f} s"
         )
-
-
-def add_options(add: Callable[..., Any]) -> None:
-    add("-c", "--config", metavar="FILE", type=Path, help="TOML configuration with such settings")
-    add("-b", "--base", metavar="MODEL", help="the model that it was fine-tuned from")
-    add("-m", "--merge", metavar="MODEL", nargs="+", help="the fine-tuned model")
-    add(
-        "-o",
-        "--output",
-        metavar="PATH",
-        help="where to write: a .safetensors file, or a model directory",
-    )
-    add(
-        "--drop-rate",
-        metavar="P",
-        type=float,
-        nargs=1,
-        help="share to drop (default 0.9); merges need this or more",
-    )
-    add("--seed", metavar="N", type=int, help="the seed of its mask, for all merges (default 42)")
-    add(
-        "--rule",
-        dest="rules",
-        metavar="RULE",
-        action="append",
-        help="PATTERN:drop_rate=P for matching tensors",
-    )
-    add(
-        "--mismatch",
-        metavar="HOW",
-        help="tensors of other shapes: error (default), or overlap (kept whole)",
-    )
-    add(
-        "--any-base", action="store_true", help="pack a model of another model_type than the base's"
-    )
-    add(
-        "--threads",
-        metavar="N",
-        type=int,
-        help="threads to use (default: all cores this process may use)",
-    )
-    add(
-        "--engine",
-        metavar="NAME",
-        help="what computes: auto (default), numba, or plain (NumPy: the same, but slow)",
-    )
-    add(
-        "--force",
-        action="store_true",
-        help="replace an existing output that this tool did not make",
-    )
-    add(
-        "--resume",
-        action="store_true",
-        help="continue an unfinished packing; if interrupted, leave one to continue",
-    )
-
-
-def run(flags: dict[str, Any]) -> PackReport:
-    """The command."""
-    request = layer_flags(load_request(flags["config"]) if "config" in flags else Request(), flags)
-    if request.base is None or not request.merge or request.output is None:
-        raise ConfigError(
-            "pack needs a base, a model and an output",
-            "give --base MODEL --merge MODEL --output PATH",
-        )
-    if len(request.merge) > 1:
-        raise ConfigError(
-            f"pack takes one model, not {len(request.merge)}", "pack one after the other"
-        )
-    config = choose_settings(request)
-    return pack(
-        request.base,
-        request.merge[0],
-        config,
-        request.output,
-        force="force" in flags,
-        resume="resume" in flags,
-    )
 
 
 def choose_settings(request: Request) -> DareConfig:

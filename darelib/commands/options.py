@@ -1,0 +1,283 @@
+"""What commands share: their flags, the merger that flags ask for, and how results are printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+
+from darelib.config import DareConfig
+from darelib.core.drops import DROPS
+from darelib.core.methods import METHODS
+from darelib.core.text import LOG, ConfigError
+
+if TYPE_CHECKING:
+    from darelib.requests.request import Request
+
+Options: TypeAlias = dict[str, dict[str, Any]]  # by name: what argparse's add_argument is given
+Flags: TypeAlias = dict[str, Any]  # those that a user gives, by name
+Merger: TypeAlias = Any  # a dare.DareMerger, which nothing in darelib imports
+MergerClass: TypeAlias = Callable[..., Merger]
+
+CONTINUES: Final = "the same command goes on from here"  # a hint after an interrupt
+SHORT_NAMES: Final = {
+    "--config": ("-c",),
+    "--base": ("-b",),
+    "--merge": ("-m",),
+    "--output": ("-o",),
+    "--verbose": ("-v",),
+    "--quiet": ("-q",),
+}
+# What every command that computes takes.
+MODELS: Final[Options] = {
+    "--base": {"metavar": "MODEL", "help": "the model that the others were fine-tuned from"},
+    "--merge": {
+        "metavar": "MODEL",
+        "nargs": "+",
+        "action": "extend",
+        "help": "the fine-tuned models, or LoRA adapters",
+    },
+    "--threads": {
+        "metavar": "N",
+        "type": int,
+        "help": "threads to use (default: all cores this process may use)",
+    },
+    "--engine": {
+        "metavar": "NAME",
+        "help": "what computes: auto (default), numba, or plain (NumPy: the same, but slow)",
+    },
+}
+NUMBERS: Final[dict[str, Any]] = {"type": float, "nargs": "+"}  # one for all models, or one each
+# The models and the settings: what has a key in TOML, too.
+SETTINGS: Final[Options] = {
+    "--config": {
+        "metavar": "FILE",
+        "type": Path,
+        "help": "TOML configuration, mergekit's YAML, or a merged model: its recipe",
+    },
+    **MODELS,
+    "--output": {
+        "metavar": "PATH",
+        "help": "where to write: a .safetensors file, or a model directory",
+    },
+    "--method": {
+        "metavar": "NAME",
+        "help": f"how to combine: {', '.join(METHODS)} (default linear)",
+    },
+    "--drop-rate": {
+        **NUMBERS,
+        "metavar": "P",
+        "help": "share of each delta to drop, 0 <= P < 1 (default 0.9); one or one each",
+    },
+    "--drop": {
+        "metavar": "NAME",
+        "nargs": "+",
+        "help": f"what to drop: {', '.join(DROPS)} (default random); one or one each",
+    },
+    "--gamma": {
+        **NUMBERS,
+        "metavar": "G",
+        "help": "breadcrumbs: share of the largest to drop as well (default 0.01)",
+    },
+    "--epsilon": {
+        **NUMBERS,
+        "metavar": "E",
+        "help": "della: keep with 1 - P - E (smallest) to 1 - P + E (default 0.15)",
+    },
+    "--weights": {
+        **NUMBERS,
+        "metavar": "W",
+        "help": "one per model; linear: default 1/n each; ties: relative, default equal",
+    },
+    "--normalize": {
+        "action": argparse.BooleanOptionalAction,
+        "help": "divide by the sum of the weights, in ties of the models that agree "
+        "(default: ties yes, linear no)",
+    },
+    "--lambda": {
+        "dest": "lambda_coeff",
+        "metavar": "X",
+        "type": float,
+        "help": "scale of the merged delta (default 1)",
+    },
+    "--rescale": {
+        "metavar": "HOW",
+        "help": "what is kept: expectation (default of random, della), l1 (restore the sum of "
+        "|delta|) or none",
+    },
+    "--no-rescale": {
+        "action": "store_false",
+        "dest": "rescale",
+        "help": "the same as --rescale none",
+    },
+    "--rescale-q": {
+        **NUMBERS,
+        "metavar": "Q",
+        "help": "DAREx-q: divide by Q, 1 - P <= Q <= 1, instead of 1 - P; one or one each",
+    },
+    "--keep-ratio": {
+        "metavar": "R",
+        "type": float,
+        "help": "ties: share of the surviving entries that trim keeps (default 1)",
+    },
+    "--slerp-t": {
+        "metavar": "T",
+        "type": float,
+        "help": "slerp: position between the two models (default 0.5)",
+    },
+    "--threshold": {
+        "metavar": "X",
+        "type": float,
+        "help": "ram: a smaller |delta| counts as none (default 1e-5)",
+    },
+    "--dtype": {
+        "metavar": "NAME",
+        "help": "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 "
+        "(default: the base's)",
+    },
+    "--mismatch": {
+        "metavar": "HOW",
+        "help": "tensors of other shapes: error (default), overlap (merge common rows) or base",
+    },
+    "--any-base": {
+        "action": "store_true",
+        "help": "merge even if config.json says that the base is another kind of model",
+    },
+    "--max-shard-size": {
+        "metavar": "SIZE",
+        "help": "largest size of one file of an output directory (default 5GB)",
+    },
+    "--tokenizer": {
+        "metavar": "WHICH",
+        "help": "of an output directory: base (default), union (all tokens), or a model's",
+    },
+    "--chat-template": {
+        "metavar": "WHICH",
+        "help": "of a model, or a file (default: the base's, else a model's)",
+    },
+    "--rule": {
+        "dest": "rules",
+        "metavar": "RULE",
+        "action": "append",
+        "help": "PATTERN:SETTING=VALUE,... for matching tensors",
+    },
+    "--delta-threshold": {
+        "metavar": "X",
+        "type": float,
+        "help": "warn where deltas are larger than this (default 0.002)",
+    },
+    "--seed": {
+        "metavar": "N",
+        "type": int,
+        "help": "the first model's seed; model i uses N + i (default 42)",
+    },
+}
+# What only some commands take; each says in its own words what the last is for.
+FORCE: Final = {
+    "action": "store_true",
+    "help": "replace an existing output that this tool did not make",
+}
+RESUME: Final = {
+    "action": "store_true",
+    "help": "continue an unfinished merge; if interrupted, leave one to continue",
+}
+PLOT: Final = {
+    "metavar": "FILE",
+    "type": Path,
+    "help": "draw what was found, to a .png, .svg or .pdf file",
+}
+WRITE_CONFIG: Final = {"metavar": "FILE", "type": Path}
+# What every command takes.
+COMMON: Final[Options] = {
+    "--json": {
+        "action": "store_true",
+        "help": "print what was done, planned, verified or found as JSON",
+    },
+    "--verbose": {"action": "store_true", "help": "show progress and summary (default)"},
+    "--quiet": {
+        "action": "store_false",
+        "dest": "verbose",
+        "help": "no progress or summary, only warnings and errors",
+    },
+}
+
+
+class Room(Protocol):
+    """What every command has: its options, and what it does with the flags that are given."""
+
+    OPTIONS: Options
+
+    def run(self, flags: Flags, merger_class: MergerClass) -> None: ...
+
+
+def make_merger(flags: Flags, merger_class: MergerClass) -> tuple[Merger, Request]:
+    """The merger that a configuration, or the recipe of a merged model, and flags ask for."""
+    from darelib.requests.readers import load_request
+    from darelib.requests.request import Request, layer_flags
+
+    path = Path(os.path.expanduser(flags.get("config", "")))
+    if "config" not in flags:
+        request = Request()
+    elif path.suffix == ".safetensors" or path.is_dir():
+        from darelib.requests.recipe import read_recipe
+
+        request = read_recipe(path)
+    else:
+        request = load_request(path)
+    request = layer_flags(request, flags)
+    if request.inputs:
+        from darelib.requests.recipe import locate_inputs
+
+        request = locate_inputs(request, list_models(flags), path)
+    return merger_for(request, merger_class), request
+
+
+def list_models(flags: Flags) -> list[str]:
+    """The models that are given by flags, the base first."""
+    base = [flags["base"]] if "base" in flags else []
+    return [*base, *flags.get("merge", [])]
+
+
+def merger_for(request: Request, merger_class: MergerClass) -> Merger:
+    config = DareConfig(**request.dare, rules=request.rules)
+    LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
+    if request.base is None:
+        raise ConfigError(
+            "there is no base model",
+            "give --base MODEL, or base_file in [models] of a --config file",
+        )
+    if not request.merge:
+        raise ConfigError(
+            "there are no models to merge", "give --merge MODEL..., or merge_files in [models]"
+        )
+    return merger_class(
+        request.base,
+        request.merge,
+        config,
+        tokenizer=request.tokenizer or "base",
+        chat_template=request.chat_template,
+    )
+
+
+class Report(Protocol):
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+def show(report: Report, flags: Flags, verbose: bool) -> None:
+    if "json" in flags or verbose:
+        print_result(report.as_dict() if "json" in flags else str(report))
+
+
+def print_result(result: str | dict[str, Any]) -> None:
+    """Print what came out, as text or as JSON. That nobody can read it does not undo it."""
+    try:
+        print(result if isinstance(result, str) else json.dumps(result, indent=2), flush=True)
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # whoever read our output has read enough
+            LOG.warning(f"cannot print what was done: {error.strerror}")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the interpreter's last flush)

@@ -1,0 +1,65 @@
+"""`dare.py pack`: its options; what it does is in packer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from darelib.commands.options import (
+    FORCE,
+    RESUME,
+    SETTINGS,
+    Flags,
+    MergerClass,
+    Options,
+    show,
+)
+from darelib.core.text import LOG, ConfigError
+
+# Those of merge, as far as they decide what is kept, in other words.
+CHANGES: Final[Options] = {
+    "--config": {"help": "TOML configuration with such settings"},
+    "--base": {"help": "the model that it was fine-tuned from"},
+    "--merge": {"action": "store", "help": "the fine-tuned model"},
+    "--output": {},
+    "--drop-rate": {"nargs": 1, "help": "share to drop (default 0.9); merges need this or more"},
+    "--seed": {"help": "the seed of its mask, for all merges (default 42)"},
+    "--rule": {"help": "PATTERN:drop_rate=P for matching tensors"},
+    "--mismatch": {"help": "tensors of other shapes: error (default), or overlap (kept whole)"},
+    "--any-base": {"help": "pack a model of another model_type than the base's"},
+    "--threads": {},
+    "--engine": {},
+}
+OPTIONS: Final[Options] = {
+    **{name: SETTINGS[name] | changes for name, changes in CHANGES.items()},
+    "--force": FORCE,
+    "--resume": RESUME
+    | {"help": "continue an unfinished packing; if interrupted, leave one to continue"},
+}
+
+
+def run(flags: Flags, _: MergerClass) -> None:
+    from darelib.commands.pack.packer import choose_settings, pack
+    from darelib.requests.readers import load_request
+    from darelib.requests.request import Request, layer_flags
+
+    request = layer_flags(load_request(flags["config"]) if "config" in flags else Request(), flags)
+    if request.base is None or not request.merge or request.output is None:
+        raise ConfigError(
+            "pack needs a base, a model and an output",
+            "give --base MODEL --merge MODEL --output PATH",
+        )
+    if len(request.merge) > 1:
+        raise ConfigError(
+            f"pack takes one model, not {len(request.merge)}", "pack one after the other"
+        )
+    report = pack(
+        request.base,
+        request.merge[0],
+        choose_settings(request),
+        request.output,
+        force="force" in flags,
+        resume="resume" in flags,
+    )
+    for warning in report.warnings:
+        LOG.warning(warning)
+    show(report, flags, flags.get("verbose", True))

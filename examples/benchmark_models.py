@@ -1,0 +1,101 @@
+"""The models that benchmark.py merges: a Llama-shaped base of any size, and its fine-tunes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmark_report import MIB, Point
+
+DENSITY = 0.1  # what the rivals keep of the deltas: the tool's default
+DTYPES = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}  # their names in torch, and bytes
+WIDTHS = {
+    2e7: 128,
+    1e8: 512,
+    8e8: 1280,
+    math.inf: 3072,
+}  # hidden sizes of models with up to so many parameters
+Shapes = dict[str, tuple[int, ...]]
+State = dict[str, Any]
+
+
+def describe(parameters: int) -> tuple[Shapes, dict[str, Any]]:
+    """The tensors of a Llama of about this size, and its config.json for mergekit."""
+    hidden = next(width for limit, width in WIDTHS.items() if parameters <= limit)
+    mlp = 128 * round(hidden / 48)
+    vocabulary = min(32 * hidden, 32000)
+    layer: Shapes = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden // 4, hidden),
+        "self_attn.v_proj": (hidden // 4, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    named: Shapes = {
+        "model.embed_tokens": (vocabulary, hidden),
+        "lm_head": (vocabulary, hidden),
+        "model.norm": (hidden,),
+    }
+    rest = parameters - sum(map(math.prod, named.values()))
+    layers = max(1, round(rest / sum(map(math.prod, layer.values()))))
+    named |= {
+        f"model.layers.{index}.{name}": shape
+        for index in range(layers)
+        for name, shape in layer.items()
+    }
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+    }
+    return {f"{name}.weight": shape for name, shape in sorted(named.items())}, config
+
+
+def make_state(shapes: Shapes, model: int, dtype: str = "bf16", device: str = "cpu") -> State:
+    """The base, if the model's number is 0, or a fine-tune, whose values are close to its."""
+    import torch
+
+    made = {}
+    random = torch.Generator(device)
+    empty = partial(torch.empty, device=device)
+    for seed, (name, shape) in enumerate(shapes.items()):
+        weights = empty(shape).normal_(
+            float(len(shape) == 1), 0.02, generator=random.manual_seed(seed)
+        )
+        if model:
+            weights += empty(shape).normal_(
+                0, 0.001, generator=random.manual_seed(1000 * model + seed)
+            )
+        made[name] = weights.to(getattr(torch, DTYPES[dtype][0]))
+    return made
+
+
+def make_models(folder: Path, point: Point) -> list[Path]:
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True)
+    free = shutil.disk_usage(folder).free
+    needed = DTYPES[point.dtype][1] * point.parameters * (point.models + 2)
+    if free < needed + 256 * MIB:  # a disk that is filled to the last block is slow
+        sys.exit(f"{free / MIB:,.0f} MiB of disk are free, and {needed / MIB:,.0f} MiB are needed")
+    shapes, config = describe(point.parameters)
+    files = [folder / f"model-{number}" / "model.safetensors" for number in range(point.models + 1)]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.with_name("config.json").write_text(json.dumps(config))
+        made = make_state(
+            shapes, number, point.dtype, "cuda" if torch.cuda.is_available() else "cpu"
+        )
+        save_file(made, file, metadata={"format": "pt"})
+    return files

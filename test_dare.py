@@ -456,7 +456,8 @@ def look():
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     logs = [list(logging.getLogger(name).handlers) for name in (None, "dare")]
     limit = resource.getrlimit(resource.RLIMIT_NOFILE) if resource else None
-    return handlers, logs, limit, dict(os.environ), os.getcwd(), threading.active_count(), sys.stdout, sys.stderr
+    streams = sys.stdout, sys.stderr, os.getcwd()
+    return handlers, logs, limit, dict(os.environ), threading.active_count(), streams
 
 try:
     import resource

@@ -376,40 +376,6 @@ def test_parameters_that_want_gradients_are_merged_and_quantised_ones_copied() -
     assert torch.equal(merged["q"].view(torch.uint8), quantised.view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs"), [(torch.int64, F32), (F32, torch.int64), (F16, torch.bool)]
-)
-def test_positions_that_are_floats_in_some_models_are_copied(
-    mine: torch.dtype, theirs: torch.dtype
-) -> None:
-    base, model = (
-        {"ids": torch.arange(9).to(kind), "w.weight": torch.zeros(3)} for kind in (mine, theirs)
-    )
-    assert same_bits(dare_merge(base, [model], DareConfig())["ids"], base["ids"])
-    base, model = ({"ids.weight": tensors["ids"]} for tensors in (base, model))
-    with pytest.raises(DareError, match=r"tensor 'ids.weight' is \[9\] of .* in the base and"):
-        dare_merge(base, [model], DareConfig())
-
-
-@pytest.mark.parametrize(
-    ("models", "complaint"),
-    [
-        ([{"w": torch.zeros(11)}], r"tensor 'w' is \[10\] of torch.float32 in the base and \[11\]"),
-        ([{"w": torch.zeros(10, dtype=torch.uint8)}], "uint8 in model 0"),
-        ([{"w": torch.full((10,), math.nan)}], "holds a value that is not finite"),
-        ([{"w": torch.full((10,), 3e38)}], "holds or gives a value that is not finite"),
-        ([{"w": torch.zeros(10).to(torch.float8_e4m3fn)}], "cannot be merged"),
-        ([{"v": torch.zeros(10)}], "no tensor in common"),
-        ({"w": torch.zeros(10)}, "list of state dicts"),
-        ([], "list of state dicts"),
-    ],
-)
-def test_tensors_in_memory_are_refused_like_files(models: Any, complaint: str) -> None:
-    with pytest.raises(DareError, match=complaint) as caught:
-        dare_merge({"w": torch.zeros(10)}, models, DareConfig(drop_rate=0.5))
-    assert caught.value.hint
-
-
 STATE: Any = {"w": torch.zeros(10)}
 
 

@@ -314,15 +314,17 @@ def test_tensors_that_are_not_floats_are_copied_and_differences_reported(tmp_pat
 # --- same recipe, same bytes ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("chunk", "threads", "engine"), [(1024, 1, "numba"), (2048, 2, "plain"), (1 << 16, 7, "numba")]
+)
 def test_same_bytes_on_any_number_of_threads_for_any_chunk_size_and_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: Any, threads: int, engine: str
 ) -> None:
     models = make_models()
     usual = merge(tmp_path, *models)
-    for chunk, threads, engine in ((1024, 1, "numba"), (2048, 2, "plain"), (1 << 16, 7, "numba")):
-        monkeypatch.setattr(TUNING, "min_chunk", chunk)
-        monkeypatch.setattr(TUNING, "max_chunk", chunk)
-        assert_same(merge(tmp_path, *models, threads=threads, engine=engine), usual)
+    monkeypatch.setattr(TUNING, "min_chunk", chunk)
+    monkeypatch.setattr(TUNING, "max_chunk", chunk)
+    assert_same(merge(tmp_path, *models, threads=threads, engine=engine), usual)
 
 
 def test_same_tensors_in_any_stored_order_and_alone(tmp_path: Path) -> None:
@@ -415,20 +417,23 @@ def test_the_documents_code_runs(
     assert Path("again.safetensors").read_bytes() == Path("merged.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: dare.dare_merge({}, [{}]),
+        lambda: dare.dare_sparsify({}, {}),
+        lambda: dare.dare_drop({}),
+    ],
+)
 def test_tensors_in_memory_without_torch_are_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, call: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "darelib.kernels.tensors", raising=False)
     monkeypatch.delattr("darelib.kernels.tensors", raising=False)
-    for call in (
-        lambda: dare.dare_merge({}, [{}]),
-        lambda: dare.dare_sparsify({}, {}),
-        lambda: dare.dare_drop({}),
-    ):
-        with pytest.raises(DareError, match="tensors in memory need torch") as caught:
-            call()
-        assert caught.value.hint.startswith("install it: ")
+    with pytest.raises(DareError, match="tensors in memory need torch") as caught:
+        call()
+    assert caught.value.hint.startswith("install it: ")
 
 
 # --- nothing changes for the rest of the process --------------------------------------------------

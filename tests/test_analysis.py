@@ -600,40 +600,49 @@ def test_an_analysis_measures_models_alike_whatever_they_drop(tmp_path: Path) ->
     assert "instead of by magnitude" in str(report)
 
 
-def test_the_command_analyses_and_suggests_what_merges(
-    tmp_path: Path, capsys: Capture, monkeypatch: Patch
-) -> None:
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: Patch) -> list[Any]:
+    """The words that analyze the models that ship, from the folder that they are in."""
     ignored = shutil.ignore_patterns("merged*")
     shutil.copytree(HERE / "examples" / "models", tmp_path / "models", ignore=ignored)
-    (tmp_path / "deep" / "down").mkdir(parents=True)
-    (tmp_path / "link").symlink_to(tmp_path / "deep" / "down")
-    (tmp_path / "chat").mkdir()
-    (tmp_path / "chat" / "tokenizer.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "models")
-    names = ["rotated.safetensors", "covered.safetensors"]
-    flags = ["analyze", "-b", "base.safetensors", "-m", *names, "--engine", "plain"]
+    names = [f"{name}.safetensors" for name in ("base", "rotated", "covered")]
+    return ["analyze", "-b", names[0], "-m", *names[1:], "--engine", "plain"]
+
+
+def test_tensors_are_listed_if_asked_for(
+    example: list[Any], tmp_path: Path, capsys: Capture
+) -> None:
     before = snapshot(tmp_path)
     printed = []
     for more in ([], ["--per-tensor"], ["--json"], ["--json", "--per-tensor"]):
-        run(*flags, *more)
+        run(*example, *more)
         printed.append(capsys.readouterr().out)
     assert snapshot(tmp_path) == before
     words = ("rotated and covered", "Advice", "How sure", "[dare]", "by layer", "fc2")
     assert [word for word in words if word not in printed[0]] == []
     assert ["fc2.weight" in text for text in printed] == [False, True, False, True]
-    assert [model["name"] for model in json.loads(printed[2])["models"]] == names
     assert len(json.loads(printed[3])["models"][0]["tensors"]) == 6
+
+
+def test_a_suggestion_finds_the_models_from_where_it_lies(
+    example: list[Any], tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "deep" / "down").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "deep" / "down")
     suggested = tmp_path / "link" / "a.toml"
-    tokenizer = ["--force", "--tokenizer", "../chat"]
-    for more, made in (([], "a_merged.safetensors"), (tokenizer, "a_merged/tokenizer.json")):
-        run(*flags, "--write-config", suggested, "-q", *more)
-        run("-c", suggested, "-q", "--engine", "plain")  # it finds the models from where it lies
-        assert (tmp_path / "deep" / "down" / made).exists()
-    again = [*flags, "-q", "--write-config", suggested]
-    refuse(tmp_path, capsys, 2, str(suggested), "--force", arguments=again)
+    words = [*example, "-q", "--write-config", suggested]
+    run(*words)
+    run("-c", suggested, "-q", "--engine", "plain")
+    assert (tmp_path / "deep" / "down" / "a_merged.safetensors").exists()
+    refuse(tmp_path, capsys, 2, str(suggested), "--force", arguments=words)
     output = tmp_path / "x.safetensors"
-    run(*again, "--force", "-o", output)
+    run(*words, "--force", "-o", output)
     assert tomllib.loads(suggested.read_text())["models"]["output_file"] == str(output)
+    Path("tokenizer.json").write_text("{}")
+    run(*words, "--force", "--tokenizer", tmp_path / "models")
+    run("-c", suggested, "-q", "--engine", "plain")
+    assert (tmp_path / "deep" / "down" / "a_merged" / "tokenizer.json").exists()
 
 
 def test_an_analysis_writes_over_no_input(

@@ -362,17 +362,22 @@ def test_rows_too_long_to_be_ranked_are_refused(
     check_refused(*pair, "'layer.bias'", "1,001", flags=flags)  # the base's, not the model's
 
 
+@pytest.mark.parametrize("engine", ["plain", "cpu", "numba"])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_values_that_are_not_finite_are_refused(tmp_path: Path, config: Config) -> None:
+def test_values_that_are_not_finite_are_refused(
+    tmp_path: Path, config: Config, engine: str
+) -> None:
     base, models = make_tensors("random", {"w": (9, 300)}, BF16)
     models[1]["w"][3, 5] = math.nan
-    for engine in ("plain", "cpu", "numba"):
-        with pytest.raises(DareError, match=r"not finite|nan"):
-            merge_by(engine, tmp_path, base, models, {**config, "drop_rate": 0.6})
+    with pytest.raises(DareError, match=r"not finite|nan"):
+        merge_by(engine, tmp_path, base, models, {**config, "drop_rate": 0.6})
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("room", [0, 5000, 1 << 20])
-def test_ranks_that_are_remembered_are_those_that_were_found(tmp_path: Path, room: int) -> None:
+def test_ranks_that_are_remembered_are_those_that_were_found(
+    tmp_path: Path, room: int, threads: int
+) -> None:
     shapes = {"rows": (9, 900), "long": (2, 5000), "flat": (3000,)}
     base, models = make_tensors("ties", shapes, BF16)
     config: dict[str, Any] = {
@@ -383,5 +388,4 @@ def test_ranks_that_are_remembered_are_those_that_were_found(tmp_path: Path, roo
     }
     wanted = merge(tmp_path, base, *models, **config)
     tune(job_elements=4096, min_chunk=1024, max_chunk=1024, ranked_elements=4096, ranked_bytes=room)
-    for threads in (1, 3):
-        assert_same(merge(tmp_path, base, *models, **config, threads=threads), wanted)
+    assert_same(merge(tmp_path, base, *models, **config, threads=threads), wanted)

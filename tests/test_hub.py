@@ -119,15 +119,15 @@ def test_a_path_beats_a_name_on_the_hub(tmp_path: Path, snapshots: list[Path]) -
     )
 
 
+@pytest.mark.parametrize("name", ["org/absent", "org/math@nightly", "made/mth"])
 def test_a_name_that_the_hub_does_not_have_is_one_error(
-    snapshots: list[Path], check_refused: Refusal
+    snapshots: list[Path], check_refused: Refusal, name: str
 ) -> None:
-    for name in ("org/absent", "org/math@nightly", "made/mth"):
-        complaint = (
-            f"error: there is no file or directory {name!r}, and the Hugging Face Hub does not give"
-        )
-        hints = ("did you mean math?",) if name == "made/mth" else ("hint: looked for ", "HF_TOKEN")
-        assert len(check_refused("org/base", name, complaint, *hints).splitlines()) == 2
+    complaint = (
+        f"error: there is no file or directory {name!r}, and the Hugging Face Hub does not give"
+    )
+    hints = ("did you mean math?",) if name == "made/mth" else ("hint: looked for ", "HF_TOKEN")
+    assert len(check_refused("org/base", name, complaint, *hints).splitlines()) == 2
 
 
 def test_without_the_hubs_library_the_extra_is_named(

@@ -205,16 +205,16 @@ def test_adapters_and_full_finetunes_merge_together(
     assert_same(merged, expected)  # what the adapter does not change
 
 
-def test_an_adapter_for_a_convolution_merges_by_any_of_its_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["", "adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_for_a_convolution_merges_by_any_of_its_names(tmp_path: Path, name: str) -> None:
     kernel, a, b = torch.randn(6, 3, 2, 2), torch.randn(2, 3, 2, 2), torch.randn(6, 2, 1, 1)
     [base] = save(tmp_path, base={"layer.weight": kernel})
     adapter = write_adapter(
         tmp_path / "adapter", {f"{PREFIX}.lora_A.weight": a, f"{PREFIX}.lora_B.weight": b}
     )
-    for name in ("", "adapter_model.safetensors", "adapter_config.json"):
-        run_merge(base, [adapter / name], tmp_path / OUT, drop_rate=0.0)
-        expected = kernel + 2 * torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
-        assert torch.allclose(load_file(tmp_path / OUT)["layer.weight"], expected, atol=1e-6)
+    run_merge(base, [adapter / name], tmp_path / OUT, drop_rate=0.0)
+    expected = kernel + 2 * torch.einsum("or,rikl->oikl", b[:, :, 0, 0], a)
+    assert torch.allclose(load_file(tmp_path / OUT)["layer.weight"], expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1024, 1 << 18])
@@ -280,7 +280,10 @@ def test_modules_that_an_adapter_saved_are_not_mistaken_for_others(tmp_path: Pat
     assert set(report.models[0].extra_tensors) == set(extra)
 
 
-def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stated", [False, True])
+def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(
+    tmp_path: Path, stated: bool
+) -> None:
     layers = {
         "a.b.square": (4, 4, 4),
         "a.b.c.long": (4, 8, 8),
@@ -300,13 +303,12 @@ def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(tmp_path
     names = [name for name in layers if name.endswith("square")]
     tensors = {key: t for name in names for key, t in low_rank(name, (4, 4)).items()}
     straight = multiply(low_rank("any", (4, 4)), 2)
-    for stated in (False, True):
-        adapter = write_adapter(tmp_path / "a", tensors, fan_in_fan_out=stated)
-        run_merge(path, [adapter], tmp_path / OUT, drop_rate=0.0)
-        merged = load_file(tmp_path / OUT)
-        for name in names:
-            turned = {"a.b.square": True, "a.d.square": False}.get(name, stated)
-            assert torch.equal(merged[f"{name}.weight"], straight.T if turned else straight), name
+    adapter = write_adapter(tmp_path / "a", tensors, fan_in_fan_out=stated)
+    run_merge(path, [adapter], tmp_path / OUT, drop_rate=0.0)
+    merged = load_file(tmp_path / OUT)
+    for name in names:
+        turned = {"a.b.square": True, "a.d.square": False}.get(name, stated)
+        assert torch.equal(merged[f"{name}.weight"], straight.T if turned else straight), name
 
 
 def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
@@ -467,14 +469,14 @@ def test_an_adapter_whose_settings_make_no_sense_is_refused(
     )
 
 
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b'{"r": 2, "r": 4}', b"[" * 200_000, b"\xff"])
 def test_an_adapters_settings_that_cannot_be_read_are_named(
-    pair: Pair, tmp_path: Path, check_refused: Refusal
+    pair: Pair, tmp_path: Path, check_refused: Refusal, text: Any
 ) -> None:
     config = write_adapter(tmp_path / "adapter", LAYER) / "adapter_config.json"
-    for text in (b"", b"[]", b"{", b'{"r": 2, "r": 4}', b"[" * 200_000, b"\xff"):
-        config.write_bytes(text)
-        for source in (config.parent, config.parent / "adapter_model.safetensors", config):
-            check_refused(pair[0], source, f"{str(config)!r} is not valid")
+    config.write_bytes(text)
+    for source in (config.parent, config.parent / "adapter_model.safetensors", config):
+        check_refused(pair[0], source, f"{str(config)!r} is not valid")
 
 
 A, B = LAYER
@@ -546,13 +548,15 @@ def test_an_adapter_that_lacks_a_file_or_a_base_says_so(
         check_refused(pair[0], adapter / source, f"has no {config}")
 
 
-def test_an_adapter_on_a_quantised_base_is_refused(tmp_path: Path, check_refused: Refusal) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.int32])
+def test_an_adapter_on_a_quantised_base_is_refused(
+    tmp_path: Path, check_refused: Refusal, dtype: Any
+) -> None:
     adapter = write_adapter(tmp_path / "adapter", LAYER)
-    for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.int32):
-        name = "layer.qweight" if dtype == torch.int32 else "layer.weight"
-        [base] = save(
-            tmp_path, base={name: torch.ones(37, 61).to(dtype), "norm.weight": torch.ones(61)}
-        )
-        check_refused(
-            base, adapter, "base.safetensors' is quantised", "'layer.weight'", "before quantising"
-        )
+    name = "layer.qweight" if dtype == torch.int32 else "layer.weight"
+    [base] = save(
+        tmp_path, base={name: torch.ones(37, 61).to(dtype), "norm.weight": torch.ones(61)}
+    )
+    check_refused(
+        base, adapter, "base.safetensors' is quantised", "'layer.weight'", "before quantising"
+    )

@@ -266,30 +266,30 @@ def test_a_tensor_that_a_model_lacks_is_as_in_the_base(tmp_path: Path, config: C
     assert_same(dare_merge(base, models, DareConfig(**config)), whole)
 
 
+@pytest.mark.parametrize(("chunk", "threads"), [(1024, 7), (4096, 2), (1 << 15, 3)])
 @pytest.mark.parametrize("config", METHODS, ids=str)
 def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
-    tmp_path: Path, config: Config
+    tmp_path: Path, config: Config, chunk: Any, threads: int
 ) -> None:
     base = random_model(4, BF16, {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)})
     models = [finetune(base, seed, 0.02) for seed in (1, 2)]
     usual = merge(tmp_path, base, *models, threads=1, **config)
     tune(batch_elements=5000)
-    for chunk, threads in ((1024, 7), (4096, 2), (1 << 15, 3)):
-        tune(min_chunk=chunk, max_chunk=chunk, memory_chunk=chunk, job_elements=2 * chunk)
-        for engine in ("numba", "plain"):
-            assert_same(
-                merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual
-            )
-        assert_same(dare_merge(base, models, DareConfig(**config)), usual)
+    tune(min_chunk=chunk, max_chunk=chunk, memory_chunk=chunk, job_elements=2 * chunk)
+    for engine in ("numba", "plain"):
+        assert_same(merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual)
+    assert_same(dare_merge(base, models, DareConfig(**config)), usual)
 
 
-def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(tmp_path: Path) -> None:
-    for rate in (0.0, 0.3, 0.9):
-        merged = merge(
-            tmp_path, *units(1, 64), drop_rate=[rate, 0.5], rescale=False, weights=[1, 1]
-        )["w"].float()
-        assert np.array_equal(merged >= 64, mask(43, "w", 5000, 0.5))
-        assert np.array_equal(merged % 64 == 1, mask(42, "w", 5000, rate))
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
+def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(
+    tmp_path: Path, rate: float
+) -> None:
+    merged = merge(tmp_path, *units(1, 64), drop_rate=[rate, 0.5], rescale=False, weights=[1, 1])[
+        "w"
+    ].float()
+    assert np.array_equal(merged >= 64, mask(43, "w", 5000, 0.5))
+    assert np.array_equal(merged % 64 == 1, mask(42, "w", 5000, rate))
 
 
 # --- rules ----------------------------------------------------------------------------------------

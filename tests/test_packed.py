@@ -493,29 +493,29 @@ def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
     compare([path, folder], [pack(path, folder, tmp_path / "packed.safetensors")])
 
 
-def test_a_broken_fine_tune_is_not_packed(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(BF16, float("inf")), (F16, float("nan")), (F32, float("-inf")), (F64, float("nan"))],
+)
+def test_a_broken_fine_tune_is_not_packed(
+    tmp_path: Path, capsys: Capture, dtype: Any, value: Any
+) -> None:
     """Not even where the bad value would be dropped: nobody could tell later."""
     base = random_model(dtype=BF16)
-    for dtype, value in (
-        (BF16, float("inf")),
-        (F16, float("nan")),
-        (F32, float("-inf")),
-        (F64, float("nan")),
-    ):
-        model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
-        model["head.weight"][3, 5] = value
-        paths = save(tmp_path, base=base, model=model)
-        arguments = [
-            "pack",
-            "-b",
-            paths[0],
-            "-m",
-            paths[1],
-            "-o",
-            tmp_path / "x.safetensors",
-            *PLAIN,
-        ]
-        refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
+    model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
+    model["head.weight"][3, 5] = value
+    paths = save(tmp_path, base=base, model=model)
+    arguments = [
+        "pack",
+        "-b",
+        paths[0],
+        "-m",
+        paths[1],
+        "-o",
+        tmp_path / "x.safetensors",
+        *PLAIN,
+    ]
+    refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
 
 
 def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, capsys: Capture) -> None:

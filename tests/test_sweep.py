@@ -407,6 +407,9 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
     assert ("<svg" in Path("front.svg").read_text(), list(tmp_path.glob("*.sweep*"))) == (True, [])
 
 
+SPACE = {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
+
+
 def make_net() -> torch.nn.Module:
     parts = {"layer": torch.nn.Linear(16, 8, bias=False), "head": torch.nn.Linear(8, 4, bias=False)}
     return torch.nn.ModuleDict(parts)
@@ -420,70 +423,48 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
         state = given.state_dict() if isinstance(given, torch.nn.Module) else given
         return -float(sum((state[name] - goal[name]).abs().sum() for name in goal))
 
+    def search(states: list[Any], model: Any = None, evaluate: Any = miss) -> SweepReport:
+        options = {"model": model, "search": "grid", "confirm": 0}
+        return dare_sweep(states[0], states[1:], evaluate, SPACE, **options)
+
     before = snapshot(tmp_path)
-    space = {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
-    options: Any = {"search": "grid", "confirm": 0}
-    plain = dare_sweep(base, tunes, miss, space, **options)
-    assert (plain.winner.params, plain.winner.scores) == (
-        {"drop_rate": 0.5, "lambda_coeff": 1.0},
-        [0.0],
-    )
+    plain = search([base, *tunes])
+    assert plain.winner.params == {"drop_rate": 0.5, "lambda_coeff": 1.0}
+    assert plain.winner.scores == [0.0]
     net = make_net()
     net.load_state_dict(base)
-    own = net.state_dict()  # which is merged into: the base of every merge must be what it was
-    live = dare_sweep(own, tunes, miss, space, model=net, **options)
-    filed = sweep(miss, space, model=(other := make_net()))
-    stated = sweep(miss, space, in_memory=True)
-    assert live.base == plain.base == filed.base == [miss(base)]
-    for found in (live, filed, stated):
-        assert [(row.params, row.scores) for row in found.rows] == [
-            (row.params, row.scores) for row in plain.rows
-        ]
+    other = make_net()
+    # The state is merged into: the base of every merge must be what it was.
+    live = search([net.state_dict(), *tunes], net)
+    reports = [live, sweep(miss, SPACE, model=other), sweep(miss, SPACE, in_memory=True)]
+    assert live.base == plain.base == [miss(base)]
+    scores = [(row.params, row.scores) for row in plain.rows]
+    assert [[(row.params, row.scores) for row in each.rows] for each in reports] == [scores] * 3
     assert_same(dict(net.state_dict()), dare_merge(base, tunes, live.winner.config))
     assert_same(dict(other.state_dict()), goal)
     assert_same(base, load_file(models[0]))
-    with pytest.raises(DareError, match="model 1 and the live model share their memory"):
-        dare_sweep(base, [tunes[0], net.state_dict()], miss, space, model=net, **options)
-    with pytest.raises(
-        DareError, match="no trial could be scored; the first failed: SystemExit: 3"
+
+    def give_up(model: Any) -> float:
+        return miss(model) if miss(model) == plain.base[0] else sys.exit(3)
+
+    for states, model, evaluate, words in (
+        ([base, tunes[0], net.state_dict()], net, miss, "model 1 .* share their memory"),
+        ([base, *tunes], net, give_up, "the first failed: SystemExit: 3"),
+        ([base, *tunes], torch.nn.ModuleDict({"head": net["head"]}), miss, r"'layer\.weight'"),
     ):
-        dare_sweep(
-            base,
-            tunes,
-            lambda model: miss(model) if miss(model) == plain.base[0] else sys.exit(3),
-            space,
-            model=net,
-            **options,
-        )
+        with pytest.raises(DareError, match=words):
+            search(states, model, evaluate)
     assert_same(dict(net.state_dict()), base)  # since there is no winner
-    with pytest.raises(
-        DareError, match=r"cannot score the base: out has no tensor 'layer\.weight'"
-    ):
-        dare_sweep(
-            base, tunes, miss, space, model=torch.nn.ModuleDict({"head": net["head"]}), **options
-        )
-    tied = torch.nn.ModuleDict({"one": (one := torch.nn.Linear(8, 4, bias=False)), "two": one})
-    states = [
-        {"one.weight": state["head.weight"], "two.weight": state["head.weight"]}
-        for state in (base, *tunes)
-    ]
-    found = dare_sweep(
-        states[0],
-        states[1:],
-        lambda model: float(model["two"].weight.sum()),
-        space,
-        model=tied,
-        **options,
-    )
-    first, *others = [{"one.weight": state["one.weight"]} for state in states]
-    assert_same(
-        dict(tied["one"].state_dict(prefix="one.")), dare_merge(first, others, found.winner.config)
-    )
+    one = torch.nn.Linear(8, 4, bias=False)
+    tied = torch.nn.ModuleDict({"one": one, "two": one})
+    heads = [{"one.weight": state["head.weight"]} for state in (base, *tunes)]
+    both = [head | {"two.weight": head["one.weight"]} for head in heads]
+    found = search(both, tied, lambda model: float(model["two"].weight.sum()))
+    merged = dare_merge(heads[0], heads[1:], found.winner.config)
+    assert_same(dict(one.state_dict(prefix="one.")), merged)
     net.register_buffer("empty", torch.zeros(0))  # which has no memory to share
     states = [{**state, "empty": torch.zeros(0)} for state in (base, *tunes)]
-    assert dare_sweep(states[0], states[1:], miss, space, model=net, **options).winner.scores == [
-        0.0
-    ]
+    assert search(states, net).winner.scores == [0.0]
     assert snapshot(tmp_path) == before, "nothing is written"
 
 

@@ -1,30 +1,27 @@
 """Fixtures for all tests: models as files, and a disk that is not waited for."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from darelib.core.tuning import TUNING, Tuning
-from tests import fuzz
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, since tests run side by side
+from tests import support
+from tests.support import BF16, Capture, Models, Pair, Patch, Refusal
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and config.cache:
         # Programs are started hundreds of times, and would compile their modules each time.
         os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
-    fuzz.THOROUGH = config.getoption("markexpr") != "not slow"
+    support.THOROUGH = config.getoption("markexpr") != "not slow"
 
 
 @pytest.fixture(autouse=True)
-def no_fsync(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Disks are slow, and only the tests of faults (marked real_fsync) care what has arrived on one."""
+def no_fsync(request: pytest.FixtureRequest, monkeypatch: Patch) -> None:
+    """Disks are slow, and only tests of faults (marked real_fsync) care what arrives on one."""
     if "real_fsync" not in request.keywords:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
@@ -34,59 +31,42 @@ def usual_tuning() -> Iterator[Tuning]:
     """Tests may change TUNING as they like; it is as it was afterwards."""
     usual = dataclasses.asdict(TUNING)
     yield TUNING
-    for name, value in usual.items():
-        setattr(TUNING, name, value)
+    support.tune(**usual)
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> list[Path]:
+def models(tmp_path: Path) -> Models:
     """A base and two fine-tunes in bf16, as files."""
-    from tests.support import BF16, finetune, random_model, save
-
-    base = random_model(dtype=BF16)
-    return save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
+    base = support.random_model(dtype=BF16)
+    tuned = {"math": support.finetune(base, 1), "code": support.finetune(base, 2)}
+    return support.save(tmp_path, base=base, **tuned)
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, Path]:
+def pair(tmp_path: Path) -> Pair:
     """A base and a fine-tune of it in bf16, as directories."""
-    from tests.support import BF16, finetune, random_model, save_directory
-
-    base = random_model(dtype=BF16)
-    return save_directory(tmp_path / "base", base), save_directory(
-        tmp_path / "math", finetune(base, 1)
-    )
+    base = support.random_model(dtype=BF16)
+    tuned = support.save_directory(tmp_path / "math", support.finetune(base, 1))
+    return support.save_directory(tmp_path / "base", base), tuned
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch: Patch) -> None:
     """Blocks, jobs and chunks so small that tiny models have several of each."""
-    import darelib.commands.pack.packer
-    import darelib.models.packed
-
-    for module in (darelib.commands.pack.packer, darelib.models.packed):
-        monkeypatch.setattr(module, "COUNTED_BLOCK", 4096)
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 2048
-    TUNING.many_threads = 1 << 30  # whose chunks would be larger than a block
+    for module in ("darelib.commands.pack.packer", "darelib.models.packed"):
+        monkeypatch.setattr(f"{module}.COUNTED_BLOCK", 4096)
+    # With many threads, chunks would be larger than a block.
+    support.tune(job_elements=8192, min_chunk=1024, max_chunk=2048, many_threads=1 << 30)
 
 
 @pytest.fixture
-def check_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Checks that a merge of a base and a model is refused with these words and changes nothing. Gives the words."""
-    from tests.support import refuse
+def check_refused(tmp_path: Path, capsys: Capture) -> Refusal:
+    """Checks that a merge of a base and a model is refused with these words and changes nothing."""
 
     def check(
         base: Path | str, model: Path | str, *complaints: str, flags: tuple[str, ...] = ()
     ) -> str:
-        arguments = [
-            "--base",
-            base,
-            "--merge",
-            model,
-            "--output",
-            tmp_path / "out.safetensors",
-            *flags,
-        ]
-        return refuse(tmp_path, capsys, 1, *complaints, arguments=arguments)
+        arguments = ["-b", base, "-m", model, "-o", tmp_path / "out.safetensors", *flags]
+        return support.refuse(tmp_path, capsys, 1, *complaints, arguments=arguments)
 
     return check

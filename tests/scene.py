@@ -1,6 +1,5 @@
-"""Scenes of merges that go wrong: the inputs, a place with an old output or none, and what may be there afterwards."""
-
-from __future__ import annotations
+"""Scenes of merges that go wrong: the inputs, a place with an old output or none, and what may be
+there afterwards."""
 
 import contextlib
 import io
@@ -19,7 +18,6 @@ import pytest
 import torch
 
 import dare
-from darelib.core.tuning import TUNING
 from darelib.output.destination import list_files
 from darelib.output.journal import Journal
 from darelib.output.publish import Output
@@ -27,23 +25,20 @@ from darelib.run import threads
 from tests.support import (
     BF16,
     HERE,
+    Patch,
     finetune,
     low_rank,
     random_model,
     save_directory,
     save_sharded,
+    slow,
     snapshot,
+    tune,
     write_adapter,
 )
 
 Contents = dict[str, bytes]
-Patch = pytest.MonkeyPatch
-POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and processes")
-BOTH = pytest.mark.parametrize("kind", ["file", pytest.param("directory", marks=pytest.mark.slow)])
-
-
-def slow(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.slow)
+BOTH = pytest.mark.parametrize("kind", ["file", slow("directory")])
 
 
 def contents(path: Path) -> Contents:
@@ -64,7 +59,7 @@ def put(path: Path, files: Contents) -> None:
 
 
 class Scene:
-    """Inputs, a place that holds nothing but an old output or nothing at all, and what a merge makes there.
+    """Inputs, a place that holds an old output or nothing, and what a merge makes there.
 
     status, printed: the exit status of the last run, and what it printed to stderr.
     """
@@ -78,8 +73,7 @@ class Scene:
         models: Iterable[str] = ("math", "code"),
     ) -> None:
         """kind: file or directory. An old output is made with another seed. name: of the output."""
-        # Many small jobs, and a journal that is written at once: what large models do in minutes.
-        TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+        make_many_jobs()
         self.inputs = folder / "inputs"
         self.output = folder / "place" / (name or ("out.safetensors" if kind == "file" else "out"))
         self.partial = self.output.with_name(f"{self.output.name}.partial")
@@ -89,16 +83,14 @@ class Scene:
         self.models = ["-b", base, "-m", *paths]
         self.arguments = ["-q", "--threads", "1", "-o", str(self.output), *self.models]
         self.arguments += ["--max-shard-size", "10kB"] if kind == "directory" else []
-        self.arguments += (
-            ["--engine", "plain"] if "adapter" in models else []
-        )  # which needs kernels of its own
+        if "adapter" in models:  # which needs kernels of its own
+            self.arguments += ["--engine", "plain"]
         self.old: Contents = {}
         assert self.run() == 0, self.printed
         self.new = contents(self.output)
         if old:
-            assert (
-                self.run("--seed", "24") == 0
-            )  # so that only the bytes distinguish its files from the new ones
+            # So that only the bytes distinguish its files from the new ones.
+            assert self.run("--seed", "24") == 0
             self.old = contents(self.output)
         self.before = snapshot(self.inputs)
         self.reset()
@@ -127,6 +119,17 @@ class Scene:
             self.status = dare.main([*self.arguments, *flags])
         self.printed = stream.getvalue()
         return self.status
+
+    def check(
+        self, *flags: str, status: int = 0, words: str = "", left: Iterable[Path] = ()
+    ) -> None:
+        """A run must end with this status, print these words, and keep every promise.
+
+        left: what it may leave beside the output.
+        """
+        assert self.run(*flags) == status, self.printed
+        assert words in self.printed
+        assert self.broken(*left) == []
 
     def fail(self) -> int:
         """Merge a model that holds a value that no merge can use, which is found out late."""
@@ -157,28 +160,35 @@ class Scene:
             put(self.output, self.old)
 
     def broken(self, *allowed: Path, status: int | None = None) -> list[str]:
-        """The promises that the last run, or one with this status, broke. allowed: what it may leave."""
-        status, found = self.status if status is None else status, contents(self.output)
-        which = (
-            "new" if found == self.new else "old" if found == self.old else f"torn {sorted(found)}"
-        )
-        late = (
-            "is in place, but may not survive" in self.printed
-        )  # it failed after the output had its name
+        """The promises that the last run, or one with this status, broke.
+
+        allowed: what it may leave.
+        """
+        status = self.status if status is None else status
+        files = contents(self.output)
+        which = "new" if files == self.new else "old" if files == self.old else "torn"
+        # It may fail after the output had its name.
+        late = "is in place, but may not survive" in self.printed
         expected = "new" if status == 0 or late else "old" if status == 1 else ""
-        broken = [] if which == expected else [f"{which} with status {status}"]
-        broken += [
-            f"left {name}" for name in self.besides() if self.output.with_name(name) not in allowed
-        ]
-        broken += (
-            ["an unexpected error: " + self.printed] if "this is a bug" in self.printed else []
-        )
-        return broken + ([] if snapshot(self.inputs) == self.before else ["inputs changed"])
+        left = [name for name in self.besides() if self.output.with_name(name) not in allowed]
+        promises = {
+            f"{which} with status {status}: {sorted(files)}": which == expected,
+            f"left {left}": not left,
+            f"an unexpected error: {self.printed}": "this is a bug" not in self.printed,
+            "inputs changed": snapshot(self.inputs) == self.before,
+        }
+        return [promise for promise, kept in promises.items() if not kept]
+
+
+def make_many_jobs() -> None:
+    """Many small jobs, and a journal that is written at once: what large models do in minutes."""
+    tune(job_elements=1024, flush_seconds=0.0005, journal_seconds=0.0)
 
 
 def stop_after(patch: Patch, ranges: int) -> None:
-    """Make merges stop as if by Ctrl-C as soon as that many ranges are written, and the journal says so."""
-    write, written = Output.write_at, itertools.count(1)
+    """Make merges stop as if by Ctrl-C when that many ranges are written and in the journal."""
+    write = Output.write_at
+    written = itertools.count(1)
 
     def stopping(self: Output, file: int, view: memoryview, offset: int) -> None:
         if offset and (done := next(written)) > ranges:
@@ -192,18 +202,19 @@ def stop_after(patch: Patch, ranges: int) -> None:
 
 
 def meanwhile(patch: Patch, act: Callable[[Any], object]) -> None:
-    """Let something happen during a merge: when all ranges are written, and nothing is published."""
+    """Let something happen in a merge: when all ranges are written, and nothing is published."""
 
     def run_merge(plan: Any, *arguments: Any, real: Any = threads.run_merge) -> Any:
         outcomes = real(plan, *arguments)
         act(plan)
         return outcomes
 
-    TUNING.flush_seconds = 60  # nobody looks but who publishes
+    tune(flush_seconds=60)  # nobody looks but who publishes
     patch.setattr(threads, "run_merge", run_merge)
 
 
 def wait_for(happens: Callable[[], Any], seconds: float = 30) -> None:
+    """Wait until something has happened."""
     deadline = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < deadline, "it never happened"
@@ -229,10 +240,14 @@ dare.parse_flags = lambda words: (print("started", flush=True), parse(words))[1]
 
 
 def launch(prelude: str, *arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-    """The command in a session of its own, which prints when it begins to listen to signals, and when it has ended."""
+    """The command in a session of its own; it prints when it listens to signals, and its end."""
     end = "\nstatus = dare.main()\nprint('ended', flush=True)\nsys.exit(status)"
     words = [sys.executable, "-c", PRELUDE + prelude + end, *map(str, arguments)]
-    variables, pipe = {**os.environ, "PYTHONPATH": str(HERE), **environment}, subprocess.PIPE
     return subprocess.Popen(
-        words, env=variables, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        words,
+        env={**os.environ, "PYTHONPATH": str(HERE), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )

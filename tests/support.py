@@ -1,43 +1,85 @@
-"""Small models for the tests, merges through the front door, and what the definition says they should give."""
-
-from __future__ import annotations
+"""Small models for the tests, merges through the front door, and what they should give."""
 
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import dare
 from dare import DareConfig, DareMerger
 from darelib.config import Chooser
 from darelib.core.mask import keep_threshold, mask_key
+from darelib.core.tuning import TUNING
 from darelib.kernels import plain
 
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
+Models = list[Path]
+Pair = tuple[Path, Path]
+Refusal = Callable[..., str]
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
+
 HERE = Path(__file__).resolve().parent.parent
-BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-BITS = {BF16: torch.int16, F16: torch.int16, F32: torch.int32, F64: torch.int64}
+INDEX = "model.safetensors.index.json"
+BF16 = torch.bfloat16
+F16 = torch.float16
+F32 = torch.float32
+F64 = torch.float64
 STORED = {BF16: "BF16", F16: "F16", F32: "F32", F64: "F64"}
-METHODS: list[dict[str, Any]] = [
+METHODS: list[Config] = [
     {"method": "linear", "drop_rate": 0.7},
     {"method": "ties", "drop_rate": 0.5},
     {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.3},
     {"method": "slerp", "drop_rate": 0.5},
 ]
-INDEX = "model.safetensors.index.json"
-Tensors = dict[str, torch.Tensor]
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and processes")
+THOROUGH = True  # whether slow tests are run, too
+
+
+def slow(*values: Any) -> Any:
+    """A row of a table that only the slow suite has."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def examples(count: int) -> settings:
+    """How many examples Hypothesis makes up: a third of them where slow tests are left out.
+
+    Each may write and read files.
+    """
+    usual = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
+    return settings(
+        max_examples=count if THOROUGH else -(-count // 3),
+        deadline=None,
+        suppress_health_check=usual,
+    )
+
+
+def tune(**sizes: Any) -> None:
+    """Make jobs and chunks small, or times short, until the test ends."""
+    for name, value in sizes.items():
+        setattr(TUNING, name, value)
+
+
+# --- models ---------------------------------------------------------------------------------------
 
 
 def random_model(
     seed: int = 0, dtype: torch.dtype = F32, shapes: dict[str, tuple[int, ...]] | None = None
 ) -> Tensors:
+    """A base of random weights: a matrix, two vectors and a scalar, unless shapes are given."""
     generator = torch.Generator().manual_seed(seed)
     shapes = shapes or {
         "layer.weight": (37, 61),
@@ -52,6 +94,7 @@ def random_model(
 
 
 def finetune(base: Tensors, seed: int, size: float = 0.001) -> Tensors:
+    """A fine-tune of a base, with normal deltas of this size."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return {
         name: (tensor.double() + torch.randn(tensor.shape, generator=generator).double() * size).to(
@@ -70,7 +113,7 @@ def save(folder: Path, **models: Tensors) -> list[Path]:
 
 
 def save_directory(folder: Path, tensors: Tensors, **config: Any) -> Path:
-    """A model directory with its weights in one file, and these settings in config.json if there are any."""
+    """A model directory with its weights in one file, and these settings in config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     if config:
@@ -79,9 +122,10 @@ def save_directory(folder: Path, tensors: Tensors, **config: Any) -> Path:
 
 
 def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra: str) -> Path:
-    """A model directory with a shard for each list of names and an index, as Hugging Face's tools write them.
+    """A model directory with a shard for each list of names, and an index.
 
-    extra: entries that the index gets besides, or instead of, the true ones; dots are written as double underscores.
+    extra: entries that the index gets besides, or instead of, the true ones; dots are written
+    as double underscores.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
@@ -91,136 +135,9 @@ def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra
         weight_map |= dict.fromkeys(names, shard)
     weight_map |= {name.replace("__", "."): file for name, file in extra.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / INDEX).write_text(
-        json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
-    )
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index))
     return folder
-
-
-def write_config(folder: Path, text: str = "", **values: Any) -> Path:
-    """A configuration for base, math and code in a folder, with these settings."""
-    lines = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-    path = folder / "config.toml"
-    names = (
-        'base_file = "base.safetensors"\nmerge_files = ["math.safetensors", "code.safetensors"]\n'
-    )
-    path.write_text(
-        "[models]\n"
-        + names
-        + 'output_file = "out.safetensors"\n[dare]\n'
-        + "\n".join(lines)
-        + "\n"
-        + text
-    )
-    return path
-
-
-def merge(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> Tensors:
-    """Merge through the front door: write the files, merge them, load the result."""
-    paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
-    run_merge(paths[0], paths[1:], folder / "merged.safetensors", **config)
-    return load_file(folder / "merged.safetensors")
-
-
-def run_merge(base: Path, merge: list[Path], output: Path, **config: Any) -> dare.MergeReport:
-    return DareMerger(base, merge, DareConfig(verbose=False, **config)).merge(output)
-
-
-def tensors_in(folder: Path) -> Tensors:
-    """All tensors of a merged directory."""
-    found: Tensors = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
-
-
-def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
-    """What the definition in kernels/plain makes of these models: the oracle for every other engine."""
-    settings = DareConfig(**config)
-    merged = {}
-    for name, tensor in base.items():
-        parts = {
-            i: (raw(model[name]), STORED[model[name].dtype])
-            for i, model in enumerate(models)
-            if name in model
-        }
-        output = getattr(torch, settings.dtype) if settings.dtype else tensor.dtype
-        made = plain.merge_tensor(
-            name, raw(tensor), STORED[tensor.dtype], parts, STORED[output],
-            Chooser(settings, base, len(models)).choose(name)[1], settings.seed,
-            tensor.shape[-1] or 1 if tensor.shape else 1,
-        )  # fmt: skip
-        merged[name] = (
-            torch.from_numpy(made.view(f"i{made.itemsize}").copy())
-            .view(output)
-            .reshape(tensor.shape)
-        )
-    return merged
-
-
-def mask(seed: int, name: str, count: int, drop_rate: float) -> np.ndarray:
-    """Which entries of a tensor the definition keeps."""
-    return plain.draw_mask(mask_key(seed, name), keep_threshold(drop_rate), 0, count)
-
-
-def raw(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's bytes, flat."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    kind = BITS.get(a.dtype)
-    alike = a.dtype == b.dtype and a.shape == b.shape
-    return alike and torch.equal(*((a, b) if kind is None else (a.view(kind), b.view(kind))))
-
-
-def assert_same(a: Tensors, b: Tensors) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert same_bits(a[name], b[name]), name
-
-
-def snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
-    """Everything in a folder: size, modification time and content."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        status = path.lstat()
-        content = (
-            hashlib.sha256(path.read_bytes()).hexdigest()
-            if path.is_file() and os.access(path, os.R_OK)
-            else ""
-        )
-        found[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, content)
-    return found
-
-
-def command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own."""
-    words = [sys.executable, str(HERE / "dare.py"), *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, **options)
-
-
-def refuse(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    status: int,
-    *complaints: str,
-    arguments: list[Any],
-) -> str:
-    """The command must fail with these words, one error and one hint, and leave the folder as it was."""
-    before = snapshot(folder)
-    assert dare.main([str(argument) for argument in arguments]) == status
-    printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert printed.out == ""
-    assert lines[-2].startswith("error: ")
-    assert lines[-1].startswith("hint: ")
-    assert "this is a bug" not in printed.err, printed.err
-    assert "Traceback" not in printed.err
-    for complaint in complaints:
-        assert complaint in printed.err, printed.err
-    assert snapshot(folder) == before
-    return printed.err
 
 
 def low_rank(module: str, shape: tuple[int, int], rank: int = 2, seed: int = 5) -> Tensors:
@@ -234,7 +151,10 @@ def low_rank(module: str, shape: tuple[int, int], rank: int = 2, seed: int = 5) 
 
 
 def write_adapter(folder: Path, tensors: Tensors, **config: Any) -> Path:
-    """A LoRA adapter, of rank 2 and alpha 4 unless these settings say otherwise; a setting that is ... is left out."""
+    """A LoRA adapter, of rank 2 and alpha 4 unless these settings say otherwise.
+
+    A setting that is ... is left out.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     table = {"peft_type": "LORA", "r": 2, "lora_alpha": 4} | config
     stated = {key: value for key, value in table.items() if value is not ...}
@@ -244,7 +164,7 @@ def write_adapter(folder: Path, tensors: Tensors, **config: Any) -> Path:
 
 
 def to_hub_cache(cache: Path, repository: str, folder: Path, commit: str) -> Path:
-    """Lay a model directory out as the Hub's cache does: blobs, links to them in a snapshot, and a branch."""
+    """Lay a directory out as the Hub's cache does: blobs, links to them in a snapshot, a branch."""
     home = cache / f"models--{repository.replace('/', '--')}"
     (home / "blobs").mkdir(parents=True)
     (home / "refs").mkdir()
@@ -258,14 +178,15 @@ def to_hub_cache(cache: Path, repository: str, folder: Path, commit: str) -> Pat
     return home / "snapshots" / commit
 
 
-SIZES = {
+LLAMA = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
+    "vocab_size": 40,
+    "max_position_embeddings": 32,
 }
-SIZES |= {"vocab_size": 40, "max_position_embeddings": 32}
-GROUPED = {**SIZES, "num_key_value_heads": 1}
+GROUPED = {**LLAMA, "num_key_value_heads": 1}
 GPT2 = {
     "n_embd": 16,
     "n_layer": 2,
@@ -273,19 +194,16 @@ GPT2 = {
     "vocab_size": 40,
     "n_positions": 32,
     "bos_token_id": 0,
+    "eos_token_id": 0,
 }
 # Families of models: their class in transformers, that of their configuration, and its settings.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**GROUPED, "tie_word_embeddings": False}),
     "qwen": ("Qwen2ForCausalLM", "Qwen2Config", {**GROUPED, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "eos_token_id": 0}),
-    "gpt2 untied": (
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        {**GPT2, "eos_token_id": 0, "tie_word_embeddings": False},
-    ),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "gpt2 untied": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "tie_word_embeddings": False}),
     "moe": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}),
-    "bert": ("BertForMaskedLM", "BertConfig", SIZES),
+    "bert": ("BertForMaskedLM", "BertConfig", LLAMA),
 }
 
 
@@ -296,3 +214,159 @@ def family_model(family: str, dtype: torch.dtype = F32) -> Any:
     model, config, values = FAMILIES[family]
     torch.manual_seed(0)
     return getattr(transformers, model)(getattr(transformers, config)(**values)).to(dtype)
+
+
+# --- files that are wrong -------------------------------------------------------------------------
+
+
+def with_header(
+    header: bytes | str, data: bytes = bytes(range(40)), length: int | None = None
+) -> bytes:
+    """The bytes of a safetensors file that has this header, and says that it is of that length."""
+    raw = header.encode() if isinstance(header, str) else header
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+@st.composite
+def damaged(draw: Callable[[st.SearchStrategy[Any]], Any], whole: bytes) -> bytes:
+    """Bytes of which a few are changed, taken out or put in."""
+    content = bytearray(whole)
+    signs = st.sampled_from(list(b'{}[]",:0-9e \\')).map(lambda sign: bytes([sign]))
+    for _ in range(draw(st.integers(1, 4))):
+        start = draw(st.integers(0, max(len(content) - 1, 0)))
+        end = start + draw(st.integers(0, 3))
+        content[start:end] = draw(st.binary(max_size=3) | signs)
+    return bytes(content)
+
+
+# --- merges ---------------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, text: str = "", **values: Any) -> Path:
+    """A configuration for base, math and code in a folder, with these settings."""
+    models = """[models]
+base_file = "base.safetensors"
+merge_files = ["math.safetensors", "code.safetensors"]
+output_file = "out.safetensors"
+[dare]
+"""
+    lines = [f"{key} = {json.dumps(value)}\n" for key, value in values.items()]
+    path = folder / "config.toml"
+    path.write_text(models + "".join(lines) + text)
+    return path
+
+
+def run(*words: Any, status: int = 0) -> None:
+    """Run the command in this process, which must end with this status."""
+    assert dare.main([str(word) for word in words]) == status, words
+
+
+def command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    words = [sys.executable, str(HERE / "dare.py"), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120, **options)
+
+
+def run_merge(base: Path, merge: list[Path], output: Path, **config: Any) -> dare.MergeReport:
+    """Merge these files or directories, and give the report."""
+    return DareMerger(base, merge, DareConfig(verbose=False, **config)).merge(output)
+
+
+def merge(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> Tensors:
+    """Merge through the front door: write the files, merge them, load the result."""
+    paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
+    run_merge(paths[0], paths[1:], folder / "merged.safetensors", **config)
+    return load_file(folder / "merged.safetensors")
+
+
+def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
+    """What the definition in kernels/plain makes of models: the oracle for every other engine."""
+    settings = DareConfig(**config)
+    merged = {}
+    for name, tensor in base.items():
+        parts = {
+            i: (raw(model[name]), STORED[model[name].dtype])
+            for i, model in enumerate(models)
+            if name in model
+        }
+        output = getattr(torch, settings.dtype) if settings.dtype else tensor.dtype
+        made = plain.merge_tensor(
+            name,
+            raw(tensor),
+            STORED[tensor.dtype],
+            parts,
+            STORED[output],
+            Chooser(settings, base, len(models)).choose(name)[1],
+            settings.seed,
+            tensor.shape[-1] or 1 if tensor.shape else 1,
+        )
+        stored = torch.from_numpy(made.view(f"i{made.itemsize}").copy())
+        merged[name] = stored.view(output).reshape(tensor.shape)
+    return merged
+
+
+def mask(seed: int, name: str, count: int, drop_rate: float) -> np.ndarray:
+    """Which entries of a tensor the definition keeps."""
+    return plain.draw_mask(mask_key(seed, name), keep_threshold(drop_rate), 0, count)
+
+
+# --- what came out --------------------------------------------------------------------------------
+
+
+def tensors_in(folder: Path) -> Tensors:
+    """All tensors of a merged directory."""
+    paths = sorted(folder.glob("*.safetensors"))
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds."""
+    return json.loads(path.read_text())
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's bytes, flat."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have one type, one shape and the same bits."""
+    alike = a.dtype == b.dtype and a.shape == b.shape
+    return alike and np.array_equal(raw(a), raw(b))
+
+
+def assert_same(a: Tensors, b: Tensors) -> None:
+    """Two models must have the same tensors, bit for bit."""
+    assert a.keys() == b.keys()
+    assert [name for name in a if not same_bits(a[name], b[name])] == []
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
+    """Everything in a folder: size, modification time and content."""
+    contents = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        readable = path.is_file() and os.access(path, os.R_OK)
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if readable else ""
+        contents[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, content)
+    return contents
+
+
+def refuse(
+    folder: Path, capsys: Capture, status: int, *complaints: str, arguments: list[Any]
+) -> str:
+    """The command must fail with one error and one hint, and leave the folder as it was.
+
+    complaints: what the error and the hint must name.
+    """
+    before = snapshot(folder)
+    capsys.readouterr()
+    run(*arguments, status=status)
+    printed = capsys.readouterr()
+    error, hint = printed.err.splitlines()[-2:]
+    assert (printed.out, error[:7], hint[:6]) == ("", "error: ", "hint: ")
+    assert "this is a bug" not in printed.err, printed.err
+    assert "Traceback" not in printed.err
+    assert [words for words in complaints if words not in printed.err] == [], printed.err
+    assert snapshot(folder) == before
+    return printed.err

@@ -1,11 +1,11 @@
-"""What merges write is pinned: the same models and settings give the same bytes, in every version and on every machine.
+"""What merges write is pinned: the same models and settings give the same bytes, in every version
+and on every machine.
 
-A digest that changes is a bug, unless the mask, the arithmetic or a file's format was changed on purpose. Only then:
+A digest that changes is a bug, unless the mask, the arithmetic or a file's format was changed on
+purpose. Only then:
 
     python tests/test_bytes.py --pin
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -38,43 +38,56 @@ Settings = dict[str, Any]
 Inputs = tuple[str, list[str]]  # the paths of the base and of the models
 OUTPUT = "merged.safetensors"
 
-Q0, K0, UP0 = (
-    "model.layers.0.self_attn.q_proj",
-    "model.layers.0.self_attn.k_proj",
-    "model.layers.0.mlp.up_proj",
-)
-Q1, K1, UP1 = (
-    "model.layers.1.self_attn.q_proj",
-    "model.layers.1.self_attn.k_proj",
-    "model.layers.1.mlp.up_proj",
-)
-EMBEDDING, HEAD, C_ATTN, C_PROJ = (
-    "model.embed_tokens",
-    "lm_head",
-    "h.0.attn.c_attn",
-    "h.0.attn.c_proj",
-)
+Q0 = "model.layers.0.self_attn.q_proj"
+K0 = "model.layers.0.self_attn.k_proj"
+UP0 = "model.layers.0.mlp.up_proj"
+Q1 = "model.layers.1.self_attn.q_proj"
+K1 = "model.layers.1.self_attn.k_proj"
+UP1 = "model.layers.1.mlp.up_proj"
+EMBEDDING = "model.embed_tokens"
+HEAD = "lm_head"
+C_ATTN = "h.0.attn.c_attn"
+C_PROJ = "h.0.attn.c_proj"
 SHAPES: dict[str, dict[str, Shape]] = {
     "small": {
-        f"{EMBEDDING}.weight": (33, 31), f"{Q0}.weight": (41, 25), f"{UP0}.weight": (3, 11, 31),
-        "model.layers.1.norm.weight": (64,), f"{UP1}.weight": (4, 1024), "model.layers.10.tiny.weight": (1, 3000),
-        "empty.weight": (0, 4), "scalar": (), "one": (1,), f"{HEAD}.weight": (33, 31),
+        f"{EMBEDDING}.weight": (33, 31),
+        f"{Q0}.weight": (41, 25),
+        f"{UP0}.weight": (3, 11, 31),
+        "model.layers.1.norm.weight": (64,),
+        f"{UP1}.weight": (4, 1024),
+        "model.layers.10.tiny.weight": (1, 3000),
+        "empty.weight": (0, 4),
+        "scalar": (),
+        "one": (1,),
+        f"{HEAD}.weight": (33, 31),
     },
-    "large": {"w": (5003, 1009), "b": (7,)},  # two jobs; the second ends in the middle of a chunk and of a tile
-    "wide": {"w.weight": (3, 400_001)},  # so wide that an adapter's matrices are multiplied in parts
+    # two jobs; the second ends in the middle of a chunk and of a tile
+    "large": {"w": (5003, 1009), "b": (7,)},
+    # so wide that an adapter's matrices are multiplied in parts
+    "wide": {"w.weight": (3, 400_001)},
     "llama": {
-        f"{EMBEDDING}.weight": (50, 24), f"{HEAD}.weight": (50, 24), "conv.weight": (12, 6, 3, 3),
-        f"{Q0}.weight": (24, 24), f"{K0}.weight": (16, 24), f"{UP0}.weight": (56, 24),
-        f"{Q1}.weight": (24, 24), f"{K1}.weight": (16, 24), f"{UP1}.weight": (56, 24),
+        f"{EMBEDDING}.weight": (50, 24),
+        f"{HEAD}.weight": (50, 24),
+        "conv.weight": (12, 6, 3, 3),
+        f"{Q0}.weight": (24, 24),
+        f"{K0}.weight": (16, 24),
+        f"{UP0}.weight": (56, 24),
+        f"{Q1}.weight": (24, 24),
+        f"{K1}.weight": (16, 24),
+        f"{UP1}.weight": (56, 24),
     },
     "gpt2": {  # stored as inputs x outputs, as the biases show
-        f"{C_ATTN}.weight": (24, 72), f"{C_ATTN}.bias": (72,), f"{C_PROJ}.weight": (24, 24), f"{C_PROJ}.bias": (24,),
+        f"{C_ATTN}.weight": (24, 72),
+        f"{C_ATTN}.bias": (72,),
+        f"{C_PROJ}.weight": (24, 24),
+        f"{C_PROJ}.bias": (24,),
     },
-}  # fmt: skip
+}
 
 
 def draw(shape: Shape, *key: int | str) -> np.ndarray:
-    """Numbers between -1/16 and 1/16, most of them much smaller: random bits, so that no library can make others."""
+    """Numbers between -1/16 and 1/16, most of them much smaller: random bits, so that no library
+    can make others."""
     words = [part if isinstance(part, int) else zlib.crc32(part.encode()) for part in key]
     raw = np.random.PCG64(words).random_raw(int(np.prod(shape, dtype=int)))
     sizes = np.ldexp(1.0, -4 - (raw & np.uint64(15)).astype("i4"))
@@ -82,7 +95,7 @@ def draw(shape: Shape, *key: int | str) -> np.ndarray:
 
 
 def make_tensor(table: str, name: str, number: int, shape: Shape, kind: str) -> Tensor:
-    """A tensor of the base (number 0), or of a model, in which a quarter of the base is unchanged."""
+    """A tensor of the base (number 0), or of a model, in which a quarter is unchanged."""
     exponent = -122 if "tiny" in name else 0  # most of them are then below the least normal float32
     base, delta = (
         np.ldexp(draw(shape, table, name, n), exponent - 3 * (n > 0)) for n in (0, number)
@@ -114,7 +127,8 @@ def make_model(table: str, number: int, kind: str) -> Model:
 
 
 def write(path: str, tensors: Model) -> str:
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {
             "dtype": dtype,
@@ -151,7 +165,10 @@ def write_directory(folder: str, tensors: Model, shards: int = 1, **files: Any) 
 def write_adapter(
     folder: str, table: str, ranks: Any, kind: str, whole: Sequence[str], config: Settings
 ) -> str:
-    """A LoRA adapter that changes some modules, by their ranks. whole: the names of what it stores whole."""
+    """A LoRA adapter that changes some modules, by their ranks.
+
+    whole: the names of what it stores whole.
+    """
     tensors: Model = {}
     for module, rank in ranks.items():
         shape = SHAPES[table][f"{module}.weight"]
@@ -196,7 +213,10 @@ def merge(
 
 
 def digest(output: str | Path) -> Any:
-    """Of a file's tensors, or of each file of a directory. Recipes, which name versions, are only known to be there."""
+    """Of a file's tensors, or of each file of a directory.
+
+    Recipes, which name versions, are only known to be there.
+    """
     path = Path(output)
     if path.is_dir():
         return {
@@ -231,7 +251,8 @@ def load_tensors(table: str, number: int, kind: str) -> dict[str, Any]:
 
 
 def digest_tensors(tensors: Mapping[str, Any]) -> str:
-    torch, found = sys.modules["torch"], hashlib.sha256()
+    torch = sys.modules["torch"]
+    found = hashlib.sha256()
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -254,7 +275,8 @@ def thin_tensors(settings: Settings, kind: str, engine: str) -> list[str]:
 
 
 def collect_figures(data: Any) -> list[float]:
-    """The numbers of a report, in their order, without the time that it took and the size of the recipe."""
+    """The numbers of a report, in their order, without the time that it took and the size of the
+    recipe."""
     if isinstance(data, dict):
         data = [value for key, value in data.items() if key not in ("seconds", "bytes_written")]
     if isinstance(data, list):
@@ -272,13 +294,15 @@ def report_analysis(kinds: str, engine: str) -> list[Any]:
     report = DareMerger(
         *write_models("small", kinds), DareConfig(verbose=False, engine=engine)
     ).analyze()
-    every, data = json.dumps(collect_figures(report.as_dict(per_tensor=True))), report.as_dict()
+    every = json.dumps(collect_figures(report.as_dict(per_tensor=True)))
+    data = report.as_dict()
     for found in data["models"]:
         del found["histogram"], found["layers"], found["cells"]  # which are many
     return [hashlib.sha256(every.encode()).hexdigest(), *collect_figures(data)]
 
 
-TWO, THREE = "bf16 bf16 bf16", "bf16 bf16 bf16 bf16"
+TWO = "bf16 bf16 bf16"
+THREE = "bf16 bf16 bf16 bf16"
 RULES = [
     {"match": "*norm*", "drop_rate": 0, "lambda_coeff": 0.5},
     {"match": ["*embed*", "lm_head*"], "drop_rate": [0.2, 0.8], "rescale_q": [0.9, 0.4]},
@@ -288,7 +312,9 @@ TIES_RULES = [
     {"match": "*.0.*", "keep_ratio": 0.1},
     {"match": "*norm*", "keep_ratio": 1.0, "drop_rate": 0.5},
 ]
-LINEAR, TIES, SLERP = {"method": "linear"}, {"method": "ties"}, {"method": "slerp"}
+LINEAR = {"method": "linear"}
+TIES = {"method": "ties"}
+SLERP = {"method": "slerp"}
 # The types of the base and the models, and the settings.
 MERGES: dict[str, tuple[str, Settings]] = {
     **{
@@ -386,7 +412,8 @@ ADAPTERS: dict[str, tuple[str, dict[str, int], str, Sequence[str], Settings]] = 
     "saved": ("llama", PLAIN, "bf16", SAVED, {"r": 4}),
     "wide": ("wide", {"w": 8}, "bf16", (), {"r": 8, "lora_alpha": 8}),
 }
-# The type of the base, the models (an adapter, or the number of a model and its type), and the settings.
+# The type of the base, the models (an adapter, or the number of a model and its type), and the
+# settings.
 LORA: dict[str, tuple[str, list[str], Settings]] = {
     **{name: ("bf16", [name], {"drop_rate": 0.5}) for name in ADAPTERS},
     "plain fp32": ("fp32", ["plain"], {"drop_rate": 0}),
@@ -421,8 +448,10 @@ def write_adapters(kind: str, names: Sequence[str]) -> Inputs:
 
 
 def write_mismatched(kinds: str) -> Inputs:
-    """Models with fewer and with more rows, without a tensor of the base, and with one that the base lacks."""
-    (base, models), name = write_models("small", kinds), f"{EMBEDDING}.weight"
+    """Models with fewer and with more rows, without a tensor of the base, and with one that the
+    base lacks."""
+    (base, models) = write_models("small", kinds)
+    name = f"{EMBEDDING}.weight"
     for number, (path, kind, rows) in enumerate(
         zip(models, kinds.split()[1:], (29, 40), strict=True), 1
     ):
@@ -437,7 +466,7 @@ def write_mismatched(kinds: str) -> Inputs:
 
 
 def write_tied(config: Settings) -> Inputs:
-    """The base has its embedding as a head too; of the models, one has its own head and one none."""
+    """The base has its embedding as a head too; one model has its own head and one none."""
     tensors = [dict(make_model("small", number, "bf16")) for number in range(3)]
     tensors[0][f"{HEAD}.weight"] = tensors[0][f"{EMBEDDING}.weight"]
     del tensors[2][f"{HEAD}.weight"]
@@ -448,7 +477,7 @@ def write_tied(config: Settings) -> Inputs:
 
 
 def write_sharded() -> Inputs:
-    """A base and a model in several files, with all that lies beside them, and a model in one file."""
+    """A base and a model in several files, with what lies beside them, and one in one file."""
     config = {
         "model_type": "llama",
         "torch_dtype": "bfloat16",
@@ -478,8 +507,9 @@ def write_sharded() -> Inputs:
 
 
 def limit_writes(limit: int) -> Any:
-    """Patches what writes to files, so that it counts, and an interrupt comes after so many writes."""
-    write_at, numbers = os.pwrite, count(1)
+    """Patches what writes to files, so that an interrupt comes after so many writes."""
+    write_at = os.pwrite
+    numbers = count(1)
 
     def write_some(*arguments: Any) -> int:
         if next(numbers) > limit:
@@ -492,13 +522,12 @@ def limit_writes(limit: int) -> Any:
 def merge_interrupted(
     stops: list[int], settings: Settings, write_inputs: Any, *arguments: Any, engine: str
 ) -> Any:
-    """Stopped after so many writes, again and again, then resumed to the end: as if nothing had happened."""
+    """Stopped after so many writes, again and again, then resumed to the end: as if nothing had
+    happened."""
     if not hasattr(os, "pwrite"):
         pytest.skip("this system has no pwrite to fail")
-    inputs, settings = (
-        write_inputs(*arguments),
-        {"output": OUTPUT, "threads": 1, "engine": engine, **settings},
-    )
+    inputs = write_inputs(*arguments)
+    settings = {"output": OUTPUT, "threads": 1, "engine": engine, **settings}
     output = settings["output"]
     with limit_writes(sys.maxsize) as needed:
         merge(*inputs, **settings | {"output": f"whole-{output}"})
@@ -526,7 +555,8 @@ DIRECTORIES: dict[str, Settings] = {
     "types": {"dtype": "fp16", "rules": RULES, "max_shard_size": 5000, "output": "merged"},
     "tokenizer": {**SLERP, "slerp_t": 0.25, "tokenizer": "models/one", "output": "merged"},
 }
-OVERLAP, TIE = {"mismatch": "overlap"}, {"tie_word_embeddings": True}
+OVERLAP = {"mismatch": "overlap"}
+TIE = {"tie_word_embeddings": True}
 CASES: dict[str, Callable[..., Any]] = {
     **{
         f"file: {name}": partial(merge_files, s, write_models, "small", kinds)
@@ -579,7 +609,8 @@ CASES: dict[str, Callable[..., Any]] = {
     },
     **{f"analysis: {t}": partial(report_analysis, f"{t} {t} {t} {t}") for t in ("bf16", "fp32")},
 }
-# Every combination of types is a kernel to compile, so the rare ones are usually merged by plain NumPy.
+# Every combination of types is a kernel to compile, so the rare ones are usually merged by plain
+# NumPy.
 RARE = re.compile(r"fp\d\d|mixed|types|lora|analysis")
 USUAL = {name: "plain" if RARE.search(name) else "numba" for name in CASES}
 OTHER = {

@@ -1,27 +1,26 @@
-"""Models as people have them, directories, shards, indexes, and how their tensors are matched with the base's."""
-
-from __future__ import annotations
+"""Models as people have them, directories, shards, indexes, and how their tensors are matched with
+the base's."""
 
 import json
 import re
-import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-import dare
 from dare import DareConfig, DareMerger
-from darelib.core.tuning import TUNING
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
     INDEX,
+    Config,
+    Models,
+    Pair,
+    Refusal,
     Tensors,
     assert_same,
     define,
@@ -29,18 +28,20 @@ from tests.support import (
     merge,
     random_model,
     raw,
+    run,
     run_merge,
     same_bits,
     save,
     save_directory,
     save_sharded,
+    slow,
     tensors_in,
-    write_config,
+    tune,
 )
 
-Pair = tuple[Path, Path]
-Refusal = Callable[..., str]
-OUT, EMBEDDING, HEAD = "out.safetensors", "model.embed_tokens.weight", "lm_head.weight"
+OUT = "out.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 SLERP = {"method": "slerp", "drop_rate": 0.5}
 SETTINGS: list[dict[str, Any]] = [
@@ -53,72 +54,74 @@ SETTINGS: list[dict[str, Any]] = [
 
 def test_a_model_is_a_file_a_directory_shards_or_an_index(tmp_path: Path) -> None:
     base = random_model(dtype=BF16)
-    model, names, layouts = finetune(base, 1), list(base), []
-    for kind, tensors in (("base", base), ("model", model)):
-        [file] = save(tmp_path, **{kind: tensors})
+    model = finetune(base, 1)
+    names = list(base)
+
+    def lay_out(kind: str, tensors: Tensors) -> list[Path]:
         whole = save_directory(tmp_path / f"{kind}-whole", tensors)
         sharded = save_sharded(tmp_path / f"{kind}-sharded", tensors, [names[:1], names[1:]])
-        below = save_sharded(tmp_path / f"{kind}-below", tensors, [names[:2], names[2:]])
+        below = save_sharded(tmp_path / f"{kind}-below", tensors, [[name] for name in names])
         (below / "shards").mkdir()
         for shard in below.glob("*.safetensors"):
             shard.rename(below / "shards" / shard.name)
         (below / INDEX).write_text((below / INDEX).read_text().replace('"model-', '"shards/model-'))
-        layouts.append([file, whole, whole / "model.safetensors", sharded, sharded / INDEX, below])
-    for sources in zip(layouts[0], layouts[1][1:] + layouts[1][:1], strict=True):
-        run_merge(sources[0], [sources[1]], tmp_path / OUT)
+        files = [*save(tmp_path, **{kind: tensors}), whole / "model.safetensors", sharded / INDEX]
+        return [*files, whole, sharded, below]
+
+    models = lay_out("model", model)
+    for one, other in zip(lay_out("base", base), models[1:] + models[:1], strict=True):
+        run_merge(one, [other], tmp_path / OUT)
         assert_same(load_file(tmp_path / OUT), define(base, [model]))
-
-
-def test_any_sharding_gives_the_same_tensors(tmp_path: Path) -> None:
-    base = random_model(dtype=BF16)
-    models, (a, b, c, d) = [base, finetune(base, 1), finetune(base, 2)], base
-    parts = [[[a], [b], [c], [d]], [[c, d], [a, b]], [[d, a], [b], [c]]]
-    for turn in range(3):
-        path = tmp_path / f"out{turn}"
-        source = [
-            save_sharded(tmp_path / f"{turn}{k}", models[k], parts[(turn + k) % 3])
-            for k in range(3)
-        ]
-        run_merge(source[0], source[1:], path, max_shard_size=5000 * turn + 1000)
-        assert_same(tensors_in(path), define(base, models[1:]))
 
 
 @pytest.mark.parametrize(
     "entry",
     [
-        "/etc/x", "C:\\x", "C:/x", "\\\\server\\share\\x", "//server/share/x", "C:x", "../math/model.safetensors",
-        "sub/../../math/model.safetensors", "..\\math\\model.safetensors", "sub\\..\\..\\x", "..", ".", "", "a\x00b",
-        "a\nb", 7, None, ["model.safetensors"],
+        "/etc/x",
+        "C:\\x",
+        "C:/x",
+        "\\\\server\\share\\x",
+        "//server/share/x",
+        "C:x",
+        "../math/model.safetensors",
+        "sub/../../math/model.safetensors",
+        "..\\math\\model.safetensors",
+        "sub\\..\\..\\x",
+        "..",
+        ".",
+        "",
+        "a\x00b",
+        "a\nb",
+        7,
+        None,
+        ["model.safetensors"],
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_an_index_that_leads_elsewhere_is_not_followed(
     pair: Pair, tmp_path: Path, check_refused: Refusal, entry: Any
 ) -> None:
     evil = tmp_path / "evil"
     (evil / "sub").mkdir(parents=True)
     (evil / INDEX).write_text(json.dumps({"weight_map": {"layer.weight": entry}}))
-    complaint = (
-        f"evil/{INDEX}' says that tensor 'layer.weight' is in {entry!r}, which is no file beside it"
-    )
-    check_refused(evil, pair[1], complaint, "not followed")
-    check_refused(pair[0], evil, complaint, "not followed")
+    for base, model in ((evil, pair[1]), (pair[0], evil)):
+        check_refused(base, model, f"evil/{INDEX}'", "'layer.weight'", repr(entry), "not followed")
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("{}", "is JSON without a weight_map"),
-        *(
-            (f'{{"weight_map": {text}}}', "is JSON without a weight_map")
-            for text in ("{}", "null", '["x"]')
-        ),
-        *(
-            (text, "is not valid")
-            for text in ("", "layer.weight: x", '{"weight_map": {"a": "x"}', "\ufeff{}", "\xff")
-        ),
-        ("[]", "is not valid: it is not a JSON object"),
-        ('{"weight_map": ' + "[" * 200_000, "is nested too deeply"),
+        ("{}", "without a weight_map"),
+        ('{"weight_map": {}}', "without a weight_map"),
+        ('{"weight_map": null}', "without a weight_map"),
+        ('{"weight_map": ["x"]}', "without a weight_map"),
+        ("", "is not valid"),
+        ("layer.weight: x", "is not valid"),
+        ('{"weight_map": {"a": "x"}', "is not valid"),
+        ("\ufeff{}", "is not valid"),
+        ("\xff", "is not valid"),
+        ("[]", "is not valid"),
+        ('{"weight_map": ' + "[" * 200_000, "too deeply"),
         ('{"weight_map": {"a": ' + "1" * 5000 + "}}", "is not valid"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "'a' is in it twice"),
         ('{"weight_map": {"a": "x"}, "weight_map": {"a": "y"}}', "'weight_map' is in it twice"),
@@ -131,17 +134,17 @@ def test_an_index_that_cannot_be_read_is_named(
     index = tmp_path / "odd" / INDEX
     index.parent.mkdir()
     index.write_bytes(text.encode("latin-1" if text == "\xff" else "utf-8"))
-    check_refused(pair[0], index.parent, f"odd/{INDEX}'", complaint)
-    check_refused(index, pair[1], f"odd/{INDEX}'", complaint)
+    for base, model in ((pair[0], index.parent), (index, pair[1])):
+        check_refused(base, model, f"odd/{INDEX}'", complaint)
 
 
 @pytest.mark.parametrize("source", ["model", f"model/{INDEX}"])
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, f"lacks its file {SHARDS[1]!r}"),
+        (None, "download or save it again"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n", "Git LFS pointer"),
-        (slice(-10), "not a complete"),
+        (b"\x10" + bytes(9), "not a complete"),
         ("directory", "not a regular file"),
     ],
     ids=str,
@@ -151,15 +154,12 @@ def test_a_shard_that_is_missing_or_broken_is_named(
 ) -> None:
     model = finetune(random_model(dtype=BF16), 1)
     shard = save_sharded(tmp_path / "model", model, [list(model)[:1], list(model)[1:]]) / SHARDS[1]
-    whole = shard.read_bytes()
     shard.unlink()
     if content == "directory":
         shard.mkdir()
     elif content is not None:
-        shard.write_bytes(whole[content] if isinstance(content, slice) else content)
-    error = check_refused(pair[0], tmp_path / source, complaint)
-    assert (repr(str(shard)) if content else "download or save it again") in error
-    assert "permissions" not in error
+        shard.write_bytes(content)
+    check_refused(pair[0], tmp_path / source, complaint, shard.name)
 
 
 def test_an_index_that_does_not_fit_its_shards_is_refused(
@@ -168,16 +168,11 @@ def test_an_index_that_does_not_fit_its_shards_is_refused(
     model = finetune(random_model(dtype=BF16), 1)
     names = list(model)
     for name, said in zip(("ghost.weight", "layer.weight"), SHARDS, strict=True):
-        folder = save_sharded(
-            tmp_path / name, model, [names[:2], names[2:]], **{name.replace(".", "__"): said}
-        )
-        check_refused(
-            pair[0], folder, f"{name}' says that tensor {name!r} is in {said!r}, and it is not"
-        )
+        extra = {name.replace(".", "__"): said}
+        folder = save_sharded(tmp_path / name, model, [names[:2], names[2:]], **extra)
+        check_refused(pair[0], folder, f"tensor {name!r} is in {said!r}, and it is not")
     folder = save_sharded(tmp_path / "twice", model, [names[:2], names[1:]])
-    check_refused(
-        folder, pair[1], f"tensor {names[1]!r} of", f"is in {SHARDS[0]!r} and in {SHARDS[1]!r}"
-    )
+    check_refused(folder, pair[1], repr(names[1]), *map(repr, SHARDS))
 
 
 def test_a_directory_without_a_model_says_what_is_in_it(
@@ -186,28 +181,25 @@ def test_a_directory_without_a_model_says_what_is_in_it(
     folder = tmp_path / "odd"
     folder.mkdir()
     for name, *complaints in (
-        ("LICENSE", "holds no model", "model.safetensors or model.safetensors.index.json"),
-        ("config.json", "holds no model", "model.safetensors or model.safetensors.index.json"),
-        ("consolidated.00.pth", "holds PyTorch pickles", "convert"),
-        ("pytorch_model.bin", "holds PyTorch pickles", "dare.py convert"),
-        ("model-Q4_K_M.gguf", "holds GGUF files", "merge the original model"),
+        ("LICENSE", "holds no model", "model.safetensors", INDEX),
+        ("config.json", "holds no model", "model.safetensors", INDEX),
+        ("consolidated.00.pth", "PyTorch pickles", "convert"),
+        ("pytorch_model.bin", "PyTorch pickles", "dare.py convert"),
+        ("model-Q4_K_M.gguf", "GGUF"),
         ("extra.safetensors", "'extra.safetensors'", "name the file"),
-        (
-            "consolidated.safetensors",
-            "'consolidated.safetensors', 'extra.safetensors'",
-            "name the file",
-        ),
+        ("consolidated.safetensors", "'consolidated.safetensors', 'extra.safetensors'"),
     ):
         (folder / name).write_text("{}")
-        check_refused(folder, pair[1], "odd'", *complaints)
-        check_refused(pair[0], folder, "odd'", *complaints)
+        for base, model in ((folder, pair[1]), (pair[0], folder)):
+            check_refused(base, model, "odd'", *complaints)
 
 
-# --- tensors of other shapes ------------------------------------------------------------------------------------------
+# --- tensors of other shapes ----------------------------------------------------------------------
 
 
 def with_rows(model: Tensors, rows: int, name: str = "layer.weight") -> Tensors:
-    """The model with a tensor cut to so many rows, or grown to them by rows that resemble the others."""
+    """The model with a tensor cut to so many rows, or grown to them by rows that resemble the
+    others."""
     weight = model[name]
     new = (
         torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(9)) * 0.05
@@ -216,32 +208,30 @@ def with_rows(model: Tensors, rows: int, name: str = "layer.weight") -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("shape", "words"),
-    [((38, 61), ", 1 row more\n"), ((36, 61), ", 1 row fewer\n"), ((7, 61), ", 30 rows fewer\n")]
-    + [(shape, "") for shape in ((37, 60), (37,), (37, 61, 1), (61, 37), ())],
+    ("shape", "ways"),
+    [
+        *(((rows, 61), ("--mismatch overlap", "--mismatch base")) for rows in (38, 36, 7)),
+        *((shape, ("--mismatch base",)) for shape in ((37, 60), (37,), (37, 61, 1), (61, 37), ())),
+    ],
 )
 def test_a_tensor_of_another_shape_is_refused_with_the_ways_out(
-    models: list[Path], tmp_path: Path, check_refused: Refusal, shape: tuple[int, ...], words: str
+    models: Models,
+    tmp_path: Path,
+    check_refused: Refusal,
+    shape: tuple[int, ...],
+    ways: tuple[str, ...],
 ) -> None:
-    [other] = save(
-        tmp_path, other={**load_file(models[1]), "layer.weight": torch.ones(shape, dtype=BF16)}
-    )
-    complaints = (
-        "'layer.weight' is [37, 61] in",
-        f"and {list(shape)} in",
-        "other.safetensors'",
-        words,
-    )
-    for flags in ((), ("--mismatch=error",)):
-        hint = check_refused(models[0], other, *complaints, flags=flags).splitlines()[-1]
-        ways = [way in hint for way in ("--mismatch overlap", "--mismatch base")]
-        assert ways == [bool(words), True], "what would not help is not advised"
-    if not words:
-        complaints += ("more than the number of rows", "--mismatch base")
-        check_refused(models[0], other, *complaints, flags=("--mismatch=overlap",))
+    odd = {**load_file(models[1]), "layer.weight": torch.ones(shape, dtype=BF16)}
+    [other] = save(tmp_path, other=odd)
+    named = ("'layer.weight' is [37, 61] in", f"and {list(shape)} in", "other.safetensors'")
+    fits = len(ways) == 2
+    for flags in ((), ("--mismatch=error",), *([] if fits else [("--mismatch=overlap",)])):
+        error = check_refused(models[0], other, *named, *ways, flags=flags)
+        assert fits or "--mismatch overlap" not in error, "what would not help is not advised"
 
 
-# Rare types are merged by the plain engine, which gives the same bits, unless slow tests are asked for.
+# Rare types are merged by the plain engine, which gives the same bits, unless slow tests are asked
+# for.
 RARE = [(*types, {}) for types in ((F32, F32), (BF16, F32), (F32, BF16), (F16, BF16), (F64, F32))]
 RARE += [(F32, BF16, SETTINGS[2]), (BF16, BF16, {"dtype": "float32", "drop_rate": 0.5})]
 
@@ -250,7 +240,7 @@ RARE += [(F32, BF16, SETTINGS[2]), (BF16, BF16, {"dtype": "float32", "drop_rate"
     ("base_type", "model_type", "config", "engine"),
     [(BF16, BF16, config, "numba") for config in SETTINGS]
     + [(*case, "plain") for case in RARE]
-    + [pytest.param(*case, "numba", marks=pytest.mark.slow) for case in RARE],
+    + [slow(*case, "numba") for case in RARE],
     ids=str,
 )
 def test_overlap_merges_common_rows_and_keeps_the_bases_others(
@@ -263,27 +253,19 @@ def test_overlap_merges_common_rows_and_keeps_the_bases_others(
     """As if the models had the base's rows, which are not rounded to the models' type."""
     base = random_model(dtype=base_type)
     base["layer.weight"][30, :4] = torch.tensor([0.0, -0.0, 1e-7, -1.0]).to(base_type)
-    tuned = [
-        {n: t.to(model_type) for n, t in finetune(base, seed, 0.01).items()} for seed in (1, 2)
-    ]
     common = torch.promote_types(base_type, model_type)
     cases = [((45, 20), 1 << 18), ((45, 20), 1024), ((3, 0), 1024), ((3,), 1024)]
     for counts, chunk in cases[:3] if config == SLERP else cases:
-        TUNING.min_chunk = TUNING.max_chunk = chunk
-        models, padded = [], []
-        for model, rows in zip(tuned, counts, strict=False):
-            models.append(with_rows(model, rows))
-            own, rest = (
-                models[-1]["layer.weight"][:37].to(common),
-                base["layer.weight"][rows:].to(common),
-            )
-            padded.append({**model, "layer.weight": torch.cat([own, rest])})
+        tune(min_chunk=chunk, max_chunk=chunk)
+        models = []
+        padded = []
+        for seed, rows in enumerate(counts, 1):
+            tuned = {n: t.to(model_type) for n, t in finetune(base, seed, 0.01).items()}
+            models.append(with_rows(tuned, rows))
+            whole = [models[-1]["layer.weight"][:37], base["layer.weight"][rows:]]
+            padded.append({**tuned, "layer.weight": torch.cat([t.to(common) for t in whole])})
         merged = merge(tmp_path, base, *models, mismatch="overlap", engine=engine, **config)
         assert_same(merged, define(base, padded, **config))
-        if config != SLERP:
-            assert same_bits(
-                *(tensors["layer.weight"][max(counts) :].to(F64) for tensors in (merged, base))
-            )
 
 
 @pytest.mark.parametrize("config", SETTINGS, ids=str)
@@ -304,43 +286,38 @@ def test_mismatch_base_keeps_the_bases_tensor_bit_for_bit(
     assert_same(merged, {**define(base, rest, **config), "layer.weight": base["layer.weight"]})
 
 
-@pytest.mark.parametrize(
-    ("mismatch", "what"), [("overlap", "common rows are merged"), ("base", "base's are kept")]
-)
-def test_the_report_names_what_does_not_fit(tmp_path: Path, mismatch: str, what: str) -> None:
+@pytest.mark.parametrize("mismatch", ["overlap", "base"])
+def test_the_report_names_what_does_not_fit(tmp_path: Path, mismatch: str) -> None:
     base = random_model(dtype=BF16) | {"position_ids": torch.arange(8)}
     first = with_rows(finetune(base, 1), 45)
-    extra = {"rotary.inv_freq": torch.ones(4), "attn.bias": torch.ones(4, 4, dtype=torch.bool)}
-    extra |= {"attn.masked_bias": torch.tensor(-1e4), "new.weight": torch.ones(3)}
-    second = (
-        finetune(base, 2) | extra | {"position_ids": torch.arange(12)}
-    )  # integers are not merged in any shape
+    extra = {
+        "rotary.inv_freq": torch.ones(4),
+        "attn.bias": torch.ones(4, 4, dtype=torch.bool),
+        "attn.masked_bias": torch.tensor(-1e4),
+        "new.weight": torch.ones(3),
+    }
+    # Integers are not merged in any shape.
+    second = finetune(base, 2) | extra | {"position_ids": torch.arange(12)}
     del second["layer.bias"]
     paths = save(tmp_path, base=base, first=first, second=second)
     report = run_merge(paths[0], paths[1:], tmp_path / OUT, mismatch=mismatch)
     merged = load_file(tmp_path / OUT)
     assert merged.keys() == base.keys()
     assert same_bits(merged["position_ids"], base["position_ids"])
-    found = [
-        (m.mismatched_tensors, m.missing_tensors, sorted(m.extra_tensors)) for m in report.models
-    ]
-    assert found == [
-        (("layer.weight",), (), []),
-        (("position_ids",), ("layer.bias",), sorted(extra)),
-    ]
-    assert json.loads(json.dumps(report.as_dict()))["models"][0]["mismatched_tensors"] == [
-        "layer.weight"
-    ]
-    lacking, having, odd, *others = report.warnings
-    assert "second.safetensors lacks 1 tensor of the base: 'layer.bias'" in lacking
-    assert re.search(
-        "second.safetensors has 4 tensors that the base lacks: .* and 1 more; ignored$", having
+    one, other = report.models
+    assert (one.mismatched_tensors, one.missing_tensors, one.extra_tensors) == (
+        ("layer.weight",),
+        (),
+        (),
     )
-    assert re.search(
-        rf"first.safetensors has tensors of other shapes: 'layer.weight' \(\[45, 61]\); the.*{what}$",
-        odd,
+    assert (other.mismatched_tensors, other.missing_tensors) == (("position_ids",), ("layer.bias",))
+    assert set(other.extra_tensors) == set(extra)
+    words = (
+        r"second.* 'layer.bias'",
+        r"second.* 4 tensors",
+        r"first.* 'layer.weight' \(\[45, 61]\)",
     )
-    assert not any("of other shapes" in warning for warning in others)
+    assert all(map(re.search, words, report.warnings))
 
 
 def test_parameters_that_a_model_does_not_have_are_not_counted_as_its_own(tmp_path: Path) -> None:
@@ -351,68 +328,50 @@ def test_parameters_that_a_model_does_not_have_are_not_counted_as_its_own(tmp_pa
     assert (report.parameters, report.mean_delta) == (40 * 50, 0.5)
 
 
-def test_mismatch_comes_from_toml_flags_and_recipes(models: list[Path], tmp_path: Path) -> None:
-    save_file(with_rows(load_file(models[1]), 45), models[1])
-    config, base = (
-        str(write_config(tmp_path, mismatch="overlap", verbose=False)),
-        load_file(models[0]),
-    )
-    assert dare.main(["-c", config, "-o", str(tmp_path / "first")]) == 0
-    assert not same_bits(tensors_in(tmp_path / "first")["layer.weight"], base["layer.weight"])
-    recipe = str(tmp_path / "first" / "dare_recipe.toml")
-    assert dare.main(["-q", "-c", recipe, "-o", str(tmp_path / "again")]) == 0
-    assert_same(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "first"))
-    assert dare.main(["-c", config, "--mismatch", "base"]) == 0
-    assert same_bits(load_file(tmp_path / OUT)["layer.weight"], base["layer.weight"]), (
-        "flags beat TOML"
-    )
+# --- tied heads -----------------------------------------------------------------------------------
 
-
-# --- tied heads -------------------------------------------------------------------------------------------------------
-
-TIED: list[dict[str, Any]] = [
+TIED: list[Config] = [
     {"tie_word_embeddings": True},
     {"text_config": {"tie_word_embeddings": True}},
+    # Not stated: a head that is missing must be the embedding.
+    {"model_type": "gpt2", "text_config": [1]},
 ]
-TIED += [
-    {"model_type": "gpt2", "text_config": [1]}
-]  # not stated: a head that is missing must be the embedding
 
 
-def tied_models(dtype: torch.dtype = BF16) -> tuple[Tensors, Tensors]:
+def save_tied(
+    folder: Path, base_config: Config, model_config: Config
+) -> tuple[Tensors, Path, Path]:
     """A base whose head is its embedding, and a fine-tune of it that was saved without the head."""
-    base = random_model(dtype=dtype, shapes={EMBEDDING: (40, 16), "model.norm.weight": (16,)})
-    return base | {HEAD: base[EMBEDDING].clone()}, finetune(base, 1)
+    base = random_model(dtype=BF16, shapes={EMBEDDING: (40, 16), "model.norm.weight": (16,)})
+    model = save_directory(folder / "model", finetune(base, 1), **model_config)
+    base |= {HEAD: base[EMBEDDING].clone()}
+    return base, save_directory(folder / "base", base, **base_config), model
 
 
 @pytest.mark.parametrize("where", ["base", "model"])
 @pytest.mark.parametrize("config", TIED)
+@pytest.mark.parametrize("settings", SETTINGS[:3], ids=str)
 def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
-    tmp_path: Path, where: str, config: dict[str, Any]
+    tmp_path: Path, where: str, config: Config, settings: Config
 ) -> None:
-    base, model = tied_models()
-    base_path = save_directory(tmp_path / "base", base, **(config if where == "base" else {"x": 1}))
-    model_path = save_directory(tmp_path / "model", model, **(config if where == "model" else {}))
-    for settings in SETTINGS[:3]:
-        report = run_merge(base_path, [model_path], tmp_path / OUT, **settings)
-        merged = load_file(tmp_path / OUT)
-        assert same_bits(merged[HEAD], merged[EMBEDDING])
-        assert not torch.equal(merged[HEAD], base[HEAD])
-        assert report.models[0].missing_tensors == ()
-        words = f"lacks {HEAD!r}, which is tied to {EMBEDDING!r} and merged like it"
-        assert any(words in warning for warning in report.warnings)
+    configs = [config if where == "base" else {"x": 1}, config if where == "model" else {}]
+    base, base_path, model_path = save_tied(tmp_path, *configs)
+    report = run_merge(base_path, [model_path], tmp_path / OUT, **settings)
+    merged = load_file(tmp_path / OUT)
+    assert same_bits(merged[HEAD], merged[EMBEDDING])
+    assert not torch.equal(merged[HEAD], base[HEAD])
+    assert report.models[0].missing_tensors == ()
+    assert any(HEAD in warning and EMBEDDING in warning for warning in report.warnings)
 
 
 def test_a_tied_head_that_all_models_have_stays_the_embedding(tmp_path: Path) -> None:
     """Loaders untie a model whose head and embedding are both stored and differ."""
-    base, _ = tied_models()
-    paths = [save_directory(tmp_path / "base", base, tie_word_embeddings=True)]
-    for seed in range(2):
-        model = finetune(base, seed)
-        paths.append(
-            save_directory(tmp_path / f"m{seed}", model | {HEAD: model[EMBEDDING].clone()})
-        )
-    run_merge(paths[0], paths[1:], tmp_path / OUT, rules=[{"match": "lm_head*", "drop_rate": 0.1}])
+    base, *paths = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
+    model = load_file(paths[1] / "model.safetensors")
+    save_directory(paths[1], model | {HEAD: model[EMBEDDING].clone()})
+    run_merge(
+        *paths[:1], paths[1:], tmp_path / OUT, rules=[{"match": "lm_head*", "drop_rate": 0.1}]
+    )
     merged = load_file(tmp_path / OUT)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
     assert not same_bits(merged[EMBEDDING], base[EMBEDDING])
@@ -420,14 +379,12 @@ def test_a_tied_head_that_all_models_have_stays_the_embedding(tmp_path: Path) ->
 
 @pytest.mark.parametrize("config", [{}, {"tie_word_embeddings": False}])
 def test_a_head_that_is_not_tied_stays_the_bases_and_is_listed(
-    tmp_path: Path, config: dict[str, Any]
+    tmp_path: Path, config: Config
 ) -> None:
-    base, model = tied_models()
-    base_path = save_directory(tmp_path / "base", base, **config)
-    report = run_merge(base_path, [save_directory(tmp_path / "model", model)], tmp_path / OUT)
+    base, base_path, model_path = save_tied(tmp_path, config, {})
+    report = run_merge(base_path, [model_path], tmp_path / OUT)
     assert same_bits(load_file(tmp_path / OUT)[HEAD], base[HEAD])
     assert report.models[0].missing_tensors == (HEAD,)
-    assert any(f"lacks 1 tensor of the base: {HEAD!r}" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("mismatch", ["overlap", "base"])
@@ -435,9 +392,8 @@ def test_a_head_that_is_not_tied_stays_the_bases_and_is_listed(
 def test_a_tied_head_follows_an_embedding_of_other_rows(
     tmp_path: Path, mismatch: str, rows: int
 ) -> None:
-    base, model = tied_models()
-    base_path = save_directory(tmp_path / "base", base, tie_word_embeddings=True)
-    model_path = save_directory(tmp_path / "model", with_rows(model, rows, EMBEDDING))
+    base, base_path, model_path = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
+    save_directory(model_path, with_rows(tensors_in(model_path), rows, EMBEDDING))
     run_merge(base_path, [model_path], tmp_path / OUT, mismatch=mismatch)
     merged = load_file(tmp_path / OUT)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
@@ -446,31 +402,29 @@ def test_a_tied_head_follows_an_embedding_of_other_rows(
 
 def test_a_model_that_has_a_head_keeps_its_mask_beside_one_that_lacks_it(tmp_path: Path) -> None:
     """A mask is drawn by a tensor's own name, whatever the other models have."""
-    base, lacking = tied_models(F32)
-    base_path = save_directory(tmp_path / "base", base, tie_word_embeddings=True)
-    own_path, heads = save_directory(tmp_path / "own", finetune(base, 2)), []
-    for other in (base, {name: base[name] for name in lacking}):
-        run_merge(base_path, [own_path, save_directory(tmp_path / "other", other)], tmp_path / OUT)
+    base, base_path, model_path = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
+    own = save_directory(tmp_path / "own", finetune(base, 2))
+    heads = []
+    for other in (base, {name: base[name] for name in tensors_in(model_path)}):
+        run_merge(base_path, [own, save_directory(tmp_path / "other", other)], tmp_path / OUT)
         heads.append(load_file(tmp_path / OUT)[HEAD])
     assert same_bits(*heads)
 
 
-# --- quantised models -------------------------------------------------------------------------------------------------
+# --- quantised models -----------------------------------------------------------------------------
 
-FP8, E5M2, I8, U8, I32 = (
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-)
+FP8 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+I8 = torch.int8
+U8 = torch.uint8
+I32 = torch.int32
 AWQ: dict[str, Any] = {"qweight": (I32, 8, 4), "qzeros": (I32, 1, 2), "scales": (F16, 1, 8)}
 NF4: dict[str, Any] = {
     "weight": (U8, 32, 1),
     "weight.absmax": (F32, 2),
     "weight.quant_map": (F32, 16),
+    "weight.quant_state.bitsandbytes__nf4": (U8, 40),
 }
-NF4 |= {"weight.quant_state.bitsandbytes__nf4": (U8, 40)}
 NESTED = {
     "weight.absmax": (U8, 2),
     "weight.nested_absmax": (F32, 1),
@@ -497,10 +451,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def quantised(kind: str) -> tuple[Tensors, Tensors]:
     """A module in this layout, and what is not quantised: its bias, a norm and an embedding."""
-    generator, parts = torch.Generator().manual_seed(3), LAYOUTS[kind].items()
+    generator = torch.Generator().manual_seed(3)
     module = {
-        f"layer.{n}": torch.randint(100, size, generator=generator).to(kind)
-        for n, (kind, *size) in parts
+        f"layer.{name}": torch.randint(100, size, generator=generator).to(dtype)
+        for name, (dtype, *size) in LAYOUTS[kind].items()
     }
     bias = "layer.gate_up_proj_bias" if kind == "mxfp4" else "layer.bias"
     return module, random_model(3, F16, {bias: (8,), "norm.weight": (8,), "embed.weight": (16, 8)})
@@ -513,17 +467,10 @@ def test_a_quantised_module_is_copied_and_the_rest_is_merged(
 ) -> None:
     module, rest = quantised(kind)
     tuned = finetune(rest, 1, 0.01)
-    merged = merge(
-        tmp_path, module | rest, module | tuned, drop_rate=0.0, dtype=dtype, engine="plain"
-    )
-    assert_same(
-        {n: merged[n] for n in rest},
-        {n: tensor.to(F32 if dtype else F16) for n, tensor in tuned.items()},
-    )
-    assert merged.keys() - rest.keys() == module.keys()
-    for name, tensor in module.items():
-        assert (merged[name].dtype, merged[name].shape) == (tensor.dtype, tensor.shape)
-        assert raw(merged[name]).tobytes() == raw(tensor).tobytes()
+    config = {"drop_rate": 0.0, "dtype": dtype, "engine": "plain"}
+    merged = merge(tmp_path, module | rest, module | tuned, **config)
+    wide = {n: tensor.to(F32 if dtype else F16) for n, tensor in tuned.items()}
+    assert_same(merged, module | wide)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -531,47 +478,35 @@ def test_a_quantised_module_that_differs_in_one_bit_anywhere_is_refused(
     tmp_path: Path, check_refused: Refusal, kind: str
 ) -> None:
     module, rest = quantised(kind)
+    flags = ("--dtype=float32", "--mismatch=overlap", "--engine=plain")
     for name in module:
         other = {n: t.clone() for n, t in module.items()}
         raw(other[name])[0] ^= 1
-        base, model = save(tmp_path, base=module | rest, model=other | rest)
-        complaints = (
-            f"tensor {name!r} is part of a quantised module",
-            "model.safetensors'",
-            "before quantising",
-        )
-        check_refused(
-            base,
-            model,
-            *complaints,
-            flags=("--dtype=float32", "--mismatch=overlap", "--engine=plain"),
-        )
+        paths = save(tmp_path, base=module | rest, model=other | rest)
+        check_refused(*paths, repr(name), "model.safetensors'", "before quantising", flags=flags)
 
 
+@pytest.mark.parametrize("flags", [(), ("--mismatch=base",)])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_quantised_model_and_a_plain_one_are_not_merged(
-    tmp_path: Path, check_refused: Refusal, kind: str
+    tmp_path: Path, check_refused: Refusal, kind: str, flags: tuple[str, ...]
 ) -> None:
     module, rest = quantised(kind)
-    weight = {
-        "layer.gate_up_proj" if kind == "mxfp4" else "layer.weight": torch.ones(8, 8, dtype=F16)
-    }
-    other = quantised("int8" if kind == "awq" else "awq")
+    name = "layer.gate_up_proj" if kind == "mxfp4" else "layer.weight"
+    other, others = quantised("int8" if kind == "awq" else "awq")
     packed, plain, odd = save(
-        tmp_path, quantised=module | rest, plain=rest | weight, other=other[0] | other[1]
+        tmp_path,
+        quantised=module | rest,
+        plain=rest | {name: torch.ones(8, 8, dtype=F16)},
+        other=other | others,
     )
-    complaints = (
-        "quantised.safetensors' is quantised",
-        "plain.safetensors' is not",
-        "before quantising",
-    )
-    for flags in ((), ("--mismatch=base",)):
-        check_refused(plain, packed, *complaints, flags=flags)
-        check_refused(packed, plain, *complaints, flags=flags)
-        check_refused(packed, odd, "is quantised", "'layer.", flags=flags)
+    for base, model in ((plain, packed), (packed, plain)):
+        names = ("quantised.safetensors'", "plain.safetensors'", "before quantising")
+        check_refused(base, model, *names, flags=flags)
+    check_refused(packed, odd, "is quantised", "'layer.", flags=flags)
 
 
-# --- a base of another kind ------------------------------------------------------------------------------------------
+# --- a base of another kind -----------------------------------------------------------------------
 
 ROPE: dict[str, Any] = {"rope_theta": 10000, "rope_scaling": None}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0}
@@ -602,59 +537,55 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"text_config": {"hidden_size": 4}}, {"hidden_size": 5, "text_config": "hidden_size"}),
 ]
-UNLIKE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"d_ff": 4, "n_head": 2}, {"n_head": 3, "d_ff": 5}, "its d_ff is 5, not 4, its n_head is 3, not 2"),
-    (ROPE, ROPE | {"rope_theta": 5e5}, "its rope_theta is 500000.0, not 10000"),
-    (ROPE, {"rope_parameters": {"rope_theta": 5e5}}, "its rope_theta is 500000.0, not 10000"),
-    (ROPE, {"rope_scaling": {"type": "linear", "factor": 2}}, "its rope_scaling.rope_type is 'linear', not 'default'"),
-    ({"rope_scaling": LLAMA3}, {"rope_parameters": LLAMA3 | {"factor": 4}}, "its rope_scaling.factor is 4, not 8.0"),
-    ({"tie_word_embeddings": True}, {"tie_word_embeddings": False}, "its tie_word_embeddings is False, not True"),
-    ({"text_config": {"rms_norm_eps": 1e-5}}, {"text_config": {"rms_norm_eps": 1e-6}},
-     "its text_config.rms_norm_eps is 1e-06, not 1e-05"),
-]  # fmt: skip
+UNLIKE: list[tuple[Config, Config, str]] = [
+    ({"d_ff": 4, "n_head": 2}, {"n_head": 3, "d_ff": 5}, "d_ff is 5, not 4, its n_head is 3"),
+    (ROPE, ROPE | {"rope_theta": 5e5}, "rope_theta is 500000.0, not 10000"),
+    (ROPE, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0, not 10000"),
+    (ROPE, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type is 'linear'"),
+    (
+        {"rope_scaling": LLAMA3},
+        {"rope_parameters": LLAMA3 | {"factor": 4}},
+        "rope_scaling.factor is 4, not 8.0",
+    ),
+    (
+        {"tie_word_embeddings": True},
+        {"tie_word_embeddings": False},
+        "tie_word_embeddings is False, not True",
+    ),
+    (
+        {"text_config": {"rms_norm_eps": 1e-5}},
+        {"text_config": {"rms_norm_eps": 1e-6}},
+        "text_config.rms_norm_eps is 1e-06, not 1e-05",
+    ),
+]
 
 
 @pytest.mark.parametrize(("mine", "theirs", "words"), [*((*pair, "") for pair in ALIKE), *UNLIKE])
 def test_what_shapes_computation_is_compared_with_the_base(
-    pair: tuple[Path, Path],
-    tmp_path: Path,
-    mine: dict[str, Any],
-    theirs: dict[str, Any],
-    words: str,
+    pair: Pair, tmp_path: Path, mine: Config, theirs: Config, words: str
 ) -> None:
-    base, model = pair
-    for path, config in ((base, mine), (model, theirs)):
+    for path, config in zip(pair, (mine, theirs), strict=True):
         (path / "config.json").write_text(json.dumps(config))
-    merger = DareMerger(base, [model], DareConfig(verbose=False))
-    wanted = f"{model} is configured differently from {base}: {words}; check that it was fine-tuned from it"
-    assert merger.plan(tmp_path / OUT).warnings == ((wanted,) if words else ())
-    reverse = DareMerger(model, [base], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
-    assert len(reverse) == bool(words), "one warning, whatever differs"
+    for base, model in (pair, pair[::-1]):
+        merger = DareMerger(base, [model], DareConfig(verbose=False))
+        warnings = merger.plan(tmp_path / OUT).warnings
+        assert len(warnings) == bool(words), "one warning, whatever differs"
+        assert base == pair[1] or words in "".join(warnings)
 
 
 @pytest.mark.parametrize("part", ["", "text_config"])
 def test_a_base_of_another_architecture_is_refused_unless_the_user_knows(
-    pair: tuple[Path, Path], tmp_path: Path, check_refused: Callable[..., str], part: str
+    pair: Pair, tmp_path: Path, check_refused: Refusal, part: str
 ) -> None:
     for path, kind in zip(pair, ("llama", "qwen2"), strict=True):
         config = {"model_type": kind}
         (path / "config.json").write_text(json.dumps({part: config} if part else config))
-    words = "model_type is 'qwen2', not 'llama'\nhint: give the base that it was fine-tuned from, or add --any-base"
-    check_refused(*pair, "is another kind of model than", words)
-    arguments = ["-q", "-b", str(pair[0]), "-m", str(pair[1])]
-    assert dare.main(["analyze", *arguments]) == 0, "which is how to find out about a base"
+    check_refused(*pair, "model_type is 'qwen2', not 'llama'", "--any-base")
+    arguments = ["-q", "-b", pair[0], "-m", pair[1]]
+    run("analyze", *arguments)  # which is how to find out about a base
     out = tmp_path / "merged"
-    assert dare.main([*arguments, "-o", str(out), "--any-base"]) == 0
-    recipe = out / "dare_recipe.toml"
-    assert tomllib.loads(recipe.read_text())["dare"]["any_base"] is True
-    assert dare.main(["-q", "-c", str(recipe), "-o", str(tmp_path / "again")]) == 0
-    assert dare.main(["verify", "-q", str(out)]) == 0
+    run(*arguments, "-o", out, "--any-base")
+    run("-q", "-c", out / "dare_recipe.toml", "-o", tmp_path / "again")
+    run("verify", "-q", out)
     (warning,) = run_merge(pair[0], [pair[1]], out, any_base=True).warnings
     assert "model_type is 'qwen2', not 'llama'" in warning
-
-
-def test_a_base_that_is_also_a_model_gets_one_warning(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
-    (warning,) = run_merge(pair[0], [pair[1], pair[0]], tmp_path / "out.safetensors").warnings
-    assert "is the base itself" in warning

@@ -1,7 +1,5 @@
 """dare.py convert: pickles as safetensors files."""
 
-from __future__ import annotations
-
 import os
 import sys
 import types
@@ -15,9 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import dare
-from tests.support import random_model
-
-Capture = pytest.CaptureFixture[str]
+from tests.support import Capture, Patch, random_model, refuse
 
 
 def convert(*arguments: Any) -> int:
@@ -49,10 +45,16 @@ def weights() -> dict[str, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": {"state_dict": w}},
-    lambda w: {"module": w, "optimizer": {"lr": 0.1}}, lambda w: {"model_state_dict": w},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda w: w,
+        lambda w: {"state_dict": w, "epoch": 3},
+        lambda w: {"model": {"state_dict": w}},
+        lambda w: {"module": w, "optimizer": {"lr": 0.1}},
+        lambda w: {"model_state_dict": w},
+    ],
+)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before 1.6"])
 def test_weights_are_found_wherever_they_are(
     tmp_path: Path, weights: Any, wrap: Any, zipped: bool
@@ -65,7 +67,7 @@ def test_weights_are_found_wherever_they_are(
 def test_what_a_trainer_leaves_in_a_checkpoint_is_not_run(
     tmp_path: Path, capsys: Capture, weights: Any
 ) -> None:
-    """As the checkpoints of Stable Diffusion have it: callbacks of a trainer, and numbers of NumPy."""
+    """As Stable Diffusion's checkpoints have it: callbacks of a trainer, numbers of NumPy."""
     trainer = types.ModuleType("trainer_of_old")
     callback = type("Callback", (), {"__module__": trainer.__name__})
     trainer.Callback = callback  # type: ignore[attr-defined]
@@ -96,87 +98,71 @@ def test_shards_and_directories_become_one_file(tmp_path: Path, weights: Any) ->
         assert_equal(load_file(tmp_path / "model.safetensors"), weights)
 
 
-def test_a_converted_model_merges(tmp_path: Path) -> None:
-    for name in ("base", "math"):
-        torch.save(random_model(), tmp_path / f"{name}.bin")
-        assert convert(tmp_path / f"{name}.bin", tmp_path / f"{name}.safetensors", "-q") == 0
-    dare.DareMerger(tmp_path / "base.safetensors", [tmp_path / "math.safetensors"]).merge(
-        tmp_path / "out.safetensors"
-    )
-
-
 class Evil:
     def __reduce__(self) -> Any:
         return os.mkdir, ("evil",)
 
 
-def test_what_cannot_be_converted_is_refused(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    torch.save({"a": torch.ones(2), "b": Evil()}, "evil.pt")
-    torch.save(
-        {"a": torch.ones(2), "b": Evil()}, "evil_old.pt", _use_new_zipfile_serialization=False
-    )
-    torch.save({"a": torch.ones(3).to_sparse()}, "sparse.pt")
-    torch.save([torch.ones(3)], "list.pt")
-    torch.save({"a": torch.ones(3, device="meta")}, "meta.pt")
-    torch.save({"__metadata__": torch.ones(3)}, "named.pt")
+def write_wrong(folder: Path) -> None:
+    """Files that hold something else than weights."""
     loop: dict[str, Any] = {}
     loop["model"] = loop
-    torch.save(loop, "loop.pt")
-    Path("index.json").write_text('{"weight_map": [1]}')
-    torch.save({"lr": 0.1}, "numbers.pt")
-    Path("junk.bin").write_bytes(b"junk" * 99)
-    Path("torn.bin").write_bytes(Path("list.pt").read_bytes()[:200])
-    Path("there.safetensors").write_bytes(b"precious")
-    Path("folder").mkdir()
-    for arguments, status, words, hint in [
-        (
-            ["evil.pt", "x.safetensors"],
-            1,
-            "not loaded: it calls posix.mkdir",
-            "save only its state_dict",
-        ),
-        (["evil_old.pt", "x.safetensors"], 1, "could run any code", "save only its state_dict"),
-        (
-            ["sparse.pt", "x.safetensors"],
-            1,
-            "tensor 'a' is torch.float32 (torch.sparse_coo)",
-            "no such type",
-        ),
-        (["list.pt", "x.safetensors"], 1, "holds no table of tensors", "state_dict"),
-        (["numbers.pt", "x.safetensors"], 1, "holds no table of tensors", "state_dict"),
-        (["junk.bin", "x.safetensors"], 1, "'junk.bin' is no PyTorch file", "copy it again"),
-        (["torn.bin", "x.safetensors"], 1, "'torn.bin' is no PyTorch file", "copy it again"),
-        (["none.bin", "x.safetensors"], 1, "there is no file 'none.bin'", "first"),
-        (["folder", "x.safetensors"], 1, "has neither pytorch_model.bin nor", "name the file"),
-        (["list.pt", "x.bin"], 2, "does not end in .safetensors", "last"),
-        (["list.pt", "there.safetensors"], 2, "exists already", "--force"),
-        (["list.pt", "nowhere/x.safetensors"], 2, "there is no directory for", "make it first"),
-        (["meta.pt", "x.safetensors"], 1, "tensor 'a' is torch.float32", "no such type"),
-        (["named.pt", "x.safetensors"], 1, "a tensor is called '__metadata__'", "no such names"),
-        (["index.json", "x.safetensors"], 1, "is JSON without a weight_map", "name the file"),
-        (["loop.pt", "x.safetensors"], 1, "holds no table of tensors", "state_dict"),
-        (["list.pt"], 2, "the following arguments are required: NEW", "--help"),
-        (
-            ["numbers.pt", "x.safetensors", "--threads", "2"],
-            2,
-            "--threads means nothing to convert",
-            "belongs to",
-        ),
-    ]:
-        before = sorted(os.listdir())
-        assert convert(*arguments) == status
-        printed = capsys.readouterr().err
-        assert words in printed
-        assert hint in printed
-        assert sorted(os.listdir()) == before
-    assert Path("there.safetensors").read_bytes() == b"precious"
+    evil = {"a": torch.ones(2), "b": Evil()}
+    torch.save(evil, folder / "evil_old.pt", _use_new_zipfile_serialization=False)
+    for name, content in {
+        "evil": evil,
+        "sparse": {"a": torch.ones(3).to_sparse()},
+        "list": [torch.ones(3)],
+        "meta": {"a": torch.ones(3, device="meta")},
+        "named": {"__metadata__": torch.ones(3)},
+        "loop": loop,
+        "numbers": {"lr": 0.1},
+    }.items():
+        torch.save(content, folder / f"{name}.pt")
+    for name, data in {
+        "index.json": b'{"weight_map": [1]}',
+        "junk.bin": b"junk" * 99,
+        "torn.bin": (folder / "list.pt").read_bytes()[:200],
+        "there.safetensors": b"precious",
+        "folder/x": b"",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        ("evil.pt x.safetensors", 1, "posix.mkdir"),
+        ("evil_old.pt x.safetensors", 1, "could run any code"),
+        ("sparse.pt x.safetensors", 1, "'a' is torch.float32 (torch.sparse_coo)"),
+        ("list.pt x.safetensors", 1, "holds no table of tensors"),
+        ("numbers.pt x.safetensors", 1, "holds no table of tensors"),
+        ("loop.pt x.safetensors", 1, "holds no table of tensors"),
+        ("junk.bin x.safetensors", 1, "'junk.bin'"),
+        ("torn.bin x.safetensors", 1, "'torn.bin'"),
+        ("none.bin x.safetensors", 1, "'none.bin'"),
+        ("folder x.safetensors", 1, "pytorch_model.bin"),
+        ("meta.pt x.safetensors", 1, "'a' is torch.float32"),
+        ("named.pt x.safetensors", 1, "'__metadata__'"),
+        ("index.json x.safetensors", 1, "weight_map"),
+        ("list.pt x.bin", 2, ".safetensors"),
+        ("list.pt there.safetensors", 2, "--force"),
+        ("list.pt nowhere/x.safetensors", 2, "no directory"),
+        ("list.pt", 2, "NEW"),
+        ("numbers.pt x.safetensors --threads 2", 2, "--threads means nothing to convert"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    tmp_path: Path, capsys: Capture, monkeypatch: Patch, arguments: str, status: int, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_wrong(tmp_path)
+    refuse(tmp_path, capsys, status, words, arguments=["convert", *arguments.split()])
 
 
 def test_an_interrupted_conversion_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
+    tmp_path: Path, monkeypatch: Patch, weights: Any
 ) -> None:
     torch.save(weights, tmp_path / "old.bin")
 
@@ -188,9 +174,7 @@ def test_an_interrupted_conversion_leaves_nothing(
     assert os.listdir(tmp_path) == ["old.bin"]
 
 
-def test_without_torch_there_is_a_hint(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torch_there_is_a_hint(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "old.bin").write_bytes(b"x")
     assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors") == 1

@@ -3,10 +3,7 @@
 What they should give is made by torch here: dequantise, merge in memory, quantise.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,42 +11,50 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import dare
 from dare import DareConfig, DareError, DareMerger, dare_merge
-from darelib.core.tuning import TUNING
 from darelib.kernels import fp8
+from darelib.models.tensorfile import TensorFile
 from tests import support
-from tests.scene import slow
 from tests.support import (
     BF16,
     F32,
     F64,
+    INDEX,
     METHODS,
+    Capture,
+    Refusal,
     Tensors,
     assert_same,
     finetune,
     low_rank,
     random_model,
     raw,
+    read_json,
     refuse,
+    run,
     same_bits,
     save_directory,
+    slow,
     tensors_in,
+    tune,
     write_adapter,
-)  # fmt: skip
+)
 from tests.test_tokenizer import write_model
 
-Refusal = Callable[..., str]
 run_merge = partial(support.run_merge, engine="plain")  # kernels for float32 take long to compile
 FP8 = torch.float8_e4m3fn
 SHAPES: dict[str, tuple[int, ...]] = {
-    "a.weight": (300, 200), "b.weight": (128, 256), "c.weight": (37, 61), "d.weight": (5, 1111), "a.bias": (300,),
+    "a.weight": (300, 200),
+    "b.weight": (128, 256),
+    "c.weight": (37, 61),
+    "d.weight": (5, 1111),
+    "a.bias": (300,),
     "norm.weight": (61,),
-}  # fmt: skip
+}
 WEIGHTS = [name for name, shape in SHAPES.items() if len(shape) == 2]
-# By kind: what a scale's name ends in, its type, the block that shares one (0: all), and its shape's form.
+# By kind: what a scale's name ends in, its type, the block that shares one (0: all), and its
+# shape's form.
 KINDS: dict[str, tuple[str, torch.dtype, tuple[int, int], str]] = {
     "blocks": ("_scale_inv", F32, (128, 128), "grid"),
     "small blocks": ("_scale_inv", F32, (16, 48), "grid"),
@@ -65,7 +70,9 @@ QUANTISE = {"quant_method": "fp8", "weight_block_size": [16, 48]}
 def blocks(
     tensor: torch.Tensor, block: tuple[int, int]
 ) -> list[tuple[int, int, tuple[slice, slice]]]:
-    high, wide = block[0] or tensor.shape[0], block[1] or tensor.shape[1]
+    """The blocks that share a scale: the place of the scale, and what it is for."""
+    high = block[0] or tensor.shape[0]
+    wide = block[1] or tensor.shape[1]
     return [
         (i // high, k // wide, (slice(i, i + high), slice(k, k + wide)))
         for i in range(0, tensor.shape[0], high)
@@ -76,56 +83,47 @@ def blocks(
 def quantise(values: Tensors, kind: str, old: Tensors | None = None) -> Tensors:
     """The model in FP8; where a block of an old one stands for the same values, it is kept."""
     end, dtype, block, form = KINDS[kind]
-    before, made = (
-        dequantise(old, kind) if old else {},
-        {k: v for k, v in values.items() if k not in WEIGHTS},
-    )
+    before = dequantise(old, kind) if old else {}
+    made = {name: tensor for name, tensor in values.items() if name not in WEIGHTS}
     for name in WEIGHTS:
         value = values[name].float()
         places = blocks(value, block)
-        scales = torch.ones(1 + max(i for i, _, _ in places), 1 + max(k for _, k, _ in places)).to(
-            dtype
-        )
+        shape = [1 + max(place[axis] for place in places) for axis in (0, 1)]
+        scales = torch.ones(shape, dtype=dtype)
         stored = torch.zeros(value.shape).to(FP8)
+        if old is not None:
+            scales = old[name + end].reshape(shape).clone()
         for i, k, place in places:
-            mine = None if old is None else old[name + end].reshape(scales.shape)[i, k]
-            if (
-                old is not None
-                and mine is not None
-                and torch.equal(value[place], before[name][place])
-            ):
-                scales[i, k], stored[place] = mine, old[name][place]
+            if old is not None and torch.equal(value[place], before[name][place]):
+                stored[place] = old[name][place]
                 continue
             peak = value[place].abs().max()
-            kept = torch.ones((), dtype=dtype) if mine is None else mine
-            scale = (peak / torch.tensor(448.0)).to(dtype) if peak > 0 else kept
-            scales[i, k], stored[place] = scale, (value[place] / scale.float()).to(FP8)
-        if form != "grid":
-            scales = (
-                scales.reshape(())
-                if form == "scalar"
-                else scales.reshape(-1)
-                if form == "flat"
-                else scales
-            )
-        made |= {name: stored, name + end: scales}
+            if peak > 0:
+                scales[i, k] = (peak / torch.tensor(448.0)).to(dtype)
+            stored[place] = (value[place] / scales[i, k].float()).to(FP8)
+        forms = {"grid": shape, "column": shape, "flat": [-1], "scalar": []}
+        made |= {name: stored, name + end: scales.reshape(forms[form])}
     return made
 
 
 def dequantise(model: Tensors, kind: str) -> Tensors:
+    """What a model in FP8 stands for."""
     end, _, block, _ = KINDS[kind]
     made = {name: tensor for name, tensor in model.items() if not name.endswith(end)}
     for name in WEIGHTS:
-        value, places = model[name].float(), blocks(model[name], block)
+        made[name] = model[name].float()
+        places = blocks(model[name], block)
         grid = model[name + end].float().reshape(-1, 1 + max(k for _, k, _ in places))
         for i, k, place in places:
-            value[place] *= grid[i, k]
-        made[name] = value
+            made[name][place] *= grid[i, k]
     return made
 
 
 def make_models(kind: str, count: int = 3) -> list[Tensors]:
-    """A base and fine-tunes; of one weight a corner has not changed, and nothing of another in the first of them."""
+    """A base and fine-tunes.
+
+    Of one weight a corner has not changed, and nothing of another in the first of them.
+    """
     base = random_model(dtype=BF16, shapes=SHAPES)
     base["a.weight"][:16, :48] = 0
     models = [base, *(finetune(base, k, 0.01) for k in range(1, count))]
@@ -134,36 +132,27 @@ def make_models(kind: str, count: int = 3) -> list[Tensors]:
         model["d.weight"][3] = base["d.weight"][3]
     models[1]["b.weight"] = base["b.weight"]
     made = [quantise(model, kind) for model in models]
-    for model in made[1:]:
-        for name in (
-            "d.weight",
-            "a.weight",
-        ):  # where values are equal, so are bytes, whatever else the scale is for
-            if kind.startswith("tensor"):
-                model[name], scale = made[0][name].clone(), name + KINDS[kind][0]
-                model[scale] = made[0][scale].clone()
-                raw(model[name])[-9:] ^= 1
+    for model in made[1:] if kind.startswith("tensor") else []:
+        # Where values are equal, so are bytes, whatever else the scale is for.
+        for name in ("d.weight", "a.weight"):
+            scale = name + KINDS[kind][0]
+            model |= {name: made[0][name].clone(), scale: made[0][scale].clone()}
+            raw(model[name])[-9:] ^= 1
     return made
 
 
 def write(folder: Path, kind: str, models: list[Tensors]) -> list[Path]:
-    config = {
-        "torch_dtype": "bfloat16",
-        "quantization_config": QUANTISE if kind == "small blocks" else {},
-    }
-    return [save_directory(folder / f"m{k}", model, **config) for k, model in enumerate(models)]
+    """The models as directories."""
+    config = QUANTISE if kind == "small blocks" else {}
+    return [
+        save_directory(folder / f"m{k}", model, torch_dtype="bfloat16", quantization_config=config)
+        for k, model in enumerate(models)
+    ]
 
 
 def expect(models: list[Tensors], kind: str, **config: Any) -> Tensors:
     plain = [dequantise(model, kind) for model in models]
     return quantise(dare_merge(plain[0], plain[1:], DareConfig(**config)), kind, models[0])
-
-
-def assert_all_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape), name
-        assert np.array_equal(raw(tensor), raw(expected[name])), name
 
 
 @pytest.mark.parametrize("kind", USUAL)
@@ -175,7 +164,7 @@ def test_a_merge_is_what_torch_makes_of_it(
     paths = write(tmp_path, kind, models)
     report = run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=1)
     expected = expect(models, kind, **settings)
-    assert_all_same(tensors_in(tmp_path / "out"), expected)
+    assert_same(tensors_in(tmp_path / "out"), expected)
     assert (tmp_path / "out" / "config.json").read_bytes() == (
         paths[0] / "config.json"
     ).read_bytes()
@@ -185,6 +174,10 @@ def test_a_merge_is_what_torch_makes_of_it(
     )
 
 
+@pytest.mark.parametrize(
+    ("job", "chunk", "threads", "engine"),
+    [(8192, 1024, 3, "numba"), (1024, 1024, 2, "plain"), (4096, 4096, 1, "plain")],
+)
 @pytest.mark.parametrize("kind", USUAL)
 @pytest.mark.parametrize(
     "settings",
@@ -194,64 +187,40 @@ def test_a_merge_is_what_torch_makes_of_it(
     ],
 )
 def test_jobs_chunks_threads_and_engines_change_nothing(
-    tmp_path: Path, kind: str, settings: dict[str, Any]
+    tmp_path: Path,
+    kind: str,
+    settings: dict[str, Any],
+    job: int,
+    chunk: int,
+    threads: int,
+    engine: str,
 ) -> None:
     models = make_models(kind)
     paths = write(tmp_path, kind, models)
     expected = expect(models, kind, **settings)
-    for job, chunk, threads, engine in (
-        (8192, 1024, 3, "numba"),
-        (1024, 1024, 2, "plain"),
-        (4096, 4096, 1, "plain"),
-    ):
-        TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = job, chunk, chunk
-        run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=threads, engine=engine)
-        assert_all_same(tensors_in(tmp_path / "out"), expected)
+    tune(job_elements=job, min_chunk=chunk, max_chunk=chunk)
+    run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=threads, engine=engine)
+    assert_same(tensors_in(tmp_path / "out"), expected)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "tensor"])
-def test_parts_make_the_same_files(tmp_path: Path, kind: str) -> None:
-    paths = write(tmp_path, kind, make_models(kind))
-    config = DareConfig(verbose=False, engine="plain", drop_rate=0.5, max_shard_size="40KB")
-    merger = DareMerger(paths[0], paths[1:], config)
-    files = merger.merge(tmp_path / "whole").files
-    assert len(files) >= 4
-    for k in (3, 1, 2):
-        merger.merge(tmp_path / "out", part=(k, 3))
-    merger.merge(tmp_path / "out", resume=True)
-    for name in files:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
+@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
 @pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
-def test_base_and_fine_tunes_may_be_stored_differently(tmp_path: Path, kind: str) -> None:
+def test_base_and_fine_tunes_may_be_stored_differently(
+    tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
     """The output is as the base: FP8, or plain with the base's own configuration."""
-    base, other, *_ = make_models(kind)
-    plain = {name: tensor.to(BF16) for name, tensor in dequantise(other, kind).items()}
-    scaled, bare = write(tmp_path, kind, [base, plain])
-    (bare / "config.json").write_text('{"torch_dtype": "bfloat16"}')
-    run_merge(scaled, [bare], tmp_path / "scaled", drop_rate=0.5)
-    merged = dare_merge(dequantise(base, kind), [plain], DareConfig(drop_rate=0.5))
-    assert_all_same(tensors_in(tmp_path / "scaled"), quantise(merged, kind, base))
-    run_merge(bare, [scaled], tmp_path / "bare", drop_rate=0.5)
-    assert_same(
-        tensors_in(tmp_path / "bare"),
-        dare_merge(plain, [dequantise(base, kind)], DareConfig(drop_rate=0.5)),
-    )
-    assert (tmp_path / "bare" / "config.json").read_bytes() == (bare / "config.json").read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["blocks", "tensor"])
-def test_fine_tunes_of_several_types_merge_onto_an_fp8_base(tmp_path: Path, kind: str) -> None:
     base, one, other = make_models(kind)
-    for dtype in (BF16, F64):
-        plain = {name: tensor.to(dtype) for name, tensor in dequantise(other, kind).items()}
-        paths = write(tmp_path, kind, [base, one, plain])
-        run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5, engine="plain")
-        merged = dare_merge(
-            dequantise(base, kind), [dequantise(one, kind), plain], DareConfig(drop_rate=0.5)
-        )
-        assert_all_same(tensors_in(tmp_path / "out"), quantise(merged, kind, base))
+    plain = {name: tensor.to(dtype) for name, tensor in dequantise(other, kind).items()}
+    scaled, tuned, bare = write(tmp_path, kind, [base, one, plain])
+    wide, wide_one = (dequantise(model, kind) for model in (base, one))
+    run_merge(scaled, [tuned, bare], tmp_path / "scaled", drop_rate=0.5)
+    merged = dare_merge(wide, [wide_one, plain], DareConfig(drop_rate=0.5))
+    assert_same(tensors_in(tmp_path / "scaled"), quantise(merged, kind, base))
+    (bare / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    run_merge(bare, [scaled], tmp_path / "bare", drop_rate=0.5)
+    expected = dare_merge(plain, [wide], DareConfig(drop_rate=0.5))
+    assert_same(tensors_in(tmp_path / "bare"), expected)
+    assert (tmp_path / "bare" / "config.json").read_bytes() == (bare / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -271,105 +240,71 @@ def test_with_a_dtype_the_output_is_plain(tmp_path: Path, kind: str, dtype: str)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": dtype}
 
 
-def test_what_no_model_changed_keeps_its_bytes(tmp_path: Path) -> None:
-    """Also where the base was quantised by other rules, so that its scales are not those that would be found."""
-    for kind in ("blocks", "rows", "tensor"):
-        base = make_models(kind)[0]
-        for name in WEIGHTS:
-            base[name] = (base[name].float() / 2).to(FP8)
-        other = {name: tensor.clone() for name, tensor in base.items()}
-        raw(other["a.weight"])[200 * 130 + 5] ^= 2
-        paths = write(tmp_path / kind, kind, [base, other])
-        run_merge(paths[0], [paths[0]], tmp_path / kind / "same", drop_rate=0.9)
-        assert_all_same(tensors_in(tmp_path / kind / "same"), base)
-        run_merge(paths[0], [paths[1]], tmp_path / kind / "off", lambda_coeff=0.0)
-        assert_all_same(tensors_in(tmp_path / kind / "off"), base)
-        run_merge(paths[0], [paths[1]], tmp_path / kind / "one", drop_rate=0.0)
-        assert_all_same(
-            tensors_in(tmp_path / kind / "one"), expect([base, other], kind, drop_rate=0.0)
+@pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
+def test_what_no_model_changed_keeps_its_bytes(tmp_path: Path, kind: str) -> None:
+    """Also where the base's scales, made by other rules, are not those that would be found."""
+    base = make_models(kind)[0]
+    base |= {name: (base[name].float() / 2).to(FP8) for name in WEIGHTS}
+    other = {name: tensor.clone() for name, tensor in base.items()}
+    raw(other["a.weight"])[200 * 130 + 5] ^= 2
+    paths = write(tmp_path, kind, [base, other])
+    for k, (model, config, expected) in enumerate(
+        (
+            (paths[0], {"drop_rate": 0.9}, base),
+            (paths[1], {"lambda_coeff": 0.0}, base),
+            (paths[1], {"drop_rate": 0.0}, expect([base, other], kind, drop_rate=0.0)),
         )
-    changed = load_file(tmp_path / "blocks" / "one" / "model.safetensors")["a.weight_scale_inv"]
-    assert (changed != make_models("blocks")[0]["a.weight_scale_inv"]).sum() == 1
+    ):
+        run_merge(paths[0], [model], tmp_path / f"out{k}", **config)
+        assert_same(tensors_in(tmp_path / f"out{k}"), expected)
 
 
 def test_a_block_that_becomes_zero_keeps_its_scale_and_a_tiny_one_has_one(tmp_path: Path) -> None:
     base = make_models("blocks")[0]
-    scale, zero = "c.weight_scale_inv", {name: tensor.clone() for name, tensor in base.items()}
-    zero["c.weight"] = torch.zeros(37, 61).to(FP8)
-    tiny = {name: tensor.clone() for name, tensor in base.items()}
-    tiny[scale] = torch.full((1, 1), 2.0**-147)
+    scale = "c.weight_scale_inv"
+    zero = base | {"c.weight": torch.zeros(37, 61).to(FP8)}
+    tiny = base | {scale: torch.full((1, 1), 2.0**-147)}
     paths = write(tmp_path, "blocks", [base, zero, tiny])
-    run_merge(paths[0], [paths[1]], tmp_path / "out", drop_rate=0.0)
-    found = tensors_in(tmp_path / "out")
-    assert same_bits(found[scale], base[scale])
-    assert not found["c.weight"].float().any()
-    run_merge(paths[0], [paths[2]], tmp_path / "out", drop_rate=0.0)
-    found = tensors_in(tmp_path / "out")
-    assert found[scale].item() == 2.0**-126
-    assert found["c.weight"].float().isfinite().all()
+    found = []
+    for path in paths[1:]:
+        run_merge(paths[0], [path], tmp_path / "out", drop_rate=0.0)
+        found.append(tensors_in(tmp_path / "out"))
+    assert same_bits(found[0][scale], base[scale])
+    assert not found[0]["c.weight"].float().any()
+    assert found[1][scale].item() == 2.0**-126
+    assert found[1]["c.weight"].float().isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
-def test_resume_verify_dry_run_analyze_and_recipe(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from darelib.output.publish import Output
-
+def test_resume_verify_dry_run_and_recipe(tmp_path: Path, kind: str) -> None:
     models = make_models(kind)
     paths = write(tmp_path, kind, models)
-    TUNING.job_elements, TUNING.min_chunk, TUNING.max_chunk = 8192, 1024, 1024
-    settings: dict[str, Any] = {
-        "method": "slerp",
-        "drop_rate": 0.5,
-        "max_shard_size": "60KB",
-        "threads": 1,
-    }
-    merger, writes = (
-        DareMerger(paths[0], paths[1:], DareConfig(verbose=False, engine="plain", **settings)),
-        0,
-    )
-    usual = Output.write_at
-
-    def fail(self: Output, file: int, view: memoryview, offset: int) -> None:
-        nonlocal writes
-        writes += 1
-        if writes == 12:
-            raise OSError(28, "No space left on device")
-        usual(self, file, view, offset)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Output, "write_at", fail)
-        with pytest.raises(DareError, match="No space"):
-            merger.merge(tmp_path / "out", resume=True)
-    plan = merger.plan(tmp_path / "out", resume=True)
-    report = merger.merge(tmp_path / "out", resume=True)
-    expected = expect(models, kind, method="slerp", drop_rate=0.5)
-    assert_all_same(tensors_in(tmp_path / "out"), expected)
-    assert sum(path.stat().st_size for path in (tmp_path / "out").iterdir()) == plan.bytes_to_write
-    assert (plan.bytes_to_read, report.tensors) == (report.bytes_read, len(SHAPES))
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    tune(job_elements=8192, min_chunk=1024, max_chunk=1024)
+    out = tmp_path / "out"
+    settings = {"method": "slerp", "drop_rate": 0.5}
+    limits = {"max_shard_size": "60KB", "threads": 1, "verbose": False, "engine": "plain"}
+    merger = DareMerger(paths[0], paths[1:], DareConfig(**settings, **limits))
+    merger.merge(out, part=(2, 3))
+    plan = merger.plan(out, resume=True)
+    merger.merge(out, resume=True)
+    expected = expect(models, kind, **settings)
+    assert_same(tensors_in(out), expected)
+    assert sum(path.stat().st_size for path in out.iterdir()) == plan.bytes_to_write
+    index = read_json(out / INDEX)
     assert index["weight_map"].keys() == expected.keys()
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
-    assert merger.verify(tmp_path / "out").tensors == len(SHAPES)
+    assert merger.verify(out).tensors == len(SHAPES)
     assert "cosine" in str(merger.analyze())
-    arguments = [
-        "--config",
-        tmp_path / "out" / "dare_recipe.toml",
-        "--output",
-        tmp_path / "again",
-        "--engine=plain",
-    ]
-    assert dare.main([str(argument) for argument in arguments]) == 0
-    assert_all_same(tensors_in(tmp_path / "again"), expected)
+    run("-q", "-c", out / "dare_recipe.toml", "-o", tmp_path / "again", "--engine=plain")
+    assert_same(tensors_in(tmp_path / "again"), expected)
     scale = f"c.weight{KINDS[kind][0]}"
-    shard = tmp_path / "out" / index["weight_map"][scale]
+    shard = out / index["weight_map"][scale]
+    info = TensorFile(shard, "").tensors[scale]
     data = bytearray(shard.read_bytes())
-    header = json.loads(data[8 : (start := 8 + int.from_bytes(data[:8], "little"))])
-    data[start + header[scale]["data_offsets"][0]] ^= 1
+    data[info.offset] ^= 1
     shard.write_bytes(data)
     with pytest.raises(DareError, match=f"'{scale}' differs at"):
-        merger.verify(tmp_path / "out")
-    capsys.readouterr()
+        merger.verify(out)
 
 
 def test_an_adapter_is_merged_onto_an_fp8_base(tmp_path: Path) -> None:
@@ -379,7 +314,7 @@ def test_an_adapter_is_merged_onto_an_fp8_base(tmp_path: Path) -> None:
     run_merge(path, [adapter], tmp_path / "out", drop_rate=0.0)
     plain = save_directory(tmp_path / "plain", dequantise(base, "blocks"))
     run_merge(plain, [adapter], tmp_path / "expected", drop_rate=0.0)
-    assert_all_same(
+    assert_same(
         tensors_in(tmp_path / "out"), quantise(tensors_in(tmp_path / "expected"), "blocks", base)
     )
 
@@ -403,25 +338,13 @@ def test_activation_scales_are_copied_and_must_be_equal(
 
 SCALE = "a.weight_scale_inv"
 WRONG: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "shape": (
-        {SCALE: torch.ones(3, 3)},
-        None,
-        "'a.weight_scale_inv' is [3, 3], and 'a.weight' of [300, 200] has [3, 2]",
-    ),
-    "dimensions": ({SCALE: torch.ones(6)}, None, "'a.weight_scale_inv' is [6]"),
-    "block size": ({}, [64, 64], "has [5, 4] blocks of [64, 64]"),
+    "shape": ({SCALE: torch.ones(3, 3)}, None, f"{SCALE!r} is [3, 3], and 'a.weight'"),
+    "dimensions": ({SCALE: torch.ones(6)}, None, f"{SCALE!r} is [6]"),
+    "block size": ({}, [64, 64], "[5, 4] blocks of [64, 64]"),
     "no block size": ({}, "128", "weight_block_size in config.json is '128'"),
-    "missing": ({SCALE: None}, None, "is quantised in a way that is not read"),
-    "another type": (
-        {SCALE: torch.ones(3, 2).double()},
-        None,
-        "is quantised in a way that is not read",
-    ),
-    "more parts": (
-        {"a.weight_zero_point": torch.zeros(3, 2)},
-        None,
-        "is quantised in a way that is not read",
-    ),
+    "missing": ({SCALE: None}, None, "is not read"),
+    "another type": ({SCALE: torch.ones(3, 2).double()}, None, "is not read"),
+    "more parts": ({"a.weight_zero_point": torch.zeros(3, 2)}, None, "is not read"),
     "NaN": ({SCALE: torch.full((3, 2), torch.nan)}, None, "'a.weight' holds nan at [0, 0]"),
 }
 
@@ -434,124 +357,96 @@ def test_what_does_not_fit_is_refused_in_a_sentence(
     base, model = make_models("blocks", 2)
     odd = {name: tensor for name, tensor in (model | changes).items() if tensor is not None}
     paths = write(tmp_path, "blocks", [base, odd])
-    (paths[1] / "config.json").write_text(
-        json.dumps({"quantization_config": {"weight_block_size": size}})
-    )
+    config = {"quantization_config": {"weight_block_size": size}}
+    (paths[1] / "config.json").write_text(json.dumps(config))
     check_refused(*paths, complaint)
 
 
-def test_a_base_that_lacks_a_scale_is_told_so(tmp_path: Path, check_refused: Refusal) -> None:
+def test_a_base_that_lacks_a_scale_is_refused(tmp_path: Path, check_refused: Refusal) -> None:
     base, model = make_models("blocks", 2)
-    paths = write(
-        tmp_path,
-        "blocks",
-        [{n: t for n, t in base.items() if n != SCALE}, dequantise(model, "blocks")],
-    )
-    check_refused(*paths, "is quantised, and", "needs a weight_scale or weight_scale_inv")
+    del base[SCALE]
+    paths = write(tmp_path, "blocks", [base, dequantise(model, "blocks")])
+    check_refused(*paths, "is quantised", "weight_scale or weight_scale_inv")
 
 
 def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: Path) -> None:
-    """Scales stay powers of two where they are said to be, so that a fine-tune comes back bit for bit."""
+    """Scales stay powers of two where they are said to be: a fine-tune comes back bit for bit."""
     models = make_models("blocks", 2)
     for model in models:
+        values = dequantise(model, "blocks")
         for name in WEIGHTS:  # the next power of two, and the values by that
-            value, scale = (
-                dequantise(model, "blocks")[name],
-                model[f"{name}_scale_inv"].log2().ceil().exp2(),
-            )
-            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[
-                : value.shape[0], : value.shape[1]
-            ]
-            model |= {f"{name}_scale_inv": scale, name: (value / wide).to(FP8)}
+            scale = model[f"{name}_scale_inv"].log2().ceil().exp2()
+            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            high, long = values[name].shape
+            stored = (values[name] / wide[:high, :long]).to(FP8)
+            model |= {f"{name}_scale_inv": scale, name: stored}
         model |= {"a.k_scale": torch.tensor(0.5), "self_attn.k_scale": torch.tensor(0.5)}
-        model |= {
-            "self_attn.k_proj.weight": model["a.weight"].clone(),
-            "self_attn.k_proj.weight_scale_inv": model[SCALE].clone(),
-        }
+        model["self_attn.k_proj.weight"] = model["a.weight"].clone()
+        model["self_attn.k_proj.weight_scale_inv"] = model[SCALE].clone()
     paths = write(tmp_path, "blocks", models)
-    config = {
-        "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "fp8", "scale_fmt": "ue8m0"},
-    }
+    quantised = {"quant_method": "fp8", "scale_fmt": "ue8m0"}
+    config = {"torch_dtype": "bfloat16", "quantization_config": quantised}
     for path in paths:
         (path / "config.json").write_text(json.dumps(config))
         (path / "hf_quant_config.json").write_text("{}")
     run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.0)
     made = tensors_in(tmp_path / "out")
-    scales = torch.cat(
-        [tensor.flatten() for name, tensor in made.items() if name.endswith("_scale_inv")]
-    )
-    assert (scales.frexp().mantissa == 0.5).all()
-    values, wanted = (
-        dequantise({n: t for n, t in m.items() if n in made}, "blocks") for m in (made, models[1])
-    )
+    scales = [tensor.flatten() for name, tensor in made.items() if name.endswith("_scale_inv")]
+    assert (torch.cat(scales).frexp().mantissa == 0.5).all()
+    values = dequantise(made, "blocks")
+    wanted = dequantise(models[1], "blocks")
     assert all(torch.equal(values[name], wanted[name]) for name in WEIGHTS)
     assert (made["a.k_scale"].item(), made["self_attn.k_scale"].item()) == (0.5, 0.5)
     assert (tmp_path / "out" / "hf_quant_config.json").exists()
     run_merge(paths[0], paths[1:], tmp_path / "plain", dtype="bfloat16", drop_rate=0.5)
     assert not {name for name in tensors_in(tmp_path / "plain") if "scale" in name}
     assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
-    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-    for model in models:
-        model["experts.weight"] = torch.zeros(2, 4, 4).to(FP8)
-    write(tmp_path, "blocks", models)
-    with pytest.raises(DareError, match=r"'experts\.weight' .* so not all can be bfloat16"):
+    assert "quantization_config" not in read_json(tmp_path / "plain" / "config.json")
+    experts = {"experts.weight": torch.zeros(2, 4, 4).to(FP8)}
+    write(tmp_path, "blocks", [model | experts for model in models])
+    with pytest.raises(DareError, match=r"'experts\.weight' .*bfloat16"):
         run_merge(paths[0], paths[1:], tmp_path / "third", dtype="bfloat16")
 
 
-def test_pack_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_is_refused(tmp_path: Path, capsys: Capture) -> None:
     paths = write(tmp_path, "rows", make_models("rows", 2))
     arguments = ["pack", "--base", paths[0], "--merge", paths[1], "--output", tmp_path / "out"]
     refuse(tmp_path, capsys, 1, "is in FP8, which cannot be packed", arguments=arguments)
 
 
-def test_tokens_are_united_unless_they_have_rows_in_fp8(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths, plain = (
-        [tmp_path / "base", tmp_path / "chat"],
-        [tmp_path / "plain base", tmp_path / "plain chat"],
-    )
+def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: Capture) -> None:
     tokens = [{"<s>": 8, "</s>": 9}, {"<s>": 8, "</s>": 9, "<a>": 10, "<b>": 11}]
-    for k, (folder, bare) in enumerate(zip(paths, plain, strict=True)):
-        mine = write_model(folder, 12, tokens[k], k)
-        write_model(bare, 12, tokens[k], k)
-        mine["model.layers.0.mlp.weight"] = mine["model.layers.0.mlp.weight"].to(FP8)
-        save_directory(
-            bare,
-            {
-                name: tensor.to(F32 if tensor.dtype == FP8 else BF16)
-                for name, tensor in mine.items()
-            },
-        )
-        mine["model.layers.0.mlp.weight_scale"] = torch.ones(1)
-        save_directory(folder, mine)
+    name = "model.layers.0.mlp.weight"
+    for k, added in enumerate(tokens):
+        for kind in ("scaled", "bare"):
+            model = write_model(tmp_path / f"{kind}{k}", 12, added, k)
+            stored = model[name].to(FP8)
+            one = {name: stored, f"{name}_scale": torch.ones(1)}
+            bare = {name: stored.float()}
+            save_directory(tmp_path / f"{kind}{k}", model | (one if kind == "scaled" else bare))
     merged = []
-    for base, model in (paths, plain):
+    for kind in ("scaled", "bare"):
         config = DareConfig(verbose=False, dtype="float32", engine="plain")
+        base, model = (tmp_path / f"{kind}{k}" for k in (0, 1))
         DareMerger(base, [model], config, tokenizer="union").merge(tmp_path / "out")
         merged.append(tensors_in(tmp_path / "out"))
     assert_same(*merged)
-    head = load_file(paths[0] / "model.safetensors")
-    head |= {
-        "lm_head.weight": head["lm_head.weight"].to(FP8),
-        "lm_head.weight_scale": torch.ones(1),
-    }
-    save_directory(paths[0], head)
-    arguments = ["-b", paths[0], "-m", paths[1], "-o", tmp_path / "new", "--tokenizer", "union"]
-    refuse(tmp_path, capsys, 1, "is in FP8, so that it cannot have more rows", arguments=arguments)
+    base, model = (tmp_path / f"scaled{k}" for k in (0, 1))
+    tensors = tensors_in(base)
+    head = {"lm_head.weight": tensors["lm_head.weight"].to(FP8)}
+    save_directory(base, tensors | head | {"lm_head.weight_scale": torch.ones(1)})
+    arguments = ["-b", base, "-m", model, "-o", tmp_path / "new", "--tokenizer", "union"]
+    refuse(tmp_path, capsys, 1, "is in FP8", arguments=arguments)
 
 
 def test_every_float_is_rounded_as_torch_rounds_it() -> None:
     """Every 16 bits at the top, with what decides ties below them."""
     tops = np.arange(1 << 16, dtype=np.uint32) << 16
-    values = (tops[:, None] | np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).view(
-        np.float32
-    )
+    ties = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    values = (tops[:, None] | ties).view(np.float32)
     values = values[np.abs(values) < 464]  # what is beyond rounds to no number
     assert np.array_equal(fp8.encode(values), raw(torch.from_numpy(values).to(FP8)))
-    every, decoded = np.arange(255, dtype=np.uint8), np.empty(255, np.float32)
+    every = np.arange(255, dtype=np.uint8)
+    decoded = np.empty(255, np.float32)
     fp8.decode(every, decoded)
-    assert np.array_equal(
-        decoded, torch.from_numpy(every).view(FP8).float().numpy(), equal_nan=True
-    )
+    assert np.array_equal(decoded, torch.from_numpy(every).view(FP8).float(), equal_nan=True)

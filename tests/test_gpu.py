@@ -1,6 +1,5 @@
-"""Tensors in memory: the GPU's kernels, by Triton's interpreter where there is no GPU; results in existing tensors."""
-
-from __future__ import annotations
+"""Tensors in memory: the GPU's kernels, by Triton's interpreter where there is no GPU; results in
+existing tensors."""
 
 import importlib.util
 import logging
@@ -13,11 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-import dare
-from dare import DareConfig, DareError
+from dare import DareConfig, DareError, dare_merge
 from darelib.kernels import tensors
-from tests import support
-from tests.support import BF16, F16, F32, F64, HERE, Tensors, assert_same, finetune, random_model
+from tests.support import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    HERE,
+    Tensors,
+    assert_same,
+    finetune,
+    random_model,
+    same_bits,
+)
 from tests.test_kernels import DEVICES
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -48,7 +56,8 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "ram": (2, {"method": "ram", "drop_rate": 0.5}),
     "della": (2, {"drop": "della", "drop_rate": 0.5, "rescale": "l1"}),
 }
-# Runs a merge as on a GPU, with kernels that are interpreted; torch is told that its tensors are there.
+# Runs a merge as on a GPU, with kernels that are interpreted; torch is told that its tensors are
+# there.
 INTERPRET = """
 import contextlib, sys, torch, dare
 from darelib.kernels import gpu
@@ -61,13 +70,17 @@ launched = []
 launch, draw = gpu.Batch._launch, gpu.draw_bits
 drawn = []
 gpu.draw_bits = lambda *which, **where: drawn.append(which) or draw(*which, **where)
-gpu.Batch._launch = lambda self, kernel, *rest, **named: launched.append(kernel) or launch(self, kernel, *rest, **named)
+def note(self, kernel, *rest, **named):
+    launched.append(kernel)
+    return launch(self, kernel, *rest, **named)
+
+gpu.Batch._launch = note
 dtype = getattr(torch, sys.argv[1])
 for name, (count, settings) in CONFIGS.items():
     base, *models = make_models(count, dtype)
-    wanted = dare.dare_merge(base, models, dare.DareConfig(**settings))
+    wanted = dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = property(lambda _: True)
-    given = dare.dare_merge(base, models, dare.DareConfig(**settings))
+    given = dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = there
     assert all(same_bits(given[n], wanted[n]) for n in base), name
     assert bool(launched) == (name not in ("magnitude", "sums", "ram", "della")), name
@@ -76,11 +89,12 @@ for name, (count, settings) in CONFIGS.items():
 base, *models = make_models(2, dtype)
 for model in (base, *models):
     model["tied"] = model["even.weight"]
-wanted = dare.dare_merge(base, models)
+wanted = dare_merge(base, models)
 out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
-out["even.weight"] = torch.zeros(64, 128, dtype=dtype)[:, ::2]  # not contiguous, so not for the kernels
+# Not contiguous, so not for the kernels.
+out["even.weight"] = torch.zeros(64, 128, dtype=dtype)[:, ::2]
 torch.Tensor.is_cuda = property(lambda _: True)
-dare.dare_merge(base, models, out=out)
+dare_merge(base, models, out=out)
 torch.Tensor.is_cuda = there
 assert all(same_bits(out[name].contiguous(), wanted[name]) for name in base)
 print("same bits")
@@ -121,10 +135,10 @@ def test_a_gpu_gives_the_bits_of_the_cpu(name: str, dtype: torch.dtype) -> None:
     count, settings = CONFIGS[name]
     base, *models = make_models(count, dtype)
     there = [{name: tensor.cuda() for name, tensor in model.items()} for model in (base, *models)]
-    merged = dare.dare_merge(there[0], there[1:], DareConfig(**settings))
+    merged = dare_merge(there[0], there[1:], DareConfig(**settings))
     assert_same(
         {n: tensor.cpu() for n, tensor in merged.items()},
-        dare.dare_merge(base, models, DareConfig(**settings)),
+        dare_merge(base, models, DareConfig(**settings)),
     )
 
 
@@ -135,21 +149,23 @@ def test_a_gpu_divides_as_the_cpu_does_down_to_the_smallest_numbers(count: int) 
     sizes = torch.randint(-149, 120, (count, 1 << 20), generator=random)
     sizes[:, ::2] = sizes[:1, ::2]  # of about the same size
     values = torch.ldexp(torch.randn((count, 1 << 20), generator=random), sizes)
-    base, models = {"w": torch.zeros(1 << 20)}, [{"w": row} for row in values]
-    merged = dare.dare_merge(
+    base = {"w": torch.zeros(1 << 20)}
+    models = [{"w": row} for row in values]
+    merged = dare_merge(
         {"w": base["w"].cuda()},
         [{"w": row.cuda()} for row in values],
         DareConfig(method="ties", drop_rate=0),
     )
     assert_same(
         {"w": merged["w"].cpu()},
-        dare.dare_merge(base, models, DareConfig(method="ties", drop_rate=0)),
+        dare_merge(base, models, DareConfig(method="ties", drop_rate=0)),
     )
 
 
 @on_gpu
 def test_on_a_gpu_tensors_of_all_kinds_are_merged_together() -> None:
-    """Odd sizes and addresses, other types, views, tensors that some models lack, that are tied, or on the CPU."""
+    """Odd sizes and addresses, other types, views, tensors that some models lack, that are tied, or
+    on the CPU."""
     base, *models = make_models(3, BF16)
     for model in (base, *models):
         model["odd"] = model["even.weight"].reshape(-1)[1:3001]
@@ -169,8 +185,8 @@ def test_on_a_gpu_tensors_of_all_kinds_are_merged_together() -> None:
     del there[3]["odd"]
     there[2]["layer.weight"] = there[2]["layer.weight"].cpu()
     for settings in ({}, {"method": "ties", "keep_ratio": 0.5, "drop_rate": 0.2}):
-        wanted = dare.dare_merge(base, models, DareConfig(**settings))
-        merged = dare.dare_merge(there[0], there[1:], DareConfig(**settings))
+        wanted = dare_merge(base, models, DareConfig(**settings))
+        merged = dare_merge(there[0], there[1:], DareConfig(**settings))
         assert_same({name: tensor.cpu() for name, tensor in merged.items()}, wanted)
         assert merged["tied"] is merged["even.weight"]
 
@@ -185,7 +201,7 @@ def test_a_gpu_finds_values_that_are_not_finite(value: float, complaint: str) ->
     )
     models[1]["even.weight"][3, 3] = value
     with pytest.raises(DareError, match=rf"tensor 'even.weight' {complaint}"):
-        dare.dare_merge(base, models, DareConfig(drop_rate=0.0, weights=[1.0, 9.0]))
+        dare_merge(base, models, DareConfig(drop_rate=0.0, weights=[1.0, 9.0]))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -197,8 +213,9 @@ def test_results_can_be_written_into_existing_tensors(name: str, device: str) ->
         {n: t.to(device) for n, t in model.items()} for model in make_models(count, BF16)
     )
     for model in (base, *models):
-        model["ids"], model["tied"] = torch.arange(5, device=device), model["even.weight"]
-    wanted = dare.dare_merge(base, models, config)
+        model["ids"] = torch.arange(5, device=device)
+        model["tied"] = model["even.weight"]
+    wanted = dare_merge(base, models, config)
     out = {name: torch.full_like(tensor, 7) for name, tensor in base.items()}
     out["even.weight"] = torch.full((64, 128), 7.0, dtype=BF16, device=device)[
         :, ::2
@@ -206,12 +223,12 @@ def test_results_can_be_written_into_existing_tensors(name: str, device: str) ->
     out["layer.weight"] = torch.nn.Parameter(out["layer.weight"])
     addresses = {name: tensor.data_ptr() for name, tensor in out.items()}
     assert_same(
-        {n: t.cpu() for n, t in dare.dare_merge(base, models, config, out=out).items()},
+        {n: t.cpu() for n, t in dare_merge(base, models, config, out=out).items()},
         to_cpu(wanted),
     )
     assert_same(to_cpu({name: tensor.detach() for name, tensor in out.items()}), to_cpu(wanted))
     assert {name: tensor.data_ptr() for name, tensor in out.items()} == addresses
-    dare.dare_merge(base, models, config, out=base)
+    dare_merge(base, models, config, out=base)
     assert_same(to_cpu(base), to_cpu(wanted))
 
 
@@ -225,18 +242,28 @@ def test_ranks_are_those_of_the_base_before_it_is_overwritten(
     monkeypatch.setattr(tensors.TUNING, "memory_chunk", 1024)
     base, model = ({"w": random_model(seed, F32)["layer.weight"].repeat(40, 1)} for seed in (1, 2))
     config = DareConfig(drop="della", drop_rate=0.5)
-    wanted = dare.dare_merge(base, [model], config)["w"]
-    assert support.same_bits(dare.dare_merge(base, [model], config, out=base)["w"], wanted)
+    wanted = dare_merge(base, [model], config)["w"]
+    assert same_bits(dare_merge(base, [model], config, out=base)["w"], wanted)
 
 
-@pytest.mark.parametrize(("out", "complaint"), [
-    ({}, "out has no tensor 'w'"), ([torch.zeros(10)], "out must be a state dict"),
-    ({"w": torch.zeros(11)}, r"'w' of out is \[11\] of torch.float32 on cpu, and the merged one is \[10\]"),
-    ({"w": torch.zeros(10, dtype=BF16)}, r"of torch.bfloat16 on cpu, and the merged one is \[10\] of torch.float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("out", "complaint"),
+    [
+        ({}, "out has no tensor 'w'"),
+        ([torch.zeros(10)], "out must be a state dict"),
+        (
+            {"w": torch.zeros(11)},
+            r"'w' of out is \[11\] of torch.float32 on cpu, and the merged one is \[10\]",
+        ),
+        (
+            {"w": torch.zeros(10, dtype=BF16)},
+            r"of torch.bfloat16 on cpu, and the merged one is \[10\] of torch.float32",
+        ),
+    ],
+)
 def test_tensors_that_do_not_fit_are_refused(out: Any, complaint: str) -> None:
     with pytest.raises(DareError, match=complaint) as caught:
-        dare.dare_merge({"w": torch.zeros(10)}, [{"w": torch.ones(10)}], out=out)
+        dare_merge({"w": torch.zeros(10)}, [{"w": torch.ones(10)}], out=out)
     assert caught.value.hint
 
 

@@ -1,6 +1,5 @@
-"""Any index, adapter, configuration or recipe gets an answer, in little memory: a merge or a sentence, no crash."""
-
-from __future__ import annotations
+"""Any index, adapter, configuration or recipe gets an answer, in little memory: a merge or a
+sentence, no crash."""
 
 import json
 import os
@@ -25,15 +24,19 @@ import dare
 from darelib.config import CHECKS, RULE_SETTINGS
 from darelib.models.peft import OTHER_ADAPTERS
 from darelib.output.recipe import recipe_metadata
-from tests.fuzz import damaged, examples, with_header
 from tests.support import (
     INDEX,
+    Capture,
+    Patch,
+    damaged,
+    examples,
     low_rank,
     refuse,
     save,
     save_directory,
     save_sharded,
     tensors_in,
+    with_header,
     write_adapter,
 )
 
@@ -95,8 +98,11 @@ def one_or_some(
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
-    """A base file and a sharded fine-tune of it, as small as can be. No name makes a test ask the network."""
+def small(tmp_path: Path, monkeypatch: Patch) -> Paths:
+    """A base file and a sharded fine-tune of it, as small as can be.
+
+    No name makes a test ask the network.
+    """
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     [path] = save(tmp_path, base={"layer.weight": torch.ones(4, 3), "layer.bias": torch.ones(4)})
     tuned = {"layer.weight": torch.full((4, 3), 1.001), "layer.bias": torch.full((4,), 1.001)}
@@ -104,8 +110,9 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Paths:
 
 
 @pytest.fixture
-def answer(capsys: pytest.CaptureFixture[str]) -> Answer:
-    """Run the command on anything: it must do what it was asked to, or say in one line why it cannot."""
+def answer(capsys: Capture) -> Answer:
+    """Run the command on anything: it must do what it was asked to, or say in one line why it
+    cannot."""
 
     def run(*arguments: str | Path, output: Path | None = None) -> int:
         capsys.readouterr()
@@ -324,8 +331,16 @@ def test_paths_that_cannot_be_are_refused_wherever_they_are_given(
         assert "\0" in path or answer("verify", path) in (1, 2)
 
 
-@pytest.mark.parametrize("rule", ["a:drop_rate=" + "1" * 5000, "a:drop_rate=" + "[" * 5000, "a:" + "b." * 5000 + "c=1",
-                                  "a:drop_rate=0.5}\nx={y=1"], ids=["digits", "lists", "keys", "lines"])  # fmt: skip
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "a:drop_rate=" + "1" * 5000,
+        "a:drop_rate=" + "[" * 5000,
+        "a:" + "b." * 5000 + "c=1",
+        "a:drop_rate=0.5}\nx={y=1",
+    ],
+    ids=["digits", "lists", "keys", "lines"],
+)
 def test_a_rule_given_by_a_flag_cannot_break_the_command(
     small: Paths, answer: Answer, rule: str
 ) -> None:
@@ -364,10 +379,19 @@ def test_any_recipe_in_a_merged_file_is_answered(
     answer("-c", config, output=small[0].with_name("again.safetensors"))
 
 
-@pytest.mark.parametrize("recipe", ["recipe = 3", "[recipe]\nfiles = 3", "[recipe]\nfiles = [[1], {}]",
-                                    "a = " + "[" * 50_000, "\0", "a." * 3000 + "b=1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "recipe = 3",
+        "[recipe]\nfiles = 3",
+        "[recipe]\nfiles = [[1], {}]",
+        "a = " + "[" * 50_000,
+        "\0",
+        "a." * 3000 + "b=1",
+    ],
+)
 def test_a_hostile_recipe_in_a_directory_does_not_let_it_be_replaced(
-    small: Paths, answer: Answer, capsys: pytest.CaptureFixture[str], recipe: str
+    small: Paths, answer: Answer, capsys: Capture, recipe: str
 ) -> None:
     output = save_directory(small[0].with_name("out"), {"w": torch.ones(3)})
     (output / "dare_recipe.toml").write_text(recipe)
@@ -377,10 +401,20 @@ def test_a_hostile_recipe_in_a_directory_does_not_let_it_be_replaced(
     assert answer("verify", output) in (1, 2)
 
 
-@pytest.mark.parametrize("text", [
-    '{"a": "\\ud800"}', '{"a_config": ' * 400 + "{}" + "}" * 400, '{"a_config": ' * 900 + "{}" + "}" * 900,
-    "[" * 100_000, '{"dtype": 3, "text_config": [], "x": NaN}', "\ufeff{}", "", '{"torch_dtype": {}}',
-], ids=range(8))  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": "\\ud800"}',
+        '{"a_config": ' * 400 + "{}" + "}" * 400,
+        '{"a_config": ' * 900 + "{}" + "}" * 900,
+        "[" * 100_000,
+        '{"dtype": 3, "text_config": [], "x": NaN}',
+        "\ufeff{}",
+        "",
+        '{"torch_dtype": {}}',
+    ],
+    ids=range(8),
+)
 def test_any_config_json_of_the_base_is_answered(small: Paths, answer: Answer, text: str) -> None:
     folder = save_directory(small[0].with_name("folder"), load_file(small[0]))
     (folder / "config.json").write_text(text)
@@ -418,7 +452,8 @@ def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(
     small: Paths, answer: Answer
 ) -> None:
     folder = save_directory(small[0].with_name("folder"), load_file(small[0]), model_type="x")
-    name, output = os.fsdecode(b"n\xff.txt"), small[0].with_name("out")
+    name = os.fsdecode(b"n\xff.txt")
+    output = small[0].with_name("out")
     (folder / name).write_text("a licence")
     for seed in ("0", "1"):
         assert answer("-b", folder, "-m", small[1], "-o", output, "--seed", seed) == 0
@@ -428,7 +463,10 @@ def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(
 
 # --- files that are all there is room for ---
 
-MEASURED = "import sys, dare; print(dare.main(sys.argv[1:]), open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+MEASURED = (
+    "import sys, dare; print(dare.main(sys.argv[1:]), "
+    "open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+)
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
 
 
@@ -437,7 +475,8 @@ def table(count: int, value: str, name: str = "{}") -> str:
     return "{" + ",".join(f'"{name.format(k)}":{value}' for k in range(count)) + "}"
 
 
-# What is far beyond what a model needs, and what is just within: the file that it is in, and its text.
+# What is far beyond what a model needs, and what is just within: the file that it is in, and
+# its text.
 LARGE_FILES: dict[str, tuple[str, Callable[[], str]]] = {
     "tensors": ("model", lambda: table(249_900, EMPTY, "{:0121}")),
     "too many tensors": ("model", lambda: table(260_000, EMPTY)),
@@ -460,7 +499,8 @@ LARGE_FILES: dict[str, tuple[str, Callable[[], str]]] = {
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("kind", LARGE_FILES)
 def test_a_large_file_of_nonsense_is_refused_in_the_usual_memory(small: Paths, kind: str) -> None:
-    (name, make), odd = LARGE_FILES[kind], small[0].with_name("odd")
+    (name, make) = LARGE_FILES[kind]
+    odd = small[0].with_name("odd")
     odd.mkdir()
     (odd / "adapter_model.safetensors").write_bytes(with_header("{}", b""))
     (odd / name).write_bytes(with_header(make(), b"") if name == "model" else make().encode())

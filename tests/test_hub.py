@@ -1,30 +1,31 @@
 """Models by their name on the Hugging Face Hub, from a cache of it on this machine."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import dare
-from tests import support
 from tests.support import (
     BF16,
     INDEX,
+    Patch,
+    Refusal,
     assert_same,
+    command,
     define,
     finetune,
     random_model,
+    run,
     run_merge,
+    save_directory,
+    save_sharded,
     tensors_in,
+    to_hub_cache,
 )
 
-Refusal = Callable[..., str]
 COMMITS = {"base": "b" * 40, "math": "c" * 40}
 PINNED = {name: f"org/{name}@{commit}" for name, commit in COMMITS.items()}
 BASE = random_model(dtype=BF16)
@@ -32,23 +33,24 @@ MATH = finetune(BASE, 1)
 
 
 @pytest.fixture
-def snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """org/base and org/math in a cache of the Hub, which is all there is of it; tmp_path is where we are."""
-    base = support.save_sharded(tmp_path / "made" / "base", BASE, [[name] for name in BASE])
+def snapshots(tmp_path: Path, monkeypatch: Patch) -> list[Path]:
+    """org/base and org/math in a cache of the Hub, which is all there is of it; tmp_path is where
+    we are."""
+    base = save_sharded(tmp_path / "made" / "base", BASE, [[name] for name in BASE])
     (base / "tokenizer.json").write_text("{}")
-    support.save_sharded(tmp_path / "made" / "math", MATH, [list(MATH)])
+    save_sharded(tmp_path / "made" / "math", MATH, [list(MATH)])
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     made = tmp_path / "made"
     return [
-        support.to_hub_cache(tmp_path / "hub", f"org/{name}", made / name, COMMITS[name])
+        to_hub_cache(tmp_path / "hub", f"org/{name}", made / name, COMMITS[name])
         for name in COMMITS
     ]
 
 
 def merge_by_name(base: str, model: str, *flags: str) -> Path:
-    assert dare.main(["-q", "-b", base, "-m", model, "-o", "out", *flags]) == 0
+    run("-q", "-b", base, "-m", model, "-o", "out", *flags)
     return Path("out")
 
 
@@ -81,7 +83,7 @@ def test_models_are_found_by_name_and_recipes_pin_their_commits(
     }
     environment = {**kept, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     arguments = ("-q", "-c", "../out/dare_recipe.toml", "-o", "again")
-    done = support.command(*arguments, env=environment, cwd=tmp_path / "elsewhere")
+    done = command(*arguments, env=environment, cwd=tmp_path / "elsewhere")
     assert done.returncode == 0, done.stderr
     for path in sorted(out.iterdir()):
         assert (tmp_path / "elsewhere" / "again" / path.name).read_bytes() == path.read_bytes(), (
@@ -90,16 +92,17 @@ def test_models_are_found_by_name_and_recipes_pin_their_commits(
 
 
 def test_parts_may_each_have_a_cache_of_their_own(
-    tmp_path: Path, snapshots: list[Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, snapshots: list[Path], monkeypatch: Patch
 ) -> None:
-    """As machines do that share no cache: what was downloaded by one has other times, and perhaps another place."""
+    """As machines do that share no cache: what was downloaded by one has other times, and perhaps
+    another place."""
     flags = ("org/base", "org/math", "--max-shard-size", "6kB", "--engine", "plain")
     whole = {path.name: path.read_bytes() for path in merge_by_name(*flags).iterdir()}
     shutil.rmtree("out")
     assert len([name for name in whole if name.endswith(".safetensors")]) > 1
     merge_by_name(*flags, "--part", "1/2")
     for name, commit in COMMITS.items():
-        support.to_hub_cache(tmp_path / "another", f"org/{name}", tmp_path / "made" / name, commit)
+        to_hub_cache(tmp_path / "another", f"org/{name}", tmp_path / "made" / name, commit)
     for path in (tmp_path / "another").rglob("*.safetensors"):
         os.utime(path, (1, 1))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another"))
@@ -110,25 +113,25 @@ def test_parts_may_each_have_a_cache_of_their_own(
 
 
 def test_a_path_beats_a_name_on_the_hub(tmp_path: Path, snapshots: list[Path]) -> None:
-    support.save_directory(tmp_path / "org" / "math", finetune(BASE, 8))
+    save_directory(tmp_path / "org" / "math", finetune(BASE, 8))
     assert_same(
         tensors_in(merge_by_name("org/base", "org/math")), define(BASE, [finetune(BASE, 8)])
     )
 
 
+@pytest.mark.parametrize("name", ["org/absent", "org/math@nightly", "made/mth"])
 def test_a_name_that_the_hub_does_not_have_is_one_error(
-    snapshots: list[Path], check_refused: Refusal
+    snapshots: list[Path], check_refused: Refusal, name: str
 ) -> None:
-    for name in ("org/absent", "org/math@nightly", "made/mth"):
-        complaint = (
-            f"error: there is no file or directory {name!r}, and the Hugging Face Hub does not give"
-        )
-        hints = ("did you mean math?",) if name == "made/mth" else ("hint: looked for ", "HF_TOKEN")
-        assert len(check_refused("org/base", name, complaint, *hints).splitlines()) == 2
+    complaint = (
+        f"error: there is no file or directory {name!r}, and the Hugging Face Hub does not give"
+    )
+    hints = ("did you mean math?",) if name == "made/mth" else ("hint: looked for ", "HF_TOKEN")
+    assert len(check_refused("org/base", name, complaint, *hints).splitlines()) == 2
 
 
 def test_without_the_hubs_library_the_extra_is_named(
-    pair: tuple[Path, Path], tmp_path: Path, check_refused: Refusal, monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], tmp_path: Path, check_refused: Refusal, monkeypatch: Patch
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.chdir(tmp_path)

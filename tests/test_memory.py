@@ -1,7 +1,5 @@
 """Files and state dicts are merged by one plan: what one refuses or warns of, the other does."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple

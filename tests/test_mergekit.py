@@ -1,12 +1,8 @@
 """Where mergekit is installed: what both tools can do, both do alike."""
 
-from __future__ import annotations
-
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from string import Template
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,8 @@ from safetensors.torch import load_file
 import dare
 from tests.support import (
     F32,
-    HERE,
+    Config,
+    Patch,
     Tensors,
     assert_same,
     finetune,
@@ -31,8 +28,8 @@ from tests.support import (
 
 pytest.importorskip("mergekit")
 
-Config = dict[str, Any]
-UNEVEN, SUMMED = [0.3, -0.7, 1.1, 0.45], {"method": "ties", "normalize": False}
+UNEVEN = [0.3, -0.7, 1.1, 0.45]
+SUMMED = {"method": "ties", "normalize": False}
 HIDDEN, MLP, VOCABULARY = 32, 64, 48
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
@@ -46,10 +43,17 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "lm_head.weight": (VOCABULARY, HIDDEN),
 }
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32",
-    "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "float32",
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
 
 
 def make_models(folder: Path, count: int) -> list[Tensors]:
@@ -86,7 +90,7 @@ def run_mergekit(
 
 
 @pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch: Patch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
@@ -150,7 +154,7 @@ def test_slerp_equals_mergekit_within_rounding(tmp_path: Path, t: float) -> None
         np.testing.assert_allclose(merged[name], theirs[name], rtol=2e-6, atol=1e-8)
 
 
-# --- the same file, given to both ------------------------------------------------------------------------------------
+# --- the same file, given to both -----------------------------------------------------------------
 
 LAYERS = 4
 DEEP: dict[str, tuple[int, ...]] = {
@@ -158,7 +162,8 @@ DEEP: dict[str, tuple[int, ...]] = {
     for layer in range(LAYERS)
     for name, shape in SHAPES.items()
 }
-# What nothing random is in, by what it shows. $b is the base, $m1 ... its fine-tunes, $l1 and $l2 adapters on it.
+# What nothing random is in, by what it shows. $b is the base, $m1 ... its fine-tunes, $l1 and $l2
+# adapters on it.
 TWO = """
 base_model: $b
 models:
@@ -288,29 +293,38 @@ EXACT = {
     "task arithmetic, overlapping filters": "merge_method: task_arithmetic" + OVERLAPPING,
     "task arithmetic, slices": "merge_method: task_arithmetic" + SLICES,
     "task arithmetic, adapters": "merge_method: task_arithmetic" + LORAS,
-    "task arithmetic, weight 0": "merge_method: task_arithmetic" + TWO.replace("0.7", "[0, 0.3]").replace(
-        "0.4", "[{filter: lm_head, value: 0.4}, {value: [0, 1]}]"),
-    "task arithmetic, normalized": "merge_method: task_arithmetic\nparameters: {normalize: true, lambda: 1e-1}" + TWO,
+    "task arithmetic, weight 0": "merge_method: task_arithmetic"
+    + TWO.replace("0.7", "[0, 0.3]").replace(
+        "0.4", "[{filter: lm_head, value: 0.4}, {value: [0, 1]}]"
+    ),
+    "task arithmetic, normalized": "merge_method: task_arithmetic\n"
+    "parameters: {normalize: true, lambda: 1e-1}" + TWO,
     "ties": "merge_method: ties" + TWO,
     "ties, filters": "merge_method: ties" + FILTERS,
     "ties, overlapping filters": "merge_method: ties" + OVERLAPPING,
     "ties, slices": "merge_method: ties" + SLICES,
     "ties, adapters": "merge_method: ties\nparameters: {density: 0.41}" + LORAS,
-    "ties, not normalized": "merge_method: ties\nparameters: {normalize: false, int8_mask: true, lambda: 0.7}" + TWO,
+    "ties, not normalized": "merge_method: ties\n"
+    "parameters: {normalize: false, int8_mask: true, lambda: 0.7}" + TWO,
     "ties, rescaled": "merge_method: ties\nparameters: {rescale: true}" + FILTERS,
     "breadcrumbs": "merge_method: breadcrumbs" + TWO,
-    "breadcrumbs, filters": "merge_method: breadcrumbs\nparameters: {gamma: [0.03, 0.11]}" + FILTERS,
+    "breadcrumbs, filters": "merge_method: breadcrumbs\nparameters: {gamma: [0.03, 0.11]}"
+    + FILTERS,
     "breadcrumbs, slices": "merge_method: breadcrumbs" + SLICES,
-    "breadcrumbs, rescaled": "merge_method: breadcrumbs\nparameters: {rescale: true, normalize: true}" + TWO,
+    "breadcrumbs, rescaled": "merge_method: breadcrumbs\n"
+    "parameters: {rescale: true, normalize: true}" + TWO,
     "breadcrumbs_ties": "merge_method: breadcrumbs_ties" + TWO,
     "breadcrumbs_ties, filters": "merge_method: breadcrumbs_ties" + FILTERS,
     "breadcrumbs_ties, overlapping filters": "merge_method: breadcrumbs_ties" + OVERLAPPING,
     "breadcrumbs_ties, wide": "merge_method: breadcrumbs_ties\nparameters: {gamma: 0.6}" + FILTERS,
-    "dare_linear, dense": "merge_method: dare_linear" + TWO.replace("0.53", "1").replace("0.31", "1"),
+    "dare_linear, dense": "merge_method: dare_linear"
+    + TWO.replace("0.53", "1").replace("0.31", "1"),
     "dare_ties, dense": "merge_method: dare_ties" + LORAS,
     "della, dense": "merge_method: della" + LORAS,
-    "linear": "merge_method: linear" + TWO.replace("base_model: $b", "").replace(", density: 0.53", "").replace(
-        ", density: 0.31", ""),
+    "linear": "merge_method: linear"
+    + TWO.replace("base_model: $b", "")
+    .replace(", density: 0.53", "")
+    .replace(", density: 0.31", ""),
     "linear, with a base": LINEAR_BASE,
     "linear, filters": LINEAR_FILTERS,
     "linear, adapters": LINEAR_ADAPTERS,
@@ -318,12 +332,13 @@ EXACT = {
     "slerp, filters and gradients": SLERP.replace("$models", ARC).replace("$t", GRADIENT),
     "slerp, one slice": SLERP.replace("$models", SLICED_ARC).replace("$t", GRADIENT),
     "slerp, two slices": SLERP.replace("$models", HALVES).replace("$t", GRADIENT),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A small Llama, three fine-tunes and two adapters, by the names that the files above call them by."""
+    """A small Llama, three fine-tunes and two adapters, by the names that the files above call them
+    by."""
     folder = tmp_path_factory.mktemp("zoo")
     base = random_model(0, F32, DEEP)
     models = {"b": base} | {f"m{k}": finetune(base, k, 0.02) for k in (1, 2, 3)}
@@ -359,9 +374,14 @@ def run_theirs(file: Path, output: Path, seed: int = 0) -> Tensors:
     from mergekit.options import MergeOptions
 
     options = MergeOptions(
-        write_model_card=False, copy_tokenizer=False, cuda=False, random_seed=seed, quiet=True,
-        lora_merge_cache=str(output / "adapters"), lora_merge_dtype="float32",
-    )  # fmt: skip
+        write_model_card=False,
+        copy_tokenizer=False,
+        cuda=False,
+        random_seed=seed,
+        quiet=True,
+        lora_merge_cache=str(output / "adapters"),
+        lora_merge_dtype="float32",
+    )
     run_merge(
         MergeConfiguration.model_validate(yaml.safe_load(file.read_text())), str(output), options
     )
@@ -380,7 +400,8 @@ def test_the_same_file_gives_the_same_tensors(
 ) -> None:
     file = tmp_path / "merge.yaml"
     file.write_text(Template(EXACT[case]).substitute(zoo))
-    ours, theirs = run_ours(file, tmp_path / "ours"), run_theirs(file, tmp_path / "theirs")
+    ours = run_ours(file, tmp_path / "ours")
+    theirs = run_theirs(file, tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     for name in ours:
         np.testing.assert_allclose(
@@ -398,7 +419,8 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    base, paths = random_model(0, F32, SHAPES), dict[str, Path]()
+    base = random_model(0, F32, SHAPES)
+    paths = dict[str, Path]()
     for k, name in enumerate(("b", "m1", "m2")):
         tensors = finetune(base, k, 0.02) if k else dict(base)
         for table in ("model.embed_tokens.weight", "lm_head.weight") if k else ():
@@ -415,11 +437,15 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
         tokenizer.add_tokens([f"<{name}>"] if k else [])
         tokenizer.save_pretrained(paths[name])
     file = tmp_path / "merge.yaml"
-    text = f"merge_method: {method}\nbase_model: $b\nmodels: [{{model: $b}}, {{model: $m1}}, {{model: $m2}}]\n"
+    text = (
+        f"merge_method: {method}\nbase_model: $b\nmodels: [{{model: $b}}, {{model: $m1}}, "
+        f"{{model: $m2}}]\n"
+    )
     file.write_text(
         Template(text + "parameters: {weight: 0.4}\ntokenizer_source: union\n").substitute(paths)
     )
-    ours, theirs = run_ours(file, tmp_path / "ours"), run_theirs(file, tmp_path / "theirs")
+    ours = run_ours(file, tmp_path / "ours")
+    theirs = run_theirs(file, tmp_path / "theirs")
     for made, folder in (
         (ours, "ours"),
         (theirs, "theirs"),
@@ -446,10 +472,13 @@ MEASURED = ("model.embed_tokens.weight", "lm_head.weight")
 
 @pytest.fixture(scope="module")
 def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], list[np.ndarray]]:
-    """A base of zeros and two models whose rows hold each of some sizes once: their directories, and the deltas."""
-    folder, random = tmp_path_factory.mktemp("crowd"), np.random.default_rng(7)
+    """A base of zeros and two models whose rows hold each of some sizes once: their directories,
+    and the deltas."""
+    folder = tmp_path_factory.mktemp("crowd")
+    random = np.random.default_rng(7)
     zeros = {name: torch.zeros(shape) for name, shape in TALL.items()}
-    paths, deltas = {"b": save_directory(folder / "b", zeros, **SIZES)}, []
+    paths = {"b": save_directory(folder / "b", zeros, **SIZES)}
+    deltas = []
     for k in (1, 2):
         sizes = random.permuted(
             np.tile(np.arange(1, WIDTH + 1) / 4096, (len(MEASURED) * TOKENS, 1)), axis=1
@@ -464,8 +493,10 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], li
 
 
 def draw(text: str, paths: dict[str, Path], folder: Path, seeds: int) -> list[np.ndarray]:
-    """What both tools make of a file with so many seeds: an axis for the seeds, and the rows of both tensors."""
-    file, drawn = folder / "merge.yaml", ([], [])
+    """What both tools make of a file with so many seeds: an axis for the seeds, and the rows of
+    both tensors."""
+    file = folder / "merge.yaml"
+    drawn = ([], [])
     file.write_text(Template(text).substitute(paths))
     for seed in range(seeds):
         theirs = run_theirs(file, folder / f"theirs{seed}", seed)
@@ -513,8 +544,11 @@ def test_della_keeps_entries_with_mergekits_probabilities(
 ) -> None:
     paths, (delta, _) = crowd
     density, epsilon = 0.5, 0.2
-    text = "merge_method: della_linear\nbase_model: $b\nmodels: [{model: $m1}]\n"
-    text += f"parameters: {{weight: 1, density: {density}, epsilon: {epsilon}, rescale: false}}\ndtype: float32"
+    text = (
+        "merge_method: della_linear\nbase_model: $b\nmodels: [{model: $m1}]\n"
+        f"parameters: {{weight: 1, density: {density}, epsilon: {epsilon}, rescale: "
+        f"false}}\ndtype: float32"
+    )
     ranks = np.round(np.abs(delta) * 4096).astype(int) - 1
     expected = density - epsilon + 2 * epsilon * np.arange(WIDTH) / (WIDTH - 1)
     count = 2 * len(delta)
@@ -531,17 +565,3 @@ def test_della_keeps_entries_with_mergekits_probabilities(
     most = WIDTH + 6 * (2 * WIDTH) ** 0.5
     for made in draw(text, paths, tmp_path, 2):
         assert distance(made, expected) < most < distance(made, expected * 1.02)
-
-
-@pytest.mark.parametrize("method", ["linear", "ties"])
-def test_the_benchmark_calls_the_arithmetic_of_a_merge(
-    tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(HERE / "examples")
-    benchmark: Any = importlib.import_module("benchmark")
-    monkeypatch.setattr(benchmark, "DENSITY", 1.0)  # so that nothing is left to chance
-    base, *models = make_models(tmp_path, 2)
-    theirs = run_mergekit(tmp_path, f"dare_{method}", 2, {"density": 1.0}, {}, [0.5, 0.5])
-    for name in base:
-        alone = [{name: model[name]} for model in (base, *models)]
-        assert torch.equal(benchmark.merge_by_mergekit(alone[0], alone[1:], method), theirs[name])

@@ -1,10 +1,7 @@
-"""What a mergekit configuration means here, and what is refused of it; test_mergekit compares the results."""
-
-from __future__ import annotations
+"""What a mergekit configuration means here, and what is refused of it; test_mergekit compares the
+results."""
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,38 +14,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import dare
+from dare import DareConfig
 from darelib.config import Chooser, Rule
 from darelib.core.gradients import freeze
 from darelib.requests.mergekit import parse_yaml
 from darelib.requests.readers import load_request
 from darelib.requests.request import Request
-from tests.fuzz import examples
 from tests.support import (
     F32,
+    Capture,
+    Models,
+    Patch,
     assert_same,
+    examples,
     finetune,
-    low_rank,
     random_model,
     refuse,
+    run,
     save,
     save_directory,
     tensors_in,
     to_hub_cache,
-    write_adapter,
-)  # fmt: skip
+)
 
-Capture = pytest.CaptureFixture[str]
 Refuse = Callable[..., str]
 SHAPES = {
-    "model.embed_tokens.weight": (12, 8), "lm_head.weight": (12, 8), "model.norm.weight": (8,),
-    **{f"model.layers.{k}.{part}.weight": (8, 8) for k in range(4) for part in ("self_attn.q_proj", "mlp.up_proj")},
-}  # fmt: skip
-MODELS = "base_model: base\nmodels: [{model: one, parameters: {weight: 0.7}}, {model: two, parameters: {weight: 0.4}}]\n"
+    "model.embed_tokens.weight": (12, 8),
+    "lm_head.weight": (12, 8),
+    "model.norm.weight": (8,),
+    **{
+        f"model.layers.{k}.{part}.weight": (8, 8)
+        for k in range(4)
+        for part in ("self_attn.q_proj", "mlp.up_proj")
+    },
+}
+MODELS = (
+    "base_model: base\nmodels: [{model: one, parameters: {weight: 0.7}}, {model: two, "
+    "parameters: {weight: 0.4}}]\n"
+)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The working directory, with a base of four layers and two fine-tunes as directories."""
     monkeypatch.chdir(tmp_path)
     base = random_model(0, F32, SHAPES)
@@ -94,15 +101,35 @@ def with_method(method: str, parameters: str = "", models: str = MODELS) -> dict
         "dare_linear": {"method": "linear", "normalize": False, "drop": "random", "rescale": "l1"},
         "dare_ties": {"method": "ties", "normalize": False, "drop": "random", "rescale": "l1"},
         "breadcrumbs": {
-            "method": "linear", "normalize": False, "drop": "breadcrumbs", "gamma": 0.01, "rescale": "none",
+            "method": "linear",
+            "normalize": False,
+            "drop": "breadcrumbs",
+            "gamma": 0.01,
+            "rescale": "none",
         },
         "breadcrumbs_ties": {
-            "method": "ties", "normalize": False, "drop": "breadcrumbs", "gamma": 0.01, "rescale": "none",
+            "method": "ties",
+            "normalize": False,
+            "drop": "breadcrumbs",
+            "gamma": 0.01,
+            "rescale": "none",
         },
-        "della": {"method": "ties", "normalize": True, "drop": "della", "epsilon": 0.15, "rescale": "l1"},
-        "della_linear": {"method": "linear", "normalize": False, "drop": "della", "epsilon": 0.15, "rescale": "l1"},
+        "della": {
+            "method": "ties",
+            "normalize": True,
+            "drop": "della",
+            "epsilon": 0.15,
+            "rescale": "l1",
+        },
+        "della_linear": {
+            "method": "linear",
+            "normalize": False,
+            "drop": "della",
+            "epsilon": 0.15,
+            "rescale": "l1",
+        },
     }.items(),
-)  # fmt: skip
+)
 def test_each_method_of_the_family_has_mergekits_defaults(
     method: str, expected: dict[str, Any]
 ) -> None:
@@ -114,13 +141,25 @@ def test_each_method_of_the_family_has_mergekits_defaults(
 
 
 def test_parameters_are_the_models_own_or_the_files() -> None:
-    models = "base_model: b\nmodels:\n- {model: b, parameters: {weight: 9}}\n- {model: a, parameters: {density: 0.1}}\n"
-    models += "- {model: c, parameters: {weight: [1, '2e-1', 1e-1], epsilon: 0.02}}\n"
-    given = "parameters: {weight: 0.5, density: 0.3, epsilon: 5e-2, rescale: no, normalize: off, lambda: 2, int8_mask: 1.0}"
+    models = (
+        "base_model: b\nmodels:\n- {model: b, parameters: {weight: 9}}\n- {model: a, "
+        "parameters: {density: 0.1}}\n"
+        "- {model: c, parameters: {weight: [1, '2e-1', 1e-1], epsilon: 0.02}}\n"
+    )
+    given = (
+        "parameters: {weight: 0.5, density: 0.3, epsilon: 5e-2, rescale: no, normalize: off, "
+        "lambda: 2, int8_mask: 1.0}"
+    )
     assert with_method("della", given, models) == {
-        "method": "ties", "drop": "della", "drop_rate": [0.9, 0.7], "epsilon": [0.05, 0.02], "rescale": "none",
-        "weights": [0.5, {"gradient": [1.0, 0.2, 0.1]}], "normalize": False, "lambda_coeff": 2.0,
-    }  # fmt: skip
+        "method": "ties",
+        "drop": "della",
+        "drop_rate": [0.9, 0.7],
+        "epsilon": [0.05, 0.02],
+        "rescale": "none",
+        "weights": [0.5, {"gradient": [1.0, 0.2, 0.1]}],
+        "normalize": False,
+        "lambda_coeff": 2.0,
+    }
     given = "parameters: {density: [1, 0.7, 0.1], gamma: [0.5]}"
     made = with_method("breadcrumbs", given)
     assert (made["drop_rate"], made["gamma"]) == ({"gradient": [0.0, 0.3, 0.9]}, 0.5)
@@ -130,76 +169,95 @@ def test_parameters_are_the_models_own_or_the_files() -> None:
     )
 
 
-def test_dtypes() -> None:
-    assert with_method("ties", "dtype: bfloat16")["dtype"] == "bfloat16"
-    assert with_method("ties", "dtype: float32\nout_dtype: torch.float16")["dtype"] == "float16"
-    assert "dtype" not in with_method("ties", "dtype: null")
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("dtype: bfloat16", "bfloat16"),
+        ("dtype: float32\nout_dtype: torch.float16", "float16"),
+        ("dtype: null", None),
+    ],
+)
+def test_dtypes(given: str, dtype: str | None) -> None:
+    assert with_method("ties", given).get("dtype") == dtype
 
 
-def test_an_average_needs_no_base_and_slerp_goes_from_it() -> None:
-    models = (
-        "models: [{model: one, parameters: {weight: 1}}, {model: two, parameters: {weight: 3}}]\n"
-    )
-    request = read(f"merge_method: linear\n{models}")
-    assert request.base is not None
-    assert (request.base.name, [source.name for source in request.merge]) == ("one", ["one", "two"])
-    assert request.dare == {
-        "method": "linear",
-        "drop_rate": 0.0,
-        "weights": [1.0, 3.0],
-        "normalize": True,
-    }
-    request = read(f"merge_method: linear\nbase_model: base\n{models}parameters: {{weight: 2}}")
-    assert [source.name for source in request.merge] == ["one", "two", "base"]
-    assert request.dare["weights"] == [1.0, 3.0, 2.0]
-    halves = models.replace("1}", "0.25}").replace("3}", "0.75}")
-    assert (
-        read(f"merge_method: linear\n{halves}parameters: {{normalize: false}}").dare["normalize"]
-        is True
-    )
-    for listed in (
-        "[{model: two}]",
-        "[{model: one}, {model: two}]",
-        "[{model: two}, {model: one}]",
-    ):
-        request = read(
-            f"merge_method: slerp\nbase_model: one\nmodels: {listed}\nparameters: {{t: 0.3}}"
-        )
-        assert [source.name for source in request.merge] == ["one", "two"]
-        assert request.dare == {"method": "slerp", "drop_rate": 0.0, "slerp_t": 0.3}
+WEIGHTED = """
+models: [{model: one, parameters: {weight: 1}}, {model: two, parameters: {weight: 3}}]
+"""
+REFERENCES = """
+merge_method: ties
+base_model: org/base@v1
+parameters: {weight: 1}
+models:
+- {model: org/base@v1+org/lora@main}
+- {model: {model: {path: org/other, revision: abc}}}
+- {model: {model: {path: org/base, revision: v1}, lora: {path: dir/with+plus}}}
+- {model: {model: dir/x}}
+"""
+AVERAGE = {"method": "linear", "drop_rate": 0.0, "weights": [1.0, 3.0], "normalize": True}
+SLERP = "merge_method: slerp\nbase_model: one\nparameters: {t: 0.3}\nmodels: "
 
 
-def test_references() -> None:
-    text = "merge_method: ties\nbase_model: org/base@v1\nparameters: {weight: 1}\nmodels:\n"
-    text += "- {model: org/base@v1+org/lora@main}\n- {model: {model: {path: org/other, revision: abc}}}\n"
-    text += "- {model: {model: {path: org/base, revision: v1}, lora: {path: dir/with+plus}}}\n- {model: {model: dir/x}}\n"
+@pytest.mark.parametrize(
+    ("text", "base", "merge", "settings"),
+    [
+        (f"merge_method: linear{WEIGHTED}", "one", "one two", AVERAGE),
+        (
+            f"merge_method: linear\nbase_model: base{WEIGHTED}parameters: {{weight: 2}}",
+            "base",
+            "one two base",
+            AVERAGE | {"weights": [1.0, 3.0, 2.0]},
+        ),
+        (
+            f"merge_method: linear{WEIGHTED}parameters: {{normalize: false}}".replace(
+                "1}", "0.25}"
+            ).replace("3}", "0.75}"),
+            "one",
+            "one two",
+            AVERAGE | {"weights": [0.25, 0.75]},
+        ),
+        *(
+            (SLERP + listed, "one", "one two", {"method": "slerp", "drop_rate": 0, "slerp_t": 0.3})
+            for listed in (
+                "[{model: two}]",
+                "[{model: one}, {model: two}]",
+                "[{model: two}, {model: one}]",
+            )
+        ),
+        (REFERENCES, "org/base@v1", "org/lora@main org/other@abc dir/with+plus dir/x", {}),
+        (
+            "merge_method: linear\nmodels: [{model: x}, {model: b+l}]\nparameters: {weight: 1}",
+            "b",
+            "x l",
+            {},
+        ),
+    ],
+)
+def test_what_is_the_base_and_what_is_merged(
+    text: str, base: str, merge: str, settings: dict[str, Any]
+) -> None:
     request = read(text)
-    assert request.base is not None
-    assert request.base.name == "org/base@v1"
-    assert [s.name for s in request.merge] == [
-        "org/lora@main",
-        "org/other@abc",
-        "dir/with+plus",
-        "dir/x",
-    ]
-    request = read(
-        "merge_method: linear\nmodels: [{model: x}, {model: b+l}]\nparameters: {weight: 1}"
-    )
-    assert request.base is not None
-    assert (request.base.name, [source.name for source in request.merge]) == ("b", ["x", "l"])
+    assert (request.base.name, [source.name for source in request.merge]) == (base, merge.split())
+    assert settings.items() <= request.dare.items()
 
 
 @pytest.mark.parametrize(
     ("given", "tokenizer", "template"),
     [
-        ("", None, None), ("tokenizer_source: union", "union", None), ("tokenizer_source: base", "base", None),
-        ("tokenizer_source: two", "two", None), ("tokenizer_source: base+l", "base", None),
-        ("tokenizer_source: {model: {path: two}}", "two", None), ("tokenizer: {}", "union", None),
+        ("", None, None),
+        ("tokenizer_source: union", "union", None),
+        ("tokenizer_source: base", "base", None),
+        ("tokenizer_source: two", "two", None),
+        ("tokenizer_source: base+l", "base", None),
+        ("tokenizer_source: {model: {path: two}}", "two", None),
+        ("tokenizer: {}", "union", None),
         ("tokenizer: {source: base, tokens: {}, pad_to_multiple_of: null}", "base", None),
-        ("tokenizer: {source: two@v2}", "two@v2", None), ("chat_template: auto", None, "auto"),
-        ("chat_template: '{{ messages }}'", None, "{{ messages }}"), ("chat_template: ''", None, None),
+        ("tokenizer: {source: two@v2}", "two@v2", None),
+        ("chat_template: auto", None, "auto"),
+        ("chat_template: '{{ messages }}'", None, "{{ messages }}"),
+        ("chat_template: ''", None, None),
     ],
-)  # fmt: skip
+)
 def test_tokenizer_and_chat_template(
     given: str, tokenizer: str | None, template: str | None
 ) -> None:
@@ -214,8 +272,11 @@ def test_tokenizer_and_chat_template(
 
 
 def test_filters_become_rules_for_the_bases_names(folder: Path) -> None:
-    text = "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters:\n  t:\n"
-    text += "  - {filter: self_attn, value: [0, 0.5, 1]}\n  - {filter: nothing, value: 1}\n  - {filter: mlp, value: 0.1}\n"
+    text = (
+        "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters:\n  t:\n"
+        "  - {filter: self_attn, value: [0, 0.5, 1]}\n  - {filter: nothing, value: 1}\n  - "
+        "{filter: mlp, value: 0.1}\n"
+    )
     request = read(text + "  - {filter: '*', value: 0.5}\n  - {filter: lm_head, value: 0}")
     found = {rule.match: rule.slerp_t for rule in request.rules} | {
         ("usual",): freeze(request.dare["slerp_t"])
@@ -243,7 +304,10 @@ def test_gradients_are_per_slice(folder: Path) -> None:
         text += f"- {{sources: [{models}], parameters: {own}}}\n"
     request = read(
         text
-        + "parameters: {weight: [{filter: mlp, value: [0, 0.5]}, {filter: norm, value: 4}, {value: 2}]}"
+        + (
+            "parameters: {weight: [{filter: mlp, value: [0, 0.5]}, {filter: norm, value: 4}, "
+            "{value: 2}]}"
+        )
     )
     found = {
         name: next(
@@ -280,7 +344,8 @@ CHOICES = st.lists(st.tuples(WORDS, VALUES), max_size=3)
 def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(
     names: list[str], data: st.DataObject
 ) -> None:
-    """Parameters have filters of their own, at three levels; the names are any, also with numbers and brackets."""
+    """Parameters have filters of their own, at three levels; the names are any, also with numbers
+    and brackets."""
     keys = ("weight", "density", "lambda")
     drawn = {(key, level): data.draw(CHOICES) for key in keys for level in ("one", "two", "file")}
 
@@ -305,15 +370,17 @@ def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(
     with mock.patch("darelib.requests.mergekit.open_models") as opened:
         opened.return_value.__enter__.return_value = [base]
         request = read(json.dumps(file))
-    config = dare.DareConfig(**request.dare, rules=request.rules)
+    config = DareConfig(**request.dare, rules=request.rules)
     for name in names:
         _, made = Chooser(config, names, 2).choose(name)
-        plain = dare.DareConfig(
-            drop="breadcrumbs", rescale="none", normalize=False,
+        plain = DareConfig(
+            drop="breadcrumbs",
+            rescale="none",
+            normalize=False,
             weights=[as_value(expect("weight", m, "file")) for m in ("one", "two")],
             drop_rate=[as_rate(expect("density", m, "file")) for m in ("one", "two")],
             lambda_coeff=as_value(expect("lambda", "file")),
-        )  # fmt: skip
+        )
         assert asdict(made) == asdict(Chooser(plain, names, 2).choose(name)[1])
 
 
@@ -329,22 +396,26 @@ def as_rate(value: Any) -> Any:
 
 
 def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
-    """Paths are relative to the working directory, as mergekit has them, and in the TOML file to that file."""
+    """Paths are relative to the working directory, as mergekit has them, and in the TOML file to
+    that file."""
     (folder / "sub").mkdir()
-    text = f"merge_method: dare_ties\n{MODELS}parameters:\n  density: [{{filter: mlp, value: [0.9, 0.1]}}, {{value: 0.5}}]"
+    text = (
+        f"merge_method: dare_ties\n{MODELS}parameters:\n  density: [{{filter: mlp, value: [0.9, "
+        f"0.1]}}, {{value: 0.5}}]"
+    )
     (folder / "sub" / "merge.yml").write_text(
         text + "\n  rescale: false\ntokenizer_source: base\nout_dtype: bfloat16\n"
     )
     flags = ["-c", "sub/merge.yml", "-q", "--engine", "plain"]
-    assert dare.main([*flags, "-o", "out"]) == 0
-    assert dare.main([*flags, "--write-config", "sub/merge.toml", "-o", "other"]) == 0
+    run(*flags, "-o", "out")
+    run(*flags, "--write-config", "sub/merge.toml", "-o", "other")
     assert not (folder / "other").exists()
-    assert dare.main(["-c", "sub/merge.toml", "--engine", "plain"]) == 0
+    run("-c", "sub/merge.toml", "--engine", "plain")
     assert_same(tensors_in(folder / "out"), tensors_in(folder / "other"))
     assert (folder / "out" / "dare_recipe.toml").read_text() == (
         folder / "other" / "dare_recipe.toml"
     ).read_text()
-    assert dare.main(["verify", "out", "-q", "--engine", "plain"]) == 0
+    run("verify", "out", "-q", "--engine", "plain")
     written = (folder / "sub" / "merge.toml").read_text()
     assert 'base_file = "../base"' in written
     assert "normalize = false  # mergekit's default for dare_ties" in written
@@ -354,82 +425,63 @@ def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
     )
 
 
-def test_written_configurations(models: list[Path], tmp_path: Path, capsys: Capture) -> None:
+def test_written_configurations(models: Models, tmp_path: Path, capsys: Capture) -> None:
     """Any configuration can be written, with the flags on top of it; nothing is overwritten."""
-    flags = [
-        "-b",
-        models[0],
-        "-m",
-        models[1],
-        "-q",
-        "--seed",
-        "7",
-        "--rule",
-        "*bias:drop_rate=0",
-        "--engine",
-        "plain",
-    ]
+    text = "-q --seed 7 --rule *bias:drop_rate=0 --engine plain"
+    flags = ["-b", models[0], "-m", models[1], *text.split()]
     written = tmp_path / "new.toml"
-    assert dare.main([*map(str, flags), "--write-config", str(written)]) == 0
-    assert dare.main([*map(str, flags), "-o", str(tmp_path / "flags.safetensors")]) == 0
-    assert dare.main(["-c", str(written), "-q"]) == 0
-    assert_same(
-        load_file(tmp_path / "flags.safetensors"), load_file(tmp_path / "new_merged.safetensors")
-    )
-    refuse(tmp_path, capsys, 2, "exists already", arguments=[*flags, "--write-config", written])
-    for command in ([], ["analyze"]):
-        wrong = [*command, *flags, "--write-config", tmp_path / "new.yaml"]
-        refuse(
-            tmp_path, capsys, 2, "the configuration is TOML", "let it end in .toml", arguments=wrong
-        )
-    flags += ["--force", "--write-config"]
-    refuse(tmp_path, capsys, 2, "is the input", arguments=[*flags, models[1]])
-    refuse(
-        tmp_path, capsys, 2, "there is no directory", arguments=[*flags, tmp_path / "no" / "x.toml"]
-    )
-    assert dare.main([*map(str, flags), str(written)]) == 0
+    run(*flags, "--write-config", written)
+    run(*flags, "-o", tmp_path / "flags.safetensors")
+    run("-c", written, "-q")
+    made = [load_file(tmp_path / f"{name}.safetensors") for name in ("flags", "new_merged")]
+    assert_same(*made)
+    for words, path, named in (
+        (flags, written, "exists already"),
+        (flags, tmp_path / "new.yaml", ".toml"),
+        (["analyze", *flags], tmp_path / "new.yaml", ".toml"),
+        ([*flags, "--force"], models[1], "is the input"),
+        ([*flags, "--force"], tmp_path / "no" / "x.toml", "no directory"),
+    ):
+        refuse(tmp_path, capsys, 2, named, arguments=[*words, "--write-config", path])
+    run(*flags, "--force", "--write-config", written)
 
 
-def test_names_on_the_hub_stay_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_on_the_hub_stay_names(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.yaml").write_text(
         f"merge_method: ties\n{MODELS}".replace("base_model: base", "base_model: a/b@v1")
     )
-    assert dare.main(["-c", "m.yaml", "-q", "--write-config", "m.toml"]) == 0
+    run("-c", "m.yaml", "-q", "--write-config", "m.toml")
     assert 'base_file = "a/b@v1"' in (tmp_path / "m.toml").read_text()
 
 
-def test_a_base_on_the_hub_with_filters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_base_on_the_hub_with_filters(folder: Path, monkeypatch: Patch) -> None:
     pytest.importorskip("huggingface_hub")
     cache = folder / "cache"
     to_hub_cache(cache, "org/base", folder / "base", "a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    text = f"merge_method: task_arithmetic\n{MODELS}parameters: {{lambda: [{{filter: mlp, value: 0.5}}, {{value: 1}}]}}"
+    text = (
+        f"merge_method: task_arithmetic\n{MODELS}parameters: {{lambda: [{{filter: mlp, value: "
+        f"0.5}}, {{value: 1}}]}}"
+    )
     assert (
         read(text.replace("base_model: base", "base_model: org/base")).rules[0].lambda_coeff == 0.5
     )
 
 
-def test_adapters_on_the_base(folder: Path) -> None:
-    tensors = low_rank("model.layers.0.mlp.up_proj", (8, 8))
-    write_adapter(folder / "lora", tensors)
-    text = "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: base+lora, parameters: {weight: 1}}]"
-    (folder / "m.yaml").write_text(text)
-    assert dare.main(["-c", "m.yaml", "-o", "yaml", "-q"]) == 0
-    assert dare.main(["-b", "base", "-m", "lora", "--drop-rate", "0", "-o", "flags", "-q"]) == 0
-    assert_same(tensors_in(folder / "yaml"), tensors_in(folder / "flags"))
-
-
 @pytest.mark.parametrize("method", ["task_arithmetic", "ties", "linear"])
 def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: Capture) -> None:
-    """By a filter or at the end of a gradient; that the base is part of an average is no reason for a warning."""
+    """By a filter or at the end of a gradient; that the base is part of an average is no reason for
+    a warning."""
     base = load_file(folder / "base" / "model.safetensors")
     both = "[{filter: norm, value: 0.5}, {filter: lm_head, value: 0}, {value: [0, 0.5]}]"
-    text = f"merge_method: {method}\nbase_model: base\nmodels: [{{model: one}}, {{model: two}}, "
-    text += f"{{model: base, parameters: {{weight: 0.1}}}}]\nparameters: {{weight: {both}}}"
+    text = (
+        f"merge_method: {method}\nbase_model: base\nmodels: [{{model: one}}, {{model: two}}, "
+        f"{{model: base, parameters: {{weight: 0.1}}}}]\nparameters: {{weight: {both}}}"
+    )
     (folder / "m.yaml").write_text(text)
-    assert dare.main(["-c", "m.yaml", "-o", "out", "-q", "--engine", "plain"]) == 0
+    run("-c", "m.yaml", "-o", "out", "-q", "--engine", "plain")
     assert "is the base itself" not in capsys.readouterr().err
     made = tensors_in(folder / "out")
     kept = {name for name in base if made[name].equal(base[name])}
@@ -438,33 +490,24 @@ def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: 
     }
 
 
-def test_chat_templates_of_a_file(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "expected"), [("auto", "{{ b }}"), ("'{% c %}{{ d }}'", "{% c %}{{ d }}")]
+)
+def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> None:
     """auto is what most models have; a text is itself, and a recipe makes it again."""
     for name, template in (("base", "{{ a }}"), ("one", "{{ b }}"), ("two", "{{ b }}")):
         (folder / name / "tokenizer.json").write_text("{}")
         (folder / name / "chat_template.jinja").write_text(template)
-    for words, expected in (("auto", "{{ b }}"), ("'{% c %}{{ d }}'", "{% c %}{{ d }}")):
-        (folder / "m.yaml").write_text(
-            f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
-        )
-        assert dare.main(["-c", "m.yaml", "-o", "out", "-q"]) == 0
-        assert (folder / "out" / "chat_template.jinja").read_text() == expected
-        assert dare.main(["-c", "out", "-o", "again", "-q"]) == 0
-        assert (folder / "again" / "chat_template.jinja").read_text() == expected
-        assert dare.main(["verify", "out", "-q"]) == 0
-        assert dare.main(["-c", "m.yaml", "-q", "--write-config", "m.toml", "--force"]) == 0
-        assert dare.main(["-c", "m.toml", "-q"]) == 0
-        assert (folder / "m_merged" / "chat_template.jinja").read_text() == expected
-    assert dare.main(["-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", "auto"]) == 1
-
-
-def test_the_reader_is_loaded_only_for_yaml() -> None:
-    script = "import sys, dare; dare.main(['--base', 'x', '--merge', 'y', '-o', 'z', '-q']); "
-    script += "sys.exit('yaml' in sys.modules or 'darelib.requests.mergekit' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, cwd=Path(dare.__file__).parent
-    )
-    assert done.returncode == 0
+    text = f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
+    (folder / "m.yaml").write_text(text)
+    run("-c", "m.yaml", "-o", "out", "-q")
+    run("-c", "out", "-o", "again", "-q")
+    run("verify", "out", "-q")
+    run("-c", "m.yaml", "-q", "--write-config", "m.toml")
+    run("-c", "m.toml", "-q")
+    for name in ("out", "again", "m_merged"):
+        assert (folder / name / "chat_template.jinja").read_text() == expected
+    run("-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", "auto", status=1)
 
 
 # --- what is refused
@@ -473,66 +516,172 @@ def test_the_reader_is_loaded_only_for_yaml() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "must be a mapping"), ("[1]", "must be a mapping"), ("a: b: c", "mapping values are not allowed"),
+        ("", "must be a mapping"),
+        ("[1]", "must be a mapping"),
+        ("a: b: c", "mapping values are not allowed"),
         ("merge_method: passthrough\n" + MODELS, "merge_method: this tool has no 'passthrough'"),
-        (MODELS, "merge_method: it is missing"), ("merge_method: ties", "either models or slices"),
+        (MODELS, "merge_method: it is missing"),
+        ("merge_method: ties", "either models or slices"),
         ("merge_method: ties\nslices: []\nmodels: null", "either models or slices"),
         ("merge_method: ties\nmodels: one", "models: it must be a list"),
         ("merge_method: ties\nmodels: [one]", "models[0]: it must be a mapping"),
-        ("merge_method: ties\nmodels: [{model: one, weight: 1}]", "models[0]: there is no key 'weight'"),
+        (
+            "merge_method: ties\nmodels: [{model: one, weight: 1}]",
+            "models[0]: there is no key 'weight'",
+        ),
         ("merge_method: ties\nmodels: [{parameters: {}}]", "models[0].model: it is missing"),
         ("merge_method: ties\nmodels: [{model: 3}]", "models[0].model: '3' does not name a model"),
         ("merge_method: ties\nmodels: [{model: a+b+c}]", "models[0].model: 'a+b+c' does not name"),
         ("merge_method: ties\nmodels: [{model: a@b@c}]", "'a@b@c' does not name a model"),
         ("merge_method: ties\nmodels: [{model: a+}]", "'' does not name a model"),
-        ("merge_method: ties\nmodels: [{model: base@v1}]", "'base' is on this machine and has no revisions"),
+        (
+            "merge_method: ties\nmodels: [{model: base@v1}]",
+            "'base' is on this machine and has no revisions",
+        ),
         ("merge_method: ties\nmodels: [{model: one}]", "base_model: it is missing"),
-        ("merge_method: ties\nbase_model: base\nmodels: [{model: base}]", "merges models besides the base"),
-        ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}, {model: two}]", "merges one model besides"),
-        ("merge_method: ties\nbase_model: base+x\nmodels: [{model: one}]", "base cannot have an adapter"),
-        (f"merge_method: ties\n{MODELS}".replace("model: one", "model: other+x"), "'other+x': adapters can only"),
-        (f"merge_method: ties\n{MODELS}".replace("model: two", "model: one"), "models[1]: 'one' is there twice"),
+        (
+            "merge_method: ties\nbase_model: base\nmodels: [{model: base}]",
+            "merges models besides the base",
+        ),
+        (
+            "merge_method: slerp\nbase_model: base\nmodels: [{model: one}, {model: two}]",
+            "merges one model besides",
+        ),
+        (
+            "merge_method: ties\nbase_model: base+x\nmodels: [{model: one}]",
+            "base cannot have an adapter",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}".replace("model: one", "model: other+x"),
+            "'other+x': adapters can only",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}".replace("model: two", "model: one"),
+            "models[1]: 'one' is there twice",
+        ),
         (f"merge_method: ties\n{MODELS}name: x", "there is no key 'name'"),
         (f"merge_method: ties\n{MODELS}modules: {{a: {{}}}}", "modules is not supported"),
-        (f"merge_method: ties\n{MODELS}parameters: {{gamma: 1}}", "parameters: there is no key 'gamma'"),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{gamma: 1}}",
+            "parameters: there is no key 'gamma'",
+        ),
         (f"merge_method: ties\n{MODELS}parameters: {{density: 0}}", "density: it must be above 0"),
-        (f"merge_method: ties\n{MODELS}parameters: {{density: [0.5, 1.5]}}", "density: it must be above 0"),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{density: [0.5, 1.5]}}",
+            "density: it must be above 0",
+        ),
         (f"merge_method: ties\n{MODELS}parameters: {{lambda: yes}}", "lambda: it must be a number"),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: .inf}}", "lambda: it must be a number"),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{lambda: .inf}}",
+            "lambda: it must be a number",
+        ),
         (f"merge_method: ties\n{MODELS}parameters: {{lambda: x}}", "lambda: it must be a number"),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: [[1]]}}", "lambda: it must be a number"),
-        (f"merge_method: ties\n{MODELS}parameters: {{normalize: 2}}", "normalize: it must be true or false"),
-        (f"merge_method: ties\n{MODELS}parameters: {{normalize: [true, false]}}", "normalize: it must be true"),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: [1, {{value: 1}}]}}", "lambda: it must be a mapping"),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, if: x}}}}", "lambda: there is no key 'if'"),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, filter: 3}}}}", "filter must be a word"),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: {{filter: mlp}}}}", "lambda: it must be a number"),
-        ("merge_method: ties\nbase_model: base\nmodels: [{model: one}]", "weight of 'one': it is missing"),
-        ("merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {weight: {value: 1, filter: mlp}}}]",
-         "weight of 'one': there is none for '"),
-        ("merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {lambda: 1}}]", "no key 'lambda'"),
-        ("merge_method: linear\nmodels: [{model: one}]\nparameters: {weight: 2, normalize: false}", "must add up to 1"),
-        ("merge_method: linear\nmodels: [{model: a+x}, {model: b+x}]\nparameters: {weight: 2}", "adapters can only"),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{lambda: [[1]]}}",
+            "lambda: it must be a number",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{normalize: 2}}",
+            "normalize: it must be true or false",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{normalize: [true, false]}}",
+            "normalize: it must be true",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{lambda: [1, {{value: 1}}]}}",
+            "lambda: it must be a mapping",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, if: x}}}}",
+            "lambda: there is no key 'if'",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, filter: 3}}}}",
+            "filter must be a word",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{lambda: {{filter: mlp}}}}",
+            "lambda: it must be a number",
+        ),
+        (
+            "merge_method: ties\nbase_model: base\nmodels: [{model: one}]",
+            "weight of 'one': it is missing",
+        ),
+        (
+            (
+                "merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {weight: "
+                "{value: 1, filter: mlp}}}]"
+            ),
+            "weight of 'one': there is none for '",
+        ),
+        (
+            "merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {lambda: 1}}]",
+            "no key 'lambda'",
+        ),
+        (
+            (
+                "merge_method: linear\nmodels: [{model: one}]\nparameters: {weight: 2, "
+                "normalize: false}"
+            ),
+            "must add up to 1",
+        ),
+        (
+            "merge_method: linear\nmodels: [{model: a+x}, {model: b+x}]\nparameters: {weight: 2}",
+            "adapters can only",
+        ),
         ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]", "t: it is missing"),
-        ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters: {t: 1.5}", "slerp_t must be"),
+        (
+            "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters: {t: 1.5}",
+            "slerp_t must be",
+        ),
         (f"merge_method: ties\n{MODELS}dtype: int8", ": dtype: tensors cannot be stored as 'int8'"),
-        (f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8", ": out_dtype: tensors cannot be stored as"),
-        (f"merge_method: ties\n{MODELS}tokenizer_source: base\ntokenizer: {{source: base}}", "tokenizer_source too"),
-        (f"merge_method: ties\n{MODELS}tokenizer: {{source: base, pad_to_multiple_of: 8}}", "pad_to_multiple_of is"),
-        (f"merge_method: ties\n{MODELS}tokenizer: {{source: base, tokens: {{x: {{}}}}}}", "tokens is not supported"),
-        (f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8", "out_dtype: tensors cannot be stored as"),
-        (f"merge_method: ties\n{MODELS}tokenizer: {{source: 3}}", "tokenizer: '3' does not name a model"),
-        (f"merge_method: ties\n{MODELS}parameters:\n\tlambda: 1", "indented with spaces, not with tabs"),
+        (
+            f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8",
+            ": out_dtype: tensors cannot be stored as",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}tokenizer_source: base\ntokenizer: {{source: base}}",
+            "tokenizer_source too",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}tokenizer: {{source: base, pad_to_multiple_of: 8}}",
+            "pad_to_multiple_of is",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}tokenizer: {{source: base, tokens: {{x: {{}}}}}}",
+            "tokens is not supported",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8",
+            "out_dtype: tensors cannot be stored as",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}tokenizer: {{source: 3}}",
+            "tokenizer: '3' does not name a model",
+        ),
+        (
+            f"merge_method: ties\n{MODELS}parameters:\n\tlambda: 1",
+            "indented with spaces, not with tabs",
+        ),
         (f"merge_method: ties\n{MODELS}chat_template: chatml", "'chatml' is neither auto nor"),
         (f"merge_method: ties\n{MODELS}chat_template: [1]", "chat_template"),
         (f"merge_method: ties\n{MODELS}---\nmerge_method: ties", "it holds several documents"),
-        (f"merge_method: ties\nmerge_method: dare_ties\n{MODELS}", "the key 'merge_method' is there 2 times (line 1)"),
+        (
+            f"merge_method: ties\nmerge_method: dare_ties\n{MODELS}",
+            "the key 'merge_method' is there 2 times (line 1)",
+        ),
         ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
-        ("a: &x [*x]", "more than 50,000 values"), ("a: *x", "undefined alias"), ("[" * 5000, "nested too deeply"),
-        ("? [a, b]\n: c", "key"), ("a: \x07", "special characters"), ("a: 0x" + "9" * 5000, "has 5,002 digits"),
-        ("a: " + "x" * (1 << 18), "longer than 262,144 bytes"), ("a: 2020-13-45", "month"),
+        ("a: &x [*x]", "more than 50,000 values"),
+        ("a: *x", "undefined alias"),
+        ("[" * 5000, "nested too deeply"),
+        ("? [a, b]\n: c", "key"),
+        ("a: \x07", "special characters"),
+        ("a: 0x" + "9" * 5000, "has 5,002 digits"),
+        ("a: " + "x" * (1 << 18), "longer than 262,144 bytes"),
+        ("a: 2020-13-45", "month"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(check: Refuse, text: str, complaint: str) -> None:
     check(text, complaint)
 
@@ -541,9 +690,10 @@ def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Captu
     weight = "{weight: [{filter: mlp.*.weight, value: 2}, {filter: mlp, value: 1}, {value: 0.5}]}"
     text = f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
     (folder / "merge.yaml").write_text(text)
-    assert dare.main(["-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain"]) == 0
+    run("-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain")
     assert capsys.readouterr().err == (
-        "warning: merge.yaml: filter 'mlp.*.weight' is part of no tensor's name, so it does nothing\n"
+        "warning: merge.yaml: filter 'mlp.*.weight' is part of no tensor's name, so it does "
+        "nothing\n"
     )
 
 
@@ -555,22 +705,28 @@ def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Captu
         ([("[0, 3]", "[0, 3]"), ("[2, 4]", "[2, 4]")], "[0, 3], [2, 4] are not the 4 layers"),
         ([("[2, 4]", "[2, 4]"), ("[0, 2]", "[0, 2]")], "[2, 4], [0, 2] are not the 4 layers"),
         ([("[0, 4]", "[0, 4]"), ("[4, 4]", "[4, 4]")], "are not the 4 layers"),
-        ([("[0, 4, 5]", "[0, 4, 5]")], "layer_range must be two whole numbers"), ([("4", "4")], "two whole numbers"),
+        ([("[0, 4, 5]", "[0, 4, 5]")], "layer_range must be two whole numbers"),
+        ([("4", "4")], "two whole numbers"),
     ],
-)  # fmt: skip
+)
 def test_slices_must_be_the_bases_own_layers(
     check: Refuse, ranges: list[tuple[str, str]], complaint: str
 ) -> None:
     text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
     for first, second in ranges:
-        text += f"- sources: [{{model: one, layer_range: {first}}}, {{model: two, layer_range: {second}}}]\n"
+        text += (
+            f"- sources: [{{model: one, layer_range: {first}}}, {{model: two, layer_range: "
+            f"{second}}}]\n"
+        )
     check(text, complaint)
 
 
 def test_slices_must_merge_the_same_models(check: Refuse) -> None:
     source = "{{model: {}, layer_range: [{}, {}]}}"
-    text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
-    text += f"- sources: [{source.format('one', 0, 2)}]\n"
+    text = (
+        "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
+        f"- sources: [{source.format('one', 0, 2)}]\n"
+    )
     check(text + f"- sources: [{source.format('two', 2, 4)}]\n", "they merge different models")
     same = f"- sources: [{source.format('one', 2, 4)}]\n"
     check(text + same + "  base_model: two\n", "they have different base models")
@@ -580,7 +736,10 @@ def test_slices_must_merge_the_same_models(check: Refuse) -> None:
 
 
 def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
-    text = "merge_method: ties\nbase_model: base\nmodels:\n- {model: one, parameters: &p {weight: 0.5}}\n"
+    text = (
+        "merge_method: ties\nbase_model: base\nmodels:\n- {model: one, parameters: &p {weight: "
+        "0.5}}\n"
+    )
     assert read(text + "- {model: two, parameters: *p}\n").dare["weights"] == [0.5, 0.5]
     assert read(text + "- {model: two, parameters: {<<: *p, weight: 1}}\n").dare["weights"] == [
         0.5,

@@ -1,6 +1,5 @@
-"""Every way to combine, against the definition and closed forms; rules; settings that mean nothing are refused."""
-
-from __future__ import annotations
+"""Every way to combine, against the definition and closed forms; rules; settings that mean nothing
+are refused."""
 
 import math
 import re
@@ -14,30 +13,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import dare
-from dare import ConfigError, DareConfig, DareMerger, Rule
+from dare import ConfigError, DareConfig, DareMerger, Rule, dare_merge
 from darelib.config import RULE_SETTINGS
 from darelib.core.methods import slerp_weights
-from darelib.core.tuning import TUNING
-from darelib.requests.recipe import read_recipe
-from tests import support
-from tests.fuzz import examples
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
     METHODS,
+    Capture,
+    Config,
+    Models,
     assert_same,
     define,
+    examples,
     finetune,
     mask,
     merge,
     random_model,
+    refuse,
+    run,
+    run_merge,
+    same_bits,
+    tune,
+    write_config,
 )
 
-Capture = pytest.CaptureFixture[str]
-Config = dict[str, Any]
 VARIATIONS: list[Config] = [
     {"weights": [0.5, 0.3, 1.7]},
     {"weights": [1.0, -0.5, 0.0], "lambda_coeff": 0.7},
@@ -70,19 +72,11 @@ few = examples(40)
 
 
 def units(*sizes: float, count: int = 5000, name: str = "w") -> list[dict[str, torch.Tensor]]:
-    """A base of zeros and fine-tunes of equal entries: in their merge, what is not zero was kept."""
+    """A base of zeros and fine-tunes of equal entries: what is not zero in a merge was kept."""
     return [{name: torch.full((count,), size, dtype=BF16)} for size in (0.0, *sizes)]
 
 
-def warnings_of(folder: Path, **config: Any) -> list[str]:
-    base = random_model(dtype=BF16)
-    paths = support.save(folder, base=base, model=finetune(base, 1, 0.0005))
-    return list(
-        support.run_merge(paths[0], paths[1:], folder / "out.safetensors", **config).warnings
-    )
-
-
-# --- against the definition and closed forms --------------------------------------------------------------------------
+# --- against the definition and closed forms ------------------------------------------------------
 
 
 @pytest.mark.parametrize(("engine", "dtype"), TYPES + SLOW)
@@ -96,7 +90,7 @@ def test_every_setting_means_what_the_definition_says(
     ]
     expected = define(base, models, **config)
     assert_same(merge(tmp_path, base, *models, engine=engine, **config), expected)
-    assert_same(dare.dare_merge(base, models, DareConfig(**config)), expected)
+    assert_same(dare_merge(base, models, DareConfig(**config)), expected)
     # A rule for all tensors is the same as a setting for all.
     others = {name: value for name, value in config.items() if name not in RULE_SETTINGS}
     rule = {
@@ -107,41 +101,44 @@ def test_every_setting_means_what_the_definition_says(
     assert_same(merge(tmp_path, base, *models, engine=engine, rules=[rule], **others), expected)
 
 
-@pytest.mark.parametrize(("weights", "positions"), [  # at each position, what the models change and what comes out
-    ([1, 1], {(1, 3): 2, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (-2, 2): 2, (0, 3): 3, (0, -3): -3, (0, 0): 0}),
-    ([1, 3], {(1, -1): -1, (2, 4): 3.5, (4, -1): 4, (3, -1): 3, (0, 5): 5}),
-    ([1, 0], {(1, -8): 1, (0, 3): 0, (-2, -6): -2}),
-    ([1, 1, 2], {(1, 2, -1): 1.5, (1, 1, -2): -2, (-1, -3, 2): 2, (1, 1, 1): 1}),
-])  # fmt: skip
-def test_ties_averages_the_models_that_have_the_elected_sign(
-    tmp_path: Path, weights: Any, positions: Any
+# at each position, what the models change and what comes out
+@pytest.mark.parametrize("engine", ["numba", "plain", "memory"])
+@pytest.mark.parametrize(
+    ("normalize", "weights", "positions"),  # what the models change, and what comes out
+    [
+        (
+            True,
+            [1, 1],
+            {(1, 3): 2, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (-2, 2): 2, (0, 3): 3, (0, 0): 0},
+        ),
+        (True, [1, 3], {(1, -1): -1, (2, 4): 3.5, (4, -1): 4, (3, -1): 3, (0, 5): 5}),
+        (True, [1, 0], {(1, -8): 1, (0, 3): 0, (-2, -6): -2}),
+        (True, [1, 1, 2], {(1, 2, -1): 1.5, (1, 1, -2): -2, (-1, -3, 2): 2, (1, 1, 1): 1}),
+        (
+            False,
+            [1, 1],
+            {(1, 3): 4, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (0, 3): 3, (0, -3): -3, (0, 0): 0},
+        ),
+        (False, [0.5, 3], {(1, -1): -3, (2, 4): 13, (8, -1): 4, (6, -1): 3, (0, 5): 15}),
+        (
+            False,
+            [1, -1],
+            {(1, -3): 4, (4, 1): 4, (1, 4): -4, (2, 2): 2, (0, 3): -3, (-1, 3): -4},
+        ),
+        (False, None, {(1, 3): 2, (4, -1): 2, (-4, 1): -2, (0, 0): 0}),
+    ],
+)
+def test_ties_averages_or_adds_up_the_models_that_have_the_elected_sign(
+    tmp_path: Path, engine: str, normalize: bool, weights: Any, positions: Any
 ) -> None:
     base = {"w": torch.zeros(len(positions), dtype=BF16)}
     models = [{"w": torch.tensor(column, dtype=BF16)} for column in zip(*positions, strict=True)]
-    config: Config = {"method": "ties", "drop_rate": 0, "weights": weights}
-    for merged in (merge(tmp_path, base, *models, **config), define(base, models, **config)):
-        assert merged["w"].tolist() == list(positions.values())
-
-
-@pytest.mark.parametrize(("weights", "positions"), [
-    ([1, 1], {(1, 3): 4, (4, -1): 4, (-4, 1): -4, (2, -2): 2, (0, 3): 3, (0, -3): -3, (0, 0): 0}),
-    ([0.5, 3], {(1, -1): -3, (2, 4): 13, (8, -1): 4, (6, -1): 3, (0, 5): 15}),
-    ([1, -1], {(1, -3): 4, (4, 1): 4, (1, 4): -4, (2, 2): 2, (0, 3): -3, (-1, 3): -4}),
-    (None, {(1, 3): 2, (4, -1): 2, (-4, 1): -2, (0, 0): 0}),
-])  # fmt: skip
-def test_ties_that_does_not_normalize_adds_up_the_models_that_have_the_elected_sign(
-    tmp_path: Path, weights: Any, positions: Any
-) -> None:
-    base = {"w": torch.zeros(len(positions), dtype=BF16)}
-    models = [{"w": torch.tensor(column, dtype=BF16)} for column in zip(*positions, strict=True)]
-    config: Config = {"method": "ties", "drop_rate": 0, "weights": weights, "normalize": False}
-    for engine in ("numba", "plain"):
-        assert merge(tmp_path, base, *models, **config, engine=engine)["w"].tolist() == list(
-            positions.values()
-        )
-    assert dare.dare_merge(base, models, DareConfig(**config))["w"].tolist() == list(
-        positions.values()
-    )
+    config = {"method": "ties", "drop_rate": 0, "weights": weights, "normalize": normalize}
+    if engine == "memory":
+        merged = dare_merge(base, models, DareConfig(**config))
+    else:
+        merged = merge(tmp_path, base, *models, **config, engine=engine)
+    assert merged["w"].tolist() == list(positions.values())
 
 
 def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
@@ -160,38 +157,6 @@ def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(("flags", "recorded"), [
-    ("--normalize", True), ("--no-normalize", None),
-    ("--method ties --normalize", None), ("--method ties --no-normalize", False),
-])  # fmt: skip
-def test_normalize_is_recorded_where_it_is_not_the_default(
-    pair: tuple[Path, Path], tmp_path: Path, flags: str, recorded: bool | None, capsys: Capture
-) -> None:
-    output = tmp_path / "out"
-    words = [
-        "-b",
-        str(pair[0]),
-        "-m",
-        str(pair[1]),
-        "-o",
-        str(output),
-        "--weights",
-        "0.3",
-        "--engine",
-        "plain",
-    ]
-    assert dare.main([*words, *flags.split(), "--dry-run"]) == 0
-    assert (f"normalize {str(recorded).lower()}" in capsys.readouterr().out) == (
-        recorded is not None
-    )
-    assert dare.main([*words, *flags.split(), "-q"]) == 0
-    assert read_recipe(output).dare.get("normalize") == recorded
-    assert ("summed up by weight over the models" in (output / "README.md").read_text()) == (
-        recorded is False
-    )
-    assert dare.main(["verify", "-q", str(output)]) == 0
-
-
 @pytest.mark.parametrize("drop_rate", [0.0, 0.9])
 def test_ties_with_one_model_equals_linear(tmp_path: Path, drop_rate: float) -> None:
     base = random_model(dtype=BF16)
@@ -202,22 +167,14 @@ def test_ties_with_one_model_equals_linear(tmp_path: Path, drop_rate: float) -> 
     assert_same(ties, linear)
 
 
-def test_trim_keeps_all_entries_as_large_as_the_last_one_it_must_keep(tmp_path: Path) -> None:
-    """Deltas stored in 16 bits tie a lot. Which of two equal entries is kept must not depend on where they lie."""
-    base, model = (
-        {"w": torch.zeros(3000, dtype=BF16)},
-        {"w": (torch.arange(3000) % 4 * 0.25).to(BF16)},
-    )
-    for ratio, least in ((0.3, 0.5), (0.25, 0.75)):
-        merged = merge(tmp_path, base, model, method="ties", drop_rate=0.0, keep_ratio=ratio)["w"]
-        assert support.same_bits(merged, torch.where(model["w"] >= least, model["w"], 0.0))
-
-
 @few
 @given(
-    st.integers(0, 1000), st.integers(1, 3000), st.floats(0.001, 1), st.sampled_from([0, 0.5, 0.97]),
+    st.integers(0, 1000),
+    st.integers(1, 3000),
+    st.floats(0.001, 1),
+    st.sampled_from([0, 0.5, 0.97]),
     st.sampled_from(TYPES),
-)  # fmt: skip
+)
 def test_trim_finds_the_exact_threshold_of_any_tensor(
     tmp_path: Path,
     seed: int,
@@ -226,7 +183,8 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     drop_rate: float,
     kind: tuple[str, torch.dtype],
 ) -> None:
-    random, (engine, dtype) = np.random.default_rng(seed), kind
+    random = np.random.default_rng(seed)
+    (engine, dtype) = kind
     values = random.standard_cauchy(count) * 2.0 ** random.integers(-30, 20)
     model = torch.from_numpy(values).clamp(-1e30, 1e30).to(dtype)
     config = {"method": "ties", "keep_ratio": keep_ratio, "drop_rate": drop_rate, "rescale": False}
@@ -236,7 +194,7 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     survives = torch.from_numpy(mask(42, "w", count, drop_rate))
     sizes = model[survives].abs().sort(descending=True).values
     least = sizes[max(1, int(keep_ratio * len(sizes))) - 1] if len(sizes) else 0
-    assert support.same_bits(
+    assert same_bits(
         merged, torch.where(survives & (model.abs() >= least) & (model != 0), model, 0.0)
     )
 
@@ -245,7 +203,14 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
     "size", [0.0001, 0.05, 1.0], ids=["nearly parallel", "at an angle", "nearly orthogonal"]
 )
 @pytest.mark.parametrize(
-    "config", [{}, {"slerp_t": 0.0}, {"slerp_t": 0.3, "drop_rate": 0.0}, {"lambda_coeff": 0.5}]
+    "config",
+    [
+        {},
+        {"slerp_t": 0.0},
+        {"slerp_t": 1.0},
+        {"slerp_t": 0.3, "drop_rate": 0.0},
+        {"lambda_coeff": 0.5},
+    ],
 )
 def test_slerp_equals_the_closed_form_within_rounding(
     tmp_path: Path, size: float, config: Config
@@ -254,16 +219,17 @@ def test_slerp_equals_the_closed_form_within_rounding(
     models = [finetune(base, seed, size) for seed in (1, 2)]
     merged = merge(tmp_path, base, *models, method="slerp", engine="plain", **config)
     # What is left of each model alone, which is where the arc begins and ends.
-    t, rate = config.get("slerp_t", 0.5), config.get("drop_rate", 0.9)
+    t = config.get("slerp_t", 0.5)
+    rate = config.get("drop_rate", 0.9)
     ends = [define(base, [model], seed=42 + i, drop_rate=rate) for i, model in enumerate(models)]
     for name, tensor in merged.items():
         first, second = (end[name] for end in ends)
         cosine = float((first * second).sum() / first.norm() / second.norm())
-        angle, arc = math.acos(min(1.0, cosine)), (1 - t) * first + t * second
+        shares = [1 - t, t]
         if abs(cosine) <= 0.9995:
-            arc = (math.sin((1 - t) * angle) * first + math.sin(t * angle) * second) / math.sin(
-                angle
-            )
+            angle = math.acos(cosine)
+            shares = [math.sin(share * angle) / math.sin(angle) for share in shares]
+        arc = shares[0] * first + shares[1] * second
         expected = base[name] + config.get("lambda_coeff", 1.0) * (arc - base[name])
         np.testing.assert_allclose(tensor, expected, rtol=1e-12, atol=1e-13)
 
@@ -282,13 +248,7 @@ def test_slerp_does_not_depend_on_the_sine_of_a_library() -> None:
     assert slerp_weights(1.0, 1.0, 0.9996, 0.25) == (0.75, 0.25), "nearly one direction"
 
 
-def test_slerp_at_its_ends_gives_the_models_and_of_zero_vectors_is_linear(tmp_path: Path) -> None:
-    base = random_model(1, BF16)
-    models = [finetune(base, seed, 0.1) for seed in (1, 2)]
-    for t, model in ((0.0, models[0]), (1.0, models[1])):
-        merged = merge(tmp_path, base, *models, method="slerp", drop_rate=0.0, slerp_t=t)
-        for name in base:
-            np.testing.assert_allclose(merged[name].float(), model[name].float(), rtol=2**-7)
+def test_slerp_of_a_zero_vector_is_linear(tmp_path: Path) -> None:
     zero, one = units(1.0)
     merged = merge(tmp_path, zero, zero, one, method="slerp", drop_rate=0.0, slerp_t=0.25)
     assert merged["w"].tolist() == [0.25] * 5000
@@ -303,37 +263,36 @@ def test_a_tensor_that_a_model_lacks_is_as_in_the_base(tmp_path: Path, config: C
     )
     del models[0]["head.weight"]
     assert_same(merge(tmp_path, base, *models, **config), whole)
-    assert_same(dare.dare_merge(base, models, DareConfig(**config)), whole)
+    assert_same(dare_merge(base, models, DareConfig(**config)), whole)
 
 
+@pytest.mark.parametrize(("chunk", "threads"), [(1024, 7), (4096, 2), (1 << 15, 3)])
 @pytest.mark.parametrize("config", METHODS, ids=str)
 def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
-    tmp_path: Path, config: Config
+    tmp_path: Path, config: Config, chunk: Any, threads: int
 ) -> None:
     base = random_model(4, BF16, {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)})
     models = [finetune(base, seed, 0.02) for seed in (1, 2)]
     usual = merge(tmp_path, base, *models, threads=1, **config)
-    TUNING.batch_elements = 5000
-    for chunk, threads in ((1024, 7), (4096, 2), (1 << 15, 3)):
-        TUNING.min_chunk = TUNING.max_chunk = TUNING.memory_chunk = chunk
-        TUNING.job_elements = 2 * chunk
-        for engine in ("numba", "plain"):
-            assert_same(
-                merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual
-            )
-        assert_same(dare.dare_merge(base, models, DareConfig(**config)), usual)
+    tune(batch_elements=5000)
+    tune(min_chunk=chunk, max_chunk=chunk, memory_chunk=chunk, job_elements=2 * chunk)
+    for engine in ("numba", "plain"):
+        assert_same(merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual)
+    assert_same(dare_merge(base, models, DareConfig(**config)), usual)
 
 
-def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(tmp_path: Path) -> None:
-    for rate in (0.0, 0.3, 0.9):
-        merged = merge(
-            tmp_path, *units(1, 64), drop_rate=[rate, 0.5], rescale=False, weights=[1, 1]
-        )["w"].float()
-        assert np.array_equal(merged >= 64, mask(43, "w", 5000, 0.5))
-        assert np.array_equal(merged % 64 == 1, mask(42, "w", 5000, rate))
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
+def test_the_drop_rate_of_one_model_leaves_the_masks_of_the_others_alone(
+    tmp_path: Path, rate: float
+) -> None:
+    merged = merge(tmp_path, *units(1, 64), drop_rate=[rate, 0.5], rescale=False, weights=[1, 1])[
+        "w"
+    ].float()
+    assert np.array_equal(merged >= 64, mask(43, "w", 5000, 0.5))
+    assert np.array_equal(merged % 64 == 1, mask(42, "w", 5000, rate))
 
 
-# --- rules ------------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
@@ -347,9 +306,9 @@ def test_the_first_rule_that_matches_wins(tmp_path: Path) -> None:
     merged = merge(tmp_path, base, model, rules=rules)
     for name in names[:2]:
         assert np.array_equal(merged[name] != 0, mask(42, name, 2000, 0.5))
-    assert support.same_bits(merged["layer.norm"], base["layer.norm"])
-    assert support.same_bits(merged["layer.mlp"], model["layer.mlp"])
-    assert_same(dare.dare_merge(base, [model], DareConfig(rules=rules)), merged)
+    assert same_bits(merged["layer.norm"], base["layer.norm"])
+    assert same_bits(merged["layer.mlp"], model["layer.mlp"])
+    assert_same(dare_merge(base, [model], DareConfig(rules=rules)), merged)
 
 
 LAYERS = (
@@ -361,20 +320,50 @@ LAYERS = (
 DEPTHS = dict(zip(LAYERS, (0, 0, 0.25, 0.5, 0.75, 1, 1, 0), strict=True))
 
 
-@pytest.mark.parametrize(("gradient", "at"), [
-    ({"drop_rate": {"gradient": [0.8, 0.4, 0.8]}}, lambda t: {"drop_rate": 0.8 - 0.8 * min(t, 1 - t)}),
-    ({"drop_rate": [0.5, {"gradient": [0.2, 0.6]}]}, lambda t: {"drop_rate": [0.5, 0.2 + 0.4 * t]}),
-    ({"lambda_coeff": {"gradient": [1, 0]}, "rescale_q": {"gradient": [0.6, 1.0]}, "drop_rate": 0.5},
-     lambda t: {"lambda_coeff": 1 - t, "rescale_q": 0.6 + 0.4 * t}),
-    ({"method": "ties", "keep_ratio": {"gradient": [0.25, 0.75]}, "drop_rate": 0.5},
-     lambda t: {"keep_ratio": 0.25 + t / 2}),
-    ({"method": "slerp", "slerp_t": {"gradient": [0.25, 0.75]}}, lambda t: {"slerp_t": 0.25 + t / 2}),
-    ({"weights": [1, {"gradient": [-1, 3]}]}, lambda t: {"weights": [1, 4 * t - 1]}),
-    ({"drop": "breadcrumbs", "gamma": {"gradient": [0, 0.4]}, "drop_rate": 0.5}, lambda t: {"gamma": 0.4 * t}),
-    ({"drop": ["della", "magnitude"], "epsilon": {"gradient": [0.1, 0.3]}, "drop_rate": 0.5, "rescale": "l1"},
-     lambda t: {"epsilon": 0.1 + 0.2 * t}),
-    ({"lambda_coeff": {"gradient": [0.5]}}, lambda t: {"lambda_coeff": 0.5}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gradient", "at"),
+    [
+        (
+            {"drop_rate": {"gradient": [0.8, 0.4, 0.8]}},
+            lambda t: {"drop_rate": 0.8 - 0.8 * min(t, 1 - t)},
+        ),
+        (
+            {"drop_rate": [0.5, {"gradient": [0.2, 0.6]}]},
+            lambda t: {"drop_rate": [0.5, 0.2 + 0.4 * t]},
+        ),
+        (
+            {
+                "lambda_coeff": {"gradient": [1, 0]},
+                "rescale_q": {"gradient": [0.6, 1.0]},
+                "drop_rate": 0.5,
+            },
+            lambda t: {"lambda_coeff": 1 - t, "rescale_q": 0.6 + 0.4 * t},
+        ),
+        (
+            {"method": "ties", "keep_ratio": {"gradient": [0.25, 0.75]}, "drop_rate": 0.5},
+            lambda t: {"keep_ratio": 0.25 + t / 2},
+        ),
+        (
+            {"method": "slerp", "slerp_t": {"gradient": [0.25, 0.75]}},
+            lambda t: {"slerp_t": 0.25 + t / 2},
+        ),
+        ({"weights": [1, {"gradient": [-1, 3]}]}, lambda t: {"weights": [1, 4 * t - 1]}),
+        (
+            {"drop": "breadcrumbs", "gamma": {"gradient": [0, 0.4]}, "drop_rate": 0.5},
+            lambda t: {"gamma": 0.4 * t},
+        ),
+        (
+            {
+                "drop": ["della", "magnitude"],
+                "epsilon": {"gradient": [0.1, 0.3]},
+                "drop_rate": 0.5,
+                "rescale": "l1",
+            },
+            lambda t: {"epsilon": 0.1 + 0.2 * t},
+        ),
+        ({"lambda_coeff": {"gradient": [0.5]}}, lambda t: {"lambda_coeff": 0.5}),
+    ],
+)
 def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, at: Any) -> None:
     base = random_model(0, F32, dict.fromkeys(LAYERS, (40, 50)))
     models = [finetune(base, 1), finetune(base, 2)]
@@ -386,101 +375,158 @@ def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, 
         merged = merge(tmp_path, base, *models, **config, engine="plain")
         for name in LAYERS:
             assert torch.allclose(merged[name], wanted[name], rtol=0, atol=1e-8), name
-        assert_same(dare.dare_merge(base, models, DareConfig(**config)), merged)
+        assert_same(dare_merge(base, models, DareConfig(**config)), merged)
 
 
-@pytest.mark.parametrize("settings", [
-    {"weights": [0.3, -2.0]}, {"weights": [1.0, 2.0], "normalize": True}, {"rescale": "none", "drop_rate": 0.5},
-    {"method": "ties", "normalize": False}, {"method": "slerp", "slerp_t": 0.2},
-], ids=str)  # fmt: skip
-def test_a_rule_for_all_tensors_is_like_the_settings_themselves(
-    tmp_path: Path, settings: Config
+GRADIENT = {"gradient": [0.9, 0.5]}
+PATTERNS = ("layer.*", "*nothing*", "layer.bias", "ead.we")
+
+
+@pytest.mark.parametrize(
+    ("config", "patterns"),
+    [
+        ({"drop_rate": GRADIENT}, ["number of a layer"]),
+        ({"rules": [{"match": "*", "drop_rate": [GRADIENT]}]}, ["number of a layer"]),
+        (
+            {"rules": [{"match": pattern, "drop_rate": 0.5} for pattern in PATTERNS]},
+            [
+                r"rule 2 \('\*nothing\*'\) matches no tensor$",
+                r"rule 3 \('layer.bias'\) matches only .* an earlier rule",
+                r"rule 4 \('ead.we'\) matches no tensor; .*'\*ead.we\*'",
+            ],
+        ),
+        ({"rescale": False}, ["10 times too weak"]),
+        ({"rescale": False, "drop_rate": 0.0}, []),
+        (
+            {"rescale": False, "drop_rate": 0.0, "rules": [{"match": "*", "drop_rate": 0.5}]},
+            ["2 times too weak"],
+        ),
+    ],
+    ids=str,
+)
+def test_settings_that_do_nothing_or_harm_are_warned_about(
+    models: Models, tmp_path: Path, config: Config, patterns: list[str]
 ) -> None:
-    base = random_model(0, BF16)
-    models = [finetune(base, 1), finetune(base, 2)]
-    rule = {name: value for name, value in settings.items() if name != "method"}
-    method = {"method": settings.get("method", "linear")}
-    wanted = merge(tmp_path, base, *models, **settings)
-    assert_same(merge(tmp_path, base, *models, **method, rules=[{"match": "*", **rule}]), wanted)
-
-
-def test_gradients_over_no_layers_are_reported(tmp_path: Path) -> None:
-    words = "no tensor's name has the number of a layer in it, so each gradient has its first value everywhere"
-    assert warnings_of(tmp_path, drop_rate={"gradient": [0.9, 0.5]}) == [words]
-    assert warnings_of(
-        tmp_path, rules=[{"match": "*", "drop_rate": [{"gradient": [0.9, 0.5]}]}]
-    ) == [words]
-
-
-def test_rules_that_are_never_used_are_reported(tmp_path: Path) -> None:
-    patterns = ("layer.*", "*nothing*", "layer.bias", "ead.we")
-    assert warnings_of(
-        tmp_path, rules=[{"match": pattern, "drop_rate": 0.5} for pattern in patterns]
-    ) == [
-        "rule 2 ('*nothing*') matches no tensor",
-        "rule 3 ('layer.bias') matches only tensors that an earlier rule takes",
-        "rule 4 ('ead.we') matches no tensor; did you mean '*ead.we*'?",
-    ]
-
-
-def test_dropping_without_rescaling_is_warned_about(tmp_path: Path) -> None:
-    [warning] = warnings_of(tmp_path, rescale=False)
-    assert (
-        warning == "rescale is off: with 0.9 of a delta dropped, what is left is 10 times too weak"
+    report = run_merge(
+        models[0], models[1:2], tmp_path / "out.safetensors", delta_threshold=1, **config
     )
-    assert warnings_of(tmp_path, rescale=False, drop_rate=0.0) == []
-    [warning] = warnings_of(
-        tmp_path, rescale=False, drop_rate=0.0, rules=[{"match": "*", "drop_rate": 0.5}]
-    )
-    assert "2 times too weak" in warning
+    assert len(report.warnings) == len(patterns), report.warnings
+    assert all(map(re.search, patterns, report.warnings)), report.warnings
 
 
 def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
     models: list[Path], tmp_path: Path
 ) -> None:
     rule = '[[rules]]\nmatch = ["layer.*", "scalar"]\ndrop_rate = [0.5, 0.25]\nlambda_coeff = 0.5\n'
-    config, output = support.write_config(tmp_path, rule, verbose=False), tmp_path / "f.safetensors"
-    assert dare.main(["-c", str(config)]) == 0
+    config = write_config(tmp_path, rule, verbose=False)
+    output = tmp_path / "f.safetensors"
+    run("-c", config)
     settings = ":drop_rate=[0.5, 0.25], lambda_coeff=0.5"
     flags = ["--rule", f"layer.*{settings}", "--rule", f"scalar{settings}", "-o", str(output)]
-    assert (
-        dare.main(["-q", "-b", str(models[0]), "-m", str(models[1]), str(models[2]), *flags]) == 0
-    )
+    run("-q", "-b", models[0], "-m", models[1], models[2], *flags)
     assert_same(load_file(output), load_file(tmp_path / "out.safetensors"))
-    assert dare.main(["-c", str(config), "--rule", "*:lambda_coeff=0"]) == 0
+    run("-c", config, "--rule", "*:lambda_coeff=0")
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(models[0]))
 
 
-# --- settings that mean nothing ---------------------------------------------------------------------------------------
+# --- settings that mean nothing -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("config", "count", "complaint"), [
-    ({"method": "slerp"}, 3, "method slerp takes 2 models, not 3"),
-    ({"method": "slerp"}, 1, "method slerp takes 2 models, not 1"),
-    ({"slerp_t": 0.5}, 2, "slerp_t means nothing to method linear"),
-    ({"keep_ratio": 0.5}, 2, "keep_ratio means nothing to method linear"),
-    ({"rules": [{"match": "*", "keep_ratio": 0.5}]}, 2, "keep_ratio means nothing to method linear"),
-    ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
-    ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
-    ({"weights": [0.0, 0.0], "method": "ties"}, 2, "all weights are 0"),
-    ({"weights": [0.0, 0.0]}, 2, "all weights are 0"),
-    ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative"),
-    ({"weights": [1.0, -1.0], "method": "ties", "normalize": True}, 2, "must not be negative"),
-    ({"weights": [0.1, 0.2, -0.3], "normalize": True}, 3, "the weights add up to 0"),
-    ({"normalize": False, "method": "slerp"}, 2, "normalize means nothing to method slerp"),
-    ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),
-    ({"rescale_q": 0.05}, 2, "rescale_q 0.05 is below 1 - drop_rate = 0.1"),
-    ({"rescale_q": 0.2, "rules": [{"match": "*", "drop_rate": 0.5}]}, 2, "rescale_q 0.2 is below 1 - drop_rate"),
-    ({"rescale_q": [0.2, 0.2, 0.2]}, 2, "rescale_q has 3 values for 2 models"),
-    ({"drop_rate": [0.5]}, 2, "drop_rate has 1 values for 2 models"),
-    ({"rules": [{"match": "*", "drop_rate": [0.1, 0.2, 0.3]}]}, 2, "rule 1: drop_rate has 3 values"),
-    ({"rules": 5}, 2, "rules must be a list"), ({"rules": ["*"]}, 2, "rule 1 must be a table"),
-    ({"rules": [{"match": "*", "drop_rat": 0.5}]}, 2, "rule 1 has no key 'drop_rat'"),
-    ({"rules": [{"match": "*", "drop_rate": 2}]}, 2, "rule 1: drop_rate must be a number"),
-    ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1: match must be a pattern"),
-    ({"rules": [{"match": []}]}, 2, "rule 1: match must be a pattern"),
-    ({"rules": [{"match": "*"}]}, 2, "rule 1: it sets nothing"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "count", "complaint"),
+    [
+        ({"method": "slerp"}, 3, "method slerp takes 2 models, not 3"),
+        ({"method": "slerp"}, 1, "method slerp takes 2 models, not 1"),
+        ({"slerp_t": 0.5}, 2, "slerp_t means nothing to method linear"),
+        ({"rules": [{"match": "*", "slerp_t": 0.5}]}, 2, "slerp_t means nothing to method linear"),
+        ({"keep_ratio": 0.5}, 2, "keep_ratio means nothing to method linear"),
+        ({"rules": [{"match": "*", "keep_ratio": 0.5}]}, 2, "keep_ratio means nothing"),
+        ({"weights": [1.0]}, 2, "weights has 1 values for 2 models"),
+        ({"rules": [{"match": "*", "weights": [1.0]}]}, 2, "rule 1: weights has 1 values"),
+        ({"weights": [1.0, 1.0], "method": "slerp"}, 2, "weights mean nothing to method slerp"),
+        ({"weights": [0.0, 0.0], "method": "ties"}, 2, "all weights are 0"),
+        ({"weights": [0.0, 0.0]}, 2, "all weights are 0"),
+        ({"weights": [1.0, -1.0], "method": "ties"}, 2, "must not be negative"),
+        ({"weights": [1.0, -1.0], "method": "ties", "normalize": True}, 2, "must not be negative"),
+        (
+            {
+                "method": "ties",
+                "rules": [{"match": "*", "weights": [1, {"gradient": [1, -1, 1]}]}],
+            },
+            2,
+            "rule 1: ties weights",
+        ),
+        ({"weights": [0.1, 0.2, -0.3], "normalize": True}, 3, "the weights add up to 0"),
+        ({"normalize": False, "method": "slerp"}, 2, "normalize means nothing to method slerp"),
+        ({"rescale_q": 0.5, "rescale": False}, 2, "rescale_q means nothing when rescale is off"),
+        ({"rescale": "l1", "rescale_q": 0.6}, 2, "rescale_q means nothing when rescale is l1"),
+        (
+            {"rules": [{"match": "*", "rescale": "none", "rescale_q": 0.6}]},
+            2,
+            "rule 1: rescale_q means nothing",
+        ),
+        ({"rescale_q": 0.05}, 2, "rescale_q 0.05 is below 1 - drop_rate = 0.1"),
+        (
+            {"rescale_q": 0.5, "drop_rate": {"gradient": [0.9, 0.4, 0.9]}},
+            2,
+            "rescale_q 0.5 is below 1 - drop_rate = 0.6",
+        ),
+        (
+            {"rescale_q": 0.2, "rules": [{"match": "*", "drop_rate": 0.5}]},
+            2,
+            "rescale_q 0.2 is below",
+        ),
+        ({"rescale_q": [0.2, 0.2, 0.2]}, 2, "rescale_q has 3 values for 2 models"),
+        ({"drop_rate": [0.5]}, 2, "drop_rate has 1 values for 2 models"),
+        ({"rules": [{"match": "*", "drop_rate": [0.1, 0.2, 0.3]}]}, 2, "rule 1: drop_rate has 3"),
+        ({"rules": 5}, 2, "rules must be a list"),
+        ({"rules": ["*"]}, 2, "rule 1 must be a table"),
+        ({"rules": [{"match": "*", "drop_rat": 0.5}]}, 2, "rule 1 has no key 'drop_rat'"),
+        ({"rules": [{"match": "*", "drop_rate": 2}]}, 2, "rule 1: drop_rate must be a number"),
+        ({"rules": [{"drop_rate": 0.5}]}, 2, "rule 1: match"),
+        ({"rules": [{"match": []}]}, 2, "rule 1: match"),
+        ({"rules": [{"match": "*"}]}, 2, "rule 1: it sets nothing"),
+        ({"drop": "magnitude", "method": "slerp"}, 2, "method slerp goes with drop random only"),
+        (
+            {
+                "drop": ["random", "della"],
+                "drop_rate": 0.5,
+                "method": "ties",
+                "keep_ratio": 0.5,
+            },
+            2,
+            "not della",
+        ),
+        ({"drop": "magnitude", "rescale": True}, 2, "rescale true means nothing to drop magnitude"),
+        ({"drop": "breadcrumbs", "rescale": "expectation"}, 2, "rescale expectation means nothing"),
+        (
+            {"rules": [{"match": "*", "drop": "magnitude"}], "rescale": True},
+            2,
+            "rule 1: rescale true means",
+        ),
+        ({"drop": "della", "drop_rate": 0.5, "rescale_q": 0.6}, 2, "rescale_q means nothing"),
+        ({"gamma": 0.1}, 2, "gamma means nothing to drop random"),
+        ({"epsilon": 0.1, "drop": ["magnitude", "random"]}, 2, "drop magnitude and random"),
+        (
+            {"rules": [{"match": "*", "gamma": 0.1}, {"match": "*", "drop": "breadcrumbs"}]},
+            2,
+            "rule 1: gamma",
+        ),
+        ({"drop": "della"}, 2, "with drop_rate 0.9 and epsilon 0.15"),
+        (
+            {
+                "drop": "della",
+                "drop_rate": 0.5,
+                "epsilon": {"gradient": [0.1, 0.45, 0.499]},
+                "rules": [{"match": "*", "drop_rate": 0.52}],
+            },
+            2,
+            "rule 1: with drop_rate 0.52 and epsilon 0.499",
+        ),
+        ({"drop": ["random"]}, 2, "drop has 1 values for 2 models"),
+    ],
+    ids=str,
+)
 def test_settings_that_mean_nothing_together_are_refused(
     config: Config, count: int, complaint: str
 ) -> None:
@@ -489,20 +535,29 @@ def test_settings_that_mean_nothing_together_are_refused(
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("rule", "complaint"),
+    {
+        "nonsense": "no colon",
+        "*:drop_rate": "PATTERN:SETTING=VALUE",
+        "*:drop=della": 'drop="magnitude"',
+        "*:drop_rate=3": "drop_rate must be a number",
+        "*:seed=3": "has no key 'seed'",
+        '[[rules]]\nmatch = "*"\ndrops = 1\n': "rule 1 has no key 'drops'",
+        '[rules]\nmatch = "*"\n': "write [[rules]]",
+    }.items(),
+)
 def test_wrong_rules_are_named_with_the_flag_or_the_file(
-    models: list[Path], tmp_path: Path, capsys: Capture
+    tmp_path: Path, capsys: Capture, rule: str, complaint: str
 ) -> None:
-    for rule, complaint in {
-        "nonsense": "has no colon after its pattern", "*:drop_rate": "must be PATTERN:SETTING=VALUE",
-        "*:drop=della": 'words in quotes, like drop="magnitude"',
-        "*:drop_rate=3": "drop_rate must be a number", "*:seed=3": "has no key 'seed'",
-    }.items():  # fmt: skip
-        support.refuse(
-            tmp_path, capsys, 2, f"--rule {rule!r}", complaint, arguments=["--rule", rule]
-        )
-    config = support.write_config(tmp_path, '[[rules]]\nmatch = "*"\ndrops = 1\n')
-    support.refuse(
-        tmp_path, capsys, 2, f"error: {config}: rule 1 has no key 'drops'", arguments=["-c", config]
+    flags = ["--rule", rule]
+    if "\n" in rule:
+        flags = ["-c", write_config(tmp_path, rule)]
+    refuse(
+        tmp_path,
+        capsys,
+        2,
+        str(flags[1]) if "\n" in rule else repr(rule),
+        complaint,
+        arguments=flags,
     )
-    config.write_text(config.read_text().replace("[[rules]]", "[rules]"))
-    support.refuse(tmp_path, capsys, 2, "write [[rules]]", arguments=["-c", config])

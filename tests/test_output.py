@@ -1,6 +1,5 @@
-"""Output directories: what is in them, how they are split, what they may replace, and that inputs are never touched."""
-
-from __future__ import annotations
+"""Output directories: what is in them, how they are split, what they may replace, and that inputs
+are never touched."""
 
 import json
 import os
@@ -10,19 +9,25 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-import dare
 from dare import ConfigError, DareConfig
 from darelib.config import parse_size
 from darelib.output.destination import list_files
 from tests.support import (
     BF16,
+    INDEX,
+    Capture,
+    Models,
+    Pair,
+    Patch,
     assert_same,
     finetune,
     low_rank,
     random_model,
+    read_json,
     refuse,
+    run,
     run_merge,
     save,
     save_directory,
@@ -33,9 +38,6 @@ from tests.support import (
     write_adapter,
 )
 
-Pair = tuple[Path, Path]
-Capture = pytest.CaptureFixture[str]
-Patch = pytest.MonkeyPatch
 MADE = {"README.md", "dare_recipe.toml", "model.safetensors"}  # in each directory
 THEIRS = (
     "",
@@ -48,7 +50,8 @@ THEIRS = (
 
 @pytest.fixture
 def refused(tmp_path: Path, capsys: Capture) -> Any:
-    """A merge into this output must fail with these words and leave everything as it was; always: even if forced."""
+    """A merge into this output must fail with these words and leave everything as it was; always:
+    even if forced."""
 
     def check(
         models: Any,
@@ -67,7 +70,7 @@ def refused(tmp_path: Path, capsys: Capture) -> Any:
 
 
 def merge_directory(pair: Pair, output: Path, *flags: Any) -> None:
-    assert dare.main([*map(str, ("-q", "-b", pair[0], "-m", pair[1], "-o", output, *flags))]) == 0
+    run("-q", "-b", pair[0], "-m", pair[1], "-o", output, *flags)
     assert not any("partial" in name for name in os.listdir(output.parent)), "no litter"
 
 
@@ -82,14 +85,32 @@ def test_side_files_of_the_base_come_along_and_weights_and_training_do_not(
 ) -> None:
     odd = os.fsdecode(b"caf\xe9.txt") if sys.platform == "linux" else "caf\u00e9.txt"
     kept = (
-        "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE", "modeling_own.py",
-        "additional_chat_templates/tool.jinja", "1_Pooling/config.json", odd,
-    )  # fmt: skip
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "LICENSE",
+        "modeling_own.py",
+        "additional_chat_templates/tool.jinja",
+        "1_Pooling/config.json",
+        odd,
+    )
     left = (
-        "readme.md", "README.md", "dare_recipe.toml", "pytorch_model.bin", "model.fp16.safetensors", "tf_model.h5",
-        "model-00001-of-00002.safetensors", "original/consolidated.00.pth", "original/params.json", "onnx/model.onnx",
-        "training_args.bin", "trainer_state.json", "checkpoint-10/config.json", ".git/config",
-    )  # fmt: skip
+        "readme.md",
+        "README.md",
+        "dare_recipe.toml",
+        "pytorch_model.bin",
+        "model.fp16.safetensors",
+        "tf_model.h5",
+        "model-00001-of-00002.safetensors",
+        "original/consolidated.00.pth",
+        "original/params.json",
+        "onnx/model.onnx",
+        "training_args.bin",
+        "trainer_state.json",
+        "checkpoint-10/config.json",
+        ".git/config",
+    )
     fill(
         pair[0],
         {name: f'{{"is": {k}}}' for k, name in enumerate(kept)}
@@ -115,129 +136,119 @@ def test_config_json_names_the_new_type(pair: Pair, tmp_path: Path, key: str | N
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == after
 
 
-def test_the_tokenizer_may_come_from_another_model(
-    tmp_path: Path, capsys: Capture, refused: Any
-) -> None:
+def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, refused: Any) -> None:
     base = random_model(dtype=BF16, shapes={"model.embed_tokens.weight": (40, 3)})
-    pair = (
-        save_directory(tmp_path / "base", base, model_type="x"),
-        save_directory(tmp_path / "math", finetune(base, 1)),
-    )
-    for path in pair:
-        fill(path, {"tokenizer_config.json": path.name, "LICENSE": path.name})
-    fill(pair[0], {"vocab.txt": "of the base only"})
-    vocabulary = {
-        "model": {"vocab": {f"t{k}": k for k in range(40)}},
-        "added_tokens": [{"id": 41, "content": "x"}],
-    }
+    tuned = save_directory(tmp_path / "math", finetune(base, 1))
+    pair = (save_directory(tmp_path / "base", base, model_type="x"), tuned)
+    for path in (*pair, save_directory(tmp_path / "bare", base)):
+        name = "LICENSE" if path.name == "bare" else "tokenizer_config.json"
+        fill(path, {name: path.name, "LICENSE": path.name})
+    fill(pair[0], {"vocab.txt": "of the base only", "assets/some.model": "base"})
+    vocabulary = {"model": {"vocab": {f"t{k}": k for k in range(40)}}}
+    beyond = {"added_tokens": [{"id": 41, "content": "x"}]}
+    fill(pair[1], {"tokenizer.json": json.dumps(vocabulary | beyond)})
+    for output, given, status, words in (
+        ("x", "math", 1, ("41", "40", "--tokenizer union")),
+        ("x", "bare", 1, ("bare",)),
+        ("x", "nowhere", 1, ("nowhere",)),
+        ("x.safetensors", "math", 2, ("tokenizer means nothing",)),
+    ):
+        flags = ["--tokenizer", tmp_path / given]
+        refused(pair, tmp_path / output, *words, status=status, flags=flags)
     fill(pair[1], {"tokenizer.json": json.dumps(vocabulary)})
-    words = ("has tokens up to 41, and the merged model has rows for 40", "--tokenizer union")
-    for word in words:
-        refused(pair, tmp_path / "x", word, flags=["--tokenizer", pair[1]])
-    fill(pair[1], {"tokenizer.json": json.dumps(vocabulary | {"added_tokens": []})})
     merge_directory(pair, tmp_path / "out", "--tokenizer", pair[1])
-    assert (
-        dare.main(
-            ["-q", "-c", str(tmp_path / "out" / "dare_recipe.toml"), "-o", str(tmp_path / "again")]
-        )
-        == 0
-    )
+    run("-q", "-c", tmp_path / "out" / "dare_recipe.toml", "-o", tmp_path / "again")
     for folder in (tmp_path / "out", tmp_path / "again"):
+        copied = {"config.json", "assets/some.model", "LICENSE"}
         assert set(list_files(folder)) == {
             *MADE,
-            "config.json",
-            "LICENSE",
+            *copied,
             "tokenizer.json",
             "tokenizer_config.json",
         }
-        assert [(folder / name).read_text() for name in ("tokenizer_config.json", "LICENSE")] == [
-            "math",
-            "base",
-        ]
-    bare = save_directory(tmp_path / "bare", base)
-    refused(pair, tmp_path / "x", "there is no tokenizer in", flags=["--tokenizer", bare])
-    refused(
-        pair,
-        tmp_path / "x",
-        "there is no file or directory",
-        flags=["--tokenizer", tmp_path / "nowhere"],
-    )
-    words, flags = "tokenizer means nothing to an output of one file", ["--tokenizer", pair[1]]
-    refused(pair, tmp_path / "x.safetensors", words, status=2, flags=flags)
+        assert (folder / "tokenizer_config.json").read_text() == "math"
+        assert (folder / "LICENSE").read_text() == "base"
 
 
 def test_the_model_card_has_front_matter_and_the_recipe(pair: Pair, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
-    settings: dict[str, Any] = {
-        "weights": [2, 1],
-        "keep_ratio": 0.5,
-        "rules": [{"match": "*bias", "lambda_coeff": 0}],
-    }
-    run_merge(pair[0], [pair[1]] * 2, tmp_path / "ties", method="ties", **settings, engine="plain")
-    card = hub.ModelCard.load(tmp_path / "ties" / "README.md")
+    out = tmp_path / "out"
+    run_merge(pair[0], [pair[1]] * 2, out, engine="plain")
+    card = hub.ModelCard.load(out / "README.md")
     assert card.data.base_model == ["base", "math"]
     assert (card.data.library_name, card.data.tags) == ("transformers", ["merge", "dare"])
-    for words in (
-        "agree on a sign",
-        "| `math` | 43 | 0.9 | 0.1 | 1 |",
-        "the largest 0.5",
-        "settings of their own",
-    ):
-        assert words in card.text
-    recipe = card.text.split("```toml\n")[1].split("```")[0]
-    with safe_open(tmp_path / "ties" / "model.safetensors", framework="pt") as file:
-        assert recipe == file.metadata()["dare_recipe"]
-    run_merge(
-        pair[0], [pair[1]] * 2, tmp_path / "slerp", method="slerp", slerp_t=0.25, engine="plain"
-    )
-    assert "slerp at 0.25" in (tmp_path / "slerp" / "README.md").read_text()
-    rule = {"match": "*bias", "drop_rate": 0.5}
-    for rate, rules, words in (
-        (0, [], "here nothing is dropped, and all that"),
-        (0, [rule], "most of what each"),
-    ):
-        run_merge(pair[0], [pair[1]], tmp_path / "all", drop_rate=rate, rules=rules, engine="plain")
-        assert words in (tmp_path / "all" / "README.md").read_text()
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        assert f"```toml\n{file.metadata()['dare_recipe']}```" in card.text
 
 
-def test_the_model_card_says_what_was_dropped(pair: Pair, tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        "drop": ["della", "breadcrumbs", "random"],
-        "drop_rate": 0.5,
-        "engine": "plain",
-    }
-    run_merge(pair[0], [pair[1]] * 3, tmp_path / "out", **config)
+RULE = {"match": "*bias", "drop_rate": 0.5}
+TRIMMED = {"method": "ties", "weights": [2, 1, 1], "keep_ratio": 0.5, "rules": [RULE]}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TRIMMED, ["sign", "| `math` | 43 | 0.9 | 0.1 | 1 |", "0.5", "settings of their own"]),
+        ({"drop_rate": 0}, ["nothing is dropped"]),
+        ({"drop_rate": 0, "rules": [RULE]}, ["most of what each"]),
+        (
+            {"drop": ["della", "breadcrumbs", "random"], "drop_rate": 0.5},
+            [
+                "https://arxiv.org/abs/2406.11617",
+                "| 42 | 0.5 (della, epsilon 0.15) | the probability to keep each | 0.3333 |",
+                "| 43 | 0.5 (breadcrumbs, gamma 0.01) | 1 | 0.3333 |",
+                "| 44 | 0.5 | 0.5 | 0.3333 |",
+            ],
+        ),
+        ({"drop": "magnitude", "drop_rate": 0.5}, ["the smallest first"]),
+        ({"drop": "magnitude", "rescale": "l1"}, ["0.9 (magnitude) | what restores the sum"]),
+    ],
+    ids=str,
+)
+def test_the_model_card_says_what_was_dropped(
+    pair: Pair, tmp_path: Path, config: Any, words: list[str]
+) -> None:
+    run_merge(pair[0], [pair[1]] * 3, tmp_path / "out", **config, engine="plain")
     card = (tmp_path / "out" / "README.md").read_text()
-    for words in (
-        "by [DELLA](https://arxiv.org/abs/2406.11617) and [Model Breadcrumbs](", "at random, small ones more often",
-        "| 42 | 0.5 (della, epsilon 0.15) | the probability to keep each | 0.3333 |", "the rest is rescaled, and what",
-        "| 43 | 0.5 (breadcrumbs, gamma 0.01) | 1 | 0.3333 |", "| 44 | 0.5 | 0.5 | 0.3333 |",
-    ):  # fmt: skip
-        assert words in card
-    run_merge(pair[0], [pair[1]], tmp_path / "out", drop="magnitude", drop_rate=0.5, engine="plain")
-    assert "the smallest first, and what is left is" in (tmp_path / "out" / "README.md").read_text()
-    run_merge(pair[0], [pair[1]], tmp_path / "out", drop="magnitude", rescale="l1", engine="plain")
-    assert (
-        "| 0.9 (magnitude) | what restores the sum of sizes | 1 |"
-        in (tmp_path / "out" / "README.md").read_text()
-    )
+    assert [word for word in words if word not in card] == []
 
 
-@pytest.mark.parametrize(("config", "words"), [
-    ({}, "`merge_method: dare_linear`, `density: 0.1`, `lambda: 1`, `normalize: false`"),
-    ({"method": "ties", "drop_rate": [0.5, 0.6]}, "`merge_method: dare_ties`, `density: 0.5, 0.4`"),
-    ({"drop_rate": 0, "lambda_coeff": 0.5}, "`merge_method: task_arithmetic`, `density: 1`, `lambda: 0.5`"),
-    ({"method": "ties", "drop_rate": 0, "keep_ratio": 0.3}, "`merge_method: ties`, `density: 0.3`"),
-    ({"method": "slerp", "drop_rate": 0}, "`merge_method: slerp`."),
-    ({"method": "ties", "keep_ratio": 0.3}, None), ({"method": "slerp"}, None),
-    ({"drop_rate": {"gradient": [0.5, 0.8]}}, "`density: 0.5`"),
-    ({"drop": "magnitude", "method": "ties"}, "`merge_method: ties`, `density: 0.1`, `lambda: 1`, `normalize: true`"),
-    ({"drop": "della", "drop_rate": 0.5}, "`merge_method: della_linear`, `density: 0.5`"),
-    ({"drop": "breadcrumbs", "method": "ties"}, "`merge_method: breadcrumbs_ties`, `density: 0.1`"),
-    ({"drop_rate": {"gradient": [0, 0.8]}}, "`merge_method: dare_linear`, `density: 1`"),
-    ({"rules": [{"match": "*", "drop": "magnitude"}]}, None),
-    ({"drop": "magnitude"}, None), ({"drop": ["della", "random"], "drop_rate": 0.5}, None),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({}, "`merge_method: dare_linear`, `density: 0.1`, `lambda: 1`, `normalize: false`"),
+        (
+            {"method": "ties", "drop_rate": [0.5, 0.6]},
+            "`merge_method: dare_ties`, `density: 0.5, 0.4`",
+        ),
+        (
+            {"drop_rate": 0, "lambda_coeff": 0.5},
+            "`merge_method: task_arithmetic`, `density: 1`, `lambda: 0.5`",
+        ),
+        (
+            {"method": "ties", "drop_rate": 0, "keep_ratio": 0.3},
+            "`merge_method: ties`, `density: 0.3`",
+        ),
+        ({"method": "slerp", "drop_rate": 0}, "`merge_method: slerp`."),
+        ({"method": "ties", "keep_ratio": 0.3}, None),
+        ({"method": "slerp"}, None),
+        ({"drop_rate": {"gradient": [0.5, 0.8]}}, "`density: 0.5`"),
+        (
+            {"drop": "magnitude", "method": "ties"},
+            "`merge_method: ties`, `density: 0.1`, `lambda: 1`, `normalize: true`",
+        ),
+        ({"drop": "della", "drop_rate": 0.5}, "`merge_method: della_linear`, `density: 0.5`"),
+        (
+            {"drop": "breadcrumbs", "method": "ties"},
+            "`merge_method: breadcrumbs_ties`, `density: 0.1`",
+        ),
+        ({"drop_rate": {"gradient": [0, 0.8]}}, "`merge_method: dare_linear`, `density: 1`"),
+        ({"rules": [{"match": "*", "drop": "magnitude"}]}, None),
+        ({"drop": "magnitude"}, None),
+        ({"drop": ["della", "random"], "drop_rate": 0.5}, None),
+    ],
+    ids=str,
+)
 def test_the_model_card_says_it_in_the_words_of_mergekit(
     pair: Pair, tmp_path: Path, config: Any, words: Any
 ) -> None:
@@ -248,107 +259,81 @@ def test_the_model_card_says_it_in_the_words_of_mergekit(
     assert "\nbase_model_relation: merge\n" in card
 
 
-def test_missing_and_odd_configurations_are_warned_about(
-    models: list[Path], pair: Pair, tmp_path: Path
-) -> None:
+def test_a_base_without_a_configuration_is_warned_about(models: Models, tmp_path: Path) -> None:
     report = run_merge(models[0], models[1:], tmp_path / "bare")
-    assert any("has no config.json beside it" in warning for warning in report.warnings)
-    assert set(list_files(tmp_path / "bare")) == MADE, (
-        "what lies beside a bare file belongs to no model"
-    )
-    for layers, path in zip((2, 3), pair, strict=True):
-        fill(
-            path, {"config.json": json.dumps({"model_type": "llama", "num_hidden_layers": layers})}
-        )
-    (warning,) = run_merge(pair[0], [pair[1]], tmp_path / "out").warnings
-    assert (
-        f"{pair[1]} is configured differently from {pair[0]}: its num_hidden_layers is 3, not 2; check"
-        in warning
-    )
+    assert any("config.json" in warning for warning in report.warnings)
+    assert set(list_files(tmp_path / "bare")) == MADE, "what lies beside a file belongs to no model"
 
 
 @pytest.mark.parametrize("limit", ["1B", 4514, 4515, 4636, 10_000, 19_637, 19_638, "20kB"])
 def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
     pair: Pair, tmp_path: Path, limit: Any
 ) -> None:
-    out, bound = tmp_path / "out", parse_size(limit)
+    out = tmp_path / "out"
     report = run_merge(pair[0], [pair[1]], out, max_shard_size=limit)
-    shards, order = {path.name: load_file(path) for path in sorted(out.glob("*.safetensors"))}, []
-    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in shards.values()]
-    for k, name in enumerate(shards):
-        with safe_open(out / name, framework="np") as file:
-            order += file.offset_keys()
-        assert sizes[k] <= bound or len(shards[name]) == 1
-        first = shards[name][order[-len(shards[name])]]
-        assert k == 0 or sizes[k - 1] + first.nbytes > bound, "no shard ends before it must"
-    with safe_open(pair[0] / "model.safetensors", framework="np") as file:
-        assert order == file.offset_keys(), "tensors lie in the order of the base"
     run_merge(pair[0], [pair[1]], tmp_path / "out.safetensors", max_shard_size=limit)
-    assert_same(
-        tensors_in(out), load_file(tmp_path / "out.safetensors")
-    )  # one file, which is never split
+    whole = load_file(tmp_path / "out.safetensors")  # one file, which is never split
+    assert_same(tensors_in(out), whole)
+    with safe_open(pair[0] / "model.safetensors", framework="np") as file:
+        order = file.offset_keys()
+    shards: list[list[str]] = [[]]
+    for name in order:
+        size = sum(whole[each].nbytes for each in (*shards[-1], name))
+        if shards[-1] and size > parse_size(limit):
+            shards.append([])
+        shards[-1].append(name)
+    several = len(shards) > 1
     names = [f"model-{k:05d}-of-{len(shards):05d}.safetensors" for k in range(1, len(shards) + 1)]
-    assert (
-        list(shards) == list(report.files) == (names if len(names) > 1 else ["model.safetensors"])
-    )
-    assert (out / "model.safetensors.index.json").exists() == (len(names) > 1)
-    if len(names) > 1:
-        index = json.loads((out / "model.safetensors.index.json").read_text())
-        assert index["weight_map"] == {
-            name: file for file, tensors in shards.items() for name in tensors
-        }
-        assert index["metadata"]["total_size"] == sum(sizes)
+    assert list(report.files) == (names if several else ["model.safetensors"])
+    assert (out / INDEX).exists() == several
+    if several:
+        index = read_json(out / INDEX)
+        expected = {n: file for file, each in zip(names, shards, strict=True) for n in each}
+        assert index["weight_map"] == expected
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
 
 
-def test_sizes_are_read_as_people_write_them(
-    pair: Pair, tmp_path: Path, capsys: Capture, refused: Any
-) -> None:
-    sizes = {
+@pytest.mark.parametrize(
+    ("text", "size"),
+    {
         "5GB": 5 * 10**9,
         "5gb": 5 * 10**9,
         "1.5GiB": 3 << 29,
         "300 MB": 300 * 10**6,
         " 2TiB ": 2 << 40,
-    }
-    for source, size in (
-        sizes | {"10kB": 10_000, "10KiB": 10_240, "1000": 1000, 1000: 1000, "1B": 1}
-    ).items():
-        assert parse_size(source) == size
-        assert DareConfig(max_shard_size=source).max_shard_size == source
-    wrong = [
-        "",
-        "GB",
-        "5XB",
-        "5 G B",
-        "-5GB",
-        "5,5GB",
-        "1e9",
-        "0",
-        "0GB",
-        "0.5",
-        "nan",
-        "5GBs",
-        "1.5.1GB",
-        "0x10",
-    ]
-    for source in (*wrong, "9" * 16):
-        complaint = f"--max-shard-size must be a size like 5GB or 500MiB, or a number of bytes, not {source!r}"
-        refused(pair, tmp_path / "out", complaint, status=2, flags=[f"--max-shard-size={source}"])
-        fill(tmp_path, {"c.toml": f"[dare]\nmax_shard_size = {json.dumps(source)}\n"})
-        assert dare.main(["-c", str(tmp_path / "c.toml")]) == 2
-        assert (
-            f"{tmp_path / 'c.toml'}: [dare] max_shard_size must be a size like 5GB"
-            in capsys.readouterr().err
-        )
-    for value in (0, -1, 1.5, True, None, [5], 1 << 63):
-        with pytest.raises(ConfigError, match="max_shard_size must be a size like 5GB"):
-            DareConfig(max_shard_size=value)
+        "10kB": 10_000,
+        "10KiB": 10_240,
+        "1000": 1000,
+        1000: 1000,
+        "1B": 1,
+    }.items(),
+)
+def test_sizes_are_read_as_people_write_them(text: Any, size: int) -> None:
+    assert parse_size(DareConfig(max_shard_size=text).max_shard_size) == size
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        *("", "GB", "5XB", "5 G B", "-5GB", "5,5GB", "1e9", "0", "0GB", "0.5", "nan", "5GBs"),
+        *("1.5.1GB", "0x10", "9" * 16, 0, -1, 1.5, True, None, [5], 1 << 63),
+    ],
+)
+def test_what_is_no_size_is_refused(
+    pair: Pair, tmp_path: Path, capsys: Capture, refused: Any, size: Any
+) -> None:
+    if isinstance(size, str):
+        flags = [f"--max-shard-size={size}"]
+        refused(pair, tmp_path / "out", "--max-shard-size", repr(size), status=2, flags=flags)
+    with pytest.raises(ConfigError, match="max_shard_size must be a size"):
+        DareConfig(max_shard_size=size)
 
 
 def test_no_spelling_of_an_input_is_taken_as_output(
     tmp_path: Path, monkeypatch: Patch, refused: Any
 ) -> None:
-    base, home = random_model(dtype=BF16), tmp_path / "home"
+    base = random_model(dtype=BF16)
+    home = tmp_path / "home"
     first = save_directory(home / "models" / "base", base, model_type="x")
     second = save_sharded(home / "models" / "math", finetune(base, 1), [[name] for name in base])
     (first / "sub").mkdir()
@@ -383,22 +368,19 @@ def test_files_adapters_caches_and_tokenizers_are_inputs_too(
     pair: Pair, tmp_path: Path, refused: Any
 ) -> None:
     lone = save(tmp_path / "mine", base=random_model(dtype=BF16), math=random_model(1, BF16))
-    refused(lone, tmp_path / "mine", "holds the input", status=2, always=True)
-    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
-    refused((pair[0], adapter), adapter, "is the input", status=2, always=True)
-    refused((pair[0], adapter), adapter / "new", "lies inside the input", status=2, always=True)
-    cached = to_hub_cache(tmp_path / "hub", "org/math", pair[1], "1a2b")
-    for output in (cached, cached.parent.parent / "blobs", tmp_path / "hub"):
-        refused((pair[0], cached), output, "the input", status=2, always=True)
+    adapted = (pair[0], write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61))))
+    cached = (pair[0], to_hub_cache(tmp_path / "hub", "org/math", pair[1], "1a2b"))
     fill(pair[1], {"tokenizer.json": "{}"})
-    refused(
-        (pair[0], adapter),
-        pair[1],
-        "is the input",
-        flags=["--tokenizer", pair[1]],
-        status=2,
-        always=True,
-    )
+    for models, output, *flags in (
+        (lone, tmp_path / "mine"),
+        (adapted, adapted[1]),
+        (adapted, adapted[1] / "new"),
+        (adapted, pair[1], "--tokenizer", pair[1]),
+        (cached, cached[1]),
+        (cached, cached[1].parent.parent / "blobs"),
+        (cached, tmp_path / "hub"),
+    ):
+        refused(models, output, "the input", status=2, always=True, flags=flags)
 
 
 def test_inputs_of_the_same_name_are_both_kept(
@@ -432,52 +414,49 @@ def test_what_cannot_be_copied_is_named_at_once(
 def test_a_directory_of_this_tool_is_replaced_and_nothing_of_it_survives(
     pair: Pair, tmp_path: Path, kind: str
 ) -> None:
-    out, real, found = tmp_path / "out", tmp_path / "real", []
+    out = tmp_path / "out"
+    real = tmp_path / "real"
     out.symlink_to(real) if kind == "link" else out.mkdir()
+    made = []
     for limit, count in (("100B", 4), ("10kB", 2), ("5GB", 1)):
         merge_directory(pair, out, "--max-shard-size", limit)
         assert len(list(out.glob("*.safetensors"))) == count
-        found.append(tensors_in(out))
-        assert_same(found[-1], found[0])
+        made.append(tensors_in(out))
+        assert_same(made[-1], made[0])
     assert set(list_files(out)) == MADE
-    merge_directory(pair, out, "--seed", "7")
-    assert not found[0]["layer.weight"].equal(tensors_in(out)["layer.weight"])
-    assert (out.is_symlink(), real.is_dir()) == (kind == "link",) * 2, (
-        "a link keeps leading where it led"
-    )
+    assert [out.is_symlink(), real.is_dir()] == [kind == "link"] * 2, "a link keeps leading there"
 
 
 @pytest.mark.parametrize(
     ("ours", "texts", "words"),
     [
-        (True, {"README.md": "what I found out about it"}, "also holds 'README.md'"),
+        (True, {"README.md": "what I found out about it"}, "'README.md'"),
         (
             True,
             {"eval/results.json": "{}", "notes.txt": "mine"},
-            "also holds 'eval/results.json', 'notes.txt'",
+            "'eval/results.json', 'notes.txt'",
         ),
-        (True, {"link/precious.txt": "mine"}, "also holds 'link'"),
-        (True, {"model.safetensors": "trained on"}, "also holds 'model.safetensors'"),
-        (False, {"notes/precious.txt": "mine"}, "exists and was not made by this tool"),
-        *(
-            (False, {"dare_recipe.toml": recipe}, "exists and was not made by this tool")
-            for recipe in THEIRS
-        ),
+        (True, {"link/precious.txt": "mine"}, "'link'"),
+        (True, {"model.safetensors": "trained on"}, "'model.safetensors'"),
+        (False, {"notes/precious.txt": "mine"}, "was not made by this tool"),
+        *((False, {"dare_recipe.toml": recipe}, "was not made by this tool") for recipe in THEIRS),
     ],
 )
 def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
     pair: Pair, tmp_path: Path, refused: Any, ours: bool, texts: dict[str, str], words: str
 ) -> None:
-    out, kept = tmp_path / "out", tmp_path / "kept"
+    out = tmp_path / "out"
+    kept = tmp_path / "kept"
     kept.mkdir()
-    merge_directory(pair, out) if ours else save_sharded(
-        out, random_model(), [[name] for name in random_model()]
-    )
+    if ours:
+        merge_directory(pair, out)
+    else:
+        save_sharded(out, random_model(), [[name] for name in random_model()])
     if "link/precious.txt" in texts:
         (out / "link").symlink_to(kept)
     fill(out, texts)
     if "model.safetensors" in texts:
-        save_file(random_model(9, BF16), out / "model.safetensors", {"format": "pt"})
+        save_directory(out, random_model(9, BF16))
     before = snapshot(kept)
     refused(pair, out, words, "--force")
     merge_directory(pair, out, "--force")
@@ -485,35 +464,34 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
     assert snapshot(kept) == before, "what a link leads to is never removed"
 
 
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("thesis", "other things in it"),
+        ("notes", "other things in it"),
+        ("data", "other things in it"),
+        ("repository", "other things in it"),
+        ("file", "file' is a file"),
+        ("to-file", "to-file' is a file"),
+        ("folder.safetensors", "is a directory"),
+        ("to-folder.safetensors", "is a directory"),
+        ("file/out", "which is a file"),
+        ("file/deeper/out.safetensors", "which is a file"),
+        ("nowhere/out", "does not exist"),
+        ("empty", "is the working directory"),
+    ],
+)
 def test_what_is_no_model_is_never_replaced(
-    pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any, output: str, words: str
 ) -> None:
-    thesis = ["chapters/model.safetensors", "thesis.tex"]
-    for k, names in enumerate(
-        (thesis, ["config.json", "x.tex"], ["data.npy"], [".git/HEAD", "model.safetensors"])
-    ):
-        fill(tmp_path / f"out{k}", dict.fromkeys(names, "mine"))
-        refused(pair, tmp_path / f"out{k}", "is a directory with other things in it", always=True)
-    fill(tmp_path, {"file": "mine"})
+    names = (
+        "thesis/chapters/model.safetensors thesis/thesis.tex notes/config.json notes/x.tex"
+        " data/data.npy repository/.git/HEAD repository/model.safetensors file"
+    )
+    fill(tmp_path, dict.fromkeys(names.split(), "mine"))
     (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "empty").mkdir()
     (tmp_path / "to-file").symlink_to("file")
     (tmp_path / "to-folder.safetensors").symlink_to("folder.safetensors")
-    for kind, names in (
-        ("file", ["file", "to-file"]),
-        ("directory", ["folder.safetensors", "to-folder.safetensors"]),
-    ):
-        for name in names:
-            refused(pair, tmp_path / name, f"{name}' is a {kind}", always=True)
-    for name in ("file/out", "file/deeper/out.safetensors"):
-        refused(
-            pair,
-            tmp_path / name,
-            f"cannot be inside '{tmp_path / 'file'}', which is a file",
-            always=True,
-        )
-    refused(
-        pair, tmp_path / "nowhere" / "out", f"'{tmp_path / 'nowhere'}' does not exist", always=True
-    )
-    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
-    refused(pair, ".", "is the working directory", always=True)
+    refused(pair, tmp_path / output, words, always=True)

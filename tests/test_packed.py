@@ -1,15 +1,14 @@
-"""Packed models merge bit for bit like the fine-tunes they are made of, and nothing else is accepted as one."""
-
-from __future__ import annotations
+"""Packed models merge bit for bit like the fine-tunes they are made of, and nothing else is
+accepted as one."""
 
 import contextlib
 import io
 import json
 import os
+import re
 import signal
 import struct
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,31 +18,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import dare
 from dare import DareConfig, DareError, DareMerger, dare_sparsify
-from darelib.core.tuning import TUNING
-from tests.fuzz import examples
-from tests.scene import POSIX, contents, launch, stop_after
+from tests.scene import contents, launch, make_many_jobs, stop_after
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
     METHODS,
+    POSIX,
+    Capture,
+    Models,
+    Pair,
+    Patch,
+    Refusal,
     assert_same,
+    examples,
     finetune,
     low_rank,
     random_model,
     refuse,
+    run,
     run_merge,
     save,
     save_directory,
     tensors_in,
+    tune,
     write_adapter,
 )
 
-Capture = pytest.CaptureFixture[str]
-Refusal = Callable[..., str]
 PLAIN = ("--engine", "plain")
 pytestmark = pytest.mark.usefixtures("small_blocks")
 TYPES = st.sampled_from([BF16, F16, F32, F64])
@@ -52,7 +55,7 @@ TYPES = st.sampled_from([BF16, F16, F32, F64])
 def pack(base: Path, model: Path, output: Path, *flags: Any) -> Path:
     words = ["pack", "-b", base, "-m", model, "-o", output, *PLAIN, *flags]
     with contextlib.redirect_stdout(io.StringIO()):
-        assert dare.main([str(word) for word in words]) == 0
+        run(*words)
     return output
 
 
@@ -90,7 +93,7 @@ def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
     assert_same(*made)
 
 
-# --- a merge of packed models is a merge of the models ---------------------------------------------------------------
+# --- a merge of packed models is a merge of the models --------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["numba", "plain"])
@@ -109,7 +112,7 @@ def test_every_method_gives_the_bits_of_the_originals(
     paths = save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
     packed = pack_all(paths, 0.5, 42, "--engine", engine)
     for elements, threads in ((8192, 1), (2048, 3)):
-        TUNING.job_elements = elements
+        tune(job_elements=elements)
         compare(paths, packed, engine=engine, threads=threads, **config)
         compare(
             paths, [packed[0], paths[2]], engine=engine, threads=threads, **config
@@ -131,7 +134,8 @@ def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals
     ]
     paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
     low, high = sorted(data.draw(st.tuples(*[st.floats(0, 0.9999)] * 2), "rates"))
-    seed, rule = data.draw(st.integers(0, 2**63 - 3)), data.draw(st.floats(0, 0.99), "rule")
+    seed = data.draw(st.integers(0, 2**63 - 3))
+    rule = data.draw(st.floats(0, 0.99), "rule")
     packed = pack_all(paths, low, seed, "--rule", f"tb:drop_rate={rule!r}")
     method = data.draw(st.sampled_from(METHODS)) | {
         "drop_rate": high,
@@ -159,7 +163,8 @@ def test_one_packed_model_alone_gives_what_dare_sparsify_gives(
 def test_its_seed_is_its_own_at_any_place_and_one_seed_for_two_is_a_warning(
     models: list[Path],
 ) -> None:
-    packed, made = pack_all(models, 0.5), []
+    packed = pack_all(models, 0.5)
+    made = []
     for order in (packed, packed[::-1]):
         report = run_merge(
             models[0], order, models[0].with_name("out.safetensors"), seed=7, engine="plain"
@@ -198,7 +203,8 @@ def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal
 
 
 def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
-    """Integers, and other shapes; what the base lacks too, so that it is reported as of the original."""
+    """Integers, and other shapes; what the base lacks too, so that it is reported as of the
+    original."""
     base = random_model(0, BF16, {"embed.weight": (40, 60), "w": (70, 90)}) | {
         "ids": torch.arange(9)
     }
@@ -218,20 +224,6 @@ def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
     assert [m.extra_tensors for m in reports[0].models] == [
         m.extra_tensors for m in reports[1].models
     ]
-
-
-def test_what_another_model_has_as_integers_is_the_base_s(tmp_path: Path) -> None:
-    base = random_model(0, F32, {"w": (70, 90)}) | {"position_ids": torch.arange(5000.0)}
-    tunes = [
-        {**finetune(base, k), "position_ids": base["position_ids"].to(kind)}
-        for k, kind in ((1, F32), (2, F64))
-    ]
-    tunes[1]["position_ids"] = tunes[1]["position_ids"].long()
-    paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
-    packed = [*pack_all(paths[:2], 0.5), paths[2]]
-    compare(paths, packed, engine="plain")
-    report = run_merge(paths[0], packed, tmp_path / "out.safetensors", engine="plain")
-    assert not any("packed0" in warning for warning in report.warnings)
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -257,72 +249,52 @@ def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
     assert names.get("lm_head.weight") == (head["lm_head.weight"] if stored else None)
 
 
-# --- everything else that takes a model ------------------------------------------------------------------------------
+# --- everything else that takes a model -----------------------------------------------------------
 
 
 def test_a_packed_directory_has_all_but_the_weights_and_merges_like_the_model(
-    pair: Any, tmp_path: Path
+    pair: Pair, tmp_path: Path
 ) -> None:
-    for k, folder in enumerate(pair):
-        (folder / "config.json").write_text(
-            json.dumps({"model_type": "llama", "tie_word_embeddings": False})
-        )
-        (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
-        (folder / "notes.txt").write_text(str(k))
+    texts = {"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}", "notes.txt": "mine"}
+    for folder in pair:
+        for name, text in texts.items():
+            (folder / name).write_text(text)
     base, math = pair
+    rule = {"match": "*bias", "drop_rate": 0}
     packed = pack(base, math, tmp_path / "packed", "--rule", "*bias:drop_rate=0")
-    copied = ("config.json", "notes.txt", "tokenizer.json")
-    assert sorted(contents(packed)) == ["README.md", *copied[:1], "dare_recipe.toml", *copied[1:2],
-                                        "packed.safetensors", *copied[2:]]  # fmt: skip
-    assert all((packed / name).read_bytes() == (math / name).read_bytes() for name in copied)
-    assert "base_model: " in (packed / "README.md").read_text()
-    assert not any(str(tmp_path).encode() in content for content in contents(packed).values())
+    files = contents(packed)
+    assert files.keys() == {"README.md", "dare_recipe.toml", "packed.safetensors", *texts}
+    assert {name: files[name].decode() for name in texts} == texts
+    assert b"base_model: " in files["README.md"]
+    assert not any(str(tmp_path).encode() in content for content in files.values())
     for model in (math, packed):
-        run_merge(
-            base,
-            [model],
-            tmp_path / f"{model.name}-merged",
-            rules=[{"match": "*bias", "drop_rate": 0}],
-        )
+        run_merge(base, [model], tmp_path / f"{model.name}-merged", rules=[rule])
     assert_same(tensors_in(tmp_path / "math-merged"), tensors_in(tmp_path / "packed-merged"))
-    assert dare.main(["verify", str(packed)]) == 1
-    before = contents(packed)
+    run("verify", packed, status=1)
     pack(base, math, packed, "--rule", "*bias:drop_rate=0")  # which may replace what it made
-    assert contents(packed) == before
+    assert contents(packed) == files
 
 
 def test_dry_run_verify_and_resume_take_packed_models(
-    models: list[Path], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    models: Models, capsys: Capture, monkeypatch: Patch
 ) -> None:
-    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
-    packed, out = pack_all(models, 0.9, 7), models[0].with_name("out.safetensors")
-    words = [
-        "-b",
-        str(models[0]),
-        "-m",
-        *map(str, packed),
-        "-o",
-        str(out),
-        *PLAIN,
-        "--threads",
-        "1",
-    ]
-    assert dare.main([*words, "--dry-run"]) == 0
-    assert "packed at drop rate 0.9, seed 7" in capsys.readouterr().out.replace(
-        "0.8999", "0.9"
-    ).replace("0.9001", "0.9")
-    assert dare.main(words) == 0
+    make_many_jobs()
+    packed = pack_all(models, 0.9, 7)
+    monkeypatch.chdir(models[0].parent)
+    out = Path("out.safetensors")
+    words = ["-b", models[0], "-m", *packed, "-o", out, *PLAIN, "--threads", "1"]
+    run(*words, "--dry-run")
+    assert re.search(r"packed at drop rate 0.(9|8999|9001)\d*, seed 7", capsys.readouterr().out)
+    run(*words)
     whole = out.read_bytes()
-    monkeypatch.chdir(out.parent)
-    assert dare.main(["verify", str(out)]) == 0
+    run("verify", out)
     out.unlink()
-    with pytest.MonkeyPatch.context() as patch:
+    with Patch.context() as patch:
         stop_after(patch, 4)
-        assert dare.main([*words, "--resume"]) == 130
-    assert dare.main([*words, "--resume"]) == 0
-    assert out.read_bytes() == whole
-    assert dare.main(["--config", str(out), "--output", "again.safetensors", *PLAIN]) == 0
-    assert Path("again.safetensors").read_bytes() == whole
+        run(*words, "--resume", status=130)
+    run(*words, "--resume")
+    run("--config", out, "--output", "again.safetensors", *PLAIN)
+    assert out.read_bytes() == Path("again.safetensors").read_bytes() == whole
 
 
 def test_what_an_analysis_suggests_for_packed_models_merges(
@@ -340,108 +312,87 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
             "--force",
             "-q",
             *PLAIN,
+            "--drop-rate",
+            0.95,
         ]
-        words += ["--drop-rate", 0.95]
-        assert dare.main(["analyze", *map(str, words)]) == 0
+        run("analyze", *words)
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
         assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)
-        assert dare.main(["--config", str(tmp_path / "a.toml"), *PLAIN, "-q"]) == 0
+        run("--config", tmp_path / "a.toml", *PLAIN, "-q")
+
+
+def check_near(estimate: Any, exact: Any, *fields: str, **near: float) -> None:
+    """Figures of a sample must be near those of the whole."""
+    for field in fields:
+        assert getattr(estimate, field) == pytest.approx(getattr(exact, field), **near), field
 
 
 def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> None:
     base = random_model(0, F32, {"a.weight": (200, 300), "b.weight": (150, 200)})
-    tunes = [finetune(base, k, 0.004) for k in (1, 2)]
-    tunes[0]["b.weight"] += 0.01  # of tensors that are known in part, each counts by its size
-    tunes[1] = {name: 0.5 * (tunes[0][name] + tensor) for name, tensor in tunes[1].items()}
-    paths = save(tmp_path, base=base, math=tunes[0], code=tunes[1])
-    reports = []
-    for found in (paths[1:], pack_all(paths, 0.5, 42, "--rule", "b*:drop_rate=0.1")):
-        merger = DareMerger(paths[0], found, DareConfig(engine="plain", verbose=False))
-        reports.append((merger.analyze(), merger.merge(tmp_path / "out.safetensors")))
-    (whole, merged), (sample, sampled) = reports
-    assert sum("a random sample" in warning for warning in sample.warnings) == 2
-    assert not any("sample" in warning for warning in whole.warnings)
-    same = DareMerger(
-        paths[0], pack_all([*paths[:2], paths[1]], 0.5), DareConfig(engine="plain", verbose=False)
-    )
-    twice = pack(*paths[:2], tmp_path / "twice.safetensors", "--drop-rate", 0.7)
-    nested = DareMerger(paths[0], [same.models[0], twice], same.config).analyze().pairs[0]
-    assert same.analyze().pairs[0].cosine == pytest.approx(1, rel=0.03)
-    assert nested.cosine == pytest.approx(1, rel=0.03)  # of one seed, one sample is in the other
-    for one, other in zip(whole.models, sample.models, strict=True):
+    first = finetune(base, 1, 0.004)
+    first["b.weight"] += 0.01  # of tensors that are known in part, each counts by its size
+    second = {name: 0.5 * (first[name] + t) for name, t in finetune(base, 2, 0.004).items()}
+    paths = save(tmp_path, base=base, math=first, code=second)
+    config = DareConfig(engine="plain", verbose=False)
+    packed = pack_all(paths, 0.5, 42, "--rule", "b*:drop_rate=0.1")
+    mergers = [DareMerger(paths[0], models, config) for models in (paths[1:], packed)]
+    whole, sample = (merger.analyze() for merger in mergers)
+    merged, sampled = (merger.merge(tmp_path / "out.safetensors") for merger in mergers)
+    for report, count in ((whole, 0), (sample, 2)):
+        assert sum("a random sample" in warning for warning in report.warnings) == count
+    for exact, other in zip(whole.models, sample.models, strict=True):
         for stats, estimate in zip(
-            (one.total, *one.tensors), (other.total, *other.tensors), strict=True
+            (exact.total, *exact.tensors), (other.total, *other.tensors), strict=True
         ):
             assert estimate.parameters == stats.parameters
-            for field in ("mean", "standard_deviation", "relative_norm", "relative_noise"):
-                assert getattr(estimate, field) == pytest.approx(getattr(stats, field), rel=0.04), (
-                    field
-                )
-            assert estimate.p95 == pytest.approx(stats.p95, rel=0.08)
-    for field in ("cosine", "share_both", "sign_conflict", "weighted_sign_conflict"):
-        assert getattr(sample.pairs[0], field) == pytest.approx(
-            getattr(whole.pairs[0], field), abs=0.02
-        ), field
+            figures = ("mean", "standard_deviation", "relative_norm", "relative_noise")
+            check_near(estimate, stats, *figures, rel=0.04)
+            check_near(estimate, stats, "p95", rel=0.08)
+    conflicts = ("cosine", "share_both", "sign_conflict", "weighted_sign_conflict")
+    check_near(sample.pairs[0], whole.pairs[0], *conflicts, abs=0.02)
     assert whole.pairs[0].cosine > 0.6
-    for one, other in zip(merged.models, sampled.models, strict=True):
-        assert other.mean_delta == pytest.approx(one.mean_delta, rel=0.02)
-        assert other.share_above_threshold == pytest.approx(one.share_above_threshold, rel=0.05)
-        assert other.dropped_share == one.dropped_share
-    assert ["large deltas" in w for w in merged.warnings] == [
-        "large deltas" in w for w in sampled.warnings
-    ]
+    for exact, other in zip(merged.models, sampled.models, strict=True):
+        check_near(other, exact, "mean_delta", rel=0.02)
+        check_near(other, exact, "share_above_threshold", rel=0.05)
+        assert other.dropped_share == exact.dropped_share
+    large = [["large deltas" in w for w in each.warnings] for each in (merged, sampled)]
+    assert large[0] == large[1]
 
 
-# --- what cannot be packed, or merged --------------------------------------------------------------------------------
+def test_of_one_seed_one_sample_is_in_the_other(tmp_path: Path) -> None:
+    base = random_model(0, F32, {"a.weight": (200, 300)})
+    paths = save(tmp_path, base=base, math=finetune(base, 1, 0.004))
+    half = pack(*paths, tmp_path / "half.safetensors", "--drop-rate", 0.5)
+    less = pack(*paths, tmp_path / "less.safetensors", "--drop-rate", 0.7)
+    other = pack(*paths, tmp_path / "other.safetensors", "--drop-rate", 0.5, "--seed", 43)
+    config = DareConfig(engine="plain", verbose=False)
+    for models in ([half, less], [half, other]):
+        [pair] = DareMerger(paths[0], models, config).analyze().pairs
+        assert pair.cosine == pytest.approx(1, rel=0.03)
+
+
+# --- what cannot be packed, or merged -------------------------------------------------------------
 
 
 def test_what_is_small_already_and_other_bases_are_refused(
-    models: list[Path], tmp_path: Path, capsys: Capture, check_refused: Refusal
+    models: Models, tmp_path: Path, capsys: Capture, check_refused: Refusal
 ) -> None:
     packed = pack(*models[:2], tmp_path / "packed.safetensors")
     adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
-    capsys.readouterr()
-    for model, words in ((adapter, "a LoRA adapter"), (packed, "packed already")):
-        arguments = ["pack", "-b", models[0], "-m", model, "-o", tmp_path / "out.safetensors"]
-        refuse(tmp_path, capsys, 1, words, arguments=arguments)
-    check_refused(models[2], packed, "was packed against 'base.safetensors'", "another base")
+    (tmp_path / "all.toml").write_text('[dare]\ndrop = "magnitude"')
+    (tmp_path / "some.toml").write_text('[[rules]]\nmatch = "*bias"\ndrop = "magnitude"')
+    for flags, status, words in (
+        (["-m", adapter], 1, "a LoRA adapter"),
+        (["-m", packed], 1, "packed already"),
+        ([], 2, "pack needs a base, a model and an output"),
+        (["-m", models[1], "-c", tmp_path / "all.toml"], 2, "drop magnitude"),
+        (["-m", models[1], "-c", tmp_path / "some.toml"], 2, "drop magnitude"),
+        (["-m", *models[1:]], 2, "one model, not 2"),
+    ):
+        arguments = ["pack", "-b", models[0], "-o", tmp_path / "out.safetensors", *flags]
+        refuse(tmp_path, capsys, status, words, arguments=arguments)
+    check_refused(models[2], packed, "'base.safetensors'", "another base")
     check_refused(packed, models[1], "is a packed model")
-    refuse(
-        tmp_path,
-        capsys,
-        2,
-        "pack needs a base, a model and an output",
-        arguments=["pack", "-b", models[0], "-o", tmp_path / "out.safetensors"],
-    )
-
-
-@pytest.mark.parametrize(
-    "text", ['[dare]\ndrop = "magnitude"', '[[rules]]\nmatch = "*bias"\ndrop = "magnitude"']
-)
-def test_only_what_is_dropped_at_random_can_be_packed(
-    models: list[Path], capsys: Capture, text: str
-) -> None:
-    base, model, _ = models
-    config = base.parent / "config.toml"
-    config.write_text(text)
-    words = [
-        "pack",
-        "-c",
-        config,
-        "-b",
-        base,
-        "-m",
-        model,
-        "-o",
-        base.parent / "packed.safetensors",
-    ]
-    refuse(
-        base.parent,
-        capsys,
-        2,
-        "at random, and this configuration has drop magnitude",
-        arguments=words,
-    )
 
 
 def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsys: Capture) -> None:
@@ -458,44 +409,35 @@ def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsy
 def test_a_configuration_that_says_how_to_merge_can_be_packed_by(
     models: list[Path], tmp_path: Path
 ) -> None:
-    text = '[dare]\nmethod = "ties"\nkeep_ratio = 0.3\ndrop_rate = 0.5\n[[rules]]\nmatch = "*bias"\nkeep_ratio = 1.0\n'
+    text = (
+        '[dare]\nmethod = "ties"\nkeep_ratio = 0.3\ndrop_rate = 0.5\n[[rules]]\nmatch = '
+        '"*bias"\nkeep_ratio = 1.0\n'
+    )
     (tmp_path / "c.toml").write_text(text + '[[rules]]\nmatch = "scalar"\ndrop_rate = 0.0\n')
     packed = pack(*models[:2], tmp_path / "packed.safetensors", "--config", tmp_path / "c.toml")
     rates = {name: entry["drop_rate"] for name, entry in table_of(packed)["tensors"].items()}
     assert rates == {"layer.weight": 0.5, "layer.bias": 0.5, "head.weight": 0.5, "scalar": 0.0}
 
 
-# --- packing that does not end well ----------------------------------------------------------------------------------
+# --- packing that does not end well ---------------------------------------------------------------
 
 
 def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes(
-    models: list[Path], tmp_path: Path
+    models: Models, tmp_path: Path
 ) -> None:
-    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
+    make_many_jobs()
     whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
-    out, before = tmp_path / "out" / "out.safetensors", sorted(os.listdir(tmp_path))
+    out = tmp_path / "out" / "out.safetensors"
     out.parent.mkdir()
-    words = [
-        "pack",
-        "-b",
-        str(models[0]),
-        "-m",
-        str(models[1]),
-        "-o",
-        str(out),
-        *PLAIN,
-        "--threads",
-        "1",
-    ]
-    for flags, left in (((), 0), (("--resume",), 1)):
-        with pytest.MonkeyPatch.context() as patch:
+    words = ["pack", "-b", models[0], "-m", models[1], "-o", out, *PLAIN, "--threads", "1"]
+    for flags, left in ([], 0), (["--resume"], 1):
+        with Patch.context() as patch:
             stop_after(patch, 5)
-            assert dare.main([*words, *flags]) == 130
+            run(*words, *flags, status=130)
         assert len(os.listdir(out.parent)) == left
-    assert dare.main([*words, "--resume"]) == 0
+    run(*words, "--resume")
     assert os.listdir(out.parent) == [out.name]
     assert out.read_bytes() == whole
-    assert sorted({*os.listdir(tmp_path)} - {"out"}) == before
 
 
 @POSIX
@@ -506,9 +448,11 @@ def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
     whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
     out = tmp_path / "place" / "out.safetensors"
     out.parent.mkdir()
-    stuck = "put = Output.write_at\nOutput.write_at = lambda *a: (put(*a), print('written', flush=True), time.sleep(1))"
+    stuck = (
+        "put = Output.write_at\nOutput.write_at = lambda *a: (put(*a), print('written', "
+        "flush=True), time.sleep(1))"
+    )
     process = launch(stuck, "pack", "-b", models[0], "-m", models[1], "-o", out, *PLAIN)
-    assert process.stdout is not None
     assert [process.stdout.readline().strip() for _ in range(2)] == ["started", "written"]
     process.send_signal(how)
     process.communicate(timeout=60)
@@ -522,7 +466,8 @@ def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
 def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    """The mask of a tied head is its embedding's; whether it is tied, the base's configuration says."""
+    """The mask of a tied head is its embedding's; whether it is tied, the base's configuration
+    says."""
     base = random_model(
         dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
     )
@@ -543,62 +488,47 @@ def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
     )
     model = finetune(base, 1)
     del model["lm_head.weight"]
-    folder, path = (
-        save_directory(tmp_path / "model", model, tie_word_embeddings=True),
-        save(tmp_path, base=base)[0],
-    )
+    folder = save_directory(tmp_path / "model", model, tie_word_embeddings=True)
+    path = save(tmp_path, base=base)[0]
     compare([path, folder], [pack(path, folder, tmp_path / "packed.safetensors")])
 
 
-def test_a_broken_fine_tune_is_not_packed(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(BF16, float("inf")), (F16, float("nan")), (F32, float("-inf")), (F64, float("nan"))],
+)
+def test_a_broken_fine_tune_is_not_packed(
+    tmp_path: Path, capsys: Capture, dtype: Any, value: Any
+) -> None:
     """Not even where the bad value would be dropped: nobody could tell later."""
     base = random_model(dtype=BF16)
-    for dtype, value in (
-        (BF16, float("inf")),
-        (F16, float("nan")),
-        (F32, float("-inf")),
-        (F64, float("nan")),
-    ):
-        model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
-        model["head.weight"][3, 5] = value
-        paths = save(tmp_path, base=base, model=model)
-        arguments = [
-            "pack",
-            "-b",
-            paths[0],
-            "-m",
-            paths[1],
-            "-o",
-            tmp_path / "x.safetensors",
-            *PLAIN,
-        ]
-        refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
-
-
-def test_mistakes_with_packing_are_explained(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: Capture
-) -> None:
-    arguments = ["pack", "-b", pair[0], "-o", tmp_path / "x", *PLAIN, "-m", pair[1]]
-    refuse(tmp_path, capsys, 2, "pack takes one model, not 2", arguments=[*arguments, pair[1]])
-    (pair[0] / "config.json").write_text('{"model_type": "llama"}')
-    (pair[1] / "config.json").write_text('{"model_type": "qwen2"}')
-    refuse(tmp_path, capsys, 1, "is another kind of model", "--any-base", arguments=arguments)
-    packed = pack(
-        pair[0], pair[1], tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.12344
-    )
-    refuse(tmp_path, capsys, 1, "is a packed model", "--merge", arguments=["verify", packed])
-    merge = [
+    model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
+    model["head.weight"][3, 5] = value
+    paths = save(tmp_path, base=base, model=model)
+    arguments = [
+        "pack",
         "-b",
-        pair[0],
+        paths[0],
         "-m",
-        packed,
+        paths[1],
         "-o",
-        tmp_path / "out.safetensors",
-        "--any-base",
-        "--drop-rate",
+        tmp_path / "x.safetensors",
+        *PLAIN,
     ]
-    refuse(tmp_path, capsys, 1, "use a drop rate of 0.12344 or more", arguments=[*merge, "0.1"])
-    (pair[1] / "packed.safetensors").write_bytes(packed.read_bytes())
-    run_merge(
-        pair[0], [pair[1]], tmp_path / "out.safetensors", any_base=True, drop_rate=0.0
-    )  # the model, not that
+    refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
+
+
+def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, capsys: Capture) -> None:
+    base, model = pair
+    for path, kind in zip(pair, ("llama", "qwen2"), strict=True):
+        (path / "config.json").write_text(json.dumps({"model_type": kind}))
+    packed = pack(*pair, tmp_path / "packed.safetensors", "--any-base", "--drop-rate", 0.12344)
+    out = tmp_path / "out.safetensors"
+    for arguments, words in (
+        (["pack", "-b", base, "-o", tmp_path / "x", "-m", model], "--any-base"),
+        (["verify", packed], "is a packed model"),
+        (["-b", base, "-m", packed, "-o", out, "--any-base", "--drop-rate", "0.1"], "0.12344"),
+    ):
+        refuse(tmp_path, capsys, 1, words, arguments=arguments)
+    (model / "packed.safetensors").write_bytes(packed.read_bytes())
+    run_merge(base, [model], out, any_base=True, drop_rate=0.0)  # the model, not that

@@ -1,6 +1,5 @@
-"""The format of packed models: what is not sound is refused, and docs/packed.md is enough to write a reader."""
-
-from __future__ import annotations
+"""The format of packed models: what is not sound is refused, and docs/packed.md is enough to write
+a reader."""
 
 import hashlib
 import json
@@ -21,32 +20,35 @@ import darelib.commands.pack.packer
 import darelib.models.packed
 from dare import DareError
 from darelib.core.mask import keep_threshold
-from darelib.core.tuning import TUNING
-from tests.fuzz import examples, with_header
 from tests.support import (
     BF16,
     F64,
     HERE,
+    Capture,
+    Patch,
+    Refusal,
     assert_same,
+    examples,
     finetune,
     mask,
     random_model,
     raw,
     run_merge,
     save,
+    tune,
+    with_header,
 )
 from tests.test_packed import PLAIN, pack, table_of
 
-Capture = pytest.CaptureFixture[str]
-Refusal = Callable[..., str]
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-# --- files that are not what they say --------------------------------------------------------------------------------
+# --- files that are not what they say -------------------------------------------------------------
 
 
 def rewrite(path: Path, edit: Callable[[dict[str, Any], dict[str, Any]], Any]) -> None:
     """Change the table of a packed model, or give another, and its header."""
-    data, table = path.read_bytes(), table_of(path)
+    data = path.read_bytes()
+    table = table_of(path)
     start = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:start])
     made = edit(table, header)
@@ -69,32 +71,58 @@ def put(place: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], An
 
 
 EDITS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
-    "no JSON": lambda *_: "{", "a list": lambda *_: "[]", "a number": lambda *_: "7", "deep": lambda *_: "[" * 100_000,
+    "no JSON": lambda *_: "{",
+    "a list": lambda *_: "[]",
+    "a number": lambda *_: "7",
+    "deep": lambda *_: "[" * 100_000,
     "no version": lambda table, _: {key: value for key, value in table.items() if key != "version"},
-    "a later version": put("version", 2), "another mask": put("mask", "mt19937"), "a negative seed": put("seed", -1),
-    "a huge seed": put("seed", 1 << 63), "a seed of text": put("seed", "42"), "a true seed": put("seed", True),
-    "another seed": put("seed", 43), "another base": put("base", {"file": "other"}), "no base": put("base", None),
-    "tensors in a list": put("tensors", []), "an entry of text": lambda t, _: t["tensors"].update(w="x"),
+    "a later version": put("version", 2),
+    "another mask": put("mask", "mt19937"),
+    "a negative seed": put("seed", -1),
+    "a huge seed": put("seed", 1 << 63),
+    "a seed of text": put("seed", "42"),
+    "a true seed": put("seed", True),
+    "another seed": put("seed", 43),
+    "another base": put("base", {"file": "other"}),
+    "no base": put("base", None),
+    "tensors in a list": put("tensors", []),
+    "an entry of text": lambda t, _: t["tensors"].update(w="x"),
     "a tensor too many": lambda t, _: t["tensors"].update(v=t["tensors"]["w"]),
     "an integer": lambda t, _: t["tensors"].update(ids=t["tensors"]["w"]),
-    "a tensor of no base": lambda t, h: (t["tensors"].update(x=t["tensors"]["w"]), h.update(x=h.pop("w")), None)[2],
+    "a tensor of no base": lambda t, h: (
+        t["tensors"].update(x=t["tensors"]["w"]),
+        h.update(x=h.pop("w")),
+        None,
+    )[2],
     "no values": lambda _, header: (header.pop("w"), None)[1],
-    "more rows": put("shape", [100, 100]), "fewer rows": put("shape", [98, 100]), "flat": put("shape", [9900]),
-    "a huge shape": put("shape", [1 << 62, 1 << 62]), "a shape of text": put("shape", "99"), "a side": put("shape", 9),
-    "a rate of 1": put("drop_rate", 1.0), "a negative rate": put("drop_rate", -0.1), "no rate": put("drop_rate", None),
-    "a rate that is no number": put("drop_rate", math.nan), "a lower rate": put("drop_rate", 0.4),
-    "a higher rate": put("drop_rate", 0.6), "a rate of text": put("drop_rate", "0.5"),
-    "too few counts": put("counts", lambda c: c[:-1]), "too many counts": put("counts", lambda c: [*c, c[-1]]),
-    "no counts": put("counts", []), "counts of text": put("counts", lambda c: [*map(str, c)]),
+    "more rows": put("shape", [100, 100]),
+    "fewer rows": put("shape", [98, 100]),
+    "flat": put("shape", [9900]),
+    "a huge shape": put("shape", [1 << 62, 1 << 62]),
+    "a shape of text": put("shape", "99"),
+    "a side": put("shape", 9),
+    "a rate of 1": put("drop_rate", 1.0),
+    "a negative rate": put("drop_rate", -0.1),
+    "no rate": put("drop_rate", None),
+    "a rate that is no number": put("drop_rate", math.nan),
+    "a lower rate": put("drop_rate", 0.4),
+    "a higher rate": put("drop_rate", 0.6),
+    "a rate of text": put("drop_rate", "0.5"),
+    "too few counts": put("counts", lambda c: c[:-1]),
+    "too many counts": put("counts", lambda c: [*c, c[-1]]),
+    "no counts": put("counts", []),
+    "counts of text": put("counts", lambda c: [*map(str, c)]),
     "counts that fall": put("counts", lambda c: [c[0], c[2], c[1], c[3]]),
     "a count that is off": put("counts", lambda c: [c[0], c[1] + 1, *c[2:]]),
-    "counts beyond a block": put("counts", lambda c: [0, 4097, *c[2:]]), "true counts": put("counts", [False] * 4),
-    "counts from 1": put("counts", lambda c: [1, *c[1:]]), "less in all": put("counts", lambda c: [*c[:-1], c[-1] - 1]),
+    "counts beyond a block": put("counts", lambda c: [0, 4097, *c[2:]]),
+    "true counts": put("counts", [False] * 4),
+    "counts from 1": put("counts", lambda c: [1, *c[1:]]),
+    "less in all": put("counts", lambda c: [*c[:-1], c[-1] - 1]),
     "another mask name": lambda t, _: t["tensors"]["w"].update(mask_name="v"),
     "no mask name": lambda t, _: t["tensors"]["w"].update(mask_name=""),
     "half a surrogate": lambda t, _: t["tensors"]["w"].update(mask_name="\ud800"),
     "a mask of 7": lambda t, _: t["tensors"]["w"].update(mask_name=7),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -120,7 +148,8 @@ def test_values_that_are_cut_or_broken_are_refused(
     victim: tuple[Path, Path], capsys: Capture, check_refused: Refusal
 ) -> None:
     packed = victim[1]
-    data, before = packed.read_bytes(), load_file(packed)
+    data = packed.read_bytes()
+    before = load_file(packed)
     capsys.readouterr()
     for size in (0, 5, 100, len(data) - 4000, len(data) - 1):
         packed.write_bytes(data[:size])
@@ -163,7 +192,7 @@ def test_any_other_value_is_refused_or_means_the_same(
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "sound.safetensors"))
 
 
-# --- the format, as docs/packed.md has it ----------------------------------------------------------------------------
+# --- the format, as docs/packed.md has it ---------------------------------------------------------
 
 
 def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
@@ -171,7 +200,8 @@ def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
     low = np.uint64(0xFFFFFFFF)
     c = [blocks & low, blocks >> np.uint64(32), np.zeros_like(blocks), np.zeros_like(blocks)]
     for r in range(7):
-        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        a = c[0] * np.uint64(0xD2511F53)
+        b = c[2] * np.uint64(0xCD9E8D57)
         k0, k1 = (
             np.uint64((k + r * w) % 2**32)
             for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
@@ -183,7 +213,10 @@ def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
 
 
 def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
-    """By tensor: the positions of its entries, and their bytes. Written from the page, with nothing of the tool."""
+    """By tensor: the positions of its entries, and their bytes.
+
+    Written from the page, with nothing of the tool.
+    """
     data = path.read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8:start])
@@ -194,7 +227,8 @@ def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
         text = f"{table['seed']}:{entry.get('mask_name', name)}".encode()
         key = struct.unpack("<II", hashlib.blake2b(text, digest_size=8).digest())
         j = np.arange(math.prod(entry["shape"]), dtype=np.uint64)
-        tile, k = j // np.uint64(1024), j % np.uint64(1024)
+        tile = j // np.uint64(1024)
+        k = j % np.uint64(1024)
         pieces = philox(key, np.uint64(128) * tile + k % np.uint64(128))
         below = max(1, round((1 - entry["drop_rate"]) * 65536))
         kept = pieces[(k // np.uint64(128)).astype(int), np.arange(len(j))] < below
@@ -209,11 +243,11 @@ def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
 
 
 def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: Patch
 ) -> None:
     for module in (darelib.commands.pack.packer, darelib.models.packed):
         monkeypatch.setattr(module, "COUNTED_BLOCK", 1 << 20)  # as it is
-    TUNING.job_elements, TUNING.max_chunk = 1 << 22, 1 << 18
+    tune(job_elements=1 << 22, max_chunk=1 << 18)
     base = random_model(0, BF16, {"large": (1030, 1031), "small": (7, 9), "one": (), "none": (0,)})
     base["wide"] = random_model(1, F64, {"": (50, 60)})[""]
     tuned = finetune(base, 1)

@@ -1,6 +1,5 @@
-"""One merge in parts, by processes that know of one another only what lies in a folder: the same bytes as by one."""
-
-from __future__ import annotations
+"""One merge in parts, by processes that know of one another only what lies in a folder: the same
+bytes as by one."""
 
 import os
 import signal
@@ -12,12 +11,22 @@ import pytest
 
 import dare
 from dare import ConfigError, DareConfig, DareMerger
-from darelib.core.tuning import TUNING
 from darelib.output.journal import Journal
 from darelib.output.lock import Lock
 from darelib.output.publish import Shard
-from tests.scene import POSIX, SLOWLY, Contents, Patch, contents, launch, wait_for
-from tests.support import BF16, finetune, random_model, refuse, save_directory
+from darelib.run.worker import Worker
+from tests.scene import SLOWLY, Contents, contents, launch, make_many_jobs, wait_for
+from tests.support import (
+    BF16,
+    POSIX,
+    Capture,
+    Patch,
+    finetune,
+    random_model,
+    refuse,
+    save_directory,
+    tune,
+)
 
 SHAPES = {f"model.layers.{k}.weight": (32, 64) for k in range(11)} | {"lm_head.weight": (64, 64)}
 Run = Callable[..., int]
@@ -37,19 +46,10 @@ def whole(tmp_path: Path) -> Contents:
 
 
 def arguments(folder: Path, *flags: Any) -> list[str]:
+    """The words of the merge."""
     models = ["-b", folder / "base", "-m", folder / "math", folder / "code", "-o", folder / "out"]
-    usual = [
-        "-q",
-        "--engine",
-        "plain",
-        "--max-shard-size",
-        "4kB",
-        "--method",
-        "ties",
-        "--keep-ratio",
-        "0.5",
-    ]
-    return [str(word) for word in (*usual, *models, *flags)]
+    usual = "-q --engine plain --max-shard-size 4kB --method ties --keep-ratio 0.5"
+    return [*usual.split(), *(str(word) for word in (*models, *flags))]
 
 
 @pytest.fixture
@@ -63,8 +63,13 @@ def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_me
     for k in (3, 1, 5, 2, 4):
         assert run("--part", f"{k}/5") == 0
         assert not (tmp_path / "out").exists()
-    merger = DareMerger(tmp_path / "base", [tmp_path / "math", tmp_path / "code"], DareConfig(
-        method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False))  # fmt: skip
+    merger = DareMerger(
+        tmp_path / "base",
+        [tmp_path / "math", tmp_path / "code"],
+        DareConfig(
+            method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False
+        ),
+    )
     reports = [merger.merge(tmp_path / name, resume=name == "out") for name in ("out", "whole")]
     assert contents(tmp_path / "out") == whole
     assert reports[0].models == reports[1].models
@@ -74,20 +79,19 @@ def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_me
 def test_the_last_call_makes_only_what_the_parts_left(
     tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
 ) -> None:
-    from darelib.run.worker import Worker
+    for k in (1, 2, 4):
+        assert run("--part", f"{k}/4") == 0
+    made: list[str] = []
+    work = Worker._merge
 
-    for k in (1, 2, 4):  # twice: what is done is not done again
-        assert run("--part", f"{k}/4") == run("--part", f"{k}/4") == 0
-    ran, work = list[str](), Worker._merge
-    monkeypatch.setattr(
-        Worker,
-        "_merge",
-        lambda self, job, *more: (ran.append(job.tensor.name), work(self, job, *more))[1],
-    )
-    assert run("--part", "2/4") == 0
-    assert ran == []
-    assert run("--resume") == 0
-    assert len(ran) == 3
+    def note(self: Worker, job: Any, *more: Any) -> Any:
+        made.append(job.tensor.name)
+        return work(self, job, *more)
+
+    monkeypatch.setattr(Worker, "_merge", note)
+    for flags, count in ((["--part", "2/4"], 0), (["--resume"], 3)):
+        assert run(*flags) == 0
+        assert len(made) == count
     assert contents(tmp_path / "out") == whole
 
 
@@ -140,44 +144,40 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
 def test_a_part_that_begins_again_while_it_runs_takes_the_journal_and_stops_nobody(
     tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
 ) -> None:
-    TUNING.flush_seconds, TUNING.journal_seconds = 0.0005, 0.0
-    write, taken = Shard.write_at, list[Path]()
+    tune(flush_seconds=0.0005, journal_seconds=0.0)
+    write = Shard.write_at
+    removed: list[Path] = []
 
-    def begin(self: Shard, file: int, view: memoryview, offset: int) -> None:
-        write(self, file, view, offset)
-        for journal in (tmp_path / "out.partial").glob(
-            "journal-*"
-        ):  # as the same part does that saw none yet
+    def begin(*arguments: Any) -> None:
+        write(*arguments)
+        # As the same part does that saw none yet.
+        for journal in (tmp_path / "out.partial").glob("journal-*"):
             journal.unlink()
-            taken.append(journal)
+            removed.append(journal)
 
     with monkeypatch.context() as patch:
         patch.setattr(Shard, "write_at", begin)
         assert run("--part", "1/2") == 0
-    assert taken
+    assert removed
     assert run("--part", "2/2") == run("--resume") == 0
     assert contents(tmp_path / "out") == whole
 
 
 def test_a_part_that_is_interrupted_goes_on_from_there(
-    tmp_path: Path,
-    whole: Contents,
-    run: Run,
-    monkeypatch: Patch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
 ) -> None:
-    TUNING.job_elements, TUNING.flush_seconds, TUNING.journal_seconds = 1024, 0.0005, 0.0
-    write, count = Shard.write_at, iter(range(5))
+    make_many_jobs()
+    write = Shard.write_at
+    count = iter(range(5))
 
-    def stopping(self: Shard, file: int, view: memoryview, offset: int) -> None:
+    def stopping(*arguments: Any) -> None:
         if next(count, None) is None:
             raise KeyboardInterrupt
-        write(self, file, view, offset)
+        write(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Shard, "write_at", stopping)
         assert run("--part", "1/2", "--threads", "1") == 130
-    assert "the same command goes on" in capsys.readouterr().err
     noted = sum(len(Journal(path).done) for path in (tmp_path / "out.partial").glob("journal-*"))
     assert noted == 4  # the first file has as many
     assert run("--part", "1/2") == run("--part", "2/2") == run("--resume") == 0
@@ -185,82 +185,53 @@ def test_a_part_that_is_interrupted_goes_on_from_there(
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [["--seed", "7"], ["--drop-rate", "0.5"], ["--max-shard-size", "10kB"], ["--merge", "math"]],
+    "change", ["--seed 7", "--drop-rate 0.5", "--max-shard-size 10kB", "--merge math", "inputs"]
 )
 def test_parts_of_different_merges_are_refused(
-    tmp_path: Path,
-    whole: Contents,
-    run: Run,
-    capsys: pytest.CaptureFixture[str],
-    flags: list[str],
-    monkeypatch: Patch,
+    tmp_path: Path, whole: Contents, run: Run, capsys: Capture, change: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("--part", "1/3") == 0
-    refuse(
-        tmp_path,
-        capsys,
-        1,
-        "is another one",
-        "give all parts",
-        arguments=arguments(tmp_path, "--part", "2/3", *flags),
-    )
+    if change == "inputs":
+        save_directory(tmp_path / "math", finetune(random_model(dtype=BF16, shapes=SHAPES), 9))
+    flags = change.split() if change.startswith("-") else []
+    words = arguments(tmp_path, "--part", "2/3", *flags)
+    refuse(tmp_path, capsys, 1, "is another one", "give all parts", arguments=words)
 
 
-def test_parts_of_changed_inputs_are_refused(
-    tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run("--part", "1/3") == 0
-    save_directory(tmp_path / "math", finetune(random_model(dtype=BF16, shapes=SHAPES), 9))
-    refuse(tmp_path, capsys, 1, "is another one", arguments=arguments(tmp_path, "--part", "2/3"))
-
-
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--part 1/3 -o out.safetensors", "a single file"),
+        ("--part 1/3 --max-shard-size 1GB", "a single file"),
+        ("--part 4/3", "4/3"),
+        ("--part 0/3", "0/3"),
+        ("--part third", "'third'"),
+        ("--part 1/3 --runner ray", "both divide a merge"),
+        ("--part 0/3 --dry-run", "0/3"),
+        ("--runner slurm", "'slurm'"),
+        ("--ray-address 10.0.0.1:6379", "--runner ray"),
+    ],
+)
 def test_what_cannot_be_divided_is_refused(
-    tmp_path: Path, whole: Contents, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: Contents, capsys: Capture, monkeypatch: Patch, flags: str, words: str
 ) -> None:
-    for flags, words in {
-        ("--part", "1/3", "-o", str(tmp_path / "out.safetensors")): "a single file",
-        ("--part", "1/3", "--max-shard-size", "1GB"): "a single file",
-        ("--part", "4/3"): "there is no part 4/3",
-        ("--part", "0/3"): "there is no part 0/3",
-        ("--part", "third"): "there is no part 'third'",
-        ("--part", "1/3", "--runner", "ray"): "both divide a merge",
-        ("--part", "0/3", "--dry-run"): "there is no part 0/3",
-        ("--runner", "slurm"): "there is no runner 'slurm'",
-        ("--ray-address", "10.0.0.1:6379"): "means nothing without --runner ray",
-    }.items():
-        refuse(tmp_path, capsys, 2, words, arguments=arguments(tmp_path, *flags))
+    monkeypatch.chdir(tmp_path)
+    refuse(tmp_path, capsys, 2, words, arguments=arguments(tmp_path, *flags.split()))
+
+
+def test_a_part_in_a_script_is_two_numbers(tmp_path: Path, whole: Contents) -> None:
     with pytest.raises(ConfigError, match="there is no part"):
-        DareMerger(tmp_path / "base", [tmp_path / "math"]).merge(tmp_path / "out", part=3)  # type: ignore[arg-type]
-
-
-def test_a_folder_that_no_merge_left_is_not_touched(
-    tmp_path: Path, whole: Contents, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "letter.txt").write_text("mine")
-    refuse(
-        tmp_path,
-        capsys,
-        1,
-        "was not made by this tool",
-        arguments=arguments(tmp_path, "--part", "1/3"),
-    )
+        DareMerger(tmp_path / "base", [tmp_path / "math"]).merge(tmp_path / "out", part=3)
 
 
 @POSIX
 def test_a_part_takes_an_empty_folder_but_not_one_in_which_a_merge_begins(
-    tmp_path: Path, whole: Contents, run: Run, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, whole: Contents, run: Run, capsys: Capture
 ) -> None:
     lock = Lock(tmp_path / "out.partial", "out")
-    refuse(
-        tmp_path,
-        capsys,
-        1,
-        "another merge is writing",
-        arguments=arguments(tmp_path, "--part", "1/3"),
-    )
+    words = arguments(tmp_path, "--part", "1/3")
+    refuse(tmp_path, capsys, 1, "another merge is writing", arguments=words)
     lock.release(keep=False)
     (tmp_path / "out.partial").mkdir()
     assert run("--part", "1/3") == 0
@@ -271,9 +242,9 @@ def test_a_part_whose_last_bytes_do_not_reach_the_disk_fails(
     whole: Contents,
     run: Run,
     monkeypatch: Patch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
-    TUNING.flush_seconds = 60  # so that all is flushed at the end
+    tune(flush_seconds=60)  # so that all is flushed at the end
     with monkeypatch.context() as patch:
         patch.setattr(Shard, "_flush", lambda *_: os.fsync(-1))
         patch.setattr(os, "fsync", os.fstat)  # which knows no file -1
@@ -290,16 +261,11 @@ def test_parts_may_be_started_from_anywhere(
     assert run("--part", "1/2") == 0
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert (
-        dare.main(arguments(Path(".."), "--part", "2/2"))
-        == dare.main(arguments(Path(".."), "--resume"))
-        == 0
-    )
-    assert {
-        name: content
-        for name, content in contents(tmp_path / "out").items()
-        if name.endswith("tensors")
-    } == {name: content for name, content in whole.items() if name.endswith("tensors")}
+    for flags in (["--part", "2/2"], ["--resume"]):
+        assert dare.main(arguments(Path(".."), *flags)) == 0
+    made = contents(tmp_path / "out")
+    tensors = [name for name in whole if name.endswith("tensors")]
+    assert {name: made[name] for name in tensors} == {name: whole[name] for name in tensors}
 
 
 def test_a_file_of_the_output_that_is_lost_or_torn_is_made_again(

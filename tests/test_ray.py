@@ -1,7 +1,5 @@
 """One merge on a Ray cluster of three nodes: the bytes of one machine, whatever is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -15,8 +13,8 @@ import pytest
 from dare import ConfigError, DareConfig, DareError, DareMerger
 from darelib.output.journal import Journal
 from darelib.run.ray import load_ray
-from tests.scene import Contents, Patch, contents, launch, wait_for
-from tests.support import BF16, HERE, finetune, random_model, save_directory, to_hub_cache
+from tests.scene import Contents, contents, launch, wait_for
+from tests.support import BF16, HERE, Patch, finetune, random_model, save_directory, to_hub_cache
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
     "0"  # which makes Ray stay at 127.0.0.1, on all systems
@@ -153,9 +151,13 @@ def test_a_merge_whose_driver_is_killed_is_resumed_with_what_is_finished(
     assert not (tmp_path / "out").exists()
     kept = finished(tmp_path)
     assert kept >= 3
-    count = "from darelib.run import ray\nreal = ray.run_tasks\n"
-    count += "ray.run_tasks = lambda ray, numbers, *more: (say(ray, numbers), real(ray, numbers, *more))[1]\n"
-    count += "def say(ray, numbers): print('to do', len(numbers), 'sent', ray.get_runtime_context().runtime_env)\n"
+    count = (
+        "from darelib.run import ray\nreal = ray.run_tasks\n"
+        "ray.run_tasks = lambda ray, numbers, *more: (say(ray, numbers), real(ray, numbers, "
+        "*more))[1]\n"
+        "def say(ray, numbers): print('to do', len(numbers), 'sent', "
+        "ray.get_runtime_context().runtime_env)\n"
+    )
     again = launch(count, *arguments(tmp_path, cluster, "--resume"))
     printed = again.communicate(timeout=120)
     assert again.returncode == 0, printed
@@ -200,7 +202,8 @@ def test_a_value_that_no_merge_can_use_stops_it_at_once(
 def test_a_process_that_is_connected_already_makes_several_merges(
     cluster: Any, merger: DareMerger, tmp_path: Path, whole: Contents
 ) -> None:
-    """Tasks of a merge that has failed may still be there when another one begins in the same place."""
+    """Tasks of a merge that has failed may still be there when another one begins in the same
+    place."""
     broken = random_model(dtype=BF16, shapes=SHAPES)
     broken["model.layers.0.weight"][3, 4] = float("nan")
     save_directory(tmp_path / "broken", broken)

@@ -1,7 +1,5 @@
 """The recipe in a merged model: it says how the model was made, and makes it again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct
@@ -14,9 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from tests.scene import contents
-from tests.support import finetune, refuse, run_merge
-
-Patch = pytest.MonkeyPatch
+from tests.support import Capture, Models, Pair, Patch, finetune, refuse, run, run_merge
 
 
 def recipe_of(path: Path) -> str:
@@ -25,7 +21,8 @@ def recipe_of(path: Path) -> str:
 
 
 def digest_pages(data: bytes, header: bytes) -> str:
-    """As the documents have it: 256 pages of 4 KiB, page k at k / 256 of the way through the tensors."""
+    """As the documents have it: 256 pages of 4 KiB, page k at k / 256 of the way through the
+    tensors."""
     tensors = sorted(
         (name, entry) for name, entry in json.loads(header[8:]).items() if name != "__metadata__"
     )
@@ -33,7 +30,8 @@ def digest_pages(data: bytes, header: bytes) -> str:
     parts = [data[len(header) + start : len(header) + stop] for start, stop in ends if stop > start]
     found = hashlib.sha256()
     for k in range(256):
-        part, rest = parts[k * len(parts) // 256], k * len(parts) % 256
+        part = parts[k * len(parts) // 256]
+        rest = k * len(parts) % 256
         start = max(0, len(part) - 4096) * rest // 256
         found.update(part[start : start + 4096])
     return found.hexdigest()
@@ -71,101 +69,90 @@ def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(
     "flags",
     [
         "--drop-rate 0.6 --seed 3",
-        "--method ties --weights 1 2 --keep-ratio 0.4 --lambda 0.9 --dtype float32 --mismatch overlap",
+        "--method ties --weights 1 2 --keep-ratio 0.4 --lambda 0.9 --dtype float32 "
+        "--mismatch overlap",
         "--method ties --no-normalize --weights 1 -2",
         "--normalize --weights 1 2",
         "--method slerp --slerp-t 0.3 --drop-rate 0.5 0.7 --rescale-q 0.6",
-        "--rule *.weight:drop_rate={gradient=[0.1,0.9]},weights=[1,{gradient=[0.5,-3]}],normalize=true --drop-rate .5",
-        "--drop magnitude della --drop-rate .5 --epsilon .2 --rescale l1 --rule *bias:drop='breadcrumbs',gamma=0.2",
-        "--drop breadcrumbs random --drop-rate .5 --gamma .1 .2 --method ties --rule *.weight:rescale='none'",
+        "--rule *.weight:drop_rate={gradient=[0.1,0.9]},weights=[1,{gradient=[0.5,-3]}],"
+        "normalize=true --drop-rate .5",
+        "--drop magnitude della --drop-rate .5 --epsilon .2 --rescale l1 "
+        "--rule *bias:drop='breadcrumbs',gamma=0.2",
+        "--drop breadcrumbs random --drop-rate .5 --gamma .1 .2 --method ties "
+        "--rule *.weight:rescale='none'",
         "--method ram --threshold 1e-4 --weights 1 2 --drop-rate .5 --rule *bias:weights=[3,1]",
-        "--method slerp --drop-rate .5 --rule *bias:slerp_t={gradient=[0,1]},rescale=false --rule *:slerp_t=0.7",
-        "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 --rule *.weight:lambda_coeff=0.5",
+        "--method slerp --drop-rate .5 --rule *bias:slerp_t={gradient=[0,1]},rescale=false "
+        "--rule *:slerp_t=0.7",
+        "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 "
+        "--rule *.weight:lambda_coeff=0.5",
     ],
 )
 def test_a_recipe_makes_the_same_file_again(
-    models: list[Path], tmp_path: Path, monkeypatch: Patch, flags: str
+    models: Models, tmp_path: Path, monkeypatch: Patch, flags: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     base, *others = (path.name for path in models)
     engine = ["-q", "--engine", "plain"]
-    assert (
-        dare.main([*engine, "-b", base, "-o", "first.safetensors", *flags.split(), "-m", *others])
-        == 0
-    )
+    run(*engine, "-b", base, "-o", "first.safetensors", *flags.split(), "-m", *others)
     Path("recipe.toml").write_text(recipe_of(Path("first.safetensors")))
     monkeypatch.chdir("/")
-    assert (
-        dare.main([*engine, "-c", f"{tmp_path}/recipe.toml", "-o", f"{tmp_path}/again.safetensors"])
-        == 0
-    )
-    assert (tmp_path / "again.safetensors").read_bytes() == (
-        tmp_path / "first.safetensors"
-    ).read_bytes()
+    run(*engine, "-c", tmp_path / "recipe.toml", "-o", tmp_path / "again.safetensors")
+    assert contents(tmp_path / "again.safetensors") == contents(tmp_path / "first.safetensors")
 
 
 @pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
 def test_the_same_merge_gives_the_same_bytes_from_any_place(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, output: str
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, output: str
 ) -> None:
-    """Also what a merged directory has beside the tensors; and no path of this machine is in any of it."""
+    """Also what a merged directory has beside the tensors; and no path of this machine is in it."""
     made = []
-    for number, (place, base, model) in enumerate([
-        (tmp_path, "base", "math"), (tmp_path, "base/model.safetensors", "./math/"), ("/", pair[0], pair[1]),
-        (pair[0], ".", "../math/model.safetensors"),
-    ]):  # fmt: skip
+    for number, (place, base, model) in enumerate(
+        (
+            (tmp_path, "base", "math"),
+            (tmp_path, "base/model.safetensors", "./math/"),
+            ("/", pair[0], pair[1]),
+            (pair[0], ".", "../math/model.safetensors"),
+        )
+    ):
         out = tmp_path / str(number) / output
         out.parent.mkdir()
         monkeypatch.chdir(place)
-        assert dare.main(["-q", "-b", str(base), "-m", str(model), "-o", str(out)]) == 0
-        made.append(
-            {path.name: path.read_bytes() for path in (out.iterdir() if out.is_dir() else [out])}
-        )
+        run("-q", "-b", base, "-m", model, "-o", out)
+        made.append(contents(out))
     assert made[1:] == made[:1] * 3
     assert not any(str(tmp_path).encode() in content for content in made[0].values())
 
 
 @pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
-def test_a_merged_model_is_a_configuration(
-    pair: tuple[Path, Path], tmp_path: Path, output: str
-) -> None:
+def test_a_merged_model_is_a_configuration(pair: Pair, tmp_path: Path, output: str) -> None:
     (tmp_path / "results").mkdir()
-    first, second = tmp_path / "results" / output, tmp_path / output
-    flags = ["--drop-rate", "0.5", "--max-shard-size=9kB"]
-    assert dare.main(["-q", "-b", str(pair[0]), "-m", str(pair[1]), "-o", str(first), *flags]) == 0
-    where = ["--merge", str(pair[1]), "--base", str(pair[0])]
-    assert dare.main(["-q", "-c", str(first), "-o", str(second), *where]) == 0
+    first = tmp_path / "results" / output
+    models = ["-b", pair[0], "-m", pair[1]]
+    run("-q", *models, "-o", first, "--drop-rate", "0.5", "--max-shard-size=9kB")
+    second = tmp_path / output
+    run("-q", "-c", first, "-o", second, *models)
     assert contents(second) == contents(first)
-    assert dare.main(["-q", "-c", str(second), "-o", str(first)]) == 0, "the models are beside it"
-    assert contents(second) == contents(first)
-    if first.is_dir():
-        assert dare.main(["-q", "-c", str(second / "dare_recipe.toml"), "-o", str(first)]) == 0
+    recipes = [second, *([second / "dare_recipe.toml"] if second.is_dir() else [])]
+    for recipe in recipes:
+        run("-q", "-c", recipe, "-o", first)  # the models are beside it
         assert contents(second) == contents(first)
 
 
+@pytest.mark.parametrize("config", ["first.safetensors", "recipe.toml"])
 def test_a_recipe_refuses_other_inputs(
-    models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Models, tmp_path: Path, capsys: Capture, config: str
 ) -> None:
-    out, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    out = tmp_path / "first.safetensors"
     run_merge(models[0], models[1:], out)
     (tmp_path / "recipe.toml").write_text(recipe_of(out))
-    kept = models[2].read_bytes()
     other = finetune(load_file(models[0]), 9)
-    for config in (out, tmp_path / "recipe.toml"):
-        arguments = ["-c", config, "-q", "-o", again]
-        save_file(other, models[2])
-        refuse(
-            tmp_path, capsys, 1, "its content_sha256 is", "--base and --merge", arguments=arguments
-        )
-        save_file(other | {"more": other["scalar"].clone()}, models[2])
-        refuse(tmp_path, capsys, 1, "its size is", arguments=[*arguments, "--merge", *models[1:]])
-        models[2].unlink()
-        refuse(
-            tmp_path, capsys, 1, "cannot find 'code.safetensors', which the", arguments=arguments
-        )
-        models[2].write_bytes(kept)
-        assert dare.main([str(argument) for argument in arguments]) == 0
-        assert again.read_bytes() == out.read_bytes()
+    arguments = ["-c", tmp_path / config, "-q", "-o", tmp_path / "again.safetensors"]
+    save_file(other, models[2])
+    refuse(tmp_path, capsys, 1, "content_sha256", "--base and --merge", arguments=arguments)
+    save_file(other | {"more": other["scalar"].clone()}, models[2])
+    refuse(tmp_path, capsys, 1, "its size is", arguments=[*arguments, "--merge", *models[1:]])
+    models[2].unlink()
+    refuse(tmp_path, capsys, 1, "'code.safetensors'", arguments=arguments)
 
 
 def test_equal_inputs_are_found_under_each_name(models: list[Path], tmp_path: Path) -> None:
@@ -173,4 +160,4 @@ def test_equal_inputs_are_found_under_each_name(models: list[Path], tmp_path: Pa
     copy.write_bytes(models[1].read_bytes())
     out = tmp_path / "out.safetensors"
     run_merge(models[0], [models[1], copy], out)
-    assert dare.main(["verify", "-q", str(out), "--merge", str(models[1]), str(copy)]) == 0
+    run("verify", "-q", out, "--merge", models[1], copy)

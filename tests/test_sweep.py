@@ -1,6 +1,5 @@
-"""Settings chosen by an evaluation: the search, scores, models in memory, and what is said of the best."""
-
-from __future__ import annotations
+"""Settings chosen by an evaluation: the search, scores, models in memory, and what is said of the
+best."""
 
 import itertools
 import json
@@ -26,26 +25,31 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sqlalchemy import Engine, event
 
-import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
 from darelib.commands.sweep.report import chance
-from tests.scene import POSIX, Patch, slow, wait_for
+from tests.scene import wait_for
 from tests.support import (
     HERE,
+    POSIX,
+    Capture,
+    Models,
+    Patch,
     assert_same,
     finetune,
     random_model,
     refuse,
+    run,
     save,
+    slow,
     snapshot,
     write_config,
 )
 
-Capture, Models = pytest.CaptureFixture[str], list[Path]
 AS_COMMAND = f'"{sys.executable}" judge.py {{model}}'
 SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 16), "head.weight": (4, 8)}
 TUNED = {"drop_rate": {"low": 0.0, "high": 0.95}, "lambda_coeff": {"low": 0.0, "high": 2.0}}
-# An evaluation that knows what was done to a model, from the recipe in its header, and notes it. Best at drop rate 0.8.
+# An evaluation that knows what was done to a model, from the recipe in its header, and notes it.
+# Best at drop rate 0.8.
 JUDGE = """
 import json, os, struct, sys, time, tomllib
 def score(path):
@@ -55,7 +59,8 @@ def score(path):
     rate, scale = made.get("drop_rate", 0), made.get("lambda_coeff", 1)
     with open("calls.jsonl", "a") as calls:
         print(json.dumps([os.getpid(), rate, scale, made.get("seed")]), file=calls)
-    value = -((rate - 0.8) ** 2) - (scale - 1) ** 2 + (rate > 0) * made.get("seed", 0) % 5 * 1e-4 if made else -1.0
+    noise = (rate > 0) * made.get("seed", 0) % 5 * 1e-4
+    value = -((rate - 0.8) ** 2) - (scale - 1) ** 2 + noise if made else -1.0
 """
 
 
@@ -65,7 +70,8 @@ def hurry(connection: Any, _: object) -> None:
 
 @pytest.fixture(autouse=True)
 def models(tmp_path: Path, monkeypatch: Patch) -> Models:
-    """A base and two fine-tunes of a few numbers, as files in the working directory; databases on a quick disk."""
+    """A base and two fine-tunes of a few numbers, as files in the working directory; databases on a
+    quick disk."""
     monkeypatch.chdir(tmp_path)
     if not event.contains(Engine, "connect", hurry):
         event.listen(Engine, "connect", hurry)
@@ -74,7 +80,8 @@ def models(tmp_path: Path, monkeypatch: Patch) -> Models:
 
 
 def judge(ending: str = "    return value") -> str:
-    """The evaluation as a function of a file; as a command, the file prints what the function returns."""
+    """The evaluation as a function of a file; as a command, the file prints what the function
+    returns."""
     Path("judge.py").write_text(
         f"{JUDGE}{ending}\nif __name__ == '__main__': print(score(sys.argv[1]))\n"
     )
@@ -121,7 +128,8 @@ def sweep(
 
 @pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.02)])
 def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float) -> None:
-    before, seen = snapshot(tmp_path), list[float]()
+    before = snapshot(tmp_path)
+    seen = list[float]()
 
     def depth(path: Path) -> float:
         seen.append(-hill(path))
@@ -139,8 +147,12 @@ def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float
 
 def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
     tried: list[dict[str, Any]] = []
-    space = {"method": ["linear", "ties"], "drop_rate": [0, 0.5, 0.8, 0.8], "keep_ratio": [0.5, 1],
-             "rescale_q": {"low": 0.1, "high": 1.0, "step": 0.15}}  # fmt: skip
+    space = {
+        "method": ["linear", "ties"],
+        "drop_rate": [0, 0.5, 0.8, 0.8],
+        "keep_ratio": [0.5, 1],
+        "rescale_q": {"low": 0.1, "high": 1.0, "step": 0.15},
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         found = sweep(lambda path: len(tried.append(settings_of(path)) or tried), space)
@@ -174,64 +186,32 @@ def test_a_grid_tries_every_combination_that_makes_sense_once() -> None:
 
 
 @pytest.mark.slow
-def test_the_same_command_goes_on_with_its_study_and_the_dashboard_shows_it(
-    capsys: Capture,
-) -> None:
-    import optuna_dashboard
-
+def test_the_same_command_goes_on_with_its_study(capsys: Capture) -> None:
     flags = command("--vary", "drop_rate = {low = 0.1, high = 0.9}", "--confirm", "3", "--trials")
-    assert dare.main([*flags, "3"]) == 0
+    run(*flags, "3")
     first = calls()
     assert len(first) == 1 + 3 + 3 * 3 + 1
-    assert dare.main([*flags, "3"]) == 0
+    run(*flags, "3")
     assert calls() == first, "nothing is scored again"
-    assert dare.main([*flags, "5", "--json"]) == 0
+    run(*flags, "5", "--json")
     printed = capsys.readouterr()
     assert "going on with the study" in printed.err
     rates = [call[1] for call in calls()[len(first) :]]
-    assert len(set(rates[:2]) - {call[1] for call in first}) == 2, (
-        "two new trials, and what they make necessary"
-    )
+    # Two new trials, and what they make necessary.
+    assert len(set(rates[:2]) - {call[1] for call in first}) == 2
     shown = json.loads(printed.out.partition("\n{")[2].join(["{", ""]))
-    assert [
-        each["number"] for each in sorted(shown["trials"], key=lambda each: each["number"])
-    ] == list(range(5))
+    assert sorted(each["number"] for each in shown["trials"]) == list(range(5))
     assert max(len(each.get("confirmed", ())) for each in shown["trials"]) == 3
-
-    app = optuna_dashboard.wsgi("sqlite:///config_sweep.db")
-    request = {
-        "REQUEST_METHOD": "GET",
-        "SERVER_NAME": "x",
-        "SERVER_PORT": "80",
-        "wsgi.url_scheme": "http",
-    }
-
-    def get(path: str) -> Any:
-        return json.loads(
-            b"".join(app({**request, "PATH_INFO": path, "QUERY_STRING": ""}, lambda *_: None))
-        )
-
-    [study] = get("/api/studies")["study_summaries"]
-    assert study["study_name"] == shown["study"]
-    trials = {
-        each["number"]: each["values"]
-        for each in get(f"/api/studies/{study['study_id']}")["trials"]
-    }
-    assert trials == {each["number"]: [each["scores"]["score"]] for each in shown["trials"]}
     # Another space, other settings, another or an edited evaluation, other models: another study.
-    assert dare.main(command("--vary", "drop_rate = [0.1, 0.5]", "--trials", "1")) == 0
-    assert dare.main(command(*flags[5:], "1", weights=[1, 2])) == 0
-    assert dare.main(command(*flags[5:], "1", "--objective", "score:min")) == 0
-    assert dare.main(command(*flags[5:], "1", evaluate=judge("    return value + 0"))) == 0
-    assert (
-        len(
-            {
-                each.study_name
-                for each in optuna.get_all_study_summaries("sqlite:///config_sweep.db")
-            }
-        )
-        == 5
-    )
+    for other in (
+        command("--vary", "drop_rate = [0.1, 0.5]", "--trials", "1"),
+        command(*flags[5:], "1", weights=[1, 2]),
+        command(*flags[5:], "1", "--objective", "score:min"),
+    ):
+        run(*other)
+    run(*command(*flags[5:], "1", evaluate=judge("    return value + 0")))
+    studies = optuna.get_all_study_summaries("sqlite:///config_sweep.db")
+    assert len({each.study_name for each in studies}) == 5
 
 
 def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_search(
@@ -249,19 +229,20 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
         "mine",
         "--keep-models",
     ]
-    assert dare.main(command(*flags, "kept")) == 0
+    run(*command(*flags, "kept"))
     assert Counter(call[1] for call in calls()) == {0: 1 + 1, 0.2: 1 + 3, 0.8: 1 + 3}, (
         "both are scored with fresh seeds"
     )
     assert {"mine", "mine-trial-0000.safetensors"} < set(os.listdir("kept"))
     assert capsys.readouterr().out.count("drop rate 0.8") == 2, "in the table, and in the verdict"
-    assert dare.main(command(*flags, "kept", lambda_coeff=0.5)) == 2
+    run(*command(*flags, "kept", lambda_coeff=0.5), status=2)
     assert "the study 'mine' is of other models, settings or values" in capsys.readouterr().err
-    # Weights make a merge longer, so that a plain average as long is what it is compared with; packed models are swept.
+    # Weights make a merge longer, so that a plain average as long is what it is compared with;
+    # packed models are swept.
     found = sweep(hill, {"weights": [[0.75, 0.75], [1.0, 1.0]]}, config={"drop_rate": 0.5})
     assert {row.config.lambda_coeff for row in found.averages} == {1.0, 1.5, 2.0}
     packing = "pack -q -b base.safetensors -m math.safetensors -o math.packed --engine plain"
-    assert dare.main(packing.split()) == 0
+    run(*packing.split())
     merger = DareMerger("base.safetensors", ["math.packed"], DareConfig(engine="plain"))
     assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
 
@@ -269,10 +250,13 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
 @pytest.mark.slow
 def test_two_processes_work_on_one_study() -> None:
     # The first one waits in its second trial until the other has begun one.
-    judge(
-        "    while len(lines := open('calls.jsonl').readlines()) == 3 and lines[1].split()[0] == lines[2].split()[0]:\n"
-        "        time.sleep(0.02)\n    return value"
-    )
+    judge("""
+    def is_alone():
+        lines = [line.split()[0] for line in open('calls.jsonl')]
+        return len(lines) == 3 and lines[1] == lines[2]
+    while is_alone():
+        time.sleep(0.02)
+    return value""")
     rates = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     flags = ["--vary", f"drop_rate={rates}", "--search", "grid", "--confirm", "0"]
     flags = command(*flags, evaluate="judge.py:score")
@@ -287,14 +271,29 @@ def test_two_processes_work_on_one_study() -> None:
     assert Path("config_best.toml").exists()
 
 
-@pytest.mark.parametrize(("output", "score"), [
-    ("0.5", 0.5), ("step 12: loss 3\naccuracy: 93.5%\n", 93.5), ("acc=1e-3", 0.001), ("-7 of them.", -7.0),
-    ("\x1b[32m0.25\x1b[0m", 0.25), ("loaded model2 in 3s: .75", 0.75), ('{\n "a": {"x": 3},\n "score": 4\n}\n', 4.0),
-    ("{not json} 8", 8.0), ("0.85 (took 12 s)", "not one number but 2"), ("model2 only", "not one number"),
-    ('{"score": 1}\n{"score": 2, "tasks": [1, 2]}', 2.0),
-    ('{"score": "high"}', "no finite number but 'high'"), ('{"score": true}', "but True"), ("score: nan", "but nan"),
-    ('{"accuracy": 1}', "no score 'score', but accuracy"), (torch.tensor(0.25), 0.25), ({"score": 3}, 3.0), ("", "no"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("output", "score"),
+    [
+        ("0.5", 0.5),
+        ("step 12: loss 3\naccuracy: 93.5%\n", 93.5),
+        ("acc=1e-3", 0.001),
+        ("-7 of them.", -7.0),
+        ("\x1b[32m0.25\x1b[0m", 0.25),
+        ("loaded model2 in 3s: .75", 0.75),
+        ('{\n "a": {"x": 3},\n "score": 4\n}\n', 4.0),
+        ("{not json} 8", 8.0),
+        ("0.85 (took 12 s)", "not one number but 2"),
+        ("model2 only", "not one number"),
+        ('{"score": 1}\n{"score": 2, "tasks": [1, 2]}', 2.0),
+        ('{"score": "high"}', "no finite number but 'high'"),
+        ('{"score": true}', "but True"),
+        ("score: nan", "but nan"),
+        ('{"accuracy": 1}', "no score 'score', but accuracy"),
+        (torch.tensor(0.25), 0.25),
+        ({"score": 3}, 3.0),
+        ("", "no"),
+    ],
+)
 def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(
     output: Any, score: float | str
 ) -> None:
@@ -312,58 +311,50 @@ def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(
 @pytest.mark.slow
 @POSIX
 def test_an_evaluation_that_fails_costs_its_trial_only_and_what_it_printed_is_kept() -> None:
-    ending = """
+    judge("""
     import signal, subprocess
     print("working on it", flush=True)
-    if rate == 0.1: print("out of memory", file=sys.stderr), sys.exit(3)
-    if rate == 0.2: open("child", "w").write(str(subprocess.Popen(["sleep", "60"]).pid)), time.sleep(60)
-    if rate == 0.3: os.kill(os.getpid(), signal.SIGKILL)
-    return {0.4: "nothing", 0.5: "nan"}.get(rate, value)"""
-    judge(ending)
-    flags = [
-        "--vary",
-        "drop_rate=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]",
-        "--search",
-        "grid",
-        "--confirm",
-        "0",
-    ]
-    flags = command(*flags, "--timeout", "1.5", evaluate=AS_COMMAND)
-    assert dare.main(flags) == 0
+    if rate == 0.1:
+        print("out of memory", file=sys.stderr)
+        sys.exit(3)
+    if rate == 0.2:
+        open("child", "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60)
+    if rate == 0.3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {0.4: "nothing", 0.5: "nan"}.get(rate, value)""")
+    rates = "drop_rate=[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]"
+    flags = ["--vary", rates, "--search", "grid", "--confirm", "0", "--timeout", "1.5"]
+    flags = command(*flags, evaluate=AS_COMMAND)
+    run(*flags)
     trials = optuna.load_study(storage="sqlite:///config_sweep.db", study_name=None).trials
     assert [trial.state.name for trial in trials] == ["FAIL"] * 5 + ["COMPLETE"]
-    reasons = ["it ended with status 3: out of memory", "it took longer than 1.5 s", "it was ended by signal 9",
-               "its last line, 'nothing', is no JSON and has not one number but 0",
-               "its 'score' is no finite number but nan"]  # fmt: skip
-    assert [trial.user_attrs["why"] for trial in trials[:5]] == [
-        f"failed: {reason}" for reason in reasons
-    ]
+    reasons = ["status 3: out of memory", "longer than 1.5 s", "signal 9", "'nothing'", "nan"]
+    for trial, reason in zip(trials, reasons, strict=False):
+        assert reason in trial.user_attrs["why"]
     assert trials[0].user_attrs["output"] == "working on it\nout of memory\n"
-    assert all("working on it" in trial.user_attrs["output"] for trial in trials[:4])
     wait_for(lambda: has_ended(int(Path("child").read_text())))
     done = len(calls())
-    assert dare.main(flags) == 0
+    run(*flags)
     assert len(calls()) == done + 5, "what has failed is tried again by the next run"
 
 
+@pytest.mark.parametrize(
+    ("evaluate", "words"),
+    [
+        ("judge.py:score", ["RuntimeError", "no tokenizer"]),
+        (f'"{sys.executable}" -c "print(1); raise SystemExit(\'no data\')" {{model}}', ["no data"]),
+    ],
+)
 def test_an_evaluation_that_cannot_score_the_base_ends_it_at_once(
-    tmp_path: Path, capsys: Capture
+    tmp_path: Path, capsys: Capture, evaluate: str, words: list[str]
 ) -> None:
-    flags = command(
-        "--vary", "drop_rate=[0.1]", evaluate=judge("    raise RuntimeError('no tokenizer')")
-    )
-    assert dare.main([*flags, "--keep-models", "kept"]) == 1
-    assert (
-        "error: the evaluation cannot score the base: RuntimeError: no tokenizer\nhint: "
-        in capsys.readouterr().err
-    )
-    flags[4] = f'"{sys.executable}" -c "print(1); raise SystemExit(\'no data\')" {{model}}'
-    assert dare.main([*flags, "--keep-models", "kept"]) == 1
-    assert (
-        "| 1\n| no data\nerror: the evaluation cannot score the base: it ended"
-        in capsys.readouterr().err
-    )
-    assert (os.listdir("kept"), len(calls()), list(tmp_path.glob(".sweep-*"))) == ([], 1, [])
+    judge("    raise RuntimeError('no tokenizer')")
+    flags = command("--vary", "drop_rate=[0.1]", "--keep-models", "kept", evaluate=evaluate)
+    run(*flags, status=1)
+    printed = capsys.readouterr().err
+    assert [word for word in ("score the base", *words) if word not in printed] == []
+    assert (os.listdir("kept"), list(tmp_path.glob(".sweep-*"))) == ([], [])
 
 
 @pytest.mark.slow
@@ -378,10 +369,22 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
         "    flat = torch.cat([state[n].flatten() for n in sorted(state)]).double()\n"
         "    return {'cost': float(flat.std()), 'gain': float(flat[::3].sum()), 'other': 'x'}"
     )
-    flags = command("--vary", "drop_rate=[0, 0.25, 0.5, 0.75, 0.9]", "--vary", "lambda_coeff={low=0.5,high=2,step=0.5}",
-                    "--search", "grid", "--objective", "gain:max", "cost:min", "--in-memory", "--json", "--plot",
-                    evaluate="~/both.py:score")  # fmt: skip
-    assert dare.main([*flags, "front.svg"]) == 0
+    flags = command(
+        "--vary",
+        "drop_rate=[0, 0.25, 0.5, 0.75, 0.9]",
+        "--vary",
+        "lambda_coeff={low=0.5,high=2,step=0.5}",
+        "--search",
+        "grid",
+        "--objective",
+        "gain:max",
+        "cost:min",
+        "--in-memory",
+        "--json",
+        "--plot",
+        evaluate="~/both.py:score",
+    )
+    run(*flags, "front.svg")
     shown = json.loads(capsys.readouterr().out)
     assert (len(shown["trials"]), len(shown["failed"]), len(shown["plain_averages"]) >= 5) == (
         16,
@@ -394,11 +397,17 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
         each["number"]: (each["scores"]["gain"], -each["scores"]["cost"])
         for each in shown["trials"]
     }
-    beaten = {a for a, b in itertools.permutations(points, 2)
-              if all(map(float.__le__, points[a], points[b])) and points[a] != points[b]}  # fmt: skip
+    beaten = {
+        a
+        for a, b in itertools.permutations(points, 2)
+        if all(map(float.__le__, points[a], points[b])) and points[a] != points[b]
+    }
     assert set(shown["front"]) == set(points) - beaten
     assert re.search(rf"{len(shown['front'])} trials on the Pareto front", shown["verdict"])
     assert ("<svg" in Path("front.svg").read_text(), list(tmp_path.glob("*.sweep*"))) == (True, [])
+
+
+SPACE = {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
 
 
 def make_net() -> torch.nn.Module:
@@ -414,63 +423,48 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
         state = given.state_dict() if isinstance(given, torch.nn.Module) else given
         return -float(sum((state[name] - goal[name]).abs().sum() for name in goal))
 
-    before, space = snapshot(tmp_path), {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
-    options: Any = {"search": "grid", "confirm": 0}
-    plain = dare_sweep(base, tunes, miss, space, **options)
-    assert (plain.winner.params, plain.winner.scores) == (
-        {"drop_rate": 0.5, "lambda_coeff": 1.0},
-        [0.0],
-    )
+    def search(states: list[Any], model: Any = None, evaluate: Any = miss) -> SweepReport:
+        options = {"model": model, "search": "grid", "confirm": 0}
+        return dare_sweep(states[0], states[1:], evaluate, SPACE, **options)
+
+    before = snapshot(tmp_path)
+    plain = search([base, *tunes])
+    assert plain.winner.params == {"drop_rate": 0.5, "lambda_coeff": 1.0}
+    assert plain.winner.scores == [0.0]
     net = make_net()
     net.load_state_dict(base)
-    own = net.state_dict()  # which is merged into: the base of every merge must be what it was
-    live = dare_sweep(own, tunes, miss, space, model=net, **options)
-    filed = sweep(miss, space, model=(other := make_net()))
-    stated = sweep(miss, space, in_memory=True)
-    assert live.base == plain.base == filed.base == [miss(base)]
-    for found in (live, filed, stated):
-        assert [(row.params, row.scores) for row in found.rows] == [
-            (row.params, row.scores) for row in plain.rows
-        ]
+    other = make_net()
+    # The state is merged into: the base of every merge must be what it was.
+    live = search([net.state_dict(), *tunes], net)
+    reports = [live, sweep(miss, SPACE, model=other), sweep(miss, SPACE, in_memory=True)]
+    assert live.base == plain.base == [miss(base)]
+    scores = [(row.params, row.scores) for row in plain.rows]
+    assert [[(row.params, row.scores) for row in each.rows] for each in reports] == [scores] * 3
     assert_same(dict(net.state_dict()), dare_merge(base, tunes, live.winner.config))
     assert_same(dict(other.state_dict()), goal)
     assert_same(base, load_file(models[0]))
-    with pytest.raises(DareError, match="model 1 and the live model share their memory"):
-        dare_sweep(base, [tunes[0], net.state_dict()], miss, space, model=net, **options)
-    with pytest.raises(
-        DareError, match="no trial could be scored; the first failed: SystemExit: 3"
+
+    def give_up(model: Any) -> float:
+        return miss(model) if miss(model) == plain.base[0] else sys.exit(3)
+
+    for states, model, evaluate, words in (
+        ([base, tunes[0], net.state_dict()], net, miss, "model 1 .* share their memory"),
+        ([base, *tunes], net, give_up, "the first failed: SystemExit: 3"),
+        ([base, *tunes], torch.nn.ModuleDict({"head": net["head"]}), miss, r"'layer\.weight'"),
     ):
-        dare_sweep(base, tunes, lambda model: miss(model) if miss(model) == plain.base[0] else sys.exit(3), space,
-                   model=net, **options)  # fmt: skip
+        with pytest.raises(DareError, match=words):
+            search(states, model, evaluate)
     assert_same(dict(net.state_dict()), base)  # since there is no winner
-    with pytest.raises(
-        DareError, match=r"cannot score the base: out has no tensor 'layer\.weight'"
-    ):
-        dare_sweep(
-            base, tunes, miss, space, model=torch.nn.ModuleDict({"head": net["head"]}), **options
-        )
-    tied = torch.nn.ModuleDict({"one": (one := torch.nn.Linear(8, 4, bias=False)), "two": one})
-    states = [
-        {"one.weight": state["head.weight"], "two.weight": state["head.weight"]}
-        for state in (base, *tunes)
-    ]
-    found = dare_sweep(
-        states[0],
-        states[1:],
-        lambda model: float(model["two"].weight.sum()),
-        space,
-        model=tied,
-        **options,
-    )
-    first, *others = [{"one.weight": state["one.weight"]} for state in states]
-    assert_same(
-        dict(tied["one"].state_dict(prefix="one.")), dare_merge(first, others, found.winner.config)
-    )
+    one = torch.nn.Linear(8, 4, bias=False)
+    tied = torch.nn.ModuleDict({"one": one, "two": one})
+    heads = [{"one.weight": state["head.weight"]} for state in (base, *tunes)]
+    both = [head | {"two.weight": head["one.weight"]} for head in heads]
+    found = search(both, tied, lambda model: float(model["two"].weight.sum()))
+    merged = dare_merge(heads[0], heads[1:], found.winner.config)
+    assert_same(dict(one.state_dict(prefix="one.")), merged)
     net.register_buffer("empty", torch.zeros(0))  # which has no memory to share
     states = [{**state, "empty": torch.zeros(0)} for state in (base, *tunes)]
-    assert dare_sweep(states[0], states[1:], miss, space, model=net, **options).winner.scores == [
-        0.0
-    ]
+    assert search(states, net).winner.scores == [0.0]
     assert snapshot(tmp_path) == before, "nothing is written"
 
 
@@ -495,12 +489,15 @@ def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> No
         (7, 8): 5 + 1,
         **{(seed, seed + 1): 3 for seed in (9, 11, 13, 15)},
     }
-    values, average = [each[0] for each in found.best.confirmed], found.average
-    assert average is not None
+    values = [each[0] for each in found.best.confirmed]
+    average = found.average
     assert average.scores == [pytest.approx(-0.64)]
     test = stats.ttest_1samp(values, average.scores[0], alternative="greater")
     assert found.probability == pytest.approx(3 * test.pvalue, rel=1e-9)
-    told = f"more than its seeds' spread explains (t test over 4 fresh seeds, p = {3 * test.pvalue:.2g})."
+    told = (
+        f"more than its seeds' spread explains (t test over 4 fresh seeds, p = "
+        f"{3 * test.pvalue:.2g})."
+    )
     assert f"better than the plain average (lambda 1: -0.64) by {told}" in found.verdict
     for freedom, t in itertools.product(range(1, 9), (0.0, 0.3, 1.0, 2.5, 12.7)):
         assert chance(t, freedom) == pytest.approx(stats.t.sf(t, freedom), rel=1e-9)
@@ -510,48 +507,48 @@ def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> No
 def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Models) -> None:
     base, *tunes = map(load_file, models)
     plain = dare_merge(base, tunes, DareConfig(drop_rate=0.0))
+    space = {"drop_rate": [0, 0.5, 0.7, 0.8, 0.9]}
 
     def noise(state: Any) -> float:
         alike = all(torch.equal(state[name], plain[name]) for name in plain)
         return 0.0 if alike else random.Random(str(state["layer.weight"].sum())).gauss(0, 1)
 
-    space, called = {"drop_rate": [0, 0.5, 0.7, 0.8, 0.9]}, Counter[str]()
-    for seed in range(0, 2000, 100):
-        found = dare_sweep(base, tunes, noise, space, DareConfig(seed=seed), search="grid")
-        called["more than its seeds" in found.verdict] += 1
+    reports = [
+        dare_sweep(base, tunes, noise, space, DareConfig(seed=seed), search="grid")
+        for seed in range(0, 2000, 100)
+    ]
+    for found in reports:
         assert (found.winner is found.average) == (found.best.mean(0) <= 0)
-    assert called[True] <= 2, "one in twenty at most, but for luck"
+    # One in twenty at most, but for luck.
+    assert sum("more than its seeds" in found.verdict for found in reports) <= 2
     tie = dare_sweep(base, tunes, lambda state: 1.0, space, search="grid")
     assert (tie.winner is tie.average, tie.probability) == (True, None)
-    assert tie.verdict.startswith(
-        "No trial scores better than the plain average (lambda 1: 1), so that is the winner"
-    )
 
 
 def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: Capture) -> None:
-    rules = "[[rules]]\nmatch = 'head.*'\nlambda_coeff = 0.5\n"
-    rules += "[[sweep.rules]]\nmatch = 'layer.*'\nlambda_coeff = [1.0]\n"
-    flags = command("--vary", "drop_rate = [0.5, 0.8]", "--vary", "method = ['ties']", "--keep-models", "kept",
-                    "--plot", "found.png", text=rules, weights=[1, 2], method="ties", keep_ratio=0.5)  # fmt: skip
-    assert dare.main([*flags, "--search", "grid"]) == 0
+    rules = """
+[[rules]]
+match = 'head.*'
+lambda_coeff = 0.5
+[[sweep.rules]]
+match = 'layer.*'
+lambda_coeff = [1.0]
+"""
+    flags = ["--vary", "drop_rate = [0.5, 0.8]", "--vary", "method = ['ties']", "--search", "grid"]
+    flags += ["--keep-models", "kept", "--plot", "found.png"]
+    settings = {"weights": [1, 2], "method": "ties", "keep_ratio": 0.5}
+    run(*command(*flags, text=rules, **settings))
     printed = capsys.readouterr()
-    progress = r"\n\[2/2\] method ties, drop rate 0.8, rules.0.lambda_coeff 1: 0.0002 \(best 0.0002\), .* left\n"
-    assert re.search(progress, printed.err)
     assert re.search(
-        r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: lambda 1 .*\nbase +-1 ", printed.out
+        r"\n\[2/2\] method ties, drop rate 0.8, .*: 0.0002 \(best 0.0002\)", printed.err
     )
-    assert "The best merge is trial 1" in printed.out
+    table = r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: lambda 1 .*\nbase +-1 "
+    assert re.search(table, printed.out)
     assert Path("found.png").read_bytes()[:4] == b"\x89PNG"
-    best = Path("config_best.toml").read_text()
-    assert best.startswith("# Found by a sweep:\n# trial 1: ")
-    assert (
-        dare.main(["-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors"])
-        == 0
-    )
-    assert (
-        Path("again.safetensors").read_bytes()
-        == next(Path("kept").glob("*-trial-0001.*")).read_bytes()
-    )
+    assert Path("config_best.toml").read_text().startswith("# Found by a sweep:\n# trial 1: ")
+    run("-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors")
+    [scored] = Path("kept").glob("*-trial-0001.*")
+    assert Path("again.safetensors").read_bytes() == scored.read_bytes()
     assert len(os.listdir("kept")) == 2 + 2 * 5 + 1
 
 
@@ -572,7 +569,6 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
         wait_for(lambda: [call[1] for call in calls()[-1:]] == [rate], 60)
         assert len(list(tmp_path.glob(".sweep-*/merged.safetensors"))) == 1
         process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
         assert any(
             "stopping after this trial; once more to stop at once" in line
             for line in process.stderr
@@ -587,7 +583,7 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
     assert "[4/4]" not in interrupt(0.4, lambda process: process.send_signal(signal.SIGINT))
     wait_for(lambda: has_ended(calls()[-1][0]))
     Path("wait0.4").unlink()
-    assert dare.main(flags) == 0
+    run(*flags)
     assert [call[1] for call in calls() if call[1]] == [0.1, 0.2, 0.3, 0.4, 0.4], (
         "what was stopped is tried again"
     )
@@ -602,24 +598,44 @@ def test_models_that_change_end_the_search() -> None:
         sweep(score, {"drop_rate": [0.1, 0.2]})
 
 
-@pytest.mark.parametrize(("flags", "status", "message"), [
-    ("--evaluate 'python judge.py'", 2, "has no {model}"), ("--evaluate 'pyhton {model}'", 2, "no command 'pyhton'"),
-    ("--evaluate 'python \"{model}'", 2, "cannot be split"), ("--evaluate judge.py:scores", 2, "no function 'scores'"),
-    ("--evaluate no.py:score", 2, "no file 'no.py'"), ("--search genetic", 2, "there is no search 'genetic'"),
-    ("--evaluate config.toml.py:f", 2, "no file"), ("--objective accuracy", 2, "must be NAME:max or NAME:min"),
-    ("--trials 0", 2, "trials must be a whole number from 1"), ("--confirm 1", 2, "so few fresh seeds"),
-    ("--search cmaes --objective a:max b:min", 2, "cmaes takes one objective"), ("--timeout 5", 2, "is for commands"),
-    ("--write-config config.toml --force", 2, "is the configuration itself"), ("--confirm 2", 2, "so few fresh seeds"),
-    ("--write-config config_sweep.db --force", 2, "is the study itself"), ("--search cmaes", 2, "needs two ranges"),
-    ("--write-config math.safetensors --force", 2, "is the input"), ("--objective a:max a:min", 2, "have one name"),
-    ("--evaluate 'cat {model} | tail'", 2, "without a shell"), ("--in-memory --keep-models x", 2, "no models to keep"),
-    ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
-    ("--storage sqlite:///no/such.db", 1, "cannot open the study"), ("--storage ::", 1, "cannot open the study"),
-    ("--keep-models config.toml/x", 1, "cannot write models in"), ("--plot a.gif", 2, "cannot be written"),
-    ("--search grid --vary lambda_coeff={low=1,high=2}", 2, "a grid needs values for lambda_coeff, not a range"),
-    ("--merge nothing.safetensors", 1, "nothing.safetensors"), ("without", 2, "nothing scores the models"),
-    ("optuna", 1, "a sweep needs Optuna"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        ("--evaluate 'python judge.py'", 2, "has no {model}"),
+        ("--evaluate 'pyhton {model}'", 2, "no command 'pyhton'"),
+        ("--evaluate 'python \"{model}'", 2, "cannot be split"),
+        ("--evaluate judge.py:scores", 2, "no function 'scores'"),
+        ("--evaluate no.py:score", 2, "no file 'no.py'"),
+        ("--search genetic", 2, "there is no search 'genetic'"),
+        ("--evaluate config.toml.py:f", 2, "no file"),
+        ("--objective accuracy", 2, "must be NAME:max or NAME:min"),
+        ("--trials 0", 2, "trials must be a whole number from 1"),
+        ("--confirm 1", 2, "so few fresh seeds"),
+        ("--search cmaes --objective a:max b:min", 2, "cmaes takes one objective"),
+        ("--timeout 5", 2, "is for commands"),
+        ("--write-config config.toml --force", 2, "is the configuration itself"),
+        ("--confirm 2", 2, "so few fresh seeds"),
+        ("--write-config config_sweep.db --force", 2, "is the study itself"),
+        ("--search cmaes", 2, "needs two ranges"),
+        ("--write-config math.safetensors --force", 2, "is the input"),
+        ("--objective a:max a:min", 2, "have one name"),
+        ("--evaluate 'cat {model} | tail'", 2, "without a shell"),
+        ("--in-memory --keep-models x", 2, "no models to keep"),
+        ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
+        ("--storage sqlite:///no/such.db", 1, "cannot open the study"),
+        ("--storage ::", 1, "cannot open the study"),
+        ("--keep-models config.toml/x", 1, "cannot write models in"),
+        ("--plot a.gif", 2, "cannot be written"),
+        (
+            "--search grid --vary lambda_coeff={low=1,high=2}",
+            2,
+            "a grid needs values for lambda_coeff, not a range",
+        ),
+        ("--merge nothing.safetensors", 1, "nothing.safetensors"),
+        ("without", 2, "nothing scores the models"),
+        ("optuna", 1, "a sweep needs Optuna"),
+    ],
+)
 def test_wrong_usage_is_refused_before_anything_is_merged(
     tmp_path: Path, monkeypatch: Patch, capsys: Capture, flags: str, status: int, message: str
 ) -> None:

@@ -1,6 +1,5 @@
-"""What a search may choose: values and ranges, asked where they mean something, and wrong ones that are named."""
-
-from __future__ import annotations
+"""What a search may choose: values and ranges, asked where they mean something, and wrong ones that
+are named."""
 
 import re
 import sys
@@ -17,32 +16,40 @@ from hypothesis import strategies as st
 from dare import ConfigError, DareConfig, DareMerger
 from darelib.commands.sweep.space import Space
 from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
-from tests.fuzz import examples
-from tests.support import refuse, write_config
-
-Capture, Models = pytest.CaptureFixture[str], list[Path]
+from tests.support import Capture, Models, examples, refuse, write_config
 
 
 def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hinder(
     models: Models,
 ) -> None:
     space = {
-        "method": ["linear", "ties", "slerp", "ram"], "drop": ["random", "breadcrumbs", "della"], "drop_rate": [0, 0.5],
-        "gamma": [0.01, 0.02], "epsilon": {"low": 0.01, "high": 0.1}, "rescale_q": {"low": 0.1, "high": 1},
-        "keep_ratio": {"low": 0.1, "high": 1, "log": True}, "slerp_t": {"low": 0, "high": 1, "step": 0.25},
-        "weights": {"low": 0.1, "high": 2}, "lambda_coeff": [1, {"gradient": [0.5, 1]}],
-        "rules": [{"match": ["head.*"], "drop_rate": [{"low": 0.5, "high": 0.6}, {"low": 0.7, "high": 0.8}]}],
-    }  # fmt: skip
+        "method": ["linear", "ties", "slerp", "ram"],
+        "drop": ["random", "breadcrumbs", "della"],
+        "drop_rate": [0, 0.5],
+        "gamma": [0.01, 0.02],
+        "epsilon": {"low": 0.01, "high": 0.1},
+        "rescale_q": {"low": 0.1, "high": 1},
+        "keep_ratio": {"low": 0.1, "high": 1, "log": True},
+        "slerp_t": {"low": 0, "high": 1, "step": 0.25},
+        "weights": {"low": 0.1, "high": 2},
+        "lambda_coeff": [1, {"gradient": [0.5, 1]}],
+        "rules": [
+            {
+                "match": ["head.*"],
+                "drop_rate": [{"low": 0.5, "high": 0.6}, {"low": 0.7, "high": 0.8}],
+            }
+        ],
+    }
     rules = [{"match": "layer.*", "keep_ratio": 0.5}]
     config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
-    merger, options = (
-        DareMerger(models[0], models[1:], config),
-        {"search": "random", "trials": 40, "confirm": 0},
-    )
+    merger = DareMerger(models[0], models[1:], config)
+    options = {"search": "random", "trials": 40, "confirm": 0}
     found = merger.sweep(lambda path: 1.0, space, folder=models[0].parent, **options)
     assert (len(found.rows), found.failures) == (40, []), "none was refused"
     for row in found.rows:
-        names, method, drop = {*row.params}, row.params["method"], row.params.get("drop", "random")
+        names = {*row.params}
+        method = row.params["method"]
+        drop = row.params.get("drop", "random")
         assert (drop, "drop" in names) == ((drop, True) if method != "slerp" else ("random", False))
         assert ("slerp_t" in names) == (method == "slerp") == ("weights.0" not in names)
         assert ("keep_ratio" in names) == (method == "ties" and drop == "random")
@@ -68,21 +75,37 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     assert found.averages[0].config.method == "linear"
 
 
-@pytest.mark.parametrize(("space", "message"), [
-    ("lamda_coeff=[1]", r"\[sweep\] has no key 'lamda_coeff'.*did you mean lambda_coeff"),
-    ("drop_rate=[]", r"\[sweep\] drop_rate has no values"), ("drop_rate=[0.5, 1.5]", r"\[sweep\] drop_rate must be"),
-    ("method=['linear', 'tie']", r"\[sweep\] method must be .*did you mean ties"), ("seed=[1, 2]", "masks are noise"),
-    ("drop_rate={low=0.5, high=0.5}", "the range from 0.5 to 0.5 is empty"), ("drop_rate={low=0}", "low and high"),
-    ("drop_rate={low=0, high=2}", r"\[sweep\] drop_rate must be"), ("method={low=1, high=2}", r"\[sweep\] method must"),
-    ("drop_rate={low='a', high=1}", "low must be a num"), ("lambda_coeff={low=1, high=2, log=1}", "log must be true"),
-    ("lambda_coeff={low=1, high=2, steps=1}", "no key 'steps'"), ("lambda_coeff={low=0, high=2, log=true}", "above 0"),
-    ("lambda_coeff={low=1, high=2, step=0}", "step must be above"), ("normalize=['yes']", r"\[sweep\] normalize must"),
-    ("drop_rate=[{low=0, high=0.5}]", "1 ranges for 2 models"), ("weights=[0.5, 0.5]", r"\[sweep\] weights must be"),
-    ("rules=[1]", "rules must be tables"), ("rules=[{drop_rate=[0.5]}]", "rule 1"), ("threads=[1]", "no key 'threads'"),
-    ("rules=[{match='*'}]", "sets nothing"), ("rules=[{match='*', method=['ties']}]", "rule 1 has no key 'method'"),
-    ("keep_ratio=[0.5, 0.7]", "keep_ratio means nothing"), ("rules=[]", "nothing to search"),
-    ("drop_rate", "must be SETTING=VALUES"), ("", "nothing to search"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ("lamda_coeff=[1]", r"\[sweep\] has no key 'lamda_coeff'.*did you mean lambda_coeff"),
+        ("drop_rate=[]", r"\[sweep\] drop_rate has no values"),
+        ("drop_rate=[0.5, 1.5]", r"\[sweep\] drop_rate must be"),
+        ("method=['linear', 'tie']", r"\[sweep\] method must be .*did you mean ties"),
+        ("seed=[1, 2]", "masks are noise"),
+        ("drop_rate={low=0.5, high=0.5}", "the range from 0.5 to 0.5 is empty"),
+        ("drop_rate={low=0}", "low and high"),
+        ("drop_rate={low=0, high=2}", r"\[sweep\] drop_rate must be"),
+        ("method={low=1, high=2}", r"\[sweep\] method must"),
+        ("drop_rate={low='a', high=1}", "low must be a num"),
+        ("lambda_coeff={low=1, high=2, log=1}", "log must be true"),
+        ("lambda_coeff={low=1, high=2, steps=1}", "no key 'steps'"),
+        ("lambda_coeff={low=0, high=2, log=true}", "above 0"),
+        ("lambda_coeff={low=1, high=2, step=0}", "step must be above"),
+        ("normalize=['yes']", r"\[sweep\] normalize must"),
+        ("drop_rate=[{low=0, high=0.5}]", "1 ranges for 2 models"),
+        ("weights=[0.5, 0.5]", r"\[sweep\] weights must be"),
+        ("rules=[1]", "rules must be tables"),
+        ("rules=[{drop_rate=[0.5]}]", "rule 1"),
+        ("threads=[1]", "no key 'threads'"),
+        ("rules=[{match='*'}]", "sets nothing"),
+        ("rules=[{match='*', method=['ties']}]", "rule 1 has no key 'method'"),
+        ("keep_ratio=[0.5, 0.7]", "keep_ratio means nothing"),
+        ("rules=[]", "nothing to search"),
+        ("drop_rate", "must be SETTING=VALUES"),
+        ("", "nothing to search"),
+    ],
+)
 def test_a_wrong_space_is_named(
     models: Models, tmp_path: Path, capsys: Capture, space: str, message: str
 ) -> None:
@@ -95,17 +118,33 @@ def test_a_wrong_space_is_named(
 
 
 ENDS: dict[str, tuple[float, float]] = {
-    "drop_rate": (0.05, 0.95), "gamma": (0.01, 0.04), "epsilon": (0.01, 0.04), "weights": (0.1, 2), "slerp_t": (0.1, 1),
-    "lambda_coeff": (0.5, 2.5), "rescale_q": (0.1, 1), "keep_ratio": (0.1, 1), "threshold": (1e-6, 1e-3),
-}  # fmt: skip
+    "drop_rate": (0.05, 0.95),
+    "gamma": (0.01, 0.04),
+    "epsilon": (0.01, 0.04),
+    "weights": (0.1, 2),
+    "slerp_t": (0.1, 1),
+    "lambda_coeff": (0.5, 2.5),
+    "rescale_q": (0.1, 1),
+    "keep_ratio": (0.1, 1),
+    "threshold": (1e-6, 1e-3),
+}
 VALUES: dict[str, list[Any]] = {
-    "method": ["linear", "ties", "slerp", "ram"], "drop": ["random", "magnitude", "breadcrumbs", "della"],
-    "drop_rate": [0, 0.5, 0.9, [0.2, 0.8], {"gradient": [0.9, 0.5]}], "gamma": [0.01, [0, 0.1]], "epsilon": [0.1, 0.2],
-    "weights": [[0.3, 0.7], [{"gradient": [0, 1]}, 1]], "normalize": [True, False], "dtype": ["float32", "bf16"],
-    "lambda_coeff": [1, {"gradient": [1, 2]}], "rescale": [True, False, "none", "l1", "expectation"],
-    "rescale_q": [0.1, [0.5, 1]], "keep_ratio": [0.2, 1], "slerp_t": [0, {"gradient": [0, 1]}], "threshold": [0, 1e-5],
+    "method": ["linear", "ties", "slerp", "ram"],
+    "drop": ["random", "magnitude", "breadcrumbs", "della"],
+    "drop_rate": [0, 0.5, 0.9, [0.2, 0.8], {"gradient": [0.9, 0.5]}],
+    "gamma": [0.01, [0, 0.1]],
+    "epsilon": [0.1, 0.2],
+    "weights": [[0.3, 0.7], [{"gradient": [0, 1]}, 1]],
+    "normalize": [True, False],
+    "dtype": ["float32", "bf16"],
+    "lambda_coeff": [1, {"gradient": [1, 2]}],
+    "rescale": [True, False, "none", "l1", "expectation"],
+    "rescale_q": [0.1, [0.5, 1]],
+    "keep_ratio": [0.2, 1],
+    "slerp_t": [0, {"gradient": [0, 1]}],
+    "threshold": [0, 1e-5],
     "mismatch": ["error", "base"],
-}  # fmt: skip
+}
 CONFIGS = st.fixed_dictionaries(
     {}, optional={name: st.sampled_from(values) for name, values in VALUES.items()}
 )

@@ -1,7 +1,5 @@
 """Systems differ: what a filesystem or a machine lacks costs time at most, and never a model."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json
@@ -20,8 +18,19 @@ from darelib.core.tuning import count_cores
 from darelib.output import publish
 from darelib.output.files import MADE
 from darelib.output.lock import LOCK_WORDS
-from tests.scene import BOTH, POSIX, Patch, Scene, contents, launch, put, slow
-from tests.support import BF16, command, random_model, run_merge, save_directory, save_sharded
+from tests.scene import BOTH, Scene, contents, launch, put
+from tests.support import (
+    BF16,
+    POSIX,
+    Patch,
+    command,
+    random_model,
+    run,
+    run_merge,
+    save_directory,
+    save_sharded,
+    slow,
+)
 
 
 class Refusing:
@@ -53,15 +62,14 @@ LACKS: dict[str, Callable[[Patch], object]] = {
 def test_a_system_may_lack_what_others_have(
     tmp_path: Path, monkeypatch: Patch, kind: str, lacking: str
 ) -> None:
-    """Space reserved at once, names exchanged, directories synced, locks: all are used only where they are there."""
+    """Space reserved at once, names exchanged, directories synced, locks: all are used only where
+    they are there."""
     scene = Scene(tmp_path, kind)
     LACKS[lacking](monkeypatch)
-    assert scene.run("--threads", "3") == 0
-    assert scene.broken() == []
+    scene.check("--threads", "3")
     scene.reset()
     scene.interrupt(5)
-    assert scene.run("--resume") == 0
-    assert scene.broken() == []
+    scene.check("--resume")
 
 
 @pytest.mark.parametrize(
@@ -112,8 +120,7 @@ def test_a_link_as_output_is_resumed_and_refused_and_replaced_where_it_leads(
     assert scene.fail() == 1
     assert scene.broken() == []
     scene.interrupt(5)
-    assert scene.run("--resume") == 0
-    assert scene.broken() == []
+    scene.check("--resume")
     assert (link.is_symlink(), dare.main(["verify", str(link), "-q", *scene.models])) == (True, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["inputs", link.name, "place"]
 
@@ -134,16 +141,18 @@ def test_outputs_may_have_any_name_that_the_filesystem_allows(
     name = name + "y" * left * (left < 15) + suffix
     scene = Scene(tmp_path, "file" if suffix else "directory", old=False, name=name)
     scene.interrupt(5)
-    assert scene.run("--resume") == 0
-    assert scene.broken() == []
-    assert dare.main(["verify", str(scene.output), "-q", *scene.models]) == 0
+    scene.check("--resume")
+    run("verify", scene.output, "-q", *scene.models)
 
 
 def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(
     tmp_path: Path,
 ) -> None:
-    """Root may write anywhere, so a file in the place of a folder stands in for folders that cannot be written."""
-    scene, folder, blocked = Scene(tmp_path, "file"), tmp_path / "here", tmp_path / "blocked"
+    """Root may write anywhere, so a file in the place of a folder stands in for folders that cannot
+    be written."""
+    scene = Scene(tmp_path, "file")
+    folder = tmp_path / "here"
+    blocked = tmp_path / "blocked"
     folder.mkdir()
     blocked.write_text("")
     prelude = (
@@ -195,7 +204,7 @@ def test_the_command_opens_more_files_than_usual_and_a_script_is_asked_to_allow_
             run_merge(paths[0], paths[1:], tmp_path / "out", max_shard_size="16B")
         assert "raise the limit on open files" in caught.value.hint
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (150, limits[1])
-        assert dare.main(words) == 0
+        run(*words)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 200
@@ -229,13 +238,20 @@ def test_a_model_larger_than_the_memory_merges(tmp_path: Path, flags: list[str])
     (tmp_path / "out.safetensors").unlink()
 
 
-@pytest.mark.parametrize(("files", "cores"), [
-    ({"cpu.max": "150000 100000\n"}, 2), ({"cpu.max": "50000 100000\n"}, 1), ({"cpu.max": "max 100000\n"}, 8),
-    ({}, 8), ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8), ({"cpu.max": "9900000 100000"}, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu.max": "9900000 100000"}, 8),
+    ],
+)
 def test_a_container_s_share_of_the_processor_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+    tmp_path: Path, monkeypatch: Patch, files: dict[str, str], cores: int
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

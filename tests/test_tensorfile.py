@@ -1,6 +1,5 @@
-"""Files that may hold anything: every rule of the safetensors format is kept, in little memory and in plain words."""
-
-from __future__ import annotations
+"""Files that may hold anything: every rule of the safetensors format is kept, in little memory and
+in plain words."""
 
 import json
 import math
@@ -19,14 +18,25 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-import dare
+from dare import DareError
 from darelib.core.formats import STORED_BITS
 from darelib.models.tensorfile import TensorFile
-from tests.fuzz import DATA, damaged, examples, with_header
-from tests.support import low_rank, refuse, save, save_sharded, write_adapter
+from tests.support import (
+    Capture,
+    damaged,
+    examples,
+    low_rank,
+    refuse,
+    run,
+    save,
+    save_sharded,
+    with_header,
+    write_adapter,
+)
 
 V = '"v":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}'
 W = '"w":{"dtype":"F32","shape":[2,3],"data_offsets":[16,40]}'
+DATA = bytes(range(40))
 SOUND = f"{{{V},{W}}}"
 
 
@@ -45,34 +55,84 @@ def with_entry(name: str, value: str) -> str:
 # What may be wrong with the entry of w: a field, and how it is spelled; nothing: it is left out.
 WRONG_FIELDS = {
     "data_offsets": [
-        "", "[40,16]", "[16]", "[16,40,40]", "[]", "[-8,16]", f"[{2**64 + 16},{2**64 + 40}]", '["16","40"]', "[16,1e2]",
-        '{"begin":16,"end":40}', f"[16,{'9' * 4999}]", "[16,-Infinity]",
+        "",
+        "[40,16]",
+        "[16]",
+        "[16,40,40]",
+        "[]",
+        "[-8,16]",
+        f"[{2**64 + 16},{2**64 + 40}]",
+        '["16","40"]',
+        "[16,1e2]",
+        '{"begin":16,"end":40}',
+        f"[16,{'9' * 4999}]",
+        "[16,-Infinity]",
     ],
     "shape": [
-        "", "[2,2]", "[3,3]", f"[{2**40},{2**40}]", f"[{2**62},{2**62},0]", f"[{2**32},{2**32 + 6}]", "[-2,-3]",
-        json.dumps([2**62] * 300), json.dumps([2] * 10_000), f"[{2**63},0]", f"[{2**64 + 6}]", "[2.0,3.0]", "[6e0]",
-        "[-0]", "[6,true]", "[6,null]", '["6"]', "[[6]]", "[NaN]", "[Infinity]", "6", '"6"', '{"6":6}',
-        f"[{'9' * 4999}]", f"[{'9' * 1_000_000}]", json.dumps([2**62 - 1] * 100_000),
+        "",
+        "[2,2]",
+        "[3,3]",
+        f"[{2**40},{2**40}]",
+        f"[{2**62},{2**62},0]",
+        f"[{2**32},{2**32 + 6}]",
+        "[-2,-3]",
+        json.dumps([2**62] * 300),
+        json.dumps([2] * 10_000),
+        f"[{2**63},0]",
+        f"[{2**64 + 6}]",
+        "[2.0,3.0]",
+        "[6e0]",
+        "[-0]",
+        "[6,true]",
+        "[6,null]",
+        '["6"]',
+        "[[6]]",
+        "[NaN]",
+        "[Infinity]",
+        "6",
+        '"6"',
+        '{"6":6}',
+        f"[{'9' * 4999}]",
+        f"[{'9' * 1_000_000}]",
+        json.dumps([2**62 - 1] * 100_000),
     ],
     "dtype": ["", '"F16"', '"F31"', '"f32"', "32", '["F32"]', '"\\ud800"'],
     "more": ["NaN", "1e999", '"\\ud800"', "[" * 500 + "]" * 500],  # a field that nobody reads
-}  # fmt: skip
+}
 # Headers that break a rule, by what is said about them.
 WRONG_HEADERS: dict[str, list[str | bytes]] = {
     "start with {": ["", "\ufeff" + SOUND, f"[{SOUND}]", "null", " " + SOUND, "\n" + SOUND],
-    "utf-8": [SOUND.encode().replace(b"w", raw) for raw in (b"\xff", b"\xed\xa0\x80")] + [SOUND.encode() + b"\xc3"],
+    "utf-8": [SOUND.encode().replace(b"w", raw) for raw in (b"\xff", b"\xed\xa0\x80")]
+    + [SOUND.encode() + b"\xc3"],
     "not JSON": [
-        "{not JSON at all}", "{", SOUND + "{}", SOUND + "\0", SOUND.replace('"', "'"), SOUND[:-1] + ",}",
-        SOUND[:-1] + "/* */}", SOUND.replace("w", "w\n"), SOUND.replace("w", "\\x77"),
-        *(with_field("shape", spelled) for spelled in ("[06]", "[+6]", "[0x6]", "[\u0666]", "[6", "6]")),
+        "{not JSON at all}",
+        "{",
+        SOUND + "{}",
+        SOUND + "\0",
+        SOUND.replace('"', "'"),
+        SOUND[:-1] + ",}",
+        SOUND[:-1] + "/* */}",
+        SOUND.replace("w", "w\n"),
+        SOUND.replace("w", "\\x77"),
+        *(
+            with_field("shape", spelled)
+            for spelled in ("[06]", "[+6]", "[0x6]", "[\u0666]", "[6", "6]")
+        ),
     ],
     "is the entry of a tensor": ['{"dtype":"F32","shape":[10],"data_offsets":[0,40]}'],
     "'dtype' is in it twice": [with_field("dtype", '"F32","dtype":"F32"')],
-    "'w' is in it twice": [f"{{{V},{W},{W}}}", f"{{{W},{W},{V}}}", f"{{{V},{W},{W}}}".replace("w", "\\u0077", 1)],
+    "'w' is in it twice": [
+        f"{{{V},{W},{W}}}",
+        f"{{{W},{W},{V}}}",
+        f"{{{V},{W},{W}}}".replace("w", "\\u0077", 1),
+    ],
     "'__metadata__' is in it twice": [f'{{"__metadata__":{{}},"__metadata__":{{}},{V},{W}}}'],
     "'a' is in it twice": [with_entry("__metadata__", '{"a":"1","a":"1"}')],
     "metadata is not": [
-        *(with_entry("__metadata__", value) for value in ('{"a":1}', '{"a":null}', '{"a":{}}', "[]", '"pt"', "-1")),
+        *(
+            with_entry("__metadata__", value)
+            for value in ('{"a":1}', '{"a":null}', '{"a":{}}', "[]", '"pt"', "-1")
+        ),
         SOUND.replace("w", "__metadata__"),
     ],
     "surrogates": [
@@ -81,20 +141,26 @@ WRONG_HEADERS: dict[str, list[str | bytes]] = {
     ],
     "'x' is wrong": [with_entry("x", "null"), with_entry("x", '"F32"')],
     "it is not a type": [with_entry("x" * 60_000, "{}")],
-    "65,537 characters": [with_entry("x" * 65_537, '{"dtype":"F32","shape":[0],"data_offsets":[40,40]}')],
+    "65,537 characters": [
+        with_entry("x" * 65_537, '{"dtype":"F32","shape":[0],"data_offsets":[40,40]}')
+    ],
     "'w' is wrong": [
-        with_field("dtype", '"F4"').replace("[2,3]", "[47]"), f'{{{V},"w":["F32",[2,3],[16,40]]}}',
+        with_field("dtype", '"F4"').replace("[2,3]", "[47]"),
+        f'{{{V},"w":["F32",[2,3],[16,40]]}}',
         *(with_field(key, spelled) for key, values in WRONG_FIELDS.items() for spelled in values),
     ],
     "a hole or overlaps": [
-        f"{{{W}}}", f"{{{V},{W},{W.replace('w', 'x')}}}",
+        f"{{{W}}}",
+        f"{{{V},{W},{W.replace('w', 'x')}}}",
         *(with_field("data_offsets", ends) for ends in ("[12,36]", "[20,44]")),
     ],
     "40 are there": ["{}", f"{{{V}}}"],
     "too deeply": [
-        '{"w":' + "[" * 100_000, '{"a":' * 100_000, with_field("shape", "[" * 100_000 + "]" * 100_000),
+        '{"w":' + "[" * 100_000,
+        '{"a":' * 100_000,
+        with_field("shape", "[" * 100_000 + "]" * 100_000),
     ],
-}  # fmt: skip
+}
 BROKEN_FILES = [
     (with_header(SOUND, length=100_000), "100,000 bytes long"),
     (with_header(SOUND, b"", len(SOUND) + 1), "bytes long"),
@@ -115,7 +181,8 @@ BROKEN_FILES = [
         for header in headers
     ),
 ]
-# What the library takes all the same: of what is given twice the last, white space first, a list for a table, any name.
+# What the library takes all the same: of what is given twice the last, white space first, a list
+# for a table, any name.
 LIBRARY_TAKES = [
     *(
         WRONG_HEADERS["'w' is in it twice"]
@@ -135,9 +202,7 @@ def sound_models(folder: Path) -> list[str]:
     return ["-b", str(paths[0]), "-m", str(paths[1]), "-o", str(paths[2]), *PLAIN]
 
 
-def refuse_in_two_lines(
-    folder: Path, capsys: pytest.CaptureFixture[str], *complaints: str, arguments: Any
-) -> None:
+def refuse_in_two_lines(folder: Path, capsys: Capture, *complaints: str, arguments: Any) -> None:
     """No name can break the line of the error, or move a terminal's cursor, or fill a screen."""
     error, hint = refuse(folder, capsys, 1, *complaints, arguments=arguments).split("\n")[:-1]
     assert (error + hint).isprintable()
@@ -148,7 +213,8 @@ def read_by_the_library(path: Path) -> Any:
     """Types and shapes by name, and the metadata; None where the library refuses the file."""
     try:
         with safe_open(path, framework="np") as file:
-            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dictionary)
+            names = [*file.keys()]
+            parts = {name: file.get_slice(name) for name in names}
             found = {
                 name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()
             }
@@ -161,12 +227,14 @@ def read_by_the_library(path: Path) -> Any:
     ("content", "complaint"), BROKEN_FILES, ids=[complaint for _, complaint in BROKEN_FILES]
 )
 def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, complaint: str
+    tmp_path: Path, capsys: Capture, content: bytes, complaint: str
 ) -> None:
-    """The library refuses it too, so that there are no rules of our own but where the library is careless."""
+    """The library refuses it too, so that there are no rules of our own but where the library is
+    careless."""
     started = time.process_time()
     for side in ("base", "model"):
-        arguments, path = sound_models(tmp_path), tmp_path / f"{side}.safetensors"
+        arguments = sound_models(tmp_path)
+        path = tmp_path / f"{side}.safetensors"
         path.write_bytes(content)
         complaints = (repr(str(path)), "not a complete safetensors file", complaint)
         refuse_in_two_lines(tmp_path, capsys, *complaints, arguments=arguments)
@@ -178,22 +246,18 @@ def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
     )  # multiplied out, some shapes make a number of 6 million bits
 
 
-def test_a_header_of_more_than_100_mb_is_refused_unread(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path, capsys: Capture) -> None:
     arguments = sound_models(tmp_path)
     for length in (100_000_001, 2**32, 2**40):
         with open(tmp_path / "model.safetensors", "wb") as file:
             file.write(struct.pack("<Q", length) + b"{")
             file.truncate(8 + length)  # all holes: no disk holds that much
-        assert dare.main(arguments) == 1
+        run(*arguments, status=1)
         assert f"{length:,}" in capsys.readouterr().err
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_broken_shard_or_adapter_is_refused_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_shard_or_adapter_is_refused_alike(tmp_path: Path, capsys: Capture) -> None:
     base = {"w": torch.ones(2, 3), "v": torch.ones(4)}
     [path] = save(tmp_path, base=base)
     shard = (
@@ -214,19 +278,34 @@ def test_a_broken_shard_or_adapter_is_refused_alike(
 # --- odd, and sound all the same ---
 
 ODD_NAMES = [
-    "\u00fcber.\u6a21\u578b.\U0001f600", "two\nlines", "\r\x1b[2J\x07", "a\x00b", "x" * 10_000, "", " ", '"quoted"\\',
-    "\u202ereversed", "e\u0301", "\u00e9", "__metadata", "../../etc/passwd", "%s %d {} {0}",
-]  # fmt: skip
+    "\u00fcber.\u6a21\u578b.\U0001f600",
+    "two\nlines",
+    "\r\x1b[2J\x07",
+    "a\x00b",
+    "x" * 10_000,
+    "",
+    " ",
+    '"quoted"\\',
+    "\u202ereversed",
+    "e\u0301",
+    "\u00e9",
+    "__metadata",
+    "../../etc/passwd",
+    "%s %d {} {0}",
+]
 
 
 def write_floats(
     path: Path, tensors: dict[str, tuple[list[int], Any]], names: list[str], padding: str = ""
 ) -> None:
-    """A file of F32 tensors: their values in the order of tensors, their entries in the order of names."""
-    entries, place = {}, 0
+    """A file of F32 tensors: their values in the order of tensors, their entries in the order of
+    names."""
+    entries = {}
+    place = 0
     for name, (shape, values) in tensors.items():
         ends = [place, place + 4 * len(values)]
-        entries[name], place = {"dtype": "F32", "shape": shape, "data_offsets": ends}, ends[1]
+        entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": ends}
+        place = ends[1]
     text = ",".join(
         f"{padding}{json.dumps(name)}:{padding}{json.dumps(entries[name])}" for name in names
     )
@@ -247,23 +326,22 @@ def test_odd_but_sound_files_are_merged_right(tmp_path: Path, padding: str) -> N
     arguments = sound_models(tmp_path)
     write_floats(tmp_path / "base.safetensors", base, order, padding)
     write_floats(tmp_path / "model.safetensors", model, order[::-1], padding)
-    assert dare.main([*arguments, "--drop-rate", "0", "--lambda", "2"]) == 0
+    run(*arguments, "--drop-rate", "0", "--lambda", "2")
     output = tmp_path / "out.safetensors"
     assert read_by_the_library(output)[0] == {
         name: ("F32", tuple(shape)) for name, shape in shapes.items()
     }
     merged = load_file(output)
     for name, (_, values) in base.items():
-        old, new = values.astype("f4"), model[name][1].astype("f4")
+        old = values.astype("f4")
+        new = model[name][1].astype("f4")
         assert np.allclose(
             merged[name].flatten().numpy(), old + 2 * (new.astype("f8") - old), rtol=1e-6, atol=1e-9
         )
-    assert dare.main(["verify", str(output), *PLAIN]) == 0
+    run("verify", output, *PLAIN)
 
 
-def test_files_without_tensors_have_nothing_in_common(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_without_tensors_have_nothing_in_common(tmp_path: Path, capsys: Capture) -> None:
     arguments = sound_models(tmp_path)
     for side in ("base", "model"):
         (tmp_path / f"{side}.safetensors").write_bytes(
@@ -272,24 +350,26 @@ def test_files_without_tensors_have_nothing_in_common(
         refuse_in_two_lines(tmp_path, capsys, "has no tensor in common", arguments=arguments)
 
 
-def test_files_of_empty_tensors_alone_merge(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["linear", "ties"])
+def test_files_of_empty_tensors_alone_merge(tmp_path: Path, method: str) -> None:
     arguments = sound_models(tmp_path)
     for side in ("base", "model"):
         write_floats(tmp_path / f"{side}.safetensors", {"w": ([0], [])}, ["w"])
-    for method in ("linear", "ties"):
-        assert dare.main([*arguments, "--method", method]) == 0
-        assert load_file(tmp_path / "out.safetensors")["w"].shape == (0,)
+    run(*arguments, "--method", method)
+    assert load_file(tmp_path / "out.safetensors")["w"].shape == (0,)
 
 
 @pytest.mark.parametrize("sides", [0, 64, 65, 100])
 def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], sides: int
+    tmp_path: Path, capsys: Capture, sides: int
 ) -> None:
     """NumPy knows 64 sides at most. In an input it is nan, in an output a byte that was changed."""
-    arguments, shape, output = sound_models(tmp_path), [1] * sides, tmp_path / "out.safetensors"
+    arguments = sound_models(tmp_path)
+    shape = [1] * sides
+    output = tmp_path / "out.safetensors"
     for side, value in (("base", 1.0), ("model", 1.001)):
         write_floats(tmp_path / f"{side}.safetensors", {"w": (shape, [value])}, ["w"])
-    assert dare.main(arguments) == 0
+    run(*arguments)
     output.write_bytes(output.read_bytes()[:-1] + b"\x01")
     place = [0] * sides
     refuse_in_two_lines(
@@ -385,11 +465,12 @@ ANY_FILE = mangled_files() | damaged(with_header(HEADER)) | damaged(HEADER).map(
 
 
 def assert_agreement(path: Path, content: bytes) -> None:
-    """What we accept the library accepts too, and finds the same in it; what we refuse we refuse in words."""
+    """What we accept the library accepts too, and finds the same in it; what we refuse we refuse in
+    words."""
     path.write_bytes(content)
     try:
         file = TensorFile(path, str(path))
-    except dare.DareError:
+    except DareError:
         return
     file.close()
     ours = {name: (info.dtype, info.shape) for name, info in file.tensors.items()}
@@ -404,7 +485,8 @@ def test_any_file_is_read_as_the_library_reads_it(tmp_path: Path, content: bytes
 
 @pytest.mark.parametrize("dtype", [*STORED_BITS, "F8_E4M3FN", "I4", "U4", "C128", "F128"])
 def test_types_are_those_of_the_library_with_the_same_sizes(tmp_path: Path, dtype: str) -> None:
-    path, taken = tmp_path / "file.safetensors", []
+    path = tmp_path / "file.safetensors"
+    taken = []
     for size in (*range(9), 16, 32, 64, 128):
         header = f'{{"w":{{"dtype":"{dtype}","shape":[8],"data_offsets":[0,{size}]}}}}'
         assert_agreement(path, with_header(header, bytes(size)))

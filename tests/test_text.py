@@ -1,11 +1,10 @@
-"""Words for people: names that talk to terminals are shown and not obeyed, and figures are rounded as people do."""
+"""Words for people: names that talk to terminals are shown and not obeyed, and figures are rounded
+as people do."""
 
-from __future__ import annotations
-
+import itertools
 import json
 import math
 import os
-import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import tomli_w
 import torch
 
 import dare
-from darelib.core.text import clip, duration, human, install_hint, list_names, nearest
+from darelib.core.text import install_hint
 from tests.support import (
     command,
     finetune,
@@ -24,28 +23,34 @@ from tests.support import (
     random_model,
     save,
     save_sharded,
+    with_header,
     write_adapter,
 )
 
-# Sets the title, clears the screen, begins lines, rings and deletes; the same in C1; turns around; separates; hides.
+# Sets the title, clears the screen, begins lines, rings and deletes; the same in C1; turns around;
+# separates; hides.
 TRICK = (
     "\x1b]0;owned\x07\x1b[2J\x1b[Ha\rerror: b\nerror: b\nhint: c\x07\x08\x7f\x9b31m\x85\x9d0;x\x9c"
+    "\u202e\u2066evil\u200fa\u2028b\u2029c\x0b\x0c\x1cd\U000e0041\ufeff\u00ad"
 )
-TRICK += "\u202e\u2066evil\u200fa\u2028b\u2029c\x0b\x0c\x1cd\U000e0041\ufeff\u00ad"
 END = ".safetensors"
 
 
 def name_files(word: str) -> Iterator[tuple[Any, ...]]:
-    """Statuses with the flags that give them, and files and directories with a word in their names."""
-    base, start = random_model(shapes={"w": (30, 5), "b": (5,)}), f"in {word}/"
-    models = {"base": base, "model": finetune(base, 1, 1.0), "nan": {"w": base["w"] * math.nan}}
-    models |= {"other": {"x": base["w"]}, "shape": {"w": base["w"][:7], "extra": base["b"]}}
+    """Statuses with the flags that give them, and files and directories with a word in names."""
+    base = random_model(shapes={"w": (30, 5), "b": (5,)})
+    start = f"in {word}/"
+    models = {
+        "base": base,
+        "model": finetune(base, 1, 1.0),
+        "nan": {"w": base["w"] * math.nan},
+        "other": {"x": base["w"]},
+        "shape": {"w": base["w"][:7], "extra": base["b"]},
+    }
     save(Path(start), **{name + word: tensors for name, tensors in models.items()})
     save(Path(f"{start}several{word}"), **{f"one{word}": base})
-    (
-        save_sharded(Path(f"{start}sharded{word}"), base, [["w"], ["b"]])
-        / "model-00002-of-00002.safetensors"
-    ).unlink()
+    sharded = save_sharded(Path(f"{start}sharded{word}"), base, [["w"], ["b"]])
+    (sharded / "model-00002-of-00002.safetensors").unlink()
 
     def at(name: str, suffix: str = END) -> str:
         return f"{start}{name}{word}{suffix}"
@@ -54,56 +59,36 @@ def name_files(word: str) -> Iterator[tuple[Any, ...]]:
     Path(at("broken")).write_text("x")
     Path(at("config", ".toml")).write_text("[dare]\nx = 1")
     merge = ["-b", at("base"), "-o", at("out"), "-m"]
+    three = [*merge, at("base"), at("model"), at("model")]
+    analyze = ["analyze", "--engine=plain", "-b", at("base"), "-m", at("model")]
+    wrong = [at(name) for name in ("nan", "other", "shape", "broken", "absent")]
+    wrong += [at(name, "") for name in ("empty", "several", "sharded")]
     yield from (
-        (0, *merge, at("base"), *[at("model")] * 2, flag) for flag in ("--dry-run", "--json", "-v")
-    )
-    yield from (
+        *((0, *three, flag) for flag in ("--dry-run", "--json", "-v")),
         (0, "verify", at("out")),
         (1, "verify", at("out"), "-b", at("other")),
         (1, "verify", at("absent")),
-    )
-    yield from (
         (0, *merge, at("shape"), "--mismatch", "overlap"),
         (0, *merge, at("model"), "-o", at("dir", "")),
-    )
-    yield (
-        0,
-        "analyze",
-        "--engine=plain",
-        "-b",
-        at("base"),
-        "-m",
-        at("model"),
-        "--write-config",
-        at("new", ".toml"),
-    )
-    yield from (
+        (0, *analyze, "--write-config", at("new", ".toml")),
         (0, "verify", at("dir", "")),
         (1, "verify", at("empty", "")),
         (1, "verify", at("base")),
+        (2, *merge, at("model"), "-o", at("model")),
+        (1, *merge, at("model"), "-o", at("no", "/x.safetensors")),
+        (2, *merge, at("model"), "-o", at("x", ".bin")),
+        (1, *merge, at("model"), "-o", at("nan")),
+        *((1, *merge, path) for path in wrong),
+        *((2, "-c", at(name, ".toml")) for name in ("config", "absent")),
     )
-    for status, output in (
-        (2, at("model")),
-        (1, at("no", "/x.safetensors")),
-        (2, at("x", ".bin")),
-        (1, at("nan")),
-    ):
-        yield status, *merge, at("model"), "-o", output
-    wrong = [at(name) for name in ("nan", "other", "shape", "broken", "absent")]
-    yield from (
-        (1, *merge, path)
-        for path in (*wrong, at("empty", ""), at("several", ""), at("sharded", ""))
-    )
-    yield from ((2, "-c", at(name, ".toml")) for name in ("config", "absent"))
 
 
 def name_tensors(word: str) -> Iterator[tuple[Any, ...]]:
     """The same, with a word in what files hold."""
-    w, name = f"w{word}", json.dumps(f"w{word}")
-    base, pairs = (
-        random_model(shapes={w: (30, 5), f"a{word}.weight": (6, 4)}),
-        low_rank(f"a{word}", (6, 4)),
-    )
+    w = f"w{word}"
+    name = json.dumps(w)
+    base = random_model(shapes={w: (30, 5), f"a{word}.weight": (6, 4)})
+    pairs = low_rank(f"a{word}", (6, 4))
     more = base | {f"i{word}": torch.arange(3), f"q{word}.weight": torch.ones(3, dtype=torch.int8)}
     large = finetune(base, 1, 0.02) | {f"extra{word}": torch.ones(2)}
     save(
@@ -113,19 +98,20 @@ def name_tensors(word: str) -> Iterator[tuple[Any, ...]]:
         lacks={w: large[w]},
         more=more,
         none={f"z{word}": torch.ones(2)},
+        nan={w: base[w] * math.inf},
+        rows={w: base[w][:7]},
+        kinds={w: base[w].long()},
+        copied=more | {f"i{word}": torch.arange(3) + 1},
     )
-    save(Path(), nan={w: base[w] * math.inf}, rows={w: base[w][:7]}, kinds={w: base[w].long()})
-    save(Path(), copied=more | {f"i{word}": torch.arange(3) + 1})
     entry = f'{{{name}: {{"dtype": %s, "shape": [1], "data_offsets": %s}}}}'
     headers = [
         entry % (json.dumps(word), "[0, 4]"),
         entry % ('"F32"', "[1, 5]"),
         f"{{{name}: {{}}}}",
+        f"{{{name}: {{}}, {name}: {{}}}}",
     ]
-    for k, header in enumerate([*headers, f"{{{name}: {{}}, {name}: {{}}}}"]):
-        Path(f"broken{k}{END}").write_bytes(
-            struct.pack("<Q", len(header)) + header.encode() + bytes(4 + (k == 1))
-        )
+    for k, header in enumerate(headers):
+        Path(f"broken{k}{END}").write_bytes(with_header(header, bytes(4 + (k == 1))))
     Path("index.json").write_text(json.dumps({"weight_map": {w: word + END}}))
     configs: Any = (
         {},
@@ -137,66 +123,58 @@ def name_tensors(word: str) -> Iterator[tuple[Any, ...]]:
         write_adapter(Path(f"{k}"), pairs, **config) for k, config in enumerate(configs)
     )
     broken += [Path("index.json"), write_adapter(Path("odd"), low_rank(f"gone{word}", (6, 4)))]
-    merge = ("-b", f"base{END}", "-o", f"out{END}", "-m")
+    broken += sorted(Path().glob("broken*"))
+    models = ("-b", f"base{END}", "-m")
+    merge = ("-o", f"out{END}", *models)
+    shown = itertools.product(("large", "lacks"), ("--json", "-v", "--dry-run"))
     yield from (
-        (0, *merge, file + END, flag)
-        for file in ("large", "lacks")
-        for flag in ("--json", "-v", "--dry-run")
-    )
-    yield 0, "analyze", "--engine=plain", "--per-tensor", "-b", f"base{END}", "-m", f"large{END}"
-    yield from (
+        *((0, *merge, file + END, flag) for file, flag in shown),
+        (0, "analyze", "--engine=plain", "--per-tensor", *models, f"large{END}"),
         (0, *merge, str(sound)),
         (0, *merge, f"kinds{END}"),
         (0, *merge, f"large{END}", "--rule", f"{word}*:lambda_coeff=0.5"),
-    )
-    yield from (
         (0, *merge, f"rows{END}", "--mismatch=overlap"),
         (0, *merge, f"copied{END}", "-b", f"more{END}"),
+        *((1, *merge, file + END) for file in ("nan", "rows", "none", "more")),
+        *((1, *merge, str(path)) for path in broken),
     )
-    yield from ((1, *merge, file + END) for file in ("nan", "rows", "none", "more"))
-    yield from ((1, *merge, str(path)) for path in (*broken, *sorted(Path().glob("broken*"))))
 
 
 def write_words(word: str) -> Iterator[tuple[Any, ...]]:
     """The same, with a word in configurations and flags."""
     models = {"base_file": f"base{END}", "merge_files": [f"base{END}"], "output_file": f"out{END}"}
     save(Path(), base=random_model())
-    wrong = [
-        {word: {}},
-        {"models": {word: 1}},
-        {"models": {"merge_files": [{word: 1}]}},
-        {"recipe": {"mask": word}},
+    tables = [
+        (2, {word: {}}),
+        (2, {"models": {word: 1}}),
+        (2, {"models": {"merge_files": [{word: 1}]}}),
+        (2, {"recipe": {"mask": word}}),
+        (2, {"rules": [word]}),
+        (2, {"rules": [{word: 1}]}),
+        (2, {"dare": {word: 1}}),
+        (2, {"dare": {"method": word}}),
+        (2, {"dare": {"drop_rate": [word]}}),
+        (2, {"dare": {"drop_rate": {word: word}}}),
+        (1, {"models": models, "recipe": {"inputs": [{"size": word}]}}),
+        (0, {"models": models, "rules": [{"match": word, "drop_rate": 0.5}]}),
+        (1, {"models": models | {"base_file": word}}),
+        (1, {"models": models | {"merge_files": [word]}}),
+        (1, {"models": models | {"tokenizer": word}}),
     ]
-    wrong += [
-        {"rules": [word]},
-        {"rules": [{word: 1}]},
-        {"dare": {word: 1}},
-        {"dare": {"method": word}},
-    ]
-    wrong += [{"dare": {"drop_rate": [word]}}, {"dare": {"drop_rate": {word: word}}}]
-    missing = [
-        {"models": models | t}
-        for t in ({"base_file": word}, {"merge_files": [word]}, {"tokenizer": word})
-    ]
-    sound, other = (
-        {"rules": [{"match": word, "drop_rate": 0.5}]},
-        {"recipe": {"inputs": [{"size": word}]}},
-    )
-    runs = [
-        (1, {"models": models, **other}),
-        (0, {"models": models, **sound}),
-        *((1, table) for table in missing),
-    ]
-    for status, table in (*((2, table) for table in wrong), *runs):
+    for status, table in tables:
         Path("c.toml").write_text(tomli_w.dumps(table))
         yield status, "-c", "c.toml"
     Path("c.toml").write_text(f"[dare]\nx = {word}")
+    flags = ("--method", "--seed", "--drop-rate", "--rule", "--dtype", "--engine")
     yield from (
-        (2, flag, word)
-        for flag in ("--method", "--seed", "--drop-rate", "--rule", "--dtype", "--engine")
+        *((2, flag, word) for flag in flags),
+        (2, "-c", "c.toml"),
+        (2, f"--{word}"),
+        (2, word),
+        (2, f"--force={word}"),
+        (2, "--rule", f"{word}:{word}"),
+        (2, "--rule", f"a:{json.dumps(word)}=1"),
     )
-    yield from ((2, "-c", "c.toml"), (2, f"--{word}"), (2, word), (2, f"--force={word}"))
-    yield from ((2, "--rule", rule) for rule in (f"{word}:{word}", f"a:{json.dumps(word)}=1"))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="such names cannot be")
@@ -238,29 +216,6 @@ def test_what_python_thinks_of_a_pattern_does_not_reach_the_terminal(
         tmp_path / "out.safetensors",
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_figures_and_names_are_as_people_write_them() -> None:
-    sizes = {
-        0: "0 B",
-        999: "999 B",
-        1000: "1 kB",
-        1234: "1.23 kB",
-        12345678: "12.3 MB",
-        5e9: "5 GB",
-        2.5e12: "2.5 TB",
-    }
-    times = {
-        0.4: "under a second",
-        1.26: "about 1.3 s",
-        45.4: "about 45 s",
-        150: "about 2 min",
-        9000: "about 2.5 h",
-    }
-    assert ([*map(human, sizes)], [*map(duration, times)]) == ([*sizes.values()], [*times.values()])
-    assert list_names(["a", "b\n", "c", "d", "e"]) == "'a', 'b\\n', 'c' and 2 more"
-    assert nearest("lineer", ["ties", "linear"]) == "did you mean linear?"
-    assert clip("model.layers." + "x" * 90 + ".weight") == "model.la..." + "x" * 38 + ".weight"
 
 
 def test_hints_to_install_fit_how_the_tool_was_installed(tmp_path: Path, monkeypatch: Any) -> None:

@@ -326,6 +326,8 @@ def read_json(path: Path) -> Any:
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's bytes, flat."""
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dare import DareConfig, DareError, dare_merge
-from darelib.kernels import tensors
+from darelib.core.tuning import TUNING
+from darelib.run import memory
 from tests.support import (
     BF16,
     F16,
@@ -239,7 +240,7 @@ def to_cpu(state: Tensors) -> Tensors:
 def test_ranks_are_those_of_the_base_before_it_is_overwritten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensors.TUNING, "memory_chunk", 1024)
+    monkeypatch.setattr(TUNING, "memory_chunk", 1024)
     base, model = ({"w": random_model(seed, F32)["layer.weight"].repeat(40, 1)} for seed in (1, 2))
     config = DareConfig(drop="della", drop_rate=0.5)
     wanted = dare_merge(base, [model], config)["w"]
@@ -273,11 +274,11 @@ def test_without_triton_torch_merges_and_it_is_said_once(
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("gpu", "gpu_kernels"):
         monkeypatch.delitem(sys.modules, f"darelib.kernels.{name}", raising=False)
-    tensors._load_gpu.cache_clear()
+    memory._load_gpu.cache_clear()
     with caplog.at_level(logging.WARNING):
-        assert tensors._load_gpu() is None
-        assert tensors._load_gpu() is None
-    tensors._load_gpu.cache_clear()
+        assert memory._load_gpu() is None
+        assert memory._load_gpu() is None
+    memory._load_gpu.cache_clear()
     assert [record.message.partition(" (")[0] for record in caplog.records] == [
         "Triton cannot be used"
     ]

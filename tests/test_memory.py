@@ -137,6 +137,12 @@ def test_what_cannot_be_merged_is_refused(
 
 WARNED: dict[str, tuple[Tensors, list[Tensors], dict[str, Any], list[str]]] = {
     "nothing": (BASE, [TUNED], {}, []),
+    "nothing of empty tensors": (
+        BASE | {"none": torch.zeros(0, 3, dtype=torch.int64)},
+        [TUNED | {"none": torch.zeros(0, 3, dtype=torch.int64)}],
+        {},
+        [],
+    ),
     "missing tensors": (BASE, [{"a.weight": TUNED["a.weight"]}], {}, ["m0", "b.weight", "norm"]),
     "extra tensors": (BASE, [TUNED | {"more": torch.ones(2)}], {}, ["m0", "more"]),
     "integers that differ": (BASE | IDS, [TUNED | {"ids": IDS["ids"] + 1}], {}, ["m0", "ids"]),

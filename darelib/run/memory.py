@@ -259,6 +259,8 @@ class StateMerge:
 def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         return False
+    if not mine.numel():
+        return True
     one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (mine, theirs))
     return torch.equal(one, other.to(one.device))
 

@@ -202,6 +202,7 @@ RESULTS = {
     "measure": (7, 0),
     "rank": (4, 5),
     "pack": (2, 7),
+    "unpack": (0, 7),
     "expand": (2, 99),
 }
 
@@ -243,6 +244,7 @@ MUTANTS = [
     ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
     ("measure", "tiles", "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)", "place"),
     ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
+    ("unpack", "cpu", "if kept < available:", "if True:"),
     ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
 ]
 

@@ -1,4 +1,4 @@
-"""The kernels for the CPU, written for Numba: each is one loop over the tiles of a chunk, in the processor's cache."""
+"""The kernels for the CPU, written for Numba: each is one loop over the tiles of a chunk."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from typing import Any, Final
 import llvmlite.binding as llvm
 import numpy as np
 
-from darelib.core.formats import FORMATS
 from darelib.core.mask import TILE
-from darelib.kernels import EngineUnavailable, KernelSpec, looks, tiles
-from darelib.kernels.parts import inline, numba, share_parts
+from darelib.kernels import EngineUnavailable, KernelSpec, looks
+from darelib.kernels.parts import (
+    build,
+    decode,
+    decode_finetuned,
+    encode,
+    finetuned_raw,
+    open_buffers,
+    output_raw,
+    real,
+    thin_model,
+    unsigned,
+)
 from darelib.kernels.records import (
     ADD,
     AVERAGE,
@@ -25,183 +35,241 @@ from darelib.kernels.records import (
     SIZE_ROW,
     ZERO_ROW,
 )
+from darelib.kernels.tiles import carray, draw, elect, fold, pick
 
 
-def build_merge(spec: KernelSpec) -> Any:
-    """The loop that merges one chunk: decode, subtract, mask, combine, encode. way: ADD, ELECT or AVERAGE."""
-    parts = share_parts(spec.base, spec.finetuned, spec.real)
-    carray, real, unsigned, decode = numba.carray, parts.real, parts.unsigned, parts.decode
-    open_buffers, thin_model, decode_finetuned = parts.open, parts.thin, parts.decode_finetuned
-    encode, output_raw = parts.find_encoder(spec.output), np.dtype(FORMATS[spec.output].raw).type
-    fold_tile, elect_signs = inline(tiles.fold), inline(tiles.elect)
+def merge_chunk(
+    base_at: Any,
+    finetuned_at: Any,
+    output_at: Any,
+    models_at: Any,
+    tensor_at: Any,
+    scratch_at: Any,
+    _counts: Any,
+    _pairs: Any,
+    limits_at: Any,
+    count: int,
+    stride: int,
+    models: int,
+    first_tile: int,
+    way: int,
+) -> None:  # compiled
+    """Merges one chunk: decode, subtract, mask, combine, encode.
 
-    def merge_chunk(  # compiled
-        base_at: Any, finetuned_at: Any, output_at: Any, models_at: Any, tensor_at: Any, scratch_at: Any, _counts: Any,
-        _pairs: Any, limits_at: Any, count: int, stride: int, models: int, first_tile: int, way: int,
-    ) -> None:  # fmt: skip
-        tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits, dense = (
-            open_buffers(
-                base_at,
-                finetuned_at,
-                models_at,
-                tensor_at,
-                scratch_at,
-                limits_at,
-                count,
-                stride,
-                models,
-            )
-        )
-        tensor = tensors[0]
-        output_all = carray(output_at, (1, tiles * TILE), output_raw)[0]
-        base, merged, size, kept = (
-            scratch[BASE_ROW],
-            scratch[MERGED_ROW],
-            scratch[SIZE_ROW],
-            scratch[SCRATCH_ROWS:],
-        )
-        threshold = real(tensor.threshold)
-        lambda_coeff, base_share = real(tensor.lambda_coeff), real(tensor.base_share)
-        for tile in range(tiles):
-            start = tile * TILE
-            raw = base_all[start : start + TILE]
-            for j in range(TILE):
-                value = decode(raw[j])
-                base[j] = value
-                size[j] = abs(value)
-                merged[j] = base_share * value
-            tensor.base_size += fold_tile(size)
-            for i in range(models):
-                model = records[i]
-                against = scratch[ZERO_ROW if model.is_delta else BASE_ROW]
-                thin_model(
-                    finetuned_all[i], start, count - start, first_tile + tile, model, against, bits, limits[i], dense,
-                    size, scratch[DIVISOR_ROW], kept[i], merged, threshold, way != ADD,
-                )  # fmt: skip
-                model.size += fold_tile(size)
-            if way != ADD:
-                first_share = real(tensor.first_share)
-                elect_signs(
-                    kept,
-                    records,
-                    merged,
-                    scratch[LEFT_ROW],
-                    scratch[RIGHT_ROW],
-                    first_share,
-                    way == AVERAGE,
-                )
-            if tensor.exact:
-                raw_finetuned = finetuned_all[0, start : start + TILE]
-                for j in range(TILE):
-                    base[j] = decode_finetuned(raw_finetuned[j])
-                    merged[j] = 0
-            output = output_all[start : start + TILE]
-            peak = unsigned(tensor.peak)
-            for j in range(TILE):
-                change = lambda_coeff * merged[j]
-                sum_ = base[j] + change
-                value = base[j] if change == 0 else sum_  # base + 0 would turn -0.0 into 0.0
-                pattern = real(abs(value)).view(unsigned)
-                peak = pattern if pattern > peak else peak
-                output[j] = encode(value)
-            tensor.peak = peak
-
-    return parts.compile(merge_chunk)
-
-
-def build_expand(spec: KernelSpec) -> Any:
-    """The loop that multiplies an adapter's two matrices, for a range of the product's elements.
-
-    The products are added in the order of the rank, whatever the range: no library promises the same bits twice.
+    way: ADD, ELECT or AVERAGE.
     """
-    parts = share_parts(spec.base, spec.finetuned, spec.real)
-    carray, real = numba.carray, parts.real
-
-    def expand_chunk(  # compiled
-        left_at: Any, right_at: Any, output_at: Any, numbers_at: Any, _tensor: Any, _scratch: Any, _counts: Any,
-        _pairs: Any, _limits: Any, count: int, columns: int, rank: int, first: int,
-    ) -> None:  # fmt: skip
-        ranks_before = carray(numbers_at, (1,), np.int64)[0]
-        rows = (first + count + columns - 1) // columns
-        left_all = carray(left_at, (rows, rank), real)
-        right = carray(right_at, (rank, columns), real)
-        output = carray(output_at, (1, count), real)[0]
-        place, done = first, 0
-        for row in range(rows):
-            left = left_all[row]
-            while place < columns and done < count:
-                width = min(columns - place, count - done, TILE)
-                part = output[done : done + width]
-                if ranks_before == 0:
-                    for j in range(width):
-                        part[j] = 0
-                k = 0
-                while (
-                    k + 4 <= rank
-                ):  # four at a time, so that the sum stays in registers for longer
-                    f0, f1, f2, f3 = left[k], left[k + 1], left[k + 2], left[k + 3]
-                    r0, r1 = right[k, place : place + width], right[k + 1, place : place + width]
-                    r2, r3 = (
-                        right[k + 2, place : place + width],
-                        right[k + 3, place : place + width],
-                    )
-                    for j in range(width):
-                        part[j] = (((part[j] + f0 * r0[j]) + f1 * r1[j]) + f2 * r2[j]) + f3 * r3[j]
-                    k += 4
-                while k < rank:
-                    factor, others = left[k], right[k, place : place + width]
-                    for j in range(width):
-                        part[j] += factor * others[j]
-                    k += 1
-                place, done = place + width, done + width
-            place = 0
-
-    return parts.compile(expand_chunk)
-
-
-def build_pack(spec: KernelSpec) -> Any:
-    """The loop that picks the entries of a chunk that the mask keeps."""
-    parts = share_parts(spec.base, spec.finetuned, spec.real)
-    carray, raw, draw_bits, pick_kept = (
-        numba.carray,
-        parts.raw[1],
-        inline(tiles.draw),
-        inline(tiles.pick),
+    tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
+        base_at,
+        finetuned_at,
+        models_at,
+        tensor_at,
+        scratch_at,
+        limits_at,
+        count,
+        stride,
+        models,
     )
+    tensor = tensors[0]
+    output_all = carray(output_at, (1, tiles * TILE), output_raw)[0]
+    base = scratch[BASE_ROW]
+    merged = scratch[MERGED_ROW]
+    size = scratch[SIZE_ROW]
+    kept = scratch[SCRATCH_ROWS:]
+    threshold = real(tensor.threshold)
+    lambda_coeff = real(tensor.lambda_coeff)
+    base_share = real(tensor.base_share)
+    for tile in range(tiles):
+        start = tile * TILE
+        raw = base_all[start : start + TILE]
+        for j in range(TILE):
+            value = decode(raw[j])
+            base[j] = value
+            size[j] = abs(value)
+            merged[j] = base_share * value
+        tensor.base_size += fold(size)
+        for i in range(models):
+            model = records[i]
+            thin_model(
+                finetuned_all[i, start : start + TILE],
+                count - start,
+                first_tile + tile,
+                model,
+                scratch[ZERO_ROW if model.is_delta else BASE_ROW],
+                bits,
+                limits[i, start : start + TILE],
+                size,
+                scratch[DIVISOR_ROW],
+                kept[i],
+                merged,
+                threshold,
+                way != ADD,
+            )
+            model.size += fold(size)
+        if way != ADD:
+            elect(
+                kept,
+                records,
+                merged,
+                scratch[LEFT_ROW],
+                scratch[RIGHT_ROW],
+                real(tensor.first_share),
+                way == AVERAGE,
+            )
+        if tensor.exact:
+            raw_finetuned = finetuned_all[0, start : start + TILE]
+            for j in range(TILE):
+                base[j] = decode_finetuned(raw_finetuned[j])
+                merged[j] = 0
+        output = output_all[start : start + TILE]
+        peak = unsigned(tensor.peak)
+        for j in range(TILE):
+            change = lambda_coeff * merged[j]
+            sum_ = base[j] + change
+            value = base[j] if change == 0 else sum_  # base + 0 would turn -0.0 into 0.0
+            pattern = real(abs(value)).view(unsigned)
+            peak = pattern if pattern > peak else peak
+            output[j] = encode(value)
+        tensor.peak = peak
 
-    def pack_chunk(  # compiled
-        _base: Any, finetuned_at: Any, output_at: Any, models_at: Any, _tensor: Any, scratch_at: Any, _counts: Any,
-        _pairs: Any, _limits: Any, count: int, _stride: int, _models: int, first_tile: int,
-    ) -> None:  # fmt: skip
-        given = carray(finetuned_at, (1, count), raw)[0]
-        made = carray(output_at, (1, count), raw)[0]
-        model = carray(models_at, (1,), MODEL)[0]
-        rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
-        bits, picked = rows[0], rows[1]
-        kept: Any = np.int64(0)
-        for start in range(0, count, TILE):
-            draw_bits(bits, first_tile + start // TILE, model.key_0, model.key_1)
-            for k in range(pick_kept(bits, np.uint16(model.limit), picked)):
-                if start + picked[k] < count:
-                    made[kept] = given[start + picked[k]]
-                    kept += 1
-        model.kept = kept
 
-    return parts.compile(pack_chunk)
+def expand_chunk(
+    left_at: Any,
+    right_at: Any,
+    output_at: Any,
+    numbers_at: Any,
+    _tensor: Any,
+    _scratch: Any,
+    _counts: Any,
+    _pairs: Any,
+    _limits: Any,
+    count: int,
+    columns: int,
+    rank: int,
+    first: int,
+) -> None:  # compiled
+    """Multiplies an adapter's two matrices, for a range of the product's elements.
+
+    The products are added in the order of the rank, whatever the range: no library promises the
+    same bits twice.
+    """
+    ranks_before = carray(numbers_at, (1,), np.int64)[0]
+    rows = (first + count + columns - 1) // columns
+    left_all = carray(left_at, (rows, rank), real)
+    right_all = carray(right_at, (rank, columns), real)
+    output = carray(output_at, (1, count), real)[0]
+    place = first
+    done = 0
+    for row in range(rows):
+        left = left_all[row]
+        while place < columns and done < count:
+            width = min(columns - place, count - done, TILE)
+            right = right_all[:, place : place + width]
+            part = output[done : done + width]
+            if ranks_before == 0:
+                for j in range(width):
+                    part[j] = 0
+            k = 0
+            while k + 4 <= rank:  # four at a time: the sum stays in registers for longer
+                f0, f1, f2, f3 = left[k], left[k + 1], left[k + 2], left[k + 3]
+                r0, r1, r2, r3 = right[k], right[k + 1], right[k + 2], right[k + 3]
+                for j in range(width):
+                    part[j] = (((part[j] + f0 * r0[j]) + f1 * r1[j]) + f2 * r2[j]) + f3 * r3[j]
+                k += 4
+            while k < rank:
+                factor = left[k]
+                others = right[k]
+                for j in range(width):
+                    part[j] += factor * others[j]
+                k += 1
+            place += width
+            done += width
+        place = 0
+
+
+def pack_chunk(
+    _base: Any,
+    finetuned_at: Any,
+    output_at: Any,
+    models_at: Any,
+    _tensor: Any,
+    scratch_at: Any,
+    _counts: Any,
+    _pairs: Any,
+    _limits: Any,
+    count: int,
+    _stride: int,
+    _models: int,
+    first_tile: int,
+) -> None:  # compiled
+    """Picks the entries of a chunk that the mask keeps."""
+    given = carray(finetuned_at, (1, count), finetuned_raw)[0]
+    made = carray(output_at, (1, count), finetuned_raw)[0]
+    model = carray(models_at, (1,), MODEL)[0]
+    rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
+    bits = rows[0]
+    picked = rows[1]
+    kept: Any = np.int64(0)
+    for start in range(0, count, TILE):
+        draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
+        for k in range(pick(bits, np.uint16(model.limit), picked)):
+            if start + picked[k] < count:
+                made[kept] = given[start + picked[k]]
+                kept += 1
+    model.kept = kept
+
+
+def unpack_chunk(
+    values_at: Any,
+    entries_at: Any,
+    _output: Any,
+    models_at: Any,
+    _tensor: Any,
+    scratch_at: Any,
+    _counts: Any,
+    _pairs: Any,
+    _limits: Any,
+    count: int,
+    available: int,
+    _models: int,
+    first_tile: int,
+) -> None:  # compiled
+    """Puts the entries of a packed model where the mask keeps them."""
+    values = carray(values_at, (1, count), finetuned_raw)[0]
+    entries = carray(entries_at, (1, available), finetuned_raw)[0]
+    model = carray(models_at, (1,), MODEL)[0]
+    rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
+    bits = rows[0]
+    picked = rows[1]
+    kept: Any = np.int64(0)
+    for start in range(0, count, TILE):
+        draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
+        part = values[start : start + TILE]
+        for k in range(pick(bits, np.uint16(model.limit), picked)):
+            if picked[k] < len(part):
+                if kept < available:
+                    part[picked[k]] = entries[kept]
+                kept += 1
+    model.kept = kept
 
 
 # What a kernel may call: every process has these (the last two on a Mac).
 FROM_C: Final = frozenset({"memset", "memcpy", "memmove", "bzero", "memset_pattern16"})
 
-BUILDERS: Final = {
-    "merge": build_merge, "expand": build_expand, "pack": build_pack, "totals": looks.build_totals,
-    "rank": looks.build_rank, "count": looks.build_count, "measure": looks.build_measure,
-}  # fmt: skip
+TEMPLATES: Final = {
+    "merge": merge_chunk,
+    "expand": expand_chunk,
+    "pack": pack_chunk,
+    "unpack": unpack_chunk,
+    "totals": looks.add_chunk,
+    "rank": looks.rank_rows,
+    "count": looks.count_chunk,
+    "measure": looks.measure_chunk,
+}
 
 
 def run_here(code: KernelSpec) -> Callable[..., None]:
     """The kernel as a function of this process, which Numba owns."""
-    compiled = BUILDERS[code.kind](code)
+    compiled = build(TEMPLATES[code.kind], code)
 
     def call(*arguments: int) -> None:
         compiled.ctypes(*arguments)
@@ -212,10 +280,11 @@ def run_here(code: KernelSpec) -> Callable[..., None]:
 def compile_object(code: KernelSpec, machine: Any) -> bytes:
     """The kernel as an object file that needs nothing of Numba to run.
 
-    Loading Numba takes longer than merging a billion parameters. So Numba compiles once, and what is kept is the bare
-    function: status = kernel(return slot, exception slot, arguments...), its wrappers for Python left behind.
+    Loading Numba takes longer than merging a billion parameters. So Numba compiles once, and what
+    is kept is the bare function, without its wrappers for Python:
+    status = kernel(return slot, exception slot, arguments...).
     """
-    function = BUILDERS[code.kind](code)
+    function = build(TEMPLATES[code.kind], code)
     module = llvm.parse_assembly(function.inspect_llvm())
     bare = function.native_name.removeprefix("cfunc.")
     for other in module.functions:

@@ -25,8 +25,9 @@ def load_kernels(
     """A kernel for each spec, of an engine; auto: of the first that can be used.
 
     To be called as kernel(buffers, count, models, first_tile), to expand as
-    kernel(left, right, made, first, ranks_before), and to rank as
-    kernel(base, values, by_rank, order, limits, skipped, is_delta).
+    kernel(left, right, made, first, ranks_before), to rank as
+    kernel(base, values, by_rank, order, limits, skipped, is_delta), and to unpack as
+    kernel(values, entries, key, threshold, first_tile), which gives how many the mask keeps.
     """
     from darelib.kernels import fallback, here, native
 

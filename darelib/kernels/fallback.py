@@ -1,4 +1,4 @@
-"""The engine "plain": the definition, chunk by chunk, in the kernels' buffers. For where Numba cannot be loaded."""
+"""The engine "plain": the definition, chunk by chunk, where Numba cannot be loaded."""
 
 from __future__ import annotations
 
@@ -32,44 +32,30 @@ def read_model(spec: KernelSpec, buffers: Buffers, i: int, count: int) -> Array:
     return read(buffers.finetuned[i], spec.finetuned, spec.real, count)
 
 
-def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int) -> Array:
-    model, values = buffers.models[i], read_model(spec, buffers, i, len(base))
-    if not model["stored"]:
-        return values if model["is_delta"] else values - base
-    mask, delta, first = (
-        find_mask(buffers, i, len(base), first_tile, "stored"),
-        np.zeros_like(base),
-        int(model["next"]),
-    )
-    entries = values[first : first + np.count_nonzero(mask)]
-    delta[mask] = entries - base[mask]
-    model["next"] += len(entries)
-    return delta
+def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array) -> Array:
+    values = read_model(spec, buffers, i, len(base))
+    return values if buffers.models["is_delta"][i] else values - base
 
 
 def open_model(
     spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int
 ) -> plain.Part:
-    model, delta = buffers.models[i], find_delta(spec, buffers, i, base, first_tile)
-    if not model["ranked"] and not model["bounded"]:
-        return delta, find_mask(buffers, i, len(base), first_tile), None
-    key = int(model["key_0"]), int(model["key_1"])
-    bits = plain.draw_bits(key, first_tile, -(-len(base) // TILE))[: len(base)]
+    model = buffers.models[i]
+    delta = find_delta(spec, buffers, i, base)
+    bits = draw_bits(model, len(base), first_tile)
     if model["bounded"]:
         bounds = Bounds(*(model[name].item() for name in Bounds._fields))
         return delta, plain.is_within(delta, bounds, bits), None
+    if not model["ranked"]:
+        return delta, bits <= int(model["limit"]), None
     thresholds = buffers.limits[i, : len(base)].astype(np.int32) + 1
-    return (
-        delta,
-        bits < thresholds,
-        plain.as_divisors(thresholds, delta) if model["divided"] else None,
-    )
+    divisors = plain.as_divisors(thresholds, delta) if model["divided"] else None
+    return delta, bits < thresholds, divisors
 
 
-def find_mask(buffers: Buffers, i: int, count: int, first_tile: int, which: str = "limit") -> Array:
-    """which: limit, of the merge's own mask, or stored, of the one by which a model was packed."""
-    key_0, key_1, below = (int(buffers.models[name][i]) for name in ("key_0", "key_1", which))
-    return plain.draw_mask((key_0, key_1), below + (which == "limit"), first_tile * TILE, count)
+def draw_bits(model: Any, count: int, first_tile: int) -> Array:
+    key = int(model["key_0"]), int(model["key_1"])
+    return plain.draw_bits(key, first_tile, -(-count // TILE))[:count]
 
 
 def add_sums(record: Any, name: str, values: Array) -> None:
@@ -86,7 +72,8 @@ def find_peak(values: Array, so_far: Any) -> int:
 
 
 def note_delta(buffers: Buffers, i: int, delta: Array) -> None:
-    model, size = buffers.models[i], np.abs(delta)
+    model = buffers.models[i]
+    size = np.abs(delta)
     threshold = delta.dtype.type(buffers.tensor["threshold"][0])
     model["peak"] = find_peak(delta, model["peak"])
     model["above"] += np.uint64(np.count_nonzero(size > threshold))
@@ -96,7 +83,9 @@ def note_delta(buffers: Buffers, i: int, delta: Array) -> None:
 def merge_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base, tensor, rows = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], []
+    base = read(buffers.base, spec.base, spec.real, count)
+    tensor = buffers.tensor[0]
+    rows = []
     add_sums(tensor, "base_size", np.abs(base))
     for i, model in enumerate(buffers.models[:models]):
         delta, mask, divisors = open_model(spec, buffers, i, base, first_tile)
@@ -107,9 +96,8 @@ def merge_chunk(
         values = read_model(spec, buffers, 0, count)
     else:
         shares = float(tensor["base_share"]), float(tensor["first_share"])
-        merged = plain.combine(
-            spec.kind, base, rows, buffers.models["weight"][:models].tolist(), *shares
-        )
+        weights = buffers.models["weight"][:models].tolist()
+        merged = plain.combine(spec.kind, base, rows, weights, *shares)
         values = plain.apply(base, merged, float(tensor["lambda_coeff"]))
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
@@ -119,7 +107,9 @@ def merge_chunk(
 def multiply_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base, tensor, kept = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0], {}
+    base = read(buffers.base, spec.base, spec.real, count)
+    tensor = buffers.tensor[0]
+    kept = {}
     for i, model in enumerate(buffers.models[:models]):
         part = open_model(spec, buffers, i, base, first_tile)
         kept[int(model["number"])] = plain.thin(*part, float(model["scale"]))
@@ -129,13 +119,13 @@ def multiply_chunk(
 def count_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base, shift = read(buffers.base, spec.base, spec.real, count), buffers.tensor["shift"][0]
+    base = read(buffers.base, spec.base, spec.real, count)
+    shift = buffers.tensor["shift"][0]
     for i, model in enumerate(buffers.models[:models]):
         delta, mask, _ = open_model(spec, buffers, i, base, first_tile)
         patterns = np.abs(delta[mask]).view(f"u{delta.itemsize}").astype(np.uint64) >> shift
-        prefixes = dict.fromkeys(
-            (int(model["prefix"]), int(model["prefix_2"]))
-        )  # once, where they are equal
+        # Once, where they are equal.
+        prefixes = dict.fromkeys((int(model["prefix"]), int(model["prefix_2"])))
         for half, prefix in zip(buffers.counts[i].reshape(2, -1), prefixes, strict=False):
             fitting = patterns[patterns >> np.uint64(DIGIT_BITS) == np.uint64(prefix)]
             add_counts(half, fitting & np.uint64(0xFFFF))
@@ -160,7 +150,7 @@ def rank(
     skipped: int,
     is_delta: bool,
 ) -> None:
-    """The limits of elements of whole rows, but for some at the start and at the end, from those by rank."""
+    """The limits of elements of whole rows, but for some at the start and at the end, by rank."""
     width = len(by_rank)
     count = -(-(skipped + len(limits)) // width) * width
     delta = read(values, spec.finetuned, spec.real, count)
@@ -176,17 +166,17 @@ def add_counts(counts: Array, places: Array) -> None:
 def measure_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base, tensor = read(buffers.base, spec.base, spec.real, count), buffers.tensor[0]
+    base = read(buffers.base, spec.base, spec.real, count)
+    tensor = buffers.tensor[0]
     add_sums(tensor, "base_squares", base * base)
     padding = -count % TILE  # zeros, which the kernels count with the others
-    deltas = [find_delta(spec, buffers, i, base, first_tile) for i in range(models)]
+    deltas = [find_delta(spec, buffers, i, base) for i in range(models)]
     for i, (model, delta) in enumerate(zip(buffers.models, deltas, strict=False)):
         note_delta(buffers, i, delta)
         model["zeros"] += np.uint64(np.count_nonzero(delta == 0) + padding)
         add_sums(model, "squares", delta * delta)
-        places = (np.abs(delta).astype(np.float32).view(np.uint32) >> 19).astype(
-            np.int64
-        ) - FIRST_BIN
+        patterns = np.abs(delta).astype(np.float32).view(np.uint32)
+        places = (patterns >> 19).astype(np.int64) - FIRST_BIN
         add_counts(buffers.counts[i, :BINS], places.clip(0, BINS - 1))  # in the first lane
         buffers.counts[i, 0] += padding
     for pair, (one, other) in zip(buffers.pairs[1:], combinations(deltas, 2), strict=False):
@@ -197,9 +187,10 @@ def measure_chunk(
 
 
 def note_conflict(pair: Any, deltas: list[Array]) -> None:
-    """Where any two of them have opposite signs, where several are not 0, and how large all are there."""
+    """Where two have opposite signs, where several are not 0, and how large all are there."""
     size = sum(np.abs(delta) for delta in deltas)
-    up, down = sum(1 * (delta > 0) for delta in deltas), sum(1 * (delta < 0) for delta in deltas)
+    up = sum(1 * (delta > 0) for delta in deltas)
+    down = sum(1 * (delta < 0) for delta in deltas)
     for name, there in (("opposed", (up > 0) & (down > 0)), ("both", up + down > 1)):
         pair[name] += np.count_nonzero(there)
         add_sums(pair, f"{name}_size", np.where(there, size, 0.0))
@@ -208,7 +199,7 @@ def note_conflict(pair: Any, deltas: list[Array]) -> None:
 def expand(
     _: KernelSpec, left: Array, right: Array, made: Array, first: int, ranks_before: int
 ) -> None:
-    """Elements of left @ right from one of the first row on, added to made in the order of the ranks."""
+    """Elements of left @ right from one of the first row on, added in the order of the ranks."""
     total = np.zeros((left.shape[0], right.shape[1]), made.dtype)
     flat = total.reshape(-1)[first : first + len(made)]
     flat[:] = made if ranks_before else 0
@@ -220,13 +211,39 @@ def expand(
 def pack_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    size, raw = count * FORMATS[spec.finetuned].itemsize, FORMATS[spec.finetuned].raw
-    kept = buffers.finetuned[0][:size].view(raw)[find_mask(buffers, 0, count, first_tile)]
+    model = buffers.models[0]
+    values = buffers.finetuned[0].view(FORMATS[spec.finetuned].raw)[:count]
+    kept = values[draw_bits(model, count, first_tile) <= int(model["limit"])]
     buffers.output[: kept.nbytes] = kept.view(np.uint8)
-    buffers.models["kept"][0] = len(kept)
+    model["kept"] = len(kept)
+
+
+def unpack(
+    _: KernelSpec,
+    values: Array,
+    entries: Array,
+    key: tuple[int, int],
+    threshold: int,
+    first_tile: int,
+) -> int:
+    """Put entries where a mask keeps them, as far as there are any. Gives how many it keeps."""
+    mask = plain.draw_mask(key, threshold, first_tile * TILE, len(values))
+    places = np.flatnonzero(mask)
+    filled = places[: len(entries)]
+    values[filled] = entries[: len(filled)]
+    return len(places)
 
 
 KERNELS: Final[dict[str, Kernel]] = {
-    "sum": merge_chunk, "elect": merge_chunk, "average": merge_chunk, "products": multiply_chunk, "count": count_chunk,
-    "sums": add_chunk, "rank": rank, "measure": measure_chunk, "expand": expand, "pack": pack_chunk,
-}  # fmt: skip
+    "sum": merge_chunk,
+    "elect": merge_chunk,
+    "average": merge_chunk,
+    "products": multiply_chunk,
+    "count": count_chunk,
+    "sums": add_chunk,
+    "rank": rank,
+    "measure": measure_chunk,
+    "expand": expand,
+    "pack": pack_chunk,
+    "unpack": unpack,
+}

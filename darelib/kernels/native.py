@@ -14,8 +14,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
+from darelib.core.mask import TILE
 from darelib.core.text import LOG
 from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
@@ -30,7 +33,7 @@ from darelib.kernels.objects import (
     read_objects,
     store,
 )
-from darelib.kernels.records import ADD, ADD_SIZES, AVERAGE, ELECT, MULTIPLY
+from darelib.kernels.records import ADD, ADD_SIZES, AVERAGE, ELECT, MODEL, MULTIPLY
 
 # Kinds of kernels that share one function: its name, and what it is asked for.
 SHARED: Final = {
@@ -41,9 +44,9 @@ SHARED: Final = {
     "sums": ("totals", ADD_SIZES),
 }
 # Kernels that merge a type in other ways, or show what a merge would do: who needs one of them soon
-# wants another. On two cores a process compiles merge, count and pack, another the rest: all but
-# the last are there soon after merge.
-COMPANIONS: Final = ("merge", "totals", "count", "rank", "pack", "measure")
+# wants another. On two cores a process compiles merge, count, pack and unpack, another the rest:
+# all but measure are there soon after merge.
+COMPANIONS: Final = ("merge", "totals", "count", "rank", "pack", "measure", "unpack")
 
 Function = Callable[..., Any]  # of nine addresses, then whole numbers
 
@@ -161,5 +164,17 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
         addresses = [array.ctypes.data for array in (base, values, by_rank, order, limits)]
         function(*addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
 
-    others: dict[str, Kernel] = {"expand": expand, "rank": rank}
+    def unpack(
+        values: Any, entries: Any, key: tuple[int, int], threshold: int, first_tile: int
+    ) -> int:
+        model = np.zeros(1, MODEL)
+        model["key_0"], model["key_1"] = key
+        model["limit"] = threshold - 1
+        bits = np.empty((2, 2 * TILE), np.uint16)
+        addresses = [values.ctypes.data, entries.ctypes.data, 0, model.ctypes.data]
+        addresses += [0, bits.ctypes.data, 0, 0, 0]
+        function(*addresses, len(values), len(entries), 1, first_tile)
+        return int(model["kept"][0])
+
+    others: dict[str, Kernel] = {"expand": expand, "rank": rank, "unpack": unpack}
     return others.get(spec.kind, run_chunk)

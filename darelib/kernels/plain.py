@@ -1,8 +1,9 @@
-"""What a merge means: the whole arithmetic, in plain NumPy, to be read. All engines give the bits of this one.
+"""What a merge means: the whole arithmetic, in plain NumPy, to be read. Engines give its bits.
 
-Values are float32 (float64 where any side is stored as float64), models come in the order given, and there is one
-rounding at the very end, to nearest even. A tensor is a flat array here; `merge_tensor` is the definition from end to
-end, and the functions above it are its steps. Those that ask for an array's library do the same to torch's tensors.
+Values are float32 (float64 where any side is stored as float64), models come in the order given,
+and there is one rounding at the very end, to nearest even. A tensor is a flat array here;
+`merge_tensor` is the definition from end to end, and the functions above it are its steps. Those
+that ask for an array's library do the same to torch's tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +35,8 @@ from darelib.core.methods import (
 )
 
 Array = Any  # of one dimension
-Part = tuple[
-    Array, Array, Array | None
-]  # a model's delta, what is kept of it, and what each entry is divided by
+# A model's delta, what is kept of it, and what each entry is divided by.
+Part = tuple[Array, Array, Array | None]
 
 
 def library(array: Array) -> Any:
@@ -44,7 +44,7 @@ def library(array: Array) -> Any:
     return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
 
 
-# --- the mask ---------------------------------------------------------------------------------------------------------
+# --- the mask -------------------------------------------------------------------------------------
 
 ARANGE: Final = partial(np.arange, dtype=np.int64)
 
@@ -54,8 +54,8 @@ def draw_bits(
 ) -> Array:
     """The 16 random bits of each element of some tiles, by Philox4x32-7 (Salmon et al., SC 2011).
 
-    Block b of the tensor is Philox at counter (b mod 2^32, b div 2^32, 0, 0) and gives eight 16-bit pieces. A tile has
-    128 blocks; piece h of its block l belongs to its element 128 h + l.
+    Block b of the tensor is Philox at counter (b mod 2^32, b div 2^32, 0, 0) and gives eight 16-bit
+    pieces. A tile has 128 blocks; piece h of its block l belongs to its element 128 h + l.
     """
     low, block = 0xFFFFFFFF, arange(first_tile * (TILE // 8), (first_tile + tiles) * (TILE // 8))
     lib = library(block)
@@ -78,11 +78,11 @@ def draw_mask(
     count: int,
     arange: Callable[..., Array] = ARANGE,
 ) -> Array:
-    """Which elements from start on, a multiple of a tile, are kept: those whose bits are below the threshold."""
+    """Which elements from start on, a multiple of a tile, have bits below the threshold."""
     return draw_bits(key, start // TILE, -(-count // TILE), arange)[:count] < threshold
 
 
-# --- stored values ----------------------------------------------------------------------------------------------------
+# --- stored values --------------------------------------------------------------------------------
 
 
 def decode(raw: Array, dtype: str, real: str) -> Array:
@@ -98,26 +98,27 @@ def encode(values: Array, dtype: str) -> Array:
             if dtype == "F16":
                 return values.astype(np.float16).view(np.uint16)
             bits = values.view(np.uint32)
-            bits = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(
-                16
-            )
-            return bits.astype(np.uint16)
+            rounding = np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+            return ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
         return values.astype(FORMATS[dtype].real).view(FORMATS[dtype].raw)
 
 
 def round_to_odd(values: Array) -> Array:
-    """float64 to a float32 that rounds on to 16 bits just as the float64 would: truncate, and mark what was cut off."""
+    """float64 to a float32 that rounds on to 16 bits just as the float64 would.
+
+    What does not fit is cut off, and the last bit says so.
+    """
     lib = library(values)
     near = lib.asarray(values, dtype=lib.float32)
     bits = near.view(lib.int32) - lib.asarray(abs(near) > abs(values), dtype=lib.int32)
     return (bits | lib.asarray(bits.view(lib.float32) != values, dtype=lib.int32)).view(lib.float32)
 
 
-# --- thinning and combining -------------------------------------------------------------------------------------------
+# --- thinning and combining -----------------------------------------------------------------------
 
 
 def is_within(delta: Array, bounds: Bounds, bits: Array) -> Array:
-    """Whether |delta| lies between the bounds or, where it equals one of them, its mask bits are below a threshold."""
+    """Whether |delta| is between the bounds or, equal to one, has mask bits below its threshold."""
     size, lib = abs(delta), library(delta)
     at_bound = lib.where(
         size == bounds.low, bits < bounds.at_low, (size == bounds.high) & (bits < bounds.at_high)
@@ -126,19 +127,17 @@ def is_within(delta: Array, bounds: Bounds, bits: Array) -> Array:
 
 
 def rank(delta: Array, width: int) -> Array:
-    """The rank of each entry in its row, 0 for the smallest |delta|; of equal ones, the first comes first."""
+    """The rank of each entry in its row, from the smallest |delta| up; equal ones stay in order."""
     lib, rows = library(delta), abs(delta).reshape(-1, width)
     order = lib.argsort(rows, **({"kind": "stable"} if lib is np else {"stable": True}))
-    ranks, ones = (
-        lib.empty_like(order),
-        lib.ones_like(order),
-    )  # of ones, sums so far count rows and places
+    ranks = lib.empty_like(order)
+    ones = lib.ones_like(order)  # whose sums so far count rows and places
     ranks[ones[:, :1].cumsum(0) - 1, order] = ones[:1].cumsum(1) - 1
     return ranks.reshape(-1)
 
 
 def find_thresholds(thinning: Thinning, delta: Array, width: int) -> Array:
-    """What is kept has mask bits below it: one threshold for all, or, by its rank, one for each entry of whole rows."""
+    """What is kept has mask bits below it: one threshold, or one for each entry of whole rows."""
     if not thinning.scheme.thresholds:
         return thinning.threshold
     lib = library(delta)
@@ -151,11 +150,8 @@ def keep(
     """What a drop keeps of a delta: what lies within bounds, or has mask bits below a threshold."""
     if bounds:
         return delta, is_within(delta, bounds, bits), None
-    return (
-        delta,
-        bits < thresholds,
-        as_divisors(thresholds, delta) if thinning.divides_each else None,
-    )
+    divisors = as_divisors(thresholds, delta) if thinning.divides_each else None
+    return delta, bits < thresholds, divisors
 
 
 def as_divisors(thresholds: Array, delta: Array) -> Array:
@@ -166,9 +162,9 @@ def as_divisors(thresholds: Array, delta: Array) -> Array:
 def thin(
     delta: Array, mask: Array, divisors: Array | None, scale: float, floor: float = 0.0
 ) -> Array:
-    """kept = mask * delta * scale, where scale is the weight over the keep rate; trim drops what is below the floor.
+    """kept = mask * delta * scale, where scale is the weight over the keep rate.
 
-    divisors: by which each entry is divided, where they differ.
+    Trim drops what is below the floor. divisors: by which each entry is divided, if they differ.
     """
     scaled = delta * scale if divisors is None else delta * scale / divisors
     return library(delta).where(mask & (abs(delta) >= floor), scaled, 0.0)
@@ -181,7 +177,7 @@ def elect(
     first_share: float,
     any_sign: bool = False,
 ) -> Array:
-    """Ties: the sum's sign is elected at each position, positive at 0; the models of that sign are averaged.
+    """Ties: the sum's sign is elected at each position, positive at 0, and its models are averaged.
 
     Ram, of any sign: all that have a delta there.
     Or summed up: where the first share is 1 and all weights are 0, the division changes nothing.
@@ -190,10 +186,8 @@ def elect(
     total, share = lib.zeros_like(merged), lib.full_like(merged, first_share)
     for row, weight in zip(rows, weights, strict=True):
         agrees = row != 0 if any_sign else lib.where(merged >= 0, row > 0, row < 0)
-        total, share = (
-            lib.where(agrees, total + row, total),
-            lib.where(agrees, share + weight, share),
-        )
+        total = lib.where(agrees, total + row, total)
+        share = lib.where(agrees, share + weight, share)
     with np.errstate(divide="ignore", invalid="ignore"):
         return lib.where(share > 0, total / share, 0.0)
 
@@ -206,13 +200,11 @@ def combine(
     base_share: float,
     first_share: float,
 ) -> Array:
-    """The sum of the models' kept deltas, one after the other; or an average, perhaps by the sign of that sum."""
+    """The sum of the models' kept deltas, in order; or an average, perhaps by that sum's sign."""
     merged = sum(rows, start=base_share * base)
-    return (
-        elect(merged, rows, weights, first_share, kernel == "average")
-        if kernel != "sum"
-        else merged
-    )
+    if kernel == "sum":
+        return merged
+    return elect(merged, rows, weights, first_share, kernel == "average")
 
 
 def apply(base: Array, merged: Array, lambda_coeff: float) -> Array:
@@ -234,7 +226,7 @@ def merge_parts(
     return apply(base, merged, settings.lambda_coeff)
 
 
-# --- what slerp and trim must know of a whole tensor ------------------------------------------------------------------
+# --- what slerp and trim must know of a whole tensor ----------------------------------------------
 
 
 def fold_tiles(values: Array) -> Array:
@@ -290,14 +282,14 @@ def find_floors(
 
 
 def find_end(sizes: Array, size: float, number: int) -> End:
-    """An entry of this size and number, counted from the largest down, among those that equal it."""
+    """An entry of this size and number, from the largest down, among those that equal it."""
     return End(size, number - int((sizes > size).sum()), int((sizes == size).sum()))
 
 
 def find_bounds(
     settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found
 ) -> None:
-    """Drops by size: for each model that has one, the smallest and the largest |delta| that is kept."""
+    """Drops by size: for each model with one, the smallest and the largest |delta| it keeps."""
     bounds = []
     for i, (delta, *_) in parts.items():
         thinning = settings.thinnings[i]
@@ -311,13 +303,12 @@ def find_bounds(
 
 def find_sums(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
     """The factors that restore the sums of |delta|."""
-    found.factors = find_factors(
-        settings, list(parts), add_sizes(parts, thin_for_look(settings, parts, found))
-    )
+    sums = add_sizes(parts, thin_for_look(settings, parts, found))
+    found.factors = find_factors(settings, list(parts), sums)
 
 
 def add_sizes(parts: Mapping[int, Part], kept: Mapping[int, Array]) -> list[float]:
-    """The sums of |delta|, then those of what is kept, in float64: tiles by halves, then pairs of neighbours."""
+    """The sums of |delta|, then of what is kept, in float64: tiles by halves, then neighbours."""
     sums = []
     for row in (*(delta for delta, *_ in parts.values()), *kept.values()):
         lib = library(row)
@@ -332,16 +323,22 @@ LOOKS: Final = {
     ArcLook: find_products,
 }
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# --- the whole ------------------------------------------------------------------------------------
 
 
 def merge_tensor(
-    name: str, base: Array, dtype: str, finetuned: Mapping[int, tuple[Array, str]], output: str,
-    settings: TensorSettings, seed: int, width: int,
-) -> Array:  # fmt: skip
-    """One whole tensor, from stored values to stored values. finetuned: by number, the models that have it.
+    name: str,
+    base: Array,
+    dtype: str,
+    finetuned: Mapping[int, tuple[Array, str]],
+    output: str,
+    settings: TensorSettings,
+    seed: int,
+    width: int,
+) -> Array:
+    """One whole tensor, from stored values to stored values.
 
-    width: the last of its dimensions, 1 where it has none.
+    finetuned: by number, the models that have it. width: its last dimension, 1 if it has none.
     """
     real = "F64" if "F64" in (dtype, output, *(kind for _, kind in finetuned.values())) else "F32"
     start, deltas, found = decode(base, dtype, real), {}, Found()

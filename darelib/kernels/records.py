@@ -1,4 +1,4 @@
-"""What kernels must know and what they find: records with named fields, and the buffers of one thread."""
+"""What kernels must know and what they find: records with named fields; one thread's buffers."""
 
 from __future__ import annotations
 
@@ -11,37 +11,24 @@ from numpy.typing import NDArray
 
 from darelib.core.mask import TILE
 
-# What the kernels merge and totals can do: add the thinned deltas, average those of the elected sign, or all; multiply
-# the ends of an arc, or add up sizes.
+# What the kernels merge and totals can do: add the thinned deltas, average those of the elected
+# sign, or all; multiply the ends of an arc, or add up sizes.
 ADD, ELECT, AVERAGE = range(3)
 MULTIPLY, ADD_SIZES = range(2)
 
-# A record for each model. peak is the bit pattern of the largest |delta|. stored: of a packed model, the threshold of
-# the mask whose entries are all that it has, one after the other; next: which of them comes next. bounded: what lies
-# between low and high is kept, and of what equals them, what has mask bits below at_low or at_high. ranked: each
-# element has a limit of its own; divided: by which it is rescaled, too.
+# A record for each model. peak is the bit pattern of the largest |delta|. bounded: what lies
+# between low and high is kept, and of what equals them, what has mask bits below at_low or at_high.
+# ranked: each element has a limit of its own; divided: by which it is rescaled, too.
 MODEL: Final = np.dtype(
-    [
-        (name, "u8")
-        for name in (
-            "key_0",
-            "key_1",
-            "limit",
-            "number",
-            "prefix",
-            "prefix_2",
-            "is_delta",
-            "stored",
-            "next",
-        )
-    ]
-    + [(name, "u8") for name in ("bounded", "at_low", "at_high", "ranked", "divided")]
+    [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "prefix_2")]
+    + [(name, "u8") for name in ("is_delta", "bounded", "at_low", "at_high", "ranked", "divided")]
     + [(name, "f8") for name in ("scale", "weight", "floor", "low", "high")]
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
     + [(name, "f8") for name in ("size", "kept_size", "squares")]
 )
-# One record for the tensor. first_share: what ties adds weights to before it divides. exact: the only model is taken as
-# it is. shift: which bits sizes are counted by. square_0, square_1 and product: of the ends of slerp's arc.
+# One record for the tensor. first_share: what ties adds weights to before it divides. exact: the
+# only model is used as it is. shift: which bits sizes are counted by. square_0, square_1 and
+# product: of the ends of slerp's arc.
 TENSOR: Final = np.dtype(
     [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "threshold")]
     + [(name, "u8") for name in ("exact", "shift", "peak")]
@@ -52,17 +39,28 @@ PAIR: Final = np.dtype(
     [(name, "f8") for name in ("product", "opposed", "both", "opposed_size", "both_size")]
 )
 
-# Rows of scratch, each as wide as a tile, before the models' own. Rows of exactly 4 KiB would share cache sets.
-(BITS_ROW, BASE_ROW, MERGED_ROW, SIZE_ROW, LEFT_ROW, RIGHT_ROW, ZERO_ROW, DENSE_ROW, DIVISOR_ROW,
- SCRATCH_ROWS) = range(10)  # fmt: skip
+# Rows of scratch, each as wide as a tile, before the models' own. They are a little wider, since
+# rows of exactly 4 KiB would share cache sets.
+(
+    BITS_ROW,
+    BASE_ROW,
+    MERGED_ROW,
+    SIZE_ROW,
+    LEFT_ROW,
+    RIGHT_ROW,
+    ZERO_ROW,
+    DIVISOR_ROW,
+    SCRATCH_ROWS,
+) = range(9)
 SCRATCH_WIDTH: Final = TILE + 80
-# An analysis counts |delta| by size: 16 bins to each doubling, the first for all below 2^-40. Neighbours are counted in
-# different lanes, since adding to what was just added to would wait for it.
+# An analysis counts |delta| by size: 16 bins to each doubling, the first for all below 2^-40.
+# Neighbours are counted in different lanes, since adding to what was just added to would wait.
 BINS: Final = 1024
 BINS_PER_OCTAVE: Final = 16
 FIRST_BIN: Final = (127 - 40) * BINS_PER_OCTAVE - 1  # as the float32 pattern without its low bits
 LANES: Final = 4
-# The entries of a row are ranked by so many bits of their pattern at a time, or one less, with so many counters.
+# The entries of a row are ranked by so many bits of their pattern at a time, or one less, with so
+# many counters.
 SORT_BITS: Final = 11
 SORT_COUNTERS: Final = 64 // (SORT_BITS - 1) + 1 << SORT_BITS
 WIDEST: Final = 8  # bytes of an element
@@ -71,7 +69,7 @@ COUNTERS: Final = {"count": 2 << 16, "measure": LANES * BINS}
 
 
 def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-    """Zeros that start a cache line: vectors that straddle two of them cost half the kernels' speed."""
+    """Zeros that start a cache line: vectors across two of them would halve the kernels' speed."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     room = np.zeros(size + 64, np.uint8)
     start = -room.ctypes.data % 64
@@ -81,7 +79,8 @@ def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
 class Buffers:
     """One thread's buffers, made once and used for every job.
 
-    kernels: the kinds that will use them. ranked: elements of the longest row that entries are ranked in, if any.
+    kernels: the kinds that will use them. ranked: elements of the longest row that entries are
+    ranked in, if any.
     """
 
     def __init__(
@@ -93,16 +92,14 @@ class Buffers:
         self.models = align((models,), MODEL)
         self.tensor = align((1,), TENSOR)
         self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
-        self.counts = align(
-            (models, max((COUNTERS.get(kind, 0) for kind in kernels), default=0)), np.uint32
-        )
+        counters = max((COUNTERS.get(kind, 0) for kind in kernels), default=0)
+        self.counts = align((models, counters), np.uint32)
         self.pairs = align((1 + models * (models - 1) // 2,), PAIR)
         self.limits = align((models, row_bytes // 2 if ranked else 0), np.uint16)
-        self._all: list[NDArray[Any]] = list(
-            vars(self).values()
-        )  # in the order of a kernel's arguments
+        # In the order of a kernel's arguments.
+        self._all: list[NDArray[Any]] = list(vars(self).values())
         self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
-        # Whole rows, of which those at the ends may be in other chunks, too: of the base and of one model.
+        # Whole rows of the base and of one model; those at the ends may be in other chunks, too.
         self.rows = align((2, row_bytes + 2 * ranked * WIDEST if ranked else 0), np.uint8)
         # For each entry of a row two patterns and two places, then counters.
         self.order = align((3 * ranked + SORT_COUNTERS // 2 if ranked else 0,), np.uint64)

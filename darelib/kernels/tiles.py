@@ -1,12 +1,15 @@
 """The inner functions of the Numba kernels: one value, or one tile at a time.
 
-The arithmetic is that of darelib.kernels.plain, to the bit. Loops are what LLVM vectorises well: a fixed number of
-turns, slices rather than offsets, no output that could be an input under another name. What Numba compiles is marked
-`# compiled`: it runs without the interpreter, so that coverage cannot see it.
+The arithmetic is that of darelib.kernels.plain, to the bit. Loops are what LLVM vectorises well: a
+fixed number of turns, slices rather than offsets, no output that could be an input under another
+name. What Numba compiles is marked `# compiled`: coverage cannot see it, since it runs without the
+interpreter.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -14,18 +17,35 @@ import numpy as np
 from darelib.core.mask import ROUNDS, TILE
 from darelib.kernels.records import BINS, FIRST_BIN, SORT_BITS
 
-# --- stored values --------------------------------------------------------------------------------------------------
+numba: Any = importlib.import_module("numba")  # whose types say less than its functions accept
+carray = numba.carray
 
 
+def inline(function: Callable[..., Any]) -> Any:
+    """A function that is compiled into the kernels that call it."""
+    options = {
+        "forceinline": True,
+        "error_model": "numpy",
+        "no_cpython_wrapper": True,
+        "no_cfunc_wrapper": True,
+    }
+    return numba.njit(**options)(function)
+
+
+# --- stored values --------------------------------------------------------------------------------
+
+
+@inline
 def decode_bf16(raw: Any) -> Any:  # compiled
     return np.uint32(np.uint32(raw) << np.uint32(16)).view(np.float32)
 
 
+@inline
 def decode_f16(raw: Any) -> Any:  # compiled
     magnitude = np.uint32(raw) & np.uint32(0x7FFF)
     sign = (np.uint32(raw) & np.uint32(0x8000)) << np.uint32(16)
     shifted = magnitude << np.uint32(13)
-    # Subnormals by way of a float that is 2^-14 too large: exact, and never a subnormal float32 on the way.
+    # Subnormals by way of a float that is 2^-14 too large: exact, and never a subnormal float32.
     small = np.float32(np.uint32(shifted + np.uint32(0x38800000)).view(np.float32)) - np.float32(
         2.0**-14
     )
@@ -36,16 +56,22 @@ def decode_f16(raw: Any) -> Any:  # compiled
     return np.uint32(np.uint32(value) | sign).view(np.float32)
 
 
+@inline
 def decode_f32(raw: Any) -> Any:  # compiled
     return np.uint32(raw).view(np.float32)
 
 
+@inline
 def decode_f64(raw: Any) -> Any:  # compiled
     return np.uint64(raw).view(np.float64)
 
 
+@inline
 def round_to_odd(value: Any) -> Any:  # compiled
-    """float64 to a float32 that rounds on to 16 bits just as the float64 would: truncate, and mark what was cut off."""
+    """float64 to a float32 that rounds on to 16 bits just as the float64 would.
+
+    What does not fit is cut off, and the last bit says so.
+    """
     near = np.float32(value)
     bits = np.float32(near).view(np.uint32)
     if abs(np.float64(near)) > abs(value):
@@ -55,6 +81,7 @@ def round_to_odd(value: Any) -> Any:  # compiled
     return np.uint32(bits).view(np.float32)
 
 
+@inline
 def encode_bf16(value: Any) -> Any:  # compiled
     bits = np.float32(value).view(np.uint32)
     return np.uint16(
@@ -62,11 +89,12 @@ def encode_bf16(value: Any) -> Any:  # compiled
     )
 
 
+@inline
 def encode_f16(value: Any) -> Any:  # compiled
     bits = np.float32(value).view(np.uint32)
     sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
     magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    # Subnormals: adding 0.5 leaves the wanted bits, rounded to nearest even, at the low end of the float.
+    # Subnormals: adding 0.5 leaves the wanted bits, rounded to nearest even, at the low end.
     nudged = np.float32(np.uint32(magnitude).view(np.float32)) + np.float32(0.5)
     small = np.float32(nudged).view(np.uint32) - np.uint32(0x3F000000)
     rounding = np.uint32(0xFFF) + ((magnitude >> np.uint32(13)) & np.uint32(1))
@@ -74,10 +102,12 @@ def encode_f16(value: Any) -> Any:  # compiled
     return np.uint16((small if magnitude < np.uint32(0x38800000) else normal) | sign)
 
 
+@inline
 def encode_f32(value: Any) -> Any:  # compiled
     return np.float32(value).view(np.uint32)
 
 
+@inline
 def encode_f64(value: Any) -> Any:  # compiled
     return np.float64(value).view(np.uint64)
 
@@ -85,13 +115,15 @@ def encode_f64(value: Any) -> Any:  # compiled
 DECODERS: Final = {"BF16": decode_bf16, "F16": decode_f16, "F32": decode_f32, "F64": decode_f64}
 ENCODERS: Final = {"BF16": encode_bf16, "F16": encode_f16, "F32": encode_f32, "F64": encode_f64}
 
-# --- one tile ---------------------------------------------------------------------------------------------------------
+# --- one tile -------------------------------------------------------------------------------------
 
 
+@inline
 def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:  # compiled
     """Fill bits[0:TILE] with the 16 random bits of each element of a tile.
 
-    All lanes store side by side, without shuffling; 32-bit words are multiplied in 64 bits: that is what vectorises.
+    All lanes store side by side, without shuffling, and 32-bit words are multiplied in 64 bits:
+    that is what vectorises.
     """
     low = np.uint64(0xFFFFFFFF)
     first = np.uint64(tile) * np.uint64(TILE // 8)
@@ -119,8 +151,12 @@ def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:  # compiled
         bits[lane + 896] = x3 >> np.uint64(16)
 
 
+@inline
 def pick(bits: Any, limit: Any, picked: Any) -> Any:  # compiled
-    """The places of a tile that a mask keeps, in order. Without branches, which no processor could predict."""
+    """The places of a tile that a mask keeps, in order. Gives how many they are.
+
+    Without branches, which no processor could predict.
+    """
     found = np.uint64(0)
     for j in range(TILE):
         picked[found] = j
@@ -128,23 +164,29 @@ def pick(bits: Any, limit: Any, picked: Any) -> Any:  # compiled
     return found
 
 
+@inline
 def choose_by_rank(bits: Any, limits: Any, divisors: Any) -> Any:  # compiled
-    """Instead of random bits, those of a mask that keeps what they keep by limits of their own. Gives its limit."""
+    """Make bits those of a mask that keeps what is below limits of their own. Gives its limit."""
     for j in range(TILE):
         divisors[j] = (limits[j] + np.float32(1)) / np.float32(65536)
         bits[j] = np.uint16(bits[j] > limits[j])
     return np.uint16(0)
 
 
+@inline
 def rank_row(
     patterns: Any, places: Any, counts: Any, by_rank: Any, limits: Any, first: int
 ) -> None:  # compiled
-    """Give each entry of a row the limit of its rank, of equal patterns the first first; first: its place in limits.
+    """Give each entry of a row the limit of its rank; of equal patterns, the first comes first.
 
-    patterns and places have two rows each: the first what to sort, the second to work in. A radix sort, by no more
-    bits than differ, which are counted for all its passes at once.
+    first: the row's place in limits. patterns and places have two rows each: the first what to
+    sort, the second to work in. A radix sort, by no more bits than differ, which are counted for
+    all its passes at once.
     """
-    width, differing, low, span = patterns.shape[1], np.uint64(0), np.uint64(0), 0
+    width = patterns.shape[1]
+    differing = np.uint64(0)
+    low = np.uint64(0)
+    span = 0
     for j in range(width):
         differing |= np.uint64(patterns[0, j] ^ patterns[0, 0])
     while differing and not differing & np.uint64(1):
@@ -170,7 +212,8 @@ def rank_row(
             total, counts[b] = np.uint32(total + counts[b]), total
     now = 0
     for k in range(passes - 1):
-        keys, others, before, after = patterns[now], patterns[1 - now], places[now], places[1 - now]
+        keys, others = patterns[now], patterns[1 - now]
+        before, after = places[now], places[1 - now]
         ranks = counts[k * size : (k + 1) * size]
         for j in range(width):
             key = keys[j]
@@ -181,7 +224,9 @@ def rank_row(
             after[rank] = before[j]
         now = 1 - now
         low += bits
-    keys, before, ranks = patterns[now], places[now], counts[(passes - 1) * size : passes * size]
+    keys = patterns[now]
+    before = places[now]
+    ranks = counts[(passes - 1) * size : passes * size]
     for j in range(width):  # the last time, what is found is the rank itself
         bucket = (np.uint64(keys[j]) >> low) & last
         rank = ranks[bucket]
@@ -191,12 +236,14 @@ def rank_row(
             limits[place] = by_rank[rank]
 
 
+@inline
 def rank_short_row(
     patterns: Any, places: Any, by_rank: Any, limits: Any, first: int
 ) -> None:  # compiled
     """The same for a few entries, in one row: counting would take longer."""
     for j in range(1, len(patterns)):
-        key, place = patterns[j], places[j]
+        key = patterns[j]
+        place = places[j]
         k = j
         while k > 0 and patterns[k - 1] > key:
             patterns[k] = patterns[k - 1]
@@ -210,10 +257,11 @@ def rank_short_row(
             limits[where] = by_rank[j]
 
 
+@inline
 def elect(
     kept: Any, models: Any, merged: Any, total: Any, share: Any, first_share: Any, any_sign: bool
 ) -> None:  # compiled
-    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree with it.
+    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree.
 
     Or, of any sign, those that have a delta there.
     """
@@ -225,21 +273,20 @@ def elect(
         row = kept[i]
         weight = kept.dtype.type(models[i].weight)
         for j in range(TILE):
-            agrees = row[j] != 0 if any_sign else (row[j] > 0) if merged[j] >= 0 else (row[j] < 0)
+            has_sign = row[j] > 0 if merged[j] >= 0 else row[j] < 0
+            agrees = row[j] != 0 if any_sign else has_sign
             total[j] += row[j] if agrees else zero
             share[j] += weight if agrees else zero
     for j in range(TILE):
         merged[j] = total[j] / share[j] if share[j] > 0 else zero
 
 
-def multiply(one: Any, other: Any, products: Any) -> None:  # compiled
-    """The products of two tiles, in float64."""
-    for j in range(TILE):
-        products[j] = np.float64(one[j]) * np.float64(other[j])
-
-
+@inline
 def fold(values: Any) -> Any:  # compiled
-    """The sum of a tile, by halves: it vectorises, and it loses less than a running sum. Overwrites the tile."""
+    """The sum of a tile, by halves, which vectorises and loses less than a running sum.
+
+    Overwrites the tile.
+    """
     half = TILE // 2
     while half > 0:
         for j in range(half):
@@ -248,15 +295,25 @@ def fold(values: Any) -> Any:  # compiled
     return values[0]
 
 
-def pad(rows: Any, start: int, stop: int) -> None:  # compiled
+@inline
+def multiply(one: Any, other: Any, products: Any) -> Any:  # compiled
+    """The scalar product of two tiles, in float64. Overwrites products."""
+    for j in range(TILE):
+        products[j] = np.float64(one[j]) * np.float64(other[j])
+    return fold(products)
+
+
+@inline
+def pad_rows(rows: Any, start: int, stop: int) -> None:  # compiled
     """Zeros for the rest of a last tile, so that the loops need not stop within one."""
     for row in range(len(rows)):
         for j in range(start, stop):
             rows[row, j] = 0
 
 
+@inline
 def fold_neighbours(values: Any) -> Any:  # compiled
-    """A sum by pairs of neighbours: the same for a tensor in one piece as for pieces of 2^k values summed again."""
+    """A sum by pairs of neighbours: the same for a whole tensor as for its pieces of 2^k values."""
     count = len(values)
     while count > 1:
         half = (count + 1) // 2
@@ -266,8 +323,9 @@ def fold_neighbours(values: Any) -> Any:  # compiled
     return values[0]
 
 
+@inline
 def compare_signs(one: Any, other: Any, opposed: Any, both: Any, pair: Any) -> None:  # compiled
-    """How many positions two models pull in opposite directions, how many they both change, and by how much."""
+    """How many positions two models change in opposite directions, or both change; by how much."""
     zero = opposed.dtype.type(0)
     against = np.uint32(0)
     shared = np.uint32(0)
@@ -284,8 +342,9 @@ def compare_signs(one: Any, other: Any, opposed: Any, both: Any, pair: Any) -> N
     pair.both += np.float64(shared)
 
 
+@inline
 def compare_all(deltas: Any, left: Any, right: Any, size: Any, pair: Any) -> None:  # compiled
-    """Where any two of all models pull in opposite directions, where several change a position, and by how much."""
+    """How many positions any two models change in opposite directions, or several change."""
     zero = left.dtype.type(0)
     one = left.dtype.type(1)
     for j in range(TILE):
@@ -311,6 +370,7 @@ def compare_all(deltas: Any, left: Any, right: Any, size: Any, pair: Any) -> Non
     pair.both += np.float64(several)
 
 
+@inline
 def find_bins(size: Any, bins: Any) -> None:  # compiled
     """The bin of each |delta| of a tile."""
     for j in range(TILE):

@@ -247,7 +247,6 @@ class Checkpoint(Input):
     heights: tuple[int, int] = (0, 0)
     tokenizer_sha256: str | None = None  # where that decides which rows are merged
     keeps_metadata: ClassVar[bool] = False  # of its files
-    sample: str = ""  # says of what the figures are, if they are not of all deltas
     note: str = ""  # about its kind, for tables
     specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
     held_bytes: int = 0  # what a thread that reads it holds, at most
@@ -364,11 +363,6 @@ class Checkpoint(Input):
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of a stored tensor, from one of them on."""
         self.files[info.file].read_into(view, info.offset + start)
-
-    def take(self, info: TensorInfo, count: int, used: int) -> None:
-        """For kinds of input that do not hold all elements: how many of a chunk were among those
-        that were read.
-        """
 
     def check_unchanged(self) -> None:
         for file in self.files:

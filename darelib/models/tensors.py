@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from darelib.core.formats import FORMATS, STORED_BITS
-from darelib.core.mask import MASK_BITS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -134,19 +133,12 @@ class TensorInfo:
     @property
     def share(self) -> float:
         """Of its changes, which share is known: all, unless they were thinned before."""
-        return self.threshold / (1 << MASK_BITS)
+        return 1.0
 
     @property
     def drop_rate(self) -> float:
         """By which it was thinned before."""
         return 0.0
-
-    @property
-    def threshold(self) -> int:
-        """Entries whose mask bits are below it are stored: all of them, unless they were thinned
-        before.
-        """
-        return 1 << MASK_BITS
 
     @property
     def mask_name(self) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 from darelib.config import Chooser, DareConfig
 from darelib.core.drops import RANDOM
 from darelib.core.formats import DTYPES, FORMATS, is_counted
+from darelib.core.mask import keep_threshold
 from darelib.core.methods import TensorSettings
 from darelib.core.text import LISTED, DareError, count_of, list_names
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, module_of, quantised_modules
@@ -203,8 +204,8 @@ class Matcher:
                 f"more than {MAX_RANKED:,}",
                 f"give it another drop: --rule '{name}:drop=\"{RANDOM}\"'",
             )
-        if settings.thinnings[i].threshold > theirs.threshold:
-            rate = theirs.drop_rate
+        rate = theirs.drop_rate
+        if thinning.threshold > keep_threshold(rate):
             raise DareError(
                 f"{self.models[i].name!r} holds what a drop rate of {rate:g} has left of {name!r}, "
                 "so it cannot be "

@@ -212,11 +212,12 @@ class Worker(JobWorker):
         # What stands in for rows that it lacks, deltas of 0, is not its own.
         lacking = (job.stop - job.start - count) * share
         kept = int(found["kept"]) - round(lacking)
+        known = info.share or 1.0  # of its deltas, which stand for all
         return Tally(
             parameters=count,
-            sum=float(found["size"]) / info.share,  # where not all deltas are known
+            sum=float(found["size"]) / known,
             peak=float(peak),
-            above=round(int(found["above"]) / info.share),
+            above=round(int(found["above"]) / known),
             kept=min(count, max(0, kept)),
             expected=count * rate,
             base_sum=float(buffers.tensor["base_size"][0]),
@@ -231,8 +232,6 @@ class Worker(JobWorker):
             theirs = buffers.output[:size]
             self.base.read_bytes(mine.data, tensor.base, start)
             for i, info in tensor.finetuned:
-                if info.mask_name is not None:
-                    continue  # packed, since only another model has integers here: not all is known
                 alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
                 if alike:
                     self.models[i].read_bytes(theirs.data, info, start)

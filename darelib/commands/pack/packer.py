@@ -1,14 +1,13 @@
-"""What `dare.py pack` does: a fine-tune as the entries that its mask keeps, which is all that a merge needs of it."""
+"""What `dare.py pack` does: of a fine-tune, it keeps the entries that a mask keeps."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,7 +29,8 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged, explain_read_errors, open_models
 from darelib.models.packed import COUNTED_BLOCK, PACKED_FILE, PACKED_KEY, VERSION
 from darelib.models.source import Source, recorded_name
-from darelib.models.tensorfile import TensorInfo, header_bytes
+from darelib.models.tensorfile import header_bytes
+from darelib.models.tensors import TensorInfo
 from darelib.output.destination import (
     check_replaceable,
     digest_of,
@@ -48,7 +48,7 @@ from darelib.plan.plan import Job, check_kinds
 from darelib.plan.tensors import TensorPlan
 from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
-from darelib.run.threads import run_merge
+from darelib.run.threads import run_merge, run_rounds
 from darelib.run.worker import BROKEN_HINT, JobWorker, Write
 
 SETTINGS: Final = ("drop_rate", "seed", "mismatch", "any_base", "threads", "engine", "verbose")
@@ -73,27 +73,24 @@ class PackReport:
     def __str__(self) -> str:
         share = self.bytes_written / max(self.bytes_before, 1)
         return (
-            f"packed {count_of(self.tensors, 'tensor')} into {printable(self.output)}: {human(self.bytes_written)}, "
-            f"{share:.1%} of {human(self.bytes_before)}, in {self.seconds:.2f} s"
+            f"packed {count_of(self.tensors, 'tensor')} into {printable(self.output)}: "
+            f"{human(self.bytes_written)}, {share:.1%} of {human(self.bytes_before)}, "
+            f"in {self.seconds:.2f} s"
         )
 
 
 def choose_settings(request: Request) -> DareConfig:
-    """What decides which entries are kept. A configuration may also say how to merge, which does not matter here."""
-    others = [
-        drop for drop in (request.dare.get("drop"), *(rule.drop for rule in request.rules)) if drop
-    ]
-    if other := next((drop for drop in others if drop != RANDOM), None):
+    """What decides which entries are kept; what else a configuration says does not matter here."""
+    drops = [request.dare.get("drop"), *(rule.drop for rule in request.rules)]
+    if others := [drop for drop in drops if drop not in (None, RANDOM)]:
         raise ConfigError(
-            f"pack keeps entries at random, and this configuration has drop {other}",
+            f"pack keeps entries at random, and this configuration has drop {others[0]}",
             "set drop to random, or merge the model as it is: such a drop must see all of it",
         )
     used = {name: value for name, value in request.dare.items() if name in SETTINGS}
     rate = used.get("drop_rate", DareConfig.drop_rate)
-    rules = tuple(
-        Rule(rule.match, rate if rule.drop_rate is None else rule.drop_rate)
-        for rule in request.rules
-    )
+    rates = [(rule.match, rule.drop_rate) for rule in request.rules]
+    rules = tuple(Rule(match, rate if own is None else own) for match, own in rates)
     config = DareConfig(**used, rules=rules)
     config.check_models(1)
     return config
@@ -108,22 +105,11 @@ def pack(
     force: bool = False,
     resume: bool = False,
 ) -> PackReport:
-    """Write what drop rates, seed and rules leave of a fine-tune, as a file or as a model directory."""
+    """Write what drop rates, seed and rules leave of a fine-tune, as a file or as a directory."""
     started = time.perf_counter()
     destination = find_output(output_file)
     with open_models([base, model]) as inputs, Interrupts() as interrupts:
-        if inputs[1].partial or inputs[1].seed is not None:
-            kind = (
-                "a LoRA adapter, which is small already" if inputs[1].partial else "packed already"
-            )
-            raise DareError(f"{model.name!r} is {kind}", "merge it as it is")
-        for each in inputs:
-            for info in each.tensors.values():
-                if info.encoding.kind:
-                    raise DareError(
-                        f"{each.name!r} is in {info.encoding.kind}, which cannot be packed",
-                        "merge it as it is",
-                    )
+        check_packable(inputs)
         if not config.any_base:
             check_kinds(inputs)
         with explain_place_errors(destination.name):  # before there is any work
@@ -131,7 +117,7 @@ def pack(
         with explain_read_errors():
             plan = plan_files(config, inputs, destination, TokenizerChoice(), with_side_files=False)
             plan = keep_own_tensors(plan, inputs[1])
-        worker = Packer(plan, inputs, interrupts)
+        worker = Packer(plan, inputs[1], interrupts)
         worker.count_entries(interrupts)
         with explain_read_errors():
             worker.plan = plan = place_entries(plan, inputs, worker)
@@ -150,104 +136,86 @@ def pack(
     return PackReport(str(output_file), len(plan.tensors), size, plan.size, seconds, plan.warnings)
 
 
-class Packer(JobWorker):
-    """Runs jobs: each writes the entries that the mask keeps of one range, or copies one that is not thinned."""
+def check_packable(inputs: Sequence[Checkpoint]) -> None:
+    model = inputs[1]
+    if model.partial or model.seed is not None:
+        kind = "a LoRA adapter, which is small already" if model.partial else "packed already"
+        raise DareError(f"{model.name!r} is {kind}", "merge it as it is")
+    for each in inputs:
+        for info in each.tensors.values():
+            if info.encoding.kind:
+                raise DareError(
+                    f"{each.name!r} is in {info.encoding.kind}, which cannot be packed",
+                    "merge it as it is",
+                )
 
-    def __init__(
-        self, plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
-    ) -> None:
+
+class Packer(JobWorker):
+    """Runs jobs: each writes what the mask keeps of a range, or copies one that is not thinned."""
+
+    def __init__(self, plan: FilePlan, model: Checkpoint, interrupts: Interrupts) -> None:
         super().__init__(plan)
-        self.model = inputs[1]
-        specs = {pack_spec(tensor) for tensor in plan.tensors if is_thinned(tensor)}
-        self.kernels = load_kernels(specs, plan.config.engine, interrupts)
-        self.before: dict[
-            tuple[str, int], int
-        ] = {}  # by tensor and place: how many entries are kept before it
+        self._model = model
+        self._thinned = [tensor for tensor in plan.tensors if tensor.merged]
+        specs = {pack_spec(tensor) for tensor in self._thinned}
+        self._kernels = load_kernels(specs, plan.config.engine, interrupts)
+        self._kept: dict[tuple[str, int], int] = {}  # entries of each chunk, by tensor and start
+        # By tensor: the entries that are kept before each chunk, and before its end.
+        self.before: dict[str, dict[int, int]] = {}
 
     def make_buffers(self) -> Buffers:
-        return Buffers(1, (self.plan.chunk + 1) * self.plan.itemsize, ())
+        return Buffers(1, self.plan.chunk * self.plan.itemsize, ())
 
     def count_entries(self, interrupts: Interrupts) -> None:
-        """Find out how many entries are kept before each block, each job and in all, without reading anything."""
-        step, local = min(COUNTED_BLOCK, TUNING.job_elements), threading.local()
-        thinned = [tensor for tensor in self.plan.tensors if is_thinned(tensor)]
-        jobs = [
-            Job(0, t, at, min(at + step, t.length))
-            for t in thinned
-            for at in range(0, t.length, step)
-        ]
+        """Find out how many entries are kept, without reading anything."""
+        jobs = self.plan.jobs(self._thinned, look_pass=0)
+        run_rounds([jobs], self, lambda *_: None, lambda *_: None, interrupts)
+        step = min(self.plan.chunk, TUNING.job_elements)
+        for tensor in self._thinned:
+            starts = range(0, tensor.length, step)
+            kept = [self._kept[tensor.name, start] for start in starts]
+            sums = zip((*starts, tensor.length), accumulate(kept, initial=0), strict=True)
+            self.before[tensor.name] = dict(sums)
 
-        def count(job: Job) -> int:
-            local.buffers = getattr(local, "buffers", None) or self.make_buffers()
-            return sum(
-                self._pick(job, start, width, local.buffers) for start, width in self.chunks(job)
-            )
-
-        with ThreadPoolExecutor(self.plan.threads) as pool:
-            try:
-                for job, kept in zip(jobs, pool.map(count, jobs), strict=True):
-                    interrupts.check()
-                    self.before.setdefault((job.tensor.name, 0), 0)
-                    self.before[job.tensor.name, job.stop] = (
-                        self.before[job.tensor.name, job.start] + kept
-                    )
-            except BaseException:
-                self.abandoned.set()
-                raise
-
-    def counts(self, tensor: TensorPlan) -> list[int]:
-        """The entries before each block, and all of them."""
-        return [
-            self.before.get((tensor.name, at), 0)
-            for at in (*range(0, tensor.length, COUNTED_BLOCK), tensor.length)
-        ]
-
-    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
+    def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
         tensor = job.tensor
+        if job.look_pass is not None:
+            for start, width in self.chunks(job):
+                self._kept[tensor.name, start] = self._pick(tensor, start, width, buffers)
+            return None
         [(_, theirs)] = tensor.finetuned
-        item, place = (
-            FORMATS[theirs.dtype].itemsize if tensor.merged else 1,
-            self.place_of(tensor.output) + job.start,
-        )
-        if tensor.merged:
-            place = self.place_of(tensor.output) + self.before[tensor.name, job.start] * item
+        first = self.place_of(tensor.output)
+        item = FORMATS[theirs.dtype].itemsize if tensor.merged else 1
         for start, width in self.chunks(job):
-            row = buffers.finetuned[0] if tensor.merged else buffers.output
-            self.model.read_bytes(row[: width * item].data, theirs, start * item)
+            row = buffers.finetuned[0, : width * item]
+            self._model.read_bytes(row.data, theirs, start * item)
             if tensor.merged:
-                self._check_finite(tensor, start, row[: width * item].view(f"u{item}"))
-            kept = self._pick(job, start, width, buffers) if tensor.merged else width
-            write(tensor.output.file, buffers.output.data[: kept * item], place)
-            place += kept * item
+                self._check_finite(tensor, start, row.view(f"u{item}"))
+                kept = self._pick(tensor, start, width, buffers)
+                row = buffers.output[: kept * item]
+                start = self.before[tensor.name][start]
+            write(tensor.output.file, row.data, first + start * item)
         return Outcome(tensor.name, job.start, job.bytes_read)
 
     def _check_finite(self, tensor: TensorPlan, start: int, raw: NDArray[Any]) -> None:
-        """What is dropped is never seen again, so that nobody else could tell that the model is broken."""
+        """What is dropped is never seen again: nobody else could tell that the model is broken."""
         dtype = tensor.finetuned[0][1].dtype
         bad = np.flatnonzero((raw & raw.dtype.type(EXPONENTS[dtype])) == EXPONENTS[dtype])
         if bad.size:
-            value, place = widen(raw[bad[:1]], dtype)[0], tensor.base.place_of(start + int(bad[0]))
+            value = widen(raw[bad[:1]], dtype)[0]
+            place = tensor.base.place_of(start + int(bad[0]))
             raise DareError(
-                f"{self.model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
+                f"{self._model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
                 BROKEN_HINT,
             )
 
-    def _pick(self, job: Job, start: int, width: int, buffers: Buffers) -> int:
+    def _pick(self, tensor: TensorPlan, start: int, width: int, buffers: Buffers) -> int:
         """Put what is kept of a chunk at the start of the output's row. Gives how many that are."""
-        tensor, record = job.tensor, buffers.models[0]
+        record = buffers.models[0]
         record["key_0"], record["key_1"] = mask_key(self.plan.seeds[0], tensor.mask_names[0])
         record["limit"] = tensor.settings.thinnings[0].threshold - 1
-        self.kernels[pack_spec(tensor)](buffers, width, 1, start // TILE)
+        self._kernels[pack_spec(tensor)](buffers, width, 1, start // TILE)
         return int(record["kept"])
-
-
-def is_thinned(tensor: TensorPlan) -> bool:
-    """Whether only what the mask keeps is stored of it; else it is whole, as where it has another shape."""
-    return (
-        tensor.merged
-        and len(tensor.finetuned) == 1
-        and tensor.finetuned[0][1].shape == tensor.base.shape
-    )
 
 
 def pack_spec(tensor: TensorPlan) -> KernelSpec:
@@ -256,43 +224,44 @@ def pack_spec(tensor: TensorPlan) -> KernelSpec:
 
 
 def keep_own_tensors(plan: FilePlan, model: Checkpoint) -> FilePlan:
-    """The tensors that the model has itself: thinned, or whole."""
-    known = {tensor.name: tensor for tensor in plan.tensors}
-    example, tensors = plan.tensors[0], []
-    for name, info in model.tensors.items():
-        tensor = known.get(name)
-        if tensor is None or not is_thinned(tensor):
-            tensor = dataclasses.replace(
-                example, name=name, base=info, finetuned=((0, info),), merged=False
-            )
-        tensors.append(tensor)
-    return dataclasses.replace(plan, tensors=tuple(tensors))
+    """The tensors that the model has itself: thinned, or whole, as where they have other shapes."""
+    shapes = {name: info.shape for name, info in model.tensors.items()}
+    thinned = {t.name: t for t in plan.tensors if t.merged and shapes.get(t.name) == t.base.shape}
+    whole = dataclasses.replace(plan.tensors[0], merged=False)
+    tensors = tuple(
+        thinned.get(name)
+        or dataclasses.replace(whole, name=name, base=info, finetuned=((0, info),))
+        for name, info in model.tensors.items()
+    )
+    return dataclasses.replace(plan, tensors=tensors)
 
 
 def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) -> FilePlan:
     """Where everything goes, now that it is known how much of it there is."""
-    tensors, described, offset = [], {}, 0
+    tensors = []
+    described = {}
+    offset = 0
     for tensor in plan.tensors:
         [(_, theirs)] = tensor.finetuned
         output = TensorInfo(theirs.dtype, theirs.shape, offset)
         if tensor.merged:
-            counts, rate = packer.counts(tensor), float(tensor.settings.drop_rates[0])
+            blocks = (*range(0, tensor.length, COUNTED_BLOCK), tensor.length)
+            counts = [packer.before[tensor.name][place] for place in blocks]
             output = TensorInfo(theirs.dtype, (counts[-1],), offset)
             described[tensor.name] = {
                 "shape": list(theirs.shape),
-                "drop_rate": rate,
+                "drop_rate": float(tensor.settings.drop_rates[0]),
                 "counts": counts,
             }
             if tensor.mask_names[0] != tensor.name:
                 described[tensor.name]["mask_name"] = tensor.mask_names[0]
         tensors.append(dataclasses.replace(tensor, outputs={tensor.name: output}))
         offset += output.nbytes
-    base = {"file": recorded_name(inputs[0].source), **inputs[0].fingerprint}
     table = {
         "version": VERSION,
         "mask": MASK_NAME,
         "seed": plan.seeds[0],
-        "base": base,
+        "base": {"file": recorded_name(inputs[0].source), **inputs[0].fingerprint},
         "tensors": described,
     }
     if (tied := ties_embeddings(inputs[1].config)) is not None:
@@ -302,9 +271,8 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     name = PACKED_FILE if plan.output.directory else plan.output.path.name
     file = PlannedFile(name, header, len(header) + offset)
     side = make_side_files(plan, inputs, file) if plan.output.directory else {}
-    digests = {
-        name: digest_of(content) for name, content in side.items() if isinstance(content, Path)
-    }
+    copied = {name: content for name, content in side.items() if isinstance(content, Path)}
+    digests = {name: digest_of(content) for name, content in copied.items()}
     return dataclasses.replace(
         plan, tensors=tuple(tensors), files=(file,), side=side, digests=digests
     )
@@ -316,16 +284,15 @@ def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint], file: PlannedF
     base, model = (card_name(i.source) for i in inputs)
     rate = plan.config.general(1).drop_rates[0]
     side[CARD_FILE] = (
-        f"---\nbase_model: {json.dumps(base)}\ntags:\n- dare\n- packed\n---\n\n# {model}, packed\n\n"
-        f"What a drop rate of {rate:g} leaves of `{model}`, a fine-tune of `{base}`: the kept entries of its tensors. "
-        f"It is an input for DARE merges with this base, at drop rates from {rate:g} up, and is not loaded by itself.\n"
+        f"---\nbase_model: {json.dumps(base)}\ntags:\n- dare\n- packed\n---\n\n"
+        f"# {model}, packed\n\n"
+        f"What a drop rate of {rate:g} leaves of `{model}`, a fine-tune of `{base}`: the kept "
+        "entries of its tensors. It is an input for DARE merges with this base, at drop rates "
+        f"from {rate:g} up, and is not loaded by itself.\n"
     ).encode()
     written = {as_text(name): digest_of(content) for name, content in side.items()}
     written[file.name] = hashlib.sha256(file.header).hexdigest()
     files = dict(sorted(written.items()))
-    side[RECIPE_FILE] = seal(
-        recipe_text(
-            plan.config, inputs, __version__, TokenizerChoice(), files, packed=True
-        ).encode()
-    )
+    recipe = recipe_text(plan.config, inputs, __version__, TokenizerChoice(), files, packed=True)
+    side[RECIPE_FILE] = seal(recipe.encode())
     return side

@@ -159,7 +159,9 @@ def test_values_that_are_cut_or_broken_are_refused(
     check_refused(*victim, "its counts of 'w'")
     before["w"][-1] = math.nan
     save_file(before, packed, header["__metadata__"])
-    check_refused(*victim, "tensor 'w' holds nan at [98, 99]\n", flags=(*PLAIN, "--drop-rate", "0.5"))
+    check_refused(
+        *victim, "tensor 'w' holds nan at [98, 99]\n", flags=(*PLAIN, "--drop-rate", "0.5")
+    )
 
 
 PLACES = ["version", "mask", "seed", "base", "tensors", "w", "shape", "drop_rate", "counts"]

@@ -203,13 +203,14 @@ def test_the_same_command_goes_on_with_its_study(capsys: Capture) -> None:
     assert sorted(each["number"] for each in shown["trials"]) == list(range(5))
     assert max(len(each.get("confirmed", ())) for each in shown["trials"]) == 3
     # Another space, other settings, another or an edited evaluation, other models: another study.
-    for other in (
-        command("--vary", "drop_rate = [0.1, 0.5]", "--trials", "1"),
-        command(*flags[5:], "1", weights=[1, 2]),
-        command(*flags[5:], "1", "--objective", "score:min"),
+    same = [*flags[5:], "1"]
+    for words, values in (
+        (["--vary", "drop_rate = [0.1, 0.5]", "--trials", "1"], {}),
+        (same, {"weights": [1, 2]}),
+        ([*same, "--objective", "score:min"], {}),
     ):
-        run(*other)
-    run(*command(*flags[5:], "1", evaluate=judge("    return value + 0")))
+        run(*command(*words, **values))
+    run(*command(*same, evaluate=judge("    return value + 0")))
     studies = optuna.get_all_study_summaries("sqlite:///config_sweep.db")
     assert len({each.study_name for each in studies}) == 5
 

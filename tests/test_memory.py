@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Tensors, list[Tensors], dict[str, Any], list[str]]] = {
     "too large": (
         {"w": torch.full((9,), 6e4, dtype=torch.float16)},
         [{"w": torch.full((9,), -6e4, dtype=torch.float16)}],
-        {"drop_rate": 0.0, "lambda_coeff": -1.0},
+        {"drop_rate": 0.0, "lambda_coeff": -1.0, "engine": "plain"},
         ["w"],
     ),
     "too many weights": (BASE, [TUNED], {"weights": [1.0, 2.0]}, ["weights"]),

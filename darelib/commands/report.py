@@ -302,7 +302,7 @@ def show_setting(value: Any) -> str:
 def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     """About what the process will hold: itself, what is known of the tensors, and the buffers."""
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    kinds = {look.kernel for passes in plan.list_passes().values() for look, _ in passes}
+    kinds = {look.kernel for tensor in plan.tensors for look in tensor.looks}
     buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
     expanded = sum(model.held_bytes for model in inputs)
     held = min(expanded, TUNING.expand_elements * 4 // plan.threads)

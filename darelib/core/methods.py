@@ -147,7 +147,6 @@ class Look:
 
     # Without types, so that they are no fields: each class has its own.
     kernel = ""
-    passes = 1
     merges = False  # whether its kernel is the one that merges
 
     settings: TensorSettings
@@ -155,6 +154,10 @@ class Look:
     count: int  # of its entries
     bits: int  # of the floats to compute in
     found: Found  # what earlier looks have found, and where this one adds to it
+
+    @classmethod
+    def count_passes(cls, bits: int) -> int:
+        return 1
 
     def describe(self, buffers: Any, number: int) -> None:
         """Set what its kernel must know in this pass."""
@@ -202,8 +205,9 @@ class SizeLook(Look):
     _wanted: list[list[Digits]] = field(default_factory=list)
     _counts: Any = 0
 
-    def __post_init__(self) -> None:
-        self.passes = self.bits // DIGIT_BITS
+    @classmethod
+    def count_passes(cls, bits: int) -> int:
+        return bits // DIGIT_BITS
 
     def describe(self, buffers: Any, number: int) -> None:
         buffers.tensor["shift"] = self.bits - (number + 1) * DIGIT_BITS
@@ -225,7 +229,7 @@ class SizeLook(Look):
             alike = len({digits.prefix for digits in wanted}) == 1  # both were counted together
             for digits, half in zip(wanted, halves[[0, 0]] if alike else halves, strict=False):
                 digits.find_next(half)
-        if number == self.passes - 1:
+        if number == self.count_passes(self.bits) - 1:
             self.record([[digits.as_end(self.bits) for digits in each] for each in self._wanted])
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""How weights come in: tensor files, checkpoints, adapters, packed, FP8, the Hub, state dicts in memory."""
+"""How weights come in: checkpoints, adapters, packed, FP8, the Hub, state dicts in memory."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,13 +22,11 @@ from darelib.kernels import Kernel, KernelSpec
 from darelib.kernels.plain import decode, draw_mask
 from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, Layout
 from darelib.models.source import Source
-from darelib.models.tensorfile import AGAIN_HINT, MAX_HEADER, open_regular
+from darelib.models.tensorfile import AGAIN_HINT, peek_header
 from darelib.models.tensors import Input, TensorInfo
 
 PACKED_KEY: Final = "dare_packed"  # in the metadata of a file
 PACKED_FILE: Final = "packed.safetensors"  # in a model directory
-# As a text, and not as the name of a tensor.
-IN_METADATA: Final = re.compile(rf'"{PACKED_KEY}"\s*:\s*"'.encode())
 VERSION: Final = 1
 COUNTED_BLOCK: Final = 1 << 20  # elements between two counts of the entries that are kept before
 
@@ -64,11 +60,8 @@ def find_packed(source: Source) -> Layout | None:
     if folder and any((folder / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE)):
         return None
     path = folder / PACKED_FILE if folder else source.path
-    header = b""
-    with suppress(OSError), open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = file.read(length if length <= MAX_HEADER else 0)
-    if not IN_METADATA.search(header):
+    _, metadata = peek_header(path)
+    if PACKED_KEY not in metadata:
         return None
     if path.name == PACKED_FILE and (path.parent / CONFIG_FILE).exists():
         folder = path.parent

@@ -21,6 +21,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,7 +195,15 @@ def peek_header(path: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
 
     Both are empty where they cannot be read: whoever opens the file then explains why.
     """
-    with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
+    try:
+        return _peek(path, IDENTITY(path.stat()))
+    except (OSError, ValueError):
+        return (), {}
+
+
+@lru_cache(1)  # several kinds of input look at one file
+def _peek(path: Path, _: object) -> tuple[tuple[str, ...], dict[str, Any]]:
+    with suppress(RecursionError), open_regular(path) as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length if length <= MAX_HEADER else 0))
         if isinstance(header, dict):

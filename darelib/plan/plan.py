@@ -97,7 +97,7 @@ class MergePlan:
     @cached_property
     def passes(self) -> dict[str, int]:
         """How often each tensor is looked at before it is merged."""
-        return {tensor.name: len(tensor.list_passes()) for tensor in self.tensors}
+        return {tensor.name: tensor.count_passes() for tensor in self.tensors}
 
     @property
     def bytes_to_read(self) -> int:

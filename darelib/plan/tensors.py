@@ -48,19 +48,26 @@ class TensorPlan:
             return self.spec
         return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
 
-    def list_passes(self) -> list[tuple[Look, int]]:
-        """How it must be looked at before it is merged: the looks in order, and the passes of
-        each.
-        """
+    @property
+    def looks(self) -> list[type[Look]]:
+        """What must be known of it before it is merged, one after the other."""
         if not self.merged or not self.base.count:
             return []
+        kinds = choose_looks(self.settings, self.models) if self.finetuned else []
+        return [*kinds, *self.encoding.looks]
+
+    def count_passes(self) -> int:
+        bits = FORMATS[self.spec.real].bits
+        return sum(kind.count_passes(bits) for kind in self.looks)
+
+    def list_passes(self) -> list[tuple[Look, int]]:
+        """The looks, and the passes of each."""
         found = Found()
         bits = FORMATS[self.spec.real].bits
-        kinds = choose_looks(self.settings, self.models) if self.finetuned else []
-        passes = []
-        for kind in (*kinds, *self.encoding.looks):
+        passes: list[tuple[Look, int]] = []
+        for kind in self.looks:
             look = kind(self.settings, self.models, self.base.count, bits, found)
-            passes += [(look, number) for number in range(look.passes)]
+            passes += [(look, number) for number in range(kind.count_passes(bits))]
         return passes
 
     @property

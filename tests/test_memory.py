@@ -203,7 +203,9 @@ PLACES = {
     "views of one buffer": lambda base, models: {
         name: BUFFER[: tensor.numel()].view(tensor.shape) for name, tensor in base.items()
     },
-    "a fine-tune's memory": lambda base, models: models[1],
+    "another tensor of a fine-tune": lambda base, models: (
+        base | {"b.weight": models[1]["a.weight"][:6]}
+    ),
     "another tensor of the base": lambda base, models: (
         base | {"b.weight": base["a.weight"][:6], "a.weight": torch.zeros_like(base["a.weight"])}
     ),
@@ -225,6 +227,35 @@ def test_memory_that_would_be_written_before_it_is_read_is_refused(case: str) ->
         dare.dare_merge(base, models, out=out)
     assert_same(base, BASE)
     assert_same(models[1], before)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["its own", "the base's as well"])
+def test_an_input_may_be_written_over_by_its_own_name(shared: bool) -> None:
+    base = {name: tensor.clone() for name, tensor in BASE.items()}
+    model = {name: tensor.clone() for name, tensor in TUNED.items()}
+    if shared:  # a tensor that was not trained
+        model["a.weight"] = base["a.weight"]
+    expected = dare.dare_merge(base, [model, TUNED])
+    merged = dare.dare_merge(base, [model, TUNED], out=base if shared else model)
+    assert_same(merged, expected)
+
+
+def test_tied_tensors_of_which_one_is_kept_are_not_one() -> None:
+    base = {"embed_tokens.weight": torch.zeros(4, 2)}
+    base["lm_head.weight"] = base["embed_tokens.weight"]
+    model = {"embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.ones(5, 2)}
+    merged = dare.dare_merge(base, [model], DareConfig(mismatch="base", drop_rate=0.0))
+    assert_same(
+        merged, {"embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.zeros(4, 2)}
+    )
+
+
+def test_deltas_are_dropped_without_a_word(caplog: Any) -> None:
+    deltas = {"w": torch.ones(500), "ids": torch.arange(3)}
+    thinned = dare.dare_drop(deltas, drop_rate=0.5, rescale=False)
+    assert {*thinned["w"].tolist()} == {0.0, 1.0}
+    assert_same({"ids": thinned["ids"]}, {"ids": deltas["ids"]})
+    assert not caplog.records
 
 
 def test_every_other_row_of_a_buffer_is_a_place_of_its_own() -> None:

@@ -54,7 +54,10 @@ class Interrupts:
     def hold(self) -> None:
         """Catch signals; once more where a library has begun to catch them itself."""
         for number in self._before:
-            signal.signal(number, lambda *signal_and_frame: self._caught.append(signal_and_frame))
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self._caught.append((number, frame))
 
     def check(self) -> None:
         if self._caught:

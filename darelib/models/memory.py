@@ -107,7 +107,11 @@ class StateDict(Described):
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
     def find_twins(self, name: str) -> tuple[str, ...]:
-        return next((names for names in self.twins if name in names), ())
+        return self._twins_by_name.get(name, ())
+
+    @cached_property
+    def _twins_by_name(self) -> dict[str, tuple[str, ...]]:
+        return {name: names for names in self.twins for name in names}
 
     def is_same_as(self, other: StateDict) -> bool:
         mine = self.addresses, self.names, self.shapes

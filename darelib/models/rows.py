@@ -41,7 +41,8 @@ class Rows(Encoding):
     stored: TensorInfo
     width: int  # elements of a row
     numbers: NDArray[np.int64] = dataclasses.field(repr=False)  # of the stored row, for each row
-    fill: Fill = dataclasses.field(repr=False)  # for rows that are not stored
+    # For rows that are not stored. It holds open models, so that no plan with it can be sent.
+    fill: Fill = dataclasses.field(repr=False)
 
     def stored_bytes(self, info: TensorInfo) -> int:
         return self.stored.stored_bytes if info.is_delta else info.nbytes

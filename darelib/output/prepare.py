@@ -139,7 +139,8 @@ def plan_files(
     limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
     name = None if destination.directory else destination.path.name
     tensors, files = assign_offsets(plan.tensors, limit, recipe_metadata(recipe), name)
-    known = vars(plan) | {"tensors": tuple(tensors), "files": tuple(files)}
+    plan = dataclasses.replace(plan, tensors=tuple(tensors), files=tuple(files))
+    known = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     placed = FilePlan(**known, output=destination, tokenizer=tokenizer, recipe=recipe)
     if not with_side_files:
         return placed

@@ -34,13 +34,12 @@ def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, T
     Tensors that are not floats are left as they are.
     """
     check_state_dict("the task vector", deltas)
-    if not deltas:
-        return {}
-    zeros = {
-        name: delta.new_zeros(()).expand(delta.shape) if delta.is_floating_point() else delta
-        for name, delta in deltas.items()
-    }
-    return merge_tensors(zeros, [deltas], config)
+    floats = {name: delta for name, delta in deltas.items() if delta.is_floating_point()}
+    thinned: dict[str, Tensor] = {}
+    if floats:
+        zeros = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in floats.items()}
+        thinned = merge_tensors(zeros, [floats], config, warns=False)
+    return {name: thinned.get(name, delta) for name, delta in deltas.items()}
 
 
 def merge_tensors(
@@ -48,6 +47,7 @@ def merge_tensors(
     finetuned: Sequence[Mapping[str, Tensor]],
     config: DareConfig,
     out: Mapping[str, Tensor] | None = None,
+    warns: bool = True,
 ) -> dict[str, Tensor]:
     """The merged state dict. out: tensors to write it into, which may be the base's."""
     if not isinstance(finetuned, Sequence) or isinstance(finetuned, str) or not finetuned:
@@ -65,7 +65,7 @@ def merge_tensors(
     models = [StateDict(f"model {i}", model) for i, model in enumerate(finetuned)]
     states = [StateDict("the base", base), *models]
     plan = find_plan(config, states)
-    for warning in plan.merge.warnings:
+    for warning in plan.merge.warnings if warns else ():
         LOG.warning(warning)
     with torch.no_grad():
         return StateMerge(plan, states, out).run()
@@ -106,12 +106,14 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
         state.describe()
     plan = plan_merge(config, states)
     base = states[0]
+    known = {tensor.name: tensor for tensor in plan.tensors}
     tied = {}
     common = []
     for tensor in plan.tensors:
-        first = next(iter(base.find_twins(tensor.name)), tensor.name)
-        if first != tensor.name and {*tensor.mask_names} <= {first}:
-            tied[tensor.name] = first
+        first = known[next(iter(base.find_twins(tensor.name)), tensor.name)]
+        is_like = {*tensor.mask_names} <= {first.name} and tensor.models == first.models
+        if first is not tensor and is_like:
+            tied[tensor.name] = first.name
         elif tensor.merged and len(tensor.finetuned) == len(states) - 1:
             is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
             has_names = all(tensor.name in state.state for state in states)

@@ -28,9 +28,9 @@ def check_places(
 ) -> None:
     """Refuse what does not fit, before anything is written.
 
-    A tensor may be the base's own, of the same name. Any other memory that is shared, among the
-    tensors or with an input, would be written before it is read. tied: by name, the tensor that has
-    the same values everywhere.
+    A tensor may be an input's own, of the same name: it is read before it is written. Any other
+    memory that is shared, among the tensors or with an input, would be written first. tied: by
+    name, the tensor that has the same values everywhere.
     """
     base = states[0]
     lacking = next((name for name in base.names if name not in out.state), None)
@@ -82,14 +82,14 @@ def check_apart(
         )
     if not len(names):
         return
-    for k, state in enumerate(states):
+    for state in states:
         theirs, firsts, lasts = list_ranges(state, device)
         # The last of ours that begins before the end of theirs.
         places = np.searchsorted(starts, lasts) - 1
         overlap = (places >= 0) & (ends[places] > firsts) & (lasts > firsts)
         for j in np.flatnonzero(overlap):
             mine = names[places[j]]
-            if k or not is_own(out, state, mine, theirs[j], tied):
+            if not is_own(out, state, mine, theirs[j], tied):
                 raise DareError(
                     f"tensor {mine!r} of out shares its memory with {theirs[j]!r} of {state.name}",
                     APART_HINT,
@@ -97,11 +97,11 @@ def check_apart(
 
 
 def is_own(
-    out: StateDict, base: StateDict, mine: str, theirs: str, tied: Mapping[str, str]
+    out: StateDict, state: StateDict, mine: str, theirs: str, tied: Mapping[str, str]
 ) -> bool:
-    """Whether a tensor of out is the base's own, which is read before it is written."""
+    """Whether a tensor of out is an input's own of that name, which is read before it is."""
     one = out.state[mine]
-    other = base.state[theirs]
+    other = state.state[theirs]
     is_same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return is_same and mine == tied.get(theirs, theirs) and one.dtype == other.dtype
 

@@ -74,7 +74,6 @@ class MemoryBench:
         self.merge = load_memory().merge_tensors
         self.evaluate = evaluate
         self.model = model
-        self.finetuned = finetuned
         self.nothing = DareConfig(lambda_coeff=0.0, dtype=dtype)  # which gives the base
         self.out = None if model is None else model.state_dict()
         owners: dict[int, str] = {}  # by address, the first name of each tensor that is written
@@ -88,6 +87,10 @@ class MemoryBench:
             for name, tensor in base.items()
             if name not in tied
         }
+        self.finetuned = [
+            {name: tensor for name, tensor in state.items() if name not in tied}
+            for state in finetuned
+        ]
         for k, state in enumerate(finetuned):
             if any(tensor.data_ptr() in owners for tensor in state.values()):
                 raise DareError(

@@ -401,6 +401,8 @@ def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: P
     run_merge(paths[0], paths[1:], tmp_path / "plain", dtype="bfloat16", drop_rate=0.5)
     assert not {name for name in tensors_in(tmp_path / "plain") if "scale" in name}
     assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
+    config = DareConfig(dtype="bfloat16", drop_rate=0.5)
+    DareMerger(paths[0], paths[1:], config).verify(tmp_path / "plain")
     assert "quantization_config" not in read_json(tmp_path / "plain" / "config.json")
     experts = {"experts.weight": torch.zeros(2, 4, 4).to(FP8)}
     write(tmp_path, "blocks", [model | experts for model in models])

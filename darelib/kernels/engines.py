@@ -1,4 +1,4 @@
-"""Which engine computes: the first that can be used, and what is said where it is not the usual."""
+"""Which engine computes: the first that can be used, and a warning if it is not the usual."""
 
 from __future__ import annotations
 

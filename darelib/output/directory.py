@@ -69,17 +69,19 @@ def collect_side_files(
     version: str,
     files: Sequence[PlannedFile],
     changes: Mapping[str, tuple[Any, Any]],
+    left_out: Collection[str],
     tokenizer: TokenizerChoice,
     rows: int,
     index: bytes | None,
 ) -> tuple[SideFiles, list[str]]:
     """All files of a model directory besides the tensors, and what to tell about them.
 
-    changes: old and new values of settings in config.json. rows: of the embedding, 0 if unknown.
-    index: for a model in several files.
+    changes: old and new values of settings in config.json. left_out: files of the base that the
+    output has no use for. rows: of the embedding, 0 if unknown. index: where there are several.
     """
     base = inputs[0]
-    side: SideFiles = dict(find_side_files(base.folder))
+    found = find_side_files(base.folder)
+    side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
     notes = place_tokenizer(side, tokenizer, inputs, rows)
     if CONFIG_FILE in side and base.folder is not None:
         name = part_name(base.source, base.folder / CONFIG_FILE)

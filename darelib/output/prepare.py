@@ -160,7 +160,8 @@ def make_side_files(
     """What a model directory has besides its tensors, and what to say about it."""
     dtype = plan.config.dtype
     # Encodings that are not kept, with what goes with them.
-    lost = [t.base.encoding for t in plan.tensors if t.encoding is not t.base.encoding]
+    encodings = [t.base.encoding for t in plan.tensors if t.encoding is not t.base.encoding]
+    lost = [encoding for encoding in encodings if encoding.kind]
     changes: dict[str, tuple[Any, Any]] = {}
     if plan.tokenizer.unites:
         changes["vocab_size"] = inputs[0].heights
@@ -172,18 +173,17 @@ def make_side_files(
     if len(plan.files) > 1:
         outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
         index = make_index(outputs, plan.files)
-    side, notes = collect_side_files(
+    return collect_side_files(
         plan.config,
         inputs,
         version,
         plan.files,
         changes,
+        {name for encoding in lost for name in encoding.files},
         plan.tokenizer,
         plan.embedding_rows,
         index,
     )
-    dropped = {name for encoding in lost for name in encoding.files}
-    return {name: content for name, content in side.items() if name not in dropped}, notes
 
 
 def plan_output(

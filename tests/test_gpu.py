@@ -274,6 +274,7 @@ def test_without_triton_torch_merges_and_it_is_said_once(
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("gpu", "gpu_kernels"):
         monkeypatch.delitem(sys.modules, f"darelib.kernels.{name}", raising=False)
+        monkeypatch.delattr(f"darelib.kernels.{name}", raising=False)
     memory._load_gpu.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert memory._load_gpu() is None

@@ -79,9 +79,9 @@ gpu.Batch._launch = note
 dtype = getattr(torch, sys.argv[1])
 for name, (count, settings) in CONFIGS.items():
     base, *models = make_models(count, dtype)
-    wanted = dare_merge(base, models, dare.DareConfig(**settings))
+    wanted = dare.dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = property(lambda _: True)
-    given = dare_merge(base, models, dare.DareConfig(**settings))
+    given = dare.dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = there
     assert all(same_bits(given[n], wanted[n]) for n in base), name
     assert bool(launched) == (name not in ("magnitude", "sums", "ram", "della")), name
@@ -90,12 +90,12 @@ for name, (count, settings) in CONFIGS.items():
 base, *models = make_models(2, dtype)
 for model in (base, *models):
     model["tied"] = model["even.weight"]
-wanted = dare_merge(base, models)
+wanted = dare.dare_merge(base, models)
 out = {name: torch.empty_like(tensor) for name, tensor in base.items()}
 # Not contiguous, so not for the kernels.
 out["even.weight"] = torch.zeros(64, 128, dtype=dtype)[:, ::2]
 torch.Tensor.is_cuda = property(lambda _: True)
-dare_merge(base, models, out=out)
+dare.dare_merge(base, models, out=out)
 torch.Tensor.is_cuda = there
 assert all(same_bits(out[name].contiguous(), wanted[name]) for name in base)
 print("same bits")

@@ -735,6 +735,7 @@ def test_slices_must_merge_the_same_models(check: Refuse) -> None:
     check(text + "- sources: []\n", "slices[1].sources: it must be a list")
 
 
+@pytest.mark.slow
 def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
     text = (
         "merge_method: ties\nbase_model: base\nmodels:\n- {model: one, parameters: &p {weight: "

@@ -115,6 +115,7 @@ def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(
 
 
 @POSIX
+@pytest.mark.slow
 def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
     tmp_path: Path, whole: Contents, run: Run
 ) -> None:

@@ -526,6 +526,7 @@ def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Mode
     assert (tie.winner is tie.average, tie.probability) == (True, None)
 
 
+@pytest.mark.slow
 def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: Capture) -> None:
     rules = """
 [[rules]]

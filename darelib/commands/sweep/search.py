@@ -223,7 +223,7 @@ class Search:
 
     def _queue_grid(self) -> None:
         """Let Optuna hand out what is left of a grid, to this process and to others."""
-        # What is said to run may have been killed: it is queued as the last, and its scores are
+        # What seems to run may have been killed: it is queued as the last, and its scores are
         # used if there are any by then.
         states = {
             identify(trial.system_attrs.get("fixed_params", trial.params)): trial.state

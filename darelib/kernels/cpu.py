@@ -35,7 +35,7 @@ from darelib.kernels.records import (
     SIZE_ROW,
     ZERO_ROW,
 )
-from darelib.kernels.tiles import carray, draw, elect, fold, pick
+from darelib.kernels.tiles import carray, draw, elect, fold, pick, scatter
 
 
 def merge_chunk(
@@ -237,18 +237,15 @@ def unpack_chunk(
     values = carray(values_at, (1, count), finetuned_raw)[0]
     entries = carray(entries_at, (1, available), finetuned_raw)[0]
     model = carray(models_at, (1,), MODEL)[0]
-    rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
-    bits = rows[0]
-    picked = rows[1]
+    bits = carray(scratch_at, (1, TILE), np.uint16)[0]
+    flags = carray(scratch_at, (3, TILE), np.uint8)[2]  # behind the bits
+    words = carray(scratch_at, (3, TILE // 8), np.uint64)[2]
+    limit = np.uint16(model.limit)
     kept: Any = np.int64(0)
     for start in range(0, count, TILE):
         draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
         part = values[start : start + TILE]
-        for k in range(pick(bits, np.uint16(model.limit), picked)):
-            if picked[k] < len(part):
-                if kept < available:
-                    part[picked[k]] = entries[kept]
-                kept += 1
+        kept += scatter(entries[min(kept, available) :], bits, limit, flags, words, part)
     model.kept = kept
 
 

@@ -82,7 +82,11 @@ def thin_model(
     They are added to a total; apart: they are what a row holds, too.
     """
     limit = np.uint16(model.limit)
-    if not model.bounded or model.at_low + model.at_high < np.uint64(2 << MASK_BITS):
+    # No bits are above a limit that keeps all: whatever is there from before will do.
+    drops_some = model.ranked or limit < np.uint16((1 << MASK_BITS) - 1)
+    if model.bounded:
+        drops_some = model.at_low + model.at_high < np.uint64(2 << MASK_BITS)
+    if drops_some:
         draw(bits, tile, model.key_0, model.key_1)
     if model.bounded:
         limit = choose_by_size(raw, base, model, bits)

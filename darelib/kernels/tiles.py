@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
+from llvmlite import ir
 
 from darelib.core.mask import ROUNDS, TILE
 from darelib.kernels.records import BINS, FIRST_BIN, SORT_BITS
@@ -162,6 +163,47 @@ def pick(bits: Any, limit: Any, picked: Any) -> Any:  # compiled
         picked[found] = j
         found += np.uint64(bits[j] <= limit)
     return found
+
+
+def count_zeros(_: Any, word: Any) -> Any:
+    """The zeros below the lowest bit of a word, which must have one: an instruction."""
+
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return word(word), generate
+
+
+find_first_bit = numba.extending.intrinsic(count_zeros)
+
+
+@inline
+def scatter(
+    entries: Any, bits: Any, limit: Any, flags: Any, words: Any, values: Any
+) -> Any:  # compiled
+    """Put entries where a mask keeps them, as far as there are any. Gives how many it keeps.
+
+    flags: room for a byte for each value of the tile; words: the same as 64-bit words.
+    """
+    for j in range(TILE):
+        flags[j] = np.uint8(bits[j] <= limit)
+    for j in range(len(values), TILE):
+        flags[j] = 0
+    kept = np.uint16(0)
+    for j in range(TILE):
+        kept = np.uint16(kept + np.uint16(flags[j]))
+    done = np.uint64(0)
+    for first in range(np.uint64(0), np.uint64(TILE), np.uint64(64)):
+        mask = np.uint64(0)
+        for byte in range(np.uint64(8)):
+            # Eight flags become eight bits: each is multiplied to its place in the highest byte.
+            flagged = words[first // np.uint64(8) + byte] * np.uint64(0x0102040810204080)
+            mask |= (flagged >> np.uint64(56)) << (np.uint64(8) * byte)
+        while mask and done < np.uint64(len(entries)):
+            values[first + find_first_bit(mask)] = entries[done]
+            done += np.uint64(1)
+            mask &= mask - np.uint64(1)
+    return np.int64(kept)
 
 
 @inline

@@ -68,6 +68,20 @@ def find_packed(source: Source) -> Layout | None:
     return Layout((path,), folder)
 
 
+class Scratch(threading.local):
+    """What a thread keeps from one read to the next."""
+
+    end: tuple[PackedTensor, int] | None = None  # the element that its last read ended at
+    entries = 0  # the entries before that
+    room = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Room for some bytes; new room each time would be asked of the system each time."""
+        if len(self.room) < size:
+            self.room = np.empty(size, np.uint8)
+        return self.room[:size]
+
+
 class PackedModel(Checkpoint):
     """A packed model, open for reading: it has the base's values wherever it holds no entry."""
 
@@ -82,7 +96,7 @@ class PackedModel(Checkpoint):
         super().__init__(source, layout)
         self._base = base
         self._kernels: Mapping[KernelSpec, Kernel] = {}
-        self._last = threading.local()  # where a thread's last read ended
+        self._scratch = Scratch()
         try:
             packed = self._read_table(self.files[0].metadata.pop(PACKED_KEY, ""))
         except BaseException:
@@ -200,7 +214,8 @@ class PackedModel(Checkpoint):
         if info.base.dtype == info.dtype:
             self._base.read(info.base, first, len(values), values.view(np.uint8))
         else:
-            values[:] = read_as(info.dtype, self._base, info.base, first, len(values))
+            room = self._scratch.take(len(values) * FORMATS[info.base.dtype].itemsize)
+            values[:] = read_as(info.dtype, self._base, info.base, first, room)
         first_block = first - first % COUNTED_BLOCK
         for block in range(first_block, first + len(values), COUNTED_BLOCK):
             place = max(block, first)
@@ -208,12 +223,13 @@ class PackedModel(Checkpoint):
 
     def _fill(self, info: PackedTensor, start: int, values: NDArray[Any]) -> None:
         """Put the entries of a block, or of a part of one, in their places."""
+        scratch = self._scratch
         threshold = keep_threshold(info.drop_rate)
         key = mask_key(self.seed or 0, info.mask_name)
         block = start // COUNTED_BLOCK
         before = info.counts[block]
-        if getattr(self._last, "place", None) == (info, start):
-            before = self._last.entries
+        if scratch.end == (info, start):
+            before = scratch.entries
         elif start % COUNTED_BLOCK:  # the elements before are somebody else's
             mask = draw_mask(key, threshold, block * COUNTED_BLOCK, start % COUNTED_BLOCK)
             before += int(np.count_nonzero(mask))
@@ -221,7 +237,8 @@ class PackedModel(Checkpoint):
         # No mask keeps more than this: it is 16 standard deviations above what is expected.
         most = int(len(values) * info.share) + 8 * math.isqrt(len(values)) + 8
         size = max(0, min(most, after - before))
-        entries = read_as(info.dtype, self, info.stored, before, size)
+        room = scratch.take(size * FORMATS[info.stored.dtype].itemsize)
+        entries = read_as(info.dtype, self, info.stored, before, room)
         kept = self._kernels[info.spec](values, entries, key, threshold, start // TILE)
         stop = start + len(values)
         is_end = stop % COUNTED_BLOCK == 0 or stop == info.count
@@ -229,14 +246,15 @@ class PackedModel(Checkpoint):
             raise DareError(
                 f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
             )
-        self._last.place = info, stop
-        self._last.entries = before + kept
+        scratch.end = info, stop
+        scratch.entries = before + kept
 
 
-def read_as(dtype: str, model: Input, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
-    """Elements of a tensor, in a type that has all values of its own."""
-    raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
-    model.read(info, start, count, raw)
+def read_as(
+    dtype: str, model: Input, info: TensorInfo, start: int, raw: NDArray[np.uint8]
+) -> NDArray[Any]:
+    """Elements of a tensor, as many as there is room for, in a type that has all their values."""
+    model.read(info, start, len(raw) // FORMATS[info.dtype].itemsize, raw)
     if info.dtype != dtype:
         with np.errstate(all="ignore"):  # what is not finite is found in the result
             raw = decode(raw, info.dtype, dtype)

@@ -141,6 +141,11 @@ class TensorInfo:
         return 0.0
 
     @property
+    def base(self) -> TensorInfo | None:
+        """What it was thinned against: where its mask drops, it has the values of this."""
+        return None
+
+    @property
     def mask_name(self) -> str | None:
         """What its mask is drawn by, if that was decided before."""
         return None

@@ -48,6 +48,13 @@ class TensorPlan:
             return self.spec
         return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
 
+    def is_thinned(self, row: int) -> bool:
+        """Whether a model was thinned before, exactly as it is to be thinned now."""
+        i, info = self.finetuned[row]
+        thinning = self.settings.thinnings[i]
+        is_random = not thinning.scheme.ends and not thinning.scheme.thresholds
+        return info.base == self.base and is_random and info.drop_rate == thinning.drop_rate
+
     @property
     def looks(self) -> list[type[Look]]:
         """What must be known of it before it is merged, one after the other."""

@@ -28,6 +28,7 @@ from darelib.run.reading import Reader, read
 # What jobs write by: the number of a file, what to write, and where; it may also only compare.
 Write: TypeAlias = Callable[[int, memoryview, int], None]
 
+KEEP_ALL: Final = (1 << MASK_BITS) - 1  # the largest mask bits that there are
 BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
 
 
@@ -153,6 +154,9 @@ class Worker(JobWorker):
         target = Target(self.base, tensor.name, tensor.base, tensor.spec.output, put)
         writer = tensor.encoding.open_writer(target, job.start, self.plan.chunk, look)
         self._describe(tensor, buffers, coefficients)
+        for row in range(models):
+            if tensor.is_thinned(row):  # what its mask drops is 0, and need not be found again
+                buffers.models[row]["limit"] = KEEP_ALL
         for start, count in self.chunks(job):
             self._reader.load(tensor, start, count, buffers)
             kernel(buffers, count, models, start // TILE)
@@ -212,6 +216,8 @@ class Worker(JobWorker):
         # What stands in for rows that it lacks, deltas of 0, is not its own.
         lacking = (job.stop - job.start - count) * share
         kept = int(found["kept"]) - round(lacking)
+        if job.tensor.is_thinned(row):  # a part of all, so that the parts add up
+            kept = round(info.share * (job.start + count)) - round(info.share * job.start)
         known = info.share or 1.0  # of its deltas, which stand for all
         return Tally(
             parameters=count,

@@ -198,6 +198,25 @@ class PackedModel(Checkpoint):
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         self._kernels = kernels
 
+    def read(
+        self,
+        info: TensorInfo,
+        start: int,
+        count: int,
+        into: NDArray[np.uint8],
+        base: NDArray[np.uint8] | None = None,
+    ) -> None:
+        if (
+            isinstance(info, PackedTensor)
+            and base is not None
+            and info.base.dtype == info.dtype
+            and start % TILE == 0
+        ):
+            into[:] = base[: len(into)]
+            self._fill_blocks(info, start, into.view(FORMATS[info.dtype].raw))
+        else:
+            super().read(info, start, count, into)
+
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Of a packed tensor, the bytes that it would have if it were stored whole."""
         if not isinstance(info, PackedTensor):
@@ -216,10 +235,14 @@ class PackedModel(Checkpoint):
         else:
             room = self._scratch.take(len(values) * FORMATS[info.base.dtype].itemsize)
             values[:] = read_as(info.dtype, self._base, info.base, first, room)
+        self._fill_blocks(info, first, values)
+
+    def _fill_blocks(self, info: PackedTensor, first: int, values: NDArray[Any]) -> None:
+        """Put the entries among the base's values."""
         first_block = first - first % COUNTED_BLOCK
         for block in range(first_block, first + len(values), COUNTED_BLOCK):
-            place = max(block, first)
-            self._fill(info, place, values[place - first : block + COUNTED_BLOCK - first])
+            start = max(block, first)
+            self._fill(info, start, values[start - first : block + COUNTED_BLOCK - first])
 
     def _fill(self, info: PackedTensor, start: int, values: NDArray[Any]) -> None:
         """Put the entries of a block, or of a part of one, in their places."""

@@ -187,8 +187,18 @@ class Described:
 class Input(Described):
     """A model in files: its values can be read, always dense, always plain numbers."""
 
-    def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None:
-        """Read values of a tensor, as bytes of its type, into exactly as many bytes."""
+    def read(
+        self,
+        info: TensorInfo,
+        start: int,
+        count: int,
+        into: NDArray[np.uint8],
+        base: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Read values of a tensor, as bytes of its type, into exactly as many bytes.
+
+        base: the same of info.base, if they have just been read.
+        """
         info.encoding.read(self, info, start, count, into)
 
     def read_stored(

@@ -110,7 +110,9 @@ class Reader:
         i, info = tensor.finetuned[row]
         wanted = FORMATS[tensor.spec.finetuned]
         present = max(0, min(count, info.count - start))  # less, where the model has fewer rows
-        stored = read(self._models[i], info, start, present, values)
+        stored = values[: present * FORMATS[info.dtype].itemsize]
+        known = base if info.base is tensor.base else None
+        self._models[i].read(info, start, present, stored, known)
         if info.dtype != tensor.spec.finetuned:
             values.view(wanted.real)[:present] = widen(stored.copy(), info.dtype)
         if present == count:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import os
@@ -264,8 +265,12 @@ def merger_for(request: Request, merger_class: MergerClass) -> Merger:
     )
 
 
-class Report(Protocol):
-    def as_dict(self) -> dict[str, Any]: ...
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a command gives. Prints as text; as_dict gives plain data."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
 def show(report: Report, flags: Flags, verbose: bool) -> None:

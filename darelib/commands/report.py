@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from darelib.commands.options import Report
 from darelib.config import DareConfig, Rule
 from darelib.core.drops import DROPS, EXPECTATION, NONE, RANDOM
 from darelib.core.interrupts import Interrupts
@@ -92,7 +92,7 @@ class PlannedRule:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Report):
     """Everything that a merge will do. Prints as such; as_dict gives plain data."""
 
     output: str
@@ -120,7 +120,7 @@ class Plan:
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        data = super().as_dict()
         for rule in data["rules"]:  # their numbers as lists, too, which are easier to read out
             settings = rule["settings"]
             settings["drop_rates"] = [each["drop_rate"] for each in settings["thinnings"]]
@@ -338,7 +338,7 @@ class ModelReport:
 
 
 @dataclass(frozen=True)
-class MergeReport:
+class MergeReport(Report):
     """What a merge did. Prints as a table; as_dict gives plain data."""
 
     output: str
@@ -354,9 +354,6 @@ class MergeReport:
     delta_threshold: float
     models: tuple[ModelReport, ...]
     warnings: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def __str__(self) -> str:
         titles = "model,seed,parameters,drop rate,dropped,mean |delta|,largest,above"

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from contextlib import closing
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from darelib.commands.options import (
     MODELS,
     Flags,
     MergerClass,
     Options,
+    Report,
     list_models,
     merger_for,
     show,
@@ -46,7 +47,7 @@ OPTIONS: Final[Options] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Report):
     """A merged model that is, byte for byte, what its recipe makes. Prints as a line."""
 
     output: str
@@ -54,14 +55,10 @@ class VerifyReport:
     bytes_compared: int
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def __str__(self) -> str:
-        compared = f"{self.tensors:,} tensors, {human(self.bytes_compared)}"
         return (
-            f"verified {printable(self.output)}: {compared}, "
-            f"are what the recipe makes, in {self.seconds:.2f} s"
+            f"verified {printable(self.output)}: {self.tensors:,} tensors, "
+            f"{human(self.bytes_compared)}, are what the recipe makes, in {self.seconds:.2f} s"
         )
 
 

@@ -1,17 +1,13 @@
 """What an analysis gives: plain data that prints as tables."""
 
-from __future__ import annotations
-
-import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confidence, suggest
-from darelib.commands.analyze.figures import DeltaStats, ModelAnalysis, PairAnalysis
-from darelib.commands.analyze.measure import Findings
+from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
+from darelib.commands.options import Report
 from darelib.core.drops import RANDOM
 from darelib.core.text import human, printable, table
 from darelib.models.checkpoint import Checkpoint
@@ -35,7 +31,7 @@ COLUMNS: Final = {
 
 
 @dataclass(frozen=True)
-class AnalysisReport:
+class AnalysisReport(Report):
     """What the models are like, and what that says about how to merge them. Prints as tables."""
 
     base: str
@@ -55,10 +51,9 @@ class AnalysisReport:
     warnings: tuple[str, ...]
 
     def as_dict(self, per_tensor: bool = False) -> dict[str, Any]:
-        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        if not per_tensor:
-            for model in data["models"]:
-                del model["tensors"]
+        data = super().as_dict()
+        for model in () if per_tensor else data["models"]:
+            del model["tensors"]
         return data
 
     def text(self, per_tensor: bool = False) -> str:
@@ -70,25 +65,26 @@ class AnalysisReport:
         if self.pairs:
             parts.append(self._pairs())
         advice = "\n".join(f"- {printable(advice.text)}" for advice in self.advice)
-        parts.append(f"Advice\n{advice}\n{printable(self.confidence)}")
-        parts.append(f"Suggested settings\n\n{self.suggestion.rstrip()}")
         rate = human(self.bytes_read / max(self.seconds, 1e-9))
-        parts.append(f"{human(self.bytes_read)} read in {self.seconds:.2f} s, {rate}/s")
+        parts += [
+            f"Advice\n{advice}\n{printable(self.confidence)}",
+            f"Suggested settings\n\n{self.suggestion.rstrip()}",
+            f"{human(self.bytes_read)} read in {self.seconds:.2f} s, {rate}/s",
+        ]
         return "\n\n".join(parts)
 
     __str__ = text
 
     def _models(self) -> str:
-        lines = [stats_table("model", [model.total for model in self.models])]
-        lines.append(
+        lines = [
+            stats_table("model", [model.total for model in self.models]),
             f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about "
             "what is below 1% of the largest; norm: |delta| / |weights|; noise: what dropping "
-            "adds, / |weights|)"
-        )
+            "adds, / |weights|)",
+        ]
         for model in self.models:
-            would = "is expected to"
-            if model.drop != RANDOM:
-                would = f"at random, instead of by {model.drop}, would"
+            other = f"at random, instead of by {model.drop}, would"
+            would = "is expected to" if model.drop == RANDOM else other
             lines.append(
                 f"{printable(model.label)}: dropping {model.drop_rate:g} {would} add noise of "
                 f"{model.expected_noise:.3g} times its delta, which is "
@@ -100,14 +96,16 @@ class AnalysisReport:
         rows = [["models", "cosine", "both change", "signs conflict", "by magnitude"]]
         for pair in self.pairs:
             shares = (pair.share_both, pair.sign_conflict, pair.weighted_sign_conflict)
-            names = " and ".join(printable(name) for name in pair.models)
+            names = " and ".join(map(printable, pair.models))
             rows.append([names, f"{pair.cosine:.3f}", *(f"{share:.1%}" for share in shares)])
         if len(self.models) > 2:
             chance = f"any two (by chance: {1 - 2.0 ** (1 - len(self.models)):.1%})"
             conflicts = [f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"]
             rows.append([chance, "", "", *conflicts])
-        note = "of the parameters that both change; 50% is what chance gives a pair"
-        return f"{table(rows)}\n(signs conflict: {note})"
+        return (
+            f"{table(rows)}\n(signs conflict: of the parameters that both change; 50% is what "
+            "chance gives a pair)"
+        )
 
 
 def stats_table(what: str, groups: Sequence[DeltaStats]) -> str:

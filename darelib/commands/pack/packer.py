@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib import __version__
+from darelib.commands.options import Report
 from darelib.config import DareConfig, Rule
 from darelib.core.drops import RANDOM
 from darelib.core.formats import FORMATS, widen
@@ -57,7 +58,7 @@ EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x
 
 
 @dataclasses.dataclass(frozen=True)
-class PackReport:
+class PackReport(Report):
     """What a packing did. Prints as a line; as_dict gives plain data."""
 
     output: str
@@ -66,9 +67,6 @@ class PackReport:
     bytes_written: int
     seconds: float
     warnings: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     def __str__(self) -> str:
         share = self.bytes_written / max(self.bytes_before, 1)

@@ -1,10 +1,8 @@
 """`dare.py sweep`: its options, and what they ask for: settings chosen by an evaluation.
 
-space: what may be chosen; evaluation: scores; bench: where models are made; search: the trials;
-report: what was found; files: what is written besides.
+start: where models are made, and what is written; space: what may be chosen; evaluation: scores;
+search: the trials; report: what was found.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
@@ -84,8 +82,8 @@ SEARCH_OPTIONS: Final = ("trials", "search", "confirm", "study", "timeout")
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     from darelib.commands.analyze.files import check_places
-    from darelib.commands.sweep.files import find_places, write_winner
     from darelib.commands.sweep.report import plot_sweep
+    from darelib.commands.sweep.start import find_places, write_winner
     from darelib.requests.request import parse_axes
 
     merger, request = make_merger(flags, merger_class)

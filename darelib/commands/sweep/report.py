@@ -1,7 +1,5 @@
 """What a search has found: a table, whether the best is better than luck, and a picture."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -11,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.commands.analyze.plots import COLOURS, load_pyplot, make_label, save_figure
+from darelib.commands.analyze.files import COLOURS, load_pyplot, make_label, save_figure
+from darelib.commands.options import Report
 from darelib.commands.sweep.evaluation import Objective
 from darelib.config import DareConfig, is_number
 from darelib.core.text import clip, count_of, duration, printable, table
@@ -45,9 +44,11 @@ class Row:
 
 def name_choice(params: Mapping[str, Any]) -> str:
     """What was chosen, in a few words."""
-    names = [SHORT_NAMES.get(name, name) for name in params]
-    values = [f"{each:.4g}" if isinstance(each, float) else str(each) for each in params.values()]
-    return ", ".join(map(" ".join, zip(names, values, strict=True)))
+    choices = []
+    for name, value in params.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        choices.append(f"{SHORT_NAMES.get(name, name)} {shown}")
+    return ", ".join(choices)
 
 
 def chance(t: float, freedom: int) -> float:
@@ -66,8 +67,8 @@ def chance(t: float, freedom: int) -> float:
     return (1 - (2 / math.pi * (angle + inside) if is_odd else inside)) / 2
 
 
-@dataclass
-class SweepReport:
+@dataclass(frozen=True)
+class SweepReport(Report):
     """All trials, and what they are compared with. Prints as a table and what to make of it."""
 
     objectives: Sequence[Objective]
@@ -91,12 +92,13 @@ class SweepReport:
         front = {row.number for row in (self.front if len(self.objectives) > 1 else self.rows)}
 
         def order(row: Row) -> tuple[bool, bool, float]:
-            shares = []
-            for k, (low, width) in enumerate(spans):
-                share = (row.mean(k) - low) / width
-                shares.append(share if self.objectives[k].maximize else 1 - share)
+            shares = [(row.mean(k) - low) / width for k, (low, width) in enumerate(spans)]
+            worst = min(
+                share if objective.maximize else 1 - share
+                for share, objective in zip(shares, self.objectives, strict=True)
+            )
             is_doubtful = is_confirmed and row.draws and not row.confirmed
-            return row.number not in front, is_doubtful, -min(shares)
+            return row.number not in front, is_doubtful, -worst
 
         return sorted(self.rows, key=order)
 
@@ -153,8 +155,10 @@ class SweepReport:
             return self._front_verdict()
         best = self.best
         average = self.average
-        choice = name_choice(best.params)
-        what = f"The best merge is trial {best.number} ({choice}), with {best.mean(0):.6g}"
+        what = (
+            f"The best merge is trial {best.number} ({name_choice(best.params)}), "
+            f"with {best.mean(0):.6g}"
+        )
         if average is None:
             return (
                 f"{what}. The plain average could not be scored, "
@@ -181,37 +185,36 @@ class SweepReport:
 
     def _front_verdict(self) -> str:
         front = self.front
-        many = count_of(len(front), "trial")
         lost = sum(any(self._beats(average, row) for average in self.averages) for row in front)
         named = ", ".join(str(row.number) for row in front[:SHOWN])
-        best = f"The most balanced is trial {self.best.number} ({name_choice(self.best.params)})."
-        return f"{many} on the Pareto front ({named}), of which plain averages beat {lost}. {best}"
+        return (
+            f"{count_of(len(front), 'trial')} on the Pareto front ({named}), of which plain "
+            f"averages beat {lost}. The most balanced is trial {self.best.number} "
+            f"({name_choice(self.best.params)})."
+        )
 
     @property
     def remarks(self) -> list[str]:
-        remarks = [self.verdict]
+        remarks = [
+            self.verdict,
+            "The best of many looks better than it is: confirm it on data that was not used here.",
+        ]
         if self.failures:
             many = count_of(len(self.failures), "trial")
             number, why = self.failures[0]
-            remarks.append(f"{many} without a score; the first, trial {number}, {why}.")
-        return [
-            *remarks,
-            "The best of many looks better than it is: confirm it on data that was not used here.",
-        ]
+            remarks.insert(1, f"{many} without a score; the first, trial {number}, {why}.")
+        return remarks
 
     def as_dict(self) -> dict[str, Any]:
-        names = [objective.name for objective in self.objectives]
-
         def name_scores(scores: Sequence[float]) -> dict[str, float]:
+            names = [objective.name for objective in self.objectives]
             return dict(zip(names, scores, strict=True))
 
         def as_table(row: Row) -> dict[str, Any]:
-            return {"params": dict(row.params), "scores": name_scores(row.scores)}
+            table = {"params": dict(row.params), "scores": name_scores(row.scores)}
+            again = {"confirmed": list(map(name_scores, row.confirmed))} if row.confirmed else {}
+            return table | again
 
-        trials = [{"number": row.number} | as_table(row) for row in self.ranked]
-        for trial, row in zip(trials, self.ranked, strict=True):
-            if row.confirmed:
-                trial["confirmed"] = list(map(name_scores, row.confirmed))
         return {
             "study": self.study,
             "winner": self.winner.name,
@@ -219,7 +222,7 @@ class SweepReport:
             "p": self.probability,
             "base": name_scores(self.base),
             "plain_averages": list(map(as_table, self.averages)),
-            "trials": trials,
+            "trials": [{"number": row.number} | as_table(row) for row in self.ranked],
             "failed": [{"number": number, "why": why} for number, why in self.failures],
             "front": [row.number for row in self.front],
             "seconds": self.seconds,
@@ -235,8 +238,8 @@ class SweepReport:
         rows.append(format_cells("base", self.base))
         hidden = len(self.rows) - SHOWN
         more = f"and {hidden} more trials; " if hidden > 0 else ""
-        remarks = map(printable, self.remarks)
-        return "\n".join([table(rows), f"({more}{duration(self.seconds)})", "", *remarks])
+        last = f"({more}{duration(self.seconds)})"
+        return "\n".join([table(rows), last, "", *map(printable, self.remarks)])
 
 
 def format_cells(

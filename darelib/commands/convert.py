@@ -170,8 +170,9 @@ def load_pickle(path: Path) -> Any:
             # By its suffix, torch would take a path for a safetensors file.
             mapped = zipped and path.suffix != ".safetensors"
             with safe_globals([(Inert, name) for name in others]):
-                given = path if mapped else file
-                return torch.load(given, map_location="cpu", weights_only=True, mmap=mapped)
+                return torch.load(
+                    path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped
+                )
     except FileNotFoundError:
         raise DareError(
             f"there is no file {str(path)!r}", "give the file to convert first"

@@ -1,13 +1,11 @@
 """What a merge will do, and what it did: plain data that prints as tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from darelib.commands.options import Report
 from darelib.config import DareConfig, Rule
@@ -61,7 +59,7 @@ class PlannedInput:
     note: str  # such as what kind of adapter it is
 
     @classmethod
-    def of(cls, model: Checkpoint) -> PlannedInput:
+    def of(cls, model: Checkpoint) -> Self:
         stored = [info for file in model.files for info in file.tensors.values()]
         return cls(
             name=model.name,
@@ -128,10 +126,14 @@ class Plan(Report):
         return data
 
     def __str__(self) -> str:
-        models = count_of(len(self.models) - 1, "model")
-        first = f"would merge {models} into {printable(self.output)}"
-        needs = "\n".join(f"{label:8}{words}" for label, words in self._needs())
-        return "\n\n".join([first, self._models_table(), self._how(), self._rules_table(), needs])
+        parts = [
+            f"would merge {count_of(len(self.models) - 1, 'model')} into {printable(self.output)}",
+            self._models_table(),
+            self._how(),
+            self._rules_table(),
+            "\n".join(f"{label:8}{words}" for label, words in self._needs()),
+        ]
+        return "\n\n".join(parts)
 
     def _models_table(self) -> str:
         rows = [["model", "size", "tensors", "parameters", "type"]]
@@ -192,10 +194,8 @@ class Plan(Report):
         threads = count_of(self.threads, "thread")
         work = f"to read {human(self.bytes_to_read)} and compute on {threads}"
         if self.estimate:
-            time = duration(self.estimate.seconds)
-            yield "time", f"{time} {work}, and what the disk takes to write"
-        else:
-            yield "work", work
+            work = f"{duration(self.estimate.seconds)} {work}, and what the disk takes to write"
+        yield "time" if self.estimate else "work", work
 
 
 def describe_plan(
@@ -273,8 +273,7 @@ def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: 
         words.append("not rescaled" if NONE in odd else "rescaled by l1")
     if config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q:
         words.append(f"rescale_q {show_range([each.divisors for each in used])}")
-    general = config.general(len(thinnings))
-    usual = dataclasses.replace(general, lambda_coeff=1.0, keep_ratio=1.0)
+    usual = dataclasses.replace(config.general(len(thinnings)), lambda_coeff=1.0, keep_ratio=1.0)
     for name in ("lambda_coeff", "keep_ratio", "weights", "normalize", "slerp_t"):
         values = [getattr(each, name) for each in used]
         if any(value != getattr(usual, name) for value in values):
@@ -304,8 +303,9 @@ def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
     kinds = {look.kernel for tensor in plan.tensors for look in tensor.looks}
     buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
-    expanded = sum(model.held_bytes for model in inputs)
-    held = min(expanded, TUNING.expand_elements * 4 // plan.threads)
+    held = min(
+        sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads
+    )
     waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
     return PROCESS_BYTES + known + plan.threads * (buffers + held + max(waiting, default=0))
 
@@ -329,12 +329,24 @@ class ModelReport:
     mismatched_tensors: tuple[str, ...]
 
     @property
-    def drop_rates(self) -> str:
-        """The rate that was asked for and, where rules or layers change it, what it comes to."""
+    def cells(self) -> list[str]:
+        """A line of the table.
+
+        Of drop rates, what was asked for and, where rules or layers change it, what it comes to.
+        """
         varies = abs(self.exact_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
         drop = f" by {self.drop}" if self.drop != RANDOM else ""
         exact = f" ({self.exact_drop_rate:.3g} in all)" if varies else ""
-        return f"{self.drop_rate:g}{drop}{exact}"
+        return [
+            printable(self.name),
+            str(self.seed),
+            f"{self.parameters:,}",
+            f"{self.drop_rate:g}{drop}{exact}",
+            f"{self.dropped_share:.3%}",
+            f"{self.mean_delta:.3g}",
+            f"{self.largest_delta:.3g}",
+            f"{self.share_above_threshold:.2%}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -357,31 +369,16 @@ class MergeReport(Report):
 
     def __str__(self) -> str:
         titles = "model,seed,parameters,drop rate,dropped,mean |delta|,largest,above"
-        rows = [titles.split(",")]
-        for model in self.models:
-            rows.append(
-                [
-                    printable(model.name),
-                    str(model.seed),
-                    f"{model.parameters:,}",
-                    model.drop_rates,
-                    f"{model.dropped_share:.3%}",
-                    f"{model.mean_delta:.3g}",
-                    f"{model.largest_delta:.3g}",
-                    f"{model.share_above_threshold:.2%}",
-                ]
-            )
-        models = count_of(len(self.models), "model")
-        tensors = count_of(self.tensors, "tensor")
+        rows = [titles.split(","), *(model.cells for model in self.models)]
         copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
         moved = self.bytes_read + self.bytes_written
         rate = f" ({human(moved / self.seconds)}/s)" if moved > TUNING.least_for_rate else ""
         return (
             f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
             f"above: share of parameters with |delta| > {self.delta_threshold:g})\n"
-            f"merged {models} into {printable(self.output)}: {tensors}{copied}, "
-            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written "
-            f"in {self.seconds:.2f} s{rate}"
+            f"merged {count_of(len(self.models), 'model')} into {printable(self.output)}: "
+            f"{count_of(self.tensors, 'tensor')}{copied}, {human(self.bytes_read)} read, "
+            f"{human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
         )
 
 
@@ -450,8 +447,8 @@ def find_odd_deltas(
     """What a person should know about a model, in a sentence at most."""
     name = plan.models[i]
     threshold = plan.config.delta_threshold
-    drops = {tensor.settings.thinnings[i].drop for tensor in plan.changed}
-    at_random = any(DROPS[drop].rescale == EXPECTATION for drop in drops)
+    thinnings = (tensor.settings.thinnings[i] for tensor in plan.changed)
+    at_random = any(DROPS[each.drop].rescale == EXPECTATION for each in thinnings)
     # Where nothing is dropped, nothing can be lost; drops by size tolerate large deltas.
     may_lose = at_random and total.kept < total.parameters
     means = ((tally.mean, tensor) for tensor, tally in tallies.items())

@@ -26,7 +26,7 @@ OPTIONS: Final[Options] = {
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     merger, request = make_merger(flags, merger_class)
-    from darelib.commands.analyze.files import check_places, plot_analysis, write_suggestion
+    from darelib.commands.analyze.report import check_places, plot_analysis, write_suggestion
 
     plot = flags.get("plot")
     suggestion = flags.get("write_config")

@@ -1,7 +1,5 @@
 """What the figures of an analysis say about how to merge: advice, each with its figure."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import sys
@@ -322,11 +320,9 @@ RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices, advise_on_ba
 
 
 def judge_confidence(evidence: Evidence) -> str:
-    doubts = [*find_doubts(evidence)]
-    if not doubts:
-        return "How sure: fairly; but only an evaluation can tell (dare.py sweep)."
-    reasons = ", and ".join(doubts)
-    return f"How sure: not very, because {reasons}. Let an evaluation decide (dare.py sweep)."
+    if doubts := ", and ".join(find_doubts(evidence)):
+        return f"How sure: not very, because {doubts}. Let an evaluation decide (dare.py sweep)."
+    return "How sure: fairly; but only an evaluation can tell (dare.py sweep)."
 
 
 def find_doubts(evidence: Evidence) -> Iterator[str]:
@@ -342,9 +338,9 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
             yield f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters"
         return
     for model in evidence.models:
-        mean = model.total.mean / evidence.threshold
-        tail = model.total.share_above_threshold / TAIL_SHARE
-        if any(2 / 3 < ratio < 3 / 2 for ratio in (mean, tail)):
+        total = model.total
+        ratios = (total.mean / evidence.threshold, total.share_above_threshold / TAIL_SHARE)
+        if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
             yield f"the deltas of {model.label} are close to where the advice changes"
     if evidence.parameters < TUNING.small_model:
         yield (

@@ -2,8 +2,6 @@
 and the figures that come of them, as plain data.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -158,23 +156,6 @@ def noise_of(settings: TensorSettings, model: int) -> float:
     return math.sqrt(kept * (1 / divisor - 1) ** 2 + 1 - kept)
 
 
-def measure_deltas(
-    task: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
-) -> Findings:
-    """Look once at every tensor that some model changes."""
-    findings = Findings(task)
-    passes = {tensor.name: [(MeasureLook(tensor, findings), 0)] for tensor in task.changed}
-    with progress("analyzing", findings.bytes_read, task.config.verbose) as advance:
-        run_rounds(
-            [task.jobs(task.changed, look_pass=0)],
-            Worker(task, inputs, passes, (), interrupts),
-            lambda *_: None,
-            lambda job, _: advance(job.bytes_read),
-            interrupts,
-        )
-    return findings
-
-
 class Deltas(NamedTuple):
     """The sums over some tensors' deltas of one model."""
 
@@ -227,91 +208,6 @@ class Deltas(NamedTuple):
         # Zeros, which are counted in the first bin, are below its start.
         below = float(np.interp(limit, EDGES, [self.zeros, *ranks])) if limit else 0.0
         return below / max(self.parameters, 1)
-
-
-class MeasureLook(Look):
-    """Adds up what jobs find in a tensor, in the order of their starts: sums never differ."""
-
-    kernel = "measure"
-
-    def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
-        self.tensor = tensor
-        self._findings = findings
-        self.found = Found()  # it looks at deltas as they are
-        self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each job, by its start
-        # Arrays only from the first job to the last.
-        self._peaks: Any = 0
-        self._counts: Any = 0
-
-    def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        models = len(self.tensor.finetuned)
-        pairs = 1 + math.comb(models, 2)
-        sums = {name: buffers.models[name][:models].astype(float) for name in MODEL_SUMS}
-        sums |= {name: buffers.pairs[name][:pairs].astype(float) for name in PAIR_SUMS}
-        sums["base_squares"] = buffers.tensor["base_squares"][:1].astype(float)
-        self._sums[start] = sums
-        counts = buffers.counts[:models].reshape(models, LANES, BINS)
-        self._counts = self._counts + counts.sum(1, dtype=np.int64)
-        # Bit patterns are ordered as values.
-        self._peaks = np.maximum(self._peaks, buffers.models["peak"][:models])
-
-    def conclude(self, number: int) -> None:
-        jobs = [self._sums.pop(start) for start in sorted(self._sums)]
-        sums = {name: reduce(np.add, (job[name] for job in jobs)) for name in jobs[0]}
-        if not np.isfinite([*sums["squares"], *sums["base_squares"]]).all():
-            raise DareError(
-                f"the values of tensor {self.tensor.name!r} are so large that their squares are "
-                f"beyond the range of {self.tensor.spec.real}",
-                "no trained model has such values; a merge can be made without an analysis",
-            )
-        deltas = [self._describe_model(row, sums) for row in range(len(self.tensor.finetuned))]
-        self._counts = 0
-        self._compare_models(deltas, sums)
-
-    def _describe_model(self, row: int, sums: dict[str, NDArray[Any]]) -> Deltas:
-        model, info = self.tensor.finetuned[row]
-        real = FORMATS[self.tensor.spec.real]
-        zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
-        whole = self.tensor.base.count
-        count = min(info.count, whole)
-        # Zeros pad the last tile, and stand in for what a model lacks, or what is not known of it.
-        surplus = whole - round(count * info.share) + -whole % TILE
-        self._counts[row, 0] = max(0, self._counts[row, 0] - surplus)
-        part = 1 / (info.share or 1.0)  # what is found in a sample stands for so much
-        deltas = Deltas(
-            tensors=1,
-            parameters=count * bool(info.share),
-            zeros=round(max(0.0, zeros - surplus) * part),
-            above=round(above * part),
-            size=size * part,
-            squares=squares * part,
-            base_squares=float(sums["base_squares"][0]) * bool(info.share),
-            noise_squares=squares * part * noise_of(self.tensor.settings, model) ** 2,
-            peak=float(self._peaks[row : row + 1].astype(real.raw).view(real.real)[0]),
-        )
-        ranks = np.rint(np.cumsum(self._counts[row]) * part).astype(np.int64)
-        self._findings.add_deltas(model, self.tensor.name, deltas, np.diff(ranks, prepend=0))
-        return deltas
-
-    def _compare_models(self, deltas: Sequence[Deltas], sums: dict[str, NDArray[Any]]) -> None:
-        """Note the figures of any two models, and of each pair, in columns."""
-        seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
-        shares = [info.share for _, info in self.tensor.finetuned]
-        if len(deltas) == 2:  # any two of them are the pair
-            sums |= {name: sums[name][[1, 1]] for name in PAIR_SUMS}
-        known = [1.0]  # which share of the entries, of both of a pair
-        own = [(0.0, 0.0, 0)]
-        for one, other in combinations(range(len(deltas)), 2):
-            # Samples of one seed are nested: where they meet is the smaller of them.
-            is_nested = seeds[one] == seeds[other]
-            meet = min(shares[one], shares[other]) if is_nested else shares[one] * shares[other]
-            known.append(meet or 1.0)
-            own.append((deltas[one].squares, deltas[other].squares, deltas[one].parameters))
-        figures = [sums[name] / known for name in PAIR_SUMS]
-        self._findings.pairs[self.tensor.name] = (
-            self.tensor.models,
-            np.vstack([*figures, *np.transpose(own)]),
-        )
 
 
 class Findings:
@@ -400,3 +296,105 @@ def compare_pair(labels: tuple[str, str], figures: NDArray[np.float64]) -> PairA
         sign_conflict=opposed / both if both else 0.0,
         weighted_sign_conflict=opposed_size / both_size if both_size else 0.0,
     )
+
+
+class MeasureLook(Look):
+    """Adds up what jobs find in a tensor, in the order of their starts: sums never differ."""
+
+    kernel = "measure"
+
+    def __init__(self, tensor: TensorPlan, findings: Findings) -> None:
+        self.tensor = tensor
+        self._findings = findings
+        self.found = Found()  # it looks at deltas as they are
+        self._sums: dict[int, dict[str, NDArray[Any]]] = {}  # of each job, by its start
+        # Arrays only from the first job to the last.
+        self._peaks: Any = 0
+        self._counts: Any = 0
+
+    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+        models = len(self.tensor.finetuned)
+        pairs = 1 + math.comb(models, 2)
+        sums = {name: buffers.models[name][:models].astype(float) for name in MODEL_SUMS}
+        sums |= {name: buffers.pairs[name][:pairs].astype(float) for name in PAIR_SUMS}
+        sums["base_squares"] = buffers.tensor["base_squares"][:1].astype(float)
+        self._sums[start] = sums
+        counts = buffers.counts[:models].reshape(models, LANES, BINS)
+        self._counts = self._counts + counts.sum(1, dtype=np.int64)
+        # Bit patterns are ordered as values.
+        self._peaks = np.maximum(self._peaks, buffers.models["peak"][:models])
+
+    def conclude(self, number: int) -> None:
+        jobs = [self._sums.pop(start) for start in sorted(self._sums)]
+        sums = {name: reduce(np.add, (job[name] for job in jobs)) for name in jobs[0]}
+        if not np.isfinite([*sums["squares"], *sums["base_squares"]]).all():
+            raise DareError(
+                f"the values of tensor {self.tensor.name!r} are so large that their squares are "
+                f"beyond the range of {self.tensor.spec.real}",
+                "no trained model has such values; a merge can be made without an analysis",
+            )
+        deltas = [self._describe_model(row, sums) for row in range(len(self.tensor.finetuned))]
+        self._counts = 0
+        self._compare_models(deltas, sums)
+
+    def _describe_model(self, row: int, sums: dict[str, NDArray[Any]]) -> Deltas:
+        model, info = self.tensor.finetuned[row]
+        real = FORMATS[self.tensor.spec.real]
+        zeros, above, size, squares = (float(sums[name][row]) for name in MODEL_SUMS)
+        whole = self.tensor.base.count
+        count = min(info.count, whole)
+        # Zeros pad the last tile, and stand in for what a model lacks, or what is not known of it.
+        surplus = whole - round(count * info.share) + -whole % TILE
+        self._counts[row, 0] = max(0, self._counts[row, 0] - surplus)
+        part = 1 / (info.share or 1.0)  # what is found in a sample stands for so much
+        deltas = Deltas(
+            tensors=1,
+            parameters=count * bool(info.share),
+            zeros=round(max(0.0, zeros - surplus) * part),
+            above=round(above * part),
+            size=size * part,
+            squares=squares * part,
+            base_squares=float(sums["base_squares"][0]) * bool(info.share),
+            noise_squares=squares * part * noise_of(self.tensor.settings, model) ** 2,
+            peak=float(self._peaks[row : row + 1].astype(real.raw).view(real.real)[0]),
+        )
+        ranks = np.rint(np.cumsum(self._counts[row]) * part).astype(np.int64)
+        self._findings.add_deltas(model, self.tensor.name, deltas, np.diff(ranks, prepend=0))
+        return deltas
+
+    def _compare_models(self, deltas: Sequence[Deltas], sums: dict[str, NDArray[Any]]) -> None:
+        """Note the figures of any two models, and of each pair, in columns."""
+        seeds = [self._findings.task.seeds[i] for i in self.tensor.models]
+        shares = [info.share for _, info in self.tensor.finetuned]
+        if len(deltas) == 2:  # any two of them are the pair
+            sums |= {name: sums[name][[1, 1]] for name in PAIR_SUMS}
+        known = [1.0]  # which share of the entries, of both of a pair
+        own = [(0.0, 0.0, 0)]
+        for one, other in combinations(range(len(deltas)), 2):
+            # Samples of one seed are nested: where they meet is the smaller of them.
+            is_nested = seeds[one] == seeds[other]
+            meet = min(shares[one], shares[other]) if is_nested else shares[one] * shares[other]
+            known.append(meet or 1.0)
+            own.append((deltas[one].squares, deltas[other].squares, deltas[one].parameters))
+        figures = [sums[name] / known for name in PAIR_SUMS]
+        self._findings.pairs[self.tensor.name] = (
+            self.tensor.models,
+            np.vstack([*figures, *np.transpose(own)]),
+        )
+
+
+def measure_deltas(
+    task: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
+) -> Findings:
+    """Look once at every tensor that some model changes."""
+    findings = Findings(task)
+    passes = {tensor.name: [(MeasureLook(tensor, findings), 0)] for tensor in task.changed}
+    with progress("analyzing", findings.bytes_read, task.config.verbose) as advance:
+        run_rounds(
+            [task.jobs(task.changed, look_pass=0)],
+            Worker(task, inputs, passes, (), interrupts),
+            lambda *_: None,
+            lambda job, _: advance(job.bytes_read),
+            interrupts,
+        )
+    return findings

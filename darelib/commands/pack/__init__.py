@@ -1,7 +1,5 @@
 """`dare.py pack`: its options; what it does is in packer."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from darelib.commands.options import (

@@ -1,7 +1,5 @@
 """What `dare.py pack` does: of a fine-tune, it keeps the entries that a mask keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -87,9 +85,11 @@ def choose_settings(request: Request) -> DareConfig:
         )
     used = {name: value for name, value in request.dare.items() if name in SETTINGS}
     rate = used.get("drop_rate", DareConfig.drop_rate)
-    rates = [(rule.match, rule.drop_rate) for rule in request.rules]
-    rules = tuple(Rule(match, rate if own is None else own) for match, own in rates)
-    config = DareConfig(**used, rules=rules)
+    rules = [
+        Rule(rule.match, rate if rule.drop_rate is None else rule.drop_rate)
+        for rule in request.rules
+    ]
+    config = DareConfig(**used, rules=tuple(rules))
     config.check_models(1)
     return config
 
@@ -129,9 +129,14 @@ def pack(
             output.publish(
                 plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts
             )
-        size = inputs[1].size
-    seconds = time.perf_counter() - started
-    return PackReport(str(output_file), len(plan.tensors), size, plan.size, seconds, plan.warnings)
+        return PackReport(
+            output=str(output_file),
+            tensors=len(plan.tensors),
+            bytes_before=inputs[1].size,
+            bytes_written=plan.size,
+            seconds=time.perf_counter() - started,
+            warnings=plan.warnings,
+        )
 
 
 def check_packable(inputs: Sequence[Checkpoint]) -> None:
@@ -155,7 +160,7 @@ class Packer(JobWorker):
         super().__init__(plan)
         self._model = model
         self._thinned = [tensor for tensor in plan.tensors if tensor.merged]
-        specs = {pack_spec(tensor) for tensor in self._thinned}
+        specs = set(map(pack_spec, self._thinned))
         self._kernels = load_kernels(specs, plan.config.engine, interrupts)
         self._kept: dict[tuple[str, int], int] = {}  # entries of each chunk, by tensor and start
         # By tensor: the entries that are kept before each chunk, and before its end.
@@ -166,8 +171,8 @@ class Packer(JobWorker):
 
     def count_entries(self, interrupts: Interrupts) -> None:
         """Find out how many entries are kept, without reading anything."""
-        jobs = self.plan.jobs(self._thinned, look_pass=0)
-        run_rounds([jobs], self, lambda *_: None, lambda *_: None, interrupts)
+        rounds = [self.plan.jobs(self._thinned, look_pass=0)]
+        run_rounds(rounds, self, lambda *_: None, lambda *_: None, interrupts)
         step = min(self.plan.chunk, TUNING.job_elements)
         for tensor in self._thinned:
             starts = range(0, tensor.length, step)
@@ -201,9 +206,9 @@ class Packer(JobWorker):
         bad = np.flatnonzero((raw & raw.dtype.type(EXPONENTS[dtype])) == EXPONENTS[dtype])
         if bad.size:
             value = widen(raw[bad[:1]], dtype)[0]
-            place = tensor.base.place_of(start + int(bad[0]))
             raise DareError(
-                f"{self._model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
+                f"{self._model.name!r}: tensor {tensor.name!r} holds {value} at "
+                f"{tensor.base.place_of(start + int(bad[0]))}",
                 BROKEN_HINT,
             )
 
@@ -269,10 +274,13 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     name = PACKED_FILE if plan.output.directory else plan.output.path.name
     file = PlannedFile(name, header, len(header) + offset)
     side = make_side_files(plan, inputs, file) if plan.output.directory else {}
-    copied = {name: content for name, content in side.items() if isinstance(content, Path)}
-    digests = {name: digest_of(content) for name, content in copied.items()}
+    copied = [name for name, content in side.items() if isinstance(content, Path)]
     return dataclasses.replace(
-        plan, tensors=tuple(tensors), files=(file,), side=side, digests=digests
+        plan,
+        tensors=tuple(tensors),
+        files=(file,),
+        side=side,
+        digests={name: digest_of(side[name]) for name in copied},
     )
 
 

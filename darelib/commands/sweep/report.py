@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.commands.analyze.files import COLOURS, load_pyplot, make_label, save_figure
+from darelib.commands.analyze.report import COLOURS, load_pyplot, make_label, save_figure
 from darelib.commands.options import Report
 from darelib.commands.sweep.evaluation import Objective
 from darelib.config import DareConfig, is_number

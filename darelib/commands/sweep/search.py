@@ -1,7 +1,5 @@
 """The search itself, by Optuna: it chooses and remembers; here models are merged and scored."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -13,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from darelib.commands.sweep.evaluation import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.report import Row, SweepReport, name_choice
@@ -65,7 +63,7 @@ class Options:
     study: str | None = None  # its name; None: made from all that scores depend on
 
     @classmethod
-    def of(cls, objectives: Sequence[str] = ("score:max",), **options: Any) -> Options:
+    def of(cls, objectives: Sequence[str] = ("score:max",), **options: Any) -> Self:
         known = {field.name for field in dataclasses.fields(cls)}
         if odd := next((name for name in options if name not in known), None):
             raise ConfigError(f"a sweep has no option {odd!r}", nearest(odd, known))

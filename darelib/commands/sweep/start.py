@@ -2,8 +2,6 @@
 what is written besides the study.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import os

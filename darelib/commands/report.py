@@ -5,6 +5,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Any, Final, Self
 
 from darelib.commands.options import Report
@@ -141,24 +142,24 @@ class Plan(Report):
             cells = [human(model.size), f"{model.tensors:,}", f"{model.parameters:,}"]
             rows.append([clip(model.name), *cells, model.kind])
         rows[1][-1] += ", the base"
-        notes = []
-        for i, model in enumerate(self.models[1:]):
-            odd = {
-                "lacks": self.missing_tensors[i],
-                "has more than the base:": self.extra_tensors[i],
-                f"has in other shapes ({self.config.get('mismatch')}):": self.mismatched_tensors[i],
-            }
-            for words, names in odd.items():
-                if names:
-                    notes.append(f"{clip(model.name)} {words} {count_of(len(names), 'tensor')}")
+        odd = {
+            "lacks": self.missing_tensors,
+            "has more than the base:": self.extra_tensors,
+            f"has in other shapes ({self.config.get('mismatch')}):": self.mismatched_tensors,
+        }
+        notes = [
+            f"{clip(model.name)} {words} {count_of(len(names[i]), 'tensor')}"
+            for i, model in enumerate(self.models[1:])
+            for words, names in odd.items()
+            if names[i]
+        ]
         return "\n".join([table(rows, {0, 4}), *notes])
 
     def _how(self) -> str:
         """What is the same for all tensors."""
         words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
-        for name in ("slerp_t", "threshold", "dtype", "normalize"):
-            if name in self.config:
-                words.append(f"{name} {show_setting(self.config[name])}")
+        names = [n for n in ("slerp_t", "threshold", "dtype", "normalize") if n in self.config]
+        words += [f"{name} {show_setting(self.config[name])}" for name in names]
         if "weights" in METHODS[self.config["method"]].settings:
             words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
         return "; ".join(words)
@@ -181,7 +182,7 @@ class Plan(Report):
             yield "" if k else "write", f"{printable(file['name'])}, {human(file['size'])}"
         if len(self.files) > MAX_FILES:
             yield "", f"... and {len(self.files) - MAX_FILES:,} more"
-        names = ", ".join(printable(name) for name in self.side_files)
+        names = ", ".join(map(printable, self.side_files))
         yield from (("", line) for line in textwrap.wrap(names, LINE_WIDTH, break_on_hyphens=False))
         if self.replaces:
             yield "replace", str(self.replaces)
@@ -230,7 +231,6 @@ def describe_plan(
 
 
 def estimate_time(plan: FilePlan, inputs: Sequence[Checkpoint]) -> Estimate:
-    """Run the first jobs, and conclude from their rate."""
     with Interrupts() as interrupts:
         worker = Worker.for_merge(plan, inputs, interrupts)
         size, seconds = measure_rate(plan.rounds(), worker, interrupts)
@@ -292,7 +292,6 @@ def show_range(values: Sequence[Any]) -> str:
 
 
 def show_setting(value: Any) -> str:
-    """A setting as in TOML, in words."""
     if isinstance(value, dict):
         return f"{', '.join(f'{number:g}' for number in value['gradient'])} over the layers"
     return str(value).lower()
@@ -300,14 +299,14 @@ def show_setting(value: Any) -> str:
 
 def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     """About what the process will hold: itself, what is known of the tensors, and the buffers."""
-    known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
     kinds = {look.kernel for tensor in plan.tensors for look in tensor.looks}
     buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
     held = min(
         sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads
     )
     waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
-    return PROCESS_BYTES + known + plan.threads * (buffers + held + max(waiting, default=0))
+    threads = plan.threads * (buffers + held + max(waiting, default=0))
+    return PROCESS_BYTES + TENSOR_BYTES * len(plan.tensors) * len(inputs) + threads
 
 
 @dataclass(frozen=True)
@@ -451,8 +450,7 @@ def find_odd_deltas(
     at_random = any(DROPS[each.drop].rescale == EXPECTATION for each in thinnings)
     # Where nothing is dropped, nothing can be lost; drops by size tolerate large deltas.
     may_lose = at_random and total.kept < total.parameters
-    means = ((tally.mean, tensor) for tensor, tally in tallies.items())
-    large = sorted((pair for pair in means if pair[0] > threshold), reverse=True)
+    large = [(tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold]
     if total.parameters and total.peak == 0:
         yield (
             f"{name} is identical to the base {plan.base}: it only dilutes an average; leave it out"
@@ -464,7 +462,7 @@ def find_odd_deltas(
             f"check that {name} was fine-tuned from it"
         )
     elif large and may_lose:
-        worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
+        worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in nlargest(LISTED, large))
         yield (
             f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of "
             f"{len(tallies):,} tensors, and {total.above / total.parameters:.1%} of its parameters "

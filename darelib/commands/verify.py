@@ -156,8 +156,9 @@ class Comparison(ExitStack):
         try:
             done = read_at(self.files[file].fileno(), stored, offset)
         except OSError as error:
-            name = str(self.files[file].name)
-            raise explain_os_error(error, name, "check the disk that it is on") from None
+            raise explain_os_error(
+                error, str(self.files[file].name), "check the disk that it is on"
+            ) from None
         if done < len(stored):
             raise self._differs(f"{self.plan.files[file].name!r} became shorter while it was read")
         differs = np.frombuffer(stored, np.uint8) != np.frombuffer(view, np.uint8)

@@ -156,7 +156,6 @@ class Evidence:
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
-    """How large a model's deltas are."""
     if total.mean > threshold:
         return "huge" if total.mean > HUGE_RATIO * threshold else "large"
     return "tailed" if total.share_above_threshold > TAIL_SHARE else "small"
@@ -181,7 +180,6 @@ def is_faint(model: ModelAnalysis) -> bool:
 
 
 def change_the_same(models: Sequence[ModelAnalysis], pair: PairAnalysis) -> bool:
-    """Whether two models change mostly the same entries."""
     one, other = ({stats.name: stats.parameters for stats in model.tensors} for model in models)
     both = pair.share_both * sum(count for name, count in one.items() if name in other)
     changed = [(1 - model.total.share_zero) * model.total.parameters for model in models]
@@ -276,8 +274,8 @@ def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
             threshold=threshold,
         )
         what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
+        text = f"{model.label} tolerates a drop rate of {rate:g}: {what}{reason}"
         if total.largest:
-            text = f"{model.label} tolerates a drop rate of {rate:g}: {what}{reason}"
             yield Advice("drop_rate", level, model.label, text)
 
 
@@ -373,15 +371,14 @@ def suggest(evidence: Evidence) -> str:
         if rates != evidence.start_rates:
             rules.append((found.title, {"match": found.match(), "drop_rate": compact(rates)}))
     texts = [f"\n[[rules]]  # {title}\n{tomli_w.dumps(table)}" for title, table in rules]
-    return tomli_w.dumps({"dare": dare}) + "".join(texts)
+    return "".join([tomli_w.dumps({"dare": dare}), *texts])
 
 
 def keep_rule(evidence: Evidence, rule: Rule) -> dict[str, Any]:
     """What stays of a rule of the user's; not its rescale_q, which was for another drop rate."""
     drop = evidence.config.drop if rule.drop is None else rule.drop
-    keys = ["match", "lambda_coeff"]
-    if drop == RANDOM and not evidence.several:
-        keys.append("drop_rate")
+    rate = () if drop != RANDOM or evidence.several else ("drop_rate",)
+    keys = ("match", "lambda_coeff", *rate)
     kept = {key: value for key, value in rule.as_table().items() if key in keys}
     weights = keep_weights(evidence, rule)
     return kept | {key: as_toml(value) for key, value in weights.items() if value is not None}

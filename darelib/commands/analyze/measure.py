@@ -248,7 +248,6 @@ class Findings:
         total = sums[None, None]
         changed = counts[None, None].copy()
         changed[0] -= total.zeros
-        starts = [0.0, *EDGES[1:]]
         return ModelAnalysis(
             name=self.task.models[model],
             label=label,
@@ -266,7 +265,9 @@ class Findings:
                 sums[layer, None].describe(layer, counts[layer, None]) for layer in layers
             ),
             cells={layer: cells[layer] for layer in layers},
-            histogram=tuple((starts[k], int(changed[k])) for k in np.flatnonzero(changed)),
+            histogram=tuple(
+                (EDGES[k] if k else 0.0, int(changed[k])) for k in np.flatnonzero(changed)
+            ),
             tensors=tuple(found[name][1] for name in names),
         )
 

@@ -4,9 +4,11 @@ import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confidence, suggest
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
@@ -205,8 +207,7 @@ def write_suggestion(report: AnalysisReport, request: Request, path: Path) -> No
     """Write the suggested settings as a complete configuration, with the reasons in comments."""
 
     def fetch(source: Source | None) -> Source | None:
-        is_model = source is not None and not source.is_word
-        return download(source, TOKENIZER_PATTERNS) if source and is_model else source
+        return download(source, TOKENIZER_PATTERNS) if source and not source.is_word else source
 
     assert request.base is not None
     request = dataclasses.replace(
@@ -312,26 +313,30 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
     axis.legend(loc="upper left", fontsize=9)
 
 
+def _draw_map(axis: Any, rows: Any, style: str, **how: Any) -> Any:
+    """Draw numbers as colours and, if there is a style, in figures; what is unknown stays white."""
+    image = axis.imshow(rows, cmap="cividis", **how)
+    for (row, column), value in np.ndenumerate(rows) if style else ():
+        if not np.isnan(value):
+            colour = "white" if image.norm(value) < 0.6 else "black"
+            axis.text(column, row, style.format(value), ha="center", va="center", color=colour)
+    return image
+
+
 def _plot_conflicts(
     figure: Any, axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]
 ) -> None:
     places = range(len(models))
     labels = [make_label(model.label) for model in models]
-    shares = [[math.nan for _ in places] for _ in places]
+    shares = np.full((len(report.models), len(report.models)), math.nan)
     for (i, k), pair in zip(combinations(range(len(report.models)), 2), report.pairs, strict=True):
-        share = 100 * pair.weighted_sign_conflict
-        for row, column in ((i, k), (k, i)) if k < len(models) else ():
-            shares[row][column] = share
-            _write(axis, row, column, f"{share:.0f}%", share < 60)
-    image = axis.imshow(shares, cmap="cividis", vmin=0, vmax=100)
+        shares[i, k] = shares[k, i] = 100 * pair.weighted_sign_conflict
+    shares = shares[: len(models), : len(models)]
+    image = _draw_map(axis, shares, "{:.0f}%", vmin=0, vmax=100)
     axis.set_xticks(places, labels, rotation=30, ha="right", fontsize=9)
     axis.set_yticks(places, labels, fontsize=9)
     axis.set_title("Where both change,\nsigns conflict (by magnitude)")
     figure.colorbar(image, ax=axis, label="% (chance: 50)", shrink=0.8)
-
-
-def _write(axis: Any, row: int, column: int, text: str, on_dark: bool) -> None:
-    axis.text(column, row, text, ha="center", va="center", color="white" if on_dark else "black")
 
 
 def _plot_layers(figure: Any, axes: Sequence[Any], models: Sequence[ModelAnalysis]) -> None:
@@ -348,17 +353,12 @@ def _plot_layers(figure: Any, axes: Sequence[Any], models: Sequence[ModelAnalysi
         kinds = [stats.name for stats in model.kinds] or ["other"]
         columns = [model.cells.get(layer, {}) for layer in layers]
         rows = [[column.get(kind) or math.nan for column in columns] for kind in kinds]
-        image = axis.imshow(
-            rows, cmap="cividis", norm=scale, aspect="auto", interpolation="nearest"
-        )
+        style = "{:.2g}" if len(layers) <= 12 else ""  # else there is no room for figures
+        image = _draw_map(axis, rows, style, norm=scale, aspect="auto", interpolation="nearest")
         names = [make_label(layer.rpartition(".")[2]) for layer in layers]
         every = -(-len(layers) // 32)
         leaning = {} if max(map(len, names)) < 4 else {"rotation": 30, "ha": "right"}
         axis.set_xticks(range(0, len(layers), every), names[::every], fontsize=8, **leaning)
         axis.set_yticks(range(len(kinds)), kinds, fontsize=9)
         axis.set_title(f"Where {make_label(model.label)} changed", fontsize=10)
-        if len(layers) <= 12:  # else there is no room for numbers
-            for row, column in product(range(len(kinds)), range(len(layers))):
-                if (mean := rows[row][column]) > 0:
-                    _write(axis, row, column, f"{mean:.2g}", scale(mean) < 0.6)
     figure.colorbar(image, ax=axes, label="mean |delta|", pad=0.01)

@@ -91,25 +91,25 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
         raise ConfigError(
             "nothing scores the models", "give --evaluate 'COMMAND {model}' or file.py:function"
         )
-    places = find_places(flags)
+    storage, winner, may_replace, folder = find_places(flags)
     plot = flags.get("plot")
-    check_places(merger.sources, plot, places.winner, places.may_replace)
+    check_places(merger.sources, plot, winner, may_replace)
     try:
         report = merger.sweep(
             flags["evaluate"],
             {**request.sweep, **parse_axes(flags.get("vary", ()))},
             in_memory="in_memory" in flags,
-            folder=places.models,
+            folder=folder,
             keep_models="keep_models" in flags,
             objectives=flags.get("objective", ["score:max"]),
-            storage=places.storage,
+            storage=storage,
             **{name: flags[name] for name in SEARCH_OPTIONS if name in flags},
         )
     except (KeyboardInterrupt, Terminated) as stopped:
         stopped.add_note(CONTINUES)
         raise
     show(report, flags, merger.config.verbose)
-    write_winner(report, request, places.winner)
+    write_winner(report, request, winner)
     if plot is not None:
         plot_sweep(report, plot)
         LOG.info(f"drew {plot}")

@@ -43,7 +43,6 @@ class Row:
 
 
 def name_choice(params: Mapping[str, Any]) -> str:
-    """What was chosen, in a few words."""
     choices = []
     for name, value in params.items():
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -286,7 +285,6 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
 def _scatter(
     axis: Any, report: SweepReport, values: Sequence[Any], rows: Iterable[Row], label: str
 ) -> None:
-    """Draw the first score by something."""
     axis.scatter(values, [row.scores[0] for row in rows], color=COLOURS[0], s=18)
     if report.average is not None:
         axis.axhline(report.average.mean(0), color="black", linestyle="--", linewidth=1)

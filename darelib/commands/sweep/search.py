@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 from darelib.commands.sweep.evaluation import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.report import Row, SweepReport, name_choice
@@ -30,6 +30,9 @@ from darelib.core.text import (
 )
 
 FACTS: Final = "what scores depend on"
+# Makes the model of a configuration (None: the base), which may be kept by a name, and evaluates it
+# for a trial. What it gives is as yet unread.
+Score: TypeAlias = Callable[[DareConfig | None, Any, str], Any]
 FINALISTS: Final = 3  # how many of the best are scored again
 # A grid's trials are queued, so that nothing of them is left to chance.
 SAMPLERS: Final[dict[str, Callable[[Any, int], Any]]] = {
@@ -160,15 +163,12 @@ class Search:
     def __init__(
         self,
         space: Space,
-        evaluate: Callable[[DareConfig | None, Any, str], Any],
+        evaluate: Score,
         options: Options,
         label: str,
         facts: Sequence[Any],
     ) -> None:
-        """evaluate: makes and scores the model of a configuration (None: the base), for a trial, to
-        be kept by a name. label: of the evaluation; facts: what else scores depend on, besides the
-        settings.
-        """
+        """label: of the evaluation; facts: what else scores depend on, besides the settings."""
         self.space = space
         self.evaluate = evaluate
         self.options = options
@@ -207,8 +207,7 @@ class Search:
         done = [t for t in self._trials() if t.state in through or t.number in self.failed]
         if not self.combinations:
             return len(done)
-        chosen = {identify(trial.params) for trial in done}
-        return len(chosen.intersection(map(identify, self.combinations)))
+        return len({identify(t.params) for t in done} & set(map(identify, self.combinations)))
 
     def _queue_grid(self) -> None:
         """Let Optuna hand out what is left of a grid, to this process and to others."""

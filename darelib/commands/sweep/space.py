@@ -134,8 +134,7 @@ class Space:
                 "there is nothing to search", f"say so under [sweep] or with --vary, {EXAMPLE}"
             )
         self.axes = self._parse_table(given, SWEEP_SETTINGS, "[sweep]")
-        is_list = isinstance(rules, list | tuple)
-        if not is_list or not all(isinstance(rule, Mapping) for rule in rules):
+        if not (isinstance(rules, list | tuple) and all(isinstance(r, Mapping) for r in rules)):
             raise ConfigError(
                 "[sweep] rules must be tables", "write [[sweep.rules]] on a line of its own"
             )
@@ -165,8 +164,11 @@ class Space:
             if name not in known:
                 raise ConfigError(f"{where} has no key {name!r}", nearest(name, known))
         # In the order of CHECKS, where what others depend on comes first.
-        names = [name for name in CHECKS if name in table]
-        return {name: self._parse_axis(name, table[name], f"{where} {name}") for name in names}
+        return {
+            name: self._parse_axis(name, table[name], f"{where} {name}")
+            for name in CHECKS
+            if name in table
+        }
 
     def _parse_axis(self, name: str, given: Any, where: str) -> Axis | tuple[Axis, ...]:
         if name == "weights" and is_range(given):
@@ -218,13 +220,12 @@ class Space:
             # Dividing by less than what is kept would more than undo the dropping.
             kept = 1 - min(list_numbers(settings["drop_rate"]))
             least = kept if name == "rescale_q" else -math.inf
-            named = name_axes(prefix + name, axis)
-            values = [each.suggest(trial, label, least) for label, each in named.items()]
+            named = name_axes(prefix + name, axis).items()
+            values = [each.suggest(trial, label, least) for label, each in named]
             chosen[name] = values if isinstance(axis, tuple) else values[0]
         return chosen
 
     def _matters(self, name: str, settings: Settings) -> bool:
-        """Whether a setting means anything beside the others."""
         method = METHODS[settings["method"]]
         drops = set(list_numbers(settings["drop"]))
         if name in METHOD_SETTINGS and name not in method.settings:

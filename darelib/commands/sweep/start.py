@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from darelib.commands.options import Merger
 from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
 from darelib.commands.sweep.report import SweepReport
-from darelib.commands.sweep.search import Options, Search
+from darelib.commands.sweep.search import Options, Score, Search
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
 from darelib.core.text import ConfigError, DareError, install_hint, printable
@@ -29,16 +29,10 @@ from darelib.run import load_memory
 MARK: Final = "# Found by a sweep"
 
 
-class Places(NamedTuple):
-    """Where a command keeps its study and writes: beside the configuration by default."""
-
-    storage: str
-    winner: Path
-    models: Path
-    may_replace: bool
-
-
-def find_places(flags: Mapping[str, Any]) -> Places:
+def find_places(flags: Mapping[str, Any]) -> tuple[str, Path, bool, Path]:
+    """Where a command keeps its study, writes the winner, and whether it may replace what is there,
+    and where it makes models: beside the configuration by default.
+    """
     config = Path(os.path.expanduser(flags.get("config", "merge")))
     beside = config.parent if "config" in flags else Path()
     winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
@@ -52,7 +46,7 @@ def find_places(flags: Mapping[str, Any]) -> Places:
     may_replace = "force" in flags
     with suppress(OSError), winner.open("rb") as file:  # the next search may replace what was found
         may_replace |= file.read(len(MARK)) == MARK.encode()
-    return Places(storage, winner, flags.get("keep_models", beside), may_replace)
+    return storage, winner, may_replace, flags.get("keep_models", beside)
 
 
 def write_winner(report: SweepReport, request: Request, path: Path) -> None:
@@ -87,18 +81,62 @@ def sweep_models(
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
-        if model is not None or in_memory:
-            if keep_models:
-                raise ConfigError(
-                    "in memory there are no models to keep", "leave one of the two out"
-                )
-            base, *finetuned = load_states(inputs, model)
-            return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
-        with prepare_folder(folder, keep_models) as place:
-            base_path = download(merger.base).path
-            bench = FileBench(merger, inputs, base_path, score, Path(place), keep_models)
-            bench.configure(quiet).plan(bench.place("merged"))  # to fail now rather than later
-            return Search(choices, bench.score, how, name, facts).run()
+        if model is None and not in_memory:
+            with prepare_folder(folder, keep_models) as place:
+                in_files = merge_in_files(merger, inputs, quiet, score, Path(place), keep_models)
+                return Search(choices, in_files, how, name, facts).run()
+        if keep_models:
+            raise ConfigError("in memory there are no models to keep", "leave one of the two out")
+        base, *finetuned = load_states(inputs, model)
+        return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
+
+
+def prepare_folder(folder: Path, keep: bool) -> AbstractContextManager[str]:
+    """Where models are written: there, to be kept, or in a folder of its own that goes away."""
+    try:
+        if not keep:
+            return TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return nullcontext(str(folder))
+    except OSError as error:
+        raise DareError(
+            f"cannot write models in {str(folder)!r}: {error.strerror}", "give --keep-models DIR"
+        ) from None
+
+
+def merge_in_files(
+    merger: Merger,
+    inputs: Sequence[Checkpoint],
+    config: DareConfig,
+    evaluate: Evaluate,
+    folder: Path,
+    keep: bool,
+) -> Score:
+    """Models are written, each over the one before unless they are kept, and handed over by their
+    path. config: to see whether they can be, now rather than later.
+    """
+    base = download(merger.base).path
+    # Of the kind that the base is, so that what loads the base loads it.
+    ending = base.suffix if base.is_file() and base.suffix == ".safetensors" else ""
+
+    def configure(config: DareConfig) -> Merger:
+        other = copy.copy(merger)
+        other.config = config
+        return other
+
+    def score(config: DareConfig | None, trial: Any, name: str) -> Any:
+        if config is None:
+            return evaluate(base.absolute(), trial)
+        path = folder.absolute() / f"{name if keep else 'merged'}{ending}"
+        if not keep:  # what an evaluation has put beside the last one's files goes, too
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+        check_unchanged(inputs)  # scores of other models would not be comparable
+        configure(config).merge(path, force=True)
+        return evaluate(path, trial)
+
+    configure(config).plan(folder.absolute() / f"merged{ending}")
+    return score
 
 
 def sweep_states(
@@ -132,118 +170,61 @@ def search_in_memory(
     label: str,
     facts: Sequence[Any],
 ) -> SweepReport:
-    """Search with state dicts. A live model holds the winner in the end, or else the base."""
+    """State dicts are merged, into a live model's tensors if there is one; nothing is written. The
+    live model holds the winner in the end, or else the base.
+    """
     if isinstance(evaluate, ShellCommand):
         raise ConfigError(
             "a command needs models in files", "give a function, or leave out --in-memory"
         )
-    bench = MemoryBench(base, finetuned, evaluate, model, space.config.dtype)
+    merge = load_memory().merge_tensors
+    out = None if model is None else model.state_dict()
+    own_base, *own = separate([base, *finetuned], out or {})
+    nothing = DareConfig(lambda_coeff=0.0, dtype=space.config.dtype)  # which gives the base
+
+    def make(config: DareConfig | None) -> Any:
+        """What is scored: a merged state dict, or the live model. None: the base."""
+        merged = merge(own_base, own, config or nothing, out)
+        return merged if model is None else model
+
+    def score(config: DareConfig | None, trial: Any, _: str) -> Any:
+        return evaluate(make(config), trial)
+
+    def leave(config: DareConfig | None) -> None:
+        if model is not None:
+            make(config)
+
     try:
-        report = Search(space, bench.score, how, label, facts).run()
+        report = Search(space, score, how, label, facts).run()
     except BaseException:
         with suppress(DareError):  # which is what is raised already
-            bench.leave(None)
+            leave(None)
         raise
-    bench.leave(report.winner.config)
+    leave(report.winner.config)
     return report
 
 
-@dataclasses.dataclass(frozen=True)
-class FileBench:
-    """Models are written, each over the one before, and handed over by their path."""
-
-    merger: Merger
-    inputs: Sequence[Checkpoint]
-    base: Path
-    evaluate: Evaluate
-    folder: Path
-    keep: bool
-
-    def configure(self, config: DareConfig) -> Merger:
-        """A merger of the same models with another configuration."""
-        other = copy.copy(self.merger)
-        other.config = config
-        return other
-
-    def place(self, name: str) -> Path:
-        """Of the kind that the base is, so that what loads the base loads it."""
-        is_file = self.base.is_file() and self.base.suffix == ".safetensors"
-        return self.folder.absolute() / (f"{name}.safetensors" if is_file else name)
-
-    def score(self, config: DareConfig | None, trial: Any, name: str) -> Any:
-        if config is None:
-            return self.evaluate(self.base.absolute(), trial)
-        path = self.place(name if self.keep else "merged")
-        if not self.keep:  # what an evaluation has put beside the last one's files goes, too
-            shutil.rmtree(path, ignore_errors=True)
-            path.unlink(missing_ok=True)
-        check_unchanged(self.inputs)  # scores of other models would not be comparable
-        self.configure(config).merge(path, force=True)
-        return self.evaluate(path, trial)
-
-
-def prepare_folder(folder: Path, keep: bool) -> AbstractContextManager[str]:
-    """Where models are written: there, to be kept, or in a folder of its own that goes away."""
-    try:
-        if not keep:
-            return TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        return nullcontext(str(folder))
-    except OSError as error:
-        raise DareError(
-            f"cannot write models in {str(folder)!r}: {error.strerror}", "give --keep-models DIR"
-        ) from None
-
-
-class MemoryBench:
-    """State dicts are merged, into a live model's tensors if there is one; nothing is written."""
-
-    def __init__(
-        self,
-        base: Mapping[str, Any],
-        finetuned: Sequence[Mapping[str, Any]],
-        evaluate: Evaluate,
-        model: Any,
-        dtype: str | None,
-    ) -> None:
-        self.merge = load_memory().merge_tensors
-        self.evaluate = evaluate
-        self.model = model
-        self.nothing = DareConfig(lambda_coeff=0.0, dtype=dtype)  # which gives the base
-        self.out = None if model is None else model.state_dict()
-        owners: dict[int, str] = {}  # by address, the first name of each tensor that is written
-        tied = set()  # the other names: a tied head is merged once
-        for name, tensor in (self.out or {}).items():
-            if tensor.numel() and owners.setdefault(tensor.data_ptr(), name) != name:
-                tied.add(name)
-        # What is merged into the base's own tensors would be the base of the next merge.
-        self.base = {
-            name: tensor.clone() if tensor.data_ptr() in owners else tensor
-            for name, tensor in base.items()
-            if name not in tied
-        }
-        self.finetuned = [
-            {name: tensor for name, tensor in state.items() if name not in tied}
-            for state in finetuned
-        ]
-        for k, state in enumerate(finetuned):
-            if any(tensor.data_ptr() in owners for tensor in state.values()):
-                raise DareError(
-                    f"model {k} and the live model share their memory", "give copies of its tensors"
-                )
-
-    def make(self, config: DareConfig | None) -> Any:
-        """What is scored: a merged state dict, or the live model. None: the base."""
-        merged = self.merge(self.base, self.finetuned, config or self.nothing, self.out)
-        return merged if self.model is None else self.model
-
-    def leave(self, config: DareConfig | None) -> None:
-        """Let a live model hold a merge, or the base."""
-        if self.model is not None:
-            self.make(config)
-
-    def score(self, config: DareConfig | None, trial: Any, _: str) -> Any:
-        return self.evaluate(self.make(config), trial)
+def separate(
+    states: Sequence[Mapping[str, Any]], written: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """State dicts, the base first, as they can be merged into tensors again and again."""
+    owners: dict[int, str] = {}  # by address, the first name of each tensor that is written
+    tied = set()  # the other names: a tied head is merged once
+    for name, tensor in written.items():
+        if tensor.numel() and owners.setdefault(tensor.data_ptr(), name) != name:
+            tied.add(name)
+    base, *finetuned = (
+        {name: tensor for name, tensor in state.items() if name not in tied} for state in states
+    )
+    for k, state in enumerate(states[1:]):
+        if any(tensor.data_ptr() in owners for tensor in state.values()):
+            raise DareError(
+                f"model {k} and the live model share their memory", "give copies of its tensors"
+            )
+    # What is merged into the base's own tensors would be the base of the next merge.
+    for name, tensor in base.items():
+        base[name] = tensor.clone() if tensor.data_ptr() in owners else tensor
+    return [base, *finetuned]
 
 
 def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]]:

@@ -187,7 +187,7 @@ def check_places(
 ) -> None:
     """Refuse places where a picture or a configuration cannot be, before there is any work."""
     if plot is not None:
-        load_pyplot(plot)
+        load_figure(plot)
         check_new_file(plot, "picture", force)
     if config is not None:
         check_new_config(config, force)
@@ -227,8 +227,11 @@ def write_suggestion(report: AnalysisReport, request: Request, path: Path) -> No
     write_config(path, "\n".join(lines), request)
 
 
-def load_pyplot(path: Path) -> Any:
-    """matplotlib, for a picture at this path; to be called before any work is done for it."""
+def load_figure(path: Path) -> Any:
+    """matplotlib's class for a picture at this path; to be called before any work is done for it.
+
+    Not by pyplot, which loads much more and would want a display.
+    """
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(
             f"a plot cannot be written to {str(path)!r}",
@@ -237,21 +240,18 @@ def load_pyplot(path: Path) -> Any:
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"there is no directory for {str(path)!r}", "make it first")
     try:
-        import matplotlib
+        from matplotlib import figure
     except ImportError:
         raise ConfigError("plots need matplotlib", install_hint("plot")) from None
-    matplotlib.use("Agg")  # which needs no display
-    from matplotlib import pyplot
-
-    return pyplot
+    return figure.Figure
 
 
 def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
     """Draw |delta| by size, where in the models it is, and how the models' signs conflict."""
-    pyplot = load_pyplot(Path(path))
+    figure_class = load_figure(Path(path))
     models = report.models[: len(COLOURS)]
     heights = [3.2, *(0.7 + 0.27 * len(model.kinds) for model in models)]
-    figure = pyplot.figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
+    figure = figure_class(figsize=(11, sum(heights) + 0.6), layout="constrained")
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
     _plot_sizes(figure.add_subplot(grid[0, : 2 if len(models) > 1 else 3]), report, models)
     if len(models) > 1:
@@ -261,18 +261,16 @@ def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
     if len(report.models) > len(models):
         title += f" (the first {len(models)} of {len(report.models)} models)"
     figure.suptitle(title)
-    save_figure(pyplot, figure, path)
+    save_figure(figure, path)
 
 
-def save_figure(pyplot: Any, figure: Any, path: str | Path) -> None:
+def save_figure(figure: Any, path: str | Path) -> None:
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:
         raise DareError(
             f"cannot write {str(path)!r}: {error.strerror}", "choose another place for the plot"
         ) from None
-    finally:
-        pyplot.close(figure)
 
 
 def make_label(name: str) -> str:
@@ -307,8 +305,8 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
         xlabel="|delta|",
         ylabel="% of the parameters",
         title="How large the changes are",
+        ylim=(0, None),
     )
-    axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
     axis.legend(loc="upper left", fontsize=9)
 

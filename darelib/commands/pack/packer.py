@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from itertools import accumulate
@@ -28,7 +29,6 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged, explain_read_errors, open_models
 from darelib.models.packed import COUNTED_BLOCK, PACKED_FILE, PACKED_KEY, VERSION
 from darelib.models.source import Source, recorded_name
-from darelib.models.tensorfile import header_bytes
 from darelib.models.tensors import TensorInfo
 from darelib.output.destination import (
     check_replaceable,
@@ -41,7 +41,7 @@ from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
-from darelib.plan.files import PlannedFile
+from darelib.plan.files import PlannedFile, assign_offsets
 from darelib.plan.matching import ties_embeddings
 from darelib.plan.plan import Job, check_kinds
 from darelib.plan.tensors import TensorPlan
@@ -145,12 +145,11 @@ def check_packable(inputs: Sequence[Checkpoint]) -> None:
         kind = "a LoRA adapter, which is small already" if model.partial else "packed already"
         raise DareError(f"{model.name!r} is {kind}", "merge it as it is")
     for each in inputs:
-        for info in each.tensors.values():
-            if info.encoding.kind:
-                raise DareError(
-                    f"{each.name!r} is in {info.encoding.kind}, which cannot be packed",
-                    "merge it as it is",
-                )
+        encodings = (info.encoding.kind for info in each.tensors.values())
+        if encoding := next(filter(None, encodings), None):
+            raise DareError(
+                f"{each.name!r} is in {encoding}, which cannot be packed", "merge it as it is"
+            )
 
 
 class Packer(JobWorker):
@@ -241,16 +240,15 @@ def keep_own_tensors(plan: FilePlan, model: Checkpoint) -> FilePlan:
 
 def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) -> FilePlan:
     """Where everything goes, now that it is known how much of it there is."""
-    tensors = []
+    kept = []
     described = {}
-    offset = 0
     for tensor in plan.tensors:
         [(_, theirs)] = tensor.finetuned
-        output = TensorInfo(theirs.dtype, theirs.shape, offset)
+        output = TensorInfo(theirs.dtype, theirs.shape)
         if tensor.merged:
             blocks = (*range(0, tensor.length, COUNTED_BLOCK), tensor.length)
             counts = [packer.before[tensor.name][place] for place in blocks]
-            output = TensorInfo(theirs.dtype, (counts[-1],), offset)
+            output = TensorInfo(theirs.dtype, (counts[-1],))
             described[tensor.name] = {
                 "shape": list(theirs.shape),
                 "drop_rate": float(tensor.settings.drop_rates[0]),
@@ -258,8 +256,7 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
             }
             if tensor.mask_names[0] != tensor.name:
                 described[tensor.name]["mask_name"] = tensor.mask_names[0]
-        tensors.append(dataclasses.replace(tensor, outputs={tensor.name: output}))
-        offset += output.nbytes
+        kept.append(dataclasses.replace(tensor, outputs={tensor.name: output}))
     table = {
         "version": VERSION,
         "mask": MASK_NAME,
@@ -270,15 +267,14 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     if (tied := ties_embeddings(inputs[1].config)) is not None:
         table["tie_word_embeddings"] = tied
     metadata = {"format": "pt", PACKED_KEY: json.dumps(table, separators=(",", ":"))}
-    header = header_bytes({tensor.name: tensor.output for tensor in tensors}, metadata)
     name = PACKED_FILE if plan.output.directory else plan.output.path.name
-    file = PlannedFile(name, header, len(header) + offset)
-    side = make_side_files(plan, inputs, file) if plan.output.directory else {}
+    tensors, files = assign_offsets(kept, sys.maxsize, metadata, name)
+    side = make_side_files(plan, inputs, files[0]) if plan.output.directory else {}
     copied = [name for name, content in side.items() if isinstance(content, Path)]
     return dataclasses.replace(
         plan,
         tensors=tuple(tensors),
-        files=(file,),
+        files=tuple(files),
         side=side,
         digests={name: digest_of(side[name]) for name in copied},
     )

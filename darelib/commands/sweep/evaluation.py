@@ -55,8 +55,9 @@ class Objective:
             )
         return cls(name, way == "max")
 
-    def is_better(self, one: float, other: float) -> bool:
-        return one > other if self.maximize else one < other
+    def gain(self, one: float, other: float) -> float:
+        """How much better one is than the other."""
+        return one - other if self.maximize else other - one
 
 
 def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
@@ -68,10 +69,9 @@ def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
     scores = []
     for objective in objectives:
         if objective.name not in given:
-            known = ", ".join(map(str, given)) or "nothing"
             raise EvaluationFailed(
-                f"it gives no score {objective.name!r}, but {known}; "
-                "--objective NAME:max names another"
+                f"it gives no score {objective.name!r}, but "
+                f"{', '.join(map(str, given)) or 'nothing'}; --objective NAME:max names another"
             )
         value = given[objective.name]
         value = value.item() if hasattr(value, "item") else value  # of a tensor or a NumPy number

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.commands.analyze.report import COLOURS, load_pyplot, make_label, save_figure
+from darelib.commands.analyze.report import COLOURS, load_figure, make_label, save_figure
 from darelib.commands.options import Report
 from darelib.commands.sweep.evaluation import Objective
 from darelib.config import DareConfig, is_number
@@ -107,9 +107,9 @@ class SweepReport(Report):
         return [row for row in self.rows if not any(self._beats(other, row) for other in self.rows)]
 
     def _beats(self, one: Row, other: Row) -> bool:
-        pairs = list(zip(one.scores, other.scores, self.objectives, strict=True))  # of one seed
-        is_ahead = any(each.is_better(a, b) for a, b, each in pairs)
-        return is_ahead and not any(each.is_better(b, a) for a, b, each in pairs)
+        pairs = zip(self.objectives, one.scores, other.scores, strict=True)  # of one seed
+        gains = [objective.gain(a, b) for objective, a, b in pairs]
+        return max(gains) > 0 and min(gains) >= 0
 
     @property
     def best(self) -> Row:
@@ -118,8 +118,8 @@ class SweepReport(Report):
     @property
     def average(self) -> Row | None:
         """The plain average with its best lambda."""
-        choose = max if self.objectives[0].maximize else min
-        return choose(self.averages, key=lambda row: row.scores[0], default=None)
+        gain = self.objectives[0].gain
+        return max(self.averages, key=lambda row: gain(row.scores[0], 0.0), default=None)
 
     @property
     def winner(self) -> Row:
@@ -127,8 +127,8 @@ class SweepReport(Report):
         average = self.average
         if average is None or len(self.objectives) > 1:
             return self.best
-        is_better = self.objectives[0].is_better(self.best.mean(0), average.mean(0))
-        return self.best if is_better else average
+        gain = self.objectives[0].gain(self.best.mean(0), average.mean(0))
+        return self.best if gain > 0 else average
 
     @property
     def probability(self) -> float | None:
@@ -141,8 +141,7 @@ class SweepReport(Report):
         values = [each[0] for each in self.best.confirmed]
         if len(values) < 2 or not statistics.stdev(values) or self.average is None:
             return None
-        gain = statistics.fmean(values) - self.average.mean(0)
-        gain = gain if self.objectives[0].maximize else -gain
+        gain = self.objectives[0].gain(statistics.fmean(values), self.average.mean(0))
         error = statistics.stdev(values) / math.sqrt(len(values))
         finalists = sum(bool(row.confirmed) for row in self.rows)
         p = chance(abs(gain) / error, len(values) - 1)
@@ -252,19 +251,13 @@ def format_cells(
 
 def plot_sweep(report: SweepReport, path: str | Path) -> None:
     """Draw each setting against the score, the best so far and, of two scores, the Pareto front."""
-    pyplot = load_pyplot(Path(path))
+    figure_class = load_figure(Path(path))
     settings = list(dict.fromkeys(name for row in report.rows for name in row.params))
     panels = len(settings) + 1 + (len(report.objectives) > 1)
     columns = 2 if panels == 4 else min(3, panels)
     lines = math.ceil(panels / columns)
-    figure, grid = pyplot.subplots(
-        lines,
-        columns,
-        figsize=(4 * columns, 3.2 * lines),
-        layout="constrained",
-        squeeze=False,
-    )
-    axes = iter(grid.flat)
+    figure = figure_class(figsize=(4 * columns, 3.2 * lines), layout="constrained")
+    axes = iter(figure.subplots(lines, columns, squeeze=False).flat)
     for name in settings:
         rows = [row for row in report.rows if name in row.params]
         values = [row.params[name] for row in rows]
@@ -279,7 +272,7 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
     figure.suptitle(
         f"{count_of(len(report.rows), 'trial')}; dashed: the plain average with its best lambda"
     )
-    save_figure(pyplot, figure, path)
+    save_figure(figure, path)
 
 
 def _scatter(

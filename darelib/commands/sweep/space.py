@@ -265,12 +265,11 @@ class Space:
         from optuna.trial import FixedTrial
 
         points = {label: axis.points for label, axis in self._list_axes()}
-        for label, values in points.items():
-            if not values:
-                raise ConfigError(
-                    f"a grid needs values for {label}, not a range",
-                    "give a list, or the range a step",
-                )
+        if endless := next((label for label, values in points.items() if not values), None):
+            raise ConfigError(
+                f"a grid needs values for {endless}, not a range",
+                "give a list, or the range a step",
+            )
         if (size := math.prod(map(len, points.values()))) > MAX_GRID:
             raise ConfigError(
                 f"a grid of {size:,} combinations is too large", f"at most {MAX_GRID:,}; or use tpe"

@@ -37,8 +37,8 @@ def find_places(flags: Mapping[str, Any]) -> tuple[str, Path, bool, Path]:
     beside = config.parent if "config" in flags else Path()
     winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
     storage = flags.get("storage", f"sqlite:///{(beside / f'{config.stem}_sweep.db').as_posix()}")
-    study = Path(storage.removeprefix("sqlite:///"))
-    for name, other in (("configuration", config), ("study", study)):
+    used = {"configuration": config, "study": Path(storage.removeprefix("sqlite:///"))}
+    for name, other in used.items():
         if winner.resolve() == other.resolve():
             raise ConfigError(
                 f"--write-config {str(winner)!r} is the {name} itself", "choose another name"
@@ -236,12 +236,11 @@ def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]
             "models in memory need torch and safetensors", install_hint("torch")
         ) from None
     device = "cpu" if model is None else str(next(iter(model.state_dict().values())).device)
-    for each in inputs:
-        if type(each) is not Checkpoint:
-            raise DareError(
-                f"{each.name!r} is no whole model of plain weights, as is needed in memory",
-                "search in files, or merge it alone first",
-            )
+    if odd := next((each for each in inputs if type(each) is not Checkpoint), None):
+        raise DareError(
+            f"{odd.name!r} is no whole model of plain weights, as is needed in memory",
+            "search in files, or merge it alone first",
+        )
     return [
         {n: t for file in each.files for n, t in load_file(file.path, device).items()}
         for each in inputs

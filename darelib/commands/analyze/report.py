@@ -288,9 +288,8 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
             shares[power] = shares.get(power, 0.0) + 100 * count / max(model.total.parameters, 1)
         seen = [power for power, share in shares.items() if share > 0.02] or [LEAST_POWER]
         powers = range(min(seen) - 1, max(seen) + 2)
-        edges = [2.0 ** max(power, LEAST_POWER) for power in powers]
         axis.step(
-            edges,
+            [2.0 ** max(power, LEAST_POWER) for power in powers],
             [shares.get(power, 0.0) for power in powers],
             where="post",
             label=f"{make_label(model.label)} ({model.total.share_zero:.0%} unchanged)",

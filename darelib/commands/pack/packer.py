@@ -67,11 +67,10 @@ class PackReport(Report):
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        share = self.bytes_written / max(self.bytes_before, 1)
         return (
             f"packed {count_of(self.tensors, 'tensor')} into {printable(self.output)}: "
-            f"{human(self.bytes_written)}, {share:.1%} of {human(self.bytes_before)}, "
-            f"in {self.seconds:.2f} s"
+            f"{human(self.bytes_written)}, {self.bytes_written / max(self.bytes_before, 1):.1%} "
+            f"of {human(self.bytes_before)}, in {self.seconds:.2f} s"
         )
 
 
@@ -175,9 +174,8 @@ class Packer(JobWorker):
         step = min(self.plan.chunk, TUNING.job_elements)
         for tensor in self._thinned:
             starts = range(0, tensor.length, step)
-            kept = [self._kept[tensor.name, start] for start in starts]
-            sums = zip((*starts, tensor.length), accumulate(kept, initial=0), strict=True)
-            self.before[tensor.name] = dict(sums)
+            kept = accumulate((self._kept[tensor.name, start] for start in starts), initial=0)
+            self.before[tensor.name] = dict(zip((*starts, tensor.length), kept, strict=True))
 
     def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
         tensor = job.tensor

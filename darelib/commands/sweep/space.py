@@ -243,7 +243,7 @@ class Space:
     def _drops_any(self, settings: Settings) -> bool:
         rates = [settings["drop_rate"], *(rule.drop_rate or 0 for rule in self.config.typed_rules)]
         is_searched = any("drop_rate" in axes for _, axes in self.rules)
-        return is_searched or any(any(list_numbers(rate)) for rate in rates)
+        return is_searched or any(list_numbers(rates))
 
     def _fit(self, chosen: Settings, rules: list[Rule]) -> DareConfig:
         """The configuration with other settings, less what would mean nothing beside them."""
@@ -311,8 +311,7 @@ class Space:
         axis = self.axes.get("lambda_coeff")
         if isinstance(axis, Axis) and not axis.values:
             return [axis.low + k / 4 * (axis.high - axis.low) for k in range(5)]
-        values = self._list_values("lambda_coeff")
-        return [float(value) for value in values if is_number(value)] or [1.0]
+        return [*map(float, filter(is_number, self._list_values("lambda_coeff")))] or [1.0]
 
 
 def equal_lambda(config: DareConfig, count: int) -> float:

@@ -54,8 +54,7 @@ from darelib.run import load_memory
 if TYPE_CHECKING:
     import torch
 
-    from darelib.commands.analyze.plots import plot_analysis
-    from darelib.commands.analyze.report import AnalysisReport
+    from darelib.commands.analyze.report import AnalysisReport, plot_analysis
     from darelib.commands.report import Estimate, MergeReport, ModelReport, Plan
     from darelib.commands.sweep.report import SweepReport, plot_sweep
     from darelib.commands.verify import VerifyReport
@@ -75,11 +74,10 @@ def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from darelib.commands import report
-    from darelib.commands.analyze import plots
     from darelib.commands.analyze import report as analysis
     from darelib.commands.sweep import report as search
 
-    rooms = (report, verify, analysis, plots, search)
+    rooms = (report, verify, analysis, search)
     return next(getattr(room, name) for room in rooms if hasattr(room, name))
 
 

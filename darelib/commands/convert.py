@@ -9,11 +9,11 @@ import shutil
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from darelib.commands.options import Flags, MergerClass, Options, show
+from darelib.commands.options import Flags, MergerClass, Options, Report, show
 from darelib.core.text import (
     LOG,
     ConfigError,
@@ -55,7 +55,7 @@ STORED_TYPES: Final = {
 
 
 @dataclass(frozen=True)
-class ConvertReport:
+class ConvertReport(Report):
     """What a conversion did. Prints as a line; as_dict gives plain data."""
 
     output: str
@@ -64,12 +64,8 @@ class ConvertReport:
     left_out: tuple[str, ...]  # entries that are no tensors
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def __str__(self) -> str:
-        tensors = count_of(self.tensors, "tensor")
-        written = f"{tensors}, {human(self.bytes_written)}"
+        written = f"{count_of(self.tensors, 'tensor')}, {human(self.bytes_written)}"
         return f"wrote {printable(self.output)}: {written}, in {self.seconds:.2f} s"
 
 
@@ -129,8 +125,13 @@ def convert(old: str | Path, new: str | Path, *, force: bool = False) -> Convert
     write_new_file(target, (header, *map(tensor_bytes, weights.values())))
     if left_out:
         LOG.warning(f"left out what is not a tensor: {list_names(left_out)}")
-    seconds = time.perf_counter() - started
-    return ConvertReport(str(new), len(weights), size, tuple(left_out), seconds)
+    return ConvertReport(
+        output=str(new),
+        tensors=len(weights),
+        bytes_written=size,
+        left_out=tuple(left_out),
+        seconds=time.perf_counter() - started,
+    )
 
 
 def find_pickles(path: Path) -> list[Path]:
@@ -169,8 +170,9 @@ def load_pickle(path: Path) -> Any:
             # By its suffix, torch would take a path for a safetensors file.
             mapped = zipped and path.suffix != ".safetensors"
             with safe_globals([(Inert, name) for name in others]):
-                given = path if mapped else file
-                return torch.load(given, map_location="cpu", weights_only=True, mmap=mapped)
+                return torch.load(
+                    path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped
+                )
     except FileNotFoundError:
         raise DareError(
             f"there is no file {str(path)!r}", "give the file to convert first"

@@ -1,7 +1,5 @@
 """`dare.py merge`: its options, and what they ask for: a merge, a plan or a configuration."""
 
-from __future__ import annotations
-
 import re
 from typing import Final
 

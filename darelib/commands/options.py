@@ -1,23 +1,21 @@
 """What commands share: their flags, the merger that flags ask for, and how results are printed."""
 
-from __future__ import annotations
-
 import argparse
+import dataclasses
 import json
 import logging
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS
 from darelib.core.methods import METHODS
 from darelib.core.text import LOG, ConfigError
-
-if TYPE_CHECKING:
-    from darelib.requests.request import Request
+from darelib.requests.readers import load_request
+from darelib.requests.request import Request, layer_flags
 
 Options: TypeAlias = dict[str, dict[str, Any]]  # by name: what argparse's add_argument is given
 Flags: TypeAlias = dict[str, Any]  # those that a user gives, by name
@@ -217,9 +215,6 @@ class Room(Protocol):
 
 def make_merger(flags: Flags, merger_class: MergerClass) -> tuple[Merger, Request]:
     """The merger that a configuration, or the recipe of a merged model, and flags ask for."""
-    from darelib.requests.readers import load_request
-    from darelib.requests.request import Request, layer_flags
-
     path = Path(os.path.expanduser(flags.get("config", "")))
     if "config" not in flags:
         request = Request()
@@ -264,8 +259,12 @@ def merger_for(request: Request, merger_class: MergerClass) -> Merger:
     )
 
 
-class Report(Protocol):
-    def as_dict(self) -> dict[str, Any]: ...
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a command gives. Prints as text; as_dict gives plain data."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
 def show(report: Report, flags: Flags, verbose: bool) -> None:

@@ -1,15 +1,14 @@
 """What a merge will do, and what it did: plain data that prints as tables."""
 
-from __future__ import annotations
-
 import dataclasses
-import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from heapq import nlargest
+from typing import Any, Final, Self
 
+from darelib.commands.options import Report
 from darelib.config import DareConfig, Rule
 from darelib.core.drops import DROPS, EXPECTATION, NONE, RANDOM
 from darelib.core.interrupts import Interrupts
@@ -61,7 +60,7 @@ class PlannedInput:
     note: str  # such as what kind of adapter it is
 
     @classmethod
-    def of(cls, model: Checkpoint) -> PlannedInput:
+    def of(cls, model: Checkpoint) -> Self:
         stored = [info for file in model.files for info in file.tensors.values()]
         return cls(
             name=model.name,
@@ -92,7 +91,7 @@ class PlannedRule:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Report):
     """Everything that a merge will do. Prints as such; as_dict gives plain data."""
 
     output: str
@@ -120,7 +119,7 @@ class Plan:
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        data = super().as_dict()
         for rule in data["rules"]:  # their numbers as lists, too, which are easier to read out
             settings = rule["settings"]
             settings["drop_rates"] = [each["drop_rate"] for each in settings["thinnings"]]
@@ -128,10 +127,14 @@ class Plan:
         return data
 
     def __str__(self) -> str:
-        models = count_of(len(self.models) - 1, "model")
-        first = f"would merge {models} into {printable(self.output)}"
-        needs = "\n".join(f"{label:8}{words}" for label, words in self._needs())
-        return "\n\n".join([first, self._models_table(), self._how(), self._rules_table(), needs])
+        parts = [
+            f"would merge {count_of(len(self.models) - 1, 'model')} into {printable(self.output)}",
+            self._models_table(),
+            self._how(),
+            self._rules_table(),
+            "\n".join(f"{label:8}{words}" for label, words in self._needs()),
+        ]
+        return "\n\n".join(parts)
 
     def _models_table(self) -> str:
         rows = [["model", "size", "tensors", "parameters", "type"]]
@@ -139,24 +142,24 @@ class Plan:
             cells = [human(model.size), f"{model.tensors:,}", f"{model.parameters:,}"]
             rows.append([clip(model.name), *cells, model.kind])
         rows[1][-1] += ", the base"
-        notes = []
-        for i, model in enumerate(self.models[1:]):
-            odd = {
-                "lacks": self.missing_tensors[i],
-                "has more than the base:": self.extra_tensors[i],
-                f"has in other shapes ({self.config.get('mismatch')}):": self.mismatched_tensors[i],
-            }
-            for words, names in odd.items():
-                if names:
-                    notes.append(f"{clip(model.name)} {words} {count_of(len(names), 'tensor')}")
+        odd = {
+            "lacks": self.missing_tensors,
+            "has more than the base:": self.extra_tensors,
+            f"has in other shapes ({self.config.get('mismatch')}):": self.mismatched_tensors,
+        }
+        notes = [
+            f"{clip(model.name)} {words} {count_of(len(names[i]), 'tensor')}"
+            for i, model in enumerate(self.models[1:])
+            for words, names in odd.items()
+            if names[i]
+        ]
         return "\n".join([table(rows, {0, 4}), *notes])
 
     def _how(self) -> str:
         """What is the same for all tensors."""
         words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
-        for name in ("slerp_t", "threshold", "dtype", "normalize"):
-            if name in self.config:
-                words.append(f"{name} {show_setting(self.config[name])}")
+        names = [n for n in ("slerp_t", "threshold", "dtype", "normalize") if n in self.config]
+        words += [f"{name} {show_setting(self.config[name])}" for name in names]
         if "weights" in METHODS[self.config["method"]].settings:
             words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
         return "; ".join(words)
@@ -179,7 +182,7 @@ class Plan:
             yield "" if k else "write", f"{printable(file['name'])}, {human(file['size'])}"
         if len(self.files) > MAX_FILES:
             yield "", f"... and {len(self.files) - MAX_FILES:,} more"
-        names = ", ".join(printable(name) for name in self.side_files)
+        names = ", ".join(map(printable, self.side_files))
         yield from (("", line) for line in textwrap.wrap(names, LINE_WIDTH, break_on_hyphens=False))
         if self.replaces:
             yield "replace", str(self.replaces)
@@ -192,10 +195,8 @@ class Plan:
         threads = count_of(self.threads, "thread")
         work = f"to read {human(self.bytes_to_read)} and compute on {threads}"
         if self.estimate:
-            time = duration(self.estimate.seconds)
-            yield "time", f"{time} {work}, and what the disk takes to write"
-        else:
-            yield "work", work
+            work = f"{duration(self.estimate.seconds)} {work}, and what the disk takes to write"
+        yield "time" if self.estimate else "work", work
 
 
 def describe_plan(
@@ -230,7 +231,6 @@ def describe_plan(
 
 
 def estimate_time(plan: FilePlan, inputs: Sequence[Checkpoint]) -> Estimate:
-    """Run the first jobs, and conclude from their rate."""
     with Interrupts() as interrupts:
         worker = Worker.for_merge(plan, inputs, interrupts)
         size, seconds = measure_rate(plan.rounds(), worker, interrupts)
@@ -273,8 +273,7 @@ def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: 
         words.append("not rescaled" if NONE in odd else "rescaled by l1")
     if config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q:
         words.append(f"rescale_q {show_range([each.divisors for each in used])}")
-    general = config.general(len(thinnings))
-    usual = dataclasses.replace(general, lambda_coeff=1.0, keep_ratio=1.0)
+    usual = dataclasses.replace(config.general(len(thinnings)), lambda_coeff=1.0, keep_ratio=1.0)
     for name in ("lambda_coeff", "keep_ratio", "weights", "normalize", "slerp_t"):
         values = [getattr(each, name) for each in used]
         if any(value != getattr(usual, name) for value in values):
@@ -293,7 +292,6 @@ def show_range(values: Sequence[Any]) -> str:
 
 
 def show_setting(value: Any) -> str:
-    """A setting as in TOML, in words."""
     if isinstance(value, dict):
         return f"{', '.join(f'{number:g}' for number in value['gradient'])} over the layers"
     return str(value).lower()
@@ -301,13 +299,14 @@ def show_setting(value: Any) -> str:
 
 def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     """About what the process will hold: itself, what is known of the tensors, and the buffers."""
-    known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
     kinds = {look.kernel for tensor in plan.tensors for look in tensor.looks}
     buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
-    expanded = sum(model.held_bytes for model in inputs)
-    held = min(expanded, TUNING.expand_elements * 4 // plan.threads)
+    held = min(
+        sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads
+    )
     waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
-    return PROCESS_BYTES + known + plan.threads * (buffers + held + max(waiting, default=0))
+    threads = plan.threads * (buffers + held + max(waiting, default=0))
+    return PROCESS_BYTES + TENSOR_BYTES * len(plan.tensors) * len(inputs) + threads
 
 
 @dataclass(frozen=True)
@@ -329,16 +328,28 @@ class ModelReport:
     mismatched_tensors: tuple[str, ...]
 
     @property
-    def drop_rates(self) -> str:
-        """The rate that was asked for and, where rules or layers change it, what it comes to."""
+    def cells(self) -> list[str]:
+        """A line of the table.
+
+        Of drop rates, what was asked for and, where rules or layers change it, what it comes to.
+        """
         varies = abs(self.exact_drop_rate - self.drop_rate) > 1 / (1 << MASK_BITS)
         drop = f" by {self.drop}" if self.drop != RANDOM else ""
         exact = f" ({self.exact_drop_rate:.3g} in all)" if varies else ""
-        return f"{self.drop_rate:g}{drop}{exact}"
+        return [
+            printable(self.name),
+            str(self.seed),
+            f"{self.parameters:,}",
+            f"{self.drop_rate:g}{drop}{exact}",
+            f"{self.dropped_share:.3%}",
+            f"{self.mean_delta:.3g}",
+            f"{self.largest_delta:.3g}",
+            f"{self.share_above_threshold:.2%}",
+        ]
 
 
 @dataclass(frozen=True)
-class MergeReport:
+class MergeReport(Report):
     """What a merge did. Prints as a table; as_dict gives plain data."""
 
     output: str
@@ -355,36 +366,18 @@ class MergeReport:
     models: tuple[ModelReport, ...]
     warnings: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
-
     def __str__(self) -> str:
         titles = "model,seed,parameters,drop rate,dropped,mean |delta|,largest,above"
-        rows = [titles.split(",")]
-        for model in self.models:
-            rows.append(
-                [
-                    printable(model.name),
-                    str(model.seed),
-                    f"{model.parameters:,}",
-                    model.drop_rates,
-                    f"{model.dropped_share:.3%}",
-                    f"{model.mean_delta:.3g}",
-                    f"{model.largest_delta:.3g}",
-                    f"{model.share_above_threshold:.2%}",
-                ]
-            )
-        models = count_of(len(self.models), "model")
-        tensors = count_of(self.tensors, "tensor")
+        rows = [titles.split(","), *(model.cells for model in self.models)]
         copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
         moved = self.bytes_read + self.bytes_written
         rate = f" ({human(moved / self.seconds)}/s)" if moved > TUNING.least_for_rate else ""
         return (
             f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
             f"above: share of parameters with |delta| > {self.delta_threshold:g})\n"
-            f"merged {models} into {printable(self.output)}: {tensors}{copied}, "
-            f"{human(self.bytes_read)} read, {human(self.bytes_written)} written "
-            f"in {self.seconds:.2f} s{rate}"
+            f"merged {count_of(len(self.models), 'model')} into {printable(self.output)}: "
+            f"{count_of(self.tensors, 'tensor')}{copied}, {human(self.bytes_read)} read, "
+            f"{human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
         )
 
 
@@ -453,12 +446,11 @@ def find_odd_deltas(
     """What a person should know about a model, in a sentence at most."""
     name = plan.models[i]
     threshold = plan.config.delta_threshold
-    drops = {tensor.settings.thinnings[i].drop for tensor in plan.changed}
-    at_random = any(DROPS[drop].rescale == EXPECTATION for drop in drops)
+    thinnings = (tensor.settings.thinnings[i] for tensor in plan.changed)
+    at_random = any(DROPS[each.drop].rescale == EXPECTATION for each in thinnings)
     # Where nothing is dropped, nothing can be lost; drops by size tolerate large deltas.
     may_lose = at_random and total.kept < total.parameters
-    means = ((tally.mean, tensor) for tensor, tally in tallies.items())
-    large = sorted((pair for pair in means if pair[0] > threshold), reverse=True)
+    large = [(tally.mean, tensor) for tensor, tally in tallies.items() if tally.mean > threshold]
     if total.parameters and total.peak == 0:
         yield (
             f"{name} is identical to the base {plan.base}: it only dilutes an average; leave it out"
@@ -470,7 +462,7 @@ def find_odd_deltas(
             f"check that {name} was fine-tuned from it"
         )
     elif large and may_lose:
-        worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in large[:LISTED])
+        worst = ", ".join(f"{tensor!r} ({mean:.3g})" for mean, tensor in nlargest(LISTED, large))
         yield (
             f"{name} has large deltas: the mean |delta| exceeds {threshold:g} in {len(large):,} of "
             f"{len(tallies):,} tensors, and {total.above / total.parameters:.1%} of its parameters "

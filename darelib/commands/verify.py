@@ -6,16 +6,17 @@ import dataclasses
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from darelib.commands.options import (
     MODELS,
     Flags,
     MergerClass,
     Options,
+    Report,
     list_models,
     merger_for,
     show,
@@ -46,7 +47,7 @@ OPTIONS: Final[Options] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class VerifyReport:
+class VerifyReport(Report):
     """A merged model that is, byte for byte, what its recipe makes. Prints as a line."""
 
     output: str
@@ -54,14 +55,10 @@ class VerifyReport:
     bytes_compared: int
     seconds: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def __str__(self) -> str:
-        compared = f"{self.tensors:,} tensors, {human(self.bytes_compared)}"
         return (
-            f"verified {printable(self.output)}: {compared}, "
-            f"are what the recipe makes, in {self.seconds:.2f} s"
+            f"verified {printable(self.output)}: {self.tensors:,} tensors, "
+            f"{human(self.bytes_compared)}, are what the recipe makes, in {self.seconds:.2f} s"
         )
 
 
@@ -73,13 +70,16 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
         raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
     path = Path(os.path.expanduser(flags["path"]))
     request = read_recipe(path)
-    # Files besides the tensors are held to their digests, whatever they were made from.
-    united = request.tokenizer and request.tokenizer.name == UNION
-    tokenizer = request.tokenizer if united else None
-    request = dataclasses.replace(request, tokenizer=tokenizer, chat_template=None)
-    request = locate_inputs(request, list_models(flags), path)
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
-    merger = merger_for(dataclasses.replace(request, dare=request.dare | own), merger_class)
+    united = request.tokenizer and request.tokenizer.name == UNION
+    # Files besides the tensors are held to their digests, whatever they were made from.
+    request = dataclasses.replace(
+        request,
+        dare=request.dare | own,
+        tokenizer=request.tokenizer if united else None,
+        chat_template=None,
+    )
+    merger = merger_for(locate_inputs(request, list_models(flags), path), merger_class)
     merger.version = request.version
     show(merger.verify(path), flags, merger.config.verbose)
 
@@ -89,7 +89,9 @@ def compare_output(plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Int
     from darelib.run.threads import run_rounds
     from darelib.run.worker import Worker
 
-    with closing(Comparison(plan)) as comparison:
+    with Comparison(plan) as comparison:
+        for file in plan.files:
+            comparison.open_file(file)
         comparison.check_side_files()
         worker = Worker.for_merge(plan, inputs, interrupts)
         with progress("verifying", plan.bytes_to_read, plan.config.verbose) as advance:
@@ -102,25 +104,20 @@ def compare_output(plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Int
             )
 
 
-class Comparison:
+class Comparison(ExitStack):
     """An output that exists already: what jobs write to it is compared."""
 
     def __init__(self, plan: FilePlan) -> None:
+        super().__init__()
         self.plan = plan
         self.folder = plan.output.path if plan.output.directory else plan.output.path.parent
         self.files: list[BufferedReader] = []
         self._buffers = threading.local()
-        try:
-            for file in plan.files:
-                self._open(file)
-        except BaseException:
-            self.close()
-            raise
 
-    def _open(self, planned: PlannedFile) -> None:
+    def open_file(self, planned: PlannedFile) -> None:
         path = self.folder / planned.name
         try:
-            file = open_regular(path)
+            file = self.enter_context(open_regular(path))
         except FileNotFoundError:
             raise self._differs(f"{planned.name!r} is not there") from None
         except OSError as error:
@@ -144,8 +141,8 @@ class Comparison:
         check_seal(self.folder)
         paths = {as_text(name): self.folder / name for name in list_files(self.folder)}
         digests = read_digests(self.folder)
-        compared = {file.name for file in self.plan.files}  # by their headers and tensors
-        for name in sorted(digests.keys() - compared):
+        # The files of tensors are compared by their headers and tensors.
+        for name in sorted(digests.keys() - {file.name for file in self.plan.files}):
             digest = file_sha256(paths[name]) if name in paths else ""
             if digest != digests[name]:
                 raise self._differs(f"{name!r} {'differs' if digest else 'cannot be read'}")
@@ -159,8 +156,9 @@ class Comparison:
         try:
             done = read_at(self.files[file].fileno(), stored, offset)
         except OSError as error:
-            name = str(self.files[file].name)
-            raise explain_os_error(error, name, "check the disk that it is on") from None
+            raise explain_os_error(
+                error, str(self.files[file].name), "check the disk that it is on"
+            ) from None
         if done < len(stored):
             raise self._differs(f"{self.plan.files[file].name!r} became shorter while it was read")
         differs = np.frombuffer(stored, np.uint8) != np.frombuffer(view, np.uint8)
@@ -184,7 +182,3 @@ class Comparison:
             f"{self.plan.output.name!r} is not what its recipe makes: {how}",
             "it was damaged or changed after it was merged, or the inputs were; merge again",
         )
-
-    def close(self) -> None:
-        for file in self.files:
-            file.close()

@@ -1,7 +1,5 @@
 """`dare.py analyze`: its options, and what they ask for: what models are like."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from darelib.commands.options import (
@@ -28,8 +26,7 @@ OPTIONS: Final[Options] = {
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     merger, request = make_merger(flags, merger_class)
-    from darelib.commands.analyze.files import check_places, write_suggestion
-    from darelib.commands.analyze.plots import plot_analysis
+    from darelib.commands.analyze.report import check_places, plot_analysis, write_suggestion
 
     plot = flags.get("plot")
     suggestion = flags.get("write_config")

@@ -1,18 +1,16 @@
 """What the figures of an analysis say about how to merge: advice, each with its figure."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from glob import escape
 from itertools import combinations
 from typing import Any, Final, NamedTuple
 
-from darelib.commands.analyze.figures import DeltaStats, ModelAnalysis, PairAnalysis
-from darelib.commands.analyze.measure import kind_of
+from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
 from darelib.config import DareConfig, Rule, as_toml
 from darelib.core.drops import EXPECTATION, RANDOM
 from darelib.core.gradients import Gradient
@@ -134,16 +132,17 @@ class Evidence:
         self.conflict = max((pair.weighted_sign_conflict for pair in pairs), default=0.0)
         self.several = sum(model.total.largest > 0 for model in models) > 1
         self.levels = [find_level(model.total, self.threshold) for model in models]
-        levels = zip(self.levels, models, strict=True)
-        self.rates = [DROP_RATES[level][0][model.adapter] for level, model in levels]
+        self.rates = [
+            DROP_RATES[level][0][model.adapter]
+            for level, model in zip(self.levels, models, strict=True)
+        ]
         # What is packed cannot be merged at a lower drop rate.
         self.least_rates = [0.0] * len(models)
         for tensor in task.tensors:
             for i, info in tensor.finetuned:
                 self.least_rates[i] = max(self.least_rates[i], info.drop_rate)
-        self.start_rates = self.least_rates
-        if not self.several:
-            self.start_rates = [*map(max, self.rates, self.least_rates)]
+        usable = [*map(max, self.rates, self.least_rates)]
+        self.start_rates = self.least_rates if self.several else usable
         self.tensor_rules = tuple(find_tensor_rules(self)) if any(self.rates) else ()
         scopes: tuple[DareConfig | Rule, ...] = (self.config, *self.config.typed_rules)
         self.weighted = any(scope.weights for scope in scopes)
@@ -157,7 +156,6 @@ class Evidence:
 
 
 def find_level(total: DeltaStats, threshold: float) -> str:
-    """How large a model's deltas are."""
     if total.mean > threshold:
         return "huge" if total.mean > HUGE_RATIO * threshold else "large"
     return "tailed" if total.share_above_threshold > TAIL_SHARE else "small"
@@ -182,7 +180,6 @@ def is_faint(model: ModelAnalysis) -> bool:
 
 
 def change_the_same(models: Sequence[ModelAnalysis], pair: PairAnalysis) -> bool:
-    """Whether two models change mostly the same entries."""
     one, other = ({stats.name: stats.parameters for stats in model.tensors} for model in models)
     both = pair.share_both * sum(count for name, count in one.items() if name in other)
     changed = [(1 - model.total.share_zero) * model.total.parameters for model in models]
@@ -210,17 +207,16 @@ def find_hot_layers(evidence: Evidence) -> dict[str, float]:
 
 
 def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
-    vectors = evidence.vectors
     matrices = evidence.matrices
-    if vectors:
-        count = count_of(len(vectors), "tensor")
+    if evidence.vectors:
         yield TensorRule(
             verdict="vectors",
             title="norms and biases",
-            text=f"nothing of norms and biases should be dropped: they are {count} of one "
-            "dimension, with too few values for what is dropped to average out",
+            text="nothing of norms and biases should be dropped: they are "
+            f"{count_of(len(evidence.vectors), 'tensor')} of one dimension, with too few values "
+            "for what is dropped to average out",
             rate=lambda rate: 0.0,
-            match=lambda: make_patterns(vectors, matrices),
+            match=lambda: make_patterns(evidence.vectors, matrices),
         )
     if embeddings := [name for name in matrices if kind_of(name) == "embedding"]:
         zero, label = max(
@@ -229,13 +225,13 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
             for stats in model.kinds
             if stats.name == "embedding" and model.total.largest
         )
-        count = count_of(len(embeddings), "tensor")
         rest = f"; {zero:.1%} of those of {label} are unchanged, so the rest carries everything"
         yield TensorRule(
             verdict="embeddings",
             title="embeddings",
-            text=f"less of the embeddings should be dropped ({count}): a token's row is all that "
-            f"the model knows of it{rest if 0 < zero < 1 else ''}",
+            text="less of the embeddings should be dropped "
+            f"({count_of(len(embeddings), 'tensor')}): a token's row is all that the model knows "
+            f"of it{rest if 0 < zero < 1 else ''}",
             rate=lambda rate: round(max(0.0, rate - 0.2), 2),
             match=lambda: make_patterns(embeddings, set(matrices) - set(embeddings)),
         )
@@ -254,14 +250,16 @@ def find_tensor_rules(evidence: Evidence) -> Iterator[TensorRule]:
 def advise_on_base(evidence: Evidence) -> Iterator[Advice]:
     for model in evidence.models:
         norm = model.total.relative_norm
-        doubts = bisect_left((RELATED_NORM, UNRELATED_NORM), norm)
-        verdict = ("right", "doubtful", "wrong")[doubts]
+        verdict = ("right", "doubtful", "wrong")[bisect_left((RELATED_NORM, UNRELATED_NORM), norm)]
         if model.adapter:
             verdict = "unknown"
         if not model.total.largest:
             verdict = "identical"
-        figure = f"its delta is {norm:.2%} of the weights by norm"
-        text = BASE_TEXTS[verdict].format(base=evidence.base, model=model.label, figure=figure)
+        text = BASE_TEXTS[verdict].format(
+            base=evidence.base,
+            model=model.label,
+            figure=f"its delta is {norm:.2%} of the weights by norm",
+        )
         yield Advice("base", verdict, model.label, text)
 
 
@@ -276,8 +274,8 @@ def advise_on_rates(evidence: Evidence) -> Iterator[Advice]:
             threshold=threshold,
         )
         what = "a LoRA adapter, which has less to spare: " if model.adapter and rate else ""
+        text = f"{model.label} tolerates a drop rate of {rate:g}: {what}{reason}"
         if total.largest:
-            text = f"{model.label} tolerates a drop rate of {rate:g}: {what}{reason}"
             yield Advice("drop_rate", level, model.label, text)
 
 
@@ -292,12 +290,14 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
     most = "up to " if len(evidence.models) > 2 else ""
     opposed = evidence.cosine < OPPOSED_COSINE
     reason = METHOD_REASONS[evidence.reason].format(least=TensorSettings.threshold)
-    text = (
+    yield Advice(
+        "method",
+        evidence.method,
+        None,
         f"method {evidence.method}: {reason}; signs conflict in {most}{evidence.conflict:.1%} of "
         f"what both change, by magnitude; cosine {evidence.cosine:.2f}"
-        f"{', so much cancels, whatever the method' if opposed else ''}"
+        f"{', so much cancels, whatever the method' if opposed else ''}",
     )
-    yield Advice("method", evidence.method, None, text)
     if not any(evidence.start_rates):
         yield Advice("start", "whole", None, WHOLE_TEXT)
     if evidence.scales:
@@ -305,25 +305,22 @@ def advise_on_choices(evidence: Evidence) -> Iterator[Advice]:
 
 
 def advise_on_balance(evidence: Evidence) -> Iterator[Advice]:
-    norms = [(model.total.relative_norm, model.label) for model in evidence.models]
-    norms = [pair for pair in norms if pair[0]]
-    least, small = min(norms, default=(0.0, ""))
-    most, large = max(norms, default=(0.0, ""))
-    if most > 3 * least:
-        ratio = f"{most / least:.1f}"
-        text = f"the delta of {large} is {ratio} times that of {small}; weights can balance them"
-        yield Advice("balance", "uneven", None, text)
+    changed = [model for model in evidence.models if model.total.relative_norm]
+    norms = sorted((model.total.relative_norm, model.label) for model in changed)
+    if norms and norms[-1][0] > 3 * norms[0][0]:
+        least, small = norms[0]
+        most, large = norms[-1]
+        text = f"the delta of {large} is {most / least:.1f} times that of {small}"
+        yield Advice("balance", "uneven", None, f"{text}; weights can balance them")
 
 
 RULES: Final = (advise_on_base, advise_on_rates, advise_on_choices, advise_on_balance)
 
 
 def judge_confidence(evidence: Evidence) -> str:
-    doubts = [*find_doubts(evidence)]
-    if not doubts:
-        return "How sure: fairly; but only an evaluation can tell (dare.py sweep)."
-    reasons = ", and ".join(doubts)
-    return f"How sure: not very, because {reasons}. Let an evaluation decide (dare.py sweep)."
+    if doubts := ", and ".join(find_doubts(evidence)):
+        return f"How sure: not very, because {doubts}. Let an evaluation decide (dare.py sweep)."
+    return "How sure: fairly; but only an evaluation can tell (dare.py sweep)."
 
 
 def find_doubts(evidence: Evidence) -> Iterator[str]:
@@ -332,15 +329,16 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
         yield "a base is in doubt, and with it all the rest"
     if evidence.several:
         if not evidence.alike:
-            how = "from one another or from the base"
-            yield f"fine-tunes that differ as much, {how}, were not tried"
+            yield (
+                "fine-tunes that differ as much, from one another or from the base, were not tried"
+            )
         if evidence.parameters > LARGEST_TRIED:
             yield f"what to begin with was tried on models of up to {LARGEST_TRIED:,} parameters"
         return
     for model in evidence.models:
-        mean = model.total.mean / evidence.threshold
-        tail = model.total.share_above_threshold / TAIL_SHARE
-        if any(2 / 3 < ratio < 3 / 2 for ratio in (mean, tail)):
+        total = model.total
+        ratios = (total.mean / evidence.threshold, total.share_above_threshold / TAIL_SHARE)
+        if any(2 / 3 < ratio < 3 / 2 for ratio in ratios):
             yield f"the deltas of {model.label} are close to where the advice changes"
     if evidence.parameters < TUNING.small_model:
         yield (
@@ -373,15 +371,14 @@ def suggest(evidence: Evidence) -> str:
         if rates != evidence.start_rates:
             rules.append((found.title, {"match": found.match(), "drop_rate": compact(rates)}))
     texts = [f"\n[[rules]]  # {title}\n{tomli_w.dumps(table)}" for title, table in rules]
-    return tomli_w.dumps({"dare": dare}) + "".join(texts)
+    return "".join([tomli_w.dumps({"dare": dare}), *texts])
 
 
 def keep_rule(evidence: Evidence, rule: Rule) -> dict[str, Any]:
     """What stays of a rule of the user's; not its rescale_q, which was for another drop rate."""
     drop = evidence.config.drop if rule.drop is None else rule.drop
-    keys = ["match", "lambda_coeff"]
-    if drop == RANDOM and not evidence.several:
-        keys.append("drop_rate")
+    rate = () if drop != RANDOM or evidence.several else ("drop_rate",)
+    keys = ("match", "lambda_coeff", *rate)
     kept = {key: value for key, value in rule.as_table().items() if key in keys}
     weights = keep_weights(evidence, rule)
     return kept | {key: as_toml(value) for key, value in weights.items() if value is not None}
@@ -409,8 +406,3 @@ def make_patterns(names: Sequence[str], others: Collection[str]) -> list[str]:
     wide = {pattern for pattern in numbered if fnmatch.filter(others, pattern)}
     exact = (escape(name) if pattern in wide else pattern for name, pattern in starred.items())
     return list(dict.fromkeys(exact))
-
-
-def escape(name: str) -> str:
-    """A name as a pattern that matches it alone."""
-    return re.sub(r"([*?[])", r"[\1]", name)

@@ -1,11 +1,11 @@
-"""The measurement: sums over the deltas of jobs, tensors, groups of tensors and pairs of models."""
-
-from __future__ import annotations
+"""The measurement: sums over the deltas of jobs, tensors, groups of tensors and pairs of models,
+and the figures that come of them, as plain data.
+"""
 
 import math
 import re
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations, product
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.commands.analyze.figures import DeltaStats, ModelAnalysis, PairAnalysis
 from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
@@ -72,6 +71,57 @@ PAIR_SUMS: Final = ("product", "opposed", "both", "opposed_size", "both_size")
 Group: TypeAlias = tuple[str | None, str | None]
 
 
+@dataclass(frozen=True, slots=True)  # there may be very many
+class DeltaStats:
+    """What one model changed in some tensors. Percentiles come from counts by size: within 3.1%."""
+
+    name: str
+    tensors: int
+    parameters: int
+    share_zero: float
+    mean: float  # of |delta|, as all up to the percentiles
+    standard_deviation: float
+    largest: float
+    p50: float
+    p95: float
+    p99: float
+    share_above_threshold: float
+    share_below_1_percent: float  # of the largest
+    relative_norm: float  # |delta| / |weights|
+    relative_noise: float  # what dropping is expected to add, / |weights|
+
+
+@dataclass(frozen=True)
+class ModelAnalysis:
+    """What one model changed: in all, by layer, by kind of tensor, and tensor by tensor."""
+
+    name: str
+    label: str  # a shorter name
+    adapter: bool
+    drop_rate: float  # as it is set now, rules apart
+    drop: str
+    # Of dropping at that rate, / |delta|: sqrt(p / (1 - p)) where it is rescaled.
+    expected_noise: float
+    total: DeltaStats
+    kinds: tuple[DeltaStats, ...]
+    layers: tuple[DeltaStats, ...]
+    cells: Mapping[str, Mapping[str, float]]  # mean |delta| by layer and kind
+    # Where a bin of |delta| begins, and how many are in it; zeros apart.
+    histogram: tuple[tuple[float, int], ...]
+    tensors: tuple[DeltaStats, ...]
+
+
+@dataclass(frozen=True)
+class PairAnalysis:
+    """How two models' changes relate to one another."""
+
+    models: tuple[str, str]
+    cosine: float  # of their task vectors
+    share_both: float  # of the parameters, that both change
+    sign_conflict: float  # of those, the share that they change in opposite directions
+    weighted_sign_conflict: float  # the same, each counted by how much they change it
+
+
 def kind_of(name: str) -> str:
     return next(kind for kind, pattern in KINDS.items() if pattern.search(name[-SEARCHED:]))
 
@@ -104,21 +154,6 @@ def noise_of(settings: TensorSettings, model: int) -> float:
     kept = thinning.keep_rate
     divisor = thinning.divisor if thinning.drop == RANDOM and thinning.rescale != L1 else kept
     return math.sqrt(kept * (1 / divisor - 1) ** 2 + 1 - kept)
-
-
-def measure_deltas(
-    task: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
-) -> Findings:
-    """Look once at every tensor that some model changes."""
-    findings = Findings(task)
-    passes = {tensor.name: [(MeasureLook(tensor, findings), 0)] for tensor in task.changed}
-    worker = Worker(task, inputs, passes, (), interrupts)
-    jobs = task.jobs(task.changed, look_pass=0)
-    with progress("analyzing", findings.bytes_read, task.config.verbose) as advance:
-        run_rounds(
-            [jobs], worker, lambda *_: None, lambda job, _: advance(job.bytes_read), interrupts
-        )
-    return findings
 
 
 class Deltas(NamedTuple):
@@ -155,7 +190,7 @@ class Deltas(NamedTuple):
             p95=self._percentile(0.95, ranks),
             p99=self._percentile(0.99, ranks),
             share_above_threshold=self.above / count,
-            share_below_1_percent=self._share_below(self.peak / 100, counts),
+            share_below_1_percent=self._share_below(self.peak / 100, ranks),
             relative_norm=math.sqrt(self.squares) / weights,
             relative_noise=math.sqrt(self.noise_squares) / weights,
         )
@@ -168,17 +203,100 @@ class Deltas(NamedTuple):
         place = int(np.searchsorted(ranks, rank))
         return min(math.sqrt(EDGES[place] * EDGES[place + 1]), self.peak)
 
-    def _share_below(self, limit: float, counts: NDArray[np.int64]) -> float:
+    def _share_below(self, limit: float, ranks: NDArray[np.int64]) -> float:
         """The share whose |delta| is below a limit; within the limit's bin, in proportion."""
-        if not limit:
-            return 0.0
-        place = min(max(bisect_right(EDGES, float(np.float32(limit))) - 1, 0), BINS - 1)
-        low, high = EDGES[place : place + 2]
-        # Zeros are counted in the first bin.
-        below = int(counts[:place].sum()) if place else self.zeros
-        inside = int(counts[: place + 1].sum()) - below
-        part = min(max((limit - low) / (high - low), 0.0), 1.0)
-        return (below + part * inside) / max(self.parameters, 1)
+        # Zeros, which are counted in the first bin, are below its start.
+        below = float(np.interp(limit, EDGES, [self.zeros, *ranks])) if limit else 0.0
+        return below / max(self.parameters, 1)
+
+
+class Findings:
+    """What an analysis has found so far. Sums over tensors are made last, in their order."""
+
+    def __init__(self, task: MergePlan) -> None:
+        self.task = task
+        self.bytes_read = sum(tensor.bytes_read for tensor in task.changed)
+        self._tensors: list[dict[str, tuple[Deltas, DeltaStats]]] = [{} for _ in task.models]
+        # Counts by size are kept for groups of tensors only: there may be very many tensors.
+        self._counts: list[dict[Group, NDArray[np.int64]]] = [
+            {(None, None): np.zeros(BINS, np.int64)} for _ in task.models
+        ]
+        # By tensor: the models that have it; what compare_pair wants of any two of them, and of
+        # each pair, in columns.
+        self.pairs: dict[str, tuple[list[int], NDArray[Any]]] = {}
+
+    def add_deltas(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
+        self._tensors[model][name] = deltas, deltas.describe(name, counts)
+        for group in groups_of(name)[1:]:
+            self._counts[model][group] = self._counts[model].get(group, 0) + counts
+
+    def describe_model(self, model: int, label: str, is_adapter: bool) -> ModelAnalysis:
+        settings = self.task.config.general(len(self.task.models))
+        counts = self._counts[model]
+        found = self._tensors[model]
+        names = [tensor.name for tensor in self.task.changed if tensor.name in found]
+        groups: dict[Group, list[Deltas]] = {(None, None): []}
+        for name in names:
+            for group in groups_of(name):
+                groups.setdefault(group, []).append(found[name][0])
+        sums = {group: sum_fields([Deltas(), *parts]) for group, parts in groups.items()}
+        cells: dict[str, dict[str, float]] = {}
+        for (layer, kind), total in sums.items():
+            if layer is not None and kind is not None:
+                cells.setdefault(layer, {})[kind] = total.mean
+        layers = sorted(cells, key=lambda layer: ("embedding" not in cells[layer], *natural(layer)))
+        total = sums[None, None]
+        changed = counts[None, None].copy()
+        changed[0] -= total.zeros
+        return ModelAnalysis(
+            name=self.task.models[model],
+            label=label,
+            adapter=is_adapter,
+            drop_rate=settings.drop_rates[model],
+            drop=settings.thinnings[model].drop,
+            expected_noise=noise_of(settings, model),
+            total=total.describe(label, counts[None, None]),
+            kinds=tuple(
+                sums[None, kind].describe(kind, counts[None, kind])
+                for kind in KINDS
+                if (None, kind) in sums
+            ),
+            layers=tuple(
+                sums[layer, None].describe(layer, counts[layer, None]) for layer in layers
+            ),
+            cells={layer: cells[layer] for layer in layers},
+            histogram=tuple(
+                (EDGES[k] if k else 0.0, int(changed[k])) for k in np.flatnonzero(changed)
+            ),
+            tensors=tuple(found[name][1] for name in names),
+        )
+
+    def compare(self, labels: Sequence[str]) -> tuple[tuple[PairAnalysis, ...], PairAnalysis]:
+        """Every pair of models, and any two of all of them."""
+        sums = {pair: np.zeros(len(PAIR_SUMS) + 3) for pair in combinations(range(len(labels)), 2)}
+        any_two = np.zeros(len(PAIR_SUMS) + 3)
+        for models, figures in (self.pairs[tensor.name] for tensor in self.task.changed):
+            any_two += figures[:, 0]
+            for column, pair in enumerate(combinations(models, 2), 1):
+                sums[pair] += figures[:, column]
+        pairs = (compare_pair((labels[i], labels[k]), each) for (i, k), each in sums.items())
+        return tuple(pairs), compare_pair(("", ""), any_two)
+
+
+def compare_pair(labels: tuple[str, str], figures: NDArray[np.float64]) -> PairAnalysis:
+    """figures: the sums of a pair and, of the tensors that both have, the squares of each one's
+    delta and the number of parameters.
+    """
+    product, opposed, both, opposed_size, both_size, *own = map(float, figures)
+    first, second, parameters = own
+    return PairAnalysis(
+        models=labels,
+        # A norm of 0 has no direction.
+        cosine=product / math.sqrt(first) / math.sqrt(second) if first and second else 0.0,
+        share_both=both / max(parameters, 1),
+        sign_conflict=opposed / both if both else 0.0,
+        weighted_sign_conflict=opposed_size / both_size if both_size else 0.0,
+    )
 
 
 class MeasureLook(Look):
@@ -201,9 +319,9 @@ class MeasureLook(Look):
         sums = {name: buffers.models[name][:models].astype(float) for name in MODEL_SUMS}
         sums |= {name: buffers.pairs[name][:pairs].astype(float) for name in PAIR_SUMS}
         sums["base_squares"] = buffers.tensor["base_squares"][:1].astype(float)
-        counts = buffers.counts[:models].reshape(models, LANES, BINS).sum(1, dtype=np.int64)
         self._sums[start] = sums
-        self._counts = self._counts + counts
+        counts = buffers.counts[:models].reshape(models, LANES, BINS)
+        self._counts = self._counts + counts.sum(1, dtype=np.int64)
         # Bit patterns are ordered as values.
         self._peaks = np.maximum(self._peaks, buffers.models["peak"][:models])
 
@@ -228,13 +346,12 @@ class MeasureLook(Look):
         count = min(info.count, whole)
         # Zeros pad the last tile, and stand in for what a model lacks, or what is not known of it.
         surplus = whole - round(count * info.share) + -whole % TILE
-        zeros = max(0.0, zeros - surplus)
         self._counts[row, 0] = max(0, self._counts[row, 0] - surplus)
         part = 1 / (info.share or 1.0)  # what is found in a sample stands for so much
         deltas = Deltas(
             tensors=1,
             parameters=count * bool(info.share),
-            zeros=round(zeros * part),
+            zeros=round(max(0.0, zeros - surplus) * part),
             above=round(above * part),
             size=size * part,
             squares=squares * part,
@@ -267,92 +384,18 @@ class MeasureLook(Look):
         )
 
 
-class Findings:
-    """What an analysis has found so far. Sums over tensors are made last, in their order."""
-
-    def __init__(self, task: MergePlan) -> None:
-        self.task = task
-        self.bytes_read = sum(tensor.bytes_read for tensor in task.changed)
-        self._deltas: list[dict[str, Deltas]] = [{} for _ in task.models]  # by tensor
-        self._stats: list[dict[str, DeltaStats]] = [{} for _ in task.models]
-        # Counts by size are kept for groups of tensors only: there may be very many tensors.
-        self._counts: list[dict[Group, NDArray[np.int64]]] = [
-            {(None, None): np.zeros(BINS, np.int64)} for _ in task.models
-        ]
-        # By tensor: the models that have it; what compare_pair wants of any two of them, and of
-        # each pair, in columns.
-        self.pairs: dict[str, tuple[list[int], NDArray[Any]]] = {}
-
-    def add_deltas(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
-        self._deltas[model][name] = deltas
-        self._stats[model][name] = deltas.describe(name, counts)
-        for group in groups_of(name)[1:]:
-            self._counts[model][group] = self._counts[model].get(group, 0) + counts
-
-    def describe_model(self, model: int, label: str, is_adapter: bool) -> ModelAnalysis:
-        settings = self.task.config.general(len(self.task.models))
-        deltas = self._deltas[model]
-        counts = self._counts[model]
-        names = [tensor.name for tensor in self.task.changed if tensor.name in deltas]
-        groups: dict[Group, list[Deltas]] = {(None, None): []}
-        for name in names:
-            for group in groups_of(name):
-                groups.setdefault(group, []).append(deltas[name])
-        sums = {group: sum_fields([Deltas(), *parts]) for group, parts in groups.items()}
-        cells: dict[str, dict[str, float]] = {}
-        for (layer, kind), total in sums.items():
-            if layer is not None and kind is not None:
-                cells.setdefault(layer, {})[kind] = total.mean
-        layers = sorted(cells, key=lambda layer: ("embedding" not in cells[layer], *natural(layer)))
-        total = sums[None, None]
-        changed = counts[None, None].copy()
-        changed[0] -= total.zeros
-        starts = [0.0, *EDGES[1:]]
-        return ModelAnalysis(
-            name=self.task.models[model],
-            label=label,
-            adapter=is_adapter,
-            drop_rate=settings.drop_rates[model],
-            drop=settings.thinnings[model].drop,
-            expected_noise=noise_of(settings, model),
-            total=total.describe(label, counts[None, None]),
-            kinds=tuple(
-                sums[None, kind].describe(kind, counts[None, kind])
-                for kind in KINDS
-                if (None, kind) in sums
-            ),
-            layers=tuple(
-                sums[layer, None].describe(layer, counts[layer, None]) for layer in layers
-            ),
-            cells={layer: cells[layer] for layer in layers},
-            histogram=tuple((starts[k], int(changed[k])) for k in np.flatnonzero(changed)),
-            tensors=tuple(self._stats[model][name] for name in names),
+def measure_deltas(
+    task: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
+) -> Findings:
+    """Look once at every tensor that some model changes."""
+    findings = Findings(task)
+    passes = {tensor.name: [(MeasureLook(tensor, findings), 0)] for tensor in task.changed}
+    with progress("analyzing", findings.bytes_read, task.config.verbose) as advance:
+        run_rounds(
+            [task.jobs(task.changed, look_pass=0)],
+            Worker(task, inputs, passes, (), interrupts),
+            lambda *_: None,
+            lambda job, _: advance(job.bytes_read),
+            interrupts,
         )
-
-    def compare(self, labels: Sequence[str]) -> tuple[tuple[PairAnalysis, ...], PairAnalysis]:
-        """Every pair of models, and any two of all of them."""
-        sums = {pair: np.zeros(len(PAIR_SUMS) + 3) for pair in combinations(range(len(labels)), 2)}
-        any_two = np.zeros(len(PAIR_SUMS) + 3)
-        for models, figures in (self.pairs[tensor.name] for tensor in self.task.changed):
-            any_two += figures[:, 0]
-            for column, pair in enumerate(combinations(models, 2), 1):
-                sums[pair] += figures[:, column]
-        pairs = (compare_pair((labels[i], labels[k]), each) for (i, k), each in sums.items())
-        return tuple(pairs), compare_pair(("", ""), any_two)
-
-
-def compare_pair(labels: tuple[str, str], figures: NDArray[np.float64]) -> PairAnalysis:
-    """figures: the sums of a pair and, of the tensors that both have, the squares of each one's
-    delta and the number of parameters.
-    """
-    product, opposed, both, opposed_size, both_size, *own = map(float, figures)
-    first, second, parameters = own
-    # A norm of 0 has no direction.
-    cosine = product / math.sqrt(first) / math.sqrt(second) if first and second else 0.0
-    return PairAnalysis(
-        models=labels,
-        cosine=cosine,
-        share_both=both / max(parameters, 1),
-        sign_conflict=opposed / both if both else 0.0,
-        weighted_sign_conflict=opposed_size / both_size if both_size else 0.0,
-    )
+    return findings

@@ -1,21 +1,37 @@
-"""What an analysis gives: plain data that prints as tables."""
-
-from __future__ import annotations
+"""What an analysis gives: plain data that prints as tables, a picture, a configuration to try."""
 
 import dataclasses
-import json
+import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confidence, suggest
-from darelib.commands.analyze.figures import DeltaStats, ModelAnalysis, PairAnalysis
-from darelib.commands.analyze.measure import Findings
+from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
+from darelib.commands.options import Report
 from darelib.core.drops import RANDOM
-from darelib.core.text import human, printable, table
+from darelib.core.text import (
+    ConfigError,
+    DareError,
+    clip,
+    human,
+    install_hint,
+    printable,
+    table,
+)
 from darelib.models.checkpoint import Checkpoint
+from darelib.models.hub import download
+from darelib.models.inputs import find_files
+from darelib.models.source import Source
+from darelib.output.destination import check_apart
+from darelib.output.tokenizer import TOKENIZER_PATTERNS
 from darelib.plan.plan import MergePlan
+from darelib.requests.configfile import check_new_config, check_new_file, write_config
+from darelib.requests.request import Request
 
 # The columns of the tables: which field of DeltaStats, and its format.
 COLUMNS: Final = {
@@ -32,10 +48,17 @@ COLUMNS: Final = {
     "norm": ("relative_norm", ".2g"),
     "noise": ("relative_noise", ".2g"),
 }
+# Colours that colour-blind people can tell apart (Okabe and Ito, 2008); lines also differ in style,
+# for print. More models would not be readable.
+COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+LINES: Final = ("-", "--", "-.", ":")
+SUFFIXES: Final = (".png", ".svg", ".pdf")
+# An analysis does not tell apart what is smaller than this power of two.
+LEAST_POWER: Final = -40
 
 
-@dataclass(frozen=True)
-class AnalysisReport:
+@dataclasses.dataclass(frozen=True)
+class AnalysisReport(Report):
     """What the models are like, and what that says about how to merge them. Prints as tables."""
 
     base: str
@@ -55,10 +78,9 @@ class AnalysisReport:
     warnings: tuple[str, ...]
 
     def as_dict(self, per_tensor: bool = False) -> dict[str, Any]:
-        data: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        if not per_tensor:
-            for model in data["models"]:
-                del model["tensors"]
+        data = super().as_dict()
+        for model in () if per_tensor else data["models"]:
+            del model["tensors"]
         return data
 
     def text(self, per_tensor: bool = False) -> str:
@@ -70,25 +92,26 @@ class AnalysisReport:
         if self.pairs:
             parts.append(self._pairs())
         advice = "\n".join(f"- {printable(advice.text)}" for advice in self.advice)
-        parts.append(f"Advice\n{advice}\n{printable(self.confidence)}")
-        parts.append(f"Suggested settings\n\n{self.suggestion.rstrip()}")
         rate = human(self.bytes_read / max(self.seconds, 1e-9))
-        parts.append(f"{human(self.bytes_read)} read in {self.seconds:.2f} s, {rate}/s")
+        parts += [
+            f"Advice\n{advice}\n{printable(self.confidence)}",
+            f"Suggested settings\n\n{self.suggestion.rstrip()}",
+            f"{human(self.bytes_read)} read in {self.seconds:.2f} s, {rate}/s",
+        ]
         return "\n\n".join(parts)
 
     __str__ = text
 
     def _models(self) -> str:
-        lines = [stats_table("model", [model.total for model in self.models])]
-        lines.append(
+        lines = [
+            stats_table("model", [model.total for model in self.models]),
             f"(of |delta|; percentiles within 3.1%; above {self.delta_threshold:g}; < 1%: about "
             "what is below 1% of the largest; norm: |delta| / |weights|; noise: what dropping "
-            "adds, / |weights|)"
-        )
+            "adds, / |weights|)",
+        ]
         for model in self.models:
-            would = "is expected to"
-            if model.drop != RANDOM:
-                would = f"at random, instead of by {model.drop}, would"
+            other = f"at random, instead of by {model.drop}, would"
+            would = "is expected to" if model.drop == RANDOM else other
             lines.append(
                 f"{printable(model.label)}: dropping {model.drop_rate:g} {would} add noise of "
                 f"{model.expected_noise:.3g} times its delta, which is "
@@ -100,14 +123,16 @@ class AnalysisReport:
         rows = [["models", "cosine", "both change", "signs conflict", "by magnitude"]]
         for pair in self.pairs:
             shares = (pair.share_both, pair.sign_conflict, pair.weighted_sign_conflict)
-            names = " and ".join(printable(name) for name in pair.models)
+            names = " and ".join(map(printable, pair.models))
             rows.append([names, f"{pair.cosine:.3f}", *(f"{share:.1%}" for share in shares)])
         if len(self.models) > 2:
             chance = f"any two (by chance: {1 - 2.0 ** (1 - len(self.models)):.1%})"
             conflicts = [f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"]
             rows.append([chance, "", "", *conflicts])
-        note = "of the parameters that both change; 50% is what chance gives a pair"
-        return f"{table(rows)}\n(signs conflict: {note})"
+        return (
+            f"{table(rows)}\n(signs conflict: of the parameters that both change; 50% is what "
+            "chance gives a pair)"
+        )
 
 
 def stats_table(what: str, groups: Sequence[DeltaStats]) -> str:
@@ -155,3 +180,182 @@ def report_analysis(
         seconds=seconds,
         warnings=task.warnings,
     )
+
+
+def check_places(
+    sources: Sequence[Source], plot: Path | None, config: Path | None, force: bool
+) -> None:
+    """Refuse places where a picture or a configuration cannot be, before there is any work."""
+    if plot is not None:
+        load_figure(plot)
+        check_new_file(plot, "picture", force)
+    if config is not None:
+        check_new_config(config, force)
+    if plot and config and plot.absolute() == config.absolute():
+        raise ConfigError(
+            "the picture and the configuration have the same name", "choose another name for one"
+        )
+    new = [path for path in (plot, config) if path]
+    for source in sources if new else ():
+        _, layout = find_files(download(source))
+        used = [(source.name, place) for place in (layout.folder, *layout.files) if place]
+        for path in new:
+            check_apart(repr(str(path)), path, used)
+
+
+def write_suggestion(report: AnalysisReport, request: Request, path: Path) -> None:
+    """Write the suggested settings as a complete configuration, with the reasons in comments."""
+
+    def fetch(source: Source | None) -> Source | None:
+        return download(source, TOKENIZER_PATTERNS) if source and not source.is_word else source
+
+    assert request.base is not None
+    request = dataclasses.replace(
+        request,
+        base=download(request.base),
+        merge=tuple(map(download, request.merge)),
+        tokenizer=fetch(request.tokenizer),
+        chat_template=fetch(request.chat_template),
+    )
+    lines = [
+        "# Suggested by an analysis of the models:",
+        *(f"# - {printable(advice.text)}" for advice in report.advice),
+        f"# {printable(report.confidence)}",
+        "",
+        report.suggestion,
+    ]
+    write_config(path, "\n".join(lines), request)
+
+
+def load_figure(path: Path) -> Any:
+    """matplotlib's class for a picture at this path; to be called before any work is done for it.
+
+    Not by pyplot, which loads much more and would want a display.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(
+            f"a plot cannot be written to {str(path)!r}",
+            f"its name should end in {', '.join(SUFFIXES)}",
+        )
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"there is no directory for {str(path)!r}", "make it first")
+    try:
+        from matplotlib import figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib", install_hint("plot")) from None
+    return figure.Figure
+
+
+def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
+    """Draw |delta| by size, where in the models it is, and how the models' signs conflict."""
+    figure_class = load_figure(Path(path))
+    models = report.models[: len(COLOURS)]
+    heights = [3.2, *(0.7 + 0.27 * len(model.kinds) for model in models)]
+    figure = figure_class(figsize=(11, sum(heights) + 0.6), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
+    _plot_sizes(figure.add_subplot(grid[0, : 2 if len(models) > 1 else 3]), report, models)
+    if len(models) > 1:
+        _plot_conflicts(figure, figure.add_subplot(grid[0, 2]), report, models)
+    _plot_layers(figure, [figure.add_subplot(grid[1 + k, :]) for k in range(len(models))], models)
+    title = f"What was fine-tuned: {report.parameters:,} parameters"
+    if len(report.models) > len(models):
+        title += f" (the first {len(models)} of {len(report.models)} models)"
+    figure.suptitle(title)
+    save_figure(figure, path)
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise DareError(
+            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for the plot"
+        ) from None
+
+
+def make_label(name: str) -> str:
+    """A name that matplotlib shows as it is: no formula, and not left out of a legend."""
+    label = clip(name, 24).replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label
+
+
+def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]) -> None:
+    """Shares of the parameters by |delta|, by doublings: finer steps show how floats are stored."""
+    for k, model in enumerate(models):
+        shares: dict[int, float] = {}  # in percent, by power of two
+        for low, count in model.histogram:
+            power = math.frexp(low)[1] - 1 if low else LEAST_POWER - 1
+            shares[power] = shares.get(power, 0.0) + 100 * count / max(model.total.parameters, 1)
+        seen = [power for power, share in shares.items() if share > 0.02] or [LEAST_POWER]
+        powers = range(min(seen) - 1, max(seen) + 2)
+        axis.step(
+            [2.0 ** max(power, LEAST_POWER) for power in powers],
+            [shares.get(power, 0.0) for power in powers],
+            where="post",
+            label=f"{make_label(model.label)} ({model.total.share_zero:.0%} unchanged)",
+            color=COLOURS[k],
+            linestyle=LINES[k % len(LINES)],
+            linewidth=1.8,
+        )
+    threshold = report.delta_threshold
+    axis.axvline(threshold, color="black", linestyle=":", label=f"threshold {threshold:g}")
+    axis.set(
+        xscale="log",
+        xlabel="|delta|",
+        ylabel="% of the parameters",
+        title="How large the changes are",
+        ylim=(0, None),
+    )
+    axis.grid(alpha=0.3)
+    axis.legend(loc="upper left", fontsize=9)
+
+
+def _draw_map(axis: Any, rows: Any, style: str, **how: Any) -> Any:
+    """Draw numbers as colours and, if there is a style, in figures; what is unknown stays white."""
+    image = axis.imshow(rows, cmap="cividis", **how)
+    for (row, column), value in np.ndenumerate(rows) if style else ():
+        if not np.isnan(value):
+            colour = "white" if image.norm(value) < 0.6 else "black"
+            axis.text(column, row, style.format(value), ha="center", va="center", color=colour)
+    return image
+
+
+def _plot_conflicts(
+    figure: Any, axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysis]
+) -> None:
+    places = range(len(models))
+    labels = [make_label(model.label) for model in models]
+    shares = np.full((len(report.models), len(report.models)), math.nan)
+    for (i, k), pair in zip(combinations(range(len(report.models)), 2), report.pairs, strict=True):
+        shares[i, k] = shares[k, i] = 100 * pair.weighted_sign_conflict
+    shares = shares[: len(models), : len(models)]
+    image = _draw_map(axis, shares, "{:.0f}%", vmin=0, vmax=100)
+    axis.set_xticks(places, labels, rotation=30, ha="right", fontsize=9)
+    axis.set_yticks(places, labels, fontsize=9)
+    axis.set_title("Where both change,\nsigns conflict (by magnitude)")
+    figure.colorbar(image, ax=axis, label="% (chance: 50)", shrink=0.8)
+
+
+def _plot_layers(figure: Any, axes: Sequence[Any], models: Sequence[ModelAnalysis]) -> None:
+    """Mean |delta| by layer and kind. What a model lacks, or did not change, is left white."""
+    from matplotlib.colors import LogNorm
+
+    cells = [kinds for model in models for kinds in model.cells.values()]
+    means = [mean for kinds in cells for mean in kinds.values() if mean] or [1.0]
+    high = max(means)
+    # No wider than a factor of 1000, nor so narrow that small differences look large.
+    scale = LogNorm(min(high / 10, max(high / 1000, min(means))), high)
+    for axis, model in zip(axes, models, strict=True):
+        layers = list(model.cells) or ["nothing"]
+        kinds = [stats.name for stats in model.kinds] or ["other"]
+        columns = [model.cells.get(layer, {}) for layer in layers]
+        rows = [[column.get(kind) or math.nan for column in columns] for kind in kinds]
+        style = "{:.2g}" if len(layers) <= 12 else ""  # else there is no room for figures
+        image = _draw_map(axis, rows, style, norm=scale, aspect="auto", interpolation="nearest")
+        names = [make_label(layer.rpartition(".")[2]) for layer in layers]
+        every = -(-len(layers) // 32)
+        leaning = {} if max(map(len, names)) < 4 else {"rotation": 30, "ha": "right"}
+        axis.set_xticks(range(0, len(layers), every), names[::every], fontsize=8, **leaning)
+        axis.set_yticks(range(len(kinds)), kinds, fontsize=9)
+        axis.set_title(f"Where {make_label(model.label)} changed", fontsize=10)
+    figure.colorbar(image, ax=axes, label="mean |delta|", pad=0.01)

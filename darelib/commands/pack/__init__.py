@@ -1,7 +1,5 @@
 """`dare.py pack`: its options; what it does is in packer."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from darelib.commands.options import (
@@ -14,6 +12,8 @@ from darelib.commands.options import (
     show,
 )
 from darelib.core.text import LOG, ConfigError
+from darelib.requests.readers import load_request
+from darelib.requests.request import Request, layer_flags
 
 # Those of merge, as far as they decide what is kept, in other words.
 CHANGES: Final[Options] = {
@@ -39,8 +39,6 @@ OPTIONS: Final[Options] = {
 
 def run(flags: Flags, _: MergerClass) -> None:
     from darelib.commands.pack.packer import choose_settings, pack
-    from darelib.requests.readers import load_request
-    from darelib.requests.request import Request, layer_flags
 
     request = layer_flags(load_request(flags["config"]) if "config" in flags else Request(), flags)
     if request.base is None or not request.merge or request.output is None:

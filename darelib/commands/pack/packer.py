@@ -1,10 +1,9 @@
 """What `dare.py pack` does: of a fine-tune, it keeps the entries that a mask keeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib import __version__
+from darelib.commands.options import Report
 from darelib.config import DareConfig, Rule
 from darelib.core.drops import RANDOM
 from darelib.core.formats import FORMATS, widen
@@ -29,7 +29,6 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged, explain_read_errors, open_models
 from darelib.models.packed import COUNTED_BLOCK, PACKED_FILE, PACKED_KEY, VERSION
 from darelib.models.source import Source, recorded_name
-from darelib.models.tensorfile import header_bytes
 from darelib.models.tensors import TensorInfo
 from darelib.output.destination import (
     check_replaceable,
@@ -42,7 +41,7 @@ from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
-from darelib.plan.files import PlannedFile
+from darelib.plan.files import PlannedFile, assign_offsets
 from darelib.plan.matching import ties_embeddings
 from darelib.plan.plan import Job, check_kinds
 from darelib.plan.tensors import TensorPlan
@@ -57,7 +56,7 @@ EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x
 
 
 @dataclasses.dataclass(frozen=True)
-class PackReport:
+class PackReport(Report):
     """What a packing did. Prints as a line; as_dict gives plain data."""
 
     output: str
@@ -67,15 +66,11 @@ class PackReport:
     seconds: float
     warnings: tuple[str, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def __str__(self) -> str:
-        share = self.bytes_written / max(self.bytes_before, 1)
         return (
             f"packed {count_of(self.tensors, 'tensor')} into {printable(self.output)}: "
-            f"{human(self.bytes_written)}, {share:.1%} of {human(self.bytes_before)}, "
-            f"in {self.seconds:.2f} s"
+            f"{human(self.bytes_written)}, {self.bytes_written / max(self.bytes_before, 1):.1%} "
+            f"of {human(self.bytes_before)}, in {self.seconds:.2f} s"
         )
 
 
@@ -89,9 +84,11 @@ def choose_settings(request: Request) -> DareConfig:
         )
     used = {name: value for name, value in request.dare.items() if name in SETTINGS}
     rate = used.get("drop_rate", DareConfig.drop_rate)
-    rates = [(rule.match, rule.drop_rate) for rule in request.rules]
-    rules = tuple(Rule(match, rate if own is None else own) for match, own in rates)
-    config = DareConfig(**used, rules=rules)
+    rules = [
+        Rule(rule.match, rate if rule.drop_rate is None else rule.drop_rate)
+        for rule in request.rules
+    ]
+    config = DareConfig(**used, rules=tuple(rules))
     config.check_models(1)
     return config
 
@@ -131,9 +128,14 @@ def pack(
             output.publish(
                 plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts
             )
-        size = inputs[1].size
-    seconds = time.perf_counter() - started
-    return PackReport(str(output_file), len(plan.tensors), size, plan.size, seconds, plan.warnings)
+        return PackReport(
+            output=str(output_file),
+            tensors=len(plan.tensors),
+            bytes_before=inputs[1].size,
+            bytes_written=plan.size,
+            seconds=time.perf_counter() - started,
+            warnings=plan.warnings,
+        )
 
 
 def check_packable(inputs: Sequence[Checkpoint]) -> None:
@@ -142,12 +144,11 @@ def check_packable(inputs: Sequence[Checkpoint]) -> None:
         kind = "a LoRA adapter, which is small already" if model.partial else "packed already"
         raise DareError(f"{model.name!r} is {kind}", "merge it as it is")
     for each in inputs:
-        for info in each.tensors.values():
-            if info.encoding.kind:
-                raise DareError(
-                    f"{each.name!r} is in {info.encoding.kind}, which cannot be packed",
-                    "merge it as it is",
-                )
+        encodings = (info.encoding.kind for info in each.tensors.values())
+        if encoding := next(filter(None, encodings), None):
+            raise DareError(
+                f"{each.name!r} is in {encoding}, which cannot be packed", "merge it as it is"
+            )
 
 
 class Packer(JobWorker):
@@ -157,7 +158,7 @@ class Packer(JobWorker):
         super().__init__(plan)
         self._model = model
         self._thinned = [tensor for tensor in plan.tensors if tensor.merged]
-        specs = {pack_spec(tensor) for tensor in self._thinned}
+        specs = set(map(pack_spec, self._thinned))
         self._kernels = load_kernels(specs, plan.config.engine, interrupts)
         self._kept: dict[tuple[str, int], int] = {}  # entries of each chunk, by tensor and start
         # By tensor: the entries that are kept before each chunk, and before its end.
@@ -168,14 +169,13 @@ class Packer(JobWorker):
 
     def count_entries(self, interrupts: Interrupts) -> None:
         """Find out how many entries are kept, without reading anything."""
-        jobs = self.plan.jobs(self._thinned, look_pass=0)
-        run_rounds([jobs], self, lambda *_: None, lambda *_: None, interrupts)
+        rounds = [self.plan.jobs(self._thinned, look_pass=0)]
+        run_rounds(rounds, self, lambda *_: None, lambda *_: None, interrupts)
         step = min(self.plan.chunk, TUNING.job_elements)
         for tensor in self._thinned:
             starts = range(0, tensor.length, step)
-            kept = [self._kept[tensor.name, start] for start in starts]
-            sums = zip((*starts, tensor.length), accumulate(kept, initial=0), strict=True)
-            self.before[tensor.name] = dict(sums)
+            kept = accumulate((self._kept[tensor.name, start] for start in starts), initial=0)
+            self.before[tensor.name] = dict(zip((*starts, tensor.length), kept, strict=True))
 
     def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
         tensor = job.tensor
@@ -203,9 +203,9 @@ class Packer(JobWorker):
         bad = np.flatnonzero((raw & raw.dtype.type(EXPONENTS[dtype])) == EXPONENTS[dtype])
         if bad.size:
             value = widen(raw[bad[:1]], dtype)[0]
-            place = tensor.base.place_of(start + int(bad[0]))
             raise DareError(
-                f"{self._model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
+                f"{self._model.name!r}: tensor {tensor.name!r} holds {value} at "
+                f"{tensor.base.place_of(start + int(bad[0]))}",
                 BROKEN_HINT,
             )
 
@@ -238,16 +238,15 @@ def keep_own_tensors(plan: FilePlan, model: Checkpoint) -> FilePlan:
 
 def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) -> FilePlan:
     """Where everything goes, now that it is known how much of it there is."""
-    tensors = []
+    kept = []
     described = {}
-    offset = 0
     for tensor in plan.tensors:
         [(_, theirs)] = tensor.finetuned
-        output = TensorInfo(theirs.dtype, theirs.shape, offset)
+        output = TensorInfo(theirs.dtype, theirs.shape)
         if tensor.merged:
             blocks = (*range(0, tensor.length, COUNTED_BLOCK), tensor.length)
             counts = [packer.before[tensor.name][place] for place in blocks]
-            output = TensorInfo(theirs.dtype, (counts[-1],), offset)
+            output = TensorInfo(theirs.dtype, (counts[-1],))
             described[tensor.name] = {
                 "shape": list(theirs.shape),
                 "drop_rate": float(tensor.settings.drop_rates[0]),
@@ -255,8 +254,7 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
             }
             if tensor.mask_names[0] != tensor.name:
                 described[tensor.name]["mask_name"] = tensor.mask_names[0]
-        tensors.append(dataclasses.replace(tensor, outputs={tensor.name: output}))
-        offset += output.nbytes
+        kept.append(dataclasses.replace(tensor, outputs={tensor.name: output}))
     table = {
         "version": VERSION,
         "mask": MASK_NAME,
@@ -267,14 +265,16 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     if (tied := ties_embeddings(inputs[1].config)) is not None:
         table["tie_word_embeddings"] = tied
     metadata = {"format": "pt", PACKED_KEY: json.dumps(table, separators=(",", ":"))}
-    header = header_bytes({tensor.name: tensor.output for tensor in tensors}, metadata)
     name = PACKED_FILE if plan.output.directory else plan.output.path.name
-    file = PlannedFile(name, header, len(header) + offset)
-    side = make_side_files(plan, inputs, file) if plan.output.directory else {}
-    copied = {name: content for name, content in side.items() if isinstance(content, Path)}
-    digests = {name: digest_of(content) for name, content in copied.items()}
+    tensors, files = assign_offsets(kept, sys.maxsize, metadata, name)
+    side = make_side_files(plan, inputs, files[0]) if plan.output.directory else {}
+    copied = [name for name, content in side.items() if isinstance(content, Path)]
     return dataclasses.replace(
-        plan, tensors=tuple(tensors), files=(file,), side=side, digests=digests
+        plan,
+        tensors=tuple(tensors),
+        files=tuple(files),
+        side=side,
+        digests={name: digest_of(side[name]) for name in copied},
     )
 
 

@@ -1,10 +1,8 @@
 """`dare.py sweep`: its options, and what they ask for: settings chosen by an evaluation.
 
-space: what may be chosen; evaluation: scores; bench: where models are made; search: the trials;
-report: what was found; files: what is written besides.
+start: where models are made, and what is written; space: what may be chosen; evaluation: scores;
+search: the trials; report: what was found.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
@@ -83,9 +81,9 @@ SEARCH_OPTIONS: Final = ("trials", "search", "confirm", "study", "timeout")
 
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
-    from darelib.commands.analyze.files import check_places
-    from darelib.commands.sweep.files import find_places, write_winner
+    from darelib.commands.analyze.report import check_places
     from darelib.commands.sweep.report import plot_sweep
+    from darelib.commands.sweep.start import find_places, write_winner
     from darelib.requests.request import parse_axes
 
     merger, request = make_merger(flags, merger_class)
@@ -93,25 +91,25 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
         raise ConfigError(
             "nothing scores the models", "give --evaluate 'COMMAND {model}' or file.py:function"
         )
-    places = find_places(flags)
+    storage, winner, may_replace, folder = find_places(flags)
     plot = flags.get("plot")
-    check_places(merger.sources, plot, places.winner, places.may_replace)
+    check_places(merger.sources, plot, winner, may_replace)
     try:
         report = merger.sweep(
             flags["evaluate"],
             {**request.sweep, **parse_axes(flags.get("vary", ()))},
             in_memory="in_memory" in flags,
-            folder=places.models,
+            folder=folder,
             keep_models="keep_models" in flags,
             objectives=flags.get("objective", ["score:max"]),
-            storage=places.storage,
+            storage=storage,
             **{name: flags[name] for name in SEARCH_OPTIONS if name in flags},
         )
     except (KeyboardInterrupt, Terminated) as stopped:
         stopped.add_note(CONTINUES)
         raise
     show(report, flags, merger.config.verbose)
-    write_winner(report, request, places.winner)
+    write_winner(report, request, winner)
     if plot is not None:
         plot_sweep(report, plot)
         LOG.info(f"drew {plot}")

@@ -1,7 +1,5 @@
 """Scores: by a command that prints them, or a function that returns them."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import inspect
@@ -17,9 +15,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, Self
 
 from darelib.config import is_number
 from darelib.core.text import ConfigError, DareError
@@ -50,7 +47,7 @@ class Objective:
     maximize: bool
 
     @classmethod
-    def of(cls, text: str) -> Objective:
+    def of(cls, text: str) -> Self:
         name, _, way = str(text).rpartition(":")
         if not name or way not in ("max", "min"):
             raise ConfigError(
@@ -58,8 +55,9 @@ class Objective:
             )
         return cls(name, way == "max")
 
-    def is_better(self, one: float, other: float) -> bool:
-        return one > other if self.maximize else one < other
+    def gain(self, one: float, other: float) -> float:
+        """How much better one is than the other."""
+        return one - other if self.maximize else other - one
 
 
 def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
@@ -71,10 +69,9 @@ def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
     scores = []
     for objective in objectives:
         if objective.name not in given:
-            known = ", ".join(map(str, given)) or "nothing"
             raise EvaluationFailed(
-                f"it gives no score {objective.name!r}, but {known}; "
-                "--objective NAME:max names another"
+                f"it gives no score {objective.name!r}, but "
+                f"{', '.join(map(str, given)) or 'nothing'}; --objective NAME:max names another"
             )
         value = given[objective.name]
         value = value.item() if hasattr(value, "item") else value  # of a tensor or a NumPy number
@@ -107,7 +104,7 @@ class ShellCommand:
     timeout: float | None
 
     @classmethod
-    def of(cls, text: str, timeout: float | None) -> ShellCommand:
+    def of(cls, text: str, timeout: float | None) -> Self:
         """Split as a shell would, but run without one: no path is more than a word."""
         try:
             words = shlex.split(text, posix=os.name != "nt")
@@ -196,12 +193,11 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
         )
     sys.path.insert(0, str(place.resolve().parent))
     module_name = f"evaluation_{place.stem}"  # so that it replaces no other module
-    loader = SourceFileLoader(module_name, str(place))
-    spec = importlib.util.spec_from_loader(module_name, loader)
-    module = importlib.util.module_from_spec(cast(ModuleSpec, spec))
+    spec: Any = importlib.util.spec_from_file_location(module_name, place)  # as it ends in .py
+    module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        loader.exec_module(module)
+        spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"cannot import {path!r}: {type(error).__name__}: {error}", "run it by itself"
@@ -253,15 +249,13 @@ def digest(content: bytes) -> str:
 
 def adapt(function: Callable[..., Any]) -> Evaluate:
     """A function that needs a second argument is given the trial, to report to and be pruned."""
-    needed: list[inspect.Parameter] = []
+    needed = 1
     with suppress(ValueError, TypeError):  # of what is written in C
         parameters = inspect.signature(function).parameters.values()
-        needed = [
-            p for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty
-        ]
+        needed = sum(p.kind <= p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
 
     def call(model: Any, trial: Any) -> Any:
         with redirect_stdout(sys.stderr):  # results have stdout for themselves
-            return function(model, trial) if len(needed) > 1 else function(model)
+            return function(model, trial) if needed > 1 else function(model)
 
     return call

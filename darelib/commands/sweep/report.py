@@ -1,7 +1,5 @@
 """What a search has found: a table, whether the best is better than luck, and a picture."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -11,7 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.commands.analyze.plots import COLOURS, load_pyplot, make_label, save_figure
+from darelib.commands.analyze.report import COLOURS, load_figure, make_label, save_figure
+from darelib.commands.options import Report
 from darelib.commands.sweep.evaluation import Objective
 from darelib.config import DareConfig, is_number
 from darelib.core.text import clip, count_of, duration, printable, table
@@ -44,10 +43,11 @@ class Row:
 
 
 def name_choice(params: Mapping[str, Any]) -> str:
-    """What was chosen, in a few words."""
-    names = [SHORT_NAMES.get(name, name) for name in params]
-    values = [f"{each:.4g}" if isinstance(each, float) else str(each) for each in params.values()]
-    return ", ".join(map(" ".join, zip(names, values, strict=True)))
+    choices = []
+    for name, value in params.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        choices.append(f"{SHORT_NAMES.get(name, name)} {shown}")
+    return ", ".join(choices)
 
 
 def chance(t: float, freedom: int) -> float:
@@ -66,8 +66,8 @@ def chance(t: float, freedom: int) -> float:
     return (1 - (2 / math.pi * (angle + inside) if is_odd else inside)) / 2
 
 
-@dataclass
-class SweepReport:
+@dataclass(frozen=True)
+class SweepReport(Report):
     """All trials, and what they are compared with. Prints as a table and what to make of it."""
 
     objectives: Sequence[Objective]
@@ -91,12 +91,13 @@ class SweepReport:
         front = {row.number for row in (self.front if len(self.objectives) > 1 else self.rows)}
 
         def order(row: Row) -> tuple[bool, bool, float]:
-            shares = []
-            for k, (low, width) in enumerate(spans):
-                share = (row.mean(k) - low) / width
-                shares.append(share if self.objectives[k].maximize else 1 - share)
+            shares = [(row.mean(k) - low) / width for k, (low, width) in enumerate(spans)]
+            worst = min(
+                share if objective.maximize else 1 - share
+                for share, objective in zip(shares, self.objectives, strict=True)
+            )
             is_doubtful = is_confirmed and row.draws and not row.confirmed
-            return row.number not in front, is_doubtful, -min(shares)
+            return row.number not in front, is_doubtful, -worst
 
         return sorted(self.rows, key=order)
 
@@ -106,9 +107,9 @@ class SweepReport:
         return [row for row in self.rows if not any(self._beats(other, row) for other in self.rows)]
 
     def _beats(self, one: Row, other: Row) -> bool:
-        pairs = list(zip(one.scores, other.scores, self.objectives, strict=True))  # of one seed
-        is_ahead = any(each.is_better(a, b) for a, b, each in pairs)
-        return is_ahead and not any(each.is_better(b, a) for a, b, each in pairs)
+        pairs = zip(self.objectives, one.scores, other.scores, strict=True)  # of one seed
+        gains = [objective.gain(a, b) for objective, a, b in pairs]
+        return max(gains) > 0 and min(gains) >= 0
 
     @property
     def best(self) -> Row:
@@ -117,8 +118,8 @@ class SweepReport:
     @property
     def average(self) -> Row | None:
         """The plain average with its best lambda."""
-        choose = max if self.objectives[0].maximize else min
-        return choose(self.averages, key=lambda row: row.scores[0], default=None)
+        gain = self.objectives[0].gain
+        return max(self.averages, key=lambda row: gain(row.scores[0], 0.0), default=None)
 
     @property
     def winner(self) -> Row:
@@ -126,8 +127,8 @@ class SweepReport:
         average = self.average
         if average is None or len(self.objectives) > 1:
             return self.best
-        is_better = self.objectives[0].is_better(self.best.mean(0), average.mean(0))
-        return self.best if is_better else average
+        gain = self.objectives[0].gain(self.best.mean(0), average.mean(0))
+        return self.best if gain > 0 else average
 
     @property
     def probability(self) -> float | None:
@@ -140,8 +141,7 @@ class SweepReport:
         values = [each[0] for each in self.best.confirmed]
         if len(values) < 2 or not statistics.stdev(values) or self.average is None:
             return None
-        gain = statistics.fmean(values) - self.average.mean(0)
-        gain = gain if self.objectives[0].maximize else -gain
+        gain = self.objectives[0].gain(statistics.fmean(values), self.average.mean(0))
         error = statistics.stdev(values) / math.sqrt(len(values))
         finalists = sum(bool(row.confirmed) for row in self.rows)
         p = chance(abs(gain) / error, len(values) - 1)
@@ -153,8 +153,10 @@ class SweepReport:
             return self._front_verdict()
         best = self.best
         average = self.average
-        choice = name_choice(best.params)
-        what = f"The best merge is trial {best.number} ({choice}), with {best.mean(0):.6g}"
+        what = (
+            f"The best merge is trial {best.number} ({name_choice(best.params)}), "
+            f"with {best.mean(0):.6g}"
+        )
         if average is None:
             return (
                 f"{what}. The plain average could not be scored, "
@@ -181,37 +183,36 @@ class SweepReport:
 
     def _front_verdict(self) -> str:
         front = self.front
-        many = count_of(len(front), "trial")
         lost = sum(any(self._beats(average, row) for average in self.averages) for row in front)
         named = ", ".join(str(row.number) for row in front[:SHOWN])
-        best = f"The most balanced is trial {self.best.number} ({name_choice(self.best.params)})."
-        return f"{many} on the Pareto front ({named}), of which plain averages beat {lost}. {best}"
+        return (
+            f"{count_of(len(front), 'trial')} on the Pareto front ({named}), of which plain "
+            f"averages beat {lost}. The most balanced is trial {self.best.number} "
+            f"({name_choice(self.best.params)})."
+        )
 
     @property
     def remarks(self) -> list[str]:
-        remarks = [self.verdict]
+        remarks = [
+            self.verdict,
+            "The best of many looks better than it is: confirm it on data that was not used here.",
+        ]
         if self.failures:
             many = count_of(len(self.failures), "trial")
             number, why = self.failures[0]
-            remarks.append(f"{many} without a score; the first, trial {number}, {why}.")
-        return [
-            *remarks,
-            "The best of many looks better than it is: confirm it on data that was not used here.",
-        ]
+            remarks.insert(1, f"{many} without a score; the first, trial {number}, {why}.")
+        return remarks
 
     def as_dict(self) -> dict[str, Any]:
-        names = [objective.name for objective in self.objectives]
-
         def name_scores(scores: Sequence[float]) -> dict[str, float]:
+            names = [objective.name for objective in self.objectives]
             return dict(zip(names, scores, strict=True))
 
         def as_table(row: Row) -> dict[str, Any]:
-            return {"params": dict(row.params), "scores": name_scores(row.scores)}
+            table = {"params": dict(row.params), "scores": name_scores(row.scores)}
+            again = {"confirmed": list(map(name_scores, row.confirmed))} if row.confirmed else {}
+            return table | again
 
-        trials = [{"number": row.number} | as_table(row) for row in self.ranked]
-        for trial, row in zip(trials, self.ranked, strict=True):
-            if row.confirmed:
-                trial["confirmed"] = list(map(name_scores, row.confirmed))
         return {
             "study": self.study,
             "winner": self.winner.name,
@@ -219,7 +220,7 @@ class SweepReport:
             "p": self.probability,
             "base": name_scores(self.base),
             "plain_averages": list(map(as_table, self.averages)),
-            "trials": trials,
+            "trials": [{"number": row.number} | as_table(row) for row in self.ranked],
             "failed": [{"number": number, "why": why} for number, why in self.failures],
             "front": [row.number for row in self.front],
             "seconds": self.seconds,
@@ -235,8 +236,8 @@ class SweepReport:
         rows.append(format_cells("base", self.base))
         hidden = len(self.rows) - SHOWN
         more = f"and {hidden} more trials; " if hidden > 0 else ""
-        remarks = map(printable, self.remarks)
-        return "\n".join([table(rows), f"({more}{duration(self.seconds)})", "", *remarks])
+        last = f"({more}{duration(self.seconds)})"
+        return "\n".join([table(rows), last, "", *map(printable, self.remarks)])
 
 
 def format_cells(
@@ -250,19 +251,13 @@ def format_cells(
 
 def plot_sweep(report: SweepReport, path: str | Path) -> None:
     """Draw each setting against the score, the best so far and, of two scores, the Pareto front."""
-    pyplot = load_pyplot(Path(path))
+    figure_class = load_figure(Path(path))
     settings = list(dict.fromkeys(name for row in report.rows for name in row.params))
     panels = len(settings) + 1 + (len(report.objectives) > 1)
     columns = 2 if panels == 4 else min(3, panels)
     lines = math.ceil(panels / columns)
-    figure, grid = pyplot.subplots(
-        lines,
-        columns,
-        figsize=(4 * columns, 3.2 * lines),
-        layout="constrained",
-        squeeze=False,
-    )
-    axes = iter(grid.flat)
+    figure = figure_class(figsize=(4 * columns, 3.2 * lines), layout="constrained")
+    axes = iter(figure.subplots(lines, columns, squeeze=False).flat)
     for name in settings:
         rows = [row for row in report.rows if name in row.params]
         values = [row.params[name] for row in rows]
@@ -277,13 +272,12 @@ def plot_sweep(report: SweepReport, path: str | Path) -> None:
     figure.suptitle(
         f"{count_of(len(report.rows), 'trial')}; dashed: the plain average with its best lambda"
     )
-    save_figure(pyplot, figure, path)
+    save_figure(figure, path)
 
 
 def _scatter(
     axis: Any, report: SweepReport, values: Sequence[Any], rows: Iterable[Row], label: str
 ) -> None:
-    """Draw the first score by something."""
     axis.scatter(values, [row.scores[0] for row in rows], color=COLOURS[0], s=18)
     if report.average is not None:
         axis.axhline(report.average.mean(0), color="black", linestyle="--", linewidth=1)

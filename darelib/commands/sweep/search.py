@@ -1,7 +1,5 @@
 """The search itself, by Optuna: it chooses and remembers; here models are merged and scored."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -10,19 +8,12 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Self, TypeAlias
 
-from darelib.commands.sweep.bench import FileBench, MemoryBench
-from darelib.commands.sweep.evaluation import (
-    Evaluate,
-    EvaluationFailed,
-    Objective,
-    ShellCommand,
-    read_scores,
-)
+from darelib.commands.sweep.evaluation import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.report import Row, SweepReport, name_choice
 from darelib.commands.sweep.space import Space, draws_masks, equal_lambda, identify
 from darelib.config import DareConfig, is_count
@@ -39,9 +30,9 @@ from darelib.core.text import (
 )
 
 FACTS: Final = "what scores depend on"
-CONFIRMING: Final = (
-    "scoring the best again with fresh seeds, and the plain average with several lambdas"
-)
+# Makes the model of a configuration (None: the base), which may be kept by a name, and evaluates it
+# for a trial. What it gives is as yet unread.
+Score: TypeAlias = Callable[[DareConfig | None, Any, str], Any]
 FINALISTS: Final = 3  # how many of the best are scored again
 # A grid's trials are queued, so that nothing of them is left to chance.
 SAMPLERS: Final[dict[str, Callable[[Any, int], Any]]] = {
@@ -75,7 +66,7 @@ class Options:
     study: str | None = None  # its name; None: made from all that scores depend on
 
     @classmethod
-    def of(cls, objectives: Sequence[str] = ("score:max",), **options: Any) -> Options:
+    def of(cls, objectives: Sequence[str] = ("score:max",), **options: Any) -> Self:
         known = {field.name for field in dataclasses.fields(cls)}
         if odd := next((name for name in options if name not in known), None):
             raise ConfigError(f"a sweep has no option {odd!r}", nearest(odd, known))
@@ -119,9 +110,9 @@ def warn_once() -> Iterator[None]:
     seen: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
-        known = record.getMessage() in seen
+        known = record.levelno >= logging.WARNING and record.getMessage() in seen
         seen.add(record.getMessage())
-        return not known or record.levelno < logging.WARNING
+        return not known
 
     LOG.addFilter(is_new)
     try:
@@ -136,8 +127,8 @@ def open_study(
     """The study of all that scores depend on, or the one that the user names."""
     rules = [rule.as_table() for rule in space.config.typed_rules]
     aims = [dataclasses.astuple(objective) for objective in options.objectives]
-    choices = repr((space.axes, space.rules))
-    digest = make_digest([facts, [space.config.recipe_settings(), rules], aims, choices])
+    settings = [space.config.recipe_settings(), rules]
+    digest = make_digest([facts, settings, aims, repr((space.axes, space.rules))])
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     name = options.study or f"sweep-{make_digest([digest, label])}"
@@ -172,14 +163,14 @@ class Search:
     def __init__(
         self,
         space: Space,
-        bench: FileBench | MemoryBench,
+        evaluate: Score,
         options: Options,
         label: str,
         facts: Sequence[Any],
     ) -> None:
         """label: of the evaluation; facts: what else scores depend on, besides the settings."""
         self.space = space
-        self.bench = bench
+        self.evaluate = evaluate
         self.options = options
         self.optuna = load_optuna()
         self.states = self.optuna.trial.TrialState
@@ -188,8 +179,8 @@ class Search:
         self.failed: set[int] = set()  # the trials of this run
         if options.search == "cmaes" and space.count_ranges() < 2:
             raise ConfigError("search cmaes needs two ranges or more", "use tpe")
-        combinations = space.list_combinations() if options.search == "grid" else []
-        self.combinations = combinations[: options.trials]
+        grid = space.list_combinations() if options.search == "grid" else []
+        self.combinations = grid[: options.trials]
         self.wanted = len(self.combinations) or options.trials or 30
         self.study = open_study(self.optuna, space, options, label, facts)
         self.before = self._count_done()
@@ -199,10 +190,8 @@ class Search:
         with warn_once(), self.interrupts:
             self._score_base()
             if self.before:
-                LOG.info(
-                    f"going on with the study {self.study.study_name}: "
-                    f"{self.before} trials are done"
-                )
+                name = self.study.study_name
+                LOG.info(f"going on with the study {name}: {self.before} trials are done")
             self._queue_grid()
             if not self._is_done():
                 self._seed_sampler()
@@ -218,8 +207,7 @@ class Search:
         done = [t for t in self._trials() if t.state in through or t.number in self.failed]
         if not self.combinations:
             return len(done)
-        chosen = {identify(trial.params) for trial in done}
-        return len(chosen.intersection(map(identify, self.combinations)))
+        return len({identify(t.params) for t in done} & set(map(identify, self.combinations)))
 
     def _queue_grid(self) -> None:
         """Let Optuna hand out what is left of a grid, to this process and to others."""
@@ -258,7 +246,7 @@ class Search:
         """The scores of a merge, or of the base; whatever an evaluation raises is its failure."""
         try:
             model = f"{self.study.study_name}-{name.replace(' ', '-')}"
-            return read_scores(self.bench.score(config, trial, model), self.options.objectives)
+            return read_scores(self.evaluate(config, trial, model), self.options.objectives)
         except (DareError, self.optuna.TrialPruned):
             raise
         except (Exception, SystemExit) as error:
@@ -299,12 +287,12 @@ class Search:
         outcome = trial.user_attrs.get("why") or " ".join(f"{value:g}" for value in trial.values)
         if len(self.options.objectives) == 1 and self._trials(self.states.COMPLETE):
             outcome += f" (best {study.best_value:g})"
-        choice = clip(name_choice(trial.params), 100)
-        seconds = trial.duration.total_seconds()
         rate = (time.perf_counter() - self.started) / max(1, done - self.before)
-        left = duration(rate * (self.wanted - done))
-        level = logging.WARNING if trial.number in self.failed else logging.INFO
-        LOG.log(level, f"[{done}/{self.wanted}] {choice}: {outcome}, {seconds:.1f} s, {left} left")
+        LOG.log(
+            logging.WARNING if trial.number in self.failed else logging.INFO,
+            f"[{done}/{self.wanted}] {clip(name_choice(trial.params), 100)}: {outcome}, "
+            f"{trial.duration.total_seconds():.1f} s, {duration(rate * (self.wanted - done))} left",
+        )
         if self._is_done():
             study.stop()
         self._seed_sampler()
@@ -314,7 +302,9 @@ class Search:
         """Score the best few with fresh seeds, and the plain average with several lambdas."""
         report = self._report()
         finalists = report.ranked[:FINALISTS]
-        LOG.info(CONFIRMING)
+        LOG.info(
+            "scoring the best again with fresh seeds, and the plain average with several lambdas"
+        )
         for row in finalists:
             for k in range(1, self.options.confirm + 1 if row.draws else 1):
                 # Model i draws with seed + i, so that seeds which share no mask are as far apart
@@ -334,21 +324,20 @@ class Search:
 
     def _report(self) -> SweepReport:
         """All trials, of those that chose the same the first; nothing is confirmed yet."""
-        complete = self._trials(self.states.COMPLETE)
-        failures = [
-            (t.number, t.user_attrs["why"]) for t in self._trials() if "why" in t.user_attrs
-        ]
-        if not complete:
-            why = failures[0][1] if failures else "was stopped"
-            raise DareError(
-                f"no trial could be scored; the first {why}", "fix the evaluation or the space"
-            )
         rows: dict[frozenset[Any], Row] = {}
-        for trial in complete:
+        for trial in self._trials(self.states.COMPLETE):
             config = self.space.choose(self.optuna.trial.FixedTrial(trial.params))
             draws = draws_masks(config, self.space.count)
             row = Row(trial.number, trial.params, config, trial.values, draws)
             rows.setdefault(identify(trial.params), row)
+        failures = [
+            (t.number, t.user_attrs["why"]) for t in self._trials() if "why" in t.user_attrs
+        ]
+        if not rows:
+            why = failures[0][1] if failures else "was stopped"
+            raise DareError(
+                f"no trial could be scored; the first {why}", "fix the evaluation or the space"
+            )
         return SweepReport(
             self.options.objectives,
             list(rows.values()),
@@ -366,32 +355,6 @@ class Search:
         except DareError as error:
             LOG.warning(f"{key} could not be scored: {error}")
             return []
-
-
-def search_in_memory(
-    base: Mapping[str, Any],
-    finetuned: Sequence[Mapping[str, Any]],
-    evaluate: Evaluate,
-    space: Space,
-    how: Options,
-    model: Any,
-    label: str,
-    facts: Sequence[Any],
-) -> SweepReport:
-    """Search with state dicts. A live model holds the winner in the end, or else the base."""
-    if isinstance(evaluate, ShellCommand):
-        raise ConfigError(
-            "a command needs models in files", "give a function, or leave out --in-memory"
-        )
-    bench = MemoryBench(base, finetuned, evaluate, model, space.config.dtype)
-    try:
-        report = Search(space, bench, how, label, facts).run()
-    except BaseException:
-        with suppress(DareError):  # which is what is raised already
-            bench.leave(None)
-        raise
-    bench.leave(report.winner.config)
-    return report
 
 
 def make_digest(facts: Any) -> str:

@@ -134,8 +134,7 @@ class Space:
                 "there is nothing to search", f"say so under [sweep] or with --vary, {EXAMPLE}"
             )
         self.axes = self._parse_table(given, SWEEP_SETTINGS, "[sweep]")
-        is_list = isinstance(rules, list | tuple)
-        if not is_list or not all(isinstance(rule, Mapping) for rule in rules):
+        if not (isinstance(rules, list | tuple) and all(isinstance(r, Mapping) for r in rules)):
             raise ConfigError(
                 "[sweep] rules must be tables", "write [[sweep.rules]] on a line of its own"
             )
@@ -165,8 +164,11 @@ class Space:
             if name not in known:
                 raise ConfigError(f"{where} has no key {name!r}", nearest(name, known))
         # In the order of CHECKS, where what others depend on comes first.
-        names = [name for name in CHECKS if name in table]
-        return {name: self._parse_axis(name, table[name], f"{where} {name}") for name in names}
+        return {
+            name: self._parse_axis(name, table[name], f"{where} {name}")
+            for name in CHECKS
+            if name in table
+        }
 
     def _parse_axis(self, name: str, given: Any, where: str) -> Axis | tuple[Axis, ...]:
         if name == "weights" and is_range(given):
@@ -218,13 +220,12 @@ class Space:
             # Dividing by less than what is kept would more than undo the dropping.
             kept = 1 - min(list_numbers(settings["drop_rate"]))
             least = kept if name == "rescale_q" else -math.inf
-            named = name_axes(prefix + name, axis)
-            values = [each.suggest(trial, label, least) for label, each in named.items()]
+            named = name_axes(prefix + name, axis).items()
+            values = [each.suggest(trial, label, least) for label, each in named]
             chosen[name] = values if isinstance(axis, tuple) else values[0]
         return chosen
 
     def _matters(self, name: str, settings: Settings) -> bool:
-        """Whether a setting means anything beside the others."""
         method = METHODS[settings["method"]]
         drops = set(list_numbers(settings["drop"]))
         if name in METHOD_SETTINGS and name not in method.settings:
@@ -242,7 +243,7 @@ class Space:
     def _drops_any(self, settings: Settings) -> bool:
         rates = [settings["drop_rate"], *(rule.drop_rate or 0 for rule in self.config.typed_rules)]
         is_searched = any("drop_rate" in axes for _, axes in self.rules)
-        return is_searched or any(any(list_numbers(rate)) for rate in rates)
+        return is_searched or any(list_numbers(rates))
 
     def _fit(self, chosen: Settings, rules: list[Rule]) -> DareConfig:
         """The configuration with other settings, less what would mean nothing beside them."""
@@ -264,12 +265,11 @@ class Space:
         from optuna.trial import FixedTrial
 
         points = {label: axis.points for label, axis in self._list_axes()}
-        for label, values in points.items():
-            if not values:
-                raise ConfigError(
-                    f"a grid needs values for {label}, not a range",
-                    "give a list, or the range a step",
-                )
+        if endless := next((label for label, values in points.items() if not values), None):
+            raise ConfigError(
+                f"a grid needs values for {endless}, not a range",
+                "give a list, or the range a step",
+            )
         if (size := math.prod(map(len, points.values()))) > MAX_GRID:
             raise ConfigError(
                 f"a grid of {size:,} combinations is too large", f"at most {MAX_GRID:,}; or use tpe"
@@ -311,8 +311,7 @@ class Space:
         axis = self.axes.get("lambda_coeff")
         if isinstance(axis, Axis) and not axis.values:
             return [axis.low + k / 4 * (axis.high - axis.low) for k in range(5)]
-        values = self._list_values("lambda_coeff")
-        return [float(value) for value in values if is_number(value)] or [1.0]
+        return [*map(float, filter(is_number, self._list_values("lambda_coeff")))] or [1.0]
 
 
 def equal_lambda(config: DareConfig, count: int) -> float:

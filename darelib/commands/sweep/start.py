@@ -1,23 +1,64 @@
-"""A search from what a user asks for: merges of models that are written or in memory."""
-
-from __future__ import annotations
+"""A search from what a user asks for: where models are made and scored, as files or in memory, and
+what is written besides the study.
+"""
 
 import copy
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Final
 
 from darelib.commands.options import Merger
-from darelib.commands.sweep.bench import FileBench, load_states, prepare_folder
-from darelib.commands.sweep.evaluation import find_evaluation
+from darelib.commands.sweep.evaluation import Evaluate, ShellCommand, find_evaluation
 from darelib.commands.sweep.report import SweepReport
-from darelib.commands.sweep.search import Options, Search, search_in_memory
+from darelib.commands.sweep.search import Options, Score, Search
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
-from darelib.core.text import ConfigError
+from darelib.core.text import ConfigError, DareError, install_hint, printable
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.hub import download
 from darelib.models.inputs import check_unchanged
+from darelib.requests.configfile import format_settings, write_config
+from darelib.requests.request import Request
+from darelib.run import load_memory
+
+MARK: Final = "# Found by a sweep"
+
+
+def find_places(flags: Mapping[str, Any]) -> tuple[str, Path, bool, Path]:
+    """Where a command keeps its study, writes the winner, and whether it may replace what is there,
+    and where it makes models: beside the configuration by default.
+    """
+    config = Path(os.path.expanduser(flags.get("config", "merge")))
+    beside = config.parent if "config" in flags else Path()
+    winner = flags.get("write_config", beside / f"{config.stem}_best.toml")
+    storage = flags.get("storage", f"sqlite:///{(beside / f'{config.stem}_sweep.db').as_posix()}")
+    used = {"configuration": config, "study": Path(storage.removeprefix("sqlite:///"))}
+    for name, other in used.items():
+        if winner.resolve() == other.resolve():
+            raise ConfigError(
+                f"--write-config {str(winner)!r} is the {name} itself", "choose another name"
+            )
+    may_replace = "force" in flags
+    with suppress(OSError), winner.open("rb") as file:  # the next search may replace what was found
+        may_replace |= file.read(len(MARK)) == MARK.encode()
+    return storage, winner, may_replace, flags.get("keep_models", beside)
+
+
+def write_winner(report: SweepReport, request: Request, path: Path) -> None:
+    """Write the winner's settings as a configuration that makes the very same model."""
+    config = report.winner.config
+    dare: dict[str, Any] = config.recipe_settings()
+    own = ("max_shard_size", "delta_threshold")
+    dare |= {name: request.dare[name] for name in own if name in request.dare}
+    remarks = [f"{report.winner.name}, of the study {report.study}", *report.remarks]
+    comments = "".join(f"# {printable(remark)}\n" for remark in remarks)
+    settings = format_settings(dare, config.typed_rules, {})
+    write_config(path, f"{MARK}:\n{comments}\n{settings}", request)
 
 
 def sweep_models(
@@ -40,29 +81,62 @@ def sweep_models(
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
-        if model is not None or in_memory:
-            if keep_models:
-                raise ConfigError(
-                    "in memory there are no models to keep", "leave one of the two out"
-                )
-            base, *finetuned = load_states(inputs, model)
-            return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
-
-        def merge(config: DareConfig, path: Path) -> None:
-            check_unchanged(inputs)  # scores of other models would not be comparable
-            configure(merger, config).merge(path, force=True)
-
-        with prepare_folder(folder, keep_models) as place:
-            bench = FileBench(download(merger.base).path, merge, score, place, keep_models)
-            configure(merger, quiet).plan(bench.place("merged"))  # to fail now rather than later
-            return Search(choices, bench, how, name, facts).run()
+        if model is None and not in_memory:
+            with prepare_folder(folder, keep_models) as place:
+                in_files = merge_in_files(merger, inputs, quiet, score, Path(place), keep_models)
+                return Search(choices, in_files, how, name, facts).run()
+        if keep_models:
+            raise ConfigError("in memory there are no models to keep", "leave one of the two out")
+        base, *finetuned = load_states(inputs, model)
+        return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
 
 
-def configure(merger: Merger, config: DareConfig) -> Merger:
-    """A merger of the same models with another configuration."""
-    other = copy.copy(merger)
-    other.config = config
-    return other
+def prepare_folder(folder: Path, keep: bool) -> AbstractContextManager[str]:
+    """Where models are written: there, to be kept, or in a folder of its own that goes away."""
+    try:
+        if not keep:
+            return TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        return nullcontext(str(folder))
+    except OSError as error:
+        raise DareError(
+            f"cannot write models in {str(folder)!r}: {error.strerror}", "give --keep-models DIR"
+        ) from None
+
+
+def merge_in_files(
+    merger: Merger,
+    inputs: Sequence[Checkpoint],
+    config: DareConfig,
+    evaluate: Evaluate,
+    folder: Path,
+    keep: bool,
+) -> Score:
+    """Models are written, each over the one before unless they are kept, and handed over by their
+    path. config: to see whether they can be, now rather than later.
+    """
+    base = download(merger.base).path
+    # Of the kind that the base is, so that what loads the base loads it.
+    ending = base.suffix if base.is_file() and base.suffix == ".safetensors" else ""
+
+    def configure(config: DareConfig) -> Merger:
+        other = copy.copy(merger)
+        other.config = config
+        return other
+
+    def score(config: DareConfig | None, trial: Any, name: str) -> Any:
+        if config is None:
+            return evaluate(base.absolute(), trial)
+        path = folder.absolute() / f"{name if keep else 'merged'}{ending}"
+        if not keep:  # what an evaluation has put beside the last one's files goes, too
+            shutil.rmtree(path, ignore_errors=True)
+            path.unlink(missing_ok=True)
+        check_unchanged(inputs)  # scores of other models would not be comparable
+        configure(config).merge(path, force=True)
+        return evaluate(path, trial)
+
+    configure(config).plan(folder.absolute() / f"merged{ending}")
+    return score
 
 
 def sweep_states(
@@ -84,3 +158,90 @@ def sweep_states(
     states = (base, *finetuned) if how.storage else ()  # nothing else outlives this search
     facts = [{key: float(each.double().sum()) for key, each in state.items()} for state in states]
     return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
+
+
+def search_in_memory(
+    base: Mapping[str, Any],
+    finetuned: Sequence[Mapping[str, Any]],
+    evaluate: Evaluate,
+    space: Space,
+    how: Options,
+    model: Any,
+    label: str,
+    facts: Sequence[Any],
+) -> SweepReport:
+    """State dicts are merged, into a live model's tensors if there is one; nothing is written. The
+    live model holds the winner in the end, or else the base.
+    """
+    if isinstance(evaluate, ShellCommand):
+        raise ConfigError(
+            "a command needs models in files", "give a function, or leave out --in-memory"
+        )
+    merge = load_memory().merge_tensors
+    out = None if model is None else model.state_dict()
+    own_base, *own = separate([base, *finetuned], out or {})
+    nothing = DareConfig(lambda_coeff=0.0, dtype=space.config.dtype)  # which gives the base
+
+    def make(config: DareConfig | None) -> Any:
+        """What is scored: a merged state dict, or the live model. None: the base."""
+        merged = merge(own_base, own, config or nothing, out)
+        return merged if model is None else model
+
+    def score(config: DareConfig | None, trial: Any, _: str) -> Any:
+        return evaluate(make(config), trial)
+
+    def leave(config: DareConfig | None) -> None:
+        if model is not None:
+            make(config)
+
+    try:
+        report = Search(space, score, how, label, facts).run()
+    except BaseException:
+        with suppress(DareError):  # which is what is raised already
+            leave(None)
+        raise
+    leave(report.winner.config)
+    return report
+
+
+def separate(
+    states: Sequence[Mapping[str, Any]], written: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """State dicts, the base first, as they can be merged into tensors again and again."""
+    owners: dict[int, str] = {}  # by address, the first name of each tensor that is written
+    tied = set()  # the other names: a tied head is merged once
+    for name, tensor in written.items():
+        if tensor.numel() and owners.setdefault(tensor.data_ptr(), name) != name:
+            tied.add(name)
+    base, *finetuned = (
+        {name: tensor for name, tensor in state.items() if name not in tied} for state in states
+    )
+    for k, state in enumerate(states[1:]):
+        if any(tensor.data_ptr() in owners for tensor in state.values()):
+            raise DareError(
+                f"model {k} and the live model share their memory", "give copies of its tensors"
+            )
+    # What is merged into the base's own tensors would be the base of the next merge.
+    for name, tensor in base.items():
+        base[name] = tensor.clone() if tensor.data_ptr() in owners else tensor
+    return [base, *finetuned]
+
+
+def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]]:
+    """The tensors of models in files, on the device of a live model if there is one."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError:
+        raise DareError(
+            "models in memory need torch and safetensors", install_hint("torch")
+        ) from None
+    device = "cpu" if model is None else str(next(iter(model.state_dict().values())).device)
+    if odd := next((each for each in inputs if type(each) is not Checkpoint), None):
+        raise DareError(
+            f"{odd.name!r} is no whole model of plain weights, as is needed in memory",
+            "search in files, or merge it alone first",
+        )
+    return [
+        {n: t for file in each.files for n, t in load_file(file.path, device).items()}
+        for each in inputs
+    ]

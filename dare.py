@@ -49,7 +49,7 @@ from darelib.core.interrupts import Interrupts, Terminated, stop_on_signals
 from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.source import UNION, Source
-from darelib.run import load_memory
+from darelib.run import check_runner, load_memory
 
 if TYPE_CHECKING:
     import torch
@@ -145,20 +145,20 @@ class DareMerger:
         """
         from darelib.commands.report import report_merge
         from darelib.output.destination import find_output
-        from darelib.run.order import Order
-        from darelib.run.runners import choose_runner
+        from darelib.run import ray, threads
 
+        check_runner(runner, part, ray_address)
         started = time.perf_counter()
-        run = choose_runner(runner, part, ray_address)
+        runners = {"threads": threads.run, "ray": ray.run}
         destination = find_output(output_file)
         self.published = None
         with self.open_inputs() as inputs:
             plan = self._plan(inputs, destination, force)
             with Interrupts() as interrupts:
-                order = Order(plan, inputs, interrupts, force, resume, part, ray_address)
-                result = run(order)
+                order = threads.Order(plan, inputs, interrupts, force, resume, part, ray_address)
+                made, outcomes = runners[runner](order)
                 seconds = time.perf_counter() - started
-                report = report_merge(result.plan, result.outcomes, order.name, seconds)
+                report = report_merge(made, outcomes, order.name, seconds)
                 for warning in report.warnings:
                     LOG.warning(warning)
                 self.published = report

@@ -30,10 +30,8 @@ from darelib.output.journal import explain_difference
 from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.run.order import Order, Result, publish
 from darelib.run.outcomes import Outcome
-from darelib.run.parts import check_shards, make_shard
-from darelib.run.threads import list_done
+from darelib.run.threads import Order, check_shards, list_done, make_shard, publish
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}
@@ -60,7 +58,7 @@ class Task:
             yield inputs, plan
 
 
-def run(order: Order) -> Result:
+def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     ray = load_ray()
     plan = order.plan
     check_shards(plan, "--runner ray")

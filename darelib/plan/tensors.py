@@ -56,10 +56,6 @@ class TensorPlan:
         kinds = choose_looks(self.settings, self.models) if self.finetuned else []
         return [*kinds, *self.encoding.looks]
 
-    def count_passes(self) -> int:
-        bits = FORMATS[self.spec.real].bits
-        return sum(kind.count_passes(bits) for kind in self.looks)
-
     def list_passes(self) -> list[tuple[Look, int]]:
         """The looks, and the passes of each."""
         found = Found()

@@ -42,9 +42,10 @@ from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
+from darelib.plan.checks import check_kinds
 from darelib.plan.files import PlannedFile
 from darelib.plan.matching import ties_embeddings
-from darelib.plan.plan import Job, check_kinds
+from darelib.plan.plan import Job
 from darelib.plan.tensors import TensorPlan
 from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome

@@ -27,9 +27,8 @@ from darelib.core.methods import METHODS, SLERP
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models
 from darelib.models.source import AUTO, BASE, UNION, Source, is_template
-from darelib.requests.mergekitfile import MergekitFile, Part, Table
+from darelib.requests.mergekitfile import MergekitFile, Part, Table, load_yaml
 from darelib.requests.request import Request
-from darelib.requests.yamlfile import load_yaml
 
 # Of the parameters that need not be given; normalize and rescale are the family's.
 DEFAULTS: Final = {"density": 1.0, "gamma": 0.01, "epsilon": 0.15, "lambda": 1.0}
@@ -77,9 +76,9 @@ class Parameters:
     def look_up(self, name: str, levels: Sequence[Table]) -> Entries:
         """A parameter by filter: the nearest level first, the default last."""
         default = DEFAULTS.get(name, getattr(self.file.family, name, None))
-        entries: Entries = []
-        for value in (*(level.get(name) for level in levels), default):
-            entries += [] if value is None else self.parse_entries(name, value)
+        values = [*(level.get(name) for level in levels), default]
+        parsed = [self.parse_entries(name, value) for value in values if value is not None]
+        entries = list(itertools.chain.from_iterable(parsed))
         end = next((k for k, (word, _) in enumerate(entries, 1) if not word), len(entries))
         return entries[:end]
 
@@ -92,10 +91,12 @@ class Parameters:
         for entry in values:
             table = self.file.read_table(entry, name, ("filter", "value"))
             word = table.get("filter", "")
-            if not isinstance(word, str):
-                raise self.file.error(
-                    name, f"a filter must be a word, not {word!r}", "put it in quotes"
-                )
+            self.file.check(
+                isinstance(word, str),
+                name,
+                f"a filter must be a word, not {word!r}",
+                "put it in quotes",
+            )
             parsed = self.parse_value(name, table.get("value"))
             entries.append(("" if word == "*" else word, parsed))
         return entries
@@ -112,17 +113,19 @@ class Parameters:
         with suppress(ValueError, TypeError, OverflowError):
             given = value if isinstance(value, list) else [value]
             numbers = [math.nan if isinstance(number, bool) else float(number) for number in given]
-        if not numbers or not all(map(math.isfinite, numbers)) or name in FLAGS:
-            wanted = "true or false" if name in FLAGS else "a number, or a list of numbers"
-            raise self.file.error(
-                name, f"it must be {wanted}, not {str(value)[:60]!r}", "or such values with filters"
-            )
-        if name == "density" and not all(0 < number <= 1 for number in numbers):
-            raise self.file.error(
-                name,
-                f"it must be above 0 and at most 1, not {value!r}",
-                "weight 0 leaves a model out",
-            )
+        wanted = "true or false" if name in FLAGS else "a number, or a list of numbers"
+        self.file.check(
+            numbers and all(map(math.isfinite, numbers)) and name not in FLAGS,
+            name,
+            f"it must be {wanted}, not {str(value)[:60]!r}",
+            "or such values with filters",
+        )
+        self.file.check(
+            name != "density" or all(0 < number <= 1 for number in numbers),
+            name,
+            f"it must be above 0 and at most 1, not {value!r}",
+            "weight 0 leaves a model out",
+        )
         return Gradient(tuple(numbers)) if len(numbers) > 1 else numbers[0]
 
     def as_settings(self) -> tuple[Table, tuple[Rule, ...]]:
@@ -181,15 +184,15 @@ class Parameters:
         return number, (layer - start) / (stop - start - 1) if stop - start > 1 else 1.0
 
     def choose(self, key: Key, entries: Entries, name: str) -> Value:
-        for word, value in entries:
-            if word in name:
-                return value
+        fitting = [value for word, value in entries if word in name]
         parameter, model = key
-        raise self.file.error(
+        self.file.check(
+            fitting,
             f"{parameter} of {self.file.models[model]}" if model >= 0 else parameter,
             f"there is none for {name!r}" if name and entries else "it is missing",
             f"{self.file.method} needs one for every tensor",
         )
+        return fitting[0]
 
 
 def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
@@ -206,10 +209,12 @@ def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
     if family.average:
         numbers = [weight for weight in each("weight") if not isinstance(weight, Gradient)]
         is_whole = len(numbers) == len(file.models) and abs(math.fsum(numbers) - 1) < 1e-9
-        if not made["normalize"] and not is_whole:
-            raise file.error(
-                "normalize", "the weights of an average must add up to 1", "set it to true"
-            )
+        file.check(
+            made["normalize"] or is_whole,
+            "normalize",
+            "the weights of an average must add up to 1",
+            "set it to true",
+        )
         return made | {"normalize": True}
     made["lambda_coeff"] = values["lambda", -1]
     if family.drop:
@@ -247,18 +252,24 @@ def read_dtype(file: MergekitFile) -> Table:
     key = "out_dtype" if "out_dtype" in file.content else "dtype"
     given = file.content.get(key)
     name = str(given).removeprefix("torch.")
-    if given is not None and name not in DTYPES:
-        raise file.error(key, f"tensors cannot be stored as {given!r}", nearest(str(given), DTYPES))
+    file.check(
+        given is None or name in DTYPES,
+        key,
+        f"tensors cannot be stored as {given!r}",
+        nearest(str(given), DTYPES),
+    )
     return {} if given is None else {"dtype": name}
 
 
 def read_tokenizer(file: MergekitFile) -> Source | None:
     given = file.content.get("tokenizer_source")
     if "tokenizer" in file.content:
-        if given is not None:
-            raise file.error(
-                "tokenizer", "there is a tokenizer_source too", "leave one of the two out"
-            )
+        file.check(
+            given is None,
+            "tokenizer",
+            "there is a tokenizer_source too",
+            "leave one of the two out",
+        )
         table = file.read_table(file.content["tokenizer"], "tokenizer", ("source",))
         given = table.get("source", UNION)
     if given in (None, BASE, UNION):
@@ -269,12 +280,12 @@ def read_tokenizer(file: MergekitFile) -> Source | None:
 
 def read_chat_template(file: MergekitFile) -> Source | None:
     given = file.content.get("chat_template", "")
-    if not isinstance(given, str) or not (given in ("", AUTO) or is_template(given)):
-        raise file.error(
-            "chat_template",
-            f"{str(given)[:60]!r} is neither auto nor the text of a template",
-            "of mergekit's own templates, give the text",
-        )
+    file.check(
+        isinstance(given, str) and (given in ("", AUTO) or is_template(given)),
+        "chat_template",
+        f"{str(given)[:60]!r} is neither auto nor the text of a template",
+        "of mergekit's own templates, give the text",
+    )
     return Source.of(given) if given else None
 
 

@@ -1,7 +1,5 @@
 """DareConfig: how to merge, with all settings of a tensor resolved, checked and explained."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """mergekit's merge methods: what each is made of here, and mergekit's defaults for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

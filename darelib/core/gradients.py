@@ -1,7 +1,5 @@
 """Gradients: numbers that change over the layers of a model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

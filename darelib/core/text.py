@@ -1,7 +1,5 @@
 """Errors, and words for people: messages, names and figures as a terminal shows them."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

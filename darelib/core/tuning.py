@@ -1,7 +1,5 @@
 """Sizes and times that change how fast a merge runs and never what it writes; small in tests."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

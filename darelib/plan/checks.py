@@ -2,8 +2,6 @@
 what a user should know, though nothing is wrong enough to refuse it.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterator, Sequence
 from typing import Final

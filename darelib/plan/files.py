@@ -1,7 +1,5 @@
 """The files of an output: which tensors each holds, and where."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

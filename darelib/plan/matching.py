@@ -1,7 +1,5 @@
 """Which models change which tensors of the base, and how: by their names, and tied heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Nothing here knows where it is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property

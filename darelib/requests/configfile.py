@@ -1,7 +1,5 @@
 """A configuration as a file: what a request asks for, in TOML."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path

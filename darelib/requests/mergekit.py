@@ -5,8 +5,6 @@ contains. Of our rules the first that matches is used whole. So where a file has
 the base's names decide: those that get the same settings become one rule.
 """
 
-from __future__ import annotations
-
 import glob
 import itertools
 import math

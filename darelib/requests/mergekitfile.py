@@ -2,8 +2,6 @@
 the method, the models, the slices, the base.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping

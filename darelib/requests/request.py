@@ -1,7 +1,5 @@
 """What a user asks for, before any model is opened, and flags over it."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 Ray places them, and repeats those of lost nodes.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -2,8 +2,6 @@
 which the kernels let run side by side.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -113,17 +113,14 @@ class DareMerger:
         if not merge_files:
             raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
         self.base = Source.of(base_file)
-        self.models = tuple(Source.of(file) for file in merge_files)
+        self.models = tuple(map(Source.of, merge_files))
+        self.sources = (self.base, *self.models)
         self.tokenizer = Source.of(tokenizer)
         self.chat_template = None if chat_template is None else Source.of(chat_template)
         self.config = check_config(config)
         self.config.check_models(len(self.models))
         self.version = __version__  # that recipes name
         self.published: MergeReport | None = None  # what merge has made, interrupted or not
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self.base, *self.models
 
     def merge(
         self,
@@ -212,10 +209,14 @@ class DareMerger:
         started = time.perf_counter()
         path = Path(os.path.expanduser(output_file)).resolve()
         destination = Destination(str(output_file), path, path.is_dir())
-        tokenizer = TokenizerChoice(self.tokenizer.name)
         with self.open_inputs() as inputs, Interrupts() as interrupts:
             plan = plan_files(
-                self.config, inputs, destination, tokenizer, self.version, with_side_files=False
+                self.config,
+                inputs,
+                destination,
+                TokenizerChoice(self.tokenizer.name),
+                self.version,
+                with_side_files=False,
             )
             verify.compare_output(plan, inputs, interrupts)
         seconds = time.perf_counter() - started
@@ -328,8 +329,7 @@ def dare_sweep(
     """
     from darelib.commands.sweep.start import sweep_states
 
-    settings = check_config(config)
-    return sweep_states(base, finetuned, evaluate, space, settings, model, options)
+    return sweep_states(base, finetuned, evaluate, space, check_config(config), model, options)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -461,23 +461,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def explain(error: Exception) -> int:
     """Print an error and what to do about it. Gives the exit status."""
-    status = 1
     if isinstance(error, DareError):
-        message = str(error)
-        hint = error.hint
-        status = error.status
+        known = error
     elif isinstance(error, ModuleNotFoundError):
-        message = f"{error.name} is not installed for {sys.executable}"
-        hint = "use uv run python dare.py ..., or pip install . first"
+        known = DareError(
+            f"{error.name} is not installed for {sys.executable}",
+            "use uv run python dare.py ..., or pip install . first",
+        )
     elif os.environ.get("DARE_TRACEBACK"):
         raise error
     else:
-        message = f"unexpected {type(error).__name__}: {error}"
-        hint = "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows"
-    print(label("error", message, sys.stderr), file=sys.stderr)
-    if hint:
-        print(label("hint", hint, sys.stderr), file=sys.stderr)
-    return status
+        known = DareError(
+            f"unexpected {type(error).__name__}: {error}",
+            "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows",
+        )
+    print(label("error", str(known), sys.stderr), file=sys.stderr)
+    if known.hint:
+        print(label("hint", known.hint, sys.stderr), file=sys.stderr)
+    return known.status
 
 
 if __name__ == "__main__":

@@ -350,17 +350,15 @@ class DareConfig:
             **({} if rescale is None else {"rescale": rescale}),
             **{name: value for name, value in defaults.items() if name in method.settings},
         }
-        for name in (*defaults, "weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS):
-            if getattr(self, name) is not None:
-                chosen[name] = as_toml(getattr(self, name))
-        is_usual = {
-            "drop": set(self._scopes[""].drops) == {RANDOM},
-            "normalize": self._is_normalized == method.normalize,
-            "mismatch": self.mismatch == "error",
-            "any_base": not self.any_base,
+        optional = (*defaults, "weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS)
+        is_told = {name: getattr(self, name) is not None for name in optional} | {
+            "drop": set(self._scopes[""].drops) != {RANDOM},
+            "normalize": self._is_normalized != method.normalize,
+            "mismatch": self.mismatch != "error",
+            "any_base": self.any_base,
         }
-        unusual = [name for name, usual in is_usual.items() if not usual]
-        return chosen | {name: as_toml(getattr(self, name)) for name in unusual}
+        told = [name for name, tells in is_told.items() if tells]
+        return chosen | {name: as_toml(getattr(self, name)) for name in told}
 
 
 class Chooser:
@@ -385,8 +383,3 @@ class Chooser:
         if (rule, depth) not in self._known:
             self._known[rule, depth] = self._config.for_rule(rule, self._count, depth)
         return rule, self._known[rule, depth]
-
-    def choose_all(self, names: Sequence[str]) -> list[TensorSettings]:
-        if names and not self._config.rules and not self._layers:  # one for all
-            return [self.choose(names[0])[1]] * len(names)
-        return [self.choose(name)[1] for name in names]

@@ -267,17 +267,8 @@ class ChunkLook(Look):
 
     _chunks: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        self._chunks[start] = tuple(map(float, self.read(buffers)))
-
-    def conclude(self, number: int) -> None:
-        self.record(fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)]))
-
-    def read(self, buffers: Any) -> Sequence[float]:
-        raise NotImplementedError
-
-    def record(self, sums: tuple[float, ...]) -> None:
-        raise NotImplementedError
+    def fold(self) -> tuple[float, ...]:
+        return fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)])
 
 
 class SumsLook(ChunkLook):
@@ -285,12 +276,12 @@ class SumsLook(ChunkLook):
 
     kernel = "sums"
 
-    def read(self, buffers: Any) -> Sequence[float]:
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         records = buffers.models[: len(self.models)]
-        return [*records["size"], *records["kept_size"]]
+        self._chunks[start] = (*records["size"].tolist(), *records["kept_size"].tolist())
 
-    def record(self, sums: tuple[float, ...]) -> None:
-        self.found.factors = find_factors(self.settings, self.models, sums)
+    def conclude(self, number: int) -> None:
+        self.found.factors = find_factors(self.settings, self.models, self.fold())
 
 
 def find_factors(
@@ -306,11 +297,12 @@ class ArcLook(ChunkLook):
 
     kernel = "products"
 
-    def read(self, buffers: Any) -> Sequence[float]:
-        return [buffers.tensor[name][0] for name in ("square_0", "square_1", "product")]
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        names = ("square_0", "square_1", "product")
+        self._chunks[start] = tuple(float(buffers.tensor[name][0]) for name in names)
 
-    def record(self, sums: tuple[float, ...]) -> None:
-        self.found.products = sums
+    def conclude(self, number: int) -> None:
+        self.found.products = self.fold()
 
 
 def choose_looks(settings: TensorSettings, models: Sequence[int]) -> list[type[Look]]:

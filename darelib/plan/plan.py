@@ -80,14 +80,12 @@ class MergePlan:
     @cached_property
     def ranked(self) -> int:
         """Elements of the longest row that entries are ranked in, if any."""
-        widths = [tensor.base.width for tensor in self.tensors if tensor.rank_spec]
-        return max(widths, default=0)
+        return max((t.base.width for t in self.tensors if t.rank_spec), default=0)
 
     @cached_property
     def changed(self) -> tuple[TensorPlan, ...]:
         """The tensors that some model changes."""
-        merged = [tensor for tensor in self.tensors if tensor.merged and tensor.base.count]
-        return tuple(tensor for tensor in merged if tensor.finetuned)
+        return tuple(t for t in self.tensors if t.merged and t.base.count and t.finetuned)
 
     @cached_property
     def passes(self) -> dict[str, int]:

@@ -1,9 +1,8 @@
 """One tensor of a merge: where it comes from, how it is made, what is written for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from darelib.config import Rule
 from darelib.core.formats import FORMATS
@@ -38,7 +37,7 @@ class TensorPlan:
     def models(self) -> list[int]:
         return [i for i, _ in self.finetuned]
 
-    def move(self, file: int) -> TensorPlan:
+    def move(self, file: int) -> Self:
         """The same in another file of the output."""
         outputs = {name: replace(info, file=file) for name, info in self.outputs.items()}
         return replace(self, outputs=outputs)

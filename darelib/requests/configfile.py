@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from darelib.config import Rule
 from darelib.core.text import LOG, ConfigError, as_text
 from darelib.models.hub import is_on_hub
@@ -57,8 +59,6 @@ def format_settings(
 
 def write_config(path: Path, settings: str, request: Request) -> None:
     """Write settings, as TOML, and a request's models, with paths that lead there from the file."""
-    import tomli_w
-
     assert request.base is not None
     folder = path.absolute().parent.resolve()
     output = f"{path.stem}_merged"
@@ -80,8 +80,6 @@ def write_config(path: Path, settings: str, request: Request) -> None:
 
 def as_literal(value: Any) -> str:
     """A setting in one line of TOML, where tomli_w writes a line for each entry of a list."""
-    import tomli_w
-
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {as_literal(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, Iterable) and not isinstance(value, str):

@@ -162,9 +162,9 @@ class Parameters:
 
     def choose_all(self, name: str) -> dict[Key, Value]:
         """The parameters of a tensor. Where there is but one part, gradients stay what they are."""
-        part, depth = self.locate(name)
+        part, depth = (0, None) if len(self.tables) == 1 else self.locate(name)
         values = {key: self.choose(key, each, name) for key, each in self.tables[part].items()}
-        if len(self.tables) == 1:
+        if depth is None:
             return values
         return {key: value_at(value, depth) for key, value in values.items()}
 
@@ -172,8 +172,6 @@ class Parameters:
         """The part that a tensor is in, and how deep in it."""
         parts = self.file.parts
         match = LAYER.match(name)
-        if len(parts) == 1:
-            return 0, 0.0
         if not match:
             return (0 if BEFORE_LAYERS.search(name) else len(parts) - 1), 0.0
         layer = int(match[2])

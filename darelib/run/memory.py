@@ -188,12 +188,10 @@ class StateMerge:
     def _compare_copied(self) -> None:
         """Report models that differ where the base is copied, and refuse quantised ones."""
         differing: dict[int, list[str]] = {}
-        for tensor in self.plan.merge.tensors:
-            if tensor.merged:
-                continue
-            mine = self.base[tensor.name]
+        copied = [tensor for tensor in self.plan.merge.tensors if not tensor.merged]
+        for tensor in copied:
             for i, part in self._find_parts(tensor).items():
-                if not has_same_bytes(mine, part):
+                if not has_same_bytes(self.base[tensor.name], part):
                     if tensor.quantised:
                         raise explain_quantised(tensor, self.states[1 + i].name)
                     differing.setdefault(i, []).append(tensor.name)
@@ -229,25 +227,21 @@ class StateMerge:
             i: fit_rows(part.detach().to(mine.device), mine.detach())
             for i, part in self._find_parts(tensor).items()
         }
-        seeds = self.plan.merge.seeds
         keys = {
-            i: mask_key(seeds[i], name)
+            i: mask_key(self.plan.merge.seeds[i], name)
             for i, name in zip(tensor.models, tensor.mask_names, strict=True)
         }
-        draw = None
-        if self.gpu and self.gpu.can_merge_on(mine.device):
-            draw = partial(self.gpu.draw_bits, device=mine.device)
+        draws = self.gpu and self.gpu.can_merge_on(mine.device)
+        draw = partial(self.gpu.draw_bits, device=mine.device) if draws else None
         merge = TensorMerge(tensor.name, tensor.settings, mine.detach(), parts, keys, draw)
         merge.run(output.detach())
         return output
 
     def _find_parts(self, tensor: TensorPlan) -> dict[int, Tensor]:
         """What models have of a tensor; what they lack may be there under another of its names."""
-        parts = {}
-        for i, own in zip(tensor.models, tensor.mask_names, strict=True):
-            model = self.models[i]
-            parts[i] = model[tensor.name] if tensor.name in model else model[own]
-        return parts
+        names = zip(tensor.models, tensor.mask_names, strict=True)
+        pairs = [(i, self.models[i], own) for i, own in names]
+        return {i: model[tensor.name if tensor.name in model else own] for i, model, own in pairs}
 
     def _explain(self, tensor: TensorPlan) -> DareError:
         """What is wrong with a tensor that has given a value that is not finite."""

@@ -7,23 +7,29 @@ from typing import Any, cast
 
 from darelib.config.settings import (
     CHECKS,
+    LAYER,
     PER_MODEL,
     RULE_SETTINGS,
     SWEEP_SETTINGS,
+    Gradient,
     Number,
     Rule,
     as_toml,
     check_fields,
     check_setting,
+    count_layers,
+    depth_of,
+    find_depths,
+    freeze,
     is_count,
     is_number,
     list_given,
     naming,
     parse_size,
+    value_at,
 )
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, Drop, Thinning
 from darelib.core.formats import SHORT_DTYPES
-from darelib.core.gradients import count_layers, depth_of, find_depths, value_at
 from darelib.core.methods import (
     LINEAR,
     METHOD_SETTINGS,
@@ -36,17 +42,22 @@ from darelib.core.text import ConfigError
 
 __all__ = [
     "CHECKS",
+    "LAYER",
     "PER_MODEL",
     "RULE_SETTINGS",
     "SWEEP_SETTINGS",
     "Chooser",
     "DareConfig",
+    "Gradient",
     "Rule",
     "as_toml",
     "check_setting",
+    "count_layers",
+    "freeze",
     "is_count",
     "is_number",
     "parse_size",
+    "value_at",
 ]
 
 

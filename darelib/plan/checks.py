@@ -6,10 +6,9 @@ import fnmatch
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from darelib.config import DareConfig, Rule
+from darelib.config import DareConfig, Rule, count_layers
 from darelib.core.drops import DROPS, NONE, RANDOM, Thinning
 from darelib.core.formats import FORMATS, is_counted
-from darelib.core.gradients import count_layers
 from darelib.core.mask import keep_threshold
 from darelib.core.text import DareError, count_of, list_names
 from darelib.models.checkpoint import (

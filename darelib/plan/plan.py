@@ -19,9 +19,8 @@ from darelib.plan.checks import (
     find_odd_settings,
     find_samples,
 )
-from darelib.plan.files import PlannedFile
 from darelib.plan.matching import Matcher
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.tensors import PlannedFile, TensorPlan
 
 
 @dataclass(frozen=True)

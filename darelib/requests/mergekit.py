@@ -17,10 +17,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.config import Rule, as_toml, check_setting
+from darelib.config import (
+    LAYER,
+    Gradient,
+    Rule,
+    as_toml,
+    check_setting,
+    count_layers,
+    freeze,
+    value_at,
+)
 from darelib.core.drops import DROPS, L1, NONE, complement
 from darelib.core.formats import DTYPES
-from darelib.core.gradients import LAYER, Gradient, count_layers, freeze, value_at
 from darelib.core.methods import METHODS, SLERP
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models

@@ -43,10 +43,9 @@ from darelib.output.publish import Output, explain_write_errors
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.checks import check_kinds
-from darelib.plan.files import PlannedFile
 from darelib.plan.matching import ties_embeddings
 from darelib.plan.plan import Job
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.tensors import PlannedFile, TensorPlan
 from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
 from darelib.run.threads import run_merge, run_rounds

@@ -178,8 +178,7 @@ class DareMerger:
 
         destination = find_output(output_file)
         with self.open_inputs() as inputs:
-            plan = self._plan(inputs, destination, force)
-            return describe_plan(plan, inputs, resume, estimate)
+            return describe_plan(self._plan(inputs, destination, force), inputs, resume, estimate)
 
     def analyze(self) -> AnalysisReport:
         """Look at every delta once, and report what models are like and how to merge them."""
@@ -424,8 +423,8 @@ def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
     from darelib.requests.request import explain_key
 
     foreign = explain_key(word.lstrip("-").replace("-", "_"), ())
-    known = parser._option_string_actions
-    return ConfigError(f"there is no option {word!r}", foreign or nearest(word, known))
+    hint = foreign or nearest(word, parser._option_string_actions)
+    return ConfigError(f"there is no option {word!r}", hint)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -151,9 +151,11 @@ class Scope:
                 'use rescale "l1" or "none", or leave it out',
             )
         if "rescale_q" in self.values and (other or rescale in (False, NONE, L1)):
-            state = "l1" if rescale == L1 else "off"
-            why = f"to drop {other}" if other else f"when rescale is {state}"
-            raise ConfigError(f"rescale_q means nothing {why}", "leave one of the two out")
+            why = f"when rescale is {'l1' if rescale == L1 else 'off'}"
+            raise ConfigError(
+                f"rescale_q means nothing {f'to drop {other}' if other else why}",
+                "leave one of the two out",
+            )
 
     def resolve(self, count: int, depth: float = 0.0) -> TensorSettings:
         """The settings for so many models, from depth 0 in the first layer to 1 in the last."""
@@ -269,10 +271,7 @@ class DareConfig:
             )
         rules = tuple(Rule.of(rule, f"rule {k}") for k, rule in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
-        self._check_combination()
-
-    def _check_combination(self) -> None:
-        """Refuse settings that mean nothing together, rather than ignore one of them."""
+        # Settings that mean nothing together are refused, rather than one of them ignored.
         scopes = self._scopes.values()
         given = [name for name in METHOD_SETTINGS if any(name in scope.own for scope in scopes)]
         check_meaning(given, "method", METHODS, [self.method])

@@ -116,8 +116,7 @@ def weigh(
 ) -> Coefficients:
     """A model's kept deltas are multiplied by its weight over its divisor, and by its factor."""
     weights = settings.weights if weights is None else weights
-    factors = found.factors or (1.0,) * len(models)
-    scaled = zip(models, factors, strict=True)
+    scaled = zip(models, found.factors or (1.0,) * len(models), strict=True)
     return Coefficients(
         scales=tuple(weights[i] / settings.divisors[i] * factor for i, factor in scaled),
         weights=tuple(weights[i] for i in models),
@@ -222,8 +221,7 @@ class SizeLook(Look):
         counts = self._counts.reshape(len(self.models), 2, -1)
         self._counts = 0
         if number == 0:
-            sums = [int(first.sum()) for first, _ in counts]
-            numbers = map(self.number, self.models, sums)
+            numbers = map(self.number, self.models, counts[:, 0].sum(axis=1).tolist())
             self._wanted = [list(map(Digits, each)) for each in numbers]
         for wanted, halves in zip(self._wanted, counts, strict=True):
             alike = len({digits.prefix for digits in wanted}) == 1  # both were counted together
@@ -370,8 +368,7 @@ def _sine(x: int) -> int:
 def sum_weights(weights: Sequence[float]) -> Fraction:
     """The exact sum; 0 where only rounding keeps it from that, as in 0.1 + 0.2 - 0.3."""
     total = sum(map(Fraction, weights), Fraction())
-    largest = Fraction(max(map(abs, weights)))
-    return total if abs(total) * 10**9 >= largest else Fraction()
+    return total if abs(total) * 10**9 >= max(map(abs, weights)) else Fraction()
 
 
 def _average(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:

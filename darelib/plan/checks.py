@@ -35,8 +35,7 @@ class Refusals:
 
     def check_common(self, model: Described) -> None:
         if not model.tensors.keys() & self.base.tensors.keys():
-            mine = list_names(list(self.base.tensors)) or "none"
-            theirs = list_names(list(model.tensors)) or "none"
+            mine, theirs = (list_names(list(each.tensors)) or "none" for each in (self.base, model))
             raise DareError(
                 f"{model.name!r} has no tensor in common with {self.base.name!r}",
                 f"the base has {mine}, and it {theirs}",

@@ -99,8 +99,7 @@ class Matcher:
         if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
             finetuned = []
         others = [theirs for _, theirs in finetuned]
-        known = all(each.dtype in FORMATS for each in (info, *others))
-        merged = known and not quantised
+        merged = not quantised and all(each.dtype in FORMATS for each in (info, *others))
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         encoding = PLAIN if self.config.dtype else info.encoding
         # Where all models' heads are their embeddings, the merged head is the merged embedding.

@@ -187,8 +187,9 @@ def plan_merge(
 
 def find_seeds(config: DareConfig, inputs: Sequence[Described]) -> tuple[int, ...]:
     """The seed of each model's mask: the first one's and up, unless it was decided before."""
-    models = enumerate(inputs[1:])
-    return tuple(config.seed + i if model.seed is None else model.seed for i, model in models)
+    return tuple(
+        config.seed + i if model.seed is None else model.seed for i, model in enumerate(inputs[1:])
+    )
 
 
 def count_threads(config: DareConfig, tensors: Sequence[TensorPlan]) -> int:

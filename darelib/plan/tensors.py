@@ -43,8 +43,11 @@ class TensorPlan:
 
     def move(self, file: int) -> Self:
         """The same in another file of the output."""
-        outputs = {name: replace(info, file=file) for name, info in self.outputs.items()}
-        return replace(self, outputs=outputs)
+        return self.place({name: replace(info, file=file) for name, info in self.outputs.items()})
+
+    def place(self, places: Mapping[str, TensorInfo]) -> Self:
+        """The same, with its outputs at these places."""
+        return replace(self, outputs={name: places[name] for name in self.outputs})
 
     def look_spec(self, look: Look) -> KernelSpec:
         if look.merges:
@@ -132,9 +135,7 @@ def assign_offsets(
     files: list[PlannedFile] = []
     for number, own in enumerate(shards):
         places, size = place_tensors(own, number)
-        for tensor in own:
-            outputs = {output: places[output] for output in tensor.outputs}
-            placed.append(replace(tensor, outputs=outputs))
+        placed += [tensor.place(places) for tensor in own]
         header = header_bytes(places, metadata)
         files.append(PlannedFile(names[number], header, len(header) + size))
     return placed, files

@@ -103,8 +103,9 @@ class Parameters:
                 f"a filter must be a word, not {word!r}",
                 "put it in quotes",
             )
-            parsed = self.parse_value(name, table.get("value"))
-            entries.append(("" if word == "*" else word, parsed))
+            entries.append(
+                ("" if word == "*" else word, self.parse_value(name, table.get("value")))
+            )
         return entries
 
     def parse_value(self, name: str, value: Any) -> Value:
@@ -136,8 +137,7 @@ class Parameters:
 
     def as_settings(self) -> tuple[Table, tuple[Rule, ...]]:
         """[dare], which is what most tensors get, and the rules for the others."""
-        names = self.list_names()
-        settings = {name: translate(self.file, self.choose_all(name)) for name in names}
+        settings = {name: translate(self.file, self.choose_all(name)) for name in self.list_names()}
         groups = {name: repr(own) for name, own in settings.items()}
         by_group = {groups[name]: own for name, own in settings.items()}
         [(usual, _)] = Counter(groups.values()).most_common(1)
@@ -245,8 +245,9 @@ def explain_defaults(file: MergekitFile, dare: Table) -> dict[str, str]:
     if not family.drop:
         notes["drop_rate"] = f"{file.method} drops nothing"
     if dare.get("normalize", family.normalize) != METHODS[family.method].normalize:
-        default = str(family.normalize).lower()
-        notes["normalize"] = f"mergekit's default for {file.method} is {default}"
+        notes["normalize"] = (
+            f"mergekit's default for {file.method} is {str(family.normalize).lower()}"
+        )
     if dare.get("rescale") == L1:
         notes["rescale"] = 'what mergekit calls rescale; the papers do what is "expectation" here'
     return notes

@@ -315,8 +315,7 @@ def _count_values(node: Any, counts: dict[int, int]) -> int:
             raise ValueError(f"a number has {len(node.value):,} digits {line}")
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
-            keys = Counter(str(key.value) for key, _ in children)
-            for key, times in keys.most_common(1):
+            for key, times in Counter(str(key.value) for key, _ in children).most_common(1):
                 if times > 1:
                     raise ValueError(f"the key {key[:60]!r} is there {times} times {line}")
             children = [child for pair in children for child in pair]

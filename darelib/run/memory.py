@@ -188,8 +188,7 @@ class StateMerge:
     def _compare_copied(self) -> None:
         """Report models that differ where the base is copied, and refuse quantised ones."""
         differing: dict[int, list[str]] = {}
-        copied = [tensor for tensor in self.plan.merge.tensors if not tensor.merged]
-        for tensor in copied:
+        for tensor in (tensor for tensor in self.plan.merge.tensors if not tensor.merged):
             for i, part in self._find_parts(tensor).items():
                 if not has_same_bytes(self.base[tensor.name], part):
                     if tensor.quantised:
@@ -203,15 +202,17 @@ class StateMerge:
         plan = self.plan
         places = self.places
         if places is None:
-            made = {tensor.name: self._make_place(tensor) for tensor in plan.common}
-            places = StateDict("out", made)
+            places = StateDict("out", {t.name: self._make_place(t) for t in plan.common})
         chosen = [state.choose(plan.names) for state in (*self.states, places)]
         columns = gpu.Columns(plan.mask_names, chosen, plan.settings)
         pairs = zip(plan.names, chosen[-1].values, columns.kinds, strict=True)
         self.merged = {name: output for name, output, kind in pairs if kind}
         broken = gpu.merge_columns(columns, self.config.seed)
         if broken is not None:
-            raise self._explain(plan.common[broken])
+            tensor = plan.common[broken]
+            parts = self._find_parts(tensor).items()
+            culprit = next((i for i, part in parts if not part.isfinite().all()), None)
+            raise explain_broken(tensor.name, culprit, self.merged[tensor.name].dtype)
 
     def _make_place(self, tensor: TensorPlan) -> Tensor:
         mine = self.base[tensor.name]
@@ -242,12 +243,6 @@ class StateMerge:
         names = zip(tensor.models, tensor.mask_names, strict=True)
         pairs = [(i, self.models[i], own) for i, own in names]
         return {i: model[tensor.name if tensor.name in model else own] for i, model, own in pairs}
-
-    def _explain(self, tensor: TensorPlan) -> DareError:
-        """What is wrong with a tensor that has given a value that is not finite."""
-        parts = self._find_parts(tensor).items()
-        broken = next((i for i, part in parts if not part.isfinite().all()), None)
-        return explain_broken(tensor.name, broken, self.merged[tensor.name].dtype)
 
 
 def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:

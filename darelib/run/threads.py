@@ -37,9 +37,8 @@ class Order:
     @property
     def name(self) -> str:
         """What is made."""
-        if self.part is None:
-            return self.plan.output.name
-        return f"{self.plan.output.name} (part {self.part[0]} of {self.part[1]})"
+        part = f" (part {self.part[0]} of {self.part[1]})" if self.part else ""
+        return f"{self.plan.output.name}{part}"
 
 
 def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FilePlan, list[Outcome]]:

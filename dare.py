@@ -362,7 +362,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(name: str) -> Parser:
-    """The options of one command."""
     usage = f"%(prog)s {name} [options]"
     description = f"{name}: {COMMANDS[name].help}."
     if name == DEFAULT_COMMAND:

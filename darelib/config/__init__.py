@@ -323,7 +323,6 @@ class DareConfig:
 
     @property
     def _is_normalized(self) -> bool:
-        """Whether weights are divided by their sum."""
         return METHODS[self.method].normalize if self.normalize is None else self.normalize
 
     @property
@@ -333,7 +332,6 @@ class DareConfig:
 
     @cached_property
     def has_gradients(self) -> bool:
-        """Whether any setting changes over the layers."""
         return any(len(scope.depths) > 1 for scope in self._scopes.values())
 
     def general(self, count: int) -> TensorSettings:

@@ -58,7 +58,6 @@ def freeze(value: Any) -> Any:
 
 
 def value_at(value: Any, depth: float) -> Any:
-    """What a setting is at a depth."""
     if isinstance(value, tuple):
         return tuple(value_at(entry, depth) for entry in value)
     return value.at(depth) if isinstance(value, Gradient) else value
@@ -96,8 +95,6 @@ Number: TypeAlias = float | Gradient | Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Check:
-    """What a setting must be."""
-
     wanted: str  # in words
     accepts: Callable[[Any], bool]
     choices: tuple[str, ...] = ()  # the words that it may be, where it is one
@@ -139,8 +136,6 @@ def _word(choices: tuple[str, ...]) -> Check:
 
 
 def _number(range_in_words: str, accepts: Callable[[float], bool]) -> Check:
-    """A number that may change over the layers."""
-
     def accepts_all(value: object) -> bool:
         numbers = value.numbers if isinstance(value, Gradient) else (value,)
         return all(is_number(number) and accepts(number) for number in numbers)

@@ -9,8 +9,6 @@ from darelib.core.methods import LINEAR, SLERP, TIES
 
 @dataclass(frozen=True)
 class Family:
-    """One merge_method."""
-
     method: str
     drop: str = ""  # none: it drops nothing
     normalize: bool = False

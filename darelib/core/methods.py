@@ -12,13 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from darelib.core.drops import Bounds, End, Thinning
 from darelib.core.formats import DIGIT_BITS, NO_PREFIX
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Beyond this cosine two directions count as one, and slerp is linear.
 SLERP_LINEAR: Final = 0.9995
@@ -86,8 +83,6 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to combine."""
-
     card: Callable[[TensorSettings], str]  # what happens to the thinned deltas, for a model card
     kernel: str  # the kernel that merges a chunk
     settings: tuple[str, ...]  # those of the optional settings that mean something to it
@@ -179,7 +174,7 @@ class Digits:
     prefix: int = 0
     equal: int = 0  # how many begin like it
 
-    def find_next(self, counts: NDArray[Any]) -> None:
+    def find_next(self, counts: Any) -> None:
         """counts: by the next digit, of the entries that begin like it."""
         downwards = counts[::-1].cumsum()
         place = int(downwards.searchsorted(self.number))
@@ -194,10 +189,10 @@ class Digits:
 
 
 @dataclass(eq=False)
-class SizeLook(Look):
-    """For each model, up to two of its |delta| by their numbers in order of size.
+class BoundsLook(Look):
+    """The smallest and the largest |delta| that each model's drop keeps, where that is by size.
 
-    Each pass finds one more digit of each of them.
+    They are known by their numbers in order of size. Each pass finds one more digit of them.
     """
 
     kernel = "count"
@@ -232,16 +227,6 @@ class SizeLook(Look):
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         """Which entries of a model to find, of so many, counted from the largest down."""
-        raise NotImplementedError
-
-    def record(self, found: list[list[End]]) -> None:
-        raise NotImplementedError
-
-
-class BoundsLook(SizeLook):
-    """The smallest and the largest |delta| that each model's drop keeps, where that is by size."""
-
-    def number(self, model: int, survivors: int) -> tuple[int, ...]:
         return self.settings.thinnings[model].list_ends(self.count)
 
     def record(self, found: list[list[End]]) -> None:
@@ -249,8 +234,8 @@ class BoundsLook(SizeLook):
         self.found.bounds = tuple(self.settings.thinnings[i].find_bounds(ends) for i, ends in pairs)
 
 
-class TrimLook(SizeLook):
-    """The smallest |delta| that trim keeps of those that survive the drop, for each model."""
+class TrimLook(BoundsLook):
+    """The smallest |delta| that trim keeps of what survives the drop, found in the same way."""
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         return (rank_of_floor(self.settings.keep_ratio, survivors),) if survivors else ()

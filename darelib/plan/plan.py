@@ -83,7 +83,6 @@ class MergePlan:
 
     @cached_property
     def changed(self) -> tuple[TensorPlan, ...]:
-        """The tensors that some model changes."""
         return tuple(t for t in self.tensors if t.merged and t.base.count and t.finetuned)
 
     @cached_property

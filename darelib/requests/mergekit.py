@@ -89,7 +89,6 @@ class Parameters:
         return entries[:end]
 
     def parse_entries(self, name: str, value: Any) -> Entries:
-        """A parameter at one level, by filter."""
         values = value if isinstance(value, list) else [value]
         if not any(isinstance(entry, dict) for entry in values):
             return [("", self.parse_value(name, value))]

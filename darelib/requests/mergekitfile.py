@@ -68,8 +68,6 @@ class Part:
 
 
 class MergekitFile:
-    """One configuration."""
-
     def __init__(self, path: str, content: Any) -> None:
         self.path = path
         self.content = self.read_table(content, "", KEYS)

@@ -36,7 +36,6 @@ class Order:
 
     @property
     def name(self) -> str:
-        """What is made."""
         part = f" (part {self.part[0]} of {self.part[1]})" if self.part else ""
         return f"{self.plan.output.name}{part}"
 

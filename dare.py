@@ -182,44 +182,37 @@ class DareMerger:
 
     def analyze(self) -> AnalysisReport:
         """Look at every delta once, and report what models are like and how to merge them."""
-        from darelib.commands.analyze.measure import measure_deltas
-        from darelib.commands.analyze.report import report_analysis
+        from darelib.commands.analyze import measure, report
         from darelib.models.inputs import check_unchanged
         from darelib.plan.plan import plan_merge
 
         started = time.perf_counter()
         with self.open_inputs() as inputs, Interrupts() as interrupts:
             plan = plan_merge(self.config, inputs, looks_only=True)
-            findings = measure_deltas(plan, inputs, interrupts)
+            findings = measure.measure_deltas(plan, inputs, interrupts)
             check_unchanged(inputs)
         for warning in plan.warnings:
             LOG.warning(warning)
-        return report_analysis(plan, inputs, findings, time.perf_counter() - started)
+        return report.report_analysis(plan, inputs, findings, time.perf_counter() - started)
 
     def verify(self, output_file: str | Path) -> VerifyReport:
         """Make an output again, without writing, and compare: the first difference is an error.
 
         Of a directory, the files besides the tensors are compared with the digests in its recipe.
         """
-        from darelib.output.destination import Destination
-        from darelib.output.prepare import plan_files
-        from darelib.output.tokenizer import TokenizerChoice
+        from darelib.output import destination, prepare, tokenizer
 
         started = time.perf_counter()
         path = Path(os.path.expanduser(output_file)).resolve()
-        destination = Destination(str(output_file), path, path.is_dir())
+        output = destination.Destination(str(output_file), path, path.is_dir())
+        choice = tokenizer.TokenizerChoice(self.tokenizer.name)
         with self.open_inputs() as inputs, Interrupts() as interrupts:
-            plan = plan_files(
-                self.config,
-                inputs,
-                destination,
-                TokenizerChoice(self.tokenizer.name),
-                self.version,
-                with_side_files=False,
+            plan = prepare.plan_files(
+                self.config, inputs, output, choice, self.version, with_side_files=False
             )
             verify.compare_output(plan, inputs, interrupts)
         seconds = time.perf_counter() - started
-        return verify.VerifyReport(destination.name, len(plan.tensors), plan.size, seconds)
+        return verify.VerifyReport(output.name, len(plan.tensors), plan.size, seconds)
 
     def sweep(
         self,
@@ -264,11 +257,10 @@ class DareMerger:
     def _plan(
         self, inputs: Sequence[Checkpoint], destination: Destination, force: bool
     ) -> FilePlan:
-        from darelib.output.prepare import plan_output
-        from darelib.output.tokenizer import choose_tokenizer
+        from darelib.output import prepare, tokenizer
 
-        tokenizer = choose_tokenizer(self.tokenizer, self.chat_template)
-        return plan_output(self.config, inputs, destination, tokenizer, force)
+        choice = tokenizer.choose_tokenizer(self.tokenizer, self.chat_template)
+        return prepare.plan_output(self.config, inputs, destination, choice, force)
 
 
 # --- tensors in memory ---------------------------------------------------------------------------

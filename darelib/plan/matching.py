@@ -57,19 +57,15 @@ class Matcher:
                     "it"
                 )
 
-    def list_missing(self, i: int) -> tuple[str, ...]:
-        """The tensors that a model should have and does not."""
+    def compare_names(self, i: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tensors that a model should have and does not, and those that the base has no place
+        for.
+        """
         model = self.models[i]
-        if model.partial:
-            return ()
-        return tuple(
-            n for n in self.base.tensors if n not in model.tensors and n not in self.tied[i]
-        )
-
-    def list_extra(self, i: int) -> tuple[str, ...]:
-        """The tensors that the base has no place for."""
-        model = self.models[i]
-        return (*(name for name in model.tensors if name not in self.base.tensors), *model.unused)
+        wanted = () if model.partial else self.base.tensors.keys() - self.tied[i].keys()
+        missing = tuple(n for n in self.base.tensors if n in wanted and n not in model.tensors)
+        extra = (name for name in model.tensors if name not in self.base.tensors)
+        return missing, (*extra, *model.unused)
 
     def embedding_rows(self) -> int:
         """How many tokens the base has room for, or 0 where that is unknown."""

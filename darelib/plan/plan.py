@@ -158,8 +158,7 @@ def plan_merge(
     matcher = Matcher(config, inputs)
     base, *models = inputs
     seeds = find_seeds(config, inputs)
-    missing = tuple(map(matcher.list_missing, range(len(models))))
-    extra = tuple(map(matcher.list_extra, range(len(models))))
+    missing, extra = zip(*map(matcher.compare_names, range(len(models))), strict=True)
     warnings = [*find_odd_inputs(config, inputs)]
     for model, lacking, unknown in zip(models, missing, extra, strict=True):
         warnings += find_odd_names(model.name, lacking, unknown)

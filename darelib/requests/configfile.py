@@ -71,9 +71,12 @@ def write_config(path: Path, settings: str, request: Request) -> None:
         "merge_files": [name_from(folder, model) for model in request.merge],
         "output_file": output,
     }
-    for key, source in (("tokenizer", request.tokenizer), ("chat_template", request.chat_template)):
-        if source:
-            models[key] = source.name if source.is_word else name_from(folder, source)
+    others = {"tokenizer": request.tokenizer, "chat_template": request.chat_template}
+    models |= {
+        key: source.name if source.is_word else name_from(folder, source)
+        for key, source in others.items()
+        if source
+    }
     write_new_file(path, [f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}".encode()])
     LOG.info(f"wrote {path}")
 

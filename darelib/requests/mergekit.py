@@ -33,7 +33,7 @@ from darelib.core.methods import METHODS, SLERP
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models
 from darelib.models.source import AUTO, BASE, UNION, Source, is_template
-from darelib.requests.mergekitfile import MergekitFile, Part, Table, load_yaml
+from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Table, load_yaml
 from darelib.requests.request import Request
 
 # Of the parameters that need not be given; normalize and rescale are the family's.
@@ -164,7 +164,7 @@ class Parameters:
                     "so it does nothing"
                 )
         if "slices" in self.file.content:
-            self.file.check_slices(count_layers(names))
+            check_slices(self.file, count_layers(names))
         return names
 
     def choose_all(self, name: str) -> dict[Key, Value]:
@@ -187,15 +187,35 @@ class Parameters:
         return number, (layer - start) / (stop - start - 1) if stop - start > 1 else 1.0
 
     def choose(self, key: Key, entries: Entries, name: str) -> Value:
-        fitting = [value for word, value in entries if word in name]
+        for word, value in entries:
+            if word in name:
+                return value
         parameter, model = key
-        self.file.check(
-            fitting,
+        raise self.file.error(
             f"{parameter} of {self.file.models[model]}" if model >= 0 else parameter,
             f"there is none for {name!r}" if name and entries else "it is missing",
             f"{self.file.method} needs one for every tensor",
         )
-        return fitting[0]
+
+
+def check_slices(file: MergekitFile, layers: Mapping[str, int]) -> None:
+    """Refuse slices that are not the base's own layers, of these kinds, in their order."""
+    file.check(
+        len(layers) == 1,
+        "slices",
+        f"{file.base} has {len(layers)} stacks of layers",
+        "use models: instead",
+    )
+    [count] = layers.values()
+    starts = [part.layers[0] for part in file.parts]
+    bounds = [0, *(part.layers[1] for part in file.parts)]
+    ranges = ", ".join(str(list(part.layers)) for part in file.parts)
+    file.check(
+        [*starts, count] == bounds and bounds == sorted(set(bounds)),
+        "slices",
+        f"{ranges} are not the {count} layers of {file.base}",
+        STACKED,
+    )
 
 
 def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:

@@ -4,7 +4,7 @@ the method, the models, the slices, the base.
 
 import os
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -92,10 +92,13 @@ class MergekitFile:
         self.base = self.choose_base()
         self.models = self.choose_models()
 
+    def error(self, where: str, what: str, hint: str) -> ConfigError:
+        return ConfigError(": ".join(filter(None, (self.path, where, what))), hint)
+
     def check(self, fits: object, where: str, what: str, hint: str) -> None:
         """Refuse the file, unless this fits. where: in the file; what: is wrong there."""
         if not fits:
-            raise ConfigError(": ".join(filter(None, (self.path, where, what))), hint)
+            raise self.error(where, what, hint)
 
     def read_table(self, value: Any, where: str, known: Collection[str]) -> Table:
         """A mapping, less what is null in it. A key that is none of these is an error."""
@@ -115,7 +118,7 @@ class MergekitFile:
                     "leave it out, or use mergekit",
                 )
             elif key not in known:
-                self.check(False, where, f"there is no key {str(key)!r}", nearest(str(key), known))
+                raise self.error(where, f"there is no key {str(key)!r}", nearest(str(key), known))
         return given
 
     def read_parameters(self, table: Table, where: str, known: Collection[str]) -> Table:
@@ -258,25 +261,6 @@ class MergekitFile:
             "leave the others out" if others else "list what is to be merged",
         )
         return [self.base, *others] if is_arc else others
-
-    def check_slices(self, layers: Mapping[str, int]) -> None:
-        """Refuse slices that are not the base's own layers, of these kinds, in their order."""
-        self.check(
-            len(layers) == 1,
-            "slices",
-            f"{self.base} has {len(layers)} stacks of layers",
-            "use models: instead",
-        )
-        [count] = layers.values()
-        starts = [part.layers[0] for part in self.parts]
-        bounds = [0, *(part.layers[1] for part in self.parts)]
-        ranges = ", ".join(str(list(part.layers)) for part in self.parts)
-        self.check(
-            [*starts, count] == bounds and bounds == sorted(set(bounds)),
-            "slices",
-            f"{ranges} are not the {count} layers of {self.base}",
-            STACKED,
-        )
 
 
 def load_yaml(text: str, path: str) -> Any:

@@ -347,10 +347,9 @@ DEFAULT_COMMAND: Final = "merge"
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = f"see {self.prog} --help"
-        if "invalid float" in message:
-            hint = "only numbers, with spaces between them, go there; files go after --merge"
-        raise ConfigError(message, hint)
+        numbers = "only numbers, with spaces between them, go there; files go after --merge"
+        is_number = "invalid float" in message
+        raise ConfigError(message, numbers if is_number else f"see {self.prog} --help")
 
 
 def build_parser(name: str) -> Parser:

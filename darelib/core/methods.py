@@ -373,10 +373,9 @@ def _equal_shares(given: Sequence[float] | None, count: int, normalize: bool) ->
 
 
 def _weigh_ties(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
-    coefficients = weigh(settings, models, found)
-    if settings.normalize:
-        return coefficients
-    return replace(coefficients, weights=(0.0,) * len(models), first_share=1.0)
+    shares = weigh(settings, models, found)
+    sums = replace(shares, weights=(0.0,) * len(models), first_share=1.0)
+    return shares if settings.normalize else sums
 
 
 def _describe_ties(settings: TensorSettings) -> str:

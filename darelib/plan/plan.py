@@ -111,10 +111,9 @@ class MergePlan:
         """done: the tensors and starts of the jobs that need not be run again."""
         number = 0
         for tensor in tensors:
-            starts = self._starts(tensor)
-            if look_pass is not None:
-                # Looks add up by chunks, whose starts are the same for all tensors.
-                starts = range(0, tensor.length, TUNING.job_elements)
+            # Looks add up by chunks, whose starts are the same for all tensors.
+            whole = range(0, tensor.length, TUNING.job_elements)
+            starts = self._starts(tensor) if look_pass is None else whole
             for start in starts:
                 if (tensor.name, start) not in done:
                     stop = min(start + starts.step, tensor.length)

@@ -50,9 +50,8 @@ class TensorPlan:
         return replace(self, outputs={name: places[name] for name in self.outputs})
 
     def look_spec(self, look: Look) -> KernelSpec:
-        if look.merges:
-            return self.spec
-        return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
+        own = KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
+        return self.spec if look.merges else own
 
     @property
     def looks(self) -> list[type[Look]]:
@@ -128,9 +127,8 @@ def assign_offsets(
     """
     shards = divide_tensors(tensors, limit)
     count = len(shards)
-    names = [name or WEIGHTS_FILE]
-    if count > 1:
-        names = [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+    several = [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+    names = several if count > 1 else [name or WEIGHTS_FILE]
     placed: list[TensorPlan] = []
     files: list[PlannedFile] = []
     for number, own in enumerate(shards):

@@ -248,9 +248,8 @@ def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
 
 
 def drop_rate_of(density: Any) -> Any:
-    if isinstance(density, Gradient):
-        return Gradient(tuple(map(complement, density.numbers)))
-    return complement(density)
+    is_gradient = isinstance(density, Gradient)
+    return Gradient(tuple(map(complement, density.numbers))) if is_gradient else complement(density)
 
 
 def one_or_each(values: list[Any]) -> Any:

@@ -285,7 +285,6 @@ def check_places(
             raise DareError(
                 f"out has no tensor {tensor.name!r}", "give it a tensor for each of the base's"
             )
-    for tensor in plan.tensors:
         check_place(tensor, base[tensor.name], out.state[tensor.name])
     # What is tied is copied in the end, and may be one tensor.
     place_of = {name: out.state[name].data_ptr() for name in base}

@@ -142,18 +142,21 @@ class DareMerger:
         """
         from darelib.commands.report import report_merge
         from darelib.output.destination import find_output
-        from darelib.run import ray, threads
+        from darelib.run.threads import Order
 
         check_runner(runner, part, ray_address)
+        if runner == "ray":
+            from darelib.run.ray import run
+        else:
+            from darelib.run.threads import run
         started = time.perf_counter()
-        runners = {"threads": threads.run, "ray": ray.run}
         destination = find_output(output_file)
         self.published = None
         with self.open_inputs() as inputs:
             plan = self._plan(inputs, destination, force)
             with Interrupts() as interrupts:
-                order = threads.Order(plan, inputs, interrupts, force, resume, part, ray_address)
-                made, outcomes = runners[runner](order)
+                order = Order(plan, inputs, interrupts, force, resume, part, ray_address)
+                made, outcomes = run(order)
                 seconds = time.perf_counter() - started
                 report = report_merge(made, outcomes, order.name, seconds)
                 for warning in report.warnings:

@@ -359,14 +359,14 @@ class DareConfig:
             **{name: value for name, value in defaults.items() if name in method.settings},
         }
         optional = (*defaults, "weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS)
-        is_told = {name: getattr(self, name) is not None for name in optional} | {
+        is_written = {name: getattr(self, name) is not None for name in optional} | {
             "drop": set(self._scopes[""].drops) != {RANDOM},
             "normalize": self._is_normalized != method.normalize,
             "mismatch": self.mismatch != "error",
             "any_base": self.any_base,
         }
-        told = [name for name, tells in is_told.items() if tells]
-        return chosen | {name: as_toml(getattr(self, name)) for name in told}
+        written = [name for name, wanted in is_written.items() if wanted]
+        return chosen | {name: as_toml(getattr(self, name)) for name in written}
 
 
 class Chooser:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import darelib.plan.refusals
+import darelib.plan.checks
 from dare import DareConfig, DareError, dare_merge
 from darelib.core.mask import mask_key
 from darelib.kernels.plain import draw_bits
@@ -351,7 +351,7 @@ def test_packed_models_go_with_nothing_that_must_see_all_of_them(
 def test_rows_too_long_to_be_ranked_are_refused(
     pair: Pair, tmp_path: Path, check_refused: Refusal, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(darelib.plan.refusals, "MAX_RANKED", 1000)
+    monkeypatch.setattr(darelib.plan.checks, "MAX_RANKED", 1000)
     rule = 'head.weight:drop="random"'
     flags = ("--drop", "della", "--drop-rate", "0.5", "--mismatch", "overlap", "--engine", "plain")
     check_refused(*pair, "'head.weight'", "1,500", f"--rule '{rule}'", flags=flags)

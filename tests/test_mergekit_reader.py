@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dare import DareConfig
-from darelib.config import Chooser, Rule
-from darelib.core.gradients import freeze
+from darelib.config import Chooser, Rule, freeze
 from darelib.requests.mergekit import parse_yaml
 from darelib.requests.readers import load_request
 from darelib.requests.request import Request

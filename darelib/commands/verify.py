@@ -29,7 +29,7 @@ from darelib.models.tensorfile import explain_os_error, file_sha256, open_regula
 if TYPE_CHECKING:
     from darelib.models.checkpoint import Checkpoint
     from darelib.output.prepare import FilePlan
-    from darelib.plan.files import PlannedFile
+    from darelib.plan.tensors import PlannedFile
 
 OPTIONS: Final[Options] = {
     "path": {

@@ -24,8 +24,8 @@ from darelib.models.tensorfile import TensorInfo
 from darelib.output.destination import digest_of, is_weights, list_files
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice, place_tokenizer
-from darelib.plan.files import PlannedFile
 from darelib.plan.plan import find_seeds
+from darelib.plan.tensors import PlannedFile
 
 CARD_FILE: Final = "README.md"
 # Besides weights: what belongs to the base's own page or training, and not to a merged model.

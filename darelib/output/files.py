@@ -18,7 +18,7 @@ from darelib.models.tensorfile import BINARY, SEEK_LOCK, open_regular
 from darelib.output.destination import Destination
 from darelib.output.journal import Journal
 from darelib.output.lock import remove
-from darelib.plan.files import PlannedFile
+from darelib.plan.tensors import PlannedFile
 
 # In the folder beside the destination: the new model, and the journal.
 MADE: Final = "output"

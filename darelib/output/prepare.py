@@ -38,9 +38,9 @@ from darelib.output.destination import (
 from darelib.output.directory import collect_side_files, make_index
 from darelib.output.recipe import recipe_metadata, recipe_text
 from darelib.output.tokenizer import TokenizerChoice, compare_tokenizers
-from darelib.plan.files import PlannedFile, assign_offsets
-from darelib.plan.plan import MergePlan, check_kinds, count_threads, plan_merge
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.checks import check_kinds
+from darelib.plan.plan import MergePlan, count_threads, plan_merge
+from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
 
 
 @dataclass(frozen=True)

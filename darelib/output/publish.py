@@ -36,7 +36,7 @@ from darelib.output.lock import (
     remove,
     try_lock,
 )
-from darelib.plan.files import PlannedFile
+from darelib.plan.tensors import PlannedFile
 
 # In the folder beside the destination, for an instant: the model that is replaced.
 REPLACED: Final = "replaced"

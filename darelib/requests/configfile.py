@@ -1,11 +1,11 @@
 """A configuration as a file: what a request asks for, in TOML."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import tomli_w
 
 from darelib.config import Rule
 from darelib.core.text import LOG, ConfigError, as_text
@@ -59,8 +59,6 @@ def format_settings(
 
 def write_config(path: Path, settings: str, request: Request) -> None:
     """Write settings, as TOML, and a request's models, with paths that lead there from the file."""
-    import tomli_w
-
     assert request.base is not None
     folder = path.absolute().parent.resolve()
     output = f"{path.stem}_merged"
@@ -73,17 +71,18 @@ def write_config(path: Path, settings: str, request: Request) -> None:
         "merge_files": [name_from(folder, model) for model in request.merge],
         "output_file": output,
     }
-    for key, source in (("tokenizer", request.tokenizer), ("chat_template", request.chat_template)):
-        if source:
-            models[key] = source.name if source.is_word else name_from(folder, source)
+    others = {"tokenizer": request.tokenizer, "chat_template": request.chat_template}
+    models |= {
+        key: source.name if source.is_word else name_from(folder, source)
+        for key, source in others.items()
+        if source
+    }
     write_new_file(path, [f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}".encode()])
     LOG.info(f"wrote {path}")
 
 
 def as_literal(value: Any) -> str:
     """A setting in one line of TOML, where tomli_w writes a line for each entry of a list."""
-    import tomli_w
-
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {as_literal(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, Iterable) and not isinstance(value, str):

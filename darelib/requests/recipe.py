@@ -1,7 +1,5 @@
 """The recipe of a merged model as a request: its settings, and its inputs where they are now."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence

@@ -41,10 +41,10 @@ from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
-from darelib.plan.files import PlannedFile, assign_offsets
+from darelib.plan.checks import check_kinds
 from darelib.plan.matching import ties_embeddings
-from darelib.plan.plan import Job, check_kinds
-from darelib.plan.tensors import TensorPlan
+from darelib.plan.plan import Job
+from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
 from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
 from darelib.run.threads import run_merge, run_rounds

@@ -24,8 +24,7 @@ from darelib.core.text import (
     list_names,
     printable,
 )
-from darelib.models.jsonfile import read_json
-from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular
+from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular, read_json
 from darelib.output.newfile import write_new_file
 
 if TYPE_CHECKING:

@@ -18,18 +18,19 @@ from typing import Any, ClassVar, Final
 
 from darelib.core.text import DareError, InputChanged, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.jsonfile import MAX_INDEX, read_json
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
     GGUF_HINT,
+    MAX_INDEX,
     MAX_NAME,
     MAX_TENSORS,
     PICKLE_SUFFIXES,
     TensorFile,
     TensorInfo,
     convert_hint,
+    read_json,
 )
 from darelib.models.tensors import Input
 from darelib.models.vocabulary import digest_tokenizer
@@ -71,12 +72,6 @@ ROPE_KEYS: Final = (
 )  # fmt: skip
 OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
 NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
-# Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
-WEIGHT_SUFFIXES: Final = (
-    ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx",
-    ".onnx_data", ".ot",
-    ".tflite", ".mlmodel", ".mlpackage", ".npz", ".npy", ".distcp", ".nemo", ".partial",
-)  # fmt: skip
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 # The output heads that share the input embedding's values where a model's configuration ties them,
 # and the embeddings.
@@ -160,13 +155,6 @@ def part_name(source: Source, path: Path) -> str:
         return f"{source.name}/{path.relative_to(source.path).as_posix()}"
     return os.path.join(
         os.path.dirname(source.name), path.relative_to(source.path.parent).as_posix()
-    )
-
-
-def path_hint(source: Source) -> str:
-    """Relative paths are the usual cause of a missing file."""
-    return (
-        f"looked for {str(source.path.absolute())!r}; only paths in TOML are relative to their file"
     )
 
 

@@ -34,10 +34,16 @@ from darelib.models.checkpoint import (
     quantised_modules,
     read_config,
 )
-from darelib.models.jsonfile import read_json
 from darelib.models.lora import UNLOAD_HINT, LoraAdapter, LowRankTensor
 from darelib.models.source import Source
-from darelib.models.tensorfile import AGAIN_HINT, CHANGED_HINT, MAX_NAME, TensorInfo, file_sha256
+from darelib.models.tensorfile import (
+    AGAIN_HINT,
+    CHANGED_HINT,
+    MAX_NAME,
+    TensorInfo,
+    file_sha256,
+    read_json,
+)
 
 # Settings that make an adapter something else than scale * B @ A, and what people call them.
 OTHER_ADAPTERS: Final = {

@@ -1,4 +1,4 @@
-"""A safetensors file: its header, checked against every rule of the format, and its bytes.
+"""The files of a model: safetensors, with headers checked against every rule, and JSON.
 
 The safetensors library would map the whole file into memory to read a header, and accepts names
 that are given twice.
@@ -33,9 +33,18 @@ from darelib.models.tensors import TensorInfo as TensorInfo
 MAX_HEADER: Final = 64_000_000
 MAX_TENSORS: Final = 250_000  # more than twice as many as the largest models have
 MAX_NAME: Final = 1 << 16  # characters
+# Of JSON files, so that a hostile one takes little memory.
+MAX_JSON: Final = 1 << 24  # of a configuration
+MAX_INDEX: Final = 1 << 25  # of an index: those of the largest models have 10 MB
 NO_ENTRY: Final = "it is not a type, a shape and two offsets"
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
+WEIGHT_SUFFIXES: Final = (
+    ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx",
+    ".onnx_data", ".ot",
+    ".tflite", ".mlmodel", ".mlpackage", ".npz", ".npy", ".distcp", ".nemo", ".partial",
+)  # fmt: skip
 GGUF_HINT: Final = (
     "its tensors are laid out for llama.cpp: merge the original model, then convert the result"
 )
@@ -77,6 +86,24 @@ def file_sha256(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return ""
+
+
+def read_json(path: Path, name: str, limit: int = MAX_JSON) -> dict[str, Any]:
+    """A JSON object in which no key is given twice. name: what to call it in messages."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise ValueError("it is larger than any model's")
+        table = json.loads(data.decode(), object_pairs_hook=reject_duplicates)
+        if not isinstance(table, dict):
+            raise ValueError("it is not a JSON object")
+        return table
+    except OSError as error:
+        raise explain_os_error(error, name) from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise DareError(f"{name!r} is not valid: {reason}", AGAIN_HINT) from None
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:

@@ -17,12 +17,17 @@ from darelib.models.checkpoint import (
     ADAPTER_FILE,
     CONFIG_FILE,
     INDEX_FILE,
-    WEIGHT_SUFFIXES,
     WEIGHTS_FILE,
 )
 from darelib.models.packed import PACKED_KEY
 from darelib.models.source import Source
-from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorFile, file_sha256, open_regular
+from darelib.models.tensorfile import (
+    PICKLE_SUFFIXES,
+    WEIGHT_SUFFIXES,
+    TensorFile,
+    file_sha256,
+    open_regular,
+)
 from darelib.output.recipe import RECIPE_FILE, RECIPE_KEY
 
 # Of the files in a directory, those that say that it is a model.

@@ -18,9 +18,8 @@ from darelib.core.families import find_merge_method
 from darelib.core.methods import METHODS, TensorSettings
 from darelib.core.text import DareError, as_text, count_of
 from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, part_name
-from darelib.models.jsonfile import MAX_JSON, read_json
 from darelib.models.source import Source, recorded_name
-from darelib.models.tensorfile import TensorInfo
+from darelib.models.tensorfile import MAX_JSON, TensorInfo, read_json
 from darelib.output.destination import digest_of, is_weights, list_files
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice, place_tokenizer

@@ -13,11 +13,9 @@ from typing import Any, Final
 
 from darelib.core.text import DareError
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.hub import download
 from darelib.models.inputs import explain_path
-from darelib.models.jsonfile import read_json
-from darelib.models.source import AUTO, BASE, UNION, Source, is_template, recorded_name
-from darelib.models.tensorfile import explain_os_error, open_regular
+from darelib.models.source import AUTO, BASE, UNION, Source, download, is_template, recorded_name
+from darelib.models.tensorfile import explain_os_error, open_regular, read_json
 from darelib.models.vocabulary import (
     ADDED_START,
     ADDED_TABLE,

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 from darelib.commands.analyze.plots import load_pyplot
 from darelib.core.text import ConfigError, printable
-from darelib.models.hub import download
 from darelib.models.inputs import find_files
-from darelib.models.source import Source
+from darelib.models.source import Source, download
 from darelib.output.destination import check_apart
 from darelib.output.tokenizer import TOKENIZER_PATTERNS
 from darelib.requests.configfile import check_new_config, check_new_file, write_config

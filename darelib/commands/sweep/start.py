@@ -16,8 +16,8 @@ from darelib.commands.sweep.search import Options, Search, search_in_memory
 from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
 from darelib.core.text import ConfigError
-from darelib.models.hub import download
 from darelib.models.inputs import check_unchanged
+from darelib.models.source import download
 
 
 def sweep_models(

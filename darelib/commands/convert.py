@@ -25,7 +25,7 @@ from darelib.core.text import (
     printable,
 )
 from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular, read_json
-from darelib.output.newfile import write_new_file
+from darelib.output.files import write_new_file
 
 if TYPE_CHECKING:
     import torch

@@ -1,23 +1,27 @@
-"""Files of tensors in the making: written at any place, synced meanwhile, noted in a journal."""
+"""Files in the making: written at any place, synced meanwhile, noted in a journal; and small ones,
+which are written at once.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final, Self
 
+from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.models.tensorfile import BINARY, SEEK_LOCK, open_regular
 from darelib.output.destination import Destination
-from darelib.output.journal import Journal
-from darelib.output.lock import remove
 from darelib.plan.files import PlannedFile
 
 # In the folder beside the destination: the new model, and the journal.
@@ -30,6 +34,51 @@ ZEROS_PER_SECOND: Final = 8e9
 # How systems say that a directory cannot be synced at all, or not even opened.
 NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 NO_OPEN: Final = (*NO_SYNC, errno.EACCES, errno.EISDIR)
+
+
+class Journal:
+    """A line for what the merge is, then lines for what of it is known to be on the disk.
+
+    Each line begins with a checksum; the first one that does not match, as after a crash, ends the
+    journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.length = 0  # of the lines that are complete
+        entries: list[Any] = []
+        with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
+            for line in file:
+                check, _, text = line.partition(b" ")
+                if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")) or not line.endswith(b"\n"):
+                    break
+                entries.append(json.loads(text))
+                self.length += len(line)
+        # After a first line that is damaged, what follows means nothing.
+        is_sound = bool(entries) and isinstance(entries[0], dict)
+        self.identity: dict[str, Any] | None = entries[0] if is_sound else None
+        self.done: list[Any] = list(itertools.chain(*entries[1:])) if is_sound else []
+
+    def append(self, entry: Any) -> None:
+        text = json.dumps(entry, separators=(",", ":")).encode()
+        write_synced(self.path, os.O_APPEND, [b"%08x %s\n" % (zlib.crc32(text), text)])
+
+
+def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
+    """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
+    for key in dict.fromkeys([*new, *old]):
+        name = prefix + key
+        before, now = old.get(key), new.get(key)
+        if before == now:
+            continue
+        if before is None:
+            return f"it has no {name}, and this one has"
+        if now is None:
+            return f"it has {name}, and this one has not"
+        if isinstance(before, dict) and isinstance(now, dict):
+            return explain_difference(before, now, f"{name}.")
+        return f"its {name} is {before!r}, not {now!r}"
+    return ""
 
 
 class Files:
@@ -193,3 +242,51 @@ def sync_directory(path: Path) -> None:
     finally:
         with suppress(OSError):  # nothing was written through it, if it is open at all
             os.close(folder)
+
+
+def write_synced(path: Path, flags: int, pieces: Iterable[bytes]) -> None:
+    """Write a small file, and wait until it is on the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags | BINARY, 0o666)
+    try:
+        for piece in pieces:
+            write_all(descriptor, piece)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file beside its name and then give it that name, replacing what had it."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with ExitStack() as cleanup:
+            with partial.open("xb") as file:  # a file that has this name already is not ours
+                cleanup.callback(partial.unlink, missing_ok=True)
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    except OSError as error:
+        raise DareError(
+            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it"
+        ) from None
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory and what is in it, as far as the system allows it."""
+    # shutil.rmtree opens every directory, and leaves all that is in one that it cannot open.
+    with suppress(OSError):
+        if path.is_symlink() or not path.is_dir():
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            remove(path / name)
+        os.rmdir(path)

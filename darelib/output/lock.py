@@ -10,7 +10,7 @@ from typing import Final
 
 from darelib.core.text import DareError
 from darelib.models.tensorfile import BINARY
-from darelib.output.journal import write_all
+from darelib.output.files import remove, write_all
 
 LOCK_FILE: Final = "lock"
 LOCK_WORDS: Final = "dare is merging here: process"
@@ -115,15 +115,3 @@ def try_lock(descriptor: int, shared: bool = False) -> bool:
     except (ImportError, OSError):  # no locks here: a merge is better than none
         pass
     return True
-
-
-def remove(path: Path) -> None:
-    """Remove a file, or a directory and what is in it, as far as the system allows it."""
-    # shutil.rmtree opens every directory, and leaves all that is in one that it cannot open.
-    with suppress(OSError):
-        if path.is_symlink() or not path.is_dir():
-            os.unlink(path)
-            return
-        for name in os.listdir(path):
-            remove(path / name)
-        os.rmdir(path)

@@ -24,16 +24,18 @@ from darelib.output.files import (
     JOURNAL_FILE,
     MADE,
     Files,
+    Journal,
+    explain_difference,
     name_journal,
+    remove,
     sync_directory,
+    write_synced,
 )
-from darelib.output.journal import Journal, explain_difference, write_synced
 from darelib.output.lock import (
     LOCK_FILE,
     LOCK_WORDS,
     Lock,
     explain_foreign,
-    remove,
     try_lock,
 )
 from darelib.plan.files import PlannedFile

@@ -26,7 +26,7 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.source import Source
 from darelib.output.destination import Destination
-from darelib.output.journal import explain_difference
+from darelib.output.files import explain_difference
 from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice

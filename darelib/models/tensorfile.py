@@ -20,7 +20,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -217,26 +217,21 @@ class TensorFile:
         self._file.close()
 
 
-def peek_header(path: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names in a file and its metadata, unchecked, to find out of what kind the file is.
+def peek_header(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The names in a file and its metadata, to find out of what kind the file is.
 
     Both are empty where they cannot be read: whoever opens the file then explains why.
     """
     try:
         return _peek(path, IDENTITY(path.stat()))
-    except (OSError, ValueError):
+    except (DareError, OSError):
         return (), {}
 
 
 @lru_cache(1)  # several kinds of input look at one file
-def _peek(path: Path, _: object) -> tuple[tuple[str, ...], dict[str, Any]]:
-    with suppress(RecursionError), open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length if length <= MAX_HEADER else 0))
-        if isinstance(header, dict):
-            metadata = header.pop("__metadata__", None)
-            return tuple(header), metadata if isinstance(metadata, dict) else {}
-    return (), {}
+def _peek(path: Path, _: object) -> tuple[tuple[str, ...], dict[str, str]]:
+    with closing(TensorFile(path, path.name)) as file:
+        return tuple(file.tensors), file.metadata
 
 
 def parse_header(

@@ -17,12 +17,12 @@ from darelib.core.drops import DROPS, L1, NONE, RANDOM, Thinning
 from darelib.core.families import find_merge_method
 from darelib.core.methods import METHODS, TensorSettings
 from darelib.core.text import DareError, as_text, count_of
-from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, part_name
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.source import Source, recorded_name
-from darelib.models.tensorfile import MAX_JSON, TensorInfo, read_json
+from darelib.models.tensorfile import MAX_JSON, TensorInfo
 from darelib.output.destination import digest_of, is_weights, list_files
 from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
-from darelib.output.tokenizer import SideFiles, TokenizerChoice, place_tokenizer
+from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.files import PlannedFile
 from darelib.plan.plan import find_seeds
 
@@ -60,47 +60,6 @@ This recipe makes the same tensors again, byte for byte, from the same inputs:
 {recipe}
 ```
 """
-
-
-def collect_side_files(
-    config: DareConfig,
-    inputs: Sequence[Checkpoint],
-    version: str,
-    files: Sequence[PlannedFile],
-    changes: Mapping[str, tuple[Any, Any]],
-    left_out: Collection[str],
-    tokenizer: TokenizerChoice,
-    rows: int,
-    index: bytes | None,
-) -> tuple[SideFiles, list[str]]:
-    """All files of a model directory besides the tensors, and what to tell about them.
-
-    changes: old and new values of settings in config.json. left_out: files of the base that the
-    output has no use for. rows: of the embedding, 0 if unknown. index: where there are several.
-    """
-    base = inputs[0]
-    found = find_side_files(base.folder)
-    side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
-    notes = place_tokenizer(side, tokenizer, inputs, rows)
-    if CONFIG_FILE in side and base.folder is not None:
-        name = part_name(base.source, base.folder / CONFIG_FILE)
-        table = read_json(base.folder / CONFIG_FILE, name)  # it must be sound, copied or not
-        if changes:
-            side[CONFIG_FILE] = update_config(table, changes, name)
-    else:
-        notes.append(
-            f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: "
-            "loaders will want one"
-        )
-    if index is not None:
-        side[INDEX_FILE] = index
-    recipe = recipe_text(config, inputs, version, tokenizer)
-    side[CARD_FILE] = model_card(config, inputs, recipe).encode()
-    written = {as_text(name): digest_of(content) for name, content in side.items()}
-    written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
-    recipe = recipe_text(config, inputs, version, tokenizer, dict(sorted(written.items())))
-    side[RECIPE_FILE] = seal(recipe.encode())
-    return dict(sorted(side.items())), notes
 
 
 def find_side_files(folder: Path | None) -> dict[str, Path]:
@@ -158,13 +117,31 @@ def update_config(
 
 def make_index(tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]) -> bytes:
     """The index of a model in several files, as transformers writes it."""
-    metadata = {
-        "total_parameters": sum(tensor.count for tensor in tensors.values()),
-        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+    index = {
+        "metadata": {
+            "total_parameters": sum(tensor.count for tensor in tensors.values()),
+            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+        },
+        "weight_map": {name: files[tensor.file].name for name, tensor in tensors.items()},
     }
-    weight_map = {name: files[tensor.file].name for name, tensor in tensors.items()}
-    index = {"metadata": metadata, "weight_map": weight_map}
     return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def add_recipe(
+    side: SideFiles,
+    config: DareConfig,
+    inputs: Sequence[Checkpoint],
+    version: str,
+    tokenizer: TokenizerChoice,
+    files: Sequence[PlannedFile],
+    packed: bool = False,
+) -> None:
+    """Add the recipe to the files of a model directory, with the digests of all others."""
+    written = {as_text(name): digest_of(content) for name, content in side.items()}
+    written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
+    listed = dict(sorted(written.items()))
+    recipe = recipe_text(config, inputs, version, tokenizer, listed, packed)
+    side[RECIPE_FILE] = seal(recipe.encode())
 
 
 def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) -> str:

@@ -47,35 +47,9 @@ UNREAD_HINTS: Final = {FP8: f"{QUANTISE_HINT}; {SCALE_HINT}"}
 MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memory
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """The scales of a tensor, which are a tensor themselves."""
-
-    name: str
-    info: TensorInfo
-    block: tuple[int, int]  # the rows and columns that share one
-    grid: tuple[int, int]  # how many there are
-    powers: bool = False  # whether the configuration wants powers of two (scale_fmt ue8m0)
-
-    @property
-    def whole(self) -> bool:
-        """Whether one is for all of the tensor."""
-        return self.grid == (1, 1)
-
-
-def read_scales(model: Input, scales: Scales, row: int, rows: int) -> NDArray[np.uint8]:
-    """The scales of the blocks that rows of the tensor are in, as bytes."""
-    first = row // scales.block[0]
-    last = -(-(row + rows) // scales.block[0])
-    item = scales.grid[1] * (scales.info.nbytes // scales.info.count)
-    raw = np.empty((last - first) * item, np.uint8)
-    model.read_bytes(raw.data, scales.info, first * item)
-    return raw
-
-
 @dataclass(frozen=True, eq=False)
 class Fp8(Encoding):
-    """A matrix in FP8, that is read as float32."""
+    """A matrix in FP8, that is read as float32. Its scales are a tensor themselves."""
 
     kind: ClassVar[str] = "FP8"
     rereads: ClassVar[bool] = False
@@ -84,43 +58,48 @@ class Fp8(Encoding):
     files: ClassVar[tuple[str, ...]] = ("hf_quant_config.json",)
 
     stored: TensorInfo
-    scales: Scales
+    scale_name: str
+    scales: TensorInfo
+    block: tuple[int, int]  # the rows and columns that share a scale
+    grid: tuple[int, int]  # how many scales there are
+    powers: bool  # whether the configuration wants powers of two (scale_fmt ue8m0)
+
+    @property
+    def whole(self) -> bool:
+        """Whether one scale is for all of the tensor."""
+        return self.grid == (1, 1)
 
     @property
     def looks(self) -> tuple[type[Look], ...]:
-        return (PeakLook,) if self.scales.whole else ()
+        return (PeakLook,) if self.whole else ()
 
     def stored_bytes(self, info: TensorInfo) -> int:
-        return self.stored.nbytes + self.scales.info.nbytes
+        return self.stored.nbytes + self.scales.nbytes
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(FP8, info.shape), self.scales.name: self.scales.info}
+        return {name: TensorInfo(FP8, info.shape), self.scale_name: self.scales}
 
     def find_step(self, info: TensorInfo) -> int:
         """Rows of blocks that are whole tiles, so that each job finds its scales alone."""
-        if self.scales.whole:
-            return TILE
-        return math.lcm(self.scales.block[0] * info.width, TILE)
+        return TILE if self.whole else math.lcm(self.block[0] * info.width, TILE)
 
-    def _count_group(self, info: TensorInfo, chunk: int) -> int:
+    def count_group(self, info: TensorInfo, chunk: int) -> int:
         """Elements that are gathered before they are written: whole rows of blocks, a chunk if they
         fit.
         """
-        if self.scales.whole:
+        if self.whole:
             return chunk
-        row = self.scales.block[0] * info.width
+        row = self.block[0] * info.width
         return min(max(1, chunk // row) * row, info.count)
 
     def count_held(self, info: TensorInfo, chunk: int) -> int:
         """Merged values that wait for their scales, and the base's, once more while they are
         encoded.
         """
-        return 24 * self._count_group(info, chunk)
+        return 24 * self.count_group(info, chunk)
 
     def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
-        group = self._count_group(target.info, chunk)
-        peak = look if isinstance(look, PeakLook) else None
-        return Fp8Writer(target, self.stored, self.scales, start, group, peak)
+        return Fp8Writer(self, target, start, chunk, look)
 
     def read(
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
@@ -138,15 +117,24 @@ class Fp8(Encoding):
             for first, last in itertools.pairwise(sorted({start, first_row, last_row, stop})):
                 self._scale(model, width, values[first - start : last - start], first)
 
-    def _scale(self, model: Input, width: int, values: NDArray[Any], start: int) -> None:
+    def _scale(self, model: Input, width: int, values: Array, start: int) -> None:
         """Multiply values by their scales: whole rows, or a part of one."""
         row, column = divmod(start, width)
         part = values.reshape(-1, min(width, len(values)))
-        raw = read_scales(model, self.scales, row, len(part))
-        scales = widen(raw, self.scales.info.dtype).reshape(-1, self.scales.grid[1])
-        for rows, factors in fp8.spread(scales, self.scales.block, row, len(part), width):
+        raw = self.read_scales(model, row, len(part))
+        scales = widen(raw, self.scales.dtype).reshape(-1, self.grid[1])
+        for rows, factors in fp8.spread(scales, self.block, row, len(part), width):
             one = factors.shape[-1] == 1
             part[rows] *= factors if one else factors[..., column : column + part.shape[1]]
+
+    def read_scales(self, model: Input, row: int, rows: int) -> NDArray[np.uint8]:
+        """The scales of the blocks that rows of the tensor are in, as bytes."""
+        first = row // self.block[0]
+        last = -(-(row + rows) // self.block[0])
+        item = self.grid[1] * (self.scales.nbytes // self.scales.count)
+        raw = np.empty((last - first) * item, np.uint8)
+        model.read_bytes(raw.data, self.scales, first * item)
+        return raw
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +154,6 @@ def recognise_fp8(model: Checkpoint) -> None:
     powers = settings.get("scale_fmt") == "ue8m0"
     for name, scale_name in pairs.items():
         model.tensors[name] = _make_tensor(model, name, scale_name, block, powers)
-    for scale_name in pairs.values():
         del model.tensors[scale_name]
     for name, info in model.tensors.items():
         if is_activation_scale(name, pairs):
@@ -192,10 +179,9 @@ def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
             scales = [name + end for end in SCALE_NAMES if name + end in tensors]
             if len(scales) == 1 and tensors[scales[0]].dtype in SCALE_TYPES:
                 pairs[name] = scales[0]
-    if not pairs:
-        return {}
     used = {*pairs, *pairs.values()}
-    others = quantised_modules({n: info for n, info in tensors.items() if n not in used})
+    rest = {name: info for name, info in tensors.items() if name not in used}
+    others = quantised_modules(rest) if pairs else set()
     return {name: scale for name, scale in pairs.items() if module_of(name) not in others}
 
 
@@ -223,8 +209,8 @@ def _make_tensor(
             f"{model.name!r}: a row of blocks of {name!r} has more than {MAX_GROUP:,} elements",
             "no model has such weights; get it from somewhere you trust",
         )
-    scales = Scales(scale_name, scale, block, grid, powers)
-    return TensorInfo("F32", stored.shape, encoding=Fp8(stored, scales))
+    encoding = Fp8(stored, scale_name, scale, block, grid, powers)
+    return TensorInfo("F32", stored.shape, encoding=encoding)
 
 
 def read_quantisation(model: Checkpoint) -> dict[str, Any]:
@@ -257,14 +243,14 @@ class PeakLook(Look):
     """
 
     merges = True
+    peak = 0
+    changed = False
 
     def __init__(
         self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
     ) -> None:
         super().__init__(settings, models, count, bits, found)
         self.kernel = METHODS[settings.method].kernel
-        self.peak = 0
-        self.changed = False
 
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         merged = buffers.output.view(np.float32)[:count]
@@ -284,25 +270,19 @@ class Fp8Writer(Writer):
     """Gathers the merged values of one job until those that share a scale are there, and writes
     them.
 
-    look: where one scale is for all. group: elements that are written at a time.
+    look: where one scale is for all.
     """
 
     def __init__(
-        self,
-        target: Target,
-        stored: TensorInfo,
-        scales: Scales,
-        start: int,
-        group: int,
-        look: PeakLook | None,
+        self, encoding: Fp8, target: Target, start: int, chunk: int, look: Look | None
     ) -> None:
         super().__init__(target, start)
+        self._encoding = encoding
         self._model = target.model
         self._info = target.info
-        self._stored = stored
-        self._scales = scales
         self._start = start
         self._look = look
+        group = encoding.count_group(target.info, chunk)
         self._held = np.empty((2, group), np.float32)  # merged values, and the base's
         self._count = 0
 
@@ -329,13 +309,12 @@ class Fp8Writer(Writer):
         start = self._start
         self._start += count
         self._count = 0
-        whole = self._scales.whole
+        whole = self._encoding.whole
         width = count if whole else self._info.width
-        block = (1, count) if whole else self._scales.block
-        row = 0 if whole else start // width
+        block = (1, count) if whole else self._encoding.block
         merged, base = self._held[:, :count].reshape(2, -1, width)
-        changed, divisors = self._write_scales(merged, base, row, block)
-        made: Array = np.empty((0, 0), np.uint8)
+        changed, divisors = self._write_scales(merged, base, 0 if whole else start // width, block)
+        made: Array = np.empty(merged.shape, np.uint8)
         if changed.any():
             with np.errstate(all="ignore"):  # in blocks that keep the base's bytes
                 for rows, factors in fp8.spread(divisors, block, 0, len(merged), width):
@@ -343,34 +322,30 @@ class Fp8Writer(Writer):
             made = fp8.encode(merged)
         if not changed.all():
             stored = np.empty(merged.shape, np.uint8)
-            self._model.read_bytes(stored.reshape(-1).data, self._stored, start)
-            made = self._choose(changed, made, stored, block) if changed.any() else stored
+            self._model.read_bytes(stored.reshape(-1).data, self._encoding.stored, start)
+            for rows, has_changed in fp8.spread(changed, block, 0, len(merged), width):
+                np.copyto(made[rows], stored[rows], where=~has_changed)
         self._put(self._name, made.reshape(-1).data, start)
-
-    def _choose(self, changed: Array, made: Array, stored: Array, block: tuple[int, int]) -> Array:
-        """The new bytes of blocks that have changed, and the base's of the others."""
-        rows, width = made.shape
-        wide = changed if len(changed[0]) == 1 else changed.repeat(block[1], 1)[:, :width]
-        return np.where(wide.repeat(block[0], 0)[:rows], made, stored)
 
     def _write_scales(
         self, merged: Array, base: Array, row: int, block: tuple[int, int]
     ) -> tuple[Array, Array]:
         """Which blocks have changed, and what each is to be divided by; the scales are written."""
-        dtype = self._scales.info.dtype
-        if self._look is not None:
+        encoding = self._encoding
+        dtype = encoding.scales.dtype
+        if isinstance(self._look, PeakLook):
             changed = np.array([[self._look.changed]])
             peaks = np.array([[self._look.largest]])
         else:
             changed = fp8.reduce_blocks(np.logical_or, merged != base, block)
             peaks = fp8.reduce_blocks(np.maximum, np.abs(merged), block)
-        old = read_scales(self._model, self._scales, row, len(merged))
+        old = encoding.read_scales(self._model, row, len(merged))
         old = old.view(FORMATS[dtype].raw).reshape(changed.shape)
         wanted = np.maximum(peaks / np.float32(fp8.LARGEST), np.float32(fp8.SMALLEST_SCALE))
-        if self._scales.powers:  # the next one up, as the base's are
+        if encoding.powers:  # the next one up, as the base's are
             fractions, exponents = np.frexp(wanted)
             wanted = np.ldexp(np.float32(1), exponents - (fractions == 0.5))
         raw = np.where(changed & (peaks > 0), plain.encode(wanted, dtype), old)
-        place = row // self._scales.block[0] * raw.itemsize * self._scales.grid[1]
-        self._put(self._scales.name, raw.reshape(-1).view(np.uint8).data, place)
+        place = row // encoding.block[0] * raw.itemsize * encoding.grid[1]
+        self._put(encoding.scale_name, raw.reshape(-1).view(np.uint8).data, place)
         return changed, widen(raw.reshape(-1), dtype).reshape(raw.shape)

@@ -67,6 +67,7 @@ class LoraAdapter(Checkpoint):
                 "give the model that it was trained on",
             )
         super().__init__(source, layout)
+        self._base = base
         self._kernels: Mapping[KernelSpec, Kernel] = {}
         self._room = 0  # elements of a matrix that a thread may hold
         self._held = threading.local()
@@ -89,7 +90,7 @@ class LoraAdapter(Checkpoint):
         self.specs = frozenset(pair.spec for pair in pairs)
         self.held_bytes = max((pair.held_bytes for pair in pairs), default=0)
         ranks = sorted({pair.rank for pair in pairs})
-        ends = " to ".join(map(str, dict.fromkeys(ranks[:1] + ranks[-1:])))
+        ends = " to ".join(map(str, sorted({*ranks[:1], *ranks[-1:]})))
         kind = f"LoRA of rank {ends}" if ends else "LoRA"
         self.note = f"{kind}, changes {count_of(len(self.tensors), 'tensor')}"
         whole = [

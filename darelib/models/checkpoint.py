@@ -3,8 +3,6 @@
 Finds their files and reads their tensors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -14,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 from darelib.core.text import DareError, InputChanged, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
@@ -357,7 +355,7 @@ class Checkpoint(Input):
                 f"the tokenizer of {self.name!r} changed while it was merged", CHANGED_HINT
             )
 
-    def is_same_as(self, other: Checkpoint) -> bool:
+    def is_same_as(self, other: Self) -> bool:
         """Whether it is the very same files."""
         pairs = zip(self.files, other.files, strict=False)
         same = all(os.path.samestat(mine.status, theirs.status) for mine, theirs in pairs)

@@ -4,8 +4,6 @@ They are read as the float32 that they stand for. Merged values become bytes aga
 that share a scale are there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,7 +1,5 @@
 """How weights come in: finds out what kind of input each source is, and opens it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence

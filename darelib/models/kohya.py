@@ -4,8 +4,6 @@ A pair is named after its module with underscores for dots, so that only the bas
 is meant. A change is alpha / rank * (up @ down), where the rank is that of the matrices.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

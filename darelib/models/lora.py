@@ -4,8 +4,6 @@ An element is scale * (left @ right), with the products added in the order of th
 has the same bits whatever range of elements is read.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """LoRA adapters of PEFT: their configuration, and which tensors of the base their names mean."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,14 +1,12 @@
 """A model as the user named it, and where it is: on this machine, or on the Hugging Face Hub."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from darelib.core.text import ConfigError, DareError, as_text, install_hint, nearest
 from darelib.models.tensorfile import PICKLE_SUFFIXES, WEIGHT_SUFFIXES
@@ -42,8 +40,8 @@ class Source:
         return self.recorded if self.recorded.endswith(f"@{self.path.name}") else ""
 
     @classmethod
-    def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
-        if isinstance(given, Source):
+    def of(cls, given: str | Path | Self, folder: Path | None = None) -> Self:
+        if isinstance(given, cls):
             return given
         if not isinstance(given, str | Path):
             raise ConfigError(

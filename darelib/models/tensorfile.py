@@ -4,8 +4,6 @@ The safetensors library would map the whole file into memory to read a header, a
 that are given twice.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

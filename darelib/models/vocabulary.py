@@ -1,7 +1,5 @@
 """Tokenizers: which token has which number in each model, where they differ, what all have."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import re

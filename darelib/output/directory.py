@@ -1,7 +1,5 @@
 """What a model directory has besides its tensors: configuration, tokenizer, index, card, recipe."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

@@ -2,8 +2,6 @@
 which are written at once.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

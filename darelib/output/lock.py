@@ -1,7 +1,5 @@
 """The lock of a destination: one merge at a time writes it."""
 
-from __future__ import annotations
-
 import os
 import stat
 from contextlib import suppress

@@ -2,8 +2,6 @@
 written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
@@ -17,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from darelib import __version__
 from darelib.config import DareConfig, parse_size
@@ -72,7 +70,7 @@ class FilePlan(MergePlan):
         sizes = [s.stat().st_size if isinstance(s, Path) else len(s) for s in self.side.values()]
         return sum(file.size for file in self.files) + sum(sizes)
 
-    def shards(self, numbers: Collection[int]) -> Iterator[FilePlan]:
+    def shards(self, numbers: Collection[int]) -> Iterator[Self]:
         """Some of the files, each as a plan of its own: a tensor lies in one file, and files share
         nothing.
         """
@@ -80,12 +78,12 @@ class FilePlan(MergePlan):
             if number in numbers:
                 yield self._keep([tensor.move(0) for tensor in tensors], [self.files[number]])
 
-    def part(self, numbers: Collection[int]) -> FilePlan:
+    def part(self, numbers: Collection[int]) -> Self:
         """Some of the files, without what lies beside them."""
         own = [tensor for tensor in self.tensors if tensor.output.file in numbers]
         return self._keep(own, [self.files[number] for number in numbers])
 
-    def _keep(self, tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> FilePlan:
+    def _keep(self, tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> Self:
         return dataclasses.replace(
             self,
             tensors=tuple(tensors),

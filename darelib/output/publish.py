@@ -4,8 +4,6 @@ Whatever happens, and whenever, the destination is the old model or the new one.
 this for directories.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The recipe that a merged model carries: all that is needed to make the same tensors again."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tokenizer and the chat template of a model directory: the base's, a model's, or a union."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

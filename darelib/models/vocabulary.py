@@ -99,9 +99,9 @@ def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
-        reason = words or "something is missing"
         raise DareError(
-            f"{TOKENIZER_FILE} of {name!r} cannot be used: {reason}", "download it again"
+            f"{TOKENIZER_FILE} of {name!r} cannot be used: {words or 'something is missing'}",
+            "download it again",
         ) from None
 
 
@@ -123,10 +123,11 @@ def describe_differences(
 
 
 def _compare(base: Mapping[str, int], model: Mapping[str, int]) -> Iterator[str]:
-    moved = [token for token, number in model.items() if base.get(token, number) != number]
-    more = [token for token in model if token not in base]
-    fewer = [token for token in base if token not in model]
-    differences = {"with other numbers": moved, "that the base lacks": more, "fewer": fewer}
+    differences = {
+        "with other numbers": [token for token, n in model.items() if base.get(token, n) != n],
+        "that the base lacks": [token for token in model if token not in base],
+        "fewer": [token for token in base if token not in model],
+    }
     for words, tokens in differences.items():
         if tokens:
             yield f"{count_of(len(tokens), 'token')} {words} ({list_names(tokens)})"
@@ -167,10 +168,9 @@ def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> 
         if model is None:
             continue
         if model.trained != base.trained:
-            words = "; ".join(_compare(base.trained, model.trained))
             raise DareError(
                 f"{name!r} has another vocabulary than the base, not only other added tokens: "
-                f"{words}",
+                f"{'; '.join(_compare(base.trained, model.trained))}",
                 UNITE_HINT,
             )
         for entry in sorted(model.added, key=lambda entry: int(entry["id"])):

@@ -128,15 +128,14 @@ class Layout:
 
 def find_checkpoint(source: Source) -> Layout:
     """The files of a model that is a file, a directory or an index."""
-    path, folder, is_directory = source.path, source.path.parent, source.path.is_dir()
+    path = source.path
+    folder = path if path.is_dir() else path.parent
+    is_directory = path == folder
     if is_directory:
-        folder = path
-        path = next(
-            (folder / name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()),
-            folder,
-        )
-        if path == folder:
+        present = [name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()]
+        if not present:
             raise _explain_no_weights(source, sorted(os.listdir(folder)))
+        path = folder / present[0]
     if path.suffix == ".json":
         return _find_by_index(source, path)
     # A file of another name may be among unrelated ones; this one belongs to the directory that it
@@ -358,8 +357,9 @@ class Checkpoint(Input):
     def is_same_as(self, other: Self) -> bool:
         """Whether it is the very same files."""
         pairs = zip(self.files, other.files, strict=False)
-        same = all(os.path.samestat(mine.status, theirs.status) for mine, theirs in pairs)
-        return same and len(self.files) == len(other.files)
+        return len(self.files) == len(other.files) and all(
+            os.path.samestat(mine.status, theirs.status) for mine, theirs in pairs
+        )
 
     def close(self) -> None:
         for file in self.files:
@@ -369,11 +369,8 @@ class Checkpoint(Input):
 def read_config(folder: Path) -> dict[str, Any]:
     """What is used of the config.json of a model directory, if it has one that can be read."""
     with suppress(DareError):
-        if table := read_json(folder / CONFIG_FILE, CONFIG_FILE):
-            return {
-                "text_config": _pick_settings(table.get("text_config")),
-                **_pick_settings(table),
-            }
+        table = read_json(folder / CONFIG_FILE, CONFIG_FILE)
+        return {"text_config": _pick_settings(table.get("text_config")), **_pick_settings(table)}
     return {}
 
 
@@ -385,9 +382,9 @@ def _pick_settings(table: Any) -> dict[str, Any]:
         return {}
     found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
     return {
-        k: v
-        for k, v in found.items()
-        if isinstance(v, str | int | float) and sys.getsizeof(v) < 1000
+        key: value
+        for key, value in found.items()
+        if isinstance(value, str | int | float) and sys.getsizeof(value) < 1000
     }
 
 
@@ -411,15 +408,11 @@ def compare_configs(
 
     What only one states is no difference.
     """
-    both = {
-        key: value
-        for key, value in mine.items()
-        if key in theirs and key not in ("text_config", NAME_KEY)
-    }
+    compared = mine.keys() & theirs.keys() - {"text_config", NAME_KEY}
     found = {
         prefix + key: f"its {prefix}{key} is {theirs[key]!r}, not {value!r}"
-        for key, value in both.items()
-        if value != theirs[key]
+        for key, value in mine.items()
+        if key in compared and value != theirs[key]
     }
     parts = (mine.get("text_config", {}), theirs.get("text_config", {}))
     return found | (compare_configs(*parts, "text_config.") if all(parts) else {})

@@ -157,27 +157,34 @@ def part_name(source: Source, path: Path) -> str:
 
 def _explain_no_weights(source: Source, names: list[str]) -> DareError:
     """What a directory without a model has instead."""
-    if broken := [name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names]:
-        return DareError(
-            f"{broken[0]!r} in {source.name!r} is a broken link", "download the model again"
-        )
-    if tensors := [name for name in names if name.endswith(".safetensors")]:
-        return DareError(
-            f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but "
+    shown = repr(source.name)
+    broken = next((name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names), "")
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    kinds = (
+        (broken, f"{broken!r} in {shown} is a broken link", "download the model again"),
+        (
+            tensors,
+            f"the directory {shown} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but "
             f"{list_names(tensors)}",
             "name the file, or put the index beside its shards",
-        )
-    if any(name.endswith(".gguf") for name in names):
-        return DareError(f"{source.name!r} holds GGUF files", GGUF_HINT)
-    if any(name.endswith(PICKLE_SUFFIXES) for name in names):
-        return DareError(
-            f"{source.name!r} holds PyTorch pickles, not safetensors files",
+        ),
+        (
+            any(name.endswith(".gguf") for name in names),
+            f"{shown} holds GGUF files",
+            GGUF_HINT,
+        ),
+        (
+            any(name.endswith(PICKLE_SUFFIXES) for name in names),
+            f"{shown} holds PyTorch pickles, not safetensors files",
             convert_hint(source.path),
-        )
-    return DareError(
-        f"the directory {source.name!r} holds no model",
-        f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",
+        ),
+        (
+            True,
+            f"the directory {shown} holds no model",
+            f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",
+        ),
     )
+    return next(DareError(words, hint) for is_so, words, hint in kinds if is_so)
 
 
 def _find_by_index(source: Source, path: Path) -> Layout:
@@ -369,8 +376,11 @@ class Checkpoint(Input):
 def read_config(folder: Path) -> dict[str, Any]:
     """What is used of the config.json of a model directory, if it has one that can be read."""
     with suppress(DareError):
-        table = read_json(folder / CONFIG_FILE, CONFIG_FILE)
-        return {"text_config": _pick_settings(table.get("text_config")), **_pick_settings(table)}
+        if table := read_json(folder / CONFIG_FILE, CONFIG_FILE):
+            return {
+                "text_config": _pick_settings(table.get("text_config")),
+                **_pick_settings(table),
+            }
     return {}
 
 

@@ -98,14 +98,13 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
             f"{path_hint(source)}; models of the Hugging Face Hub need huggingface_hub, "
             f"{install_hint('hub')}",
         ) from None
-    used = (".safetensors", ".index.json")
-    others = [f"*{suffix}" for suffix in WEIGHT_SUFFIXES if suffix not in used]
+    others = {f"*{suffix}" for suffix in WEIGHT_SUFFIXES} - {"*.safetensors", "*.index.json"}
     try:
         folder = huggingface_hub.snapshot_download(
             repository,
             revision=revision or None,
             allow_patterns=list(wanted) if wanted else None,
-            ignore_patterns=[*others, "original/*", "consolidated*"],
+            ignore_patterns=[*sorted(others), "original/*", "consolidated*"],
         )
     except Exception as error:  # of the network, its libraries, the Hub: there are dozens of kinds
         raise _explain_failure(source, error) from None

@@ -160,37 +160,40 @@ class TensorFile:
     def _read_header(self, start: bytearray, size: int) -> bytearray:
         """The header with its length before it. start: the first bytes of the file."""
         length = int.from_bytes(start[:8], "little")
-        if size < 8:
-            raise ValueError("it is too short for a header")
-        if length > MAX_HEADER:
-            raise ValueError(f"its header would be {length:,} bytes long")
-        if 8 + length > size:
-            raise ValueError(f"its header should be {length:,} bytes long and it has {size - 8:,}")
-        if start[8:] != b"{":
-            raise ValueError("its header does not start with {")
+        faults = (
+            (size < 8, "it is too short for a header"),
+            (length > MAX_HEADER, f"its header would be {length:,} bytes long"),
+            (
+                8 + length > size,
+                f"its header should be {length:,} bytes long and it has {size - 8:,}",
+            ),
+            (start[8:] != b"{", "its header does not start with {"),
+        )
+        for is_so, words in faults:
+            if is_so:
+                raise ValueError(words)
         header = bytearray(8 + length)
         self.read_into(memoryview(header), 0)
         return header
 
     def _explain_broken(self, error: Exception, start: bytearray) -> DareError:
         """What a file that is not safetensors is instead, and what to do about it."""
-        if not start:
-            return DareError(f"{self.name!r} is empty", AGAIN_HINT)
         pickled = start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{")
-        if pickled or self.path.suffix in PICKLE_SUFFIXES:
-            return DareError(
-                f"{self.name!r} is a PyTorch pickle, not a safetensors file",
-                convert_hint(self.path),
-            )
-        if start[:4] == b"vers":
-            return DareError(
-                f"{self.name!r} looks like a Git LFS pointer, not the file itself",
-                "run git lfs pull",
-            )
-        if start[:4] == b"GGUF":
-            return DareError(f"{self.name!r} is a GGUF file", GGUF_HINT)
+        pickled |= self.path.suffix in PICKLE_SUFFIXES
         reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
-        return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", AGAIN_HINT)
+        kinds = (
+            (not start, "is empty", AGAIN_HINT),
+            (pickled, "is a PyTorch pickle, not a safetensors file", convert_hint(self.path)),
+            (
+                start[:4] == b"vers",
+                "looks like a Git LFS pointer, not the file itself",
+                "run git lfs pull",
+            ),
+            (start[:4] == b"GGUF", "is a GGUF file", GGUF_HINT),
+            (True, f"is not a complete safetensors file: {reason}", AGAIN_HINT),
+        )
+        words, hint = next((words, hint) for is_so, words, hint in kinds if is_so)
+        return DareError(f"{self.name!r} {words}", hint)
 
     def read_into(self, view: memoryview, offset: int) -> None:
         try:

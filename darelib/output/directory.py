@@ -151,9 +151,8 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
     used = [t for own in config.resolve_all(len(models)) for t in own.thinnings if t.drop_rate]
     rows = []
     for i, name in enumerate(models):
-        dropped, divisor = describe_thinning(settings.thinnings[i])
-        weight = method.show_weight(settings, i)
-        rows.append(f"| `{name}` | {seeds[i]} | {dropped} | {divisor} | {weight} |")
+        thinned = describe_thinning(settings.thinnings[i])
+        rows.append(f"| `{name}` | {seeds[i]} | {thinned} | {method.show_weight(settings, i)} |")
     remarks = []
     if settings.keep_ratio < 1:
         remarks.append(
@@ -168,8 +167,9 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
             "of them.\n"
         )
     if words := describe_for_mergekit(settings, {thinning.drop for thinning in used}):
-        mergekit = "[mergekit](https://github.com/arcee-ai/mergekit)"
-        remarks.append(f"\nIn the words of {mergekit}: {words}.\n")
+        remarks.append(
+            f"\nIn the words of [mergekit](https://github.com/arcee-ai/mergekit): {words}.\n"
+        )
     return CARD.format(
         models="\n".join(f"- {json.dumps(name)}" for name in dict.fromkeys([base, *models])),
         count=count_of(len(models), "model"),
@@ -190,8 +190,10 @@ def describe_drops(used: Sequence[Thinning]) -> str:
     """
     cards = [DROPS[drop].card for drop in dict.fromkeys(t.drop for t in used)]
     if not used:
-        whose, _ = DROPS[RANDOM].card
-        return f"{whose}: here nothing is dropped, and all that each fine-tune changed is"
+        return (
+            f"{DROPS[RANDOM].card[0]}: here nothing is dropped, and all that each fine-tune "
+            "changed is"
+        )
     whose = " and ".join(whose for whose, _ in cards)
     how = ", or ".join(how for _, how in cards)
     rescaled = "the rest is rescaled, " if any(t.rescale != NONE for t in used) else ""
@@ -201,18 +203,18 @@ def describe_drops(used: Sequence[Thinning]) -> str:
     )
 
 
-def describe_thinning(thinning: Thinning) -> tuple[str, str]:
-    """What is dropped of a model, and what the rest is divided by."""
+def describe_thinning(thinning: Thinning) -> str:
+    """What is dropped of a model, and what the rest is divided by, as cells of a table."""
     dropped = f"{thinning.drop_rate:.4g}"
     if thinning.drop != RANDOM:
         names = DROPS[thinning.drop].settings
         own = [f", {name} {getattr(thinning, name):.4g}" for name in names]
         dropped += f" ({thinning.drop}{''.join(own)})"
     if thinning.rescale == L1 and thinning.drop_rate:
-        return dropped, "what restores the sum of sizes"
+        return f"{dropped} | what restores the sum of sizes"
     if thinning.divides_each:
-        return dropped, "the probability to keep each"
-    return dropped, f"{thinning.divisor:.4g}"
+        return f"{dropped} | the probability to keep each"
+    return f"{dropped} | {thinning.divisor:.4g}"
 
 
 def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> str:

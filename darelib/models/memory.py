@@ -42,17 +42,17 @@ def check_state_dict(what: str, given: object) -> None:
     from torch import Tensor
 
     if not isinstance(given, Mapping):
-        kind = type(given).__name__
-        raise ConfigError(f"{what} must be a state dict, not of type {kind}", STATE_DICT_HINT)
-    names = {*map(type, given)}
-    kinds = {*map(type, given.values())}
-    if names <= {str} and all(issubclass(kind, Tensor) for kind in kinds):
+        raise ConfigError(
+            f"{what} must be a state dict, not of type {type(given).__name__}", STATE_DICT_HINT
+        )
+    kinds = {*map(type, given.values())}  # few, where there are many tensors
+    if {*map(type, given)} <= {str} and all(issubclass(kind, Tensor) for kind in kinds):
         return
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            kind = type(value).__name__
             raise ConfigError(
-                f"{what} must map names to tensors, not {name!r} to {kind}", STATE_DICT_HINT
+                f"{what} must map names to tensors, not {name!r} to {type(value).__name__}",
+                STATE_DICT_HINT,
             )
 
 
@@ -90,9 +90,9 @@ class StateDict(Described):
         """Make what a plan wants to know: for many tensors, that takes longer than to merge
         them.
         """
-        traits = zip(self.names, self.dtypes, self.shapes, strict=True)
         self.tensors = {
-            n: TensorInfo(name_dtype(dtype), tuple(shape)) for n, dtype, shape in traits
+            name: TensorInfo(name_dtype(dtype), tuple(shape))
+            for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
         }
 
     @cached_property

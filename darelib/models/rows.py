@@ -105,7 +105,12 @@ def unite_tokens(inputs: Sequence[Checkpoint]) -> None:
         )
     others = [(model.name, read_vocabulary(model.folder, model.name)) for model in models]
     union = unite(vocabulary, others)
-    embedding = find_embedding(base)
+    names = [n for n, info in base.tensors.items() if n.endswith(EMBEDDINGS) and info.count]
+    if not names:
+        raise DareError(
+            f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
+        )
+    embedding = names[0]
     height = base.tensors[embedding].shape[0]
     for name, info in dict(base.tensors).items():
         has_rows = name.endswith(ROW_TENSORS) and info.shape[:1] == (height,)
@@ -121,15 +126,6 @@ def unite_tokens(inputs: Sequence[Checkpoint]) -> None:
         model.added = union.added
         model.tokenizer_sha256 = digest_tokenizer(model.folder)
     base.heights = height, base.tensors[embedding].shape[0]
-
-
-def find_embedding(base: Checkpoint) -> str:
-    for name, info in base.tensors.items():
-        if name.endswith(EMBEDDINGS) and info.count:
-            return name
-    raise DareError(
-        f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
-    )
 
 
 class Arrangement:
@@ -160,8 +156,9 @@ class Arrangement:
             self.base, Rows(self.info, self.width, numbers, self._average), self.info.dtype
         )
         for model, vocabulary in zip(self.models, self.union.models, strict=True):
-            if theirs := self._find_stored(model):
-                self._arrange_model(model, theirs, vocabulary)
+            stored = [model.tensors[name] for name in self.names if name in model.tensors]
+            if stored:
+                self._arrange_model(model, stored[0], vocabulary)
         orphans = [self.union.tokens[n] for n in self.new if not self._find_givers(n)]
         if orphans:
             raise DareError(
@@ -172,19 +169,16 @@ class Arrangement:
     def _find_givers(self, row: int) -> list[tuple[Checkpoint, Rows]]:
         return [giver for giver in self.givers if giver[1].numbers[row] != NO_ROW]
 
-    def _find_stored(self, model: Checkpoint) -> TensorInfo | None:
-        theirs = next((model.tensors[name] for name in self.names if name in model.tensors), None)
-        if theirs and theirs.mask_name is not None:
+    def _arrange_model(
+        self, model: Checkpoint, theirs: TensorInfo, vocabulary: Vocabulary | None
+    ) -> None:
+        if theirs.mask_name is not None:
             raise DareError(
                 f"{model.name!r} is packed, so that its rows cannot be moved",
                 "give the model itself",
             )
-        fits = theirs and theirs.dtype in FORMATS and theirs.shape[1:] == self.info.shape[1:]
-        return theirs if fits else None
-
-    def _arrange_model(
-        self, model: Checkpoint, theirs: TensorInfo, vocabulary: Vocabulary | None
-    ) -> None:
+        if theirs.dtype not in FORMATS or theirs.shape[1:] != self.info.shape[1:]:
+            return
         if vocabulary is None and theirs.shape[0] != self.info.shape[0]:
             raise DareError(
                 f"{model.name!r} has {theirs.shape[0]:,} rows where the base has "

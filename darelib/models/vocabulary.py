@@ -91,9 +91,9 @@ def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
             trained = {entry[0]: number for number, entry in enumerate(trained)}
         listed = find_table(data, ADDED_START, ADDED_TABLE)
         vocabulary = Vocabulary(trained, tuple(json.loads(listed[0])) if listed else ())
-        for number in vocabulary.numbers.values():
-            if not isinstance(number, int) or not 0 <= number < MAX_TOKENS:
-                raise ValueError("its tokens have no proper numbers")
+        numbers = vocabulary.numbers.values()
+        if not all(isinstance(number, int) and 0 <= number < MAX_TOKENS for number in numbers):
+            raise ValueError("its tokens have no proper numbers")
         return vocabulary
     except FileNotFoundError:
         return None

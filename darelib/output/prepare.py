@@ -68,7 +68,7 @@ class FilePlan(MergePlan):
     @cached_property
     def size(self) -> int:
         sizes = [s.stat().st_size if isinstance(s, Path) else len(s) for s in self.side.values()]
-        return sum(file.size for file in self.files) + sum(sizes)
+        return sum(sizes) + sum(file.size for file in self.files)
 
     def shards(self, numbers: Collection[int]) -> Iterator[Self]:
         """Some of the files, each as a plan of its own: a tensor lies in one file, and files share
@@ -121,10 +121,9 @@ def describe_files(inputs: Sequence[Checkpoint]) -> dict[str, dict[str, int]]:
         for file in model.files:
             # What the Hub has pinned is the same in every cache; all else is where it really is.
             folder = pinned or os.path.realpath(file.path.parent)
-            status = {"size": file.status.st_size}
-            if not pinned:
-                status["modification time"] = file.status.st_mtime_ns
-            statuses[os.path.join(folder, file.path.name)] = status
+            time = {} if pinned else {"modification time": file.status.st_mtime_ns}
+            path = os.path.join(folder, file.path.name)
+            statuses[path] = {"size": file.status.st_size, **time}
     return statuses
 
 
@@ -200,9 +199,9 @@ def list_changes(
     }
     if plan.tokenizer.unites:
         changes["vocab_size"] = base.heights
-    dtype = plan.config.dtype
-    if dtype and (lost or any(t.output.dtype != t.base.dtype for t in plan.tensors)):
-        changes["torch_dtype"] = None, dtype
+    is_converted = lost or any(t.output.dtype != t.base.dtype for t in plan.tensors)
+    if plan.config.dtype and is_converted:
+        changes["torch_dtype"] = None, plan.config.dtype
     return changes
 
 

@@ -56,10 +56,9 @@ def recipe_text(
         recipe["files"] = dict(files)
     if packed:
         recipe["packed"] = True
-    table: dict[str, Any] = {"dare": dare, "models": models}
-    if config.typed_rules:
-        table["rules"] = [rule.as_table() for rule in config.typed_rules]
-    text = tomli_w.dumps(table | {"recipe": recipe})
+    rules = [rule.as_table() for rule in config.typed_rules]
+    listed = {"rules": rules} if rules else {}
+    text = tomli_w.dumps({"dare": dare, "models": models, **listed, "recipe": recipe})
     if len(text.encode()) > MAX_TOML - 200:  # with its seal
         raise ConfigError(
             f"the recipe would be longer than {MAX_TOML:,} bytes",

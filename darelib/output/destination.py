@@ -27,8 +27,9 @@ from darelib.models.tensorfile import (
     open_regular,
     peek_header,
 )
-from darelib.output.recipe import RECIPE_FILE, RECIPE_KEY
 
+RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
+RECIPE_FILE: Final = "dare_recipe.toml"  # in a model directory
 # Of the files in a directory, those that say that it is a model.
 MODEL_MARKS: Final = frozenset({WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE})
 # What an output's name ends in where somebody wants a file, and not a directory.

@@ -41,9 +41,10 @@ from darelib.output.directory import (
     find_side_files,
     make_index,
     model_card,
+    recipe_metadata,
+    recipe_text,
     update_config,
 )
-from darelib.output.recipe import recipe_metadata, recipe_text
 from darelib.output.tokenizer import SideFiles, TokenizerChoice, compare_tokenizers, place_tokenizer
 from darelib.plan.files import PlannedFile, assign_offsets
 from darelib.plan.plan import MergePlan, check_kinds, count_threads, plan_merge

@@ -20,21 +20,19 @@ from darelib.models.tensorfile import BINARY
 from darelib.output.destination import Destination, check_replaceable, digest_of
 from darelib.output.files import (
     JOURNAL_FILE,
+    LOCK_FILE,
+    LOCK_WORDS,
     MADE,
     Files,
     Journal,
+    Lock,
     explain_difference,
+    explain_foreign,
     name_journal,
     remove,
     sync_directory,
-    write_synced,
-)
-from darelib.output.lock import (
-    LOCK_FILE,
-    LOCK_WORDS,
-    Lock,
-    explain_foreign,
     try_lock,
+    write_synced,
 )
 from darelib.plan.files import PlannedFile
 

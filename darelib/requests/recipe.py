@@ -15,9 +15,8 @@ from darelib.models.packed import PACKED_KEY
 from darelib.models.source import Source, download
 from darelib.models.tensorfile import TensorFile
 from darelib.models.vocabulary import digest_tokenizer
-from darelib.output.recipe import (
-    RECIPE_FILE,
-    RECIPE_KEY,
+from darelib.output.destination import RECIPE_FILE, RECIPE_KEY
+from darelib.output.directory import (
     UNKNOWN_HINT,
     check_seal,
     explain_damage,

@@ -2,6 +2,8 @@
 any place and synced meanwhile.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import itertools
@@ -15,13 +17,15 @@ import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.models.tensorfile import BINARY, SEEK_LOCK, open_regular
-from darelib.output.destination import Destination
-from darelib.plan.files import PlannedFile
+
+if TYPE_CHECKING:
+    from darelib.output.destination import Destination
+    from darelib.plan.files import PlannedFile
 
 # In the folder beside the destination: the new model, the journal, and the lock.
 MADE: Final = "output"

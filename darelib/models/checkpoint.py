@@ -306,12 +306,10 @@ class Checkpoint(Input):
     def _digests(self) -> dict[str, Any]:
         """Of several files, the digest is that of their digests."""
         digests = [file.header_sha256 for file in self.files]
-        whole = digests[0]
-        if len(digests) > 1:
-            whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        joined = hashlib.sha256("\n".join(digests).encode()).hexdigest()
         return {
             "size": self.size,
-            "header_sha256": whole,
+            "header_sha256": joined if len(digests) > 1 else digests[0],
             "content_sha256": self._digest_pages(),
         }
 

@@ -106,13 +106,13 @@ class LoraAdapter(Checkpoint):
         self._kernels = kernels
         self._room = TUNING.expand_elements // readers
 
-    def read_stored(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
+    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        """Of a product, the bytes that it would have if it were stored."""
         if not isinstance(info, LowRankTensor):
-            super().read_stored(info, start, count, into)
-        elif count:
-            self._expand(info, start, np.asarray(into).view(FORMATS[info.dtype].real))
+            super().read_bytes(view, info, start)
+        elif view:
+            made = np.frombuffer(view, FORMATS[info.dtype].real)
+            self._expand(info, start // made.itemsize, made)
 
     def _expand(self, info: LowRankTensor, start: int, made: NDArray[Any]) -> None:
         """Fill made with elements of a product, by as many ranks at a time as there is room for."""

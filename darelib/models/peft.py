@@ -96,9 +96,6 @@ class LoraConfig:
     rank_pattern: Lookup = lambda module, default: default
     alpha_pattern: Lookup = lambda module, default: default
 
-    def rank(self, module: str) -> int:
-        return int(self.rank_pattern(module, self.r))
-
     def scale(self, module: str, rank: int) -> float:
         alpha = float(self.alpha_pattern(module, self.lora_alpha))
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -321,7 +318,7 @@ class PeftAdapter(LoraAdapter):
                 "save the adapter again",
             )
         a, b = (parts[part] for part in sorted(names))
-        rank = self._settings.rank(module)
+        rank = int(self._settings.rank_pattern(module, self._settings.r))
         # PEFT stores A as rank x inputs and B as outputs x rank, with the sizes of a convolution's
         # kernel behind.
         is_of_rank = a.shape[:1] == b.shape[1:2] == (rank,)

@@ -341,13 +341,13 @@ def _order_tensors(
 
 def header_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """A safetensors header for tensors whose offsets count from the start of the data."""
-    parts = [f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    parts = [f'{{"__metadata__":{encode(metadata)}']
     # One by one: as a table, the entries would take many times the memory.
     for name, info in tensors.items():
-        shape = ",".join(map(str, info.shape))
-        ends = f"{info.offset},{info.offset + info.nbytes}"
-        fields = f'"dtype":"{info.dtype}","shape":[{shape}],"data_offsets":[{ends}]'
-        parts.append(f",{json.dumps(name)}:{{{fields}}}")
+        ends = [info.offset, info.offset + info.nbytes]
+        entry = {"dtype": info.dtype, "shape": info.shape, "data_offsets": ends}
+        parts.append(f",{encode(name)}:{encode(entry)}")
     text = "".join([*parts, "}"]).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

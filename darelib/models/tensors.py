@@ -60,7 +60,7 @@ class Encoding:
     def read(
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
-        model.read_stored(info, start, count, into)
+        model.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
         """All that is written for a tensor, by name. info: of its merged values."""
@@ -185,12 +185,6 @@ class Input(Described):
     def read(self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]) -> None:
         """Read values of a tensor, as bytes of its type, into exactly as many bytes."""
         info.encoding.read(self, info, start, count, into)
-
-    def read_stored(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        """Read elements as they are stored."""
-        self.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of what is stored, from one of them on."""

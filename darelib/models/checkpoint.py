@@ -116,14 +116,8 @@ class Layout:
 
     files: tuple[Path, ...]
     folder: Path | None = None  # the model directory, where it has one
-    weight_map: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the file of each tensor, according to an index
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """All that must not be overwritten."""
-        return (self.folder, *self.files) if self.folder else self.files
+    # The file of each tensor, according to an index.
+    weight_map: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_checkpoint(source: Source) -> Layout:
@@ -244,7 +238,8 @@ class Checkpoint(Input):
         self.source = source
         self.name = source.name
         self.folder = layout.folder
-        self.paths = layout.paths
+        # All that must not be overwritten.
+        self.paths = (layout.folder, *layout.files) if layout.folder else layout.files
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
         try:

@@ -40,9 +40,8 @@ class Encoding:
     """
 
     kind: ClassVar[str] = ""  # what to call it; plain values need no name
-    merges: ClassVar[bool] = (
-        True  # False: it is copied, and makes no sense without what it belongs to
-    )
+    # False: it is copied, and makes no sense without what it belongs to.
+    merges: ClassVar[bool] = True
     rereads: ClassVar[bool] = True  # whether a merge reads the chunks that its looks read
     hint: ClassVar[str] = ""  # what a model must have to be read
     # What goes with it, where it is not kept: keys of config.json, and files of a model directory.

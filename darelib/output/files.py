@@ -224,8 +224,10 @@ class Files:
 
     def list_complete(self) -> list[bool]:
         """Which files are as long as they will be."""
-        sizes = [path.stat().st_size if path.is_file() else -1 for path in self.paths]
-        return [size == file.size for size, file in zip(sizes, self.files, strict=True)]
+        return [
+            path.is_file() and path.stat().st_size == file.size
+            for path, file in zip(self.paths, self.files, strict=True)
+        ]
 
     def _open(self) -> None:
         """Open the files, and make those that are not there: their own journals are not true."""

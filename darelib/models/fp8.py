@@ -7,7 +7,7 @@ that share a scale are there.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from darelib.config import is_count
 from darelib.core.formats import FORMATS, widen
 from darelib.core.mask import TILE
-from darelib.core.methods import METHODS, Found, Look, TensorSettings
+from darelib.core.methods import METHODS, Look
 from darelib.core.text import DareError, clip
 from darelib.kernels import fp8, plain
 from darelib.models.checkpoint import (
@@ -235,6 +235,7 @@ def find_block(model: Checkpoint, settings: Mapping[str, Any]) -> tuple[int, int
     return stated[0], stated[1]
 
 
+@dataclass(eq=False)
 class PeakLook(Look):
     """The largest magnitude of a merged tensor that has one scale, and whether the merge changes
     anything.
@@ -244,11 +245,8 @@ class PeakLook(Look):
     peak = 0
     changed = False
 
-    def __init__(
-        self, settings: TensorSettings, models: Sequence[int], count: int, bits: int, found: Found
-    ) -> None:
-        super().__init__(settings, models, count, bits, found)
-        self.kernel = METHODS[settings.method].kernel
+    def __post_init__(self) -> None:
+        self.kernel = METHODS[self.settings.method].kernel
 
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         merged = buffers.output.view(np.float32)[:count]

@@ -235,23 +235,24 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
     for i, name in enumerate(models):
         thinned = describe_thinning(settings.thinnings[i])
         rows.append(f"| `{name}` | {seeds[i]} | {thinned} | {method.show_weight(settings, i)} |")
-    remarks = []
-    if settings.keep_ratio < 1:
-        remarks.append(
+    mergekit = describe_for_mergekit(settings, {thinning.drop for thinning in used})
+    remarks = (
+        (
+            settings.keep_ratio < 1,
             f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor "
-            "is kept.\n"
-        )
-    if config.rules:
-        remarks.append("Some tensors have settings of their own; they are in the recipe.\n")
-    if config.has_gradients:
-        remarks.append(
+            "is kept.\n",
+        ),
+        (config.rules, "Some tensors have settings of their own; they are in the recipe.\n"),
+        (
+            config.has_gradients,
             "Some settings change over the layers, as the recipe says; here they are as outside "
-            "of them.\n"
-        )
-    if words := describe_for_mergekit(settings, {thinning.drop for thinning in used}):
-        remarks.append(
-            f"\nIn the words of [mergekit](https://github.com/arcee-ai/mergekit): {words}.\n"
-        )
+            "of them.\n",
+        ),
+        (
+            mergekit,
+            f"\nIn the words of [mergekit](https://github.com/arcee-ai/mergekit): {mergekit}.\n",
+        ),
+    )
     return CARD.format(
         models="\n".join(f"- {json.dumps(name)}" for name in dict.fromkeys([base, *models])),
         count=count_of(len(models), "model"),
@@ -260,7 +261,7 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
         method=method.card(settings),
         table="\n".join(rows),
         lambda_coeff=settings.lambda_coeff,
-        remarks="".join(remarks),
+        remarks="".join(text for applies, text in remarks if applies),
         recipe=recipe.rstrip("\n"),
     )
 

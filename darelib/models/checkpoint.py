@@ -333,9 +333,7 @@ class Checkpoint(Input):
     @cached_property
     def config(self) -> dict[str, Any]:
         """What is used of a whole model's config.json, if it has one that can be read."""
-        if self.folder is None or self.partial:
-            return {}
-        return read_config(self.folder)
+        return {} if self.folder is None or self.partial else read_config(self.folder)
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         """Called once, before the first read. readers: how many readers share the memory for what

@@ -274,8 +274,6 @@ class Fp8Writer(Writer):
     ) -> None:
         super().__init__(target, start)
         self._encoding = encoding
-        self._model = target.model
-        self._info = target.info
         self._start = start
         self._look = look
         group = encoding.count_group(target.info, chunk)
@@ -291,7 +289,7 @@ class Fp8Writer(Writer):
                 held[self._count : self._count + size] = values[done : done + size]
             self._count += size
             done += size
-            is_last = self._start + self._count == self._info.count
+            is_last = self._start + self._count == self._target.info.count
             if is_last or self._count == self._held.shape[1]:
                 self.finish()
 
@@ -306,7 +304,7 @@ class Fp8Writer(Writer):
         self._start += count
         self._count = 0
         whole = self._encoding.whole
-        width = count if whole else self._info.width
+        width = count if whole else self._target.info.width
         block = (1, count) if whole else self._encoding.block
         merged, base = self._held[:, :count].reshape(2, -1, width)
         changed, divisors = self._write_scales(merged, base, 0 if whole else start // width, block)
@@ -318,10 +316,10 @@ class Fp8Writer(Writer):
             made = fp8.encode(merged)
         if not changed.all():
             stored = np.empty(merged.shape, np.uint8)
-            self._model.read_bytes(stored.reshape(-1).data, self._encoding.stored, start)
+            self._target.model.read_bytes(stored.reshape(-1).data, self._encoding.stored, start)
             for rows, has_changed in fp8.spread(changed, block, 0, len(merged), width):
                 np.copyto(made[rows], stored[rows], where=~has_changed)
-        self._put(self._name, made.reshape(-1).data, start)
+        self._target.put(self._target.name, made.reshape(-1).data, start)
 
     def _write_scales(
         self, merged: Array, base: Array, row: int, block: tuple[int, int]
@@ -335,7 +333,7 @@ class Fp8Writer(Writer):
         else:
             changed = fp8.reduce_blocks(np.logical_or, merged != base, block)
             peaks = fp8.reduce_blocks(np.maximum, np.abs(merged), block)
-        old = encoding.read_scales(self._model, row, len(merged))
+        old = encoding.read_scales(self._target.model, row, len(merged))
         old = old.view(FORMATS[dtype].raw).reshape(changed.shape)
         wanted = np.maximum(peaks / np.float32(fp8.LARGEST), np.float32(fp8.SMALLEST_SCALE))
         if encoding.powers:  # the next one up, as the base's are
@@ -343,5 +341,5 @@ class Fp8Writer(Writer):
             wanted = np.ldexp(np.float32(1), exponents - (fractions == 0.5))
         raw = np.where(changed & (peaks > 0), plain.encode(wanted, dtype), old)
         place = row // encoding.block[0] * raw.itemsize * encoding.grid[1]
-        self._put(encoding.scale_name, raw.reshape(-1).view(np.uint8).data, place)
+        self._target.put(encoding.scale_name, raw.reshape(-1).view(np.uint8).data, place)
         return changed, widen(raw.reshape(-1), dtype).reshape(raw.shape)

@@ -107,7 +107,16 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
             ignore_patterns=[*sorted(others), "original/*", "consolidated*"],
         )
     except Exception as error:  # of the network, its libraries, the Hub: there are dozens of kinds
-        raise _explain_failure(source, error) from None
+        reason = re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__
+        beside = os.listdir(source.path.parent) if source.path.parent.is_dir() else []
+        raise DareError(
+            f"there is no file or directory {source.name!r}, and the Hugging Face Hub does not "
+            f"give a model of that name: {reason}",
+            nearest(source.path.name, beside)
+            if beside
+            else f"{path_hint(source)}; for the Hub, check the name, the network, HF_TOKEN and "
+            "HF_HUB_OFFLINE",
+        ) from None
     # The snapshot's directory has the name of its commit, which is what a recipe must hold, since
     # branches move.
     return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
@@ -126,16 +135,3 @@ def is_missing(path: Path) -> bool:
     except OSError as error:
         return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
-
-
-def _explain_failure(source: Source, error: Exception) -> DareError:
-    reason = re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__
-    beside = os.listdir(source.path.parent) if source.path.parent.is_dir() else []
-    return DareError(
-        f"there is no file or directory {source.name!r}, and the Hugging Face Hub does not give a "
-        f"model of that name: {reason}",
-        nearest(source.path.name, beside)
-        if beside
-        else f"{path_hint(source)}; for the Hub, check the name, the network, HF_TOKEN and "
-        "HF_HUB_OFFLINE",
-    )

@@ -18,7 +18,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -79,11 +79,9 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 def file_sha256(path: Path) -> str:
     """The digest of a file's content; empty if it cannot be read."""
-    try:
-        with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return ""
+    with suppress(OSError), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""
 
 
 def read_json(path: Path, name: str, limit: int = MAX_JSON) -> dict[str, Any]:

@@ -82,15 +82,14 @@ class Writer:
     """Writes the merged values of one job, in order."""
 
     def __init__(self, target: Target, start: int) -> None:
-        self._name = target.name
-        self._put = target.put
+        self._target = target
         self._itemsize = FORMATS[target.dtype].itemsize
         self._place = start * self._itemsize
 
     def add(self, merged: NDArray[np.uint8], base: NDArray[np.uint8], count: int) -> None:
         """The next values, and the base's, as bytes."""
         size = count * self._itemsize
-        self._put(self._name, merged.data[:size], self._place)
+        self._target.put(self._target.name, merged.data[:size], self._place)
         self._place += size
 
     def finish(self) -> None:

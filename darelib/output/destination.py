@@ -150,8 +150,9 @@ def _check_directory(target: Path, shown: str, force: bool) -> None:
     names = os.listdir(target)
     if os.path.samestat(status, os.stat(os.curdir)):
         raise DareError(f"{shown} is the working directory", "name a directory in it")
-    is_model = not MODEL_MARKS.isdisjoint(names)
-    is_model |= CONFIG_FILE in names and any(map(is_weights, names))
+    is_model = not MODEL_MARKS.isdisjoint(names) or (
+        CONFIG_FILE in names and any(map(is_weights, names))
+    )
     if names and (not is_model or ".git" in names):
         raise DareError(f"{shown} is a directory with other things in it", "give a new name")
     if force or not names:

@@ -219,8 +219,8 @@ def add_recipe(
     """Add the recipe to the files of a model directory, with the digests of all others."""
     written = {as_text(name): digest_of(content) for name, content in side.items()}
     written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
-    listed = dict(sorted(written.items()))
-    recipe = recipe_text(config, inputs, version, tokenizer, listed, packed)
+    digests = dict(sorted(written.items()))
+    recipe = recipe_text(config, inputs, version, tokenizer, digests, packed)
     side[RECIPE_FILE] = seal(recipe.encode())
 
 

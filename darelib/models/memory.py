@@ -20,6 +20,8 @@ STATE_DICT_HINT: Final = (
 # What safetensors calls torch's types.
 STORED_NAMES: Final = {
     **DTYPES,
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
@@ -31,11 +33,8 @@ STORED_NAMES: Final = {
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name in STORED_NAMES:
-        return STORED_NAMES[name]
-    short = name.replace("uint", "U").replace("int", "I")
-    return short if short != name else "C64"  # another complex type, which is only copied
+    # C64: another complex type, which is only copied.
+    return STORED_NAMES.get(str(dtype).removeprefix("torch."), "C64")
 
 
 def check_state_dict(what: str, given: object) -> None:

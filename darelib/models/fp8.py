@@ -148,10 +148,16 @@ def recognise_fp8(model: Checkpoint) -> None:
     if not pairs:
         return
     settings = read_quantisation(model)
-    block = find_block(model, settings)
+    block = settings.get("weight_block_size") or DEFAULT_BLOCK
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    if not is_pair or not all(is_count(side, 1) for side in block):
+        raise DareError(
+            f"{model.name!r}: weight_block_size in {CONFIG_FILE} is {clip(repr(block))}",
+            "it should be two sides, like [128, 128]",
+        )
     powers = settings.get("scale_fmt") == "ue8m0"
     for name, scale_name in pairs.items():
-        model.tensors[name] = _make_tensor(model, name, scale_name, block, powers)
+        model.tensors[name] = _make_tensor(model, name, scale_name, (block[0], block[1]), powers)
         del model.tensors[scale_name]
     for name, info in model.tensors.items():
         if is_activation_scale(name, pairs):
@@ -221,18 +227,6 @@ def read_quantisation(model: Checkpoint) -> dict[str, Any]:
         if isinstance(table, dict) and isinstance(table.get("quantization_config"), dict):
             return dict(table["quantization_config"])
     return {}
-
-
-def find_block(model: Checkpoint, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """The size of blocks that a model's configuration states, or the usual one."""
-    stated = settings.get("weight_block_size") or DEFAULT_BLOCK
-    is_pair = isinstance(stated, list | tuple) and len(stated) == 2
-    if not is_pair or not all(is_count(side, 1) for side in stated):
-        raise DareError(
-            f"{model.name!r}: weight_block_size in {CONFIG_FILE} is {clip(repr(stated))}",
-            "it should be two sides, like [128, 128]",
-        )
-    return stated[0], stated[1]
 
 
 @dataclass(eq=False)

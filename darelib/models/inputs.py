@@ -19,15 +19,12 @@ from darelib.models.tensorfile import explain_os_error
 ENCODINGS: Final[tuple[Callable[[Checkpoint], None], ...]] = (recognise_fp8,)
 
 
-def open_checkpoint(source: Source, layout: Layout, _: Checkpoint | None) -> Checkpoint:
-    model = Checkpoint(source, layout)
-    try:
+class Model(Checkpoint):
+    """A model of the usual kind, some of whose tensors may be encoded."""
+
+    def _recognise(self, base: Checkpoint | None) -> None:
         for recognise in ENCODINGS:
-            recognise(model)
-    except BaseException:
-        model.close()
-        raise
-    return model
+            recognise(self)
 
 
 # The files of a source; None: it is of another kind.
@@ -39,7 +36,7 @@ OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
     (find_adapter, PeftAdapter),
     (find_kohya, KohyaAdapter),
     (find_packed, PackedModel),
-    (find_checkpoint, open_checkpoint),
+    (find_checkpoint, Model),
 )
 
 

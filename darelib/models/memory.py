@@ -102,7 +102,8 @@ class StateDict(Described):
         groups: dict[Any, list[str]] = {}
         for name, tensor in self.state.items():
             if tensor.numel():
-                groups.setdefault(identify(tensor), []).append(name)
+                values = tensor.data_ptr(), tensor.shape, tensor.stride()
+                groups.setdefault((*values, tensor.dtype, tensor.device), []).append(name)
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
     def find_twins(self, name: str) -> tuple[str, ...]:
@@ -115,8 +116,3 @@ class StateDict(Described):
     def is_same_as(self, other: StateDict) -> bool:
         mine = self.addresses, self.names, self.shapes
         return mine == (other.addresses, other.names, other.shapes)
-
-
-def identify(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where the values of a tensor are."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

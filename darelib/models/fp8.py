@@ -37,7 +37,9 @@ FP8: Final = "F8_E4M3"
 SCALE_TYPES: Final = ("F32", "BF16")
 SCALE_NAMES: Final = ("_scale_inv", "_scale")  # what a weight's name is followed by
 # What scales activations: what comes into or out of a module, or what attention remembers of it.
-ACTIVATION_SCALES: Final = {f"{of}_scale" for of in ("input", "output", "q", "k", "v", "kv")}
+ACTIVATION_SCALES: Final = {
+    "input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"
+}  # fmt: skip
 DEFAULT_BLOCK: Final = (128, 128)  # where a configuration does not say
 SCALE_HINT: Final = "an F8_E4M3 weight needs a weight_scale or weight_scale_inv of F32 or BF16"
 # By type: what to do about a weight whose encoding is not known.
@@ -167,9 +169,9 @@ def recognise_fp8(model: Checkpoint) -> None:
 def is_activation_scale(name: str, weights: Mapping[str, str]) -> bool:
     """Whether a tensor scales activations of a module whose weights are in FP8."""
     module, _, last = name.rpartition(".")
-    if last not in ACTIVATION_SCALES and last != "input_scale_ub":
-        return False
-    return any(f"{module}{own}.weight" in weights for own in ("", ".k_proj", ".q_proj"))
+    return last in ACTIVATION_SCALES and any(
+        f"{module}{own}.weight" in weights for own in ("", ".k_proj", ".q_proj")
+    )
 
 
 def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:

@@ -234,7 +234,7 @@ class Checkpoint(Input):
     specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
     held_bytes: int = 0  # what a thread that reads it holds, at most
 
-    def __init__(self, source: Source, layout: Layout, base: "Checkpoint | None" = None) -> None:
+    def __init__(self, source: Source, layout: Layout) -> None:
         self.source = source
         self.name = source.name
         self.folder = layout.folder
@@ -246,7 +246,6 @@ class Checkpoint(Input):
             for path in layout.files:
                 self._open(path)
             self._check_index(layout)
-            self._recognise(base)
         except BaseException:
             self.close()
             raise
@@ -287,9 +286,6 @@ class Checkpoint(Input):
                     "and it is not",
                     "download or save the model again",
                 )
-
-    def _recognise(self, base: "Checkpoint | None") -> None:
-        """Find out what its tensors are. base: None, if it is to be the base itself."""
 
     @property
     def size(self) -> int:

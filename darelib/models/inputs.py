@@ -19,12 +19,15 @@ from darelib.models.tensorfile import explain_os_error
 ENCODINGS: Final[tuple[Callable[[Checkpoint], None], ...]] = (recognise_fp8,)
 
 
-class Model(Checkpoint):
-    """A model of the usual kind, some of whose tensors may be encoded."""
-
-    def _recognise(self, base: Checkpoint | None) -> None:
+def open_checkpoint(source: Source, layout: Layout, _: Checkpoint | None) -> Checkpoint:
+    model = Checkpoint(source, layout)
+    try:
         for recognise in ENCODINGS:
-            recognise(self)
+            recognise(model)
+    except BaseException:
+        model.close()
+        raise
+    return model
 
 
 # The files of a source; None: it is of another kind.
@@ -36,7 +39,7 @@ OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
     (find_adapter, PeftAdapter),
     (find_kohya, KohyaAdapter),
     (find_packed, PackedModel),
-    (find_checkpoint, Model),
+    (find_checkpoint, open_checkpoint),
 )
 
 

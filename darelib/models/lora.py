@@ -16,7 +16,8 @@ from darelib.core.formats import FORMATS, STORED_BITS, widen
 from darelib.core.text import DareError, count_of
 from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
+from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint, Layout
+from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo
 
 UNLOAD_HINT: Final = (
@@ -57,17 +58,22 @@ class LoraAdapter(Checkpoint):
 
     partial = True
 
-    def _recognise(self, base: Checkpoint | None) -> None:
+    def __init__(self, source: Source, layout: Layout, base: Checkpoint | None) -> None:
         if base is None:
             raise DareError(
-                f"the base {self.name!r} is a LoRA adapter",
+                f"the base {source.name!r} is a LoRA adapter",
                 "give the model that it was trained on",
             )
+        super().__init__(source, layout)
         self._base = base
         self._kernels: Mapping[KernelSpec, Kernel] = {}
         self._room = 0  # elements of a matrix that a thread may hold
         self._held = threading.local()
-        changes = self._find_changes(base)
+        try:
+            changes = self._find_changes(base)
+        except BaseException:
+            self.close()
+            raise
         self.tensors = {name: info for name, info in changes.items() if name in base.tensors}
         self.unused = tuple(name for name in changes if name not in base.tensors)
         self._describe(base)

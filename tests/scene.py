@@ -19,7 +19,7 @@ import torch
 
 import dare
 from darelib.output.destination import list_files
-from darelib.output.journal import Journal
+from darelib.output.files import Journal
 from darelib.output.publish import Output
 from darelib.run import threads
 from tests.support import (

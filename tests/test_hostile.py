@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 import dare
 from darelib.config import CHECKS, RULE_SETTINGS
 from darelib.models.peft import OTHER_ADAPTERS
-from darelib.output.recipe import recipe_metadata
+from darelib.output.directory import recipe_metadata
 from tests.support import (
     INDEX,
     Capture,

@@ -11,8 +11,7 @@ import pytest
 
 import dare
 from dare import ConfigError, DareConfig, DareMerger
-from darelib.output.journal import Journal
-from darelib.output.lock import Lock
+from darelib.output.files import Journal, Lock
 from darelib.output.publish import Shard
 from darelib.run.worker import Worker
 from tests.scene import SLOWLY, Contents, contents, launch, make_many_jobs, wait_for

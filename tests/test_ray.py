@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dare import ConfigError, DareConfig, DareError, DareMerger
-from darelib.output.journal import Journal
+from darelib.output.files import Journal
 from darelib.run.ray import load_ray
 from tests.scene import Contents, contents, launch, wait_for
 from tests.support import BF16, HERE, Patch, finetune, random_model, save_directory, to_hub_cache

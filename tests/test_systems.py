@@ -16,8 +16,7 @@ import pytest
 import dare
 from darelib.core.tuning import count_cores
 from darelib.output import publish
-from darelib.output.files import MADE
-from darelib.output.lock import LOCK_WORDS
+from darelib.output.files import LOCK_WORDS, MADE
 from tests.scene import BOTH, Scene, contents, launch, put
 from tests.support import (
     BF16,

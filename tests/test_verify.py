@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from dare import DareError, DareMerger
 from darelib.models.tensorfile import TensorFile
-from darelib.output.recipe import recipe_metadata
+from darelib.output.directory import recipe_metadata
 from tests.scene import SLOWLY, Scene, contents, launch, put
 from tests.support import (
     BF16,

@@ -223,8 +223,8 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
 
 # By kernel: what a compiler might get wrong, where the sources say it.
 MUTANTS = [
-    ("merge", "tiles", " if share[j] > 0 else zero", ""),
-    ("merge", "tiles", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
+    ("merge", "parts", " if share[j] > 0 else zero", ""),
+    ("merge", "parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
     ("merge", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
     ("merge", "parts", "pad_rows(finetuned, count, tiles * TILE)", "pass"),
     ("merge", "parts", "pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)", "pass"),
@@ -232,9 +232,9 @@ MUTANTS = [
     ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
     ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
     ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
-    ("rank", "tiles", "passes = max(1, ", "passes = ("),
+    ("rank", "looks", "passes = max(1, ", "passes = ("),
     ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
-    ("measure", "tiles", "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)", "place"),
+    ("measure", "looks", "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)", "place"),
     ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
     ("unpack", "cpu", "if kept < available:", "if True:"),
     ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
@@ -445,7 +445,7 @@ def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
     identify = objects.identify.__wrapped__
     before = objects.identify()
     monkeypatch.setattr(objects, "__file__", str(copy / "kernels" / "objects.py"))
-    needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "core/mask.py")
+    needed = ("kernels/plain.py", "kernels/parts.py", "kernels/looks.py", "core/mask.py")
     for name in ("config/__init__.py", "run/worker.py", "kernels/tensors.py", *needed):
         (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
         assert (identify() != before) == (name in needed), name

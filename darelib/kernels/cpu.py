@@ -1,7 +1,5 @@
 """The kernels for the CPU, written for Numba: each is one loop over the tiles of a chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,12 +10,18 @@ from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, KernelSpec, looks
 from darelib.kernels.parts import (
     build,
+    carray,
     decode,
     decode_finetuned,
+    draw,
+    elect,
     encode,
     finetuned_raw,
+    fold,
+    narrow,
     open_buffers,
     output_raw,
+    pick,
     real,
     thin_model,
     unsigned,
@@ -35,7 +39,6 @@ from darelib.kernels.records import (
     SIZE_ROW,
     ZERO_ROW,
 )
-from darelib.kernels.tiles import carray, draw, elect, fold, pick
 
 
 def merge_chunk(
@@ -126,9 +129,8 @@ def merge_chunk(
             change = lambda_coeff * merged[j]
             sum_ = base[j] + change
             value = base[j] if change == 0 else sum_  # base + 0 would turn -0.0 into 0.0
-            pattern = real(abs(value)).view(unsigned)
-            peak = pattern if pattern > peak else peak
-            output[j] = encode(value)
+            peak = max(peak, real(abs(value)).view(unsigned))
+            output[j] = encode(narrow(value))
         tensor.peak = peak
 
 

@@ -1,7 +1,5 @@
 """FP8 as stored: F8_E4M3 values with a scale for each block, row or tensor, to float32 and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise

@@ -26,7 +26,6 @@ SOURCES: Final = (
     "kernels/plain.py",
     "kernels/proof.py",
     "kernels/records.py",
-    "kernels/tiles.py",
     "core/formats.py",
     "core/mask.py",
 )

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX
+from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX, Format
 from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, plain
 from darelib.kernels.native import bind, list_kinds
@@ -79,12 +79,29 @@ MODEL_SPECIAL: Final = (-0.0, 0.0, 0.5625, 0.5, 0.5, LOW, -LOW)
 SUBNORMAL: Final = slice(300, 302)
 # What is not finite, or very large, in models, and where.
 BROKEN: Final = {310: math.inf, 311: math.nan, 312: -math.inf, TILE + 400: 6e4}
+# By kernel: models, a tensor, and whether some of their values are not finite.
+Case = tuple[Sequence[Record], Record, bool]
+ENDS: Final = [({**one, "number": 0}, {**other, "number": 1}) for one, other in pairwise(DENSE)]
+CASES: Final[Mapping[str, Sequence[Case]]] = {
+    "products": [(ends, {}, False) for ends in ENDS],
+    "sums": [(DENSE, {}, False)],
+    "measure": [
+        ((WHOLE, ADAPTER, DROPPED), TENSOR, False),
+        ((WHOLE, ADAPTER), TENSOR, False),
+        ((WHOLE, ADAPTER), TENSOR, True),
+    ],
+    "pack": [((DROPPED,), {}, False)],
+}
+MERGES: Final[Sequence[Case]] = [
+    ((*DENSE, TRIMMED), TENSOR, False),
+    ((*DENSE, TRIMMED), TENSOR, True),
+    ((DROPPED, ADAPTER, DROPPED), {**TENSOR, "base_share": 0, "first_share": 0}, False),
+    ((WHOLE,), {**TENSOR, "exact": 1}, False),
+    ((), TENSOR, False),
+]
 # What kernels find, of each model or of the tensor; and whether in the output.
-MERGED: Final = ("above", "kept", "size", "base_size", "output")
+MERGED: Final = ("peak", "above", "kept", "size", "base_size", "output")
 FOUND: Final[Mapping[str, tuple[str, ...]]] = {
-    "sum": ("peak", *MERGED),
-    "elect": ("peak", *MERGED),
-    "average": ("peak", *MERGED),
     "products": ("square_0", "square_1", "product"),
     "sums": ("size", "kept_size"),
     "count": (),
@@ -142,39 +159,22 @@ def prove_function(code: KernelSpec, function: Function) -> None:
 
 def _try_chunks(spec: KernelSpec, run: Kernel) -> Results:
     """Chunks that take all branches of a kernel."""
-    for models, tensor, broken in _list_cases(spec):
+    cases = CASES.get(spec.kind, MERGES)
+    if spec.kind == "count":
+        cases = list(_count_cases(FORMATS[spec.real]))
+    for models, tensor, broken in cases:
         buffers = _fill(spec, models, tensor, broken)
         run(buffers, COUNT, len(models), FIRST_TILE)
         yield from _list_found(spec, buffers, broken)
 
 
-def _list_cases(spec: KernelSpec) -> Iterator[tuple[Sequence[Record], Record, bool]]:
-    """Models, a tensor, and whether some of their values are not finite."""
-    match spec.kind:
-        case "products":
-            for one, other in pairwise(DENSE):
-                yield ({**one, "number": 0}, {**other, "number": 1}), {}, False
-        case "sums":
-            yield DENSE, {}, False
-        case "count":
-            bits = FORMATS[spec.real].bits
-            sizes = np.array([0.001, 0.005], FORMATS[spec.real].real).view(FORMATS[spec.real].raw)
-            first, second = (int(size) >> (bits - DIGIT_BITS) for size in sizes)
-            for shift, prefix, prefix_2 in ((bits - 16, 0, NO_PREFIX), (bits - 32, first, second)):
-                models = [{**model, "prefix": prefix, "prefix_2": prefix_2} for model in COUNTED]
-                yield models, {"shift": shift}, True
-        case "measure":
-            yield (WHOLE, ADAPTER, DROPPED), TENSOR, False
-            yield (WHOLE, ADAPTER), TENSOR, False
-            yield (WHOLE, ADAPTER), TENSOR, True
-        case "pack":
-            yield (DROPPED,), {}, False
-        case _:
-            yield (*DENSE, TRIMMED), TENSOR, False
-            yield (*DENSE, TRIMMED), TENSOR, True
-            yield (DROPPED, ADAPTER, DROPPED), {**TENSOR, "base_share": 0, "first_share": 0}, False
-            yield (WHOLE,), {**TENSOR, "exact": 1}, False
-            yield (), TENSOR, False
+def _count_cases(real: Format) -> Iterator[Case]:
+    """The first pass, and one that looks for two beginnings."""
+    sizes = np.array([0.001, 0.005], real.real).view(real.raw)
+    first, second = (int(size) >> (real.bits - DIGIT_BITS) for size in sizes)
+    for digits, prefix, prefix_2 in ((1, 0, NO_PREFIX), (2, first, second)):
+        models = [{**model, "prefix": prefix, "prefix_2": prefix_2} for model in COUNTED]
+        yield models, {"shift": real.bits - digits * DIGIT_BITS}, True
 
 
 def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bool) -> Buffers:
@@ -211,7 +211,7 @@ def _put(row: Array, values: Array, dtype: str) -> None:
 
 def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> Results:
     """What a kernel has found; of values that are not finite, that they were noticed."""
-    names = FOUND[spec.kind]
+    names = FOUND.get(spec.kind, MERGED)
     output = buffers.output[: COUNT * FORMATS[spec.output].itemsize].view(FORMATS[spec.output].raw)
     counts = buffers.counts
     if spec.kind == "measure":  # in any lane

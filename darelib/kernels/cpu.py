@@ -78,7 +78,6 @@ def merge_chunk(
     merged = scratch[MERGED_ROW]
     size = scratch[SIZE_ROW]
     kept = scratch[SCRATCH_ROWS:]
-    threshold = real(tensor.threshold)
     lambda_coeff = real(tensor.lambda_coeff)
     base_share = real(tensor.base_share)
     for tile in range(tiles):
@@ -104,7 +103,7 @@ def merge_chunk(
                 scratch[DIVISOR_ROW],
                 kept[i],
                 merged,
-                threshold,
+                real(tensor.threshold),
                 way != ADD,
             )
             model.size += fold(size)

@@ -35,13 +35,17 @@ def open_model(
     spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int
 ) -> plain.Part:
     model = buffers.models[i]
-    bits = draw_bits(model, len(base), first_tile)
     thresholds: Any = int(model["limit"]) + 1
     if model["ranked"]:
         thresholds = buffers.limits[i, : len(base)].astype(np.int32) + 1
     bounds = Bounds(*(model[name].item() for name in Bounds._fields)) if model["bounded"] else None
-    delta = find_delta(spec, buffers, i, base)
-    return plain.keep(delta, bits, thresholds, bounds, bool(model["divided"]))
+    return plain.keep(
+        find_delta(spec, buffers, i, base),
+        draw_bits(model, len(base), first_tile),
+        thresholds,
+        bounds,
+        bool(model["divided"]),
+    )
 
 
 def open_chunk(
@@ -60,8 +64,7 @@ def draw_bits(model: Any, count: int, first_tile: int) -> Array:
 
 def add_sums(record: Any, name: str, values: Array) -> None:
     """A running sum of tiles, in the kernels' order."""
-    tiles = [record[name], *plain.fold_tiles(values)]
-    record[name] = np.cumsum(tiles, dtype=np.float64)[-1]
+    record[name] = np.cumsum([record[name], *plain.fold_tiles(values)], dtype=np.float64)[-1]
 
 
 def find_peak(values: Array, so_far: Any) -> int:
@@ -158,8 +161,7 @@ def measure_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
     base = read(buffers.base, spec.base, spec.real, count)
-    tensor = buffers.tensor[0]
-    add_sums(tensor, "base_squares", base * base)
+    add_sums(buffers.tensor[0], "base_squares", base * base)
     padding = -count % TILE  # zeros, which the kernels count with the others
     deltas = [find_delta(spec, buffers, i, base) for i in range(models)]
     for i, (model, delta) in enumerate(zip(buffers.models, deltas, strict=False)):

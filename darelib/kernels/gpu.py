@@ -275,11 +275,10 @@ class Batch:
     def merge(self, products: Sequence[Any] = ()) -> None:
         """Queue the merge. products: what slerp has found, for each tensor."""
         if products:
-            weigh = self.columns.method.weigh
             rows = []
             for row, found in zip(self.rows, products, strict=True):
                 own = self.columns.settings[row]
-                weighed = weigh(own, self.columns.models, Found(products=found))
+                weighed = self.columns.method.weigh(own, self.columns.models, Found(products=found))
                 rows.append(list_numbers(own, weighed))
             self._upload_numbers(np.array(rows))
         if self.look == "count":
@@ -308,8 +307,8 @@ def make_batches(columns: Columns, seed: int) -> Iterator[Batch]:
 def list_numbers(settings: TensorSettings, each: Coefficients) -> list[float]:
     """Coefficients of a tensor; see NUMBERS, of which the last is not known here."""
     models = zip(each.scales, each.weights, each.floors, strict=True)
-    shares = (each.base_share, each.first_share)
-    return [settings.lambda_coeff, *shares, 0.0, *chain.from_iterable(models)]
+    whole = [settings.lambda_coeff, each.base_share, each.first_share, 0.0]
+    return [*whole, *chain.from_iterable(models)]
 
 
 def merge_columns(columns: Columns, seed: int) -> int | None:

@@ -318,9 +318,9 @@ def find_floors(
 def find_products(
     settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
 ) -> None:
-    opened = pieces(models, found)
     products = [
-        multiply_ends(base, thin_for_look(settings, parts, found)) for base, parts in opened
+        multiply_ends(base, thin_for_look(settings, parts, found))
+        for base, parts in pieces(models, found)
     ]
     found.products = fold_columns(products)
 
@@ -333,10 +333,10 @@ LOOKS: Final = {
 }
 
 
-def look_up(settings: TensorSettings, models: Sequence[int], pieces: Pieces) -> Found:
-    """What must be known of a whole tensor, which is not empty, before it is merged."""
+def look_up(settings: TensorSettings, models: Sequence[int], pieces: Pieces, count: int) -> Found:
+    """What must be known of a whole tensor, of so many entries, before it is merged."""
     found = Found()
-    for look in choose_looks(settings, models):
+    for look in choose_looks(settings, models) if models and count else ():
         LOOKS[look](settings, models, pieces, found)
     return found
 
@@ -378,7 +378,7 @@ def merge_tensor(
             parts[i] = keep(delta, bits, thresholds, bounds.get(i), thinning.divides_each)
         yield start, parts
 
-    found = look_up(settings, models, open_whole) if models and len(start) else Found()
+    found = look_up(settings, models, open_whole, len(start))
     coefficients = METHODS[settings.method].weigh(settings, models, found)
     [(_, parts)] = open_whole(models, found)
     return encode(merge_parts(settings, start, parts.values(), coefficients), output)

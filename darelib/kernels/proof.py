@@ -245,8 +245,10 @@ def _try_ranks(spec: KernelSpec, rank: Kernel) -> Results:
         base[2 * width : 3 * width] = 0.5
         values[2 * width : 3 * width] = 0.75
         values[2:5] = math.nan, math.inf, -math.inf
-        stored = plain.encode(base, spec.base), plain.encode(values, spec.finetuned)
-        rows = [row.view(np.uint8) for row in stored]
+        rows = [
+            plain.encode(base, spec.base).view(np.uint8),
+            plain.encode(values, spec.finetuned).view(np.uint8),
+        ]
         by_rank = rng.integers(0, 1 << 16, width).astype(np.uint16)
         order = np.full(3 * width + SORT_COUNTERS // 2, 0xABCDEF0123456789, np.uint64)
         for is_delta in (False, True):

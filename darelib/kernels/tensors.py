@@ -65,8 +65,7 @@ class TensorMerge:
         ranked = any(thinning.scheme.thresholds for thinning in self.settings.thinnings)
         at_once = output.is_contiguous() and not ranked
         target = output.view(-1) if at_once else torch.empty_like(self.flat, dtype=self.dtype)
-        looks = models and self.flat.numel()
-        found = plain.look_up(self.settings, models, self._open_pieces) if looks else Found()
+        found = plain.look_up(self.settings, models, self._open_pieces, len(self.flat))
         coefficients = METHODS[self.settings.method].weigh(self.settings, models, found)
         for start, base in self._chunks():
             parts = (self._open(i, start, base, found) for i in models)

@@ -151,8 +151,9 @@ def keep(
     """
     if bounds:
         return delta, is_within(delta, bounds, bits), None
-    probabilities = library(delta).asarray(thresholds, dtype=delta.dtype) / float(1 << MASK_BITS)
-    return delta, bits < thresholds, probabilities if divided else None
+    lib = library(delta)
+    divisors = lib.asarray(thresholds, dtype=delta.dtype) / 2.0**MASK_BITS if divided else None
+    return delta, bits < thresholds, divisors
 
 
 def thin(
@@ -263,8 +264,9 @@ def thin_for_look(
 
 def list_sizes(pieces: Pieces, i: int, found: Found) -> Array:
     """|delta| of what is kept of a model."""
-    parts = [opened[i] for _, opened in pieces([i], found)]
-    return library(parts[0][0]).concatenate([abs(delta[mask]) for delta, mask, _ in parts])
+    parts = (opened[i] for _, opened in pieces([i], found))  # one at a time: they take memory
+    sizes = [abs(delta[mask]) for delta, mask, _ in parts]
+    return library(sizes[0]).concatenate(sizes)
 
 
 def find_size(sizes: Array, number: int) -> float:

@@ -220,12 +220,12 @@ def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> Results:
         real = FORMATS[spec.real]
         peaks = np.append(buffers.models["peak"], buffers.tensor["peak"]).astype(real.raw)
         yield "peak", np.isfinite(peaks.view(real.real))
-        names = tuple({*names} & {"output"})
         output = np.delete(output, list(BROKEN))
-    for records in (buffers.models, buffers.tensor):
-        for name in names:
-            if name in (records.dtype.names or ()):
-                yield name, records[name]
+    else:
+        for records in (buffers.models, buffers.tensor):
+            for name in names:
+                if name in (records.dtype.names or ()):
+                    yield name, records[name]
     if "output" in names:
         yield "output", output
     yield "count", counts

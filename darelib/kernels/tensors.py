@@ -73,9 +73,8 @@ class TensorMerge:
             if models and self.settings.returns_model:
                 values = self._read(self.parts[0], start, start + len(base))
             if self.real == torch.float64 and self.dtype.itemsize == 2:
-                values = plain.round_to_odd(
-                    values
-                )  # torch goes by way of float32, and rounds twice
+                # On its own, torch goes by way of float32, and rounds twice.
+                values = plain.round_to_odd(values)
             result = values.to(self.dtype)
             if not bool(torch.isfinite(result).all()):
                 raise explain_broken(self.name, None, self.dtype)

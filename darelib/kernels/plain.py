@@ -117,15 +117,6 @@ def round_to_odd(values: Array) -> Array:
 # --- thinning and combining -----------------------------------------------------------------------
 
 
-def is_within(delta: Array, bounds: Bounds, bits: Array) -> Array:
-    """Whether |delta| is between the bounds or, equal to one, has mask bits below its threshold."""
-    size, lib = abs(delta), library(delta)
-    at_bound = lib.where(
-        size == bounds.low, bits < bounds.at_low, (size == bounds.high) & (bits < bounds.at_high)
-    )
-    return at_bound | ((size > bounds.low) & (size < bounds.high))
-
-
 def rank(delta: Array, width: int) -> Array:
     """The rank of each entry in its row, from the smallest |delta| up; equal ones stay in order."""
     lib, rows = library(delta), abs(delta).reshape(-1, width)
@@ -145,13 +136,17 @@ def find_thresholds(thinning: Thinning, delta: Array, width: int) -> Array:
 def keep(
     delta: Array, bits: Array, thresholds: Array, bounds: Bounds | None, divided: bool
 ) -> Part:
-    """What a drop keeps of a delta: what lies within bounds, or has mask bits below a threshold.
+    """What a drop keeps of a delta: by mask bits below a threshold, or by size.
 
+    That is, where |delta| lies between bounds or, equal to one, has bits below its threshold.
     divided: each entry by its own probability to be kept, in the type to compute in.
     """
-    if bounds:
-        return delta, is_within(delta, bounds, bits), None
     lib = library(delta)
+    if bounds:
+        size = abs(delta)
+        is_kept_high = (size == bounds.high) & (bits < bounds.at_high)
+        is_kept = lib.where(size == bounds.low, bits < bounds.at_low, is_kept_high)
+        return delta, is_kept | ((size > bounds.low) & (size < bounds.high)), None
     divisors = lib.asarray(thresholds, dtype=delta.dtype) / 2.0**MASK_BITS if divided else None
     return delta, bits < thresholds, divisors
 

@@ -74,7 +74,10 @@ def load_kernels(
     interrupts: Interrupts,
     load: Callable[[Collection[KernelSpec], Interrupts], Functions] = load_stored,
 ) -> dict[KernelSpec, Kernel]:
-    """The kernels as functions that run without the interpreter's lock."""
+    """The kernels as functions that run without the interpreter's lock.
+
+    load: gives the functions that this process does not have yet.
+    """
     codes = {spec: find_code(spec) for spec in specs}
     wanted = sorted({*codes.values()} - _loaded.keys(), key=str)
     if wanted:

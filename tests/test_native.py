@@ -18,16 +18,7 @@ import pytest
 
 import dare
 from darelib.core.interrupts import Interrupts
-from darelib.kernels import (
-    EngineUnavailable,
-    KernelSpec,
-    compiler,
-    engines,
-    here,
-    machine,
-    native,
-    objects,
-)
+from darelib.kernels import EngineUnavailable, KernelSpec, engines, native, objects
 from darelib.kernels.engines import load_kernels
 from darelib.kernels.proof import prove_function
 from darelib.kernels.records import MODEL, TENSOR
@@ -80,7 +71,7 @@ def write_code(wrong: str, name: str) -> str:
 
 
 def make_object(wrong: str) -> bytes:
-    return machine.target_machine().emit_object(llvm.parse_assembly(write_code(wrong, "kernel")))
+    return objects.target_machine().emit_object(llvm.parse_assembly(write_code(wrong, "kernel")))
 
 
 @pytest.fixture(params=WRONG)
@@ -164,7 +155,7 @@ def test_where_stored_kernels_cannot_be_used_numba_takes_over(
 def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Patch) -> None:
     tried = Mock(side_effect=EngineUnavailable("it is out of order"))
     monkeypatch.setattr(native, "load_kernels", tried)
-    monkeypatch.setattr(here, "load_kernels", tried)
+    monkeypatch.setattr(engines, "load_here", tried)
     monkeypatch.setattr(engines, "_refused", {})
     with Interrupts() as interrupts:
         for _ in range(3):
@@ -176,19 +167,20 @@ def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Pa
 
 def test_numba_in_this_process_is_proved_too(monkeypatch: Patch) -> None:
     cpu = Mock(run_here=lambda code: lambda *_: None)
-    monkeypatch.setattr(here, "prove_here", Mock())
+    monkeypatch.setattr(native, "run_compilers", Mock())
+    monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setitem(sys.modules, "darelib.kernels.cpu", cpu)
     with (
         Interrupts() as interrupts,
         pytest.raises(EngineUnavailable, match="sum gives another peak"),
     ):
-        here.load_kernels([SUM], interrupts)
+        engines.load_here([SUM], interrupts)
     cpu.run_here = Mock(side_effect=ZeroDivisionError("no"))
     with (
         Interrupts() as interrupts,
         pytest.raises(EngineUnavailable, match="ZeroDivisionError: no"),
     ):
-        here.load_kernels([SUM], interrupts)
+        engines.load_here([SUM], interrupts)
 
 
 # By kernel: which of its arguments it writes to, and where.
@@ -231,8 +223,8 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
 
 # By kernel: what a compiler might get wrong, where the sources say it.
 MUTANTS = [
-    ("merge", "tiles", " if share[j] > 0 else zero", ""),
-    ("merge", "tiles", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
+    ("merge", "parts", " if share[j] > 0 else zero", ""),
+    ("merge", "parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
     ("merge", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
     ("merge", "parts", "pad_rows(finetuned, count, tiles * TILE)", "pass"),
     ("merge", "parts", "pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)", "pass"),
@@ -240,9 +232,9 @@ MUTANTS = [
     ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
     ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
     ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
-    ("rank", "tiles", "passes = max(1, ", "passes = ("),
+    ("rank", "looks", "passes = max(1, ", "passes = ("),
     ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
-    ("measure", "tiles", "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)", "place"),
+    ("measure", "looks", "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)", "place"),
     ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
     ("unpack", "cpu", "if kept < available:", "if True:"),
     ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
@@ -259,7 +251,7 @@ def test_what_a_compiler_might_get_wrong_is_found(
     path.write_text(path.read_text().replace(right, wrong))
     types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
     name = f"dare.{native.find_code(KernelSpec(kind, *types))}.o"
-    words = [sys.executable, "-c", compiler.CHILD, "object", tmp_path / name]
+    words = [sys.executable, "-c", native.CHILD, "object", tmp_path / name]
     done = subprocess.run(
         words, cwd=tmp_path / "house", capture_output=True, text=True, timeout=300
     )
@@ -296,7 +288,7 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
                 shutil.copy(usual / path.name, path)
         return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
 
-    monkeypatch.setattr(compiler, "_start", copy)
+    monkeypatch.setattr(native, "_start", copy)
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
     return made
@@ -450,10 +442,10 @@ def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     copy = copy_house(tmp_path) / "darelib"
-    identify = machine.identify.__wrapped__
-    before = machine.identify()
-    monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
-    needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "core/mask.py")
+    identify = objects.identify.__wrapped__
+    before = objects.identify()
+    monkeypatch.setattr(objects, "__file__", str(copy / "kernels" / "objects.py"))
+    needed = ("kernels/plain.py", "kernels/parts.py", "kernels/looks.py", "core/mask.py")
     for name in ("config/__init__.py", "run/worker.py", "kernels/tensors.py", *needed):
         (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
         assert (identify() != before) == (name in needed), name
@@ -485,7 +477,7 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
 
 def environment_of_compiler() -> dict[str, str]:
     with patch.object(subprocess, "Popen") as started, tempfile.TemporaryDirectory() as folder:
-        compiler._start(["object", objects.object_name(MERGE)], Path(folder, "messages"))
+        native._start(["object", objects.object_name(MERGE)], Path(folder, "messages"))
     return started.call_args.kwargs["env"]
 
 
@@ -521,7 +513,7 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(engines, "_refused", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
-    machine.load_llvmlite.cache_clear()
+    objects.load_llvmlite.cache_clear()
     if missing == "llvmlite":
         monkeypatch.setitem(sys.modules, "llvmlite", None)
     else:  # which only the compiler loads

@@ -1,7 +1,5 @@
 """The kernels for the CPU, written for Numba: each is one loop over the tiles of a chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,13 +10,20 @@ from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, KernelSpec, looks
 from darelib.kernels.parts import (
     build,
+    carray,
     decode,
     decode_finetuned,
+    draw,
+    elect,
     encode,
     finetuned_raw,
+    fold,
+    narrow,
     open_buffers,
     output_raw,
+    pick,
     real,
+    scatter,
     thin_model,
     unsigned,
 )
@@ -35,7 +40,6 @@ from darelib.kernels.records import (
     SIZE_ROW,
     ZERO_ROW,
 )
-from darelib.kernels.tiles import carray, draw, elect, fold, pick, scatter
 
 
 def merge_chunk(
@@ -75,7 +79,6 @@ def merge_chunk(
     merged = scratch[MERGED_ROW]
     size = scratch[SIZE_ROW]
     kept = scratch[SCRATCH_ROWS:]
-    threshold = real(tensor.threshold)
     lambda_coeff = real(tensor.lambda_coeff)
     base_share = real(tensor.base_share)
     for tile in range(tiles):
@@ -101,7 +104,7 @@ def merge_chunk(
                 scratch[DIVISOR_ROW],
                 kept[i],
                 merged,
-                threshold,
+                real(tensor.threshold),
                 way != ADD,
             )
             model.size += fold(size)
@@ -126,9 +129,8 @@ def merge_chunk(
             change = lambda_coeff * merged[j]
             sum_ = base[j] + change
             value = base[j] if change == 0 else sum_  # base + 0 would turn -0.0 into 0.0
-            pattern = real(abs(value)).view(unsigned)
-            peak = pattern if pattern > peak else peak
-            output[j] = encode(value)
+            peak = max(peak, real(abs(value)).view(unsigned))
+            output[j] = encode(narrow(value))
         tensor.peak = peak
 
 

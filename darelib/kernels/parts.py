@@ -166,7 +166,7 @@ def count_zeros(_: Any, word: Any) -> Any:
     return word(word), generate
 
 
-find_first_bit = numba.extending.intrinsic(count_zeros)
+find_first_bit = importlib.import_module("numba.extending").intrinsic(count_zeros)
 
 
 @inline

@@ -352,23 +352,3 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
         content = hashlib.sha256(path.read_bytes()).hexdigest() if readable else ""
         contents[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, content)
     return contents
-
-
-def refuse(
-    folder: Path, capsys: Capture, status: int, *complaints: str, arguments: list[Any]
-) -> str:
-    """The command must fail with one error and one hint, and leave the folder as it was.
-
-    complaints: what the error and the hint must name.
-    """
-    before = snapshot(folder)
-    capsys.readouterr()
-    run(*arguments, status=status)
-    printed = capsys.readouterr()
-    error, hint = printed.err.splitlines()[-2:]
-    assert (printed.out, error[:7], hint[:6]) == ("", "error: ", "hint: ")
-    assert "this is a bug" not in printed.err, printed.err
-    assert "Traceback" not in printed.err
-    assert [words for words in complaints if words not in printed.err] == [], printed.err
-    assert snapshot(folder) == before
-    return printed.err

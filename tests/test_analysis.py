@@ -34,13 +34,13 @@ from tests.support import (
     Models,
     Pair,
     Patch,
+    Refusal,
     Tensors,
     examples,
     finetune,
     low_rank,
     merge,
     random_model,
-    refuse,
     run,
     save,
     slow,
@@ -256,14 +256,13 @@ def test_only_what_a_model_has_and_a_merge_changes_is_analysed(tmp_path: Path) -
     short = finetune(base, 1)
     short["embed_tokens.weight"] = short["embed_tokens.weight"][:333].clone()
     others = {"steps": torch.arange(4), "empty": torch.zeros(0, 3)}
-    model = short | {"steps": others["steps"]}
-    report = analyze(tmp_path, base | others, model, mismatch="overlap")
+    short["steps"] = others["steps"]
+    report = analyze(tmp_path, base | others, short, mismatch="overlap")
     assert report.copied_tensors == 1
     assert [stats.name for stats in report.models[0].tensors] == list(base)
     weights = base["embed_tokens.weight"].double().numpy().ravel()
     base["embed_tokens.weight"] = base["embed_tokens.weight"][:333]
-    deltas = deltas_of(base, short)["embed_tokens.weight"]
-    check_stats(report.models[0].tensors[0], deltas, weights)
+    check_stats(report.models[0].tensors[0], deltas_of(base, short)["embed_tokens.weight"], weights)
 
 
 def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
@@ -376,8 +375,7 @@ def advise(
         verdicts.setdefault(advice.about, []).append(advice.verdict)
         assert re.search(r"\d|identical|one model|experiment", advice.text), "each has a reason"
     tables = tomllib.loads(report.suggestion)
-    valid = DareConfig(**tables["dare"], rules=tables.get("rules", ()))
-    valid.check_models(len(models))
+    DareConfig(**tables["dare"], rules=tables.get("rules", ())).check_models(len(models))
     return verdicts, tables, report.confidence
 
 
@@ -626,7 +624,7 @@ def test_tensors_are_listed_if_asked_for(
 
 
 def test_a_suggestion_finds_the_models_from_where_it_lies(
-    example: list[Any], tmp_path: Path, capsys: Capture
+    example: list[Any], tmp_path: Path, refused: Refusal
 ) -> None:
     (tmp_path / "deep" / "down").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "deep" / "down")
@@ -635,7 +633,7 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(
     run(*words)
     run("-c", suggested, "-q", "--engine", "plain")
     assert (tmp_path / "deep" / "down" / "a_merged.safetensors").exists()
-    refuse(tmp_path, capsys, 2, str(suggested), "--force", arguments=words)
+    refused(2, (str(suggested), "--force"), *words)
     output = tmp_path / "x.safetensors"
     run(*words, "--force", "-o", output)
     assert tomllib.loads(suggested.read_text())["models"]["output_file"] == str(output)
@@ -646,11 +644,12 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(
 
 
 def test_an_analysis_writes_over_no_input(
-    pair: Pair, models: Models, tmp_path: Path, capsys: Capture
+    pair: Pair, models: Models, tmp_path: Path, refused: Refusal
 ) -> None:
     (tmp_path / "link.toml").symlink_to(models[1])
     (tmp_path / f"d.toml.{os.getpid()}.partial").symlink_to(models[1])
-    for base, written, status in (
+    flags = ["analyze", "-q", "-m", models[1], "--engine", "plain", "--force", "--write-config"]
+    for base, name, status in (
         (models[0], "base.safetensors", 2),
         (models[0], "math.safetensors", 2),
         (models[0], "link.toml", 2),
@@ -658,34 +657,12 @@ def test_an_analysis_writes_over_no_input(
         (models[0], "nowhere/a.toml", 2),
         (models[0], "d.toml", 1),
     ):
-        flags = ["analyze", "-q", "-b", base, "-m", models[1], "--engine", "plain", "--force"]
-        arguments = [*flags, "--write-config", tmp_path / written]
-        refuse(tmp_path, capsys, status, str(tmp_path / written), arguments=arguments)
-
-
-@pytest.mark.parametrize(
-    ("words", "named", "hint"),
-    [
-        ("--threads 1 analyze", "'analyze'", "like"),
-        ("--plot a.png", "--plot means nothing to merge", "analyze"),
-        ("analyse", "'analyse'", "analyze"),
-        ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
-        ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
-        ("analyze --verify x", "--verify means nothing to analyze", "verify"),
-        ("analyze --plot a.gif", "'a.gif'", ".png"),
-        ("analyze --plot nowhere/a.png", "'nowhere/a.png'", "make it"),
-    ],
-)
-def test_wrong_words_are_named(
-    models: Models, tmp_path: Path, capsys: Capture, words: str, named: str, hint: str
-) -> None:
-    arguments = [*words.split(), "-b", models[0], "-m", models[1]]
-    assert hint in refuse(tmp_path, capsys, 2, named, arguments=arguments).splitlines()[1]
+        refused(status, str(tmp_path / name), *flags, tmp_path / name, "-b", base)
 
 
 @pytest.mark.slow
 def test_any_models_are_drawn(
-    pair: Pair, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+    pair: Pair, tmp_path: Path, refused: Refusal, monkeypatch: Patch
 ) -> None:
     pytest.importorskip("matplotlib")
     base = {"a.weight": torch.rand(4, 4), r"$\foo$.weight": torch.rand(4, 4), "n": torch.arange(3)}
@@ -707,8 +684,6 @@ def test_any_models_are_drawn(
     assert [x for x in labels if not re.search(f"<!--  ?{re.escape(x)}", drawn)] == []
     run(*arguments[:5], "-q", "--plot", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    inside = ["analyze", "-b", pair[0], "-m", pair[1], "--plot", pair[0] / "a.png"]
-    refuse(tmp_path, capsys, 2, "a.png", arguments=inside)
+    refused(2, "a.png", "analyze", "-b", pair[0], "-m", pair[1], "--plot", pair[0] / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    without = [*arguments, "--plot", tmp_path / "a.png"]
-    refuse(tmp_path, capsys, 2, "matplotlib", "install it: ", arguments=without)
+    refused(2, ("matplotlib", "install it: "), *arguments, "--plot", tmp_path / "a.png")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import dare
-from tests.support import Capture, Patch, random_model, refuse
+from tests.support import Capture, Patch, Refusal, random_model
 
 
 def convert(*arguments: Any) -> int:
@@ -154,11 +154,11 @@ def write_wrong(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_converted_is_refused(
-    tmp_path: Path, capsys: Capture, monkeypatch: Patch, arguments: str, status: int, words: str
+    tmp_path: Path, refused: Refusal, monkeypatch: Patch, arguments: str, status: int, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_wrong(tmp_path)
-    refuse(tmp_path, capsys, status, words, arguments=["convert", *arguments.split()])
+    refused(status, words, "convert", *arguments.split())
 
 
 def test_an_interrupted_conversion_leaves_nothing(

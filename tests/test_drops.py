@@ -357,8 +357,7 @@ def test_rows_too_long_to_be_ranked_are_refused(
     check_refused(*pair, "'head.weight'", "1,500", f"--rule '{rule}'", flags=flags)
     flags = (*flags, "--rule", rule)
     run("-q", "-b", pair[0], "-m", pair[1], "-o", tmp_path / "merged.safetensors", *flags)
-    longer = tensors_in(pair[0]) | {"layer.bias": torch.zeros(1001, dtype=BF16)}
-    save_directory(pair[0], longer)
+    save_directory(pair[0], tensors_in(pair[0]) | {"layer.bias": torch.zeros(1001, dtype=BF16)})
     check_refused(*pair, "'layer.bias'", "1,001", flags=flags)  # the base's, not the model's
 
 

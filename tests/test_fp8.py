@@ -22,7 +22,6 @@ from tests.support import (
     F64,
     INDEX,
     METHODS,
-    Capture,
     Refusal,
     Tensors,
     assert_same,
@@ -31,7 +30,6 @@ from tests.support import (
     random_model,
     raw,
     read_json,
-    refuse,
     run,
     same_bits,
     save_directory,
@@ -410,13 +408,12 @@ def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: P
         run_merge(paths[0], paths[1:], tmp_path / "third", dtype="bfloat16")
 
 
-def test_pack_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    paths = write(tmp_path, "rows", make_models("rows", 2))
-    arguments = ["pack", "--base", paths[0], "--merge", paths[1], "--output", tmp_path / "out"]
-    refuse(tmp_path, capsys, 1, "is in FP8, which cannot be packed", arguments=arguments)
+def test_pack_is_refused(tmp_path: Path, refused: Refusal) -> None:
+    base, model = write(tmp_path, "rows", make_models("rows", 2))
+    refused(1, "is in FP8", "pack", "-b", base, "-m", model, "-o", tmp_path / "out")
 
 
-def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: Capture) -> None:
+def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, refused: Refusal) -> None:
     tokens = [{"<s>": 8, "</s>": 9}, {"<s>": 8, "</s>": 9, "<a>": 10, "<b>": 11}]
     name = "model.layers.0.mlp.weight"
     for k, added in enumerate(tokens):
@@ -437,8 +434,8 @@ def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, capsys: 
     tensors = tensors_in(base)
     head = {"lm_head.weight": tensors["lm_head.weight"].to(FP8)}
     save_directory(base, tensors | head | {"lm_head.weight_scale": torch.ones(1)})
-    arguments = ["-b", base, "-m", model, "-o", tmp_path / "new", "--tokenizer", "union"]
-    refuse(tmp_path, capsys, 1, "is in FP8", arguments=arguments)
+    words = ["-b", base, "-m", model, "-o", tmp_path / "new", "--tokenizer", "union"]
+    refused(1, "is in FP8", *words)
 
 
 def test_every_float_is_rounded_as_torch_rounds_it() -> None:

@@ -28,10 +28,10 @@ from tests.support import (
     INDEX,
     Capture,
     Patch,
+    Refusal,
     damaged,
     examples,
     low_rank,
-    refuse,
     save,
     save_directory,
     save_sharded,
@@ -391,13 +391,11 @@ def test_any_recipe_in_a_merged_file_is_answered(
     ],
 )
 def test_a_hostile_recipe_in_a_directory_does_not_let_it_be_replaced(
-    small: Paths, answer: Answer, capsys: Capture, recipe: str
+    small: Paths, answer: Answer, refused: Refusal, recipe: str
 ) -> None:
     output = save_directory(small[0].with_name("out"), {"w": torch.ones(3)})
     (output / "dare_recipe.toml").write_text(recipe)
-    refuse(
-        small[0].parent, capsys, 1, "out", arguments=["-b", small[0], "-m", small[1], "-o", output]
-    )
+    refused(1, "out", "-b", small[0], "-m", small[1], "-o", output)
     assert answer("verify", output) in (1, 2)
 
 

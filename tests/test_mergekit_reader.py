@@ -3,7 +3,6 @@ results."""
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ from tests.support import (
     Capture,
     Models,
     Patch,
+    Refusal,
     assert_same,
     examples,
     finetune,
     random_model,
-    refuse,
     run,
     save,
     save_directory,
@@ -37,7 +36,6 @@ from tests.support import (
     to_hub_cache,
 )
 
-Refuse = Callable[..., str]
 SHAPES = {
     "model.embed_tokens.weight": (12, 8),
     "lm_head.weight": (12, 8),
@@ -65,19 +63,12 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 @pytest.fixture
-def check(folder: Path, capsys: Capture) -> Refuse:
+def check(folder: Path, refused: Refusal) -> Refusal:
     """Checks that a file is refused with these words."""
 
-    def check(text: str, *complaints: str) -> str:
-        (folder / "merge.yaml").write_text(text)
-        return refuse(
-            folder,
-            capsys,
-            2,
-            "merge.yaml",
-            *complaints,
-            arguments=["-c", "merge.yaml", "-o", "out"],
-        )
+    def check(text: str | bytes, words: str) -> str:
+        (folder / "merge.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
+        return refused(2, ("merge.yaml", words), "-c", "merge.yaml", "-o", "out")
 
     return check
 
@@ -425,7 +416,7 @@ def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
     )
 
 
-def test_written_configurations(models: Models, tmp_path: Path, capsys: Capture) -> None:
+def test_written_configurations(models: Models, tmp_path: Path, refused: Refusal) -> None:
     """Any configuration can be written, with the flags on top of it; nothing is overwritten."""
     text = "-q --seed 7 --rule *bias:drop_rate=0 --engine plain"
     flags = ["-b", models[0], "-m", models[1], *text.split()]
@@ -442,7 +433,7 @@ def test_written_configurations(models: Models, tmp_path: Path, capsys: Capture)
         ([*flags, "--force"], models[1], "is the input"),
         ([*flags, "--force"], tmp_path / "no" / "x.toml", "no directory"),
     ):
-        refuse(tmp_path, capsys, 2, named, arguments=[*words, "--write-config", path])
+        refused(2, named, *words, "--write-config", path)
     run(*flags, "--force", "--write-config", written)
 
 
@@ -680,9 +671,10 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
         ("a: 0x" + "9" * 5000, "has 5,002 digits"),
         ("a: " + "x" * (1 << 18), "longer than 262,144 bytes"),
         ("a: 2020-13-45", "month"),
+        (b"\xff\xfe", "YAML"),
     ],
 )
-def test_what_is_refused(check: Refuse, text: str, complaint: str) -> None:
+def test_what_is_refused(check: Refusal, text: str | bytes, complaint: str) -> None:
     check(text, complaint)
 
 
@@ -710,7 +702,7 @@ def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Captu
     ],
 )
 def test_slices_must_be_the_bases_own_layers(
-    check: Refuse, ranges: list[tuple[str, str]], complaint: str
+    check: Refusal, ranges: list[tuple[str, str]], complaint: str
 ) -> None:
     text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
     for first, second in ranges:
@@ -721,7 +713,7 @@ def test_slices_must_be_the_bases_own_layers(
     check(text, complaint)
 
 
-def test_slices_must_merge_the_same_models(check: Refuse) -> None:
+def test_slices_must_merge_the_same_models(check: Refusal) -> None:
     source = "{{model: {}, layer_range: [{}, {}]}}"
     text = (
         "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
@@ -736,7 +728,7 @@ def test_slices_must_merge_the_same_models(check: Refuse) -> None:
 
 
 @pytest.mark.slow
-def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
+def test_aliases_are_allowed_and_bombs_are_not(check: Refusal) -> None:
     text = (
         "merge_method: ties\nbase_model: base\nmodels:\n- {model: one, parameters: &p {weight: "
         "0.5}}\n"
@@ -754,19 +746,7 @@ def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
     check("a: [" + "1," * 60_000 + "]", "more than 50,000 values")
 
 
-def test_a_file_that_is_not_text(folder: Path, capsys: Capture) -> None:
-    (folder / "merge.yaml").write_bytes(b"\xff\xfe")
-    refuse(
-        folder,
-        capsys,
-        2,
-        "merge.yaml is not valid YAML",
-        arguments=["-c", "merge.yaml", "-o", "out"],
-    )
-    refuse(folder, capsys, 2, "no configuration file", arguments=["-c", "none.yaml", "-o", "out"])
-
-
-def test_several_stacks_of_layers_cannot_be_sliced(check: Refuse, folder: Path) -> None:
+def test_several_stacks_of_layers_cannot_be_sliced(check: Refusal, folder: Path) -> None:
     tensors = random_model(0, F32, {"encoder.0.w": (4, 4), "decoder.0.w": (4, 4)})
     save(folder / "base", model=tensors)
     text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"

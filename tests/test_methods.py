@@ -22,9 +22,9 @@ from tests.support import (
     F32,
     F64,
     METHODS,
-    Capture,
     Config,
     Models,
+    Refusal,
     assert_same,
     define,
     examples,
@@ -32,7 +32,6 @@ from tests.support import (
     mask,
     merge,
     random_model,
-    refuse,
     run,
     run_merge,
     same_bits,
@@ -548,16 +547,9 @@ def test_settings_that_mean_nothing_together_are_refused(
     }.items(),
 )
 def test_wrong_rules_are_named_with_the_flag_or_the_file(
-    tmp_path: Path, capsys: Capture, rule: str, complaint: str
+    tmp_path: Path, refused: Refusal, rule: str, complaint: str
 ) -> None:
-    flags = ["--rule", rule]
     if "\n" in rule:
-        flags = ["-c", write_config(tmp_path, rule)]
-    refuse(
-        tmp_path,
-        capsys,
-        2,
-        str(flags[1]) if "\n" in rule else repr(rule),
-        complaint,
-        arguments=flags,
-    )
+        refused(2, ("config.toml", complaint), "-c", write_config(tmp_path, rule))
+    else:
+        refused(2, (repr(rule), complaint), "--rule", rule)

@@ -17,16 +17,15 @@ from darelib.output.destination import list_files
 from tests.support import (
     BF16,
     INDEX,
-    Capture,
     Models,
     Pair,
     Patch,
+    Refusal,
     assert_same,
     finetune,
     low_rank,
     random_model,
     read_json,
-    refuse,
     run,
     run_merge,
     save,
@@ -49,7 +48,7 @@ THEIRS = (
 
 
 @pytest.fixture
-def refused(tmp_path: Path, capsys: Capture) -> Any:
+def no_output(refused: Refusal) -> Any:
     """A merge into this output must fail with these words and leave everything as it was; always:
     even if forced."""
 
@@ -61,10 +60,8 @@ def refused(tmp_path: Path, capsys: Capture) -> Any:
         flags: Any = (),
         always: bool = False,
     ) -> None:
-        capsys.readouterr()
         for force in ([], ["--force"]) if always else ([],):
-            arguments = ["-b", models[0], "-m", models[1], "-o", output, *flags, *force]
-            refuse(tmp_path, capsys, status, *words, arguments=arguments)
+            refused(status, words, "-b", models[0], "-m", models[1], "-o", output, *flags, *force)
 
     return check
 
@@ -136,7 +133,7 @@ def test_config_json_names_the_new_type(pair: Pair, tmp_path: Path, key: str | N
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == after
 
 
-def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, refused: Any) -> None:
+def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, no_output: Any) -> None:
     base = random_model(dtype=BF16, shapes={"model.embed_tokens.weight": (40, 3)})
     tuned = save_directory(tmp_path / "math", finetune(base, 1))
     pair = (save_directory(tmp_path / "base", base, model_type="x"), tuned)
@@ -153,8 +150,9 @@ def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, refused: Any)
         ("x", "nowhere", 1, ("nowhere",)),
         ("x.safetensors", "math", 2, ("tokenizer means nothing",)),
     ):
-        flags = ["--tokenizer", tmp_path / given]
-        refused(pair, tmp_path / output, *words, status=status, flags=flags)
+        no_output(
+            pair, tmp_path / output, *words, status=status, flags=["--tokenizer", tmp_path / given]
+        )
     fill(pair[1], {"tokenizer.json": json.dumps(vocabulary)})
     merge_directory(pair, tmp_path / "out", "--tokenizer", pair[1])
     run("-q", "-c", tmp_path / "out" / "dare_recipe.toml", "-o", tmp_path / "again")
@@ -319,18 +317,15 @@ def test_sizes_are_read_as_people_write_them(text: Any, size: int) -> None:
         *("1.5.1GB", "0x10", "9" * 16, 0, -1, 1.5, True, None, [5], 1 << 63),
     ],
 )
-def test_what_is_no_size_is_refused(
-    pair: Pair, tmp_path: Path, capsys: Capture, refused: Any, size: Any
-) -> None:
+def test_what_is_no_size_is_refused(refused: Refusal, size: Any) -> None:
     if isinstance(size, str):
-        flags = [f"--max-shard-size={size}"]
-        refused(pair, tmp_path / "out", "--max-shard-size", repr(size), status=2, flags=flags)
+        refused(2, ("--max-shard-size", repr(size)), f"--max-shard-size={size}")
     with pytest.raises(ConfigError, match="max_shard_size must be a size"):
         DareConfig(max_shard_size=size)
 
 
 def test_no_spelling_of_an_input_is_taken_as_output(
-    tmp_path: Path, monkeypatch: Patch, refused: Any
+    tmp_path: Path, monkeypatch: Patch, no_output: Any
 ) -> None:
     base = random_model(dtype=BF16)
     home = tmp_path / "home"
@@ -361,11 +356,11 @@ def test_no_spelling_of_an_input_is_taken_as_output(
         "holds": [home / "models", home / "all", "..", "../../models", home / "link" / ".."],
     }.items():
         for output in outputs:
-            refused((first, second), output, f"{relation} the input", status=2, always=True)
+            no_output((first, second), output, f"{relation} the input", status=2, always=True)
 
 
 def test_files_adapters_caches_and_tokenizers_are_inputs_too(
-    pair: Pair, tmp_path: Path, refused: Any
+    pair: Pair, tmp_path: Path, no_output: Any
 ) -> None:
     lone = save(tmp_path / "mine", base=random_model(dtype=BF16), math=random_model(1, BF16))
     adapted = (pair[0], write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61))))
@@ -380,34 +375,34 @@ def test_files_adapters_caches_and_tokenizers_are_inputs_too(
         (cached, cached[1].parent.parent / "blobs"),
         (cached, tmp_path / "hub"),
     ):
-        refused(models, output, "the input", status=2, always=True, flags=flags)
+        no_output(models, output, "the input", status=2, always=True, flags=flags)
 
 
 def test_inputs_of_the_same_name_are_both_kept(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capture
+    tmp_path: Path, monkeypatch: Patch, refused: Refusal
 ) -> None:
     """A path in TOML and a path in a flag may be spelled alike and be two files."""
     save(tmp_path / "x", m=random_model())
     save(tmp_path, m=random_model(1))
     fill(tmp_path, {"x/c.toml": '[models]\nbase_file = "m.safetensors"\n'})
     monkeypatch.chdir(tmp_path)
-    arguments = ["-c", "x/c.toml", "-m", "m.safetensors", "-o", "x/m.safetensors", "--force"]
-    refuse(tmp_path, capsys, 2, "is the input 'm.safetensors'", arguments=arguments)
+    words = ["-c", "x/c.toml", "-m", "m.safetensors", "-o", "x/m.safetensors", "--force"]
+    refused(2, "is the input 'm.safetensors'", *words)
 
 
 def test_what_cannot_be_copied_is_named_at_once(
-    pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, no_output: Any
 ) -> None:
-    refused(("", pair[1]), tmp_path / "out", "is empty", status=2)
-    refused(pair, "", "is empty", status=2)
+    no_output(("", pair[1]), tmp_path / "out", "is empty", status=2)
+    no_output(pair, "", "is empty", status=2)
     fill(pair[0], {"config.json": '{"a":'})
-    refused(pair, tmp_path / "out", "base/config.json' is not valid")
+    no_output(pair, tmp_path / "out", "base/config.json' is not valid")
     fill(pair[0], {"config.json": "{}", "vocab.txt": "secret"})
     real = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: "vocab" not in str(path) and real(path, mode)
     )
-    refused(pair, tmp_path / "out", "cannot read", "vocab.txt'", "Permission denied")
+    no_output(pair, tmp_path / "out", "cannot read", "vocab.txt'", "Permission denied")
 
 
 @pytest.mark.parametrize("kind", ["empty directory", "link"])
@@ -443,7 +438,7 @@ def test_a_directory_of_this_tool_is_replaced_and_nothing_of_it_survives(
     ],
 )
 def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
-    pair: Pair, tmp_path: Path, refused: Any, ours: bool, texts: dict[str, str], words: str
+    pair: Pair, tmp_path: Path, no_output: Any, ours: bool, texts: dict[str, str], words: str
 ) -> None:
     out = tmp_path / "out"
     kept = tmp_path / "kept"
@@ -458,7 +453,7 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
     if "model.safetensors" in texts:
         save_directory(out, random_model(9, BF16))
     before = snapshot(kept)
-    refused(pair, out, words, "--force")
+    no_output(pair, out, words, "--force")
     merge_directory(pair, out, "--force")
     assert set(list_files(out)) == MADE
     assert snapshot(kept) == before, "what a link leads to is never removed"
@@ -482,7 +477,7 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
     ],
 )
 def test_what_is_no_model_is_never_replaced(
-    pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Any, output: str, words: str
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, no_output: Any, output: str, words: str
 ) -> None:
     names = (
         "thesis/chapters/model.safetensors thesis/thesis.tex notes/config.json notes/x.tex"
@@ -494,4 +489,4 @@ def test_what_is_no_model_is_never_replaced(
     (tmp_path / "to-file").symlink_to("file")
     (tmp_path / "to-folder.safetensors").symlink_to("folder.safetensors")
     monkeypatch.chdir(tmp_path / "empty")
-    refused(pair, tmp_path / output, words, always=True)
+    no_output(pair, tmp_path / output, words, always=True)

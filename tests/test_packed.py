@@ -37,7 +37,6 @@ from tests.support import (
     finetune,
     low_rank,
     random_model,
-    refuse,
     run,
     run_merge,
     save,
@@ -46,6 +45,7 @@ from tests.support import (
     tune,
     write_adapter,
 )
+from tests.test_tokenizer import write_model
 
 PLAIN = ("--engine", "plain")
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -375,7 +375,7 @@ def test_of_one_seed_one_sample_is_in_the_other(tmp_path: Path) -> None:
 
 
 def test_what_is_small_already_and_other_bases_are_refused(
-    models: Models, tmp_path: Path, capsys: Capture, check_refused: Refusal
+    models: Models, tmp_path: Path, refused: Refusal, check_refused: Refusal
 ) -> None:
     packed = pack(*models[:2], tmp_path / "packed.safetensors")
     adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
@@ -389,21 +389,18 @@ def test_what_is_small_already_and_other_bases_are_refused(
         (["-m", models[1], "-c", tmp_path / "some.toml"], 2, "drop magnitude"),
         (["-m", *models[1:]], 2, "one model, not 2"),
     ):
-        arguments = ["pack", "-b", models[0], "-o", tmp_path / "out.safetensors", *flags]
-        refuse(tmp_path, capsys, status, words, arguments=arguments)
+        refused(status, words, "pack", "-b", models[0], "-o", tmp_path / "x.safetensors", *flags)
     check_refused(models[2], packed, "'base.safetensors'", "another base")
     check_refused(packed, models[1], "is a packed model")
 
 
-def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsys: Capture) -> None:
-    from tests.test_tokenizer import write_model
-
+def test_rows_of_packed_models_cannot_be_united(
+    pair: Any, tmp_path: Path, refused: Refusal
+) -> None:
     for k, name in enumerate(("base", "math")):
         write_model(tmp_path / name, 12, {"<s>": 8, "</s>": 9} | ({"<a>": 10} if k else {}), k)
-    packed = pack(*pair, tmp_path / "packed")
-    capsys.readouterr()
-    words = ["-b", pair[0], "-m", packed, "-o", tmp_path / "out", "--tokenizer", "union", "-q"]
-    refuse(tmp_path, capsys, 1, "is packed, so that its rows cannot be moved", arguments=words)
+    words = ["-b", pair[0], "-m", pack(*pair, tmp_path / "packed"), "-o", tmp_path / "out"]
+    refused(1, "is packed", *words, "--tokenizer", "union")
 
 
 def test_a_configuration_that_says_how_to_merge_can_be_packed_by(
@@ -464,7 +461,7 @@ def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
 
 
 def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
-    tmp_path: Path, capsys: Capture
+    tmp_path: Path, refused: Refusal
 ) -> None:
     """The mask of a tied head is its embedding's; whether it is tied, the base's configuration
     says."""
@@ -477,8 +474,7 @@ def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
     model = save(tmp_path, model=finetune(base, 1))[0]
     for packed_with, merged_with in ((bare, tied), (tied, bare)):
         packed = pack(packed_with, model, tmp_path / "packed.safetensors", "--force")
-        arguments = ["-b", merged_with, "-m", packed, "-o", tmp_path / "out.safetensors"]
-        refuse(tmp_path, capsys, 1, "says otherwise about tied embeddings", arguments=arguments)
+        refused(1, "tied", "-b", merged_with, "-m", packed, "-o", tmp_path / "x.safetensors")
         compare([packed_with, model], [packed])
 
 
@@ -498,27 +494,18 @@ def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
     [(BF16, float("inf")), (F16, float("nan")), (F32, float("-inf")), (F64, float("nan"))],
 )
 def test_a_broken_fine_tune_is_not_packed(
-    tmp_path: Path, capsys: Capture, dtype: Any, value: Any
+    tmp_path: Path, refused: Refusal, dtype: Any, value: Any
 ) -> None:
     """Not even where the bad value would be dropped: nobody could tell later."""
     base = random_model(dtype=BF16)
     model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
     model["head.weight"][3, 5] = value
-    paths = save(tmp_path, base=base, model=model)
-    arguments = [
-        "pack",
-        "-b",
-        paths[0],
-        "-m",
-        paths[1],
-        "-o",
-        tmp_path / "x.safetensors",
-        *PLAIN,
-    ]
-    refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
+    base, tuned = save(tmp_path, base=base, model=model)
+    words = ["pack", "-b", base, "-m", tuned, "-o", tmp_path / "x.safetensors", *PLAIN]
+    refused(1, ("'head.weight'", "[3, 5]"), *words)
 
 
-def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, capsys: Capture) -> None:
+def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, refused: Refusal) -> None:
     base, model = pair
     for path, kind in zip(pair, ("llama", "qwen2"), strict=True):
         (path / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -529,6 +516,6 @@ def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, capsys:
         (["verify", packed], "is a packed model"),
         (["-b", base, "-m", packed, "-o", out, "--any-base", "--drop-rate", "0.1"], "0.12344"),
     ):
-        refuse(tmp_path, capsys, 1, words, arguments=arguments)
+        refused(1, words, *arguments)
     (model / "packed.safetensors").write_bytes(packed.read_bytes())
     run_merge(base, [model], out, any_base=True, drop_rate=0.0)  # the model, not that

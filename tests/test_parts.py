@@ -21,9 +21,9 @@ from tests.support import (
     POSIX,
     Capture,
     Patch,
+    Refusal,
     finetune,
     random_model,
-    refuse,
     save_directory,
     tune,
 )
@@ -189,15 +189,14 @@ def test_a_part_that_is_interrupted_goes_on_from_there(
     "change", ["--seed 7", "--drop-rate 0.5", "--max-shard-size 10kB", "--merge math", "inputs"]
 )
 def test_parts_of_different_merges_are_refused(
-    tmp_path: Path, whole: Contents, run: Run, capsys: Capture, change: str, monkeypatch: Patch
+    tmp_path: Path, whole: Contents, run: Run, refused: Refusal, change: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("--part", "1/3") == 0
     if change == "inputs":
         save_directory(tmp_path / "math", finetune(random_model(dtype=BF16, shapes=SHAPES), 9))
     flags = change.split() if change.startswith("-") else []
-    words = arguments(tmp_path, "--part", "2/3", *flags)
-    refuse(tmp_path, capsys, 1, "is another one", "give all parts", arguments=words)
+    refused(1, "is another one", *arguments(tmp_path, "--part", "2/3", *flags))
 
 
 @pytest.mark.parametrize(
@@ -215,10 +214,10 @@ def test_parts_of_different_merges_are_refused(
     ],
 )
 def test_what_cannot_be_divided_is_refused(
-    tmp_path: Path, whole: Contents, capsys: Capture, monkeypatch: Patch, flags: str, words: str
+    tmp_path: Path, whole: Contents, refused: Refusal, monkeypatch: Patch, flags: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refuse(tmp_path, capsys, 2, words, arguments=arguments(tmp_path, *flags.split()))
+    refused(2, words, *arguments(tmp_path, *flags.split()))
 
 
 def test_a_part_in_a_script_is_two_numbers(tmp_path: Path, whole: Contents) -> None:
@@ -228,11 +227,10 @@ def test_a_part_in_a_script_is_two_numbers(tmp_path: Path, whole: Contents) -> N
 
 @POSIX
 def test_a_part_takes_an_empty_folder_but_not_one_in_which_a_merge_begins(
-    tmp_path: Path, whole: Contents, run: Run, capsys: Capture
+    tmp_path: Path, whole: Contents, run: Run, refused: Refusal
 ) -> None:
     lock = Lock(tmp_path / "out.partial", "out")
-    words = arguments(tmp_path, "--part", "1/3")
-    refuse(tmp_path, capsys, 1, "another merge is writing", arguments=words)
+    refused(1, "another merge is writing", *arguments(tmp_path, "--part", "1/3"))
     lock.release(keep=False)
     (tmp_path / "out.partial").mkdir()
     assert run("--part", "1/3") == 0

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import dare
 from tests.scene import contents
-from tests.support import Capture, Models, Pair, Patch, finetune, refuse, run, run_merge
+from tests.support import Models, Pair, Patch, Refusal, finetune, run, run_merge
 
 
 def recipe_of(path: Path) -> str:
@@ -140,7 +140,7 @@ def test_a_merged_model_is_a_configuration(pair: Pair, tmp_path: Path, output: s
 
 @pytest.mark.parametrize("config", ["first.safetensors", "recipe.toml"])
 def test_a_recipe_refuses_other_inputs(
-    models: Models, tmp_path: Path, capsys: Capture, config: str
+    models: Models, tmp_path: Path, refused: Refusal, config: str
 ) -> None:
     out = tmp_path / "first.safetensors"
     run_merge(models[0], models[1:], out)
@@ -148,11 +148,11 @@ def test_a_recipe_refuses_other_inputs(
     other = finetune(load_file(models[0]), 9)
     arguments = ["-c", tmp_path / config, "-q", "-o", tmp_path / "again.safetensors"]
     save_file(other, models[2])
-    refuse(tmp_path, capsys, 1, "content_sha256", "--base and --merge", arguments=arguments)
+    refused(1, ("content_sha256", "--base and --merge"), *arguments)
     save_file(other | {"more": other["scalar"].clone()}, models[2])
-    refuse(tmp_path, capsys, 1, "its size is", arguments=[*arguments, "--merge", *models[1:]])
+    refused(1, "its size is", *arguments, "--merge", *models[1:])
     models[2].unlink()
-    refuse(tmp_path, capsys, 1, "'code.safetensors'", arguments=arguments)
+    refused(1, "'code.safetensors'", *arguments)
 
 
 def test_equal_inputs_are_found_under_each_name(models: list[Path], tmp_path: Path) -> None:

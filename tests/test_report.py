@@ -29,12 +29,12 @@ from tests.support import (
     Config,
     Models,
     Patch,
+    Refusal,
     Tensors,
     finetune,
     low_rank,
     mask,
     random_model,
-    refuse,
     run,
     run_merge,
     save,
@@ -322,19 +322,18 @@ def test_the_estimate_is_what_the_first_jobs_say_of_all(
 
 
 def test_a_dry_run_fails_only_by_what_would_fail_the_merge(
-    models: Models, tmp_path: Path, capsys: Capture
+    models: Models, tmp_path: Path, refused: Refusal
 ) -> None:
     broken = load_file(models[1])
     broken["layer.weight"][3, 4] = math.nan
     save(tmp_path, math=broken)
-    words = "'layer.weight' holds nan at [3, 4]"
-    refuse(tmp_path, capsys, 1, words, arguments=[*MERGE, "--dry-run"])
+    refused(1, ("'layer.weight'", "nan", "[3, 4]"), *MERGE, "--dry-run")
     # This overflows, unless trim drops the small deltas.
     base = torch.tensor([65000.0, 0.0] * 1000, dtype=F16)
     tuned = base + torch.tensor([400.0, 3000.0] * 1000, dtype=F16)
     save(tmp_path, base={"w": base}, math={"w": tuned})
     flags = [*MERGE, "--method", "ties", "--drop-rate", "0", "--lambda", "2", "--engine", "plain"]
-    refuse(tmp_path, capsys, 1, "beyond the range", arguments=flags)
+    refused(1, "beyond the range", *flags)
     run("-q", *flags, "--keep-ratio", "0.5", "--dry-run")
     run("-q", *flags, "--keep-ratio", "0.5")
 

@@ -34,10 +34,10 @@ from tests.support import (
     Capture,
     Models,
     Patch,
+    Refusal,
     assert_same,
     finetune,
     random_model,
-    refuse,
     run,
     save,
     slow,
@@ -639,7 +639,7 @@ def test_models_that_change_end_the_search() -> None:
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_merged(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capture, flags: str, status: int, message: str
+    monkeypatch: Patch, refused: Refusal, flags: str, status: int, message: str
 ) -> None:
     words = command(
         "--vary", "drop_rate=[0.5]", *(shlex.split(flags) if flags.startswith("-") else [])
@@ -647,8 +647,6 @@ def test_wrong_usage_is_refused_before_anything_is_merged(
     if flags == "optuna":
         monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    error = refuse(
-        tmp_path, capsys, status, message, arguments=words[:3] if flags == "without" else words
-    )
+    error = refused(status, message, *(words[:3] if flags == "without" else words))
     assert error.count("error: ") == 1
     assert flags != "optuna" or "optuna cmaes" in error or "--extra sweep" in error

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dare import ConfigError, DareConfig, DareMerger
 from darelib.commands.sweep.space import Space
 from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
-from tests.support import Capture, Models, examples, refuse, write_config
+from tests.support import Models, Refusal, examples, write_config
 
 
 def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hinder(
@@ -107,14 +107,14 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     ],
 )
 def test_a_wrong_space_is_named(
-    models: Models, tmp_path: Path, capsys: Capture, space: str, message: str
+    models: Models, tmp_path: Path, refused: Refusal, space: str, message: str
 ) -> None:
     words = ["sweep", "--evaluate", f"'{sys.executable}' {{model}}", "-c", write_config(tmp_path)]
-    error = refuse(tmp_path, capsys, 2, arguments=[*words, *(["--vary", space] if space else [])])
+    error = refused(2, "", *words, *(["--vary", space] if space else []))
     assert re.search(message, error, re.DOTALL), error
     if "=" in space and "rules" not in space:  # the same under [sweep]
         write_config(tmp_path, f"[sweep]\n{space}")
-        refuse(tmp_path, capsys, 2, arguments=words)
+        refused(2, "", *words)
 
 
 ENDS: dict[str, tuple[float, float]] = {

@@ -23,10 +23,10 @@ from darelib.core.formats import STORED_BITS
 from darelib.models.tensorfile import TensorFile
 from tests.support import (
     Capture,
+    Refusal,
     damaged,
     examples,
     low_rank,
-    refuse,
     run,
     save,
     save_sharded,
@@ -202,11 +202,16 @@ def sound_models(folder: Path) -> list[str]:
     return ["-b", str(paths[0]), "-m", str(paths[1]), "-o", str(paths[2]), *PLAIN]
 
 
-def refuse_in_two_lines(folder: Path, capsys: Capture, *complaints: str, arguments: Any) -> None:
+@pytest.fixture
+def refused_in_two_lines(refused: Refusal) -> Refusal:
     """No name can break the line of the error, or move a terminal's cursor, or fill a screen."""
-    error, hint = refuse(folder, capsys, 1, *complaints, arguments=arguments).split("\n")[:-1]
-    assert (error + hint).isprintable()
-    assert len(error) < 10_000
+
+    def check(words: str | tuple[str, ...], *arguments: Any) -> None:
+        error, hint = refused(1, words, *arguments).split("\n")[:-1]
+        assert (error + hint).isprintable()
+        assert len(error) < 10_000
+
+    return check
 
 
 def read_by_the_library(path: Path) -> Any:
@@ -227,7 +232,7 @@ def read_by_the_library(path: Path) -> Any:
     ("content", "complaint"), BROKEN_FILES, ids=[complaint for _, complaint in BROKEN_FILES]
 )
 def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
-    tmp_path: Path, capsys: Capture, content: bytes, complaint: str
+    tmp_path: Path, refused_in_two_lines: Refusal, content: bytes, complaint: str
 ) -> None:
     """The library refuses it too, so that there are no rules of our own but where the library is
     careless."""
@@ -236,8 +241,7 @@ def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
         arguments = sound_models(tmp_path)
         path = tmp_path / f"{side}.safetensors"
         path.write_bytes(content)
-        complaints = (repr(str(path)), "not a complete safetensors file", complaint)
-        refuse_in_two_lines(tmp_path, capsys, *complaints, arguments=arguments)
+        refused_in_two_lines((repr(str(path)), "not a complete", complaint), *arguments)
         assert (read_by_the_library(path) is None) == (
             content not in map(with_header, LIBRARY_TAKES)
         )
@@ -257,22 +261,15 @@ def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path, capsys: 
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_broken_shard_or_adapter_is_refused_alike(tmp_path: Path, capsys: Capture) -> None:
+def test_a_broken_shard_or_adapter_is_refused_alike(tmp_path: Path, check_refused: Refusal) -> None:
     base = {"w": torch.ones(2, 3), "v": torch.ones(4)}
     [path] = save(tmp_path, base=base)
-    shard = (
-        save_sharded(tmp_path / "sharded", base, [["w"], ["v"]])
-        / "model-00002-of-00002.safetensors"
-    )
-    adapter = (
-        write_adapter(tmp_path / "adapter", low_rank("w", (2, 3))) / "adapter_model.safetensors"
-    )
-    for file in (shard, adapter):
+    sharded = save_sharded(tmp_path / "sharded", base, [["w"], ["v"]])
+    adapter = write_adapter(tmp_path / "adapter", low_rank("w", (2, 3)))
+    for folder in (sharded, adapter):
+        file = max(folder.glob("*.safetensors"))
         file.write_bytes(with_header("{not JSON at all}"))
-        arguments = ["-b", path, "-m", file.parent, "-o", tmp_path / "out.safetensors"]
-        refuse_in_two_lines(
-            tmp_path, capsys, repr(str(file)), "not a complete", arguments=arguments
-        )
+        check_refused(path, folder, repr(str(file)), "not a complete")
 
 
 # --- odd, and sound all the same ---
@@ -341,13 +338,15 @@ def test_odd_but_sound_files_are_merged_right(tmp_path: Path, padding: str) -> N
     run("verify", output, *PLAIN)
 
 
-def test_files_without_tensors_have_nothing_in_common(tmp_path: Path, capsys: Capture) -> None:
+def test_files_without_tensors_have_nothing_in_common(
+    tmp_path: Path, refused_in_two_lines: Refusal
+) -> None:
     arguments = sound_models(tmp_path)
     for side in ("base", "model"):
         (tmp_path / f"{side}.safetensors").write_bytes(
             with_header('{"__metadata__": {"format": "pt"}}', b"")
         )
-        refuse_in_two_lines(tmp_path, capsys, "has no tensor in common", arguments=arguments)
+        refused_in_two_lines("has no tensor in common", *arguments)
 
 
 @pytest.mark.parametrize("method", ["linear", "ties"])
@@ -361,7 +360,7 @@ def test_files_of_empty_tensors_alone_merge(tmp_path: Path, method: str) -> None
 
 @pytest.mark.parametrize("sides", [0, 64, 65, 100])
 def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
-    tmp_path: Path, capsys: Capture, sides: int
+    tmp_path: Path, refused_in_two_lines: Refusal, sides: int
 ) -> None:
     """NumPy knows 64 sides at most. In an input it is nan, in an output a byte that was changed."""
     arguments = sound_models(tmp_path)
@@ -371,12 +370,9 @@ def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
         write_floats(tmp_path / f"{side}.safetensors", {"w": (shape, [value])}, ["w"])
     run(*arguments)
     output.write_bytes(output.read_bytes()[:-1] + b"\x01")
-    place = [0] * sides
-    refuse_in_two_lines(
-        tmp_path, capsys, f"tensor 'w' differs at {place}", arguments=["verify", output, *PLAIN]
-    )
+    refused_in_two_lines(f"tensor 'w' differs at {[0] * sides}", "verify", output, *PLAIN)
     write_floats(tmp_path / "model.safetensors", {"w": (shape, [math.nan])}, ["w"])
-    refuse_in_two_lines(tmp_path, capsys, f"tensor 'w' holds nan at {place}", arguments=arguments)
+    refused_in_two_lines(f"tensor 'w' holds nan at {[0] * sides}", *arguments)
 
 
 # --- agreement with the library, on headers that nobody thought of ---

@@ -20,11 +20,11 @@ from tests.support import (
     Config,
     Models,
     Patch,
+    Refusal,
     Tensors,
     assert_same,
     random_model,
     read_json,
-    refuse,
     run,
     same_bits,
     save_directory,
@@ -213,7 +213,7 @@ def test_special_tokens_follow(family: Models) -> None:
 def test_what_cannot_be_united_is_refused(
     family: Models,
     tmp_path: Path,
-    capsys: Capture,
+    refused: Refusal,
     which: int,
     change: Any,
     words: str,
@@ -227,7 +227,7 @@ def test_what_cannot_be_united_is_refused(
     else:
         path.write_text(json.dumps(read_json(path) | change))
     flags = ["-b", family[0], "-m", *family[1:], "-o", tmp_path / output, "--tokenizer", "union"]
-    refuse(tmp_path, capsys, 1, words, arguments=flags)
+    refused(1, words, *flags)
 
 
 def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_unigram_vocabularies_are_read(family: Models) -> None:
 
 
 def test_a_tokenizer_that_changed_is_another_input(
-    family: Models, tmp_path: Path, capsys: Capture
+    family: Models, tmp_path: Path, capsys: Capture, refused: Refusal
 ) -> None:
     """In a union it decides which rows are merged.
 
@@ -279,7 +279,7 @@ def test_a_tokenizer_that_changed_is_another_input(
         run(*resumed, status=130)
     write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
     for arguments in (["-c", out, "-o", tmp_path / "again"], ["verify", out]):
-        refuse(tmp_path, capsys, 1, "tokenizer_sha256", arguments=arguments)
+        refused(1, "tokenizer_sha256", *arguments)
     run(*resumed, status=1)
     assert "is another one" in capsys.readouterr().err
 
@@ -322,11 +322,11 @@ def test_templates_of_any_form_are_kept(family: Models, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_pipes_are_not_waited_for(family: Models, tmp_path: Path, capsys: Capture) -> None:
+def test_pipes_are_not_waited_for(family: Models, tmp_path: Path, refused: Refusal) -> None:
     pipe = tmp_path / "pipe.jinja"
     os.mkfifo(pipe)
     flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", pipe]
-    refuse(tmp_path, capsys, 1, str(pipe), arguments=flags)
+    refused(1, str(pipe), *flags)
     run("convert", pipe, tmp_path / "x.safetensors", status=1)
 
 
@@ -379,13 +379,12 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
     ],
 )
 def test_chat_templates_that_are_not_there_are_refused(
-    family: Models, tmp_path: Path, capsys: Capture, output: str, given: str, status: int
+    family: Models, tmp_path: Path, refused: Refusal, output: str, given: str, status: int
 ) -> None:
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
     (tmp_path / "own.jinja").write_text("own")
-    flags = ["-b", family[0], "-m", family[2], "--chat-template", tmp_path / given]
-    words = "chat_template" if status == 2 else given
-    refuse(tmp_path, capsys, status, words, arguments=[*flags, "-o", tmp_path / output])
+    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / output, "--chat-template"]
+    refused(status, "chat_template" if status == 2 else given, *flags, tmp_path / given)
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ from tests.support import (
     POSIX,
     Capture,
     Patch,
+    Refusal,
     finetune,
     random_model,
-    refuse,
     run,
     save_directory,
     save_sharded,
@@ -211,27 +211,7 @@ def test_a_disk_that_fails_under_a_merged_model_is_an_error_about_that_model(
     verify(scene.output, words=f"cannot read {str(scene.output)!r}: Input/output error")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--output x",
-        "--seed 1",
-        "--config x",
-        "--rule *:drop_rate=0",
-        "--tokenizer x",
-        "--lambda 1",
-        "--force",
-        "--resume",
-        "--dry-run",
-        "--per-tensor",
-    ],
-)
-def test_settings_come_from_the_recipe_only(tmp_path: Path, verify: Any, flags: str) -> None:
-    words = f"{flags.split()[0]} means nothing to verify"
-    verify(tmp_path / "x", *flags.split(), words=words, status=2)
-
-
-def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, verify: Any) -> None:
+def test_what_has_no_recipe_is_not_verified(tmp_path: Path, refused: Refusal, verify: Any) -> None:
     model = save_directory(tmp_path / "model", random_model())
     for words, status, named in (
         ([model / "model.safetensors"], 1, "no recipe"),
@@ -239,10 +219,9 @@ def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, ver
         ([tmp_path / "nowhere"], 1, "nowhere"),
         ([], 2, "nothing to verify"),
     ):
-        refuse(tmp_path, capsys, status, named, arguments=["verify", *words])
+        refused(status, named, "verify", *words)
     odd = tmp_path / "odd.safetensors"
-    tables = ("", "[dare]\nseed = 1\n", "[recipe]\nversion = 3\n", "[models]\nmerge_files = []\n")
-    for recipe in tables:
+    for recipe in ("", "[dare]\nseed = 1", "[recipe]\nversion = 3", "[models]\nmerge_files = []"):
         for metadata, words in (
             ({"dare_recipe": recipe}, "is damaged"),
             (recipe_metadata(recipe), "names no inputs"),

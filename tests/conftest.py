@@ -39,17 +39,14 @@ def usual_tuning() -> Iterator[Tuning]:
 @pytest.fixture
 def models(tmp_path: Path) -> Models:
     """A base and two fine-tunes in bf16, as files."""
-    base = support.random_model(dtype=BF16)
-    math, code = (support.finetune(base, seed) for seed in (1, 2))
-    return support.save(tmp_path, base=base, math=math, code=code)
+    return support.save_models(tmp_path, support.make_models(2, BF16))
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
     """A base and a fine-tune of it in bf16, as directories."""
-    base = support.random_model(dtype=BF16)
-    tuned = support.save_directory(tmp_path / "math", support.finetune(base, 1))
-    return support.save_directory(tmp_path / "base", base), tuned
+    base, tuned = support.save_directories(tmp_path, support.make_models(1, BF16))
+    return base, tuned
 
 
 @pytest.fixture

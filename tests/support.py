@@ -46,7 +46,10 @@ METHODS: list[Config] = [
     {"method": "slerp", "drop_rate": 0.5},
 ]
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and processes")
+NAMES = ("base", "math", "code")
 THOROUGH = True  # whether slow tests are run, too
+WORD = np.uint64(0xFFFFFFFF)
+BUMPS = (0x9E3779B9, 0xBB67AE85)  # of the two words of Philox's key, in each round
 
 
 def slow(*values: Any) -> Any:
@@ -93,6 +96,18 @@ def random_model(
     }
 
 
+def make_models(
+    count: int,
+    dtype: torch.dtype = F32,
+    shapes: dict[str, tuple[int, ...]] | None = None,
+    size: float = 0.001,
+    seed: int = 0,
+) -> list[Tensors]:
+    """A random base and so many fine-tunes of it."""
+    base = random_model(seed, dtype, shapes)
+    return [base, *(finetune(base, k, size) for k in range(1, count + 1))]
+
+
 def finetune(base: Tensors, seed: int, size: float = 0.001) -> Tensors:
     """A fine-tune of a base, with normal deltas of this size."""
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -110,6 +125,19 @@ def save(folder: Path, **models: Tensors) -> list[Path]:
     for name, tensors in models.items():
         save_file(tensors, folder / f"{name}.safetensors")
     return [folder / f"{name}.safetensors" for name in models]
+
+
+def save_models(folder: Path, models: list[Tensors]) -> list[Path]:
+    """Write models as files called base, math and code."""
+    return save(folder, **dict(zip(NAMES, models, strict=False)))
+
+
+def save_directories(folder: Path, models: list[Tensors], **config: Any) -> list[Path]:
+    """The same as directories, with these settings in config.json."""
+    return [
+        save_directory(folder / name, tensors, **config)
+        for name, tensors in zip(NAMES, models, strict=False)
+    ]
 
 
 def save_directory(folder: Path, tensors: Tensors, **config: Any) -> Path:
@@ -303,6 +331,25 @@ def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
         stored = torch.from_numpy(made.view(f"i{made.itemsize}").copy())
         merged[name] = stored.view(output).reshape(tensor.shape)
     return merged
+
+
+def philox(key: tuple[int, ...], counters: np.ndarray) -> np.ndarray:
+    """Philox4x32-7 by Salmon et al., SC 2011, section 3.3, of counters of four words each."""
+    a, b, c, d = counters.astype(np.uint64)
+    for r in range(7):
+        first = a * np.uint64(0xD2511F53)
+        second = c * np.uint64(0xCD9E8D57)
+        k, m = (np.uint64((key[n] + r * step) % 2**32) for n, step in enumerate(BUMPS))
+        a, b = second >> np.uint64(32) ^ b ^ k, second & WORD
+        c, d = first >> np.uint64(32) ^ d ^ m, first & WORD
+    return np.stack([a, b, c, d])
+
+
+def draw_pieces(key: tuple[int, ...], blocks: np.ndarray) -> np.ndarray:
+    """The eight pieces of 16 bits that each block of a mask has."""
+    none = np.zeros_like(blocks)
+    words = philox(key, np.stack([blocks & WORD, blocks >> np.uint64(32), none, none]))
+    return np.stack([w >> np.uint64(n) & np.uint64(0xFFFF) for w in words for n in (0, 16)])
 
 
 def mask(seed: int, name: str, count: int, drop_rate: float) -> np.ndarray:

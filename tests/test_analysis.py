@@ -39,6 +39,7 @@ from tests.support import (
     examples,
     finetune,
     low_rank,
+    make_models,
     merge,
     random_model,
     run,
@@ -236,8 +237,8 @@ def test_an_analysis_of_any_models_is_what_numpy_finds(
 def test_an_analysis_depends_neither_on_threads_nor_on_chunks_nor_on_the_engine(
     tmp_path: Path, size: int
 ) -> None:
-    base = random_model(3, BF16, {"layers.0.weight": (size,), "layers.1.weight": (1025, 3)})
-    tuned = [finetune(base, seed) for seed in (1, 2, 3)]
+    shapes = {"layers.0.weight": (size,), "layers.1.weight": (1025, 3)}
+    base, *tuned = make_models(3, BF16, shapes)
     reports = []
     for threads, chunk, engine in (
         (1, 1 << 18, "numba"),
@@ -252,8 +253,8 @@ def test_an_analysis_depends_neither_on_threads_nor_on_chunks_nor_on_the_engine(
 
 
 def test_only_what_a_model_has_and_a_merge_changes_is_analysed(tmp_path: Path) -> None:
-    base = random_model(1, F32, {"embed_tokens.weight": (1000, 7), "layers.0.mlp.weight": (40, 30)})
-    short = finetune(base, 1)
+    shapes = {"embed_tokens.weight": (1000, 7), "layers.0.mlp.weight": (40, 30)}
+    base, short = make_models(1, F32, shapes)
     short["embed_tokens.weight"] = short["embed_tokens.weight"][:333].clone()
     others = {"steps": torch.arange(4), "empty": torch.zeros(0, 3)}
     short["steps"] = others["steps"]
@@ -336,8 +337,7 @@ def test_models_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
 def test_the_noise_that_an_analysis_expects_is_what_a_merge_adds(
     tmp_path: Path, config: Config, expected: float
 ) -> None:
-    base = random_model(1, F64, {"mlp.weight": (500, 500)})
-    tuned = finetune(base, 1)
+    base, tuned = make_models(1, F64, {"mlp.weight": (500, 500)})
     (model,) = analyze(tmp_path, base, tuned, **config).models
     merged = merge(tmp_path, base, tuned, engine="plain", **config)
     before, after, made = (each["mlp.weight"] for each in (base, tuned, merged))

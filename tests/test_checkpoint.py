@@ -25,6 +25,7 @@ from tests.support import (
     assert_same,
     define,
     finetune,
+    make_models,
     merge,
     random_model,
     raw,
@@ -53,8 +54,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_a_model_is_a_file_a_directory_shards_or_an_index(tmp_path: Path) -> None:
-    base = random_model(dtype=BF16)
-    model = finetune(base, 1)
+    base, model = make_models(1, BF16)
     names = list(base)
 
     def lay_out(kind: str, tensors: Tensors) -> list[Path]:
@@ -65,8 +65,8 @@ def test_a_model_is_a_file_a_directory_shards_or_an_index(tmp_path: Path) -> Non
         for shard in below.glob("*.safetensors"):
             shard.rename(below / "shards" / shard.name)
         (below / INDEX).write_text((below / INDEX).read_text().replace('"model-', '"shards/model-'))
-        files = [*save(tmp_path, **{kind: tensors}), whole / "model.safetensors", sharded / INDEX]
-        return [*files, whole, sharded, below]
+        [file] = save(tmp_path, **{kind: tensors})
+        return [file, whole / "model.safetensors", sharded / INDEX, whole, sharded, below]
 
     models = lay_out("model", model)
     for one, other in zip(lay_out("base", base), models[1:] + models[:1], strict=True):

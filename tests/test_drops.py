@@ -31,6 +31,7 @@ from tests.support import (
     examples,
     finetune,
     low_rank,
+    make_models,
     merge,
     random_model,
     run,
@@ -226,8 +227,7 @@ def make_tensors(
     kind: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[Tensors, list[Tensors]]:
     """A base and two models, the second of which lacks a tensor."""
-    base = random_model(4, dtype, shapes)
-    models = [finetune(base, seed, 0.01) for seed in (1, 2)]
+    base, *models = make_models(2, dtype, shapes, 0.01)
     if kind == "ties":  # many equal deltas, zeros among them
         base = {name: torch.ones_like(tensor) for name, tensor in base.items()}
         steps = {n: torch.arange(t.numel()).reshape(t.shape) % 7 - 3 for n, t in base.items()}
@@ -295,8 +295,7 @@ def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.D
 @pytest.mark.parametrize("drop", DROPS[1:])
 def test_rows_that_a_model_lacks_are_deltas_of_0(tmp_path: Path, drop: str) -> None:
     tune(job_elements=4096, min_chunk=1024, max_chunk=1024)
-    base = random_model(1, BF16, {"w": (90, 70), "b": (90,)})
-    whole = finetune(base, 1, 0.01)
+    base, whole = make_models(1, BF16, {"w": (90, 70), "b": (90,)}, 0.01)
     config: Config = {"drop": drop, "rescale": "l1", "drop_rate": 0.6}
     for name in whole:
         whole[name][60:] = base[name][60:]

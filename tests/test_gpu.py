@@ -247,27 +247,6 @@ def test_ranks_are_those_of_the_base_before_it_is_overwritten(
     assert same_bits(dare_merge(base, [model], config, out=base)["w"], wanted)
 
 
-@pytest.mark.parametrize(
-    ("out", "complaint"),
-    [
-        ({}, "out has no tensor 'w'"),
-        ([torch.zeros(10)], "out must be a state dict"),
-        (
-            {"w": torch.zeros(11)},
-            r"'w' of out is \[11\] of torch.float32 on cpu, and the merged one is \[10\]",
-        ),
-        (
-            {"w": torch.zeros(10, dtype=BF16)},
-            r"of torch.bfloat16 on cpu, and the merged one is \[10\] of torch.float32",
-        ),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(out: Any, complaint: str) -> None:
-    with pytest.raises(DareError, match=complaint) as caught:
-        dare_merge({"w": torch.zeros(10)}, [{"w": torch.ones(10)}], out=out)
-    assert caught.value.hint
-
-
 def test_without_triton_torch_merges_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,7 @@ from tests.support import (
     command,
     define,
     finetune,
-    random_model,
+    make_models,
     run,
     run_merge,
     save_directory,
@@ -28,8 +28,7 @@ from tests.support import (
 
 COMMITS = {"base": "b" * 40, "math": "c" * 40}
 PINNED = {name: f"org/{name}@{commit}" for name, commit in COMMITS.items()}
-BASE = random_model(dtype=BF16)
-MATH = finetune(BASE, 1)
+BASE, MATH = make_models(1, BF16)
 
 
 @pytest.fixture

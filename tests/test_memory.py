@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import dare
 from dare import DareConfig, DareError
@@ -47,21 +48,14 @@ def run(
         if where == "memory":
             tensors = dare.dare_merge(base, models, DareConfig(**config))
         else:
-            named = {f"m{i}": model for i, model in enumerate(models)}
-            paths = save(folder, base=base, **named)
+            paths = save(folder, base=base, **{f"m{i}": m for i, m in enumerate(models)})
             out = folder / "out.safetensors"
             dare.DareMerger(paths[0], paths[1:], DareConfig(**config)).merge(out)
-            tensors = load(out)
+            tensors = load_file(out)
     except DareError as caught:
         error = caught
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     return Merge(tensors, [name_models(line, folder) for line in lines], error)
-
-
-def load(path: Path) -> Tensors:
-    from safetensors.torch import load_file
-
-    return load_file(path)
 
 
 REFUSED: dict[str, tuple[Tensors, list[Tensors], dict[str, Any], list[str]]] = {
@@ -178,24 +172,13 @@ def test_what_a_user_should_know_is_said_and_the_tensors_are_the_same(
     assert merge.warnings == other.warnings
 
 
-CONFIG = DareConfig(drop_rate=0.5, delta_threshold=10.0)
-
-
-@pytest.mark.parametrize("where", ["files", "memory"])
-@pytest.mark.parametrize("repeated", [[0], [1, 1]], ids=["the base", "a model twice"])
+@pytest.mark.parametrize(("given", "words"), [([BASE], "itself"), ([TUNED] * 2, "more than once")])
 def test_models_that_are_given_again_are_named(
-    where: str, repeated: list[int], tmp_path: Path, caplog: Any
+    given: list[Tensors], words: str, caplog: Any
 ) -> None:
-    states = [BASE, TUNED]
-    given = [states[k] for k in repeated]
-    if where == "memory":
-        dare.dare_merge(BASE, given, CONFIG)
-    else:
-        paths = save(tmp_path, base=BASE, tuned=TUNED)
-        merger = dare.DareMerger(paths[0], [paths[k] for k in repeated], CONFIG)
-        merger.merge(tmp_path / "out.safetensors")
-    [line] = [record.getMessage() for record in caplog.records if record.levelno >= 30]
-    assert ("itself" if repeated == [0] else "more than once") in line
+    """Of files, test_report has that."""
+    dare.dare_merge(BASE, given, DareConfig(drop_rate=0.5, delta_threshold=10.0))
+    assert [words in record.getMessage() for record in caplog.records] == [True]
 
 
 BUFFER = torch.zeros(400, dtype=torch.bfloat16)
@@ -236,8 +219,7 @@ def test_an_input_may_be_written_over_by_its_own_name(shared: bool) -> None:
     if shared:  # a tensor that was not trained
         model["a.weight"] = base["a.weight"]
     expected = dare.dare_merge(base, [model, TUNED])
-    merged = dare.dare_merge(base, [model, TUNED], out=base if shared else model)
-    assert_same(merged, expected)
+    assert_same(dare.dare_merge(base, [model, TUNED], out=base if shared else model), expected)
 
 
 def test_tied_tensors_of_which_one_is_kept_are_not_one() -> None:
@@ -248,14 +230,6 @@ def test_tied_tensors_of_which_one_is_kept_are_not_one() -> None:
     assert_same(
         merged, {"embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.zeros(4, 2)}
     )
-
-
-def test_deltas_are_dropped_without_a_word(caplog: Any) -> None:
-    deltas = {"w": torch.ones(500), "ids": torch.arange(3)}
-    thinned = dare.dare_drop(deltas, drop_rate=0.5, rescale=False)
-    assert {*thinned["w"].tolist()} == {0.0, 1.0}
-    assert_same({"ids": thinned["ids"]}, {"ids": deltas["ids"]})
-    assert not caplog.records
 
 
 def test_every_other_row_of_a_buffer_is_a_place_of_its_own() -> None:

@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 
 import dare
+from tests import support
 from tests.support import (
     F32,
     Config,
@@ -58,8 +59,7 @@ CONFIG = {
 
 def make_models(folder: Path, count: int) -> list[Tensors]:
     """A tiny Llama and fine-tunes of it, in the directories that mergekit wants."""
-    base = random_model(0, F32, SHAPES)
-    models = [base, *(finetune(base, seed, 0.02) for seed in range(1, count + 1))]
+    models = support.make_models(count, F32, SHAPES, 0.02)
     for number, tensors in enumerate(models):
         save_directory(folder / f"m{number}", tensors, **CONFIG)
     return models

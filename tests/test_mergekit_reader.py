@@ -27,7 +27,7 @@ from tests.support import (
     Refusal,
     assert_same,
     examples,
-    finetune,
+    make_models,
     random_model,
     run,
     save,
@@ -56,8 +56,7 @@ MODELS = (
 def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The working directory, with a base of four layers and two fine-tunes as directories."""
     monkeypatch.chdir(tmp_path)
-    base = random_model(0, F32, SHAPES)
-    for name, tensors in (("base", base), ("one", finetune(base, 1)), ("two", finetune(base, 2))):
+    for name, tensors in zip(("base", "one", "two"), make_models(2, F32, SHAPES), strict=True):
         save_directory(tmp_path / name, tensors, model_type="llama")
     return tmp_path
 

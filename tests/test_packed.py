@@ -36,11 +36,14 @@ from tests.support import (
     examples,
     finetune,
     low_rank,
+    make_models,
     random_model,
     run,
     run_merge,
     save,
+    save_directories,
     save_directory,
+    save_models,
     tensors_in,
     tune,
     write_adapter,
@@ -50,6 +53,7 @@ from tests.test_tokenizer import write_model
 PLAIN = ("--engine", "plain")
 pytestmark = pytest.mark.usefixtures("small_blocks")
 TYPES = st.sampled_from([BF16, F16, F32, F64])
+TIED: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
 
 
 def pack(base: Path, model: Path, output: Path, *flags: Any) -> Path:
@@ -106,10 +110,8 @@ def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
 def test_every_method_gives_the_bits_of_the_originals(
     tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, engine: str
 ) -> None:
-    base = random_model(
-        0, dtype, {"layer.weight": (97, 131), "bias": (131,), "scalar": (), "none": (0, 4)}
-    )
-    paths = save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
+    shapes = {"layer.weight": (97, 131), "bias": (131,), "scalar": (), "none": (0, 4)}
+    paths = save_models(tmp_path, make_models(2, dtype, shapes))
     packed = pack_all(paths, 0.5, 42, "--engine", engine)
     for elements, threads in ((8192, 1), (2048, 3)):
         tune(job_elements=elements)
@@ -150,13 +152,13 @@ def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals
 def test_one_packed_model_alone_gives_what_dare_sparsify_gives(
     tmp_path: Path, rate: float, dtype: torch.dtype, seed: int
 ) -> None:
-    base = random_model(0, dtype, {"w": (70, 90)})
-    paths = save(tmp_path, base=base, math=finetune(base, 1))
+    base, model = make_models(1, dtype, {"w": (70, 90)})
+    paths = save_models(tmp_path, [base, model])
     packed = pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", rate, "--seed", seed)
     run_merge(
         paths[0], [packed], tmp_path / "out.safetensors", drop_rate=rate, engine="plain", seed=99
     )
-    expected = dare_sparsify(base, load_file(paths[1]), drop_rate=rate, seed=seed)
+    expected = dare_sparsify(base, model, drop_rate=rate, seed=seed)
     assert_same(load_file(tmp_path / "out.safetensors"), expected)
 
 
@@ -228,13 +230,10 @@ def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
-    base = random_model(0, BF16, {"model.embed_tokens.weight": (64, 100), "w": (9,)})
-    head = {"lm_head.weight": "model.embed_tokens.weight"}
-    made = [base, finetune(base, 1), finetune(base, 2)]
-    for k, tensors in enumerate(made):
-        whole = tensors | {h: tensors[e].clone() for h, e in head.items() if stored or k == 0}
-        save_directory(tmp_path / f"m{k}", whole, model_type="llama", tie_word_embeddings=True)
-    paths = [tmp_path / f"m{k}" for k in range(3)]
+    made = make_models(2, BF16, {"model.embed_tokens.weight": (64, 100), "w": (9,)})
+    for tensors in made if stored else made[:1]:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    paths = save_directories(tmp_path, made, model_type="llama", tie_word_embeddings=True)
     packed = [
         pack(paths[0], path, tmp_path / f"p{i}", "--seed", 42 + i)
         for i, path in enumerate(paths[1:])
@@ -246,7 +245,7 @@ def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
         n: e.get("mask_name")
         for n, e in table_of(packed[0] / "packed.safetensors")["tensors"].items()
     }
-    assert names.get("lm_head.weight") == (head["lm_head.weight"] if stored else None)
+    assert names.get("lm_head.weight") == ("model.embed_tokens.weight" if stored else None)
 
 
 # --- everything else that takes a model -----------------------------------------------------------
@@ -360,8 +359,7 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
 
 
 def test_of_one_seed_one_sample_is_in_the_other(tmp_path: Path) -> None:
-    base = random_model(0, F32, {"a.weight": (200, 300)})
-    paths = save(tmp_path, base=base, math=finetune(base, 1, 0.004))
+    paths = save_models(tmp_path, make_models(1, F32, {"a.weight": (200, 300)}, 0.004))
     half = pack(*paths, tmp_path / "half.safetensors", "--drop-rate", 0.5)
     less = pack(*paths, tmp_path / "less.safetensors", "--drop-rate", 0.7)
     other = pack(*paths, tmp_path / "other.safetensors", "--drop-rate", 0.5, "--seed", 43)
@@ -465,13 +463,9 @@ def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
 ) -> None:
     """The mask of a tied head is its embedding's; whether it is tied, the base's configuration
     says."""
-    base = random_model(
-        dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
-    )
+    base, tuned = make_models(1, BF16, TIED)
     tied = save_directory(tmp_path / "tied", base, tie_word_embeddings=True)
-    bare = tmp_path / "bare.safetensors"
-    bare.write_bytes((tied / "model.safetensors").read_bytes())
-    model = save(tmp_path, model=finetune(base, 1))[0]
+    bare, model = save_models(tmp_path, [base, tuned])
     for packed_with, merged_with in ((bare, tied), (tied, bare)):
         packed = pack(packed_with, model, tmp_path / "packed.safetensors", "--force")
         refused(1, "tied", "-b", merged_with, "-m", packed, "-o", tmp_path / "x.safetensors")
@@ -479,13 +473,10 @@ def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
 
 
 def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
-    base = random_model(
-        dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
-    )
-    model = finetune(base, 1)
+    base, model = make_models(1, BF16, TIED)
     del model["lm_head.weight"]
     folder = save_directory(tmp_path / "model", model, tie_word_embeddings=True)
-    path = save(tmp_path, base=base)[0]
+    [path] = save(tmp_path, base=base)
     compare([path, folder], [pack(path, folder, tmp_path / "packed.safetensors")])
 
 
@@ -497,10 +488,10 @@ def test_a_broken_fine_tune_is_not_packed(
     tmp_path: Path, refused: Refusal, dtype: Any, value: Any
 ) -> None:
     """Not even where the bad value would be dropped: nobody could tell later."""
-    base = random_model(dtype=BF16)
-    model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
+    base, model = make_models(1, BF16)
+    model = {name: tensor.to(dtype) for name, tensor in model.items()}
     model["head.weight"][3, 5] = value
-    base, tuned = save(tmp_path, base=base, model=model)
+    base, tuned = save_models(tmp_path, [base, model])
     words = ["pack", "-b", base, "-m", tuned, "-o", tmp_path / "x.safetensors", *PLAIN]
     refused(1, ("'head.weight'", "[3, 5]"), *words)
 

@@ -23,7 +23,9 @@ from tests.support import (
     Patch,
     Refusal,
     finetune,
+    make_models,
     random_model,
+    save_directories,
     save_directory,
     tune,
 )
@@ -35,10 +37,7 @@ Run = Callable[..., int]
 @pytest.fixture
 def whole(tmp_path: Path) -> Contents:
     """What one process makes of a base and two models: a directory with twelve files of tensors."""
-    base = random_model(dtype=BF16, shapes=SHAPES)
-    save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
-    for k, name in enumerate(("math", "code"), 1):
-        save_directory(tmp_path / name, finetune(base, k))
+    save_directories(tmp_path, make_models(2, BF16, SHAPES), torch_dtype="bfloat16")
     assert dare.main(arguments(tmp_path, "-o", tmp_path / "whole")) == 0
     made = contents(tmp_path / "whole")
     assert len([name for name in made if name.endswith(".safetensors")]) == 12

@@ -33,12 +33,14 @@ from tests.support import (
     Tensors,
     finetune,
     low_rank,
+    make_models,
     mask,
     random_model,
     run,
     run_merge,
     save,
     save_directory,
+    save_models,
     save_sharded,
     snapshot,
     tune,
@@ -237,9 +239,9 @@ def test_the_plan_shows_models_rules_files_and_needs(
 def test_the_plan_says_what_is_dropped_and_how_it_changes_over_the_layers(
     tmp_path: Path, flags: list[str], words: str
 ) -> None:
-    base = random_model(shapes={f"layers.{k}.weight": (3, 4) for k in range(3)})
-    paths = save(tmp_path, base=base, a=finetune(base, 1), b=finetune(base, 2))
-    flags = ["-b", str(paths[0]), "-m", *map(str, paths[1:]), *flags]
+    shapes = {f"layers.{k}.weight": (3, 4) for k in range(3)}
+    base, *paths = map(str, save_models(tmp_path, make_models(2, shapes=shapes)))
+    flags = ["-b", base, "-m", *paths, *flags]
     merger = make_merger(dare.parse_flags(flags)[1], DareMerger)[0]
     assert [rule.words for rule in merger.plan(tmp_path / OUT).rules if rule.tensors] == [words]
 
@@ -310,7 +312,7 @@ def test_the_estimate_is_what_the_first_jobs_say_of_all(
     config: Config, looks: int, seconds: float, jobs: int
 ) -> None:
     base = {f"t{k}": torch.ones(20_000, dtype=BF16) for k in range(8)}
-    paths = save(Path(), base=base, math=finetune(base, 1), code=finetune(base, 2))
+    paths = save_models(Path(), [base, finetune(base, 1), finetune(base, 2)])
     merger = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, threads=1, **config))
     tune(sample_seconds=seconds)
     plan = merger.plan(OUT, estimate=True)

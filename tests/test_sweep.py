@@ -36,10 +36,9 @@ from tests.support import (
     Patch,
     Refusal,
     assert_same,
-    finetune,
-    random_model,
+    make_models,
     run,
-    save,
+    save_models,
     slow,
     snapshot,
     write_config,
@@ -75,8 +74,7 @@ def models(tmp_path: Path, monkeypatch: Patch) -> Models:
     monkeypatch.chdir(tmp_path)
     if not event.contains(Engine, "connect", hurry):
         event.listen(Engine, "connect", hurry)
-    base = random_model(shapes=SHAPES)
-    return save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
+    return save_models(tmp_path, make_models(2, shapes=SHAPES))
 
 
 def judge(ending: str = "    return value") -> str:

@@ -111,8 +111,9 @@ def write_all(folder: Path, *models: Model) -> list[Path]:
 def merge(folder: Path, base: Model, *models: Model, **config: Any) -> Model:
     """Merge through the front door: write the files, merge them, load the result."""
     paths = write_all(folder, base, *models)
-    merger = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, **config))
-    merger.merge(folder / "merged.safetensors")
+    DareMerger(paths[0], paths[1:], DareConfig(verbose=False, **config)).merge(
+        folder / "merged.safetensors"
+    )
     return read(folder / "merged.safetensors")
 
 
@@ -183,9 +184,8 @@ def test_a_merge_is_the_base_plus_the_average_of_the_kept_and_rescaled_deltas(
         start = floats(stored).ravel()
         total = np.float32(0)
         for i, model in enumerate(tuned):
-            kept = draw_mask(42 + i, name, start.size, drop_rate)
             total += np.where(
-                kept,
+                draw_mask(42 + i, name, start.size, drop_rate),
                 (floats(model[name]).ravel() - start) * np.float32(1 / 3 / keep_rate(drop_rate)),
                 0,
             )
@@ -335,8 +335,9 @@ def test_same_tensors_in_any_stored_order_and_alone(tmp_path: Path) -> None:
     assert list(merged) == list(backwards), "the base's order is kept"
     assert_same(merged, together)
     for name in base:
-        alone = merge(tmp_path, {name: base[name]}, {name: model[name]})
-        assert_same(alone, {name: together[name]})
+        assert_same(
+            merge(tmp_path, {name: base[name]}, {name: model[name]}), {name: together[name]}
+        )
 
 
 # --- from Python ----------------------------------------------------------------------------------
@@ -351,8 +352,9 @@ def test_a_merger_plans_merges_verifies_and_analyzes_and_its_reports_are_plain_d
     models: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     output = tmp_path / "out.safetensors"
-    config = DareConfig(drop_rate=0.5, delta_threshold=1e-9, verbose=False)
-    merger = DareMerger(models[0], models[1:], config)
+    merger = DareMerger(
+        models[0], models[1:], DareConfig(drop_rate=0.5, delta_threshold=1e-9, verbose=False)
+    )
     before = contents(tmp_path)
     plan = merger.plan(output, estimate=True)
     analysis = merger.analyze()
@@ -404,8 +406,7 @@ def test_the_documents_code_runs(
     [first, *others] = find_blocks("python")
     exec(first, names := dict[str, Any]())
     pytest.importorskip("torch")
-    load = pytest.importorskip("safetensors.torch").load_file
-    base, math, code = map(load, models)
+    base, math, code = map(pytest.importorskip("safetensors.torch").load_file, models)
     names |= {"base": base, "math": math, "code": code, "pretrained": base, "finetuned": math}
     names |= {"task_vector": code, "first": math, "second": code, "model": None, "data": None}
     names |= {"dare_sweep": dare.dare_sweep, "accuracy": lambda model, data: 1.0}
@@ -443,11 +444,11 @@ def test_tensors_in_memory_without_torch_are_refused_with_what_to_install(
     "words", [["--help"], ["--drop-rat", "1"], ["-c", "nowhere.toml"], ["analyze", "--seed", "-1"]]
 )
 def test_help_and_wrong_usage_load_nothing_heavy(words: list[str]) -> None:
-    code = (
+    loaded = run(
+        "-c",
         f"import sys, dare\ntry: dare.main({words})\nexcept SystemExit: "
-        f"pass\nprint(sorted(sys.modules))"
-    )
-    loaded = run("-c", code).stdout.splitlines()[-1]
+        f"pass\nprint(sorted(sys.modules))",
+    ).stdout.splitlines()[-1]
     assert "'dare'" in loaded
     for heavy in ("torch", "numba", "numpy", "rich", "llvmlite", "safetensors", "yaml"):
         assert f"'{heavy}'" not in loaded

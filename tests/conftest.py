@@ -86,7 +86,8 @@ def check_refused(tmp_path: Path, refused: Refusal) -> Refusal:
     """Checks that a merge of a base and a model is refused with these words and changes nothing."""
 
     def check(base: Any, model: Any, *words: str, flags: tuple[str, ...] = ()) -> str:
-        output = tmp_path / "out.safetensors"
-        return refused(1, words, "-b", base, "-m", model, "-o", output, *flags)
+        return refused(
+            1, words, "-b", base, "-m", model, "-o", tmp_path / "out.safetensors", *flags
+        )
 
     return check

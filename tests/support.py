@@ -163,8 +163,9 @@ def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra
         weight_map |= dict.fromkeys(names, shard)
     weight_map |= {name.replace("__", "."): file for name, file in extra.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
+    )
     return folder
 
 

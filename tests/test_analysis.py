@@ -237,8 +237,7 @@ def test_an_analysis_of_any_models_is_what_numpy_finds(
 def test_an_analysis_depends_neither_on_threads_nor_on_chunks_nor_on_the_engine(
     tmp_path: Path, size: int
 ) -> None:
-    shapes = {"layers.0.weight": (size,), "layers.1.weight": (1025, 3)}
-    base, *tuned = make_models(3, BF16, shapes)
+    base, *tuned = make_models(3, BF16, {"layers.0.weight": (size,), "layers.1.weight": (1025, 3)})
     reports = []
     for threads, chunk, engine in (
         (1, 1 << 18, "numba"),
@@ -253,8 +252,9 @@ def test_an_analysis_depends_neither_on_threads_nor_on_chunks_nor_on_the_engine(
 
 
 def test_only_what_a_model_has_and_a_merge_changes_is_analysed(tmp_path: Path) -> None:
-    shapes = {"embed_tokens.weight": (1000, 7), "layers.0.mlp.weight": (40, 30)}
-    base, short = make_models(1, F32, shapes)
+    base, short = make_models(
+        1, F32, {"embed_tokens.weight": (1000, 7), "layers.0.mlp.weight": (40, 30)}
+    )
     short["embed_tokens.weight"] = short["embed_tokens.weight"][:333].clone()
     others = {"steps": torch.arange(4), "empty": torch.zeros(0, 3)}
     short["steps"] = others["steps"]
@@ -274,8 +274,9 @@ def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
     report = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, engine="plain")).analyze()
     (model,) = report.models
     assert (model.adapter, [stats.name for stats in model.tensors]) == (True, [*base][:1])
-    figures = [(b @ a).abs().mean().item(), (b @ a).abs().max().item()]
-    assert [model.total.mean, model.total.largest] == pytest.approx(figures, rel=1e-5)
+    assert [model.total.mean, model.total.largest] == pytest.approx(
+        [(b @ a).abs().mean().item(), (b @ a).abs().max().item()], rel=1e-5
+    )
     assert tomllib.loads(report.suggestion)["dare"]["drop_rate"] == 0.85, "it has less to spare"
     assert [advice.about for advice in report.advice].count("base") == 1
 
@@ -344,8 +345,9 @@ def test_the_noise_that_an_analysis_expects_is_what_a_merge_adds(
     noise = float((made - after).norm())
     assert model.expected_noise == pytest.approx(expected, rel=1e-3, abs=1e-9)
     assert noise / float((after - before).norm()) == pytest.approx(expected, rel=0.02, abs=1e-4)
-    relative = pytest.approx(noise / float(before.norm()), rel=0.02, abs=1e-5)
-    assert model.total.relative_noise == relative
+    assert model.total.relative_noise == pytest.approx(
+        noise / float(before.norm()), rel=0.02, abs=1e-5
+    )
 
 
 def scaled(base: Tensors, size: float, seed: int = 1, **others: float) -> Tensors:
@@ -601,8 +603,9 @@ def test_an_analysis_measures_models_alike_whatever_they_drop(tmp_path: Path) ->
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: Patch) -> list[Any]:
     """The words that analyze the models that ship, from the folder that they are in."""
-    ignored = shutil.ignore_patterns("merged*")
-    shutil.copytree(HERE / "examples" / "models", tmp_path / "models", ignore=ignored)
+    shutil.copytree(
+        HERE / "examples" / "models", tmp_path / "models", ignore=shutil.ignore_patterns("merged*")
+    )
     monkeypatch.chdir(tmp_path / "models")
     names = [f"{name}.safetensors" for name in ("base", "rotated", "covered")]
     return ["analyze", "-b", names[0], "-m", *names[1:], "--engine", "plain"]

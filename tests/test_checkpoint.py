@@ -221,8 +221,9 @@ def test_a_tensor_of_another_shape_is_refused_with_the_ways_out(
     shape: tuple[int, ...],
     ways: tuple[str, ...],
 ) -> None:
-    odd = {**load_file(models[1]), "layer.weight": torch.ones(shape, dtype=BF16)}
-    [other] = save(tmp_path, other=odd)
+    [other] = save(
+        tmp_path, other={**load_file(models[1]), "layer.weight": torch.ones(shape, dtype=BF16)}
+    )
     named = ("'layer.weight' is [37, 61] in", f"and {list(shape)} in", "other.safetensors'")
     fits = len(ways) == 2
     for flags in ((), ("--mismatch=error",), *([] if fits else [("--mismatch=overlap",)])):
@@ -354,8 +355,9 @@ def save_tied(
 def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
     tmp_path: Path, where: str, config: Config, settings: Config
 ) -> None:
-    configs = [config if where == "base" else {"x": 1}, config if where == "model" else {}]
-    base, base_path, model_path = save_tied(tmp_path, *configs)
+    base, base_path, model_path = save_tied(
+        tmp_path, config if where == "base" else {"x": 1}, config if where == "model" else {}
+    )
     report = run_merge(base_path, [model_path], tmp_path / OUT, **settings)
     merged = load_file(tmp_path / OUT)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
@@ -467,8 +469,9 @@ def test_a_quantised_module_is_copied_and_the_rest_is_merged(
 ) -> None:
     module, rest = quantised(kind)
     tuned = finetune(rest, 1, 0.01)
-    config = {"drop_rate": 0.0, "dtype": dtype, "engine": "plain"}
-    merged = merge(tmp_path, module | rest, module | tuned, **config)
+    merged = merge(
+        tmp_path, module | rest, module | tuned, drop_rate=0.0, dtype=dtype, engine="plain"
+    )
     wide = {n: tensor.to(F32 if dtype else F16) for n, tensor in tuned.items()}
     assert_same(merged, module | wide)
 
@@ -567,8 +570,9 @@ def test_what_shapes_computation_is_compared_with_the_base(
     for path, config in zip(pair, (mine, theirs), strict=True):
         (path / "config.json").write_text(json.dumps(config))
     for base, model in (pair, pair[::-1]):
-        merger = DareMerger(base, [model], DareConfig(verbose=False))
-        warnings = merger.plan(tmp_path / OUT).warnings
+        warnings = (
+            DareMerger(base, [model], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
+        )
         assert len(warnings) == bool(words), "one warning, whatever differs"
         assert base == pair[1] or words in "".join(warnings)
 

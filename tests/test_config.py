@@ -563,8 +563,9 @@ def test_a_value_that_is_not_finite_is_named_with_its_place(
         models = {model: finetune(base, k) for k, model in enumerate(names)}
         models[where][name][place] = bad
         save(Path(), **models)
-        words = f"'{where}.safetensors': tensor '{name}' holds {bad} at [{place}]"
-        refused(1, words, *MERGE, *config)
+        refused(
+            1, f"'{where}.safetensors': tensor '{name}' holds {bad} at [{place}]", *MERGE, *config
+        )
 
 
 @pytest.mark.parametrize(

@@ -96,13 +96,13 @@ def test_an_inpainting_model_gets_a_hint_that_works(tmp_path: Path, check_refuse
         shapes={CONV: (8, 4, 3, 3), "model.diffusion_model.out.2.weight": (4, 8, 3, 3)}
     )
     paths = save(tmp_path, base=base, paint=finetune(base, 1) | {CONV: torch.ones(8, 9, 3, 3)})
-    words = (
+    check_refused(
+        *paths,
         "is [8, 4, 3, 3] in",
         "and [8, 9, 3, 3] in",
         "inpainting",
         "--mismatch base keeps the base's tensor",
     )
-    check_refused(*paths, *words)
     run_merge(paths[0], paths[1:], tmp_path / OUT, mismatch="base")
     assert same_bits(load_file(tmp_path / OUT)[CONV], base[CONV])
 

@@ -114,8 +114,7 @@ def test_of_equal_deltas_as_many_are_kept_as_there_is_room_for(
         found = kept[delta == size].float().mean().item()
         assert abs(found - share) < 0.03, size
         assert found == share or 0 < share < 1
-    columns = kept.float().mean(0)
-    assert columns.std() < 0.05  # at random, and not by position
+    assert kept.float().mean(0).std() < 0.05  # at random, and not by position
 
 
 @pytest.mark.parametrize(
@@ -169,9 +168,10 @@ def test_della_keeps_the_larger_ones_more_often_and_changes_no_mean() -> None:
         [merge_delta(delta, drop="della", drop_rate=0.5, epsilon=0.4, seed=seed) for seed in seeds]
     )
     assert torch.mean(kept) == pytest.approx(1, abs=0.01)
-    shares = (kept != 0).double().mean((0, 1))
     assert torch.allclose(
-        shares, torch.linspace(0.1, 0.9, 101).double(), atol=5 * math.sqrt(0.25 / 2000)
+        (kept != 0).double().mean((0, 1)),
+        torch.linspace(0.1, 0.9, 101).double(),
+        atol=5 * math.sqrt(0.25 / 2000),
     )
     assert (
         merge_delta(torch.ones(500, 1), drop="della", drop_rate=0.5).max() == 2
@@ -260,8 +260,9 @@ def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition_in_any_t
     models = [{name: tensor.to(dtypes[1]) for name, tensor in model.items()} for model in models]
     for config in CONFIGS:
         chosen = {"drop_rate": 0.6, **config}
-        made = merge_by(engine, tmp_path, base, models, chosen)
-        assert_same(made, define(base, models, **chosen))
+        assert_same(
+            merge_by(engine, tmp_path, base, models, chosen), define(base, models, **chosen)
+        )
 
 
 @few
@@ -376,8 +377,9 @@ def test_values_that_are_not_finite_are_refused(
 def test_ranks_that_are_remembered_are_those_that_were_found(
     tmp_path: Path, room: int, threads: int
 ) -> None:
-    shapes = {"rows": (9, 900), "long": (2, 5000), "flat": (3000,)}
-    base, models = make_tensors("ties", shapes, BF16)
+    base, models = make_tensors(
+        "ties", {"rows": (9, 900), "long": (2, 5000), "flat": (3000,)}, BF16
+    )
     config: dict[str, Any] = {
         "drop": ["della", "random"],
         "drop_rate": 0.5,

@@ -48,8 +48,9 @@ def test_a_merged_directory_loads_in_transformers_and_runs(
     run_merge(base, models, tmp_path / "merged.safetensors")
     assert len(report.files) > 1
     assert_same(tensors_in(tmp_path / "merged"), load_file(tmp_path / "merged.safetensors"))
-    kind = getattr(transformers, FAMILIES[family][0])
-    loaded, info = kind.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    loaded, info = getattr(transformers, FAMILIES[family][0]).from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
     assert not any(info.values()), info
     assert loaded.dtype == dtype
     assert bool(loaded(torch.arange(8)[None]).logits.isfinite().all())

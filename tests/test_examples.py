@@ -123,8 +123,9 @@ def test_the_experiment_in_the_documents_is_the_stored_one() -> None:
     better = [name for name, told in verdicts.items() if told == {"better"}]
     assert better == ["ram, lambda 1", "ram, lambda 1.5"]
     assert min(fmean(each.values()) for each in begin.values.values()) > 0, "ahead in each network"
-    largest = max(record["parameters"] for record in QUALITY["units"].values())
-    assert largest == pytest.approx(advice.LARGEST_TRIED, rel=0.01)
+    assert max(record["parameters"] for record in QUALITY["units"].values()) == pytest.approx(
+        advice.LARGEST_TRIED, rel=0.01
+    )
     dropped = [ranked["task arithmetic + DARE"], steps["DARE in slerp"], steps["DARE in ram"]]
     told = {each.tell(family) for each in (*ranked.values(), *dropped) for family in each.p}
     assert "better" not in told
@@ -193,8 +194,8 @@ def test_an_experiment_goes_on_where_it_was_stopped_and_a_report_trains_nothing(
 ) -> None:
     monkeypatch.setattr(quality, "ProcessPoolExecutor", lambda **_: ThreadPoolExecutor(1))
     whole = run(quality, "--quick --out whole.json")
-    printed = re.sub(r"(?m)^.*is (trained|measured).*\n", "", whole)
-    assert run(quality, "--report whole.json --plot picture.png") == printed
+    printed = run(quality, "--report whole.json --plot picture.png")
+    assert printed == re.sub(r"(?m)^.*is (trained|measured).*\n", "", whole)
     assert Path("picture.png").stat().st_size > 10_000
     results = json.loads(Path("whole.json").read_text())
     assert results["units"].keys() == {"chars/4/0", "digits/4/0", "digits/4/1"}
@@ -235,8 +236,9 @@ def test_what_is_chosen_never_sees_test_data_or_test_masks(
     lab.experts = {skill: {"w": quality.torch.ones(64)} for skill in "abc"}
     monkeypatch.setattr(lab, "score", score)
     monkeypatch.setattr(quality, "dare_merge", merge)
-    contender = quality.list_contenders(3)["task arithmetic + DARE"]
-    lab.contend("abc", contender, quality.Settings(masks=3))
+    lab.contend(
+        "abc", quality.list_contenders(3)["task arithmetic + DARE"], quality.Settings(masks=3)
+    )
     assert calls[-3:] == ["test"] * 3
     assert "test" not in calls[:-3], "what is chosen is chosen before"
     # Three models, a search, three masks.
@@ -271,8 +273,9 @@ def test_verdicts_of_the_experiment_come_out_each_way() -> None:
     assert quality_report.correct([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     stats = pytest.importorskip("scipy.stats")
     for values in ([0.1, 0.2, -0.05], [1.0, 2.0, 2.5], [0.3, 0.1, 0.2, 0.25, -0.4]):
-        exact = pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-        assert quality_report.probability(values) == exact
+        assert quality_report.probability(values) == pytest.approx(
+            stats.ttest_1samp(values, 0).pvalue
+        )
     assert {quality_report.probability(values) for values in ([0.0] * 3, [1.0] * 2)} == {1}
 
 
@@ -313,8 +316,9 @@ def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
     small |= {name: benchmark.SECTIONS[name] for name in names}
     monkeypatch.setattr(benchmark, "SECTIONS", small)
     printed = run(benchmark, "--whole --parameters 2e5 --repeat 1 --json f.json --plot f.png")
-    progress = r"(?m)^(run \d|files:|drops:|packed:|analysis:) .*\n"
-    assert run(benchmark, "--report f.json") == re.sub(progress, "", printed)
+    assert run(benchmark, "--report f.json") == re.sub(
+        r"(?m)^(run \d|files:|drops:|packed:|analysis:) .*\n", "", printed
+    )
     Path("dare.py").write_text("raise SystemExit('broken on purpose')")
     usual = "--parameters 2e5 --repeat 1"
     for words, pattern in (

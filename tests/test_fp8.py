@@ -161,8 +161,7 @@ def test_a_merge_is_what_torch_makes_of_it(
     models = make_models(kind)
     paths = write(tmp_path, kind, models)
     report = run_merge(paths[0], paths[1:], tmp_path / "out", **settings, threads=1)
-    expected = expect(models, kind, **settings)
-    assert_same(tensors_in(tmp_path / "out"), expected)
+    assert_same(tensors_in(tmp_path / "out"), expect(models, kind, **settings))
     assert (tmp_path / "out" / "config.json").read_bytes() == (
         paths[0] / "config.json"
     ).read_bytes()
@@ -216,8 +215,7 @@ def test_base_and_fine_tunes_may_be_stored_differently(
     assert_same(tensors_in(tmp_path / "scaled"), quantise(merged, kind, base))
     (bare / "config.json").write_text('{"torch_dtype": "bfloat16"}')
     run_merge(bare, [scaled], tmp_path / "bare", drop_rate=0.5)
-    expected = dare_merge(plain, [wide], DareConfig(drop_rate=0.5))
-    assert_same(tensors_in(tmp_path / "bare"), expected)
+    assert_same(tensors_in(tmp_path / "bare"), dare_merge(plain, [wide], DareConfig(drop_rate=0.5)))
     assert (tmp_path / "bare" / "config.json").read_bytes() == (bare / "config.json").read_bytes()
 
 
@@ -355,8 +353,9 @@ def test_what_does_not_fit_is_refused_in_a_sentence(
     base, model = make_models("blocks", 2)
     odd = {name: tensor for name, tensor in (model | changes).items() if tensor is not None}
     paths = write(tmp_path, "blocks", [base, odd])
-    config = {"quantization_config": {"weight_block_size": size}}
-    (paths[1] / "config.json").write_text(json.dumps(config))
+    (paths[1] / "config.json").write_text(
+        json.dumps({"quantization_config": {"weight_block_size": size}})
+    )
     check_refused(*paths, complaint)
 
 
@@ -434,8 +433,7 @@ def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, refused:
     tensors = tensors_in(base)
     head = {"lm_head.weight": tensors["lm_head.weight"].to(FP8)}
     save_directory(base, tensors | head | {"lm_head.weight_scale": torch.ones(1)})
-    words = ["-b", base, "-m", model, "-o", tmp_path / "new", "--tokenizer", "union"]
-    refused(1, "is in FP8", *words)
+    refused(1, "is in FP8", "-b", base, "-m", model, "-o", tmp_path / "new", "--tokenizer", "union")
 
 
 def test_every_float_is_rounded_as_torch_rounds_it() -> None:

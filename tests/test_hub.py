@@ -146,5 +146,6 @@ def test_without_the_hubs_library_the_extra_is_named(
         "name",
         "org/name@",
     ):
-        error = check_refused(name, pair[1], f"no file or directory {name!r}")
-        assert "[hub]" not in error, "which no name on the Hub looks like"
+        assert "[hub]" not in check_refused(name, pair[1], f"no file or directory {name!r}"), (
+            "which no name on the Hub looks like"
+        )

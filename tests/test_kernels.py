@@ -230,8 +230,9 @@ def test_the_one_rounding_is_to_nearest_even_even_from_float64(
     tmp_path: Path, engine: str, dtype: torch.dtype
 ) -> None:
     """Halfway cases and their neighbours, which a detour over float32 would round twice."""
-    ends = [2**-8, 3 * 2**-8, 2**-8 + 2**-40, 2**-8 - 2**-40, 2**-9, -2 - 2**-8 - 2**-50]
-    steps = 1 + torch.tensor(ends, dtype=F64)
+    steps = 1 + torch.tensor(
+        [2**-8, 3 * 2**-8, 2**-8 + 2**-40, 2**-8 - 2**-40, 2**-9, -2 - 2**-8 - 2**-50], dtype=F64
+    )
     values = torch.cat([steps, steps * 2.0**-130, steps * 2.0**-20, 1 + (steps - 1) * 2**-16])
     base = {"w": torch.zeros(len(values), dtype=dtype)}
     merged = merge_by(engine, tmp_path, base, [{"w": values}] * 2, {"drop_rate": 0.0})
@@ -318,10 +319,11 @@ def test_dropped_deltas_are_masked_and_rescaled_without_a_word(
     thinned = dare_drop(given, drop_rate=0.7, seed=5, rescale=rescale)
     scale = np.float32(1 / keep_rate(0.7)) if rescale else np.float32(1)
     for name in ("w", "half"):
-        kept = torch.from_numpy(mask(5, name, deltas[name].numel(), 0.7)).reshape(
-            deltas[name].shape
-        )
-        expected = torch.where(kept, deltas[name].float() * scale, 0.0).to(deltas[name].dtype)
+        expected = torch.where(
+            torch.from_numpy(mask(5, name, deltas[name].numel(), 0.7)).reshape(deltas[name].shape),
+            deltas[name].float() * scale,
+            0.0,
+        ).to(deltas[name].dtype)
         assert same_bits(thinned[name].cpu(), expected)
     assert same_bits(thinned["ids"].cpu(), deltas["ids"])
     assert_same(dare_drop(deltas, drop_rate=0.0), deltas)

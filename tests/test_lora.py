@@ -78,8 +78,9 @@ def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: t
     family, targets, settings = ADAPTERS[kind]
     model = family_model(family, dtype)
     model.save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, **settings})
-    adapted = peft.get_peft_model(model, config)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, **settings})
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -235,18 +236,18 @@ def test_an_adapter_of_fewer_or_more_rows_overlaps_like_a_model(
     run_merge(base, [adapter], tmp_path / OUT, drop_rate=0.0, mismatch="overlap")
     merged = load_file(tmp_path / OUT)["layer.weight"]
     common = min(rows, 37)
-    expected = weight[:common] + 2 * (b @ a)[:common]
-    assert torch.allclose(merged[:common], expected, rtol=1e-6, atol=1e-7)
+    assert torch.allclose(
+        merged[:common], weight[:common] + 2 * (b @ a)[:common], rtol=1e-6, atol=1e-7
+    )
     assert same_bits(merged[common:], weight[common:])
 
 
 def test_names_with_and_without_the_models_prefix_meet(tmp_path: Path) -> None:
-    names = [
+    for in_base, in_adapter in [
         ("h.0.attn", "transformer.h.0.attn"),
         ("model.h.0.attn", "h.0.attn"),
         ("h.0.attn", "h.0.attn"),
-    ]
-    for in_base, in_adapter in names:
+    ]:
         [base] = save(
             tmp_path, base={f"{in_base}.weight": torch.zeros(6, 8), "other.weight": torch.zeros(3)}
         )
@@ -335,8 +336,9 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
     ]
     for stated, given, words in cases:
         adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=stated)
-        merger = DareMerger(given, [adapter], DareConfig(verbose=False))
-        warnings = merger.plan(tmp_path / OUT).warnings
+        warnings = (
+            DareMerger(given, [adapter], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
+        )
         assert len(warnings) == bool(words), stated
         assert words in "".join(warnings)
 

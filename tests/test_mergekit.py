@@ -131,9 +131,9 @@ def test_linear_and_ties_equal_mergekit_to_the_last_bit(
     ours: Config,
 ) -> None:
     base, *models = make_models(tmp_path, count)
-    theirs = run_mergekit(tmp_path, method, count, each, shared, weights)
     assert_same(
-        merge(tmp_path, base, *models, drop_rate=0.0, weights=weights[:count], **ours), theirs
+        merge(tmp_path, base, *models, drop_rate=0.0, weights=weights[:count], **ours),
+        run_mergekit(tmp_path, method, count, each, shared, weights),
     )
 
 
@@ -527,8 +527,9 @@ def test_random_merges_have_mergekits_mean_and_variance(
     method: str, rescale: str, crowd: tuple[dict[str, Path], list[np.ndarray]], tmp_path: Path
 ) -> None:
     paths, (first, second) = crowd
-    text = f"merge_method: {method}\nparameters: {{rescale: {rescale}}}" + TWO
-    ours, theirs = draw(text, paths, tmp_path, 2)
+    ours, theirs = draw(
+        f"merge_method: {method}\nparameters: {{rescale: {rescale}}}" + TWO, paths, tmp_path, 2
+    )
     sign = np.sign(first)  # so that means are not 0
     of_all = np.zeros(first.shape, int)
     by_size = np.searchsorted(np.arange(1, 9) / 512, np.abs(first)) * 2 + (first * second > 0)

@@ -488,8 +488,9 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
     for name, template in (("base", "{{ a }}"), ("one", "{{ b }}"), ("two", "{{ b }}")):
         (folder / name / "tokenizer.json").write_text("{}")
         (folder / name / "chat_template.jinja").write_text(template)
-    text = f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
-    (folder / "m.yaml").write_text(text)
+    (folder / "m.yaml").write_text(
+        f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
+    )
     run("-c", "m.yaml", "-o", "out", "-q")
     run("-c", "out", "-o", "again", "-q")
     run("verify", "out", "-q")
@@ -679,8 +680,9 @@ def test_what_is_refused(check: Refusal, text: str | bytes, complaint: str) -> N
 
 def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Capture) -> None:
     weight = "{weight: [{filter: mlp.*.weight, value: 2}, {filter: mlp, value: 1}, {value: 0.5}]}"
-    text = f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
-    (folder / "merge.yaml").write_text(text)
+    (folder / "merge.yaml").write_text(
+        f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
+    )
     run("-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain")
     assert capsys.readouterr().err == (
         "warning: merge.yaml: filter 'mlp.*.weight' is part of no tensor's name, so it does "
@@ -746,7 +748,8 @@ def test_aliases_are_allowed_and_bombs_are_not(check: Refusal) -> None:
 
 
 def test_several_stacks_of_layers_cannot_be_sliced(check: Refusal, folder: Path) -> None:
-    tensors = random_model(0, F32, {"encoder.0.w": (4, 4), "decoder.0.w": (4, 4)})
-    save(folder / "base", model=tensors)
+    save(
+        folder / "base", model=random_model(0, F32, {"encoder.0.w": (4, 4), "decoder.0.w": (4, 4)})
+    )
     text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"
     check(text + "slices: [{sources: [{model: one, layer_range: [0, 1]}]}]", "2 stacks of layers")

@@ -222,11 +222,10 @@ def test_slerp_equals_the_closed_form_within_rounding(
 def test_slerp_does_not_depend_on_the_sine_of_a_library() -> None:
     for cosine, t in ((0.3, 0.5), (-0.9, 0.1), (0.999, 0.77), (0.0, 0.5), (-0.9994, 0.4)):
         angle = math.acos(cosine)
-        expected = (
-            math.sin((1 - t) * angle) / math.sin(angle),
-            math.sin(t * angle) / math.sin(angle),
+        assert slerp_weights(4.0, 9.0, 6 * cosine, t) == pytest.approx(
+            (math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)),
+            rel=1e-13,
         )
-        assert slerp_weights(4.0, 9.0, 6 * cosine, t) == pytest.approx(expected, rel=1e-13)
     first, second = slerp_weights(1.0, 1.0, 0.5, 0.5)  # 60 degrees: sin 30 / sin 60 = 1 / sqrt 3
     assert first == second
     assert abs(first - 3**-0.5) < 2**-53
@@ -244,8 +243,9 @@ def test_slerp_of_a_zero_vector_is_linear(tmp_path: Path) -> None:
 def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
     tmp_path: Path, config: Config, chunk: Any, threads: int
 ) -> None:
-    shapes = {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)}
-    base, *models = make_models(2, BF16, shapes, 0.02)
+    base, *models = make_models(
+        2, BF16, {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)}, 0.02
+    )
     usual = merge(tmp_path, base, *models, threads=1, **config)
     tune(min_chunk=chunk, max_chunk=chunk, memory_chunk=chunk)
     tune(job_elements=2 * chunk, batch_elements=5000)

@@ -90,9 +90,9 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     (folder / "numba").mkdir()
     (folder / "numba" / "_version.py").write_text(f"# {request.param}")
     (folder / "numba" / "extending.py").write_text("intrinsic = lambda function: function")
-    code = write_code(request.param, "made")
-    itself = WRONG[request.param][1]
-    (folder / "numba" / "__init__.py").write_text(NUMBA.format(code=code, itself=itself))
+    (folder / "numba" / "__init__.py").write_text(
+        NUMBA.format(code=write_code(request.param, "made"), itself=WRONG[request.param][1])
+    )
     return folder, request.param
 
 

@@ -301,7 +301,8 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
 ) -> None:
     packed = pack_all(models, 0.95, 42, "--rule", "*norm*:drop_rate=0.1")
     for merged, rate in ((packed[:1], 0.95), ([packed[0], models[2]], [0.95, 0.0])):
-        words = [
+        run(
+            "analyze",
             "-b",
             models[0],
             "-m",
@@ -313,8 +314,7 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
             *PLAIN,
             "--drop-rate",
             0.95,
-        ]
-        run("analyze", *words)
+        )
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
         assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)
         run("--config", tmp_path / "a.toml", *PLAIN, "-q")

@@ -247,8 +247,9 @@ def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
     rates = {"large": 0.93, "one": 0.93, "none": 0.93, "small": 0.999999, "wide": 0.3}
     assert found.keys() == tuned.keys()
     for name, (positions, values) in found.items():
-        kept = mask(5, name, tuned[name].numel(), rates[name])
-        assert np.array_equal(positions, np.flatnonzero(kept))
+        assert np.array_equal(
+            positions, np.flatnonzero(mask(5, name, tuned[name].numel(), rates[name]))
+        )
         assert values == raw(tuned[name].reshape(-1)[torch.from_numpy(positions)]).tobytes()
 
 

@@ -693,8 +693,7 @@ def test_an_unfinished_merge_of_embeddings_tied_otherwise_is_refused_and_left_al
     tied = {name: embedding.clone() for name in names}
     save_directory(scene.inputs / "base", tied, tie_word_embeddings=True)
     for model in ("math", "code"):
-        tuned = {names[1]: embedding * 2}
-        save_directory(scene.inputs / model, tuned, tie_word_embeddings=True)
+        save_directory(scene.inputs / model, {names[1]: embedding * 2}, tie_word_embeddings=True)
     scene.interrupt(2)
     put(scene.inputs / "math" / "config.json", {"": b'{"tie_word_embeddings": false}'})
     refuse_to_resume(scene, "way to merge the tensors")

@@ -65,8 +65,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def merger(tmp_path: Path) -> DareMerger:
-    models = make_models(2, BF16, SHAPES)
-    base, *paths = save_directories(tmp_path, models, torch_dtype="bfloat16")
+    base, *paths = save_directories(tmp_path, make_models(2, BF16, SHAPES), torch_dtype="bfloat16")
     return DareMerger(base, paths, DareConfig(verbose=False, **SETTINGS))
 
 

@@ -132,8 +132,7 @@ def test_a_merged_model_is_a_configuration(pair: Pair, tmp_path: Path, output: s
     second = tmp_path / output
     run("-q", "-c", first, "-o", second, *models)
     assert contents(second) == contents(first)
-    recipes = [second, *([second / "dare_recipe.toml"] if second.is_dir() else [])]
-    for recipe in recipes:
+    for recipe in [second, *([second / "dare_recipe.toml"] if second.is_dir() else [])]:
         run("-q", "-c", recipe, "-o", first)  # the models are beside it
         assert contents(second) == contents(first)
 

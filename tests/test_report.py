@@ -121,8 +121,7 @@ def test_the_report_prints_as_a_table(models: Models) -> None:
     assert "ties, lambda 0.5" in setting
     assert re.search(rf"into {OUT}: 4 tensors, .* in {report.seconds:.2f} s \(.*/s\)$", summary)
     tune(least_for_rate=10**9)
-    printed = str(run_merge(models[0], models[1:], OUT))
-    assert not re.search(r"in all|copied|/s\)", printed)
+    assert not re.search(r"in all|copied|/s\)", str(run_merge(models[0], models[1:], OUT)))
 
 
 def test_odd_models_are_warned_about_once_each() -> None:
@@ -161,8 +160,9 @@ def test_odd_models_are_warned_about_once_each() -> None:
 @pytest.fixture
 def mixture() -> Models:
     """A base of two types with integers in it; a fine-tune in shards; an adapter."""
-    shapes = {"embed.weight": (40, 8), "layer.weight": (6, 8), "norm.weight": (8,)}
-    floats = random_model(0, BF16, shapes) | {"scale": torch.ones(3)}
+    floats = random_model(
+        0, BF16, {"embed.weight": (40, 8), "layer.weight": (6, 8), "norm.weight": (8,)}
+    ) | {"scale": torch.ones(3)}
     table = {"table": torch.arange(12)}
     save_directory(Path("base"), floats | table, torch_dtype="bfloat16")
     Path("base/tokenizer.json").write_text("{}")
@@ -259,8 +259,9 @@ def test_large_deltas_are_only_warned_about_where_they_may_be_dropped(
 
 
 def test_the_plan_is_what_the_merge_then_does(mixture: Models) -> None:
-    rules = [{"match": ["embed*", "none"], "drop_rate": 0.5}]
-    config = DareConfig(verbose=False, engine="plain", rules=rules)
+    config = DareConfig(
+        verbose=False, engine="plain", rules=[{"match": ["embed*", "none"], "drop_rate": 0.5}]
+    )
     merger = DareMerger(mixture[0], mixture[1:], config)
     plan = merger.plan("out").as_dict()
     assert plan["estimate"] is None, "asking costs half a second, so it must be asked for"
@@ -318,8 +319,9 @@ def test_the_estimate_is_what_the_first_jobs_say_of_all(
     plan = merger.plan(OUT, estimate=True)
     assert plan.estimate.sampled_bytes == jobs * 3 * 40_000
     assert plan.bytes_to_read == 8 * (1 + looks) * 3 * 40_000
-    whole = 8 / jobs * (1 + looks) * plan.estimate.sampled_seconds
-    assert plan.estimate.seconds == pytest.approx(whole)
+    assert plan.estimate.seconds == pytest.approx(
+        8 / jobs * (1 + looks) * plan.estimate.sampled_seconds
+    )
     assert merger.merge(OUT).bytes_read == plan.bytes_to_read
 
 

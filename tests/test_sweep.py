@@ -120,8 +120,9 @@ def sweep(
     evaluate: Any, space: Any, search: str = "grid", config: Any = None, **options: Any
 ) -> SweepReport:
     names = [f"{name}.safetensors" for name in ("base", "math", "code")]
-    merger = DareMerger(names[0], names[1:], DareConfig(engine="plain", **(config or {})))
-    return merger.sweep(evaluate, space, search=search, **{"confirm": 0, **options})
+    return DareMerger(names[0], names[1:], DareConfig(engine="plain", **(config or {}))).sweep(
+        evaluate, space, search=search, **{"confirm": 0, **options}
+    )
 
 
 @pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.02)])
@@ -410,8 +411,9 @@ SPACE = {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
 
 
 def make_net() -> torch.nn.Module:
-    parts = {"layer": torch.nn.Linear(16, 8, bias=False), "head": torch.nn.Linear(8, 4, bias=False)}
-    return torch.nn.ModuleDict(parts)
+    return torch.nn.ModuleDict(
+        {"layer": torch.nn.Linear(16, 8, bias=False), "head": torch.nn.Linear(8, 4, bias=False)}
+    )
 
 
 def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_path: Path) -> None:
@@ -423,8 +425,9 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
         return -float(sum((state[name] - goal[name]).abs().sum() for name in goal))
 
     def search(states: list[Any], model: Any = None, evaluate: Any = miss) -> SweepReport:
-        options = {"model": model, "search": "grid", "confirm": 0}
-        return dare_sweep(states[0], states[1:], evaluate, SPACE, **options)
+        return dare_sweep(
+            states[0], states[1:], evaluate, SPACE, model=model, search="grid", confirm=0
+        )
 
     before = snapshot(tmp_path)
     plain = search([base, *tunes])
@@ -459,8 +462,9 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     heads = [{"one.weight": state["head.weight"]} for state in (base, *tunes)]
     both = [head | {"two.weight": head["one.weight"]} for head in heads]
     found = search(both, tied, lambda model: float(model["two"].weight.sum()))
-    merged = dare_merge(heads[0], heads[1:], found.winner.config)
-    assert_same(dict(one.state_dict(prefix="one.")), merged)
+    assert_same(
+        dict(one.state_dict(prefix="one.")), dare_merge(heads[0], heads[1:], found.winner.config)
+    )
     net.register_buffer("empty", torch.zeros(0))  # which has no memory to share
     states = [{**state, "empty": torch.zeros(0)} for state in (base, *tunes)]
     assert search(states, net).winner.scores == [0.0]
@@ -536,14 +540,14 @@ lambda_coeff = [1.0]
 """
     flags = ["--vary", "drop_rate = [0.5, 0.8]", "--vary", "method = ['ties']", "--search", "grid"]
     flags += ["--keep-models", "kept", "--plot", "found.png"]
-    settings = {"weights": [1, 2], "method": "ties", "keep_ratio": 0.5}
-    run(*command(*flags, text=rules, **settings))
+    run(*command(*flags, text=rules, weights=[1, 2], method="ties", keep_ratio=0.5))
     printed = capsys.readouterr()
     assert re.search(
         r"\n\[2/2\] method ties, drop rate 0.8, .*: 0.0002 \(best 0.0002\)", printed.err
     )
-    table = r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: lambda 1 .*\nbase +-1 "
-    assert re.search(table, printed.out)
+    assert re.search(
+        r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: lambda 1 .*\nbase +-1 ", printed.out
+    )
     assert Path("found.png").read_bytes()[:4] == b"\x89PNG"
     assert Path("config_best.toml").read_text().startswith("# Found by a sweep:\n# trial 1: ")
     run("-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors")

@@ -43,8 +43,9 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     rules = [{"match": "layer.*", "keep_ratio": 0.5}]
     config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
     merger = DareMerger(models[0], models[1:], config)
-    options = {"search": "random", "trials": 40, "confirm": 0}
-    found = merger.sweep(lambda path: 1.0, space, folder=models[0].parent, **options)
+    found = merger.sweep(
+        lambda path: 1.0, space, folder=models[0].parent, search="random", trials=40, confirm=0
+    )
     assert (len(found.rows), found.failures) == (40, []), "none was refused"
     for row in found.rows:
         names = {*row.params}
@@ -169,8 +170,7 @@ def axes(names: Sequence[str]) -> st.SearchStrategy[dict[str, Any]]:
             kinds += [ranges] + [st.lists(ranges, min_size=2, max_size=2)] * (name in PER_MODEL)
         return st.one_of(kinds)
 
-    chosen = st.sets(st.sampled_from(names), min_size=1, max_size=5)
-    return chosen.flatmap(
+    return st.sets(st.sampled_from(names), min_size=1, max_size=5).flatmap(
         lambda some: st.fixed_dictionaries({name: axis(name) for name in sorted(some)})
     )
 

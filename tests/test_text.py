@@ -203,7 +203,6 @@ def test_what_python_thinks_of_a_pattern_does_not_reach_the_terminal(
 ) -> None:
     """It warns of patterns like [[a], in lines of its own with a piece of our source."""
     ranks = dict.fromkeys(("[[a]", "a--b", "[a||b]"), 3)
-    adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)), rank_pattern=ranks)
     done = command(
         "-q",
         "--engine",
@@ -211,7 +210,7 @@ def test_what_python_thinks_of_a_pattern_does_not_reach_the_terminal(
         "-b",
         models[0],
         "-m",
-        adapter,
+        write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)), rank_pattern=ranks),
         "-o",
         tmp_path / "out.safetensors",
     )

@@ -95,8 +95,9 @@ def numbers_of(folder: Path) -> dict[str, int]:
 def merge(family: Models, **config: Any) -> tuple[Path, Tensors]:
     """A union of the models' tokens, and its tensors."""
     output = family[0].parent / "out"
-    settings = DareConfig(verbose=False, **config)
-    DareMerger(family[0], family[1:], settings, tokenizer="union").merge(output)
+    DareMerger(family[0], family[1:], DareConfig(verbose=False, **config), tokenizer="union").merge(
+        output
+    )
     return output, tensors_in(output)
 
 
@@ -135,8 +136,9 @@ def test_a_union_gives_every_token_one_number_and_the_row_of_its_model(family: M
 def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(
     family: Models, method: str, config: Config
 ) -> None:
-    strong = {"drop_rate": 0.9, "lambda_coeff": 3.0, "weights": [0.9, 0.1]}
-    output, merged = merge(family, method=method, **strong, **config)
+    output, merged = merge(
+        family, method=method, drop_rate=0.9, lambda_coeff=3.0, weights=[0.9, 0.1], **config
+    )
     run("verify", "-q", output)
     chat, tool = map(tensors_in, family[1:])
     for name in (EMBEDDING, HEAD):
@@ -152,8 +154,9 @@ def test_models_of_other_types_and_heads_that_are_tied_unite_too(family: Models)
     numbers = numbers_of(output)
     for name in (EMBEDDING, HEAD):
         common = base[name][3] + (wide[EMBEDDING][3] - base[name][3])
-        found = merged[name][[numbers["<a>"], 3]]
-        assert same_bits(found, torch.stack([wide[EMBEDDING][10], common]).to(BF16))
+        assert same_bits(
+            merged[name][[numbers["<a>"], 3]], torch.stack([wide[EMBEDDING][10], common]).to(BF16)
+        )
     # Where the first model has no token, it has changed nothing.
     assert same_bits(merged[EMBEDDING][numbers["<c>"]], tool[EMBEDDING][11])
 
@@ -186,8 +189,9 @@ def test_special_tokens_follow(family: Models) -> None:
     special = {"additional_special_tokens": ["<s>"], "eos_token": "</s>"}
     (family[0] / "added_tokens.json").write_text(json.dumps(BASE))
     (family[0] / "special_tokens_map.json").write_text(json.dumps(special))
-    both = {"additional_special_tokens": ["<a>", {"content": "<s>"}]}
-    write_tokenizer(family[1], BASE | CHAT, both)
+    write_tokenizer(
+        family[1], BASE | CHAT, {"additional_special_tokens": ["<a>", {"content": "<s>"}]}
+    )
     output, _ = merge(family)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         listed = read_json(output / name)["additional_special_tokens"]
@@ -232,8 +236,9 @@ def test_what_cannot_be_united_is_refused(
 
 def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: Path) -> None:
     def warn(**tokenizer: Any) -> list[str]:
-        config = DareConfig(mismatch="overlap", engine="plain")
-        merger = DareMerger(family[0], family[1:], config, **tokenizer)
+        merger = DareMerger(
+            family[0], family[1:], DareConfig(mismatch="overlap", engine="plain"), **tokenizer
+        )
         return [w for w in merger.plan(tmp_path / "out").warnings if "tokenizer" in w]
 
     chat, tool = warn()
@@ -245,8 +250,7 @@ def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: P
     assert str(family[2]) in warn(tokenizer=family[2])[0]
     assert warn(tokenizer="union") == []
     for folder in family[1:]:  # the same tokens, written otherwise
-        table = read_json(family[0] / "tokenizer.json")
-        (folder / "tokenizer.json").write_text(json.dumps(table))
+        (folder / "tokenizer.json").write_text(json.dumps(read_json(family[0] / "tokenizer.json")))
     assert warn() == []
     for folder, words in zip(family, ("a", "b", "a"), strict=True):
         (folder / "tokenizer.json").unlink()
@@ -257,8 +261,9 @@ def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: P
 def test_unigram_vocabularies_are_read(family: Models) -> None:
     model = {"type": "Unigram", "unk_id": 0, "vocab": [[token, -1.5] for token in TRAINED]}
     for folder in family:
-        table = read_json(folder / "tokenizer.json") | {"model": model}
-        (folder / "tokenizer.json").write_text(json.dumps(table))
+        (folder / "tokenizer.json").write_text(
+            json.dumps(read_json(folder / "tokenizer.json") | {"model": model})
+        )
     output, _ = merge(family)
     assert read_json(output / "tokenizer.json")["added_tokens"][-1]["id"] == 12
 
@@ -413,5 +418,4 @@ def test_transformers_loads_a_union_whose_tokens_and_rows_agree(tmp_path: Path, 
         for part in ("get_input_embeddings", "get_output_embeddings"):
             mine, other = (getattr(each, part)().weight.detach() for each in (model, theirs))
             assert same_bits(mine[number], other[row])
-    text = torch.tensor([tokenizer.encode("t1 <a> t2 <b>")])
-    assert model(input_ids=text).logits.shape[-1] == 11
+    assert model(input_ids=torch.tensor([tokenizer.encode("t1 <a> t2 <b>")])).logits.shape[-1] == 11

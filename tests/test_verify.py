@@ -110,8 +110,7 @@ def test_the_first_tensor_that_differs_is_named(
     tmp_path: Path, verify: Any, kind: str, method: str
 ) -> None:
     engine = [] if method == "linear" else ["--engine", "plain"]
-    settings = ["--drop-rate", "0.5", *engine, "--method", *method.split()]
-    scene = make_merged(tmp_path, kind, *settings)
+    scene = make_merged(tmp_path, kind, "--drop-rate", "0.5", *engine, "--method", *method.split())
     before = snapshot(tmp_path)
     verify(scene.output, "--threads", "3", *engine)
     assert snapshot(tmp_path) == before, "verify writes nothing"

@@ -271,7 +271,7 @@ def test_a_block_that_becomes_zero_keeps_its_scale_and_a_tiny_one_has_one(tmp_pa
     assert found[1]["c.weight"].float().isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
+@pytest.mark.parametrize("kind", ["blocks", slow("rows"), slow("tensor")])
 def test_resume_verify_dry_run_and_recipe(tmp_path: Path, kind: str) -> None:
     models = make_models(kind)
     paths = write(tmp_path, kind, models)
@@ -398,7 +398,7 @@ def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: P
     run_merge(paths[0], paths[1:], tmp_path / "plain", dtype="bfloat16", drop_rate=0.5)
     assert not {name for name in tensors_in(tmp_path / "plain") if "scale" in name}
     assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
-    config = DareConfig(dtype="bfloat16", drop_rate=0.5)
+    config = DareConfig(dtype="bfloat16", drop_rate=0.5, engine="plain")
     DareMerger(paths[0], paths[1:], config).verify(tmp_path / "plain")
     assert "quantization_config" not in read_json(tmp_path / "plain" / "config.json")
     experts = {"experts.weight": torch.zeros(2, 4, 4).to(FP8)}

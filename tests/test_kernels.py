@@ -224,6 +224,16 @@ def test_every_engine_gives_the_bits_of_the_definition_for_every_kind_of_value(
     )
 
 
+@pytest.mark.parametrize("types", [(BF16, F32), (F16, BF16)], ids=str)
+def test_base_and_finetunes_of_other_types_merge_as_defined(
+    tmp_path: Path, types: tuple[torch.dtype, torch.dtype]
+) -> None:
+    base, *models = make_models(2, F32, size=0.01)
+    base = {name: tensor.to(types[0]) for name, tensor in base.items()}
+    models = [{name: tensor.to(types[1]) for name, tensor in model.items()} for model in models]
+    assert_same(merge(tmp_path, base, *models, drop_rate=0.5), define(base, models, drop_rate=0.5))
+
+
 @pytest.mark.parametrize("engine", ["plain", *DEVICES, pytest.param("numba", marks=SLOW)])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
 def test_the_one_rounding_is_to_nearest_even_even_from_float64(

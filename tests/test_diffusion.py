@@ -31,7 +31,7 @@ OUT = "out.safetensors"
 IDS = "cond_stage_model.transformer.text_model.embeddings.position_ids"
 CONV = "model.diffusion_model.input_blocks.0.0.weight"
 UNET = "model.diffusion_model."
-TEXT = "cond_stage_model.transformer."
+
 LINEAR = "middle_block.1.proj_in"
 POINT = "input_blocks.1.1.proj_out"
 KERNEL = "output_blocks.2.0.in_layers.2"
@@ -187,7 +187,7 @@ def test_a_lora_file_adds_what_torch_computes(
     ("kind", "prefix"),
     [
         ("lora_te_", ""),
-        ("lora_te_", TEXT),
+        ("lora_te_", "cond_stage_model.transformer."),
         ("lora_te_", "text_encoder."),
         ("lora_te1_", "text_encoder."),
         ("lora_te1_", "conditioner.embedders.0.transformer."),

@@ -62,7 +62,6 @@ KINDS: dict[str, tuple[str, torch.dtype, tuple[int, int], str]] = {
     "tensor of one": ("_scale", BF16, (0, 0), "flat"),
 }
 USUAL = [kind if kind in ("blocks", "rows", "tensor") else slow(kind) for kind in KINDS]
-QUANTISE = {"quant_method": "fp8", "weight_block_size": [16, 48]}
 
 
 def blocks(
@@ -141,7 +140,9 @@ def make_models(kind: str, count: int = 3) -> list[Tensors]:
 
 def write(folder: Path, kind: str, models: list[Tensors]) -> list[Path]:
     """The models as directories."""
-    config = QUANTISE if kind == "small blocks" else {}
+    config = (
+        {"quant_method": "fp8", "weight_block_size": [16, 48]} if kind == "small blocks" else {}
+    )
     return [
         save_directory(folder / f"m{k}", model, torch_dtype="bfloat16", quantization_config=config)
         for k, model in enumerate(models)

@@ -67,12 +67,6 @@ MIXED = [
     (F32, [F32, F32], "bfloat16"),
     (F32, [F32, F32], "float64"),
 ]
-ENGINES = [
-    ("numba", SAME[0]),
-    *((engine, types) for engine in ("plain", "cpu") for types in SAME + MIXED),
-    *(pytest.param("cuda", types, marks=DEVICES[1].marks) for types in SAME + MIXED[1:2]),
-    *(pytest.param("numba", types, marks=SLOW) for types in SAME[1:] + MIXED),
-]
 
 
 def merge_by(
@@ -204,7 +198,16 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("config", [*METHODS, {"drop_rate": 0.0}], ids=str)
-@pytest.mark.parametrize(("engine", "types"), ENGINES, ids=str)
+@pytest.mark.parametrize(
+    ("engine", "types"),
+    [
+        ("numba", SAME[0]),
+        *((engine, types) for engine in ("plain", "cpu") for types in SAME + MIXED),
+        *(pytest.param("cuda", types, marks=DEVICES[1].marks) for types in SAME + MIXED[1:2]),
+        *(pytest.param("numba", types, marks=SLOW) for types in SAME[1:] + MIXED),
+    ],
+    ids=str,
+)
 def test_every_engine_gives_the_bits_of_the_definition_for_every_kind_of_value(
     tmp_path: Path,
     engine: str,

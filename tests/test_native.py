@@ -7,11 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import llvmlite.binding as llvm
 import pytest
@@ -230,27 +229,34 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
 
 
 # By kernel: what a compiler might get wrong, where the sources say it.
-MUTANTS = [
-    ("merge", "tiles", " if share[j] > 0 else zero", ""),
-    ("merge", "tiles", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
-    ("merge", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
-    ("merge", "parts", "pad_rows(finetuned, count, tiles * TILE)", "pass"),
-    ("merge", "parts", "pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)", "pass"),
-    ("merge", "parts", "(at_low if is_low else at_high)", "at_low"),
-    ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
-    ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
-    ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
-    ("rank", "tiles", "passes = max(1, ", "passes = ("),
-    ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
-    ("measure", "tiles", "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)", "place"),
-    ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
-    ("unpack", "cpu", "if kept < available:", "if True:"),
-    ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
-]
 
 
 @SLOW
-@pytest.mark.parametrize(("kind", "module", "right", "wrong"), MUTANTS)
+@pytest.mark.parametrize(
+    ("kind", "module", "right", "wrong"),
+    [
+        ("merge", "tiles", " if share[j] > 0 else zero", ""),
+        ("merge", "tiles", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
+        ("merge", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
+        ("merge", "parts", "pad_rows(finetuned, count, tiles * TILE)", "pass"),
+        ("merge", "parts", "pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)", "pass"),
+        ("merge", "parts", "(at_low if is_low else at_high)", "at_low"),
+        ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
+        ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
+        ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
+        ("rank", "tiles", "passes = max(1, ", "passes = ("),
+        ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
+        (
+            "measure",
+            "tiles",
+            "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)",
+            "place",
+        ),
+        ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
+        ("unpack", "cpu", "if kept < available:", "if True:"),
+        ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
+    ],
+)
 def test_what_a_compiler_might_get_wrong_is_found(
     tmp_path: Path, kind: str, module: str, right: str, wrong: str
 ) -> None:
@@ -481,12 +487,6 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
 
 
 # --- the processes that compile -------------------------------------------------------------------
-
-
-def environment_of_compiler() -> dict[str, str]:
-    with patch.object(subprocess, "Popen") as started, tempfile.TemporaryDirectory() as folder:
-        compiler._start(["object", objects.object_name(MERGE)], Path(folder, "messages"))
-    return started.call_args.kwargs["env"]
 
 
 @SLOW

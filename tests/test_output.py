@@ -38,13 +38,7 @@ from tests.support import (
 )
 
 MADE = {"README.md", "dare_recipe.toml", "model.safetensors"}  # in each directory
-THEIRS = (
-    "",
-    "[recipe]\nfiles = 3",
-    "recipe = 1",
-    "not toml",
-    "[recipe]\nfiles = []",
-)  # recipes that claim nothing
+# recipes that claim nothing
 
 
 @pytest.fixture
@@ -180,13 +174,15 @@ def test_the_model_card_has_front_matter_and_the_recipe(pair: Pair, tmp_path: Pa
 
 
 RULE = {"match": "*bias", "drop_rate": 0.5}
-TRIMMED = {"method": "ties", "weights": [2, 1, 1], "keep_ratio": 0.5, "rules": [RULE]}
 
 
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (TRIMMED, ["sign", "| `math` | 43 | 0.9 | 0.1 | 1 |", "0.5", "settings of their own"]),
+        (
+            {"method": "ties", "weights": [2, 1, 1], "keep_ratio": 0.5, "rules": [RULE]},
+            ["sign", "| `math` | 43 | 0.9 | 0.1 | 1 |", "0.5", "settings of their own"],
+        ),
         ({"drop_rate": 0}, ["nothing is dropped"]),
         ({"drop_rate": 0, "rules": [RULE]}, ["most of what each"]),
         (
@@ -434,7 +430,16 @@ def test_a_directory_of_this_tool_is_replaced_and_nothing_of_it_survives(
         (True, {"link/precious.txt": "mine"}, "'link'"),
         (True, {"model.safetensors": "trained on"}, "'model.safetensors'"),
         (False, {"notes/precious.txt": "mine"}, "was not made by this tool"),
-        *((False, {"dare_recipe.toml": recipe}, "was not made by this tool") for recipe in THEIRS),
+        *(
+            (False, {"dare_recipe.toml": recipe}, "was not made by this tool")
+            for recipe in (
+                "",
+                "[recipe]\nfiles = 3",
+                "recipe = 1",
+                "not toml",
+                "[recipe]\nfiles = []",
+            )
+        ),
     ],
 )
 def test_what_this_tool_did_not_write_is_replaced_only_if_forced(

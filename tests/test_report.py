@@ -50,7 +50,6 @@ from tests.support import (
 OUT = Path("out.safetensors")
 MERGE = ["-b", "base.safetensors", "-m", "math.safetensors", "-o", str(OUT)]
 # Settings, and how often a tensor is looked at before it is merged by them.
-LOOKS: Any = [({}, 0), ({"method": "slerp"}, 1), ({"method": "ties", "keep_ratio": 0.5}, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -307,7 +306,11 @@ def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Captu
         assert re.findall("(?m)^(resume|remove)  an unfinished merge", plan(*flags)) == [words]
 
 
-@pytest.mark.parametrize(("config", "looks"), LOOKS, ids=str)
+@pytest.mark.parametrize(
+    ("config", "looks"),
+    [({}, 0), ({"method": "slerp"}, 1), ({"method": "ties", "keep_ratio": 0.5}, 2)],
+    ids=str,
+)
 @pytest.mark.parametrize(("seconds", "jobs"), [(60, 8), (0, 1)], ids=["a round", "a job of it"])
 def test_the_estimate_is_what_the_first_jobs_say_of_all(
     config: Config, looks: int, seconds: float, jobs: int

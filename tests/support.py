@@ -290,10 +290,12 @@ def run(*words: Any, status: int = 0) -> None:
     assert dare.main([str(word) for word in words]) == status, words
 
 
-def command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: Any, program: Path = HERE / "dare.py", **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    words = [sys.executable, str(HERE / "dare.py"), *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, **options)
+    words = [sys.executable, str(program), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, **options)
 
 
 def run_merge(base: Path, merge: list[Path], output: Path, **config: Any) -> dare.MergeReport:

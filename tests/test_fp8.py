@@ -32,6 +32,7 @@ from tests.support import (
     read_json,
     run,
     same_bits,
+    save_directories,
     save_directory,
     slow,
     tensors_in,
@@ -224,17 +225,22 @@ def test_base_and_fine_tunes_may_be_stored_differently(
 @pytest.mark.parametrize("kind", ["small blocks", "tensor"])
 def test_with_a_dtype_the_output_is_plain(tmp_path: Path, kind: str, dtype: str) -> None:
     models = make_models(kind)
+    plain = [dequantise(model, kind) for model in models]
     for model in models:
-        model["a.input_scale"] = torch.ones(1)
+        model |= {"a.input_scale": torch.ones(1), "a.k_scale": torch.tensor(0.5)}
     paths = write(tmp_path, kind, models)
+    (paths[0] / "hf_quant_config.json").write_text("{}")
     run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5, dtype=dtype)
-    plain = [
-        {n: t for n, t in dequantise(model, kind).items() if n != "a.input_scale"}
-        for model in models
-    ]
     expected = dare_merge(plain[0], plain[1:], DareConfig(drop_rate=0.5, dtype=dtype))
     assert_same(tensors_in(tmp_path / "out"), expected)
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": dtype}
+    assert read_json(tmp_path / "out" / "config.json") == {"torch_dtype": dtype}
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    config = DareConfig(dtype=dtype, drop_rate=0.5, engine="plain")
+    DareMerger(paths[0], paths[1:], config).verify(tmp_path / "out")
+    experts = {"experts.weight": torch.zeros(2, 4, 4).to(FP8)}
+    write(tmp_path, kind, [model | experts for model in models])
+    with pytest.raises(DareError, match=rf"'experts\.weight' .*{dtype}"):
+        run_merge(paths[0], paths[1:], tmp_path / "third", dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", ["blocks", "rows", "tensor"])
@@ -367,7 +373,7 @@ def test_a_base_that_lacks_a_scale_is_refused(tmp_path: Path, check_refused: Ref
     check_refused(*paths, "is quantised", "weight_scale or weight_scale_inv")
 
 
-def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: Path) -> None:
+def test_powers_of_two_and_other_scales(tmp_path: Path) -> None:
     """Scales stay powers of two where they are said to be: a fine-tune comes back bit for bit."""
     models = make_models("blocks", 2)
     for model in models:
@@ -381,13 +387,10 @@ def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: P
         model |= {"a.k_scale": torch.tensor(0.5), "self_attn.k_scale": torch.tensor(0.5)}
         model["self_attn.k_proj.weight"] = model["a.weight"].clone()
         model["self_attn.k_proj.weight_scale_inv"] = model[SCALE].clone()
-    paths = write(tmp_path, "blocks", models)
     quantised = {"quant_method": "fp8", "scale_fmt": "ue8m0"}
-    config = {"torch_dtype": "bfloat16", "quantization_config": quantised}
-    for path in paths:
-        (path / "config.json").write_text(json.dumps(config))
-        (path / "hf_quant_config.json").write_text("{}")
-    run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.0)
+    base, model = save_directories(tmp_path, models, quantization_config=quantised)
+    (base / "hf_quant_config.json").write_text("{}")
+    run_merge(base, [model], tmp_path / "out", drop_rate=0.0)
     made = tensors_in(tmp_path / "out")
     scales = [tensor.flatten() for name, tensor in made.items() if name.endswith("_scale_inv")]
     assert (torch.cat(scales).frexp().mantissa == 0.5).all()
@@ -396,16 +399,6 @@ def test_powers_of_two_other_scales_and_what_belongs_to_quantisation(tmp_path: P
     assert all(torch.equal(values[name], wanted[name]) for name in WEIGHTS)
     assert (made["a.k_scale"].item(), made["self_attn.k_scale"].item()) == (0.5, 0.5)
     assert (tmp_path / "out" / "hf_quant_config.json").exists()
-    run_merge(paths[0], paths[1:], tmp_path / "plain", dtype="bfloat16", drop_rate=0.5)
-    assert not {name for name in tensors_in(tmp_path / "plain") if "scale" in name}
-    assert not (tmp_path / "plain" / "hf_quant_config.json").exists()
-    config = DareConfig(dtype="bfloat16", drop_rate=0.5, engine="plain")
-    DareMerger(paths[0], paths[1:], config).verify(tmp_path / "plain")
-    assert "quantization_config" not in read_json(tmp_path / "plain" / "config.json")
-    experts = {"experts.weight": torch.zeros(2, 4, 4).to(FP8)}
-    write(tmp_path, "blocks", [model | experts for model in models])
-    with pytest.raises(DareError, match=r"'experts\.weight' .*bfloat16"):
-        run_merge(paths[0], paths[1:], tmp_path / "third", dtype="bfloat16")
 
 
 def test_pack_is_refused(tmp_path: Path, refused: Refusal) -> None:

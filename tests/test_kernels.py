@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 import struct
@@ -44,6 +45,7 @@ from tests.support import (
     random_model,
     run_merge,
     same_bits,
+    with_header,
 )
 
 SLOW = pytest.mark.slow
@@ -173,17 +175,12 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_merges(tmp_path: Path) -> 
     output = tmp_path / "out.safetensors"
     if shutil.disk_usage(tmp_path).free < 3 * count * 2:
         pytest.skip("needs 26 GB of disk")
-    header = json.dumps(
-        {"w": {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}}
-    ).encode()
-    for name, end in (
-        ("base", b""),
-        ("model", b"\x80\x3f" * 5000),
-    ):  # zeros that take no space; 1.0 in bf16
+    entry = {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}
+    header = with_header(json.dumps({"w": entry}), b"")
+    for name, end in (("base", bytes(10_000)), ("model", b"\x80\x3f" * 5000)):  # 0 and 1 in bf16
         with open(tmp_path / name, "wb") as file:
-            file.write(struct.pack("<Q", len(header)) + header)
-            file.truncate(8 + len(header) + 2 * count)
-            file.seek(8 + len(header) + 2 * 2**32)
+            file.write(header)
+            file.seek(2 * 2**32, os.SEEK_CUR)  # zeros that take no space
             file.write(end)
     run_merge(tmp_path / "base", [tmp_path / "model"], output, drop_rate=0.5)
     with safe_open(output, framework="pt") as file:
@@ -227,14 +224,17 @@ def test_every_engine_gives_the_bits_of_the_definition_for_every_kind_of_value(
     )
 
 
-@pytest.mark.parametrize("types", [(BF16, F32), (F16, BF16)], ids=str)
+@pytest.mark.parametrize(
+    ("mine", "theirs", "engine"), [(BF16, F32, "numba"), (F16, BF16, "plain")], ids=str
+)
 def test_base_and_finetunes_of_other_types_merge_as_defined(
-    tmp_path: Path, types: tuple[torch.dtype, torch.dtype]
+    tmp_path: Path, mine: torch.dtype, theirs: torch.dtype, engine: str
 ) -> None:
     base, *models = make_models(2, F32, size=0.01)
-    base = {name: tensor.to(types[0]) for name, tensor in base.items()}
-    models = [{name: tensor.to(types[1]) for name, tensor in model.items()} for model in models]
-    assert_same(merge(tmp_path, base, *models, drop_rate=0.5), define(base, models, drop_rate=0.5))
+    base = {name: tensor.to(mine) for name, tensor in base.items()}
+    models = [{name: tensor.to(theirs) for name, tensor in model.items()} for model in models]
+    merged = merge(tmp_path, base, *models, drop_rate=0.5, engine=engine)
+    assert_same(merged, define(base, models, drop_rate=0.5))
 
 
 @pytest.mark.parametrize("engine", ["plain", *DEVICES, pytest.param("numba", marks=SLOW)])

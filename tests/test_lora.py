@@ -17,6 +17,7 @@ from tests.support import (
     F16,
     F32,
     F64,
+    METHODS,
     Pair,
     Patch,
     Refusal,
@@ -31,6 +32,7 @@ from tests.support import (
     same_bits,
     save,
     save_directory,
+    slow,
     tensors_in,
     tune,
     write_adapter,
@@ -39,7 +41,6 @@ from tests.support import (
 OUT = "out.safetensors"
 PREFIX = "base_model.model.layer"
 LAYER = low_rank("layer", (37, 61))
-slow = pytest.mark.slow
 LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PATTERNS = {
     "rank_pattern": {
@@ -113,9 +114,7 @@ def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: t
 def multiply(tensors: Tensors, scale: float, real: Any = np.float32) -> torch.Tensor:
     """An adapter's change, with the products added in the order of the rank."""
     right, left = (tensor.double().numpy().astype(real) for tensor in tensors.values())
-    total = np.zeros((left.shape[0], right.shape[1]), real)
-    for k in range(len(right)):
-        total += left[:, k : k + 1] * right[k]
+    total = sum(left[:, k : k + 1] * right[k] for k in range(len(right)))
     return torch.from_numpy(total * real(scale))
 
 
@@ -125,7 +124,7 @@ def multiply(tensors: Tensors, scale: float, real: Any = np.float32) -> torch.Te
         (BF16, F32, "numba"),
         (BF16, F16, "plain"),
         (F64, BF16, "plain"),
-        pytest.param(F64, BF16, "numba", marks=slow),
+        slow(F64, BF16, "numba"),
     ],
     ids=str,
 )
@@ -171,15 +170,7 @@ def test_changes_are_dropped_and_rescaled_bit_for_bit_like_the_formulas_in_any_c
         assert_same(load_file(tmp_path / OUT), expected)
 
 
-METHODS: list[dict[str, Any]] = [
-    {},
-    {"method": "ties"},
-    {"method": "ties", "keep_ratio": 0.3},
-    {"method": "slerp"},
-]
-
-
-@pytest.mark.parametrize("engine", ["plain", pytest.param("numba", marks=slow)])
+@pytest.mark.parametrize("engine", ["plain", slow("numba")])
 @pytest.mark.parametrize(
     ("dtype", "other", "config"),
     [
@@ -198,11 +189,9 @@ def test_adapters_and_full_finetunes_merge_together(
         "layer.weight": base["layer.weight"].to(F64 if dtype == F64 else F32) + multiply(LAYER, 2)
     }
     paths = [*save(tmp_path, base=base, full=full), write_adapter(tmp_path / "adapter", LAYER)]
-    run_merge(
-        paths[0], [paths[2], paths[1]], tmp_path / OUT, drop_rate=0.4, engine=engine, **config
-    )
+    run_merge(paths[0], [paths[2], paths[1]], tmp_path / OUT, engine=engine, **config)
     merged = load_file(tmp_path / OUT)
-    expected = define(base, [wide, full], drop_rate=0.4, **config)
+    expected = define(base, [wide, full], **config)
     step = 1e-5 if dtype == F64 else 2 * torch.finfo(dtype).eps
     assert torch.allclose(
         merged.pop("layer.weight"), expected.pop("layer.weight"), rtol=step, atol=1e-6
@@ -375,10 +364,10 @@ def test_a_directory_of_a_model_and_an_adapter_is_ambiguous(
 ) -> None:
     both = write_adapter(pair[1], LAYER)
     check_refused(pair[0], both, "math' holds a model and an adapter", "model.safetensors")
-    report = run_merge(pair[0], [both / "model.safetensors"], tmp_path / OUT)
-    assert report.models[0].parameters == sum(tensor.numel() for tensor in random_model().values())
-    report = run_merge(pair[0], [both / "adapter_model.safetensors"], tmp_path / OUT)
-    assert report.models[0].parameters == 37 * 61
+    whole = sum(tensor.numel() for tensor in random_model().values())
+    for name, count in (("model.safetensors", whole), ("adapter_model.safetensors", 37 * 61)):
+        report = run_merge(pair[0], [both / name], tmp_path / OUT)
+        assert report.models[0].parameters == count
 
 
 def test_an_adapter_that_is_not_two_matrices_is_named(
@@ -539,8 +528,7 @@ def test_an_adapter_whose_tensors_do_not_fit_is_refused(
 def test_an_adapter_that_lacks_a_file_or_a_base_says_so(
     pair: Pair, tmp_path: Path, check_refused: Refusal
 ) -> None:
-    weights = "adapter_model.safetensors"
-    config = "adapter_config.json"
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
     adapter = write_adapter(tmp_path / "a", LAYER)
     for source in ("", weights, config):
         check_refused(adapter / source, pair[1], "the base '", "is a LoRA adapter")

@@ -169,6 +169,7 @@ def test_the_model_card_has_front_matter_and_the_recipe(pair: Pair, tmp_path: Pa
     card = hub.ModelCard.load(out / "README.md")
     assert card.data.base_model == ["base", "math"]
     assert (card.data.library_name, card.data.tags) == ("transformers", ["merge", "dare"])
+    assert card.data.base_model_relation == "merge"
     with safe_open(out / "model.safetensors", framework="pt") as file:
         assert f"```toml\n{file.metadata()['dare_recipe']}```" in card.text
 
@@ -250,7 +251,6 @@ def test_the_model_card_says_it_in_the_words_of_mergekit(
     card = (tmp_path / "out" / "README.md").read_text()
     assert words in card if words else "mergekit" not in card
     assert ("change over the layers" in card) == ("gradient" in str(config))
-    assert "\nbase_model_relation: merge\n" in card
 
 
 def test_a_base_without_a_configuration_is_warned_about(models: Models, tmp_path: Path) -> None:
@@ -281,10 +281,10 @@ def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
     assert list(report.files) == (names if several else ["model.safetensors"])
     assert (out / INDEX).exists() == several
     if several:
-        index = read_json(out / INDEX)
-        expected = {n: file for file, each in zip(names, shards, strict=True) for n in each}
-        assert index["weight_map"] == expected
-        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+        assert read_json(out / INDEX) == {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in whole.values())},
+            "weight_map": {n: f for f, each in zip(names, shards, strict=True) for n in each},
+        }
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,9 @@ def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_me
     for k in (3, 1, 5, 2, 4):
         assert run("--part", f"{k}/5") == 0
         assert not (tmp_path / "out").exists()
-    merger = DareMerger(
-        tmp_path / "base",
-        [tmp_path / "math", tmp_path / "code"],
-        DareConfig(
-            method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False
-        ),
-    )
+    settings: Any = {"method": "ties", "keep_ratio": 0.5, "max_shard_size": "4kB"}
+    config = DareConfig(**settings, engine="plain", verbose=False)
+    merger = DareMerger(tmp_path / "base", [tmp_path / "math", tmp_path / "code"], config)
     reports = [merger.merge(tmp_path / name, resume=name == "out") for name in ("out", "whole")]
     assert contents(tmp_path / "out") == whole
     assert reports[0].models == reports[1].models
@@ -97,11 +93,10 @@ def test_the_last_call_makes_only_what_the_parts_left(
 def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(
     tmp_path: Path, whole: Contents
 ) -> None:
-    merger = DareMerger(
-        tmp_path / "base",
-        [tmp_path / "math"],
-        DareConfig(max_shard_size="4kB", engine="plain", verbose=False),
-    )
+    config = DareConfig(max_shard_size="4kB", engine="plain", verbose=False)
+    merger = DareMerger(tmp_path / "base", [tmp_path / "math"], config)
+    with pytest.raises(ConfigError, match="there is no part"):
+        merger.merge(tmp_path / "out", part=3)
     files = [merger.merge(tmp_path / "out", part=(k, 5)).files for k in range(1, 6)]
     assert [len(each) for each in files] == [3, 3, 2, 2, 2]
     assert len({name for each in files for name in each}) == 12
@@ -217,11 +212,6 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused(2, words, *arguments(tmp_path, *flags.split()))
-
-
-def test_a_part_in_a_script_is_two_numbers(tmp_path: Path, whole: Contents) -> None:
-    with pytest.raises(ConfigError, match="there is no part"):
-        DareMerger(tmp_path / "base", [tmp_path / "math"]).merge(tmp_path / "out", part=3)
 
 
 @POSIX

@@ -184,7 +184,11 @@ def test_a_union_is_verified_resumed_and_made_again_by_its_recipe(
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
-def test_special_tokens_follow(family: Models) -> None:
+def test_special_tokens_follow_and_other_vocabularies_of_a_configuration_stay(
+    family: Models,
+) -> None:
+    table = {"text_config": {"vocab_size": 12}, "talker_config": {"vocab_size": 4096}}
+    (family[0] / "config.json").write_text(json.dumps(table))
     write_tokenizer(family[0], BASE, {"additional_special_tokens": ["<s>"]})
     special = {"additional_special_tokens": ["<s>"], "eos_token": "</s>"}
     (family[0] / "added_tokens.json").write_text(json.dumps(BASE))
@@ -198,6 +202,7 @@ def test_special_tokens_follow(family: Models) -> None:
         texts = [token if isinstance(token, str) else token["content"] for token in listed]
         assert texts == ["<s>", "<a>"]
     assert read_json(output / "added_tokens.json") == BASE | CHAT | {"<c>": 12}
+    assert read_json(output / "config.json") == table | {"text_config": {"vocab_size": 13}}
 
 
 @pytest.mark.parametrize(
@@ -260,10 +265,8 @@ def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: P
 
 def test_unigram_vocabularies_are_read(family: Models) -> None:
     model = {"type": "Unigram", "unk_id": 0, "vocab": [[token, -1.5] for token in TRAINED]}
-    for folder in family:
-        (folder / "tokenizer.json").write_text(
-            json.dumps(read_json(folder / "tokenizer.json") | {"model": model})
-        )
+    for path in (folder / "tokenizer.json" for folder in family):
+        path.write_text(json.dumps(read_json(path) | {"model": model}))
     output, _ = merge(family)
     assert read_json(output / "tokenizer.json")["added_tokens"][-1]["id"] == 12
 
@@ -287,13 +290,6 @@ def test_a_tokenizer_that_changed_is_another_input(
         refused(1, "tokenizer_sha256", *arguments)
     run(*resumed, status=1)
     assert "is another one" in capsys.readouterr().err
-
-
-def test_other_vocabularies_of_a_configuration_stay(family: Models) -> None:
-    table = {"text_config": {"vocab_size": 12}, "talker_config": {"vocab_size": 4096}}
-    (family[0] / "config.json").write_text(json.dumps(table))
-    output, _ = merge(family)
-    assert read_json(output / "config.json") == table | {"text_config": {"vocab_size": 13}}
 
 
 @pytest.mark.parametrize(
@@ -350,10 +346,9 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
 ) -> None:
     base, chat, tool = family
     out = tmp_path / "out"
-    flags = ["-b", base, "-m", chat, tool, "-o", out, "--mismatch", "overlap"]
 
     def check(expected: str | None, *more: Any) -> None:
-        run(*flags, *more)
+        run("-b", base, "-m", chat, tool, "-o", out, "--mismatch", "overlap", *more)
         assert template_of(out) == expected
 
     check(None)

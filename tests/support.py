@@ -370,7 +370,6 @@ def tensors_in(folder: Path) -> Tensors:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
     return json.loads(path.read_text())
 
 

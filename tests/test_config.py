@@ -137,7 +137,6 @@ def test_a_recipe_that_could_not_be_read_again_is_not_written(
 
 
 def list_wrong_settings() -> list[tuple[str, Any]]:
-    """Settings with values that they cannot have."""
     wrong: dict[str, list[Any]] = {
         "drop_rate": [1, -0.1, math.nan, "0.5", True, [], [0.5, 1]],
         "weights": [0.5, [], ["1"], [math.inf]],

@@ -44,7 +44,6 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 def run_example(name: str, *arguments: str | Path) -> str:
-    """What a script prints, in a process of its own."""
     words = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]
     return subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=600, check=True).stdout
 

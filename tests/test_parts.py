@@ -45,7 +45,6 @@ def whole(tmp_path: Path) -> Contents:
 
 
 def arguments(folder: Path, *flags: Any) -> list[str]:
-    """The words of the merge."""
     models = ["-b", folder / "base", "-m", folder / "math", folder / "code", "-o", folder / "out"]
     usual = "-q --engine plain --max-shard-size 4kB --method ties --keep-ratio 0.5"
     return [*usual.split(), *(str(word) for word in (*models, *flags))]

@@ -46,7 +46,6 @@ def with_field(key: str, value: str) -> str:
 
 
 def with_entry(name: str, value: str) -> str:
-    """A sound header with one more entry."""
     return f'{SOUND[:-1]},"{name}":{value}}}'
 
 

@@ -86,7 +86,6 @@ def name_files(word: str) -> Iterator[tuple[Any, ...]]:
 def name_tensors(word: str) -> Iterator[tuple[Any, ...]]:
     """The same, with a word in what files hold."""
     w = f"w{word}"
-    name = json.dumps(w)
     base = random_model(shapes={w: (30, 5), f"a{word}.weight": (6, 4)})
     pairs = low_rank(f"a{word}", (6, 4))
     more = base | {f"i{word}": torch.arange(3), f"q{word}.weight": torch.ones(3, dtype=torch.int8)}
@@ -103,24 +102,16 @@ def name_tensors(word: str) -> Iterator[tuple[Any, ...]]:
         kinds={w: base[w].long()},
         copied=more | {f"i{word}": torch.arange(3) + 1},
     )
-    entry = f'{{{name}: {{"dtype": %s, "shape": [1], "data_offsets": %s}}}}'
-    headers = [
-        entry % (json.dumps(word), "[0, 4]"),
-        entry % ('"F32"', "[1, 5]"),
-        f"{{{name}: {{}}}}",
-        f"{{{name}: {{}}, {name}: {{}}}}",
-    ]
-    for k, header in enumerate(headers):
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    twice = f"{{{json.dumps(w)}: {{}}, {json.dumps(w)}: {{}}}}"
+    odd = (entry | {"dtype": word}, entry | {"data_offsets": [1, 5]}, {})
+    for k, header in enumerate((*(json.dumps({w: each}) for each in odd), twice)):
         Path(f"broken{k}{END}").write_bytes(with_header(header, bytes(4 + (k == 1))))
     Path("index.json").write_text(json.dumps({"weight_map": {w: word + END}}))
-    configs: Any = (
-        {},
-        {"peft_type": word},
-        {"rank_pattern": {f".*{word}": 3}},
-        {"rank_pattern": {f"({word}": 3}},
-    )
+    ranks = ({}, {"rank_pattern": {f".*{word}": 3}}, {"rank_pattern": {f"({word}": 3}})
     sound, *broken = (
-        write_adapter(Path(f"{k}"), pairs, **config) for k, config in enumerate(configs)
+        write_adapter(Path(f"{k}"), pairs, **config)
+        for k, config in enumerate((*ranks, {"peft_type": word}))
     )
     broken += [Path("index.json"), write_adapter(Path("odd"), low_rank(f"gone{word}", (6, 4)))]
     broken += sorted(Path().glob("broken*"))

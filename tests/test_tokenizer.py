@@ -67,7 +67,6 @@ def write_tokenizer(
 def write_model(
     folder: Path, rows: int, added: dict[str, int], seed: int, dtype: torch.dtype = BF16
 ) -> Tensors:
-    """A small Llama with these added tokens."""
     shapes = {EMBEDDING: (rows, WIDTH), HEAD: (rows, WIDTH), "model.layers.0.mlp.weight": (5, 7)}
     tensors = random_model(seed, dtype, shapes)
     save_directory(folder, tensors, model_type="llama", vocab_size=rows, hidden_size=WIDTH)

@@ -58,7 +58,6 @@ def verify(capsys: Capture, tmp_path: Path, monkeypatch: Patch) -> Any:
 
 
 def make_merged(folder: Path, kind: str, *flags: str, **options: Any) -> Scene:
-    """A merged model, as a file or a directory."""
     scene = Scene(folder, kind, old=False, **options)
     assert scene.run(*flags) == 0, scene.printed
     scene.new = contents(scene.output)

@@ -79,9 +79,7 @@ def test_paths_in_toml_are_relative_to_it(
     models: Models, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     config = write_config(tmp_path, verbose=False)
-    config.write_bytes(
-        b"\xef\xbb\xbf" + config.read_bytes().replace(b"\n", b"\r\n")
-    )  # as editors on Windows do
+    config.write_text(config.read_text(), "utf-8-sig", newline="\r\n")  # as on Windows
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     run("-c", config, "-o", "here.safetensors")

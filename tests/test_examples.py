@@ -270,11 +270,10 @@ def test_verdicts_of_the_experiment_come_out_each_way() -> None:
     assert verdicts == {"ram": "better", "slerp": "cannot be told", "ties": "worse"}
     assert [each.p["chars"] for each in quality_report.rank(make_results(gains, 1))] == [1.0] * 3
     assert quality_report.correct([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    stats = pytest.importorskip("scipy.stats")
-    for values in ([0.1, 0.2, -0.05], [1.0, 2.0, 2.5], [0.3, 0.1, 0.2, 0.25, -0.4]):
-        assert quality_report.probability(values) == pytest.approx(
-            stats.ttest_1samp(values, 0).pvalue
-        )
+    found = [quality_report.probability(values) for values in ([0.1, 0.2, -0.05], [1.0, 2.0, 2.5])]
+    assert found == pytest.approx([0.37005921165, 0.05327073759]), (
+        "what scipy.stats.ttest_1samp gives"
+    )
     assert {quality_report.probability(values) for values in ([0.0] * 3, [1.0] * 2)} == {1}
 
 
@@ -338,11 +337,12 @@ def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
 @pytest.mark.slow
 def test_the_advice_merges_the_example_to_what_the_readme_says(folder: Path) -> None:
     given = ["--config", str(HERE / "merge_config.toml"), "-q", "--output"]
-    assert dare.main([*given, "plain.safetensors"]) == 0
-    assert (
-        dare.main(["analyze", *given, "advised.safetensors", "--write-config", "advice.toml"]) == 0
-    )
-    assert dare.main(["--config", "advice.toml", "-q"]) == 0
+    for words in (
+        [*given, "plain.safetensors"],
+        ["analyze", *given, "advised.safetensors", "--write-config", "advice.toml"],
+        ["--config", "advice.toml", "-q"],
+    ):
+        assert dare.main(words) == 0
     scores = [
         run_example("evaluate", folder / f"{name}.safetensors").split()[-1]
         for name in ("advised", "plain")

@@ -282,7 +282,10 @@ def test_shards_hold_no_more_than_the_limit_unless_one_tensor_does(
     assert (out / INDEX).exists() == several
     if several:
         assert read_json(out / INDEX) == {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in whole.values())},
+            "metadata": {
+                "total_size": sum(tensor.nbytes for tensor in whole.values()),
+                "total_parameters": sum(tensor.numel() for tensor in whole.values()),
+            },
             "weight_map": {n: f for f, each in zip(names, shards, strict=True) for n in each},
         }
 

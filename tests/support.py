@@ -303,11 +303,16 @@ def run_merge(base: Path, merge: list[Path], output: Path, **config: Any) -> dar
     return DareMerger(base, merge, DareConfig(verbose=False, **config)).merge(output)
 
 
+def merge_paths(base: Path, models: list[Path], output: Path, **config: Any) -> Tensors:
+    """Merge these files or directories, and load the result."""
+    run_merge(base, models, output, **config)
+    return tensors_in(output) if output.is_dir() else load_file(output)
+
+
 def merge(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> Tensors:
     """Merge through the front door: write the files, merge them, load the result."""
     paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
-    run_merge(paths[0], paths[1:], folder / "merged.safetensors", **config)
-    return load_file(folder / "merged.safetensors")
+    return merge_paths(paths[0], paths[1:], folder / "merged.safetensors", **config)
 
 
 def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:

@@ -27,6 +27,7 @@ from tests.support import (
     finetune,
     make_models,
     merge,
+    merge_paths,
     random_model,
     raw,
     run,
@@ -70,8 +71,7 @@ def test_a_model_is_a_file_a_directory_shards_or_an_index(tmp_path: Path) -> Non
 
     models = lay_out("model", model)
     for one, other in zip(lay_out("base", base), models[1:] + models[:1], strict=True):
-        run_merge(one, [other], tmp_path / OUT)
-        assert_same(load_file(tmp_path / OUT), define(base, [model]))
+        assert_same(merge_paths(one, [other], tmp_path / OUT), define(base, [model]))
 
 
 @pytest.mark.parametrize(
@@ -362,10 +362,9 @@ def test_a_tied_head_that_all_models_have_stays_the_embedding(tmp_path: Path) ->
     base, *paths = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
     model = load_file(paths[1] / "model.safetensors")
     save_directory(paths[1], model | {HEAD: model[EMBEDDING].clone()})
-    run_merge(
+    merged = merge_paths(
         *paths[:1], paths[1:], tmp_path / OUT, rules=[{"match": "lm_head*", "drop_rate": 0.1}]
     )
-    merged = load_file(tmp_path / OUT)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
     assert not same_bits(merged[EMBEDDING], base[EMBEDDING])
 
@@ -387,8 +386,7 @@ def test_a_tied_head_follows_an_embedding_of_other_rows(
 ) -> None:
     base, base_path, model_path = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
     save_directory(model_path, with_rows(tensors_in(model_path), rows, EMBEDDING))
-    run_merge(base_path, [model_path], tmp_path / OUT, mismatch=mismatch)
-    merged = load_file(tmp_path / OUT)
+    merged = merge_paths(base_path, [model_path], tmp_path / OUT, mismatch=mismatch)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
     assert same_bits(merged[EMBEDDING], base[EMBEDDING]) == (mismatch == "base")
 

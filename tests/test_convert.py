@@ -159,8 +159,9 @@ def test_an_interrupted_conversion_leaves_nothing(
     tmp_path: Path, monkeypatch: Patch, weights: Any
 ) -> None:
     torch.save(weights, tmp_path / "old.bin")
-    stop = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("darelib.commands.convert.tensor_bytes", stop)
+    monkeypatch.setattr(
+        "darelib.commands.convert.tensor_bytes", Mock(side_effect=KeyboardInterrupt)
+    )
     run("convert", tmp_path / "old.bin", tmp_path / "new.safetensors", status=130)
     assert os.listdir(tmp_path) == ["old.bin"]
 

@@ -19,6 +19,7 @@ from tests.support import (
     Tensors,
     assert_same,
     finetune,
+    merge_paths,
     random_model,
     run,
     run_merge,
@@ -103,8 +104,9 @@ def test_an_inpainting_model_gets_a_hint_that_works(tmp_path: Path, check_refuse
         "inpainting",
         "--mismatch base keeps the base's tensor",
     )
-    run_merge(paths[0], paths[1:], tmp_path / OUT, mismatch="base")
-    assert same_bits(load_file(tmp_path / OUT)[CONV], base[CONV])
+    assert same_bits(
+        merge_paths(paths[0], paths[1:], tmp_path / OUT, mismatch="base")[CONV], base[CONV]
+    )
 
 
 # --- LoRA files of kohya's trainer ----------------------------------------------------------------
@@ -269,8 +271,7 @@ def test_words_in_the_metadata_of_a_model_make_it_no_lora_file(tmp_path: Path) -
     paths = save(tmp_path, base=base, model=finetune(base, 1))
     for path in paths:
         save_file(load_file(path), path, odd)
-    run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0)
-    assert_same(load_file(tmp_path / OUT), finetune(base, 1))
+    assert_same(merge_paths(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0), finetune(base, 1))
 
 
 DOWN, UP, ALPHA = (

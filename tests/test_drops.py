@@ -32,6 +32,7 @@ from tests.support import (
     low_rank,
     make_models,
     merge,
+    merge_paths,
     random_model,
     run,
     run_merge,
@@ -318,8 +319,7 @@ def test_adapters_are_thinned_like_the_deltas_that_they_stand_for(
     adapter = write_adapter(tmp_path / "lora", low_rank("layer", (60, 90)))
     output = tmp_path / "out.safetensors"
     [path] = save(tmp_path, base=base)
-    run_merge(path, [adapter], output, drop_rate=0.0, engine=engine)
-    delta = load_file(output)
+    delta = merge_paths(path, [adapter], output, drop_rate=0.0, engine=engine)
     config: Config = {"drop": drop, "drop_rate": 0.6, "rescale": "l1"}
     run_merge(path, [adapter], output, engine=engine, **config)
     assert_same(load_file(output), define(base, [delta], **config))
@@ -337,8 +337,7 @@ def test_packed_models_go_with_other_drops_of_other_models(
     made = []
     for first in (models[1], packed):
         out = tmp_path / "out.safetensors"
-        run_merge(models[0], [first, models[2]], out, engine="plain", **config)
-        made.append(load_file(out))
+        made.append(merge_paths(models[0], [first, models[2]], out, engine="plain", **config))
     assert_same(*made)
 
 

@@ -41,7 +41,9 @@ from tests.support import (
 )
 from tests.test_tokenizer import write_model
 
-run_merge = partial(support.run_merge, engine="plain")  # kernels for float32 take long to compile
+# Kernels for float32 take long to compile.
+run_merge = partial(support.run_merge, engine="plain")
+merge_paths = partial(support.merge_paths, engine="plain")
 FP8 = torch.float8_e4m3fn
 SHAPES: dict[str, tuple[int, ...]] = {
     "a.weight": (300, 200),
@@ -234,8 +236,9 @@ def test_with_a_dtype_the_output_is_plain(tmp_path: Path, kind: str, dtype: str)
     assert_same(tensors_in(tmp_path / "out"), expected)
     assert read_json(tmp_path / "out" / "config.json") == {"torch_dtype": dtype}
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
-    config = DareConfig(dtype=dtype, drop_rate=0.5, engine="plain")
-    DareMerger(paths[0], paths[1:], config).verify(tmp_path / "out")
+    DareMerger(paths[0], paths[1:], DareConfig(dtype=dtype, drop_rate=0.5, engine="plain")).verify(
+        tmp_path / "out"
+    )
     experts = {"experts.weight": torch.zeros(2, 4, 4).to(FP8)}
     write(tmp_path, kind, [model | experts for model in models])
     with pytest.raises(DareError, match=rf"'experts\.weight' .*{dtype}"):
@@ -257,8 +260,7 @@ def test_what_no_model_changed_keeps_its_bytes(tmp_path: Path, kind: str) -> Non
             (paths[1], {"drop_rate": 0.0}, expect([base, other], kind, drop_rate=0.0)),
         )
     ):
-        run_merge(paths[0], [model], tmp_path / f"out{k}", **config)
-        assert_same(tensors_in(tmp_path / f"out{k}"), expected)
+        assert_same(merge_paths(paths[0], [model], tmp_path / f"out{k}", **config), expected)
 
 
 def test_a_block_that_becomes_zero_keeps_its_scale_and_a_tiny_one_has_one(tmp_path: Path) -> None:
@@ -269,8 +271,7 @@ def test_a_block_that_becomes_zero_keeps_its_scale_and_a_tiny_one_has_one(tmp_pa
     paths = write(tmp_path, "blocks", [base, zero, tiny])
     found = []
     for path in paths[1:]:
-        run_merge(paths[0], [path], tmp_path / "out", drop_rate=0.0)
-        found.append(tensors_in(tmp_path / "out"))
+        found.append(merge_paths(paths[0], [path], tmp_path / "out", drop_rate=0.0))
     assert same_bits(found[0][scale], base[scale])
     assert not found[0]["c.weight"].float().any()
     assert found[1][scale].item() == 2.0**-126
@@ -328,8 +329,7 @@ def test_activation_scales_are_copied_and_must_be_equal(
     for model in models:
         model[name] = torch.tensor([0.25])
     paths = write(tmp_path, "tensor", models)
-    run_merge(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5)
-    assert tensors_in(tmp_path / "out")[name].item() == 0.25
+    assert merge_paths(paths[0], paths[1:], tmp_path / "out", drop_rate=0.5)[name].item() == 0.25
     models[1][name] += 1
     write(tmp_path, "tensor", models)
     check_refused(
@@ -385,11 +385,11 @@ def test_powers_of_two_and_other_scales(tmp_path: Path) -> None:
         model |= {"a.k_scale": torch.tensor(0.5), "self_attn.k_scale": torch.tensor(0.5)}
         model["self_attn.k_proj.weight"] = model["a.weight"].clone()
         model["self_attn.k_proj.weight_scale_inv"] = model[SCALE].clone()
-    quantised = {"quant_method": "fp8", "scale_fmt": "ue8m0"}
-    base, model = save_directories(tmp_path, models, quantization_config=quantised)
+    base, model = save_directories(
+        tmp_path, models, quantization_config={"quant_method": "fp8", "scale_fmt": "ue8m0"}
+    )
     (base / "hf_quant_config.json").write_text("{}")
-    run_merge(base, [model], tmp_path / "out", drop_rate=0.0)
-    made = tensors_in(tmp_path / "out")
+    made = merge_paths(base, [model], tmp_path / "out", drop_rate=0.0)
     scales = [tensor.flatten() for name, tensor in made.items() if name.endswith("_scale_inv")]
     assert (torch.cat(scales).frexp().mantissa == 0.5).all()
     values = dequantise(made, "blocks")

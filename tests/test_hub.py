@@ -24,6 +24,7 @@ from tests.support import (
     family_model,
     finetune,
     make_models,
+    merge_paths,
     run,
     run_merge,
     save_directory,
@@ -63,8 +64,7 @@ def test_shards_may_be_links_that_lead_somewhere(
     tmp_path: Path, snapshots: list[Path], check_refused: Refusal
 ) -> None:
     base, math = snapshots
-    run_merge(base, [math / INDEX], tmp_path / "out")
-    assert_same(tensors_in(tmp_path / "out"), define(BASE, [MATH]))
+    assert_same(merge_paths(base, [math / INDEX], tmp_path / "out"), define(BASE, [MATH]))
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
     (math / "model-00001-of-00001.safetensors").resolve().unlink()
     check_refused(base, math, "lacks its file 'model-00001-of-00001.safetensors'")

@@ -27,6 +27,7 @@ from tests.support import (
     family_model,
     finetune,
     low_rank,
+    merge_paths,
     random_model,
     run_merge,
     same_bits,
@@ -189,8 +190,7 @@ def test_adapters_and_full_finetunes_merge_together(
         "layer.weight": base["layer.weight"].to(F64 if dtype == F64 else F32) + multiply(LAYER, 2)
     }
     paths = [*save(tmp_path, base=base, full=full), write_adapter(tmp_path / "adapter", LAYER)]
-    run_merge(paths[0], [paths[2], paths[1]], tmp_path / OUT, engine=engine, **config)
-    merged = load_file(tmp_path / OUT)
+    merged = merge_paths(paths[0], [paths[2], paths[1]], tmp_path / OUT, engine=engine, **config)
     expected = define(base, [wide, full], **config)
     step = 1e-5 if dtype == F64 else 2 * torch.finfo(dtype).eps
     assert torch.allclose(
@@ -226,8 +226,9 @@ def test_an_adapter_of_fewer_or_more_rows_overlaps_like_a_model(
     adapter = write_adapter(tmp_path / "adapter", tensors)
     tune(min_chunk=chunk, max_chunk=chunk)
     [base] = save(tmp_path, base={"layer.weight": weight})
-    run_merge(base, [adapter], tmp_path / OUT, drop_rate=0.0, mismatch="overlap")
-    merged = load_file(tmp_path / OUT)["layer.weight"]
+    merged = merge_paths(base, [adapter], tmp_path / OUT, drop_rate=0.0, mismatch="overlap")[
+        "layer.weight"
+    ]
     common = min(rows, 37)
     assert torch.allclose(
         merged[:common], weight[:common] + 2 * (b @ a)[:common], rtol=1e-6, atol=1e-7
@@ -298,8 +299,7 @@ def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(
     tensors = {key: t for name in names for key, t in low_rank(name, (4, 4)).items()}
     straight = multiply(low_rank("any", (4, 4)), 2)
     adapter = write_adapter(tmp_path / "a", tensors, fan_in_fan_out=stated)
-    run_merge(path, [adapter], tmp_path / OUT, drop_rate=0.0)
-    merged = load_file(tmp_path / OUT)
+    merged = merge_paths(path, [adapter], tmp_path / OUT, drop_rate=0.0)
     for name in names:
         turned = {"a.b.square": True, "a.d.square": False}.get(name, stated)
         assert torch.equal(merged[f"{name}.weight"], straight.T if turned else straight), name

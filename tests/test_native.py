@@ -452,8 +452,7 @@ def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_wha
 ) -> None:
     (tmp_path / "numba.py").write_text("raise SystemExit('from the working directory')")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONVERBOSE": "1"}
-    words = ["-q", "-b", models[0], "-m", models[1], "-o", OUT]
-    done = command(*words, env=environment, cwd=tmp_path)
+    done = command("-q", "-b", models[0], "-m", models[1], "-o", OUT, env=environment, cwd=tmp_path)
     assert (done.returncode, "cannot be used" in done.stderr) == (0, False)
     assert len(list((tmp_path / "cache").glob("dare.merge-*.o"))) == 1
 

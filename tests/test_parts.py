@@ -61,8 +61,9 @@ def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_me
     for k in (3, 1, 5, 2, 4):
         assert run("--part", f"{k}/5") == 0
         assert not (tmp_path / "out").exists()
-    settings: Any = {"method": "ties", "keep_ratio": 0.5, "max_shard_size": "4kB"}
-    config = DareConfig(**settings, engine="plain", verbose=False)
+    config = DareConfig(
+        method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False
+    )
     merger = DareMerger(tmp_path / "base", [tmp_path / "math", tmp_path / "code"], config)
     reports = [merger.merge(tmp_path / name, resume=name == "out") for name in ("out", "whole")]
     assert contents(tmp_path / "out") == whole

@@ -298,9 +298,13 @@ def command(
     return subprocess.run(words, capture_output=True, text=True, timeout=300, **options)
 
 
-def run_merge(base: Path, merge: list[Path], output: Path, **config: Any) -> dare.MergeReport:
+def make_merger(base: Path, models: list[Path], **config: Any) -> DareMerger:
+    return DareMerger(base, models, DareConfig(verbose=False, **config))
+
+
+def run_merge(base: Path, models: list[Path], output: Path, **config: Any) -> dare.MergeReport:
     """Merge these files or directories, and give the report."""
-    return DareMerger(base, merge, DareConfig(verbose=False, **config)).merge(output)
+    return make_merger(base, models, **config).merge(output)
 
 
 def merge_paths(base: Path, models: list[Path], output: Path, **config: Any) -> Tensors:

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare import AnalysisReport, DareConfig, DareError, DareMerger
+from dare import AnalysisReport, DareConfig, DareError
 from darelib.commands.analyze.measure import kind_of, layer_of
 from darelib.commands.analyze.report import DeltaStats
 from darelib.config import Rule
@@ -39,6 +39,7 @@ from tests.support import (
     examples,
     finetune,
     low_rank,
+    make_merger,
     make_models,
     merge,
     random_model,
@@ -134,9 +135,7 @@ def analyze(
 ) -> AnalysisReport:
     """By the plain engine, which finds the same to the bit, unless that is to be shown."""
     paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
-    return DareMerger(
-        paths[0], paths[1:], DareConfig(verbose=False, engine=engine, **config)
-    ).analyze()
+    return make_merger(paths[0], paths[1:], engine=engine, **config).analyze()
 
 
 def deltas_of(base: Tensors, model: Tensors) -> dict[str, np.ndarray]:
@@ -271,7 +270,7 @@ def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
     tensors = low_rank("layers.0.mlp", (40, 30), rank=4)
     a, b = (tensor.double() for tensor in tensors.values())
     paths = [*save(tmp_path, base=base), write_adapter(tmp_path / "adapter", tensors, r=4)]
-    report = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, engine="plain")).analyze()
+    report = make_merger(paths[0], paths[1:], engine="plain").analyze()
     (model,) = report.models
     assert (model.adapter, [stats.name for stats in model.tensors]) == (True, [*base][:1])
     assert [model.total.mean, model.total.largest] == pytest.approx(
@@ -320,7 +319,7 @@ def test_models_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
         (paths, ["x/m", "y/m"]),
         (paths[:1] * 2, ["m", "m"]),
     ):
-        report = DareMerger(base, chosen, DareConfig(verbose=False, engine="plain")).analyze()
+        report = make_merger(base, chosen, engine="plain").analyze()
         assert [model.label for model in report.models] == labels
 
 

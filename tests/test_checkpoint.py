@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareMerger
 from tests.support import (
     BF16,
     F16,
@@ -25,6 +24,7 @@ from tests.support import (
     assert_same,
     define,
     finetune,
+    make_merger,
     make_models,
     merge,
     merge_paths,
@@ -572,9 +572,7 @@ def test_what_shapes_computation_is_compared_with_the_base(
     for path, config in zip(pair, (mine, theirs), strict=True):
         (path / "config.json").write_text(json.dumps(config))
     for base, model in (pair, pair[::-1]):
-        warnings = (
-            DareMerger(base, [model], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
-        )
+        warnings = make_merger(base, [model]).plan(tmp_path / OUT).warnings
         assert len(warnings) == bool(words), "one warning, whatever differs"
         assert base == pair[1] or words in "".join(warnings)
 

@@ -27,6 +27,7 @@ from tests.support import (
     assert_same,
     finetune,
     low_rank,
+    make_merger,
     random_model,
     raw,
     read_json,
@@ -285,8 +286,8 @@ def test_resume_verify_dry_run_and_recipe(tmp_path: Path, kind: str) -> None:
     tune(job_elements=8192, min_chunk=1024, max_chunk=1024)
     out = tmp_path / "out"
     settings: Any = {"method": "slerp", "drop_rate": 0.5}
-    config = DareConfig(max_shard_size="60KB", verbose=False, engine="plain", **settings)
-    merger = DareMerger(paths[0], paths[1:], config)
+    limits = {"max_shard_size": "60KB", "engine": "plain"}
+    merger = make_merger(paths[0], paths[1:], **settings, **limits)
     merger.merge(out, part=(2, 3))
     plan = merger.plan(out, resume=True)
     merger.merge(out, resume=True)
@@ -410,10 +411,10 @@ def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, refused:
     for k, added in enumerate(tokens):
         for kind in ("scaled", "bare"):
             model = write_model(tmp_path / f"{kind}{k}", 12, added, k)
-            stored = model[name].to(FP8)
-            one = {name: stored, f"{name}_scale": torch.ones(1)}
-            bare = {name: stored.float()}
-            save_directory(tmp_path / f"{kind}{k}", model | (one if kind == "scaled" else bare))
+            model[name] = model[name].to(FP8)
+            scaled = {f"{name}_scale": torch.ones(1)}
+            bare = {name: model[name].float()}
+            save_directory(tmp_path / f"{kind}{k}", model | (scaled if kind == "scaled" else bare))
     merged = []
     for kind in ("scaled", "bare"):
         config = DareConfig(verbose=False, dtype="float32", engine="plain")

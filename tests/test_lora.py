@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareError, DareMerger
+from dare import DareError
 from darelib.models.peft import OTHER_ADAPTERS
 from tests.support import (
     BF16,
@@ -27,6 +27,7 @@ from tests.support import (
     family_model,
     finetune,
     low_rank,
+    make_merger,
     merge_paths,
     random_model,
     run_merge,
@@ -329,9 +330,7 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
     ]
     for stated, given, words in cases:
         adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=stated)
-        warnings = (
-            DareMerger(given, [adapter], DareConfig(verbose=False)).plan(tmp_path / OUT).warnings
-        )
+        warnings = make_merger(given, [adapter]).plan(tmp_path / OUT).warnings
         assert len(warnings) == bool(words), stated
         assert words in "".join(warnings)
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareError, DareMerger, dare_sparsify
+from dare import DareError, dare_sparsify
 from tests.scene import contents, make_many_jobs, stop_after
 from tests.support import (
     BF16,
@@ -34,6 +34,7 @@ from tests.support import (
     examples,
     finetune,
     low_rank,
+    make_merger,
     make_models,
     random_model,
     run,
@@ -196,9 +197,7 @@ def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal
     )
     check_refused(models[0], packed, "'layer.bias'", flags=("--rule", "*bias:drop_rate=0.2"))
     with pytest.raises(DareError, match=r"cannot be merged at 0\.4"):
-        DareMerger(models[0], [packed, models[2]], DareConfig(drop_rate=[0.4, 0.1])).plan(
-            "out.safetensors"
-        )
+        make_merger(models[0], [packed, models[2]], drop_rate=[0.4, 0.1]).plan("out.safetensors")
     run_merge(
         models[0], [packed, models[2]], packed.with_name("out.safetensors"), drop_rate=[0.5, 0.1]
     )
@@ -325,9 +324,8 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
     first["b.weight"] += 0.01  # of tensors that are known in part, each counts by its size
     second = {name: 0.5 * (first[name] + t) for name, t in finetune(base, 2, 0.004).items()}
     paths = save(tmp_path, base=base, math=first, code=second)
-    config = DareConfig(engine="plain", verbose=False)
     packed = pack_all(paths, 0.5, 42, "--rule", "b*:drop_rate=0.1")
-    mergers = [DareMerger(paths[0], models, config) for models in (paths[1:], packed)]
+    mergers = [make_merger(paths[0], models, engine="plain") for models in (paths[1:], packed)]
     whole, sample = (merger.analyze() for merger in mergers)
     merged, sampled = (merger.merge(tmp_path / "out.safetensors") for merger in mergers)
     for report, count in ((whole, 0), (sample, 2)):
@@ -356,9 +354,8 @@ def test_of_one_seed_one_sample_is_in_the_other(tmp_path: Path) -> None:
     half = pack(*paths, tmp_path / "half.safetensors", "--drop-rate", 0.5)
     less = pack(*paths, tmp_path / "less.safetensors", "--drop-rate", 0.7)
     other = pack(*paths, tmp_path / "other.safetensors", "--drop-rate", 0.5, "--seed", 43)
-    config = DareConfig(engine="plain", verbose=False)
     for models in ([half, less], [half, other]):
-        [pair] = DareMerger(paths[0], models, config).analyze().pairs
+        [pair] = make_merger(paths[0], models, engine="plain").analyze().pairs
         assert pair.cosine == pytest.approx(1, rel=0.03)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import dare
-from dare import ConfigError, DareConfig, DareMerger
+from dare import ConfigError
 from darelib.output.journal import Journal
 from darelib.output.lock import Lock
 from darelib.output.publish import Shard
@@ -23,6 +23,7 @@ from tests.support import (
     Patch,
     Refusal,
     finetune,
+    make_merger,
     make_models,
     random_model,
     save_directories,
@@ -61,10 +62,14 @@ def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_me
     for k in (3, 1, 5, 2, 4):
         assert run("--part", f"{k}/5") == 0
         assert not (tmp_path / "out").exists()
-    config = DareConfig(
-        method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False
+    merger = make_merger(
+        tmp_path / "base",
+        [tmp_path / "math", tmp_path / "code"],
+        method="ties",
+        keep_ratio=0.5,
+        max_shard_size="4kB",
+        engine="plain",
     )
-    merger = DareMerger(tmp_path / "base", [tmp_path / "math", tmp_path / "code"], config)
     reports = [merger.merge(tmp_path / name, resume=name == "out") for name in ("out", "whole")]
     assert contents(tmp_path / "out") == whole
     assert reports[0].models == reports[1].models
@@ -93,8 +98,8 @@ def test_the_last_call_makes_only_what_the_parts_left(
 def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(
     tmp_path: Path, whole: Contents
 ) -> None:
-    config = DareConfig(max_shard_size="4kB", engine="plain", verbose=False)
-    merger = DareMerger(tmp_path / "base", [tmp_path / "math"], config)
+    settings = {"max_shard_size": "4kB", "engine": "plain"}
+    merger = make_merger(tmp_path / "base", [tmp_path / "math"], **settings)
     with pytest.raises(ConfigError, match="there is no part"):
         merger.merge(tmp_path / "out", part=3)
     files = [merger.merge(tmp_path / "out", part=(k, 5)).files for k in range(1, 6)]

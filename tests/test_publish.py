@@ -20,12 +20,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dare import DareConfig, DareMerger
 from darelib.output import files, publish
 from darelib.output.files import MADE
 from darelib.output.publish import Output
 from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, stop_after, wait_for
-from tests.support import POSIX, Patch, command, finetune, save_directory, slow, snapshot, tune
+from tests.support import (
+    POSIX,
+    Patch,
+    command,
+    finetune,
+    make_merger,
+    save_directory,
+    slow,
+    snapshot,
+    tune,
+)
 
 # --- any one call to the system may fail ----------------------------------------------------------
 
@@ -405,7 +414,7 @@ def test_in_a_script_a_signal_is_kept_until_the_model_is_published(
     models: list[Path], tmp_path: Path
 ) -> None:
     """Who stops a script wants it to stop; what was made is there."""
-    merger = DareMerger(models[0], models[1:], DareConfig(verbose=False))
+    merger = make_merger(models[0], models[1:])
     with Patch.context() as patch:
         patch.setattr(
             publish,
@@ -586,9 +595,8 @@ def test_a_resumed_merge_has_the_bytes_and_the_figures_of_one_that_was_not_inter
     writes: list[Any] = []
 
     def merge(threads: int = 1, resume: bool = True) -> dict[str, Any]:
-        config = DareConfig(threads=threads, verbose=False, **settings)
-        report = DareMerger(base, models, config).merge(scene.output, resume=resume)
-        return report.as_dict() | {"seconds": 0}
+        merger = make_merger(base, models, threads=threads, **settings)
+        return merger.merge(scene.output, resume=resume).as_dict() | {"seconds": 0}
 
     def counting(*arguments: Any, write: Callable[..., None] = Output.write_at) -> None:
         writes.append(arguments)

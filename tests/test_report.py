@@ -258,9 +258,8 @@ def test_large_deltas_are_only_warned_about_where_they_may_be_dropped(
 
 
 def test_the_plan_is_what_the_merge_then_does(mixture: Models) -> None:
-    config = DareConfig(
-        verbose=False, engine="plain", rules=[{"match": ["embed*", "none"], "drop_rate": 0.5}]
-    )
+    rules = [{"match": ["embed*", "none"], "drop_rate": 0.5}]
+    config = DareConfig(verbose=False, engine="plain", rules=rules)
     merger = DareMerger(mixture[0], mixture[1:], config)
     plan = merger.plan("out").as_dict()
     assert plan["estimate"] is None, "asking costs half a second, so it must be asked for"

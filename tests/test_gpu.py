@@ -1,5 +1,5 @@
-"""Tensors in memory: the GPU's kernels, by Triton's interpreter where there is no GPU; results in
-existing tensors."""
+"""Tensors in memory: merged by the plan that files have, by the GPU's kernels (where there is none,
+by Triton's interpreter), into existing tensors if asked to."""
 
 import importlib.util
 import logging
@@ -389,6 +389,7 @@ def test_what_cannot_be_merged_is_refused(
 
 WARNED: dict[str, tuple[Tensors, list[Tensors], dict[str, Any], list[str]]] = {
     "nothing": (BASE, [TUNED], {}, []),
+    "nothing of quantised weights alike": (BASE | QUANTISED, [TUNED | QUANTISED], {}, []),
     "nothing of empty tensors": (
         BASE | {"none": torch.zeros(0, 3, dtype=torch.int64)},
         [TUNED | {"none": torch.zeros(0, 3, dtype=torch.int64)}],

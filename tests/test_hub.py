@@ -1,4 +1,5 @@
-"""Models by their name on the Hugging Face Hub, from a cache of it on this machine."""
+"""Hugging Face: models by their name on the Hub, from a cache of it on this machine; merged
+directories in transformers."""
 
 import json
 import os

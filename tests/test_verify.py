@@ -1,4 +1,4 @@
-"""verify: a merged model is made again by its recipe and compared, and any difference is found."""
+"""The recipe in a merged model makes it again, and verify finds any difference."""
 
 import errno
 import hashlib

@@ -62,7 +62,7 @@ BOUNDED_ALL: Final[Record] = {
     "at_high": 65536,
     "scale": 0.3,
 }
-RANKED: Final[Record] = {"ranked": 1, "scale": 0.2, "weight": 1}
+RANKED: Final[Record] = {"ranked": 1, "limit": ALL, "scale": 0.2, "weight": 1}
 DIVIDED: Final[Record] = {"ranked": 1, "divided": 1, "scale": 0.1, "weight": 1}
 DENSE: Final = (WHOLE, DROPPED, ADAPTER, BOUNDED, BOUNDED_ALL, RANKED, DIVIDED)
 COUNTED: Final = (WHOLE, {**ADAPTER, "limit": ALL}, DROPPED, ADAPTER)

@@ -1,7 +1,5 @@
 """Packed models: of a fine-tune, only the entries that a mask keeps; the mask is drawn again."""
 
-from __future__ import annotations
-
 import json
 import math
 import threading

@@ -221,9 +221,9 @@ def pack_chunk(
 
 
 def unpack_chunk(
-    values_at: Any,
+    base_at: Any,
     entries_at: Any,
-    _output: Any,
+    values_at: Any,
     models_at: Any,
     _tensor: Any,
     scratch_at: Any,
@@ -235,9 +235,10 @@ def unpack_chunk(
     _models: int,
     first_tile: int,
 ) -> None:  # compiled
-    """Puts the entries of a packed model where the mask keeps them."""
-    values = carray(values_at, (1, count), finetuned_raw)[0]
+    """Makes values of the base's and of a packed model's entries, where the mask keeps them."""
+    base = carray(base_at, (1, count), finetuned_raw)[0]
     entries = carray(entries_at, (1, available), finetuned_raw)[0]
+    values = carray(values_at, (1, count), finetuned_raw)[0]
     model = carray(models_at, (1,), MODEL)[0]
     bits = carray(scratch_at, (1, TILE), np.uint16)[0]
     flags = carray(scratch_at, (3, TILE), np.uint8)[2]  # behind the bits
@@ -247,6 +248,9 @@ def unpack_chunk(
     for start in range(0, count, TILE):
         draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
         part = values[start : start + TILE]
+        given = base[start : start + TILE]
+        for j in range(len(part)):
+            part[j] = given[j]
         kept += scatter(entries[min(kept, available) :], bits, limit, flags, words, part)
     model.kept = kept
 

@@ -213,13 +213,18 @@ def pack_chunk(
 
 def unpack(
     _: KernelSpec,
-    values: Array,
+    base: Array,
     entries: Array,
+    values: Array,
     key: tuple[int, int],
     threshold: int,
     first_tile: int,
 ) -> int:
-    """Put entries where a mask keeps them, as far as there are any. Gives how many it keeps."""
+    """Make values of entries where a mask keeps them, as far as there are any, and of the base's.
+
+    Gives how many it keeps.
+    """
+    values[:] = base
     mask = plain.draw_mask(key, threshold, first_tile * TILE, len(values))
     places = np.flatnonzero(mask)
     filled = places[: len(entries)]

@@ -255,13 +255,13 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
         function(*addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
 
     def unpack(
-        values: Any, entries: Any, key: tuple[int, int], threshold: int, first_tile: int
+        base: Any, entries: Any, values: Any, key: tuple[int, int], threshold: int, first_tile: int
     ) -> int:
         model = np.zeros(1, MODEL)
         model["key_0"], model["key_1"] = key
         model["limit"] = threshold - 1
         bits = np.empty((2, TILE), np.uint16)
-        addresses = [values.ctypes.data, entries.ctypes.data, 0, model.ctypes.data]
+        addresses = [array.ctypes.data for array in (base, entries, values, model)]
         addresses += [0, bits.ctypes.data, 0, 0, 0]
         function(*addresses, len(values), len(entries), 1, first_tile)
         return int(model["kept"][0])

@@ -277,8 +277,9 @@ def _try_entries(spec: KernelSpec, unpack: Kernel) -> Results:
     raw = FORMATS[spec.finetuned].raw
     for size in (COUNT, COUNT // 50):
         values = np.zeros(COUNT, raw)
+        base = np.arange(COUNT, 0, -1).astype(raw)
         entries = np.arange(1, size + 1).astype(raw)
-        kept = unpack(values, entries, (7, 1234567890), TENTH, FIRST_TILE)
+        kept = unpack(base, entries, values, (7, 1234567890), TENTH, FIRST_TILE)
         yield "value", np.append(values, kept)
 
 

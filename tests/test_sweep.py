@@ -3,11 +3,14 @@ best."""
 
 import itertools
 import json
+import logging
 import os
+import pickle
 import random
 import re
 import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -25,6 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sqlalchemy import Engine, event
 
+import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
 from darelib.commands.sweep.report import chance
 from tests.scene import wait_for
@@ -126,7 +130,7 @@ def sweep(
     return merger.sweep(evaluate, space, search=search, **{"confirm": 0, **options})
 
 
-@pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.02)])
+@pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.03)])
 def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float) -> None:
     before = snapshot(tmp_path)
     seen = list[float]()
@@ -589,6 +593,87 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
     assert [call[1] for call in calls() if call[1]] == [0.1, 0.2, 0.3, 0.4, 0.4], (
         "what was stopped is tried again"
     )
+
+
+class Code:
+    """Makes a directory when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("unpickled",)
+
+
+def test_nothing_in_a_study_is_unpickled_whatever_the_search(tmp_path: Path) -> None:
+    stored: Any = {"search": "cmaes", "storage": "sqlite:///x.db", "study": "x"}
+    sweep(hill, TUNED, trials=3, **stored)
+    storage = optuna.storages.RDBStorage("sqlite:///x.db")
+    numbers = [trial._trial_id for trial in storage.get_all_trials(1)]
+    with sqlite3.connect("x.db") as study:
+        rows = [
+            (number, "cma:optimizer:0", json.dumps(pickle.dumps(Code()).hex()))
+            for number in numbers
+        ]
+        add = "insert into trial_system_attributes (trial_id, key, value_json) values (?, ?, ?)"
+        study.executemany(add, rows)
+    assert len(sweep(hill, TUNED, trials=6, **stored).rows) == 6
+    assert not Path("unpickled").exists()
+
+
+def cut(study: Path) -> None:
+    study.write_bytes(study.read_bytes()[:40_000])
+
+
+def alter(change: str) -> Callable[[Path], None]:
+    def apply(study: Path) -> None:
+        with sqlite3.connect(study) as database:
+            database.execute(change)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut,
+        lambda study: study.write_text("no database"),
+        alter("update study_user_attributes set value_json = '{' where key = 'base'"),
+        alter("""update study_user_attributes set value_json = '"abc"' where key = 'base'"""),
+        alter("update study_user_attributes set value_json = '[1, 2]' where key = 'base'"),
+        alter("update trial_params set param_name = 'other'"),
+        alter("update trial_params set distribution_json = '{}'"),
+        alter("drop table trial_values"),
+        alter("delete from study_user_attributes"),
+    ],
+)
+def test_a_damaged_study_or_that_of_another_tool_is_refused(
+    tmp_path: Path, capsys: Capture, damage: Callable[[Path], None]
+) -> None:
+    flags = ["--vary", "drop_rate={low=0.1,high=0.9}", "--confirm", "0", "--study", "mine"]
+    flags = command(*flags, "--trials")
+    run(*flags, "2")
+    damage(Path("config_sweep.db"))
+    capsys.readouterr()
+    assert dare.main([*flags, "3"]) in (1, 2)
+    printed = capsys.readouterr().err
+    assert "this is a bug" not in printed, printed
+    assert ("the study" in printed, list(tmp_path.glob(".sweep-*"))) == (True, [])
+
+
+def test_a_sweep_leaves_the_process_as_it_was(monkeypatch: Patch) -> None:
+    def look() -> Any:
+        levels = {name: logging.getLogger(name).level for name in ("optuna", "dare")}
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        folder = (os.getcwd(), dict(os.environ))
+        return levels, list(warnings.filters), list(sys.path), handlers, folder, sys.stdout
+
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    before = look()
+    Path("helper.py").write_text("value = 0.5")
+    # What is beside the file is imported, also while the function runs.
+    Path("late.py").write_text("def score(path):\n    import helper\n    return helper.value\n")
+    sweep("late.py:score", {"drop_rate": [0.1, 0.5]}, storage="sqlite:///x.db")
+    with pytest.raises(DareError, match="score the base"):
+        sweep(lambda path: "nothing", {"drop_rate": [0.1]})
+    assert look() == before
 
 
 def test_models_that_change_end_the_search() -> None:

@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Self
@@ -191,13 +191,14 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
             f"there is no file {path!r}",
             "--evaluate takes file.py:function, or a command with {model}",
         )
-    sys.path.insert(0, str(place.resolve().parent))
     module_name = f"evaluation_{place.stem}"  # so that it replaces no other module
     spec: Any = importlib.util.spec_from_file_location(module_name, place)  # as it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    folder = str(place.resolve().parent)
     try:
-        spec.loader.exec_module(module)
+        with on_path(folder):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"cannot import {path!r}: {type(error).__name__}: {error}", "run it by itself"
@@ -205,7 +206,18 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{path!r} has no function {name!r}", "check the name after the colon")
-    return function
+    return on_path(folder)(function)  # which may import what is beside it later
+
+
+@contextmanager
+def on_path(folder: str) -> Iterator[None]:
+    """Let Python import what is in a folder."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # an evaluation may have changed the path itself
+            sys.path.remove(folder)
 
 
 def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:

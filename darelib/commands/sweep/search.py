@@ -16,7 +16,7 @@ from typing import Any, Final, Self, TypeAlias
 from darelib.commands.sweep.evaluation import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.report import Row, SweepReport, name_choice
 from darelib.commands.sweep.space import Space, draws_masks, equal_lambda, identify
-from darelib.config import DareConfig, is_count
+from darelib.config import DareConfig, is_count, is_number
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import (
     LOG,
@@ -37,9 +37,7 @@ FINALISTS: Final = 3  # how many of the best are scored again
 # A grid's trials are queued, so that nothing of them is left to chance.
 SAMPLERS: Final[dict[str, Callable[[Any, int], Any]]] = {
     "tpe": lambda samplers, seed: samplers.TPESampler(seed=seed),
-    "cmaes": lambda samplers, seed: samplers.CmaEsSampler(
-        seed=seed, warn_independent_sampling=False
-    ),
+    "cmaes": lambda samplers, seed: load_evolution().CmaEsSampler(seed),
     "random": lambda samplers, seed: samplers.RandomSampler(seed=seed),
     "grid": lambda samplers, seed: samplers.RandomSampler(seed=seed),
 }
@@ -51,6 +49,43 @@ def load_optuna() -> Any:
     except ImportError:
         raise DareError("a sweep needs Optuna", install_hint("sweep")) from None
     return optuna
+
+
+def load_evolution() -> Any:
+    try:
+        from darelib.commands.sweep import evolution
+    except ImportError:
+        raise DareError("search cmaes needs cmaes", install_hint("sweep")) from None
+    return evolution
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Optuna reports every trial, which is done here; afterwards it is as loud as it was."""
+    optuna = load_optuna()
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def explain_study_errors(storage: str | None) -> Iterator[None]:
+    """What a study that is damaged, or that another tool wrote, leads to."""
+    try:
+        yield
+    except DareError:
+        raise
+    except Exception as error:  # whatever a database may come up with
+        if storage is None:  # nothing of it comes from elsewhere
+            raise
+        reason = str(error).partition("\n")[0]
+        raise DareError(
+            f"the study in {storage!r} cannot be used: {type(error).__name__}: {reason}",
+            "move it elsewhere, or give another --storage",
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +164,6 @@ def open_study(
     aims = [dataclasses.astuple(objective) for objective in options.objectives]
     settings = [space.config.recipe_settings(), rules]
     digest = make_digest([facts, settings, aims, repr((space.axes, space.rules))])
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     name = options.study or f"sweep-{make_digest([digest, label])}"
     directions = ["maximize" if each.maximize else "minimize" for each in options.objectives]
     for attempt in range(10):
@@ -138,7 +171,9 @@ def open_study(
             study = optuna.create_study(
                 storage=options.storage, study_name=name, directions=directions, load_if_exists=True
             )
-            study.set_metric_names([each.name for each in options.objectives])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([each.name for each in options.objectives])
             break
         except Exception as error:  # whatever a database may come up with
             reason = str(error).partition("\n")[0]
@@ -149,7 +184,8 @@ def open_study(
                     "--storage takes a URL like sqlite:///sweep.db; the directory must exist",
                 ) from None
             time.sleep(0.2)
-    if study.user_attrs.get(FACTS, digest) != digest:
+    made_here = digest if not study.get_trials(deepcopy=False) else None
+    if study.user_attrs.get(FACTS, made_here) != digest:
         raise ConfigError(
             f"the study {name!r} is of other models, settings or values", "give it another name"
         )
@@ -182,12 +218,14 @@ class Search:
         grid = space.list_combinations() if options.search == "grid" else []
         self.combinations = grid[: options.trials]
         self.wanted = len(self.combinations) or options.trials or 30
-        self.study = open_study(self.optuna, space, options, label, facts)
-        self.before = self._count_done()
+        with quiet_optuna(), explain_study_errors(options.storage):
+            self.study = open_study(self.optuna, space, options, label, facts)
+            self.before = self._count_done()
 
     def run(self) -> SweepReport:
         """Search until there are as many trials as are wanted, then score the best few again."""
-        with warn_once(), self.interrupts:
+        explained = explain_study_errors(self.options.storage)
+        with quiet_optuna(), warn_once(), self.interrupts, explained:
             self._score_base()
             if self.before:
                 name = self.study.study_name
@@ -260,7 +298,10 @@ class Search:
             except self.optuna.TrialPruned:
                 raise EvaluationFailed("it was pruned") from None
             self.study.set_user_attr(key, scores)
-        return list(self.study.user_attrs[key])
+        stored = self.study.user_attrs[key]
+        if len(stored) != len(self.options.objectives) or not all(map(is_number, stored)):
+            raise ValueError(f"its scores of {key} are {stored!r}")
+        return list(stored)
 
     def _try(self, trial: Any) -> Sequence[float]:
         try:

@@ -293,7 +293,15 @@ def test_two_processes_work_on_one_study() -> None:
         ('{"score": "high"}', "no finite number but 'high'"),
         ('{"score": true}', "but True"),
         ("score: nan", "but nan"),
-        ('{"accuracy": 1}', "no score 'score', but accuracy"),
+        ('{"accuracy": 1}', "no score 'score', but 'accuracy'"),
+        ('{"score": 0.9', "not complete"),
+        ('{\n  "score": 0.9', "not complete"),
+        ('{"tasks": [\n1', "not complete"),
+        ('score": 0.5}', "not complete"),
+        ('{"step": 1}\ndone: 0.5', 0.5),
+        ('result: {"score": 0.5}', 0.5),
+        ("9" * (1 << 16) + "x", "not one number"),
+        ("9" * (1 << 16), "no finite number"),
         (torch.tensor(0.25), 0.25),
         ({"score": 3}, 3.0),
         ("", "no"),
@@ -311,6 +319,26 @@ def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(
         else pytest.raises(DareError, match=f"the first failed: .*{score}")
     ):
         assert sweep(evaluate, {"drop_rate": [0.5]}).rows[0].scores == [score]
+
+
+@pytest.mark.slow
+@POSIX
+def test_what_an_evaluation_prints_takes_no_room_and_what_it_leaves_running_is_not_waited_for() -> (
+    None
+):
+    """With files of at most 1 MB: to print more into one would end the evaluation."""
+    judge("""
+    import subprocess
+    for _ in range(40):
+        print("x" * 99_999)
+        print("y" * 99_999, file=sys.stderr)
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    open("child", "w").write(str(child.pid))
+    return 0.25""")
+    limited = f"""bash -c 'ulimit -f 1000; "$0" judge.py "$1"' "{sys.executable}" {{model}}"""
+    found = sweep(limited, {"drop_rate": [0.1]})
+    assert (found.base, found.rows[0].scores) == ([0.25], [0.25])
+    os.kill(int(Path("child").read_text()), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -707,6 +735,7 @@ def test_models_that_change_end_the_search() -> None:
         ("--write-config math.safetensors --force", 2, "is the input"),
         ("--objective a:max a:min", 2, "have one name"),
         ("--evaluate 'cat {model} | tail'", 2, "without a shell"),
+        ("--evaluate 'cat {model} | wc'", 2, """bash -c '... "$1" ...' bash {model}"""),
         ("--in-memory --keep-models x", 2, "no models to keep"),
         ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
         ("--storage sqlite:///no/such.db", 1, "cannot open the study"),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Self, TypeAlias
+from urllib.parse import quote
 
 from darelib.commands.sweep.evaluation import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.report import Row, SweepReport, name_choice
@@ -283,7 +284,8 @@ class Search:
     def _score(self, config: DareConfig | None, trial: Any, name: str) -> list[float]:
         """The scores of a merge, or of the base; whatever an evaluation raises is its failure."""
         try:
-            model = f"{self.study.study_name}-{name.replace(' ', '-')}"
+            # A study may be called a/b.
+            model = quote(f"{self.study.study_name}-{name.replace(' ', '-')}", safe="")
             return read_scores(self.evaluate(config, trial, model), self.options.objectives)
         except (DareError, self.optuna.TrialPruned):
             raise

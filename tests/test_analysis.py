@@ -649,14 +649,12 @@ def test_an_analysis_writes_over_no_input(
     pair: Pair, models: Models, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "link.toml").symlink_to(models[1])
-    (tmp_path / f"d.toml.{os.getpid()}.partial").symlink_to(models[1])
     for base, written, status in (
         (models[0], "base.safetensors", 2),
         (models[0], "math.safetensors", 2),
         (models[0], "link.toml", 2),
         (pair[0], "base/a.toml", 2),
         (models[0], "nowhere/a.toml", 2),
-        (models[0], "d.toml", 1),
     ):
         flags = ["analyze", "-q", "-b", base, "-m", models[1], "--engine", "plain", "--force"]
         arguments = [*flags, "--write-config", tmp_path / written]

@@ -252,6 +252,45 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
     assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
 
 
+def test_models_are_kept_whatever_the_study_is_called() -> None:
+    names = ("a/b", "a_b", "../c d", "ü%2F")
+    for name in names:
+        sweep(hill, {"drop_rate": [0.5]}, folder="kept", keep_models=True, study=name)
+    assert len(os.listdir("kept")) == 2 * len(names), "a trial and a plain average of each"
+    assert "a%2Fb-trial-0000.safetensors" in os.listdir("kept")
+
+
+@POSIX
+def test_what_a_killed_sweep_left_is_removed_by_the_next_and_nothing_else_is(
+    tmp_path: Path,
+) -> None:
+    judge("    if os.path.exists('kill') and rate: os.kill(os.getpid(), 9)\n    return value")
+    flags = command("--vary", "drop_rate=[0.5]", "--confirm", "0", evaluate="judge.py:score")
+    Path(".sweep-mine").mkdir()
+    Path(".sweep-mine/merged.safetensors").touch()
+    Path("kill").touch()
+    process = subprocess.run([sys.executable, HERE / "dare.py", *flags], check=False)
+    assert process.returncode == -signal.SIGKILL
+    [left] = set(tmp_path.glob(".sweep-*/merged.safetensors")) - {
+        tmp_path / ".sweep-mine/merged.safetensors"
+    }
+    Path("kill").unlink()
+    seen = []
+
+    def look(path: Path) -> float:
+        """One sweep inside another: neither takes the other's folder for abandoned."""
+        seen.append(path.exists())
+        return len(seen)
+
+    def outer(path: Path) -> float:
+        sweep(look, {"drop_rate": [0.5]})
+        return float(path.exists())
+
+    assert sweep(outer, {"drop_rate": [0.5]}).rows[0].scores == [1.0]
+    assert (left.exists(), all(seen)) == (False, True)
+    assert list(tmp_path.glob(".sweep-*/*")) == [tmp_path / ".sweep-mine/merged.safetensors"]
+
+
 @pytest.mark.slow
 def test_two_processes_work_on_one_study() -> None:
     # The first one waits in its second trial until the other has begun one.

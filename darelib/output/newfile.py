@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 
 from darelib.core.text import DareError
+from darelib.output.scratch import make_scratch
 
 
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """Write a file beside its name and then give it that name, replacing what had it."""
     path = Path(os.path.realpath(path))  # a link stays one
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    name = f"{path.name[:50]}.partial-"  # names may be as long as the filesystem allows
     try:
-        with ExitStack() as cleanup:
-            with partial.open("xb") as file:  # a file that has this name already is not ours
-                cleanup.callback(partial.unlink, missing_ok=True)
+        with make_scratch(path.with_name(name)) as folder:
+            partial = folder / "output"
+            with partial.open("xb") as file:
                 for piece in pieces:
                     file.write(piece)
                 file.flush()

@@ -6,10 +6,9 @@ import copy
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from darelib.commands.options import Merger
@@ -22,6 +21,7 @@ from darelib.core.text import ConfigError, DareError, install_hint, printable
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.hub import download
 from darelib.models.inputs import check_unchanged
+from darelib.output.scratch import make_scratch
 from darelib.requests.configfile import format_settings, write_config
 from darelib.requests.request import Request
 from darelib.run import load_memory
@@ -83,7 +83,7 @@ def sweep_models(
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
         if model is None and not in_memory:
             with prepare_folder(folder, keep_models) as place:
-                in_files = merge_in_files(merger, inputs, quiet, score, Path(place), keep_models)
+                in_files = merge_in_files(merger, inputs, quiet, score, place, keep_models)
                 return Search(choices, in_files, how, name, facts).run()
         if keep_models:
             raise ConfigError("in memory there are no models to keep", "leave one of the two out")
@@ -91,17 +91,21 @@ def sweep_models(
         return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
 
 
-def prepare_folder(folder: Path, keep: bool) -> AbstractContextManager[str]:
+@contextmanager
+def prepare_folder(folder: Path, keep: bool) -> Iterator[Path]:
     """Where models are written: there, to be kept, or in a folder of its own that goes away."""
-    try:
-        if not keep:
-            return TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        return nullcontext(str(folder))
-    except OSError as error:
-        raise DareError(
-            f"cannot write models in {str(folder)!r}: {error.strerror}", "give --keep-models DIR"
-        ) from None
+    with ExitStack() as opened:
+        try:
+            if keep:
+                folder.mkdir(parents=True, exist_ok=True)
+            else:
+                folder = opened.enter_context(make_scratch(folder / ".sweep-"))
+        except OSError as error:
+            raise DareError(
+                f"cannot write models in {str(folder)!r}: {error.strerror}",
+                "give --keep-models DIR",
+            ) from None
+        yield folder
 
 
 def merge_in_files(

@@ -4,7 +4,6 @@ and pictures."""
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import sys

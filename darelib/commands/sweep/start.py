@@ -22,7 +22,7 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.hub import download
 from darelib.models.inputs import check_unchanged
 from darelib.output.scratch import make_scratch
-from darelib.requests.configfile import format_settings, write_config
+from darelib.requests.configfile import format_settings, pin_tokenizer, write_config
 from darelib.requests.request import Request
 from darelib.run import load_memory
 
@@ -78,6 +78,7 @@ def sweep_models(
     how = Options.of(**options)
     quiet = dataclasses.replace(merger.config, verbose=False)
     choices = Space(space, quiet, len(merger.models))
+    merger = pin_sources(merger)
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
@@ -89,6 +90,16 @@ def sweep_models(
             raise ConfigError("in memory there are no models to keep", "leave one of the two out")
         base, *finetuned = load_states(inputs, model)
         return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
+
+
+def pin_sources(merger: Merger) -> Merger:
+    """The same with models of the Hub by their commits: a branch may move during a search."""
+    pinned = copy.copy(merger)
+    pinned.base = download(merger.base)
+    pinned.models = tuple(map(download, merger.models))
+    pinned.tokenizer = pin_tokenizer(merger.tokenizer)
+    pinned.chat_template = merger.chat_template and pin_tokenizer(merger.chat_template)
+    return pinned
 
 
 @contextmanager
@@ -119,7 +130,7 @@ def merge_in_files(
     """Models are written, each over the one before unless they are kept, and handed over by their
     path. config: to see whether they can be, now rather than later.
     """
-    base = download(merger.base).path
+    base = merger.base.path
     # Of the kind that the base is, so that what loads the base loads it.
     ending = base.suffix if base.is_file() and base.suffix == ".safetensors" else ""
 

@@ -252,6 +252,20 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
     assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
 
 
+def test_what_comes_after_the_trials_is_announced_and_in_the_time_that_is_left(
+    capsys: Capture,
+) -> None:
+    judge("    time.sleep(0.4 * (rate > 0))\n    return value")
+    flags = ["--vary", "drop_rate=[0.2, 0.8]", "--search", "grid", "--confirm"]
+    flags = command(*flags, evaluate="judge.py:score")
+    run(*flags, "3", "--study", "confirmed")
+    printed = capsys.readouterr().err
+    assert re.search(r"\[2/2\].*, about [2-9]\S* s left", printed), "six seeds and an average"
+    assert "fresh seeds" in printed
+    run(*flags, "0", "--study", "not")
+    assert "fresh seeds" not in capsys.readouterr().err
+
+
 def test_models_are_kept_whatever_the_study_is_called() -> None:
     names = ("a/b", "a_b", "../c d", "ü%2F")
     for name in names:

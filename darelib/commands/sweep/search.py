@@ -214,6 +214,7 @@ class Search:
         self.interrupts = StopAfterTrial()
         self.started = time.perf_counter()
         self.failed: set[int] = set()  # the trials of this run
+        self.draws = False  # whether any of them has dropped at random
         if options.search == "cmaes" and space.count_ranges() < 2:
             raise ConfigError("search cmaes needs two ranges or more", "use tpe")
         grid = space.list_combinations() if options.search == "grid" else []
@@ -308,6 +309,7 @@ class Search:
     def _try(self, trial: Any) -> Sequence[float]:
         try:
             config = self.space.choose(trial)
+            self.draws |= draws_masks(config, self.space.count)
             for other in self._trials(self.states.COMPLETE):
                 if other.params == trial.params:
                     return other.values
@@ -331,23 +333,29 @@ class Search:
         if len(self.options.objectives) == 1 and self._trials(self.states.COMPLETE):
             outcome += f" (best {study.best_value:g})"
         rate = (time.perf_counter() - self.started) / max(1, done - self.before)
+        left = self.wanted - done + self._count_after()
         LOG.log(
             logging.WARNING if trial.number in self.failed else logging.INFO,
             f"[{done}/{self.wanted}] {clip(name_choice(trial.params), 100)}: {outcome}, "
-            f"{trial.duration.total_seconds():.1f} s, {duration(rate * (self.wanted - done))} left",
+            f"{trial.duration.total_seconds():.1f} s, {duration(rate * left)} left",
         )
         if self._is_done():
             study.stop()
         self._seed_sampler()
         self.interrupts.check()
 
+    def _count_after(self) -> int:
+        """About how many merges are scored after the trials."""
+        seeds = self.options.confirm if self.draws else 0
+        return min(FINALISTS, self.wanted) * seeds + len(self.space.list_lambdas())
+
     def _confirm(self) -> SweepReport:
         """Score the best few with fresh seeds, and the plain average with several lambdas."""
         report = self._report()
         finalists = report.ranked[:FINALISTS]
-        LOG.info(
-            "scoring the best again with fresh seeds, and the plain average with several lambdas"
-        )
+        if self.options.confirm and any(row.draws for row in finalists):
+            LOG.info("scoring the best again with fresh seeds")
+        LOG.info("scoring the plain average, which is what they are compared with")
         for row in finalists:
             for k in range(1, self.options.confirm + 1 if row.draws else 1):
                 # Model i draws with seed + i, so that seeds which share no mask are as far apart

@@ -194,6 +194,20 @@ def open_study(
     return study
 
 
+def queue_grid(study: Any, states: Any, combinations: Sequence[dict[str, Any]]) -> None:
+    """Let Optuna hand out what is left of a grid, to this process and to others."""
+    # What seems to run may have been killed: it is queued as the last, and its scores are used if
+    # there are any by then.
+    known = {
+        identify(trial.system_attrs.get("fixed_params", trial.params)): trial.state
+        for trial in study.get_trials(deepcopy=False)
+    }
+    for wanted in ((None, states.FAIL), (states.RUNNING,)):
+        for params in combinations:
+            if known.get(identify(params)) in wanted:
+                study.enqueue_trial(params)
+
+
 class Search:
     """A study that is under way."""
 
@@ -232,7 +246,7 @@ class Search:
             if self.before:
                 name = self.study.study_name
                 LOG.info(f"going on with the study {name}: {self.before} trials are done")
-            self._queue_grid()
+            queue_grid(self.study, self.states, self.combinations)
             if not self._is_done():
                 self._seed_sampler()
                 self.study.optimize(self._try, callbacks=[self._finish], catch=(EvaluationFailed,))
@@ -248,19 +262,6 @@ class Search:
         if not self.combinations:
             return len(done)
         return len({identify(t.params) for t in done} & set(map(identify, self.combinations)))
-
-    def _queue_grid(self) -> None:
-        """Let Optuna hand out what is left of a grid, to this process and to others."""
-        # What seems to run may have been killed: it is queued as the last, and its scores are
-        # used if there are any by then.
-        states = {
-            identify(trial.system_attrs.get("fixed_params", trial.params)): trial.state
-            for trial in self._trials()
-        }
-        for wanted in ((None, self.states.FAIL), (self.states.RUNNING,)):
-            for params in self.combinations:
-                if states.get(identify(params)) in wanted:
-                    self.study.enqueue_trial(params)
 
     def _is_done(self) -> bool:
         if self.combinations and not self._trials(self.states.WAITING):

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -367,25 +367,6 @@ def write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file beside its name and then give it that name, replacing what had it."""
-    path = Path(os.path.realpath(path))  # a link stays one
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with ExitStack() as cleanup:
-            with partial.open("xb") as file:  # a file that has this name already is not ours
-                cleanup.callback(partial.unlink, missing_ok=True)
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-    except OSError as error:
-        raise DareError(
-            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it"
-        ) from None
 
 
 def remove(path: Path) -> None:

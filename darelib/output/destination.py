@@ -73,7 +73,7 @@ def find_output(given: str | Path) -> Destination:
         )
     with explain_place_errors(str(path)):
         target = path.resolve()
-        target.exists()  # which fails where the name is too long
+        is_dangling = not target.exists() and path.is_symlink()  # too long a name fails here
         above = next((parent for parent in target.parents if parent.exists()), target)
     if not above.is_dir():
         raise DareError(
@@ -86,6 +86,11 @@ def find_output(given: str | Path) -> Destination:
     if not os.access(above, os.W_OK):
         raise DareError(
             f"the output's directory {str(above)!r} is not writable", "choose another directory"
+        )
+    if is_dangling:
+        raise DareError(
+            f"the output {str(path)!r} is a link to {str(target)!r}, which does not exist",
+            "remove the link, or give the name that it leads to",
         )
     return Destination(str(path), target, suffix != ".safetensors")
 

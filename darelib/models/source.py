@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +120,24 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
     # The snapshot's directory has the name of its commit, which is what a recipe must hold, since
     # branches move.
     return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
+
+
+def check_links(folder: Path, paths: Iterable[Path]) -> None:
+    """Refuse files of a model that are links out of its folder, where any file of a user may be.
+
+    A cache of the Hub holds what the files of its snapshots are links to in a folder beside them.
+    """
+    home = folder.resolve()
+    homes = [home]
+    homes += [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
+    for path in paths:
+        real = path.resolve() if path.is_file() else home
+        if not any(map(real.is_relative_to, homes)):
+            raise DareError(
+                f"{str(path)!r} leads out of its model, to {str(real)!r}",
+                "such a link may lead to any file, so it is not followed; if you trust it, put a "
+                "copy of that file in its place",
+            )
 
 
 def is_on_hub(source: Source) -> bool:

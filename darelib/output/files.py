@@ -417,6 +417,7 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         with ExitStack() as cleanup:
             with partial.open("xb") as file:  # a file that has this name already is not ours
                 cleanup.callback(partial.unlink, missing_ok=True)
+                limit_mode(partial, path)
                 for piece in pieces:
                     file.write(piece)
                 file.flush()
@@ -426,6 +427,15 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         raise DareError(
             f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it"
         ) from None
+
+
+def limit_mode(path: Path, like: Path) -> None:
+    """Open a file to nobody to whom the one that it replaces, or is a copy of, is not open."""
+    if like.exists():
+        mode = stat.S_IMODE(path.stat().st_mode)
+        narrower = mode & ~(0o077 & ~like.stat().st_mode)
+        if narrower != mode:
+            path.chmod(narrower)
 
 
 def remove(path: Path) -> None:

@@ -31,6 +31,7 @@ from darelib.output.files import (
     check_ours,
     explain_difference,
     explain_foreign,
+    limit_mode,
     name_journal,
     remove,
     sync_directory,
@@ -199,6 +200,8 @@ class Output(Files):
         os.makedirs((self.made / name).parent, exist_ok=True)
         with closing(read_pieces(content)) as pieces:
             write_synced(self.made / name, os.O_TRUNC, pieces)
+        if isinstance(content, Path):
+            limit_mode(self.made / name, content)
 
     def publish(
         self,
@@ -231,6 +234,8 @@ class Output(Files):
         self._sync()
         self._check_still_ours()
         self._close()
+        for path in (self.made, *self.made.rglob("*")):
+            limit_mode(path, self.destination.path / path.relative_to(self.made))
         if self.destination.directory:
             for folder, _, _ in os.walk(self.made, topdown=False):
                 sync_directory(Path(folder))

@@ -18,6 +18,7 @@ MODEL_FILES: Final = (
     "adapter_model.safetensors",
     "adapter_config.json",
 )
+RECIPE_FILE: Final = "dare_recipe.toml"  # in the directory of a merged model
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.
 BASE, UNION = ("base", "union")
 AUTO: Final = "auto"  # the chat template that most models have
@@ -62,6 +63,12 @@ class Source:
     def is_word(self) -> bool:
         """Whether a tokenizer or a chat template is a word or the template itself, not a path."""
         return self.name in (BASE, UNION, AUTO) or is_template(self.name)
+
+
+def is_last_part(name: object) -> bool:
+    """Whether a name is the last part of a path, or that of a commit on the Hub."""
+    is_pinned = HUB_NAME.fullmatch(str(name)) and str(name).count("/") == 1
+    return isinstance(name, str) and (Path(name).name == name != ".." or bool(is_pinned))
 
 
 def is_template(text: str) -> bool:

@@ -18,7 +18,7 @@ from darelib.models.checkpoint import (
     WEIGHTS_FILE,
 )
 from darelib.models.packed import PACKED_KEY
-from darelib.models.source import Source
+from darelib.models.source import RECIPE_FILE, Source
 from darelib.models.tensorfile import (
     PICKLE_SUFFIXES,
     WEIGHT_SUFFIXES,
@@ -29,7 +29,6 @@ from darelib.models.tensorfile import (
 )
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
-RECIPE_FILE: Final = "dare_recipe.toml"  # in a model directory
 # Of the files in a directory, those that say that it is a model.
 MODEL_MARKS: Final = frozenset({WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE})
 # What an output's name ends in where somebody wants a file, and not a directory.

@@ -20,9 +20,9 @@ from darelib.core.methods import METHODS, TensorSettings
 from darelib.core.text import ConfigError, DareError, as_text, count_of
 from darelib.core.tomlfile import MAX_TOML
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.source import Source, check_links, recorded_name
+from darelib.models.source import RECIPE_FILE, Source, check_links, recorded_name
 from darelib.models.tensorfile import MAX_JSON, TensorInfo, open_regular
-from darelib.output.destination import RECIPE_FILE, RECIPE_KEY, digest_of, is_weights, list_files
+from darelib.output.destination import RECIPE_KEY, digest_of, is_weights, list_files
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.plan import find_seeds
 from darelib.plan.tensors import PlannedFile

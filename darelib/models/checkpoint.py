@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, Self
 
 from darelib.core.text import DareError, InputChanged, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.source import Source
+from darelib.models.source import Source, check_links
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
@@ -184,6 +184,8 @@ def _explain_no_weights(source: Source, names: list[str]) -> DareError:
 def _find_by_index(source: Source, path: Path) -> Layout:
     """The files that an index names, which must lie beside it."""
     shown = part_name(source, path)
+    if path != source.path:
+        check_links(path.parent, [path])
     weight_map = read_json(path, shown, MAX_INDEX).get("weight_map")
     if not weight_map or not isinstance(weight_map, dict):
         raise DareError(

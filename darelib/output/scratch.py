@@ -11,7 +11,7 @@ from pathlib import Path
 
 from darelib.core.text import DareError
 from darelib.models.tensorfile import BINARY
-from darelib.output.files import LOCK_FILE, Lock, try_lock
+from darelib.output.files import LOCK_FILE, Lock, limit_mode, try_lock
 
 
 @contextmanager
@@ -60,6 +60,7 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         with make_scratch(path.with_name(name)) as folder:
             partial = folder / "output"
             with partial.open("xb") as file:
+                limit_mode(partial, path)
                 for piece in pieces:
                     file.write(piece)
                 file.flush()

@@ -45,7 +45,13 @@ from darelib.output.directory import (
     recipe_text,
     update_config,
 )
-from darelib.output.tokenizer import SideFiles, TokenizerChoice, compare_tokenizers, place_tokenizer
+from darelib.output.generation import compare_generation, place_generation
+from darelib.output.tokenizer import (
+    SideFiles,
+    TokenizerChoice,
+    compare_tokenizers,
+    place_tokenizer,
+)
 from darelib.plan.checks import check_kinds
 from darelib.plan.plan import MergePlan, count_threads, plan_merge
 from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
@@ -171,12 +177,14 @@ def make_side_files(
     left_out = {name for encoding in lost for name in encoding.files}
     found = find_side_files(base.folder)
     side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
-    notes = place_tokenizer(side, plan.tokenizer, inputs, plan.embedding_rows)
+    voice, notes = place_tokenizer(side, plan.tokenizer, inputs, plan.embedding_rows)
+    changes = place_generation(side, voice)
+    notes += compare_generation(side, voice, changes)
     config = side.get(CONFIG_FILE)
     if isinstance(config, Path):
         name = part_name(base.source, config)
         table = read_json(config, name)  # it must be sound, copied or not
-        if changes := list_changes(plan, base, lost):
+        if changes := changes | list_changes(plan, base, lost):
             side[CONFIG_FILE] = update_config(table, changes, name)
     else:
         notes.append(

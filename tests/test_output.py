@@ -9,18 +9,22 @@ from typing import Any
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from dare import ConfigError, DareConfig
 from darelib.config import parse_size
 from darelib.output.destination import list_files
+from tests.scene import contents
 from tests.support import (
     BF16,
     INDEX,
+    Capture,
     Models,
     Pair,
     Patch,
     Refusal,
     assert_same,
+    define,
     finetune,
     low_rank,
     merge_paths,
@@ -125,6 +129,88 @@ def test_config_json_names_the_new_type(pair: Pair, tmp_path: Path, key: str | N
     after = before | {key or "torch_dtype": "float16"}
     after |= {"text_config": {"dtype": "float16", "more": 1}} if key else {}
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == after
+
+
+def test_config_json_names_the_type_of_the_tensors_also_if_the_base_s_own_was_wrong(
+    pair: Pair, tmp_path: Path
+) -> None:
+    """The tensors are of that type already, and nothing is converted."""
+    table = {"torch_dtype": "float32", "text_config": {"dtype": "float32"}}
+    (pair[0] / "config.json").write_text(json.dumps(table))
+    run("-q", "-b", pair[0], "-m", pair[1], "-o", tmp_path / "out", "--dtype", "bfloat16")
+    after = {"torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16"}}
+    assert read_json(tmp_path / "out" / "config.json") == after
+
+
+# --- modules that are stored apart, as sentence-transformers does ---------------------------------
+
+DENSE = "2_Dense"
+
+
+@pytest.fixture
+def encoders(pair: Pair) -> Pair:
+    """The pair with a pooling module, which has no weights, and a dense one, which has."""
+    modules = [{"idx": k, "path": path} for k, path in enumerate(("", "1_Pooling", DENSE))]
+    base = random_model(7, BF16, {"linear.weight": (40, 50), "linear.bias": (40,)})
+    for folder, tensors in zip(pair, (base, finetune(base, 8)), strict=True):
+        (folder / "modules.json").write_text(json.dumps(modules))
+        save_directory(folder / DENSE, tensors, in_features=50)
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text("{}")
+    return pair
+
+
+def test_modules_that_are_stored_apart_are_merged_and_stay_apart(
+    encoders: Pair, tmp_path: Path
+) -> None:
+    base, math = encoders
+    out = tmp_path / "out"
+    models = ["-q", "-b", base, "-m", math]
+    run(*models, "-o", out, "--max-shard-size", "4KB", "--resume")
+    prefixed = [
+        {f"{DENSE}/{name}": tensor for name, tensor in tensors_in(folder / DENSE).items()}
+        for folder in encoders
+    ]
+    expected = define(prefixed[0], prefixed[1:])
+    merged = tensors_in(out / DENSE)
+    assert_same({f"{DENSE}/{name}": tensor for name, tensor in merged.items()}, expected)
+    assert tensors_in(out).keys() == tensors_in(base).keys()
+    assert {f"{DENSE}/config.json", "1_Pooling/config.json", "modules.json"} <= {*list_files(out)}
+    assert read_json(out / INDEX)["weight_map"].keys() == tensors_in(base).keys()
+    run("verify", "-q", out)
+    run("-q", "-c", out, "-o", tmp_path / "again")
+    assert contents(out) == contents(tmp_path / "again")
+    for flags in (("--part", "1/2"), ("--part", "2/2"), ("--resume",)):
+        run(*models, "-o", tmp_path / "parts", "--max-shard-size", "4KB", *flags)
+    assert contents(out) == contents(tmp_path / "parts")
+    weights = out / DENSE / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")
+    run("verify", "-q", out, status=1)
+    run(*models, "-o", tmp_path / "one.safetensors")
+    assert load_file(tmp_path / "one.safetensors").keys() == tensors_in(base).keys()
+    run("pack", *models, "-o", tmp_path / "packed")
+    run("-q", "-b", base, "-m", tmp_path / "packed", "-o", tmp_path / "like")
+    assert_same(tensors_in(tmp_path / "like" / DENSE), tensors_in(tmp_path / "again" / DENSE))
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_modules_that_cannot_be_merged_are_the_base_s_and_it_is_said(
+    encoders: Pair, tmp_path: Path, capsys: Capture, pickled: bool
+) -> None:
+    base, math = encoders
+    name = f"{DENSE}/model.safetensors"
+    (math / name).unlink()
+    if pickled:
+        (base / name).unlink()
+        name = f"{DENSE}/pytorch_model.bin"
+        (base / name).write_bytes(b"a pickle")
+    run("-b", base, "-m", math, "-o", tmp_path / "out")
+    assert (name if pickled else f"{DENSE}/linear.weight") in capsys.readouterr().err
+    if pickled:
+        assert (tmp_path / "out" / name).read_bytes() == b"a pickle"
+    else:
+        assert_same(load_file(tmp_path / "out" / name), load_file(base / name))
+    run("verify", "-q", tmp_path / "out")
 
 
 def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, no_output: Any) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tests.support import (
     mask,
     random_model,
     raw,
+    run,
     run_merge,
     save,
     save_models,
@@ -120,6 +122,10 @@ EDITS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "true counts": put("counts", [False] * 4),
     "counts from 1": put("counts", lambda c: [1, *c[1:]]),
     "less in all": put("counts", lambda c: [*c[:-1], c[-1] - 1]),
+    "too few digests": put("base_crc32", lambda d: d[:-1]),
+    "digests of text": put("base_crc32", lambda d: [*map(str, d)]),
+    "a digest": put("base_crc32", 7),
+    "another digest": put("base_crc32", lambda d: [*d[:-1], d[-1] ^ 1]),
     "another mask name": lambda t, _: t["tensors"]["w"].update(mask_name="v"),
     "no mask name": lambda t, _: t["tensors"]["w"].update(mask_name=""),
     "half a surrogate": lambda t, _: t["tensors"]["w"].update(mask_name="\ud800"),
@@ -165,6 +171,7 @@ def test_values_that_are_cut_or_broken_are_refused(
 
 
 PLACES = ["version", "mask", "seed", "base", "tensors", "w", "shape", "drop_rate", "counts"]
+PLACES += ["base_crc32"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: (
@@ -191,6 +198,36 @@ def test_any_other_value_is_refused_or_means_the_same(
     except DareError:
         return
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "sound.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
+@pytest.mark.parametrize("elements", [2048, 8192])
+def test_a_base_of_which_some_weights_were_changed_is_another_base(
+    tmp_path: Path, refused: Refusal, dtype: torch.dtype, elements: int
+) -> None:
+    """Its fingerprint is that of a sample, in which they are not."""
+    tune(job_elements=elements)  # also less than a block, which several threads then read
+    base = random_model(0, BF16, {"w": (1100, 600)})
+    tuned = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
+    paths = save(tmp_path, base=base, math=tuned, other=finetune(base, 2))
+    packed = [
+        pack(paths[0], path, tmp_path / f"packed-{path.name}", "--seed", 42 + i)
+        for i, path in enumerate(paths[1:])
+    ]
+    out = tmp_path / "out.safetensors"
+    flags = ["-b", paths[0], *PLAIN, "--threads", "3"]
+    merge = [*flags, "-m", *packed, "-o", out]
+    run("-q", *merge)
+    run("verify", "-q", out)
+    base["w"].view(-1)[2100:2500] += 1
+    save(tmp_path, base=base)
+    words = (f"packed-{paths[1].name}'", "another base", "tensor 'w' differs at [0, 0] or after")
+    refused(1, words, *merge)
+    refused(1, words, "analyze", *flags, "-m", packed[0])
+    run("verify", out, status=1)
+    for path in packed:  # as it was before there were digests
+        rewrite(path, lambda table, _: table["tensors"]["w"].pop("base_crc32") and None)
+    run("-q", *merge, "--force")
 
 
 # --- the format, as docs/packed.md has it ---------------------------------------------------------
@@ -246,6 +283,12 @@ def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
     found = read_packed(pack(*paths, tmp_path / "packed.safetensors", *flags))
     rates = {"large": 0.93, "one": 0.93, "none": 0.93, "small": 0.999999, "wide": 0.3}
     assert found.keys() == tuned.keys()
+    entries = table_of(tmp_path / "packed.safetensors")["tensors"]
+    for name, tensor in base.items():
+        data = raw(tensor).tobytes()
+        size = tensor.itemsize << 20
+        blocks = [zlib.crc32(data[start : start + size]) for start in range(0, len(data), size)]
+        assert entries[name]["base_crc32"] == blocks
     for name, (positions, values) in found.items():
         assert np.array_equal(
             positions, np.flatnonzero(mask(5, name, tuned[name].numel(), rates[name]))
@@ -264,6 +307,7 @@ def test_the_page_says_what_the_code_does() -> None:
         "shape",
         "drop_rate",
         "counts",
+        "base_crc32",
         "mask_name",
     )
     assert all(f"`{field}`" in page for field in fields)

@@ -414,3 +414,123 @@ def test_transformers_loads_a_union_whose_tokens_and_rows_agree(tmp_path: Path, 
             mine, other = (getattr(each, part)().weight.detach() for each in (model, theirs))
             assert same_bits(mine[number], other[row])
     assert model(input_ids=torch.tensor([tokenizer.encode("t1 <a> t2 <b>")])).logits.shape[-1] == 11
+
+
+# --- how an output begins and ends texts ----------------------------------------------------------
+
+IM = {"<|im_start|>": 10, "<|im_end|>": 11}
+CHATML = "{% for m in messages %}<|im_start|>{{ m }}<|im_end|>{% endfor %}{{ eos_token }}"
+
+
+def write_speaker(
+    folder: Path, seed: int, added: dict[str, int], end: str, template: str = "", **settings: Any
+) -> Path:
+    """A model that ends texts with a token, as its three configurations say."""
+    write_model(folder, 12, added, seed)
+    known = {"eos_token": end} | ({"chat_template": template} if template else {})
+    write_tokenizer(folder, added, known)
+    number = (TRAINED | added)[end]
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": end}}))
+    config = read_json(folder / "config.json") | {"eos_token_id": number}
+    (folder / "config.json").write_text(json.dumps(config))
+    table = {"eos_token_id": [number, 9], **settings}
+    (folder / "generation_config.json").write_text(json.dumps(table))
+    return folder
+
+
+def ends_of(folder: Path) -> tuple[Any, ...]:
+    """What a model ends texts with: by its configuration, by its tokenizer, when it generates."""
+    token = read_json(folder / "tokenizer_config.json")["eos_token"]
+    listed = read_json(folder / "special_tokens_map.json")["eos_token"]
+    generation = read_json(folder / "generation_config.json")
+    config = read_json(folder / "config.json")["eos_token_id"]
+    text = listed["content"] if isinstance(listed, dict) else listed
+    return config, token, text, generation["eos_token_id"], generation.get("temperature")
+
+
+@pytest.fixture
+def speakers(tmp_path: Path) -> Models:
+    """A pretrained base, and two instruct models whose texts end otherwise."""
+    tokens = BASE | IM
+    hot = {"template": CHATML, "temperature": 0.7}
+    return [
+        write_speaker(tmp_path / "base", 0, tokens, "</s>"),
+        write_speaker(tmp_path / "one", 1, tokens, "<|im_end|>", **hot),
+        write_speaker(tmp_path / "two", 2, tokens, "<|im_end|>", **hot),
+    ]
+
+
+def test_the_model_whose_chat_template_is_taken_brings_its_end_token_along(
+    speakers: Models, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "out"
+    flags = ["-b", speakers[0], "-m", *speakers[1:], "-o", out, "--force"]
+    run(*flags)
+    assert ends_of(out) == (11, "<|im_end|>", "<|im_end|>", [11, 9], 0.7)
+    assert (
+        contents(out)["generation_config.json"] == contents(speakers[1])["generation_config.json"]
+    )
+    said = capsys.readouterr().err
+    assert f"{speakers[0]} ends or generates" in said
+    assert f"{speakers[1]} ends or generates" not in said
+    run("verify", "-q", out)
+    # The base's own template brings nothing: that the others end otherwise is said.
+    (speakers[0] / "chat_template.jinja").write_text("base")
+    run(*flags)
+    assert ends_of(out) == ends_of(speakers[0])
+    said = capsys.readouterr().err
+    assert all(f"{folder} ends or generates" in said for folder in speakers[1:])
+    assert "eos_token_id is [11, 9], not [9, 9]" in said
+    assert "temperature is 0.7" in said
+    run(*flags, "--tokenizer", speakers[2])
+    assert ends_of(out) == ends_of(speakers[2])
+    run(*flags, "--chat-template", speakers[1])
+    assert ends_of(out)[0] == 11
+
+
+def test_what_a_speaker_brings_has_the_numbers_of_the_output(tmp_path: Path) -> None:
+    base = write_speaker(tmp_path / "base", 0, BASE, "</s>")
+    mine = {"<|im_end|>": 8, "</s>": 9, "<s>": 10, "<|im_start|>": 11}
+    chat = write_speaker(tmp_path / "chat", 1, mine, "<|im_end|>", CHATML)
+    out = tmp_path / "out"
+    flags = ["-q", "-b", base, "-o", out, "--tokenizer", "union", "--force"]
+    run(*flags, "-m", chat)
+    number = numbers_of(out)["<|im_end|>"]
+    assert number == 10
+    assert ends_of(out)[:4] == (number, "<|im_end|>", "<|im_end|>", [number, 9])
+    run("verify", "-q", out)
+    # Without a configuration of its own, as beside an adapter, its tokenizer says it.
+    for name in ("config.json", "generation_config.json"):
+        (chat / name).unlink()
+    run(*flags, "-m", chat)
+    assert ends_of(out)[:4] == (number, "<|im_end|>", "<|im_end|>", number)
+
+
+@pytest.mark.parametrize("given", ["", "one", "own.jinja"])
+def test_a_chat_template_whose_special_tokens_the_tokenizer_lacks_is_refused(
+    speakers: Models, tmp_path: Path, refused: Refusal, given: str
+) -> None:
+    write_speaker(speakers[0], 0, BASE, "</s>")
+    (tmp_path / "own.jinja").write_text(CHATML)
+    flags = ["-b", speakers[0], "-m", *speakers[1:], "-o", tmp_path / "out"]
+    flags += ["--chat-template", tmp_path / given] if given else []
+    refused(1, ("'<|im_start|>'", "--tokenizer union"), *flags)
+    for tokenizer in ("union", speakers[1]):
+        run("-q", *flags, "--tokenizer", tokenizer, "--force")
+        assert {*IM} <= numbers_of(tmp_path / "out").keys()
+
+
+def test_words_of_a_template_that_are_no_special_tokens_are_no_obstacle(
+    speakers: Models, tmp_path: Path
+) -> None:
+    """Some models were trained with <|user|> as plain text."""
+    write_speaker(speakers[0], 0, BASE, "</s>")
+    template = "{% for m in messages %}<|user|>{{ m }}{{ eos_token }}{% endfor %}"
+    write_speaker(speakers[1], 1, BASE, "</s>", template)
+    run("-q", "-b", speakers[0], "-m", *speakers[1:], "-o", tmp_path / "out")
+    assert template_of(tmp_path / "out") == template
+
+
+def test_chat_templates_have_no_union(family: Models, tmp_path: Path, refused: Refusal) -> None:
+    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", "union"]
+    refused(2, "union", *flags)

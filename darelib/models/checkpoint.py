@@ -4,12 +4,13 @@ Finds their files and reads their tensors.
 """
 
 import hashlib
+import json
 import os
 import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar, Final, Self
@@ -22,12 +23,14 @@ from darelib.models.tensorfile import (
     CHANGED_HINT,
     GGUF_HINT,
     MAX_INDEX,
+    MAX_JSON,
     MAX_NAME,
     MAX_TENSORS,
     PICKLE_SUFFIXES,
     TensorFile,
     TensorInfo,
     convert_hint,
+    open_regular,
     read_json,
 )
 from darelib.models.tensors import Input
@@ -36,6 +39,7 @@ from darelib.models.vocabulary import digest_tokenizer
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 CONFIG_FILE: Final = "config.json"
+MODULES_FILE: Final = "modules.json"  # of sentence-transformers
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 # How much of a model's tensors is read to tell it from others: in 256 places, so that most tensors
@@ -118,10 +122,34 @@ class Layout:
     folder: Path | None = None  # the model directory, where it has one
     # The file of each tensor, according to an index.
     weight_map: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[Path, str] = field(default_factory=dict)  # folders, by the files in them
 
 
 def find_checkpoint(source: Source) -> Layout:
-    """The files of a model that is a file, a directory or an index."""
+    """The files of a model that is a file, a directory or an index, and of its other modules."""
+    layout = _find_weights(source)
+    folder = layout.folder
+    found = {folder / name / WEIGHTS_FILE: name for name in find_modules(folder)} if folder else {}
+    modules = {path: name for path, name in found.items() if path.is_file()}
+    return replace(layout, files=(*layout.files, *modules), modules=modules)
+
+
+def find_modules(folder: Path) -> list[str]:
+    """The folders of a model in which modules besides the transformer are stored."""
+    try:
+        with open_regular(folder / MODULES_FILE) as file:
+            paths = [module["path"] for module in json.loads(file.read(MAX_JSON))]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # it has no list of modules, or one that nobody can read
+    known = {path: folder / path for path in paths if isinstance(path, str) and _is_inside(path)}
+    return [
+        name
+        for name, path in known.items()
+        if path.name == name and path.is_dir() and not path.is_symlink()
+    ]
+
+
+def _find_weights(source: Source) -> Layout:
     path = source.path
     folder = path if path.is_dir() else path.parent
     is_directory = path == folder
@@ -246,18 +274,23 @@ class Checkpoint(Input):
         self.tensors: dict[str, TensorInfo] = {}
         try:
             for path in layout.files:
-                self._open(path)
+                self._open(path, layout.modules.get(path, ""))
             self._check_index(layout)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, module: str) -> None:
         try:
             file = TensorFile(path, part_name(self.source, path), len(self.files))
         except FileNotFoundError:
             raise DareError(f"{self.name!r} lacks its file {path.name!r}", AGAIN_HINT) from None
         self.files.append(file)
+        if module:
+            file.tensors = {
+                f"{module}/{name}": replace(info, folder=module)
+                for name, info in file.tensors.items()
+            }
         if not self.keeps_metadata:
             file.metadata.clear()  # which may be large, and means nothing to a merge
         for name, info in file.tensors.items():

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +27,9 @@ PACKED_KEY: Final = "dare_packed"  # in the metadata of a file
 PACKED_FILE: Final = "packed.safetensors"  # in a model directory
 VERSION: Final = 1
 COUNTED_BLOCK: Final = 1 << 20  # elements between two counts of the entries that are kept before
+DIGESTS_KEY: Final = "base_crc32"
+DIGESTED_BYTES: Final = 1 << 18  # at a time, so that they stay in the caches
+BASE_HINT: Final = "give the base that it was packed against"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,7 @@ class PackedTensor(TensorInfo):
     drop_rate: float
     mask_name: str  # what the mask is drawn by
     counts: tuple[int, ...]  # the entries before each block, and all of them
+    digests: tuple[int, ...]  # of the base's blocks; none in files of earlier versions
 
     @property
     def stored_bytes(self) -> int:
@@ -79,6 +84,19 @@ class Scratch(threading.local):
         if len(self.room) < size:
             self.room = np.empty(size, np.uint8)
         return self.room[:size]
+
+
+class LastDigest(threading.local):
+    """The last part of a base that a thread has digested: several models may be packed against it,
+    and want the same.
+    """
+
+    info: TensorInfo | None = None
+    place = (0, 0)  # the first element of the part, and the one after its last
+    digest = 0  # of the block up to there
+
+
+LAST: Final = LastDigest()
 
 
 class PackedModel(Checkpoint):
@@ -137,7 +155,7 @@ class PackedModel(Checkpoint):
                     f"{self.name!r} was packed against {stated.get('file')!r}, and "
                     f"{self._base.name!r} is another base: "
                     f"its {key} is {value}, not {stated.get(key)}",
-                    "give the base that it was packed against",
+                    BASE_HINT,
                 )
         return packed
 
@@ -182,6 +200,13 @@ class PackedModel(Checkpoint):
             and stored.shape == counts[-1:]
         )
         self._check(counts[-3:], sound, f"counts of {name!r}")
+        digests = tuple(entry.get(DIGESTS_KEY, ()))
+        sound = all(is_count(digest, 0) for digest in digests)
+        self._check(
+            digests[-3:],
+            sound and len(digests) in (0, len(blocks)),
+            f"digests of the base's {name!r}",
+        )
         types = {stored.dtype, base.dtype}
         wide = "F64" if "F64" in types else "F32"
         return PackedTensor(
@@ -192,6 +217,7 @@ class PackedModel(Checkpoint):
             drop_rate=rate,
             mask_name=mask_name,
             counts=counts,
+            digests=digests,
         )
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
@@ -211,6 +237,7 @@ class PackedModel(Checkpoint):
             and info.base.dtype == info.dtype
             and start % TILE == 0
         ):
+            self._compare_base(info, start, base[: len(into)])
             raw = FORMATS[info.dtype].raw
             self._fill_blocks(info, start, base[: len(into)].view(raw), into.view(raw))
         else:
@@ -229,8 +256,49 @@ class PackedModel(Checkpoint):
             self.read(info, first - skipped, len(whole), whole.view(np.uint8))
             values[:] = whole[skipped:]
             return
-        base = read_as(info.dtype, self._base, info.base, first, len(values))
+        raw = np.empty(len(values) * FORMATS[info.base.dtype].itemsize, np.uint8)
+        base = read_as(info.dtype, self._base, info.base, first, len(values), raw)
+        self._compare_base(info, first, raw)
         self._fill_blocks(info, first, base, values)
+
+    def _compare_base(self, info: PackedTensor, first: int, raw: NDArray[np.uint8]) -> None:
+        """Refuse other values of the base than it was packed against, once a block is complete.
+
+        raw: the base's, from an element on.
+        """
+        if not info.digests:
+            return
+        itemsize = FORMATS[info.base.dtype].itemsize
+        stop = first + len(raw) // itemsize
+        for begin in range(first - first % COUNTED_BLOCK, stop, COUNTED_BLOCK):
+            digest = info.digests[begin // COUNTED_BLOCK]
+            start = max(begin, first)
+            end = min(begin + COUNTED_BLOCK, stop)
+            part = raw[(start - first) * itemsize : (end - first) * itemsize]
+            found = self._digest_up_to(info.base, begin, start, end, part)
+            if end in (begin + COUNTED_BLOCK, info.count) and found != digest:
+                name = next(name for name, each in self.tensors.items() if each is info)
+                raise DareError(
+                    f"{self.name!r} was packed against another base than {self._base.name!r}: "
+                    f"tensor {name!r} differs at {info.place_of(begin)} or after it",
+                    BASE_HINT,
+                )
+
+    def _digest_up_to(
+        self, info: TensorInfo, begin: int, start: int, end: int, part: NDArray[np.uint8]
+    ) -> int:
+        """The digest of a block of the base from its beginning. part: its values from start on."""
+        if LAST.place == (start, end) and LAST.info is info:
+            return LAST.digest
+        before = 0
+        if start > begin and LAST.place[1] == start and LAST.info is info:
+            before = LAST.digest
+        elif start > begin:  # what is before was somebody else's
+            before = digest_values(self._base, info, begin, start)
+        LAST.info = info
+        LAST.place = start, end
+        LAST.digest = zlib.crc32(part.data, before)
+        return LAST.digest
 
     def _fill_blocks(
         self, info: PackedTensor, first: int, base: NDArray[Any], values: NDArray[Any]
@@ -269,6 +337,18 @@ class PackedModel(Checkpoint):
             raise DareError(
                 f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
             )
+
+
+def digest_values(model: Input, info: TensorInfo, start: int, stop: int) -> int:
+    """What tells a block, or the beginning of one, from another: it is fast, and no secret."""
+    itemsize = FORMATS[info.dtype].itemsize
+    room = np.empty(min(DIGESTED_BYTES, (stop - start) * itemsize), np.uint8)
+    digest = 0
+    for first in range(start, stop, DIGESTED_BYTES // itemsize):
+        part = room[: (stop - first) * itemsize]
+        model.read(info, first, len(part) // itemsize, part)
+        digest = zlib.crc32(part.data, digest)
+    return digest
 
 
 def read_as(

@@ -109,6 +109,7 @@ class TensorInfo:
     file: int = 0  # which of the checkpoint's files
     is_delta: bool = False  # its values are changes to the base already, and not the changed tensor
     encoding: Encoding = PLAIN
+    folder: str = ""  # of a module that is stored apart: its name starts with that
 
     @property
     def count(self) -> int:

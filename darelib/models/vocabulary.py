@@ -105,15 +105,24 @@ def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
         ) from None
 
 
+def have_same_tokenizer(base: Path | None, model: Path | None) -> bool:
+    """Whether two model directories have the very same tokenizer.json."""
+    if base is None or model is None or base == model:
+        return base == model
+    mine = base / TOKENIZER_FILE
+    theirs = model / TOKENIZER_FILE
+    return mine.exists() and theirs.exists() and filecmp.cmp(mine, theirs, shallow=False)
+
+
 def describe_differences(
     base: Path | None, model: Path | None, base_name: str, name: str
 ) -> list[str]:
     """How the tokens of a model directory differ from the base's, in words; none: they do not."""
     if base is None or model is None:
         return []
+    if have_same_tokenizer(base, model):
+        return []
     if (base / TOKENIZER_FILE).exists() and (model / TOKENIZER_FILE).exists():
-        if filecmp.cmp(base / TOKENIZER_FILE, model / TOKENIZER_FILE, shallow=False):
-            return []
         mine = read_vocabulary(base, base_name)
         theirs = read_vocabulary(model, name)
         return list(_compare(mine.numbers, theirs.numbers)) if mine and theirs else []

@@ -19,7 +19,7 @@ from darelib.core.mask import MASK_NAME
 from darelib.core.methods import METHODS, TensorSettings
 from darelib.core.text import ConfigError, DareError, as_text, count_of
 from darelib.core.tomlfile import MAX_TOML
-from darelib.models.checkpoint import Checkpoint
+from darelib.models.checkpoint import WEIGHTS_FILE, Checkpoint, find_modules
 from darelib.models.source import RECIPE_FILE, Source, check_links, recorded_name
 from darelib.models.tensorfile import MAX_JSON, TensorInfo, open_regular
 from darelib.output.destination import RECIPE_KEY, digest_of, is_weights, list_files
@@ -30,6 +30,7 @@ from darelib.plan.tensors import PlannedFile
 RECIPE_SEAL: Final = "# SHA-256 of what is above: "
 UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"
 CARD_FILE: Final = "README.md"
+TYPE_KEYS: Final = ("dtype", "torch_dtype")
 # Besides weights: what belongs to the base's own page or training, and not to a merged model.
 NOT_COPIED: Final = re.compile(
     r"(?i)\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json"
@@ -71,6 +72,7 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
     home: the model's, of a directory below it.
     """
     side = {}
+    modules = find_modules(folder) if folder else []
     for path in sorted(folder.iterdir()) if folder else ():
         if NOT_COPIED.fullmatch(path.name) or is_weights(path.name.lower()):
             continue
@@ -79,10 +81,29 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
             if not os.access(path, os.R_OK):  # to be known before the merge, not after it
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             side[path.name] = path
-        elif path.is_dir() and not path.is_symlink() and not any(map(is_weights, list_files(path))):
-            below = find_side_files(path, home or folder)
-            side |= {f"{path.name}/{name}": file for name, file in below.items()}
+        elif path.is_dir() and not path.is_symlink():
+            weights = list(filter(is_weights, list_files(path)))
+            found = (
+                {}
+                if weights and path.name not in modules
+                else find_side_files(path, home or folder)
+            )
+            if path.name in modules and WEIGHTS_FILE not in weights:  # which cannot be merged
+                found |= {name: path / name for name in weights}
+            side |= {f"{path.name}/{name}": below for name, below in found.items()}
     return side
+
+
+def list_tables(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A model's configuration, and those of its parts."""
+    tables = [config]
+    for table in tables:
+        tables += [
+            part
+            for key, part in table.items()
+            if key.endswith("_config") and key != "quantization_config" and isinstance(part, dict)
+        ]
+    return tables
 
 
 def update_config(
@@ -92,16 +113,10 @@ def update_config(
 
     An old value of None: any. A new value of None: without the setting.
     """
-    tables = [config]  # and those of its parts
-    for table in tables:
-        tables += [
-            part
-            for key, part in table.items()
-            if key.endswith("_config") and key != "quantization_config" and isinstance(part, dict)
-        ]
+    tables = list_tables(config)
     for key, (old, value) in changes.items():
         # All versions of transformers read the older of the two names of the type.
-        keys = ("dtype", "torch_dtype") if key == "torch_dtype" else (key,)
+        keys = TYPE_KEYS if key == "torch_dtype" else (key,)
         present = [
             (table, each)
             for table in tables
@@ -125,6 +140,7 @@ def update_config(
 
 def make_index(tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]) -> bytes:
     """The index of a model in several files, as transformers writes it."""
+    tensors = {name: info for name, info in tensors.items() if "/" not in files[info.file].name}
     index = {
         "metadata": {
             "total_parameters": sum(tensor.count for tensor in tensors.values()),

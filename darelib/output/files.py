@@ -266,6 +266,9 @@ class Files:
         """Open the files, and make those that are not there: their own journals are not true."""
         complete = self.list_complete()
         for path in self.paths:
+            if path.parent not in (self.folder, self.made):  # of a module that is stored apart
+                with suppress(FileExistsError):
+                    os.mkdir(path.parent)
             self.descriptors.append(open_own(path, os.O_RDWR))
         self._check_still_ours()  # before anything is written
         for number, file in enumerate(self.files):
@@ -349,7 +352,7 @@ class Files:
 
 def name_journal(file: PlannedFile) -> str:
     """The journal of a file that another process makes than the one that publishes it."""
-    return f"{JOURNAL_FILE}-{file.name}"
+    return f"{JOURNAL_FILE}-{file.name.replace('/', '-')}"
 
 
 def reserve(descriptor: int, size: int) -> None:

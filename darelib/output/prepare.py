@@ -19,9 +19,15 @@ from typing import Any, Self
 
 from darelib import __version__
 from darelib.config import DareConfig, parse_size
-from darelib.core.text import ConfigError, DareError, human
+from darelib.core.text import ConfigError, DareError, human, list_names
 from darelib.core.tuning import TUNING
-from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, part_name
+from darelib.models.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    Checkpoint,
+    part_name,
+)
 from darelib.models.inputs import explain_read_errors
 from darelib.models.tensorfile import read_json
 from darelib.models.tensors import Encoding
@@ -33,19 +39,28 @@ from darelib.output.destination import (
     describe_replaced,
     digest_of,
     explain_place_errors,
+    is_weights,
     list_files,
 )
 from darelib.output.directory import (
     CARD_FILE,
+    TYPE_KEYS,
     add_recipe,
     find_side_files,
+    list_tables,
     make_index,
     model_card,
     recipe_metadata,
     recipe_text,
     update_config,
 )
-from darelib.output.tokenizer import SideFiles, TokenizerChoice, compare_tokenizers, place_tokenizer
+from darelib.output.generation import compare_generation, place_generation
+from darelib.output.tokenizer import (
+    SideFiles,
+    TokenizerChoice,
+    compare_tokenizers,
+    place_tokenizer,
+)
 from darelib.plan.checks import check_kinds
 from darelib.plan.plan import MergePlan, count_threads, plan_merge
 from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
@@ -141,6 +156,9 @@ def plan_files(
         [setting, *_] = tokenizer.settings
         raise ConfigError(f"{setting} means nothing to an output of one file", "name a directory")
     plan = plan_merge(config, inputs)
+    if not destination.directory:  # which has no place for other modules
+        own = tuple(tensor for tensor in plan.tensors if not tensor.base.folder)
+        plan = dataclasses.replace(plan, tensors=own)
     recipe = recipe_text(config, inputs, version, tokenizer)
     limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
     name = None if destination.directory else destination.path.name
@@ -171,19 +189,23 @@ def make_side_files(
     left_out = {name for encoding in lost for name in encoding.files}
     found = find_side_files(base.folder)
     side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
-    notes = place_tokenizer(side, plan.tokenizer, inputs, plan.embedding_rows)
+    voice, notes = place_tokenizer(side, plan.tokenizer, inputs, plan.embedding_rows)
+    changes = place_generation(side, voice)
+    notes += compare_generation(side, voice, changes)
     config = side.get(CONFIG_FILE)
     if isinstance(config, Path):
         name = part_name(base.source, config)
         table = read_json(config, name)  # it must be sound, copied or not
-        if changes := list_changes(plan, base, lost):
+        if changes := changes | list_changes(plan, base, lost, table):
             side[CONFIG_FILE] = update_config(table, changes, name)
     else:
         notes.append(
             f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: "
             "loaders will want one"
         )
-    if len(plan.files) > 1:
+    if copied := list(filter(is_weights, side)):
+        notes.append(f"{list_names(copied)} of {base.name} is copied, and not merged")
+    if plan.files[0].name != WEIGHTS_FILE:
         outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
         side[INDEX_FILE] = make_index(outputs, plan.files)
     side[CARD_FILE] = model_card(plan.config, inputs, plan.recipe).encode()
@@ -192,7 +214,7 @@ def make_side_files(
 
 
 def list_changes(
-    plan: FilePlan, base: Checkpoint, lost: Sequence[Encoding]
+    plan: FilePlan, base: Checkpoint, lost: Sequence[Encoding], config: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Old and new values of settings in config.json. lost: encodings that are not kept."""
     changes: dict[str, tuple[Any, Any]] = {
@@ -200,8 +222,8 @@ def list_changes(
     }
     if plan.tokenizer.unites:
         changes["vocab_size"] = base.heights
-    is_converted = lost or any(t.output.dtype != t.base.dtype for t in plan.tensors)
-    if plan.config.dtype and is_converted:
+    stated = [each[key] for each in list_tables(config) for key in TYPE_KEYS if key in each]
+    if plan.config.dtype and any(dtype != plan.config.dtype for dtype in stated or [None]):
         changes["torch_dtype"] = None, plan.config.dtype
     return changes
 

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.core.text import DareError
-from darelib.models.checkpoint import Checkpoint
+from darelib.core.text import ConfigError, DareError, list_names
+from darelib.models.checkpoint import CONFIG_FILE, Checkpoint
 from darelib.models.inputs import explain_path
 from darelib.models.source import (
     AUTO,
@@ -27,18 +28,22 @@ from darelib.models.vocabulary import (
     ADDED_START,
     ADDED_TABLE,
     TOKENIZER_FILE,
+    Vocabulary,
     describe_differences,
     find_table,
+    have_same_tokenizer,
     read_vocabulary,
 )
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+SPECIAL_MAP: Final = "special_tokens_map.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_TABLES: Final = ("chat_template.json", TOKENIZER_CONFIG)  # which hold one, or several
+GENERATION_FILE: Final = "generation_config.json"
 TOKENIZER_PATTERNS: Final = (
     "tokenizer*",
     "tokenization_*.py",
-    "special_tokens_map.json",
+    SPECIAL_MAP,
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
@@ -55,9 +60,95 @@ TOKENIZER_PATTERNS: Final = (
 MAX_TEMPLATE: Final = 1 << 20  # bytes
 # Lists of special tokens, by the names that versions of transformers give them.
 SPECIAL_LISTS: Final = ("additional_special_tokens", "extra_special_tokens")
+# What a text begins and ends with, and what fills it up.
+SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token")
 TOKENIZER_HINT: Final = "tokenizer wants base, union or a model"
+TEMPLATE_HINT: Final = "chat_template wants a model or a file"
 
 SideFiles = dict[str, bytes | Path]  # the content of each file, or what to copy
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A model whose tokenizer, chat template or generation settings an output may get."""
+
+    name: str
+    folder: Path | None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary | None:
+        with suppress(DareError):  # what cannot be read is not known
+            return read_vocabulary(self.folder, self.name)
+        return None
+
+    @cached_property
+    def special(self) -> set[str]:
+        """The special tokens that were added to its tokenizer."""
+        added = self.vocabulary.added if self.vocabulary else ()
+        return {token_text(entry) for entry in added if entry.get("special")} - {""}
+
+    @cached_property
+    def tokens(self) -> dict[str, Any]:
+        """The tokens that have a role, as its tokenizer's configuration has them."""
+        table = self.read_json(TOKENIZER_CONFIG)
+        return {key: table[key] for key in SPECIAL_TOKENS if token_text(table.get(key))}
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """What a JSON file of it holds: nothing, if there is none that can be read."""
+        with suppress(DareError):
+            return read_json(self.folder / name, name) if self.folder else {}
+        return {}
+
+
+def token_text(token: Any) -> str:
+    """A token's text: it may be listed as a text, or with its settings."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
+
+
+@dataclass(frozen=True)
+class Voice:
+    """How an output speaks: by whose tokenizer, and like whom."""
+
+    tokenizer: Owner
+    speaker: Owner  # whose chat template it has, or else its tokenizer
+    models: Sequence[Owner]  # that it is made of, the base first
+    added: Sequence[dict[str, Any]] = ()  # tokens that the tokenizer gets besides its own
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int] | None:
+        """Its tokens; None: they are not known."""
+        known = self.tokenizer.vocabulary
+        added = {entry["content"]: entry["id"] for entry in self.added}
+        return known.numbers | added if known else None
+
+    def renumber(self, model: Owner) -> dict[int, int | None]:
+        """A model's numbers that are others in the output, or (None) no token's."""
+        if have_same_tokenizer(model.folder, self.tokenizer.folder):
+            return {}
+        if self.numbers is None or model.vocabulary is None:
+            return {}
+        theirs = model.vocabulary.numbers
+        return {number: self.numbers.get(token) for token, number in theirs.items()}
+
+    def check_template(self, template: Any, whose: Owner | None) -> None:
+        """Refuse a chat template whose special tokens the output would take to pieces.
+
+        whose: None: any model may know which tokens are special.
+        """
+        text = template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
+        for owner in (whose,) if whose else self.models:
+            if have_same_tokenizer(owner.folder, self.tokenizer.folder) or self.numbers is None:
+                continue
+            used = {token for token in owner.special if token in text}
+            used |= {token_text(token) for key, token in owner.tokens.items() if key in text}
+            if lacking := sorted(used - self.numbers.keys()):
+                raise DareError(
+                    f"the chat template of the output has special tokens of {owner.name!r} that "
+                    f"its tokenizer lacks: {list_names(lacking)}",
+                    f"--tokenizer union keeps them, --tokenizer {owner.name} takes that "
+                    "tokenizer; or choose another --chat-template",
+                )
 
 
 @dataclass(frozen=True)
@@ -67,6 +158,7 @@ class TokenizerChoice:
     name: str = BASE  # base, union, or a model
     folder: Path | None = None  # of that model
     template: Any = None  # None: the base's or, where it has none, the first that a model has
+    speaker: Owner | None = None  # the model whose template that is
     settings: Mapping[str, str] = field(default_factory=dict)  # what a recipe says of it
     paths: tuple[tuple[str, Path], ...] = ()  # what must not be written to, by the user's names
 
@@ -79,9 +171,11 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     name = tokenizer.name if tokenizer else BASE
     if name == AUTO or is_template(name):
         raise DareError(f"there is no tokenizer {name!r}", TOKENIZER_HINT)
+    if template and template.name == UNION:
+        raise ConfigError("chat templates have no union", TEMPLATE_HINT)
     given = {"tokenizer": tokenizer, "chat_template": template}
     sources = {
-        key: download(source, TOKENIZER_PATTERNS)
+        key: download(source, (*TOKENIZER_PATTERNS, CONFIG_FILE, GENERATION_FILE))
         for key, source in given.items()
         if source and not source.is_word
     }
@@ -94,12 +188,15 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     if name == UNION:
         settings["tokenizer"] = UNION
     text: Any = None
-    if "chat_template" in sources:
-        text = read_template(sources["chat_template"])
-    elif template and template.name not in (BASE, UNION):
+    speaker: Owner | None = None
+    if source := sources.get("chat_template"):
+        text = read_template(source)
+        home = find_folder(source)
+        speaker = Owner(source.name, home) if home else None
+    elif template and template.name != BASE:
         text = settings["chat_template"] = template.name
     paths = tuple((source.name, source.path) for source in sources.values())
-    return TokenizerChoice(name, folder, text, settings, paths)
+    return TokenizerChoice(name, folder, text, speaker, settings, paths)
 
 
 def read_template(source: Source) -> Any:
@@ -110,9 +207,7 @@ def read_template(source: Source) -> Any:
     except OSError as error:
         raise explain_os_error(error, source.name, "give a model or a text") from None
     if template is None:
-        raise DareError(
-            f"there is no chat template in {source.name!r}", "chat_template wants a model or a file"
-        )
+        raise DareError(f"there is no chat template in {source.name!r}", TEMPLATE_HINT)
     return template
 
 
@@ -170,20 +265,20 @@ def read_text(path: Path) -> str:
 
 def place_tokenizer(
     side: SideFiles, choice: TokenizerChoice, inputs: Sequence[Checkpoint], rows: int
-) -> list[str]:
-    """Change the files of an output directory as chosen. Gives what to tell.
+) -> tuple[Voice, list[str]]:
+    """Change the files of an output directory as chosen. Gives how it speaks, and what to tell.
 
     rows: of its embedding, 0 if unknown.
     """
     base, *models = inputs
+    owners = [Owner(model.name, model.folder) for model in inputs]
+    tokenizer = owners[0]
     if choice.folder is not None:
+        tokenizer = Owner(choice.name, choice.folder)
         for name in tokenizer_files(base.folder):
             side.pop(name, None)
         side |= tokenizer_files(choice.folder)
-        size = 0
-        with suppress(DareError):
-            vocabulary = read_vocabulary(choice.folder, choice.name)
-            size = vocabulary.size if vocabulary else 0
+        size = tokenizer.vocabulary.size if tokenizer.vocabulary else 0
         if 0 < rows < size:
             raise DareError(
                 f"the tokenizer of {choice.name!r} has tokens up to {size - 1:,}, "
@@ -192,23 +287,38 @@ def place_tokenizer(
             )
     if choice.unites:
         add_tokens(side, base.added, [model.folder for model in models])
-    template = choice.template
-    if template == AUTO:
-        templates = [find_template(model.folder) for model in inputs]
-        given = [each for each in templates if each is not None]
-        template = max(given, key=given.count, default=None)  # of equally many, the first
-    if template is not None:
+    template, speaker = choose_template(choice, tokenizer, owners)
+    voice = Voice(tokenizer, speaker or tokenizer, owners, base.added)
+    if template is None:
+        return voice, []
+    voice.check_template(template, speaker)
+    if choice.template is not None:
         set_template(side, template)
-    elif find_template(choice.folder or base.folder) is None:
-        for model in inputs:  # the base first, where the tokenizer is not its own
-            if (template := find_template(model.folder)) is not None:
-                set_template(side, template)
-                whose = choice.name if choice.folder else "the base"
-                return [
-                    f"the chat template is that of {model.name}, since {whose} has none; "
-                    "--chat-template chooses"
-                ]
-    return []
+    elif speaker and speaker is not tokenizer:
+        set_template(side, template)
+        whose = choice.name if choice.folder else "the base"
+        return voice, [
+            f"the chat template is that of {speaker.name}, since {whose} has none; "
+            "--chat-template chooses"
+        ]
+    return voice, []
+
+
+def choose_template(
+    choice: TokenizerChoice, tokenizer: Owner, owners: Sequence[Owner]
+) -> tuple[Any, Owner | None]:
+    """The chat template of an output, and whose it is: nobody's, if it was given as a text."""
+    if choice.template not in (None, AUTO):
+        return choice.template, choice.speaker
+    if choice.template is None:
+        owners = [tokenizer, *owners]  # the base before models, where the tokenizer is not its own
+    templates = [find_template(owner.folder) for owner in owners]
+    given = [each for each in templates if each is not None]
+    if not given:
+        return None, None
+    # Of equally many, the first.
+    chosen = max(given, key=given.count) if choice.template == AUTO else given[0]
+    return chosen, owners[templates.index(chosen)]
 
 
 def set_template(side: SideFiles, template: Any) -> None:
@@ -245,11 +355,7 @@ def add_tokens(
         for key in SPECIAL_LISTS:
             lists = [each[key] for each in (table, *known) if isinstance(each.get(key), list)]
             if lists:
-                # By their texts: a token may be listed as a text, or with its settings.
-                tokens = {
-                    str(token.get("content") if isinstance(token, dict) else token): token
-                    for token in itertools.chain(*lists)
-                }
+                tokens = {token_text(token): token for token in itertools.chain(*lists)}
                 table[key] = list(tokens.values())
         decoder = table.get("added_tokens_decoder")
         if isinstance(decoder, dict):
@@ -257,7 +363,7 @@ def add_tokens(
                 decoder[str(entry["id"])] = {key: entry[key] for key in entry if key != "id"}
 
     edit_json(side, TOKENIZER_CONFIG, add_to_lists)
-    edit_json(side, "special_tokens_map.json", add_to_lists)
+    edit_json(side, SPECIAL_MAP, add_to_lists)
     numbers = {entry["content"]: entry["id"] for entry in added}
     edit_json(side, "added_tokens.json", lambda table: table.update(numbers))
 

@@ -130,18 +130,26 @@ def assign_offsets(
     """Give each tensor its place: in order, in a new file where the next one would exceed the
     limit.
 
-    name: of the only file; None: they are named as transformers names them.
+    name: of the only file; None: they are named as transformers names them, and modules that are
+    stored apart stay so.
     """
-    shards = divide_tensors(tensors, limit)
+    folders: dict[str, list[TensorPlan]] = {"": []}
+    for tensor in tensors:
+        folders.setdefault("" if name else tensor.base.folder, []).append(tensor)
+    shards = divide_tensors(folders.pop(""), limit)
     count = len(shards)
     several = [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
     names = several if count > 1 else [name or WEIGHTS_FILE]
+    names += [f"{folder}/{WEIGHTS_FILE}" for folder in folders]
+    shards += folders.values()
     placed: list[TensorPlan] = []
     files: list[PlannedFile] = []
     for number, own in enumerate(shards):
         places, size = place_tensors(own, number)
         placed += [tensor.place(places) for tensor in own]
-        header = header_bytes(places, metadata)
+        folder = names[number].removesuffix(WEIGHTS_FILE) if number >= count else ""
+        inside = {key.removeprefix(folder): info for key, info in places.items()}
+        header = header_bytes(inside, metadata)
         files.append(PlannedFile(names[number], header, len(header) + size))
     return placed, files
 

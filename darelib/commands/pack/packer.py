@@ -26,7 +26,14 @@ from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged, explain_read_errors, open_models
-from darelib.models.packed import COUNTED_BLOCK, PACKED_FILE, PACKED_KEY, VERSION
+from darelib.models.packed import (
+    COUNTED_BLOCK,
+    DIGESTS_KEY,
+    PACKED_FILE,
+    PACKED_KEY,
+    VERSION,
+    digest_values,
+)
 from darelib.models.source import Source, recorded_name
 from darelib.models.tensors import TensorInfo
 from darelib.output.destination import (
@@ -112,7 +119,7 @@ def pack(
         with explain_read_errors():
             plan = plan_files(config, inputs, destination, TokenizerChoice(), with_side_files=False)
             plan = keep_own_tensors(plan, inputs[1])
-        worker = Packer(plan, inputs[1], interrupts)
+        worker = Packer(plan, inputs, interrupts)
         worker.count_entries(interrupts)
         with explain_read_errors():
             worker.plan = plan = place_entries(plan, inputs, worker)
@@ -152,21 +159,24 @@ def check_packable(inputs: Sequence[Checkpoint]) -> None:
 class Packer(JobWorker):
     """Runs jobs: each writes what the mask keeps of a range, or copies one that is not thinned."""
 
-    def __init__(self, plan: FilePlan, model: Checkpoint, interrupts: Interrupts) -> None:
+    def __init__(
+        self, plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
+    ) -> None:
         super().__init__(plan)
-        self._model = model
+        self._base, self._model = inputs
         self._thinned = [tensor for tensor in plan.tensors if tensor.merged]
         specs = set(map(pack_spec, self._thinned))
         self._kernels = load_kernels(specs, plan.config.engine, interrupts)
         self._kept: dict[tuple[str, int], int] = {}  # entries of each chunk, by tensor and start
         # By tensor: the entries that are kept before each chunk, and before its end.
         self.before: dict[str, dict[int, int]] = {}
+        self.digests: dict[tuple[str, int], int] = {}  # of the base's blocks, by tensor and start
 
     def make_buffers(self) -> Buffers:
         return Buffers(1, self.plan.chunk * self.plan.itemsize, ())
 
     def count_entries(self, interrupts: Interrupts) -> None:
-        """Find out how many entries are kept, without reading anything."""
+        """Find out how many entries are kept, and against which values of the base."""
         rounds = [self.plan.jobs(self._thinned, look_pass=0)]
         run_rounds(rounds, self, lambda *_: None, lambda *_: None, interrupts)
         step = min(self.plan.chunk, TUNING.job_elements)
@@ -180,6 +190,7 @@ class Packer(JobWorker):
         if job.look_pass is not None:
             for start, width in self.chunks(job):
                 self._kept[tensor.name, start] = self._pick(tensor, start, width, buffers)
+            self._digest_blocks(job)
             return None
         [(_, theirs)] = tensor.finetuned
         first = self.place_of(tensor.output)
@@ -194,6 +205,15 @@ class Packer(JobWorker):
                 start = self.before[tensor.name][start]
             write(tensor.output.file, row.data, first + start * item)
         return Outcome(tensor.name, job.start, job.bytes_read)
+
+    def _digest_blocks(self, job: Job) -> None:
+        """Digest the base's blocks that start in a job, each to its end."""
+        tensor = job.tensor
+        first = -(-job.start // COUNTED_BLOCK) * COUNTED_BLOCK
+        for start in range(first, job.stop, COUNTED_BLOCK):
+            stop = min(start + COUNTED_BLOCK, tensor.length)
+            digest = digest_values(self._base, tensor.base, start, stop)
+            self.digests[tensor.name, start] = digest
 
     def _check_finite(self, tensor: TensorPlan, start: int, raw: NDArray[Any]) -> None:
         """What is dropped is never seen again: nobody else could tell that the model is broken."""
@@ -249,6 +269,7 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
                 "shape": list(theirs.shape),
                 "drop_rate": float(tensor.settings.drop_rates[0]),
                 "counts": counts,
+                DIGESTS_KEY: [packer.digests[tensor.name, start] for start in blocks[:-1]],
             }
             if tensor.mask_names[0] != tensor.name:
                 described[tensor.name]["mask_name"] = tensor.mask_names[0]

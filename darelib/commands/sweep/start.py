@@ -257,6 +257,11 @@ def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]
             "search in files, or merge it alone first",
         )
     return [
-        {n: t for file in each.files for n, t in load_file(file.path, device).items()}
+        {
+            name: tensor
+            for file in each.files
+            for name, tensor in load_file(file.path, device).items()
+            if name in each.tensors
+        }
         for each in inputs
     ]

@@ -47,6 +47,7 @@ from tests.support import (
     snapshot,
     tune,
     write_adapter,
+    write_config,
 )
 
 ANALYSED = {
@@ -643,6 +644,17 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(
     run(*words, "--force", "--tokenizer", tmp_path / "models")
     run("-c", suggested, "-q", "--engine", "plain")
     assert (tmp_path / "deep" / "down" / "a_merged" / "tokenizer.json").exists()
+
+
+def test_a_suggestion_keeps_what_changes_over_the_layers(models: Models, tmp_path: Path) -> None:
+    fading = '[[rules]]\nmatch = ["layer*"]\nlambda_coeff = {gradient = [1.0, 0.5]}\n'
+    config = write_config(tmp_path, fading + fading.replace("layer*", "head*"))
+    suggested = tmp_path / "a.toml"
+    engine = ["-q", "--engine", "plain"]
+    run("analyze", "-c", config, "--write-config", suggested, *engine)
+    run("-c", suggested, *engine)
+    before, after = (tomllib.loads(path.read_text())["rules"] for path in (config, suggested))
+    assert before == after
 
 
 def test_an_analysis_writes_over_no_input(

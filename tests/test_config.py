@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -195,6 +196,31 @@ def test_every_setting_is_checked_in_toml_and_in_scripts(
     refused(2, f"error: c.toml: [dare] {setting} must be ", "-c", "c.toml")
     with pytest.raises(ConfigError, match=f"^{setting} must be "):
         DareConfig(**{setting: value})
+
+
+def test_the_numbers_of_numpy_are_numbers(models: Models) -> None:
+    settings = {
+        "drop_rate": np.float32(0.5),
+        "weights": np.array([1.0, 0.5]),
+        "lambda_coeff": {"gradient": np.array([1, 0.5], np.float32)},
+        "seed": np.int64(7),
+        "max_shard_size": np.uint32(5000),
+        "rules": [{"match": "*bias", "drop_rate": [np.float16(0.25), np.int8(0)]}],
+    }
+    plain = {
+        "drop_rate": 0.5,
+        "weights": [1.0, 0.5],
+        "lambda_coeff": {"gradient": [1, 0.5]},
+        "seed": 7,
+        "max_shard_size": 5000,
+        "rules": [{"match": "*bias", "drop_rate": [0.25, 0]}],
+    }
+    run_merge(models[0], models[1:], OUT, **settings)
+    merged = OUT.read_bytes()
+    run_merge(models[0], models[1:], OUT, **plain)
+    assert OUT.read_bytes() == merged
+    with pytest.raises(ConfigError, match="drop_rate must be"):
+        DareConfig(drop_rate=np.float32(1.5))
 
 
 @pytest.mark.parametrize(

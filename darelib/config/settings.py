@@ -164,7 +164,7 @@ def check_setting(name: str, value: Any, where: str) -> None:
             example = "{gradient = [0.9, 0.5, 0.9]}"
             hint = f"only numbers change over the layers, like {example}, and each of them must fit"
         raise ConfigError(f"{where} must be {check.wanted}, not {value!r}", hint)
-    size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
+    size = parse_size(freeze(value)) if name == "max_shard_size" else LEAST_BARE_SIZE
     if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
         raise ConfigError(
             f"{where} would be {count_of(size, 'byte')}",

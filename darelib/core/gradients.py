@@ -30,11 +30,16 @@ class Gradient:
 
 
 def freeze(value: Any) -> Any:
-    """A setting with tuples for lists and Gradients for tables like {gradient = [0.9, 0.5]}."""
+    """A setting with tuples for lists and Gradients for tables like {gradient = [0.9, 0.5]}.
+
+    Numbers and arrays of NumPy become Python's.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, dict) and value.keys() == {"gradient"}:
-        numbers = value["gradient"]
-        is_right = isinstance(numbers, list | tuple) and 0 < len(numbers) <= MAX_NUMBERS
-        return Gradient(tuple(numbers)) if is_right else value
+        numbers = freeze(value["gradient"])
+        is_right = isinstance(numbers, tuple) and 0 < len(numbers) <= MAX_NUMBERS
+        return Gradient(numbers) if is_right else value
     return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value
 
 

@@ -49,12 +49,18 @@ def format_settings(
 ) -> str:
     """Settings and rules as TOML. notes: comments on some of them."""
     comments = {key: f"  # {note}" for key, note in notes.items()}
-    lines = ["[dare]"]
-    lines += [f"{key} = {as_literal(dare[key])}{comments.get(key, '')}" for key in dare]
-    for rule in rules:
-        lines += ["", "[[rules]]"]
-        lines += [f"{key} = {as_literal(value)}" for key, value in rule.as_table().items()]
-    return "\n".join(lines)
+    tables = [format_table("[dare]", dare, comments)]
+    tables += [format_table("[[rules]]", rule.as_table()) for rule in rules]
+    return "\n".join(tables)
+
+
+def format_table(
+    header: str, table: Mapping[str, Any], comments: Mapping[str, str] | None = None
+) -> str:
+    """A table as TOML, a setting a line: what is a table itself would end it otherwise."""
+    ends = comments or {}
+    lines = [f"{key} = {as_literal(value)}{ends.get(key, '')}\n" for key, value in table.items()]
+    return "".join([f"{header}\n", *lines])
 
 
 def write_config(path: Path, settings: str, request: Request) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 import time
 import tomllib
@@ -599,6 +600,31 @@ def test_an_analysis_measures_models_alike_whatever_they_drop(tmp_path: Path) ->
         found = (model.drop, model.total.mean, model.histogram)
         assert found == (drop, other.total.mean, other.histogram)
     assert "instead of by magnitude" in str(report)
+
+
+STATE = """
+import os, sys, warnings
+import matplotlib.figure
+import numpy
+from dare import DareConfig, DareMerger, plot_analysis
+
+def look():
+    drawing = matplotlib.get_backend(auto_select=False), dict(matplotlib.rcParams.copy())
+    python = list(warnings.filters), list(sys.path), sys.excepthook, dict(os.environ)
+    return drawing, python, numpy.geterr(), "matplotlib.pyplot" in sys.modules
+
+before = look()
+base, *models = sys.argv[1:]
+report = DareMerger(base, models, DareConfig(engine="plain", verbose=False)).analyze()
+for suffix in ("png", "svg", "pdf"):
+    plot_analysis(report, f"{base}.{suffix}")
+assert look() == before
+"""
+
+
+def test_an_analysis_and_its_pictures_leave_the_process_alone(models: Models) -> None:
+    words = [sys.executable, "-c", STATE, *map(str, models)]
+    subprocess.run(words, check=True, cwd=HERE, timeout=120)
 
 
 @pytest.fixture

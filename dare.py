@@ -410,7 +410,10 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
 def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
     """What is wrong with a word that a command does not take."""
     if not word.startswith("-"):
-        hint = "files go after --config, --base, --merge or --output"
+        hint = (
+            "files go after --config, --base, --merge or --output; "
+            f"the first word may be a command: {', '.join(COMMANDS)}"
+        )
         if close := difflib.get_close_matches(word, COMMANDS, cutoff=0.5):
             hint = f"did you mean {parser.prog} {close[0]}?"
         return ConfigError(f"{word!r} is not expected here", hint)

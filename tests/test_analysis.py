@@ -683,6 +683,22 @@ def test_a_suggestion_keeps_what_changes_over_the_layers(models: Models, tmp_pat
     assert before == after
 
 
+@pytest.mark.parametrize("command", ["analyze", "merge"])
+def test_a_configuration_is_printed_alone(
+    example: list[Any], tmp_path: Path, capsys: Capture, command: str
+) -> None:
+    before = snapshot(tmp_path)
+    words = [command, *example[1:], "--write-config", "-"]
+    run(*words)
+    printed = capsys.readouterr().out
+    assert snapshot(tmp_path) == before
+    assert tomllib.loads(printed)["models"]["base_file"] == "base.safetensors"
+    refuse(tmp_path, capsys, 2, "--write-config -", arguments=["analyze", *words[1:], "--json"])
+    Path("printed.toml").write_text(printed)
+    run("-c", "printed.toml", "-q")
+    assert Path("merged.safetensors").exists()
+
+
 def test_an_analysis_writes_over_no_input(
     pair: Pair, models: Models, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -707,6 +723,7 @@ def test_an_analysis_writes_over_no_input(
         ("--threads 1 analyze", "'analyze'", "like"),
         ("--plot a.png", "--plot means nothing to merge", "analyze"),
         ("analyse", "'analyse'", "analyze"),
+        ("unite", "'unite'", "merge, analyze, sweep, verify, pack, convert"),
         ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
         ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
         ("analyze --verify x", "--verify means nothing to analyze", "verify"),

@@ -255,6 +255,7 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
         ("method", "tie", "ties?"),
         ("method", "Linear", "linear?"),
         ("method", "dare", "linear, ram, slerp, ties"),
+        ("method", "nuslerp", "known here: linear, ram, slerp, ties"),
         ("dtype", "bfloat", "bfloat16?"),
         ("dtype", "BF16", "bf16?"),
         ("drop", "magnitud", "magnitude?"),
@@ -439,7 +440,6 @@ def test_outputs_that_cannot_be_written_are_refused(
     for output, status, words in (
         ("-", 2, "standard output"),
         (os.path.abspath(os.sep), 2, "holds the input"),
-        ("nowhere/out.safetensors", 1, "does not exist"),
         ("taken.safetensors", 1, "is a directory"),
         ("loop.safetensors", 1, "loop"),
         ("x" * 300, 1, "File name too long"),
@@ -449,6 +449,21 @@ def test_outputs_that_cannot_be_written_are_refused(
     room = shutil._ntuple_diskusage(10**9, 10**9, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
     refused(1, " has 1 kB free", *MERGE)
+
+
+@pytest.mark.parametrize("output", ["new/deep/out.safetensors", "new/deep/out"])
+def test_directories_above_an_output_are_made_with_it(
+    models: Models, refused: Refused, output: str
+) -> None:
+    merge = [*MERGE, "-q", "-o", output]
+    run(*merge, "--dry-run")
+    broken = load_file(models[1]) | {"scalar": torch.tensor(math.nan, dtype=BF16)}
+    [path] = save(Path(), broken=broken)
+    refused(1, "'scalar' holds nan", *merge, "-m", path)
+    assert not Path("new").exists(), "what failed leaves nothing behind"
+    run(*merge)
+    assert Path(output).exists()
+    assert os.listdir("new/deep") == [Path(output).name]
 
 
 def test_only_files_of_this_tool_are_replaced_without_force(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from darelib.config import Rule
-from darelib.core.text import LOG, ConfigError, as_text
+from darelib.core.text import LOG, ConfigError, as_text, print_result
 from darelib.models.hub import is_on_hub
 from darelib.models.source import Source
 from darelib.output.destination import check_apart
 from darelib.output.newfile import write_new_file
 from darelib.requests.readers import YAML_SUFFIXES
 from darelib.requests.request import Request
+
+STDOUT: Final = Path("-")  # as a configuration: it is printed
 
 
 def check_new_file(path: Path, what: str, force: bool) -> None:
@@ -32,7 +34,8 @@ def check_new_config(path: Path, force: bool) -> None:
             f"the configuration is TOML, and {str(path)!r} is a name for YAML",
             "let it end in .toml",
         )
-    check_new_file(path, "configuration", force)
+    if path != STDOUT:
+        check_new_file(path, "configuration", force)
 
 
 def write_request(request: Request, path: Path, force: bool) -> None:
@@ -40,7 +43,7 @@ def write_request(request: Request, path: Path, force: bool) -> None:
     check_new_config(path, force)
     sources = [source for source in (request.base, *request.merge) if source]
     inputs = [(source.name, source.path) for source in sources if source.path.exists()]
-    check_apart(repr(str(path)), path, inputs)
+    check_apart(repr(str(path)), path, inputs if path != STDOUT else ())
     write_config(path, format_settings(request.dare, request.rules, request.notes), request)
 
 
@@ -69,7 +72,7 @@ def write_config(path: Path, settings: str, request: Request) -> None:
 
     assert request.base is not None
     folder = path.absolute().parent.resolve()
-    output = f"{path.stem}_merged"
+    output = "merged" if path == STDOUT else f"{path.stem}_merged"
     if request.base.path.is_file() and not request.tokenizer:
         output += ".safetensors"
     if request.output:
@@ -82,7 +85,11 @@ def write_config(path: Path, settings: str, request: Request) -> None:
     for key, source in (("tokenizer", request.tokenizer), ("chat_template", request.chat_template)):
         if source:
             models[key] = source.name if source.is_word else name_from(folder, source)
-    write_new_file(path, [f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}".encode()])
+    text = f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}"
+    if path == STDOUT:
+        print_result(text.rstrip())
+        return
+    write_new_file(path, [text.encode()])
     LOG.info(f"wrote {path}")
 
 

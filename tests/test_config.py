@@ -36,6 +36,7 @@ from tests.support import (
     F32,
     F64,
     HERE,
+    POSIX,
     Capture,
     Models,
     Pair,
@@ -330,6 +331,7 @@ def test_a_wrong_configuration_is_named(
         ("verify x --seed 3", "--seed means nothing to verify", "belongs to"),
         ("--verify x --resume", "--resume means nothing to verify", "belongs to"),
         ("-q verify x", "'verify'", "like"),
+        ("--rule '\udcff*:drop_rate=0'", "match must be a pattern", "like"),
     ],
 )
 def test_wrong_flags_are_named(refused: Refused, flags: str, complaint: str, hint: str) -> None:
@@ -641,12 +643,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(
     assert list(Path().glob("out*")) == []
 
 
-def test_a_bug_leaves_nothing_behind_and_no_traceback(
-    models: Models, capsys: Capture, monkeypatch: Patch
+def test_too_little_memory_is_a_sentence(
+    models: Models, refused: Refused, monkeypatch: Patch
 ) -> None:
     jobs = MergePlan.jobs
     start = threading.Thread.start
-    before = snapshot(Path())
     started: list[threading.Thread] = []
 
     def make_one_job(self: MergePlan, *arguments: Any) -> Any:
@@ -659,18 +660,46 @@ def test_a_bug_leaves_nothing_behind_and_no_traceback(
             raise RuntimeError("can't start new thread")
         start(self)
 
-    for owner, name, stand_in, kind in (
-        (MergePlan, "jobs", make_one_job, MemoryError),
-        (threading.Thread, "start", start_two, RuntimeError),
-        (Worker, "run", Mock(side_effect=ZeroDivisionError("oops")), ZeroDivisionError),
+    for owner, name, stand_in in (
+        (MergePlan, "jobs", make_one_job),
+        (threading.Thread, "start", start_two),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stand_in)
-            run(*MERGE, "--threads", "4", status=1)
-            error, hint = capsys.readouterr().err.splitlines()
-            assert (kind.__name__ in error, "DARE_TRACEBACK" in hint) == (True, True)
-            patch.setenv("DARE_TRACEBACK", "1")
-            with pytest.raises(kind):
-                dare.main([*MERGE, "--threads", "4"])
+            refused(1, "too little memory", *MERGE, "--threads", "4")
         assert not any(thread.is_alive() for thread in started)
-        assert snapshot(Path()) == before
+
+
+def test_a_bug_leaves_nothing_behind_and_no_traceback(
+    models: Models, capsys: Capture, monkeypatch: Patch
+) -> None:
+    before = snapshot(Path())
+    monkeypatch.setattr(Worker, "run", Mock(side_effect=ZeroDivisionError("oops")))
+    run(*MERGE, status=1)
+    error, hint = capsys.readouterr().err.splitlines()
+    assert ("ZeroDivisionError" in error, "DARE_TRACEBACK" in hint) == (True, True)
+    monkeypatch.setenv("DARE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        dare.main(MERGE)
+    assert snapshot(Path()) == before
+
+
+LATE_IMPORT = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{})
+except BaseException:  # as compiled modules do
+    raise ImportError("it failed to import") from None
+"""
+
+
+@POSIX
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_within_an_import_stops_the_command(
+    models: Models, name: str, status: int
+) -> None:
+    fill({"late/tomli_w.py": LATE_IMPORT.format(name).encode()})
+    before = snapshot(Path())
+    done = command(*MERGE, env=os.environ | {"PYTHONPATH": "late", "PYTHONDONTWRITEBYTECODE": "1"})
+    assert (done.returncode, done.stderr) == (status, "interrupted\n")
+    assert snapshot(Path()) == before

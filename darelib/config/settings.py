@@ -16,7 +16,7 @@ from darelib.core.drops import DROPS, RESCALES
 from darelib.core.formats import DTYPES, SHORT_DTYPES
 from darelib.core.gradients import Gradient, freeze
 from darelib.core.methods import METHODS
-from darelib.core.text import ConfigError, count_of, nearest
+from darelib.core.text import ConfigError, as_text, count_of, nearest
 
 # A number, or one that changes over the layers: {"gradient": [0.9, 0.5, 0.9]}.
 Number: TypeAlias = float | Gradient | Mapping[str, Sequence[float]]
@@ -213,7 +213,8 @@ class Rule:
     def __post_init__(self) -> None:
         match = (self.match,) if isinstance(self.match, str) else freeze(self.match)
         is_tuple = isinstance(match, tuple) and len(match) > 0
-        if not is_tuple or not all(isinstance(pattern, str) for pattern in match):
+        # Half of a surrogate pair is no text, and no recipe could hold it.
+        if not is_tuple or any(pattern != as_text(pattern) for pattern in match):
             raise ConfigError(
                 "match must be a pattern or a list of patterns", 'like match = ["*lm_head*"]'
             )

@@ -49,7 +49,7 @@ from darelib.core.interrupts import Interrupts, Terminated, stop_on_signals
 from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.source import UNION, Source
-from darelib.run import load_memory
+from darelib.run import check_runner, load_memory
 
 if TYPE_CHECKING:
     import torch
@@ -111,17 +111,14 @@ class DareMerger:
         if not merge_files:
             raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
         self.base = Source.of(base_file)
-        self.models = tuple(Source.of(file) for file in merge_files)
+        self.models = tuple(map(Source.of, merge_files))
+        self.sources = (self.base, *self.models)
         self.tokenizer = Source.of(tokenizer)
         self.chat_template = None if chat_template is None else Source.of(chat_template)
         self.config = check_config(config)
         self.config.check_models(len(self.models))
         self.version = __version__  # that recipes name
         self.published: MergeReport | None = None  # what merge has made, interrupted or not
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        return self.base, *self.models
 
     def merge(
         self,
@@ -143,20 +140,23 @@ class DareMerger:
         """
         from darelib.commands.report import report_merge
         from darelib.output.destination import find_output
-        from darelib.run.order import Order
-        from darelib.run.runners import choose_runner
+        from darelib.run.threads import Order
 
+        check_runner(runner, part, ray_address)
+        if runner == "ray":
+            from darelib.run.ray import run
+        else:
+            from darelib.run.threads import run
         started = time.perf_counter()
-        run = choose_runner(runner, part, ray_address)
         destination = find_output(output_file)
         self.published = None
         with self.open_inputs() as inputs:
             plan = self._plan(inputs, destination, force)
             with Interrupts() as interrupts:
                 order = Order(plan, inputs, interrupts, force, resume, part, ray_address)
-                result = run(order)
+                made, outcomes = run(order)
                 seconds = time.perf_counter() - started
-                report = report_merge(result.plan, result.outcomes, order.name, seconds)
+                report = report_merge(made, outcomes, order.name, seconds)
                 for warning in report.warnings:
                     LOG.warning(warning)
                 self.published = report
@@ -179,45 +179,41 @@ class DareMerger:
 
         destination = find_output(output_file)
         with self.open_inputs() as inputs:
-            plan = self._plan(inputs, destination, force)
-            return describe_plan(plan, inputs, resume, estimate)
+            return describe_plan(self._plan(inputs, destination, force), inputs, resume, estimate)
 
     def analyze(self) -> AnalysisReport:
         """Look at every delta once, and report what models are like and how to merge them."""
-        from darelib.commands.analyze.measure import measure_deltas
-        from darelib.commands.analyze.report import report_analysis
+        from darelib.commands.analyze import measure, report
         from darelib.models.inputs import check_unchanged
         from darelib.plan.plan import plan_merge
 
         started = time.perf_counter()
         with self.open_inputs() as inputs, Interrupts() as interrupts:
             plan = plan_merge(self.config, inputs, looks_only=True)
-            findings = measure_deltas(plan, inputs, interrupts)
+            findings = measure.measure_deltas(plan, inputs, interrupts)
             check_unchanged(inputs)
         for warning in plan.warnings:
             LOG.warning(warning)
-        return report_analysis(plan, inputs, findings, time.perf_counter() - started)
+        return report.report_analysis(plan, inputs, findings, time.perf_counter() - started)
 
     def verify(self, output_file: str | Path) -> VerifyReport:
         """Make an output again, without writing, and compare: the first difference is an error.
 
         Of a directory, the files besides the tensors are compared with the digests in its recipe.
         """
-        from darelib.output.destination import Destination
-        from darelib.output.prepare import plan_files
-        from darelib.output.tokenizer import TokenizerChoice
+        from darelib.output import destination, prepare, tokenizer
 
         started = time.perf_counter()
         path = Path(os.path.expanduser(output_file)).resolve()
-        destination = Destination(str(output_file), path, path.is_dir())
-        tokenizer = TokenizerChoice(self.tokenizer.name)
+        output = destination.Destination(str(output_file), path, path.is_dir())
+        choice = tokenizer.TokenizerChoice(self.tokenizer.name)
         with self.open_inputs() as inputs, Interrupts() as interrupts:
-            plan = plan_files(
-                self.config, inputs, destination, tokenizer, self.version, with_side_files=False
+            plan = prepare.plan_files(
+                self.config, inputs, output, choice, self.version, with_side_files=False
             )
             verify.compare_output(plan, inputs, interrupts)
         seconds = time.perf_counter() - started
-        return verify.VerifyReport(destination.name, len(plan.tensors), plan.size, seconds)
+        return verify.VerifyReport(output.name, len(plan.tensors), plan.size, seconds)
 
     def sweep(
         self,
@@ -262,11 +258,10 @@ class DareMerger:
     def _plan(
         self, inputs: Sequence[Checkpoint], destination: Destination, force: bool
     ) -> FilePlan:
-        from darelib.output.prepare import plan_output
-        from darelib.output.tokenizer import choose_tokenizer
+        from darelib.output import prepare, tokenizer
 
-        tokenizer = choose_tokenizer(self.tokenizer, self.chat_template)
-        return plan_output(self.config, inputs, destination, tokenizer, force)
+        choice = tokenizer.choose_tokenizer(self.tokenizer, self.chat_template)
+        return prepare.plan_output(self.config, inputs, destination, choice, force)
 
 
 # --- tensors in memory ---------------------------------------------------------------------------
@@ -326,8 +321,7 @@ def dare_sweep(
     """
     from darelib.commands.sweep.start import sweep_states
 
-    settings = check_config(config)
-    return sweep_states(base, finetuned, evaluate, space, settings, model, options)
+    return sweep_states(base, finetuned, evaluate, space, check_config(config), model, options)
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -354,14 +348,12 @@ DEFAULT_COMMAND: Final = "merge"
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = f"see {self.prog} --help"
-        if "invalid float" in message:
-            hint = "only numbers, with spaces between them, go there; files go after --merge"
-        raise ConfigError(message, hint)
+        numbers = "only numbers, with spaces between them, go there; files go after --merge"
+        is_number = "invalid float" in message
+        raise ConfigError(message, numbers if is_number else f"see {self.prog} --help")
 
 
 def build_parser(name: str) -> Parser:
-    """The options of one command."""
     usage = f"%(prog)s {name} [options]"
     description = f"{name}: {COMMANDS[name].help}."
     if name == DEFAULT_COMMAND:
@@ -425,8 +417,8 @@ def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
     from darelib.requests.request import explain_key
 
     foreign = explain_key(word.lstrip("-").replace("-", "_"), ())
-    known = parser._option_string_actions
-    return ConfigError(f"there is no option {word!r}", foreign or nearest(word, known))
+    hint = foreign or nearest(word, parser._option_string_actions)
+    return ConfigError(f"there is no option {word!r}", hint)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -463,26 +455,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def explain(error: Exception) -> int:
     """Print an error and what to do about it. Gives the exit status."""
-    status = 1
     if isinstance(error, DareError):
-        message = str(error)
-        hint = error.hint
-        status = error.status
+        known = error
     elif isinstance(error, ModuleNotFoundError):
-        message = f"{error.name} is not installed for {sys.executable}"
-        hint = "use uv run python dare.py ..., or pip install . first"
+        known = DareError(
+            f"{error.name} is not installed for {sys.executable}",
+            "use uv run python dare.py ..., or pip install . first",
+        )
     elif isinstance(error, MemoryError) or "can't start new thread" in str(error):
-        message = f"there is too little memory: {error or type(error).__name__}"
-        hint = "give fewer --threads, or raise the limits on memory and processes (ulimit -a)"
+        known = DareError(
+            f"there is too little memory: {error or type(error).__name__}",
+            "give fewer --threads, or raise the limits on memory and processes (ulimit -a)",
+        )
     elif os.environ.get("DARE_TRACEBACK"):
         raise error
     else:
-        message = f"unexpected {type(error).__name__}: {error}"
-        hint = "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows"
-    print(label("error", message, sys.stderr), file=sys.stderr)
-    if hint:
-        print(label("hint", hint, sys.stderr), file=sys.stderr)
-    return status
+        known = DareError(
+            f"unexpected {type(error).__name__}: {error}",
+            "this is a bug; run again with DARE_TRACEBACK=1 set and report what it shows",
+        )
+    print(label("error", str(known), sys.stderr), file=sys.stderr)
+    if known.hint:
+        print(label("hint", known.hint, sys.stderr), file=sys.stderr)
+    return known.status
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from darelib.commands.options import (
 )
 from darelib.core.interrupts import Terminated, ignore_signals
 from darelib.core.text import LOG, ConfigError
-from darelib.run.runners import choose_runner
+from darelib.run import check_runner
 
 
 def parse_part(text: str) -> tuple[int, ...] | str:
@@ -52,7 +52,7 @@ OPTIONS: Final[Options] = {
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     runner = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
-    choose_runner(**runner)
+    check_runner(**runner)
     merger, request = make_merger(flags, merger_class)
     if "write_config" in flags:
         from darelib.requests.configfile import write_request

@@ -39,7 +39,7 @@ from darelib.models.tensorfile import explain_os_error, file_sha256, open_regula
 if TYPE_CHECKING:
     from darelib.models.checkpoint import Checkpoint
     from darelib.output.prepare import FilePlan
-    from darelib.plan.files import PlannedFile
+    from darelib.plan.tensors import PlannedFile
 
 OPTIONS: Final[Options] = {
     "path": {
@@ -151,8 +151,8 @@ class Comparison(ExitStack):
         What is not in the recipe may change what is loaded. A file that no loader reads may be
         changed, with a warning, and added.
         """
-        from darelib.output.destination import list_files, read_digests
-        from darelib.output.recipe import RECIPE_FILE, check_seal
+        from darelib.output.destination import RECIPE_FILE, list_files, read_digests
+        from darelib.output.directory import check_seal
 
         if not self.plan.output.directory:
             return

@@ -1,7 +1,5 @@
 """DareConfig: how to merge, with all settings of a tensor resolved, checked and explained."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,23 +7,29 @@ from typing import Any, cast
 
 from darelib.config.settings import (
     CHECKS,
+    LAYER,
     PER_MODEL,
     RULE_SETTINGS,
     SWEEP_SETTINGS,
+    Gradient,
     Number,
     Rule,
     as_toml,
     check_fields,
     check_setting,
+    count_layers,
+    depth_of,
+    find_depths,
+    freeze,
     is_count,
     is_number,
     list_given,
     naming,
     parse_size,
+    value_at,
 )
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, Drop, Thinning
 from darelib.core.formats import SHORT_DTYPES
-from darelib.core.gradients import count_layers, depth_of, find_depths, value_at
 from darelib.core.methods import (
     LINEAR,
     METHOD_SETTINGS,
@@ -38,17 +42,22 @@ from darelib.core.text import ConfigError
 
 __all__ = [
     "CHECKS",
+    "LAYER",
     "PER_MODEL",
     "RULE_SETTINGS",
     "SWEEP_SETTINGS",
     "Chooser",
     "DareConfig",
+    "Gradient",
     "Rule",
     "as_toml",
     "check_setting",
+    "count_layers",
+    "freeze",
     "is_count",
     "is_number",
     "parse_size",
+    "value_at",
 ]
 
 
@@ -142,9 +151,11 @@ class Scope:
                 'use rescale "l1" or "none", or leave it out',
             )
         if "rescale_q" in self.values and (other or rescale in (False, NONE, L1)):
-            state = "l1" if rescale == L1 else "off"
-            why = f"to drop {other}" if other else f"when rescale is {state}"
-            raise ConfigError(f"rescale_q means nothing {why}", "leave one of the two out")
+            why = f"when rescale is {'l1' if rescale == L1 else 'off'}"
+            raise ConfigError(
+                f"rescale_q means nothing {f'to drop {other}' if other else why}",
+                "leave one of the two out",
+            )
 
     def resolve(self, count: int, depth: float = 0.0) -> TensorSettings:
         """The settings for so many models, from depth 0 in the first layer to 1 in the last."""
@@ -260,10 +271,7 @@ class DareConfig:
             )
         rules = tuple(Rule.of(rule, f"rule {k}") for k, rule in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
-        self._check_combination()
-
-    def _check_combination(self) -> None:
-        """Refuse settings that mean nothing together, rather than ignore one of them."""
+        # Settings that mean nothing together are refused, rather than one of them ignored.
         scopes = self._scopes.values()
         given = [name for name in METHOD_SETTINGS if any(name in scope.own for scope in scopes)]
         check_meaning(given, "method", METHODS, [self.method])
@@ -315,7 +323,6 @@ class DareConfig:
 
     @property
     def _is_normalized(self) -> bool:
-        """Whether weights are divided by their sum."""
         return METHODS[self.method].normalize if self.normalize is None else self.normalize
 
     @property
@@ -325,7 +332,6 @@ class DareConfig:
 
     @cached_property
     def has_gradients(self) -> bool:
-        """Whether any setting changes over the layers."""
         return any(len(scope.depths) > 1 for scope in self._scopes.values())
 
     def general(self, count: int) -> TensorSettings:
@@ -352,17 +358,15 @@ class DareConfig:
             **({} if rescale is None else {"rescale": rescale}),
             **{name: value for name, value in defaults.items() if name in method.settings},
         }
-        for name in (*defaults, "weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS):
-            if getattr(self, name) is not None:
-                chosen[name] = as_toml(getattr(self, name))
-        is_usual = {
-            "drop": set(self._scopes[""].drops) == {RANDOM},
-            "normalize": self._is_normalized == method.normalize,
-            "mismatch": self.mismatch == "error",
-            "any_base": not self.any_base,
+        optional = (*defaults, "weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS)
+        is_written = {name: getattr(self, name) is not None for name in optional} | {
+            "drop": set(self._scopes[""].drops) != {RANDOM},
+            "normalize": self._is_normalized != method.normalize,
+            "mismatch": self.mismatch != "error",
+            "any_base": self.any_base,
         }
-        unusual = [name for name, usual in is_usual.items() if not usual]
-        return chosen | {name: as_toml(getattr(self, name)) for name in unusual}
+        written = [name for name, wanted in is_written.items() if wanted]
+        return chosen | {name: as_toml(getattr(self, name)) for name in written}
 
 
 class Chooser:
@@ -387,8 +391,3 @@ class Chooser:
         if (rule, depth) not in self._known:
             self._known[rule, depth] = self._config.for_rule(rule, self._count, depth)
         return rule, self._known[rule, depth]
-
-    def choose_all(self, names: Sequence[str]) -> list[TensorSettings]:
-        if names and not self._config.rules and not self._layers:  # one for all
-            return [self.choose(names[0])[1]] * len(names)
-        return [self.choose(name)[1] for name in names]

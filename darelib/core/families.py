@@ -1,7 +1,5 @@
 """mergekit's merge methods: what each is made of here, and mergekit's defaults for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,8 +9,6 @@ from darelib.core.methods import LINEAR, SLERP, TIES
 
 @dataclass(frozen=True)
 class Family:
-    """One merge_method."""
-
     method: str
     drop: str = ""  # none: it drops nothing
     normalize: bool = False

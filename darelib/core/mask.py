@@ -1,7 +1,5 @@
 """Which entries are kept: a pure function of seed, tensor name, element position and drop rate."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from functools import lru_cache

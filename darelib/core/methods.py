@@ -12,13 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from darelib.core.drops import Bounds, End, Thinning
 from darelib.core.formats import DIGIT_BITS, NO_PREFIX
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 # Beyond this cosine two directions count as one, and slerp is linear.
 SLERP_LINEAR: Final = 0.9995
@@ -86,8 +83,6 @@ class Coefficients:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to combine."""
-
     card: Callable[[TensorSettings], str]  # what happens to the thinned deltas, for a model card
     kernel: str  # the kernel that merges a chunk
     settings: tuple[str, ...]  # those of the optional settings that mean something to it
@@ -116,8 +111,7 @@ def weigh(
 ) -> Coefficients:
     """A model's kept deltas are multiplied by its weight over its divisor, and by its factor."""
     weights = settings.weights if weights is None else weights
-    factors = found.factors or (1.0,) * len(models)
-    scaled = zip(models, factors, strict=True)
+    scaled = zip(models, found.factors or (1.0,) * len(models), strict=True)
     return Coefficients(
         scales=tuple(weights[i] / settings.divisors[i] * factor for i, factor in scaled),
         weights=tuple(weights[i] for i in models),
@@ -180,7 +174,7 @@ class Digits:
     prefix: int = 0
     equal: int = 0  # how many begin like it
 
-    def find_next(self, counts: NDArray[Any]) -> None:
+    def find_next(self, counts: Any) -> None:
         """counts: by the next digit, of the entries that begin like it."""
         downwards = counts[::-1].cumsum()
         place = int(downwards.searchsorted(self.number))
@@ -195,10 +189,10 @@ class Digits:
 
 
 @dataclass(eq=False)
-class SizeLook(Look):
-    """For each model, up to two of its |delta| by their numbers in order of size.
+class BoundsLook(Look):
+    """The smallest and the largest |delta| that each model's drop keeps, where that is by size.
 
-    Each pass finds one more digit of each of them.
+    They are known by their numbers in order of size. Each pass finds one more digit of them.
     """
 
     kernel = "count"
@@ -222,8 +216,7 @@ class SizeLook(Look):
         counts = self._counts.reshape(len(self.models), 2, -1)
         self._counts = 0
         if number == 0:
-            sums = [int(first.sum()) for first, _ in counts]
-            numbers = map(self.number, self.models, sums)
+            numbers = map(self.number, self.models, counts[:, 0].sum(axis=1).tolist())
             self._wanted = [list(map(Digits, each)) for each in numbers]
         for wanted, halves in zip(self._wanted, counts, strict=True):
             alike = len({digits.prefix for digits in wanted}) == 1  # both were counted together
@@ -234,16 +227,6 @@ class SizeLook(Look):
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         """Which entries of a model to find, of so many, counted from the largest down."""
-        raise NotImplementedError
-
-    def record(self, found: list[list[End]]) -> None:
-        raise NotImplementedError
-
-
-class BoundsLook(SizeLook):
-    """The smallest and the largest |delta| that each model's drop keeps, where that is by size."""
-
-    def number(self, model: int, survivors: int) -> tuple[int, ...]:
         return self.settings.thinnings[model].list_ends(self.count)
 
     def record(self, found: list[list[End]]) -> None:
@@ -251,8 +234,8 @@ class BoundsLook(SizeLook):
         self.found.bounds = tuple(self.settings.thinnings[i].find_bounds(ends) for i, ends in pairs)
 
 
-class TrimLook(SizeLook):
-    """The smallest |delta| that trim keeps of those that survive the drop, for each model."""
+class TrimLook(BoundsLook):
+    """The smallest |delta| that trim keeps of what survives the drop, found in the same way."""
 
     def number(self, model: int, survivors: int) -> tuple[int, ...]:
         return (rank_of_floor(self.settings.keep_ratio, survivors),) if survivors else ()
@@ -267,17 +250,8 @@ class ChunkLook(Look):
 
     _chunks: dict[int, tuple[float, ...]] = field(default_factory=dict)
 
-    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        self._chunks[start] = tuple(map(float, self.read(buffers)))
-
-    def conclude(self, number: int) -> None:
-        self.record(fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)]))
-
-    def read(self, buffers: Any) -> Sequence[float]:
-        raise NotImplementedError
-
-    def record(self, sums: tuple[float, ...]) -> None:
-        raise NotImplementedError
+    def fold(self) -> tuple[float, ...]:
+        return fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)])
 
 
 class SumsLook(ChunkLook):
@@ -285,12 +259,12 @@ class SumsLook(ChunkLook):
 
     kernel = "sums"
 
-    def read(self, buffers: Any) -> Sequence[float]:
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
         records = buffers.models[: len(self.models)]
-        return [*records["size"], *records["kept_size"]]
+        self._chunks[start] = (*records["size"].tolist(), *records["kept_size"].tolist())
 
-    def record(self, sums: tuple[float, ...]) -> None:
-        self.found.factors = find_factors(self.settings, self.models, sums)
+    def conclude(self, number: int) -> None:
+        self.found.factors = find_factors(self.settings, self.models, self.fold())
 
 
 def find_factors(
@@ -306,11 +280,12 @@ class ArcLook(ChunkLook):
 
     kernel = "products"
 
-    def read(self, buffers: Any) -> Sequence[float]:
-        return [buffers.tensor[name][0] for name in ("square_0", "square_1", "product")]
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        names = ("square_0", "square_1", "product")
+        self._chunks[start] = tuple(float(buffers.tensor[name][0]) for name in names)
 
-    def record(self, sums: tuple[float, ...]) -> None:
-        self.found.products = sums
+    def conclude(self, number: int) -> None:
+        self.found.products = self.fold()
 
 
 def choose_looks(settings: TensorSettings, models: Sequence[int]) -> list[type[Look]]:
@@ -378,8 +353,7 @@ def _sine(x: int) -> int:
 def sum_weights(weights: Sequence[float]) -> Fraction:
     """The exact sum; 0 where only rounding keeps it from that, as in 0.1 + 0.2 - 0.3."""
     total = sum(map(Fraction, weights), Fraction())
-    largest = Fraction(max(map(abs, weights)))
-    return total if abs(total) * 10**9 >= largest else Fraction()
+    return total if abs(total) * 10**9 >= max(map(abs, weights)) else Fraction()
 
 
 def _average(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:
@@ -399,10 +373,9 @@ def _equal_shares(given: Sequence[float] | None, count: int, normalize: bool) ->
 
 
 def _weigh_ties(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
-    coefficients = weigh(settings, models, found)
-    if settings.normalize:
-        return coefficients
-    return replace(coefficients, weights=(0.0,) * len(models), first_share=1.0)
+    shares = weigh(settings, models, found)
+    sums = replace(shares, weights=(0.0,) * len(models), first_share=1.0)
+    return shares if settings.normalize else sums
 
 
 def _describe_ties(settings: TensorSettings) -> str:

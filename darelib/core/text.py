@@ -1,7 +1,5 @@
 """Errors, and words for people: messages, names and figures as a terminal shows them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -99,18 +97,15 @@ def is_terminal(stream: IO[str]) -> bool:
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
-def in_colour(stream: IO[str]) -> bool:
-    """Whether a stream shows colours, and the user has not turned them off (no-color.org)."""
-    known = os.name != "nt" or "WT_SESSION" in os.environ or "ANSICON" in os.environ
-    return known and is_terminal(stream) and not os.environ.get("NO_COLOR")
-
-
 def label(kind: str, text: str, stream: IO[str]) -> str:
     """An error, a warning or a hint as one line, its first word in colour where there are colours.
 
-    Not by rich, which takes longer to load than most errors take to be found.
+    Not by rich, which takes longer to load than most errors take to be found. Users may have turned
+    colours off (no-color.org).
     """
-    word = f"\x1b[{COLOURS[kind]}m{kind}:\x1b[0m" if in_colour(stream) else f"{kind}:"
+    known = os.name != "nt" or "WT_SESSION" in os.environ or "ANSICON" in os.environ
+    coloured = known and is_terminal(stream) and not os.environ.get("NO_COLOR")
+    word = f"\x1b[{COLOURS[kind]}m{kind}:\x1b[0m" if coloured else f"{kind}:"
     return f"{word} {printable(text)}"
 
 

@@ -1,7 +1,5 @@
 """TOML from anybody: what would take too much memory or time to read is refused."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from typing import Any, Final

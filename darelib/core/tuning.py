@@ -1,7 +1,5 @@
 """Sizes and times that change how fast a merge runs and never what it writes; small in tests."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator
@@ -60,9 +58,8 @@ TUNING: Final = Tuning()
 
 def count_cores() -> int:
     """How many this process may use, by what it is bound to and its container's share of time."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return max(1, min(cores, math.ceil(min(_quotas(), default=cores))))
 
 

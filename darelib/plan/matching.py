@@ -1,7 +1,5 @@
 """Which models change which tensors of the base, and how: by their names, and tied heads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +8,7 @@ from darelib.core.formats import DTYPES, FORMATS
 from darelib.core.text import LISTED
 from darelib.models.checkpoint import EMBEDDINGS, HEADS
 from darelib.models.tensors import PLAIN, Described, TensorInfo
-from darelib.plan.refusals import Refusals
+from darelib.plan.checks import Refusals
 from darelib.plan.tensors import TensorPlan, choose_kernel
 
 
@@ -59,19 +57,15 @@ class Matcher:
                     "it"
                 )
 
-    def missing(self, i: int) -> tuple[str, ...]:
-        """The tensors that a model should have and does not."""
+    def compare_names(self, i: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The tensors that a model should have and does not, and those that the base has no place
+        for.
+        """
         model = self.models[i]
-        if model.partial:
-            return ()
-        return tuple(
-            n for n in self.base.tensors if n not in model.tensors and n not in self.tied[i]
-        )
-
-    def extra(self, i: int) -> tuple[str, ...]:
-        """The tensors that the base has no place for."""
-        model = self.models[i]
-        return (*(name for name in model.tensors if name not in self.base.tensors), *model.unused)
+        wanted = () if model.partial else self.base.tensors.keys() - self.tied[i].keys()
+        missing = tuple(n for n in self.base.tensors if n in wanted and n not in model.tensors)
+        extra = (name for name in model.tensors if name not in self.base.tensors)
+        return missing, (*extra, *model.unused)
 
     def embedding_rows(self) -> int:
         """How many tokens the base has room for, or 0 where that is unknown."""
@@ -100,15 +94,14 @@ class Matcher:
                 mask_names.append(mask_name)
         if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
             finetuned = []
-        known = [theirs.dtype in FORMATS for _, theirs in finetuned]
-        merged = info.dtype in FORMATS and not quantised and all(known)
+        others = [theirs for _, theirs in finetuned]
+        merged = not quantised and all(each.dtype in FORMATS for each in (info, *others))
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         encoding = PLAIN if self.config.dtype else info.encoding
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
         rule, settings = self._chooser.choose(mask_names[0] if len(set(mask_names)) == 1 else owner)
         for i, theirs in finetuned:
             self._refusals.check_drop(name, theirs, self.models[i], settings.thinnings[i])
-        others = [theirs for _, theirs in finetuned]
         return TensorPlan(
             name=name,
             base=info,
@@ -138,27 +131,18 @@ class Matcher:
         return name
 
     def _find_stand_in(self, name: str, info: TensorInfo, model: Described) -> str | None:
-        """What a model has in place of a tensor that it lacks: another name of it, or its
-        embedding.
+        """What a model has in place of a tensor that it lacks: another name of it, or the embedding
+        that, by its or the base's configuration, is its output head too.
         """
         for twin in self.base.find_twins(name):
             if twin in model.tensors:
                 return twin
-        return self._tied_embedding(name, info, model)
-
-    def _tied_embedding(self, name: str, info: TensorInfo, model: Described) -> str | None:
-        """The embedding that a model, by its or the base's configuration, uses as the output head
-        that it lacks.
-        """
-        stated = [
-            setting
-            for setting in map(ties_embeddings, (self.base.config, model.config))
-            if setting is not None
-        ]
+        configs = (self.base.config, model.config)
+        stated = {*map(ties_embeddings, configs)} - {None}
         # Where nothing is stated, a head that is missing is tied.
-        known = stated or self.base.config or model.config
+        is_tied = False not in stated if stated else any(configs)
         embedding = self._embedding_like(name, info)
-        return embedding if known and False not in stated and embedding in model.tensors else None
+        return embedding if is_tied and embedding in model.tensors else None
 
     def _embedding_like(self, name: str, info: TensorInfo) -> str | None:
         """For an output head, the base's input embedding of the same shape."""

@@ -3,8 +3,6 @@
 Nothing here knows where it is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,21 +10,17 @@ from functools import cached_property
 from darelib.config import DareConfig
 from darelib.core.formats import FORMATS
 from darelib.core.methods import Look
-from darelib.core.text import DareError
 from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import KernelSpec
-from darelib.models.checkpoint import compare_configs
 from darelib.models.tensors import Described
-from darelib.plan.files import PlannedFile
-from darelib.plan.matching import Matcher
-from darelib.plan.tensors import TensorPlan
-from darelib.plan.warnings import (
+from darelib.plan.checks import (
     find_odd_inputs,
     find_odd_names,
-    find_odd_seeds,
     find_odd_settings,
     find_samples,
 )
+from darelib.plan.matching import Matcher
+from darelib.plan.tensors import PlannedFile, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -85,19 +79,16 @@ class MergePlan:
     @cached_property
     def ranked(self) -> int:
         """Elements of the longest row that entries are ranked in, if any."""
-        widths = [tensor.base.width for tensor in self.tensors if tensor.rank_spec]
-        return max(widths, default=0)
+        return max((t.base.width for t in self.tensors if t.rank_spec), default=0)
 
     @cached_property
     def changed(self) -> tuple[TensorPlan, ...]:
-        """The tensors that some model changes."""
-        merged = [tensor for tensor in self.tensors if tensor.merged and tensor.base.count]
-        return tuple(tensor for tensor in merged if tensor.finetuned)
+        return tuple(t for t in self.tensors if t.merged and t.base.count and t.finetuned)
 
     @cached_property
     def passes(self) -> dict[str, int]:
         """How often each tensor is looked at before it is merged."""
-        return {tensor.name: tensor.count_passes() for tensor in self.tensors}
+        return {tensor.name: len(tensor.list_passes()) for tensor in self.tensors}
 
     @property
     def bytes_to_read(self) -> int:
@@ -120,10 +111,9 @@ class MergePlan:
         """done: the tensors and starts of the jobs that need not be run again."""
         number = 0
         for tensor in tensors:
-            starts = self._starts(tensor)
-            if look_pass is not None:
-                # Looks add up by chunks, whose starts are the same for all tensors.
-                starts = range(0, tensor.length, TUNING.job_elements)
+            # Looks add up by chunks, whose starts are the same for all tensors.
+            whole = range(0, tensor.length, TUNING.job_elements)
+            starts = self._starts(tensor) if look_pass is None else whole
             for start in starts:
                 if (tensor.name, start) not in done:
                     stop = min(start + starts.step, tensor.length)
@@ -167,10 +157,12 @@ def plan_merge(
     matcher = Matcher(config, inputs)
     base, *models = inputs
     seeds = find_seeds(config, inputs)
-    warnings = [*find_odd_inputs(config, inputs), *find_odd_names(inputs, matcher)]
+    missing, extra = zip(*map(matcher.compare_names, range(len(models))), strict=True)
+    warnings = [*find_odd_inputs(config, inputs)]
+    for model, lacking, unknown in zip(models, missing, extra, strict=True):
+        warnings += find_odd_names(model.name, lacking, unknown)
     if not looks_only:
-        warnings += find_odd_settings(config, inputs, matcher.tensors)
-        warnings += find_odd_seeds(seeds, inputs)
+        warnings += find_odd_settings(config, inputs, matcher.tensors, seeds)
     warnings += matcher.warnings()
     if looks_only:
         warnings += find_samples(inputs)
@@ -182,8 +174,8 @@ def plan_merge(
         threads=count_threads(config, matcher.tensors),
         seeds=seeds,
         warnings=tuple(warnings),
-        missing=tuple(matcher.missing(i) for i in range(len(models))),
-        extra=tuple(matcher.extra(i) for i in range(len(models))),
+        missing=missing,
+        extra=extra,
         mismatched=tuple(map(tuple, matcher.mismatched)),
         repeats_base=tuple(model.is_same_as(base) for model in models),
         embedding_rows=matcher.embedding_rows(),
@@ -192,23 +184,9 @@ def plan_merge(
 
 def find_seeds(config: DareConfig, inputs: Sequence[Described]) -> tuple[int, ...]:
     """The seed of each model's mask: the first one's and up, unless it was decided before."""
-    models = enumerate(inputs[1:])
-    return tuple(config.seed + i if model.seed is None else model.seed for i, model in models)
-
-
-def check_kinds(inputs: Sequence[Described]) -> None:
-    """Refuse models of another architecture: tensors of the same names and shapes may mean
-    something else there.
-    """
-    base, *models = inputs
-    for model in models:
-        for key, words in compare_configs(base.config, model.config).items():
-            if key.endswith("model_type"):
-                raise DareError(
-                    f"{model.name!r} is another kind of model than {base.name!r}: {words}",
-                    "give the base that it was fine-tuned from, or add --any-base if you know that "
-                    "they fit",
-                )
+    return tuple(
+        config.seed + i if model.seed is None else model.seed for i, model in enumerate(inputs[1:])
+    )
 
 
 def count_threads(config: DareConfig, tensors: Sequence[TensorPlan]) -> int:

@@ -1,14 +1,17 @@
-"""One tensor of a merge: where it comes from, how it is made, what is written for it."""
-
-from __future__ import annotations
+"""One tensor of a merge: where it comes from, how it is made, what is written for it; and which
+tensors each file of the output holds, and where.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from darelib.config import Rule
-from darelib.core.formats import FORMATS
+from darelib.core.formats import FORMATS, STORED_BITS
 from darelib.core.methods import METHODS, Found, Look, TensorSettings, choose_looks
 from darelib.kernels import KernelSpec
+from darelib.models.checkpoint import WEIGHTS_FILE
+from darelib.models.tensorfile import header_bytes
 from darelib.models.tensors import Encoding, TensorInfo
 
 
@@ -38,15 +41,17 @@ class TensorPlan:
     def models(self) -> list[int]:
         return [i for i, _ in self.finetuned]
 
-    def move(self, file: int) -> TensorPlan:
+    def move(self, file: int) -> Self:
         """The same in another file of the output."""
-        outputs = {name: replace(info, file=file) for name, info in self.outputs.items()}
-        return replace(self, outputs=outputs)
+        return self.place({name: replace(info, file=file) for name, info in self.outputs.items()})
+
+    def place(self, places: Mapping[str, TensorInfo]) -> Self:
+        """The same, with its outputs at these places."""
+        return replace(self, outputs={name: places[name] for name in self.outputs})
 
     def look_spec(self, look: Look) -> KernelSpec:
-        if look.merges:
-            return self.spec
-        return KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
+        own = KernelSpec(look.kernel, self.base.dtype, self.spec.finetuned, self.spec.real)
+        return self.spec if look.merges else own
 
     def is_thinned(self, row: int) -> bool:
         """Whether a model was thinned before, exactly as it is to be thinned now."""
@@ -62,10 +67,6 @@ class TensorPlan:
             return []
         kinds = choose_looks(self.settings, self.models) if self.finetuned else []
         return [*kinds, *self.encoding.looks]
-
-    def count_passes(self) -> int:
-        bits = FORMATS[self.spec.real].bits
-        return sum(kind.count_passes(bits) for kind in self.looks)
 
     def list_passes(self) -> list[tuple[Look, int]]:
         """The looks, and the passes of each."""
@@ -109,3 +110,65 @@ def choose_kernel(
     if len(types) == 1:
         [common] = types
     return KernelSpec(METHODS[method].kernel, base.dtype, common, output)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file of tensors that will be written."""
+
+    name: str
+    header: bytes
+    size: int
+
+
+def assign_offsets(
+    tensors: Sequence[TensorPlan], limit: int, metadata: dict[str, str], name: str | None
+) -> tuple[list[TensorPlan], list[PlannedFile]]:
+    """Give each tensor its place: in order, in a new file where the next one would exceed the
+    limit.
+
+    name: of the only file; None: they are named as transformers names them.
+    """
+    shards = divide_tensors(tensors, limit)
+    count = len(shards)
+    several = [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+    names = several if count > 1 else [name or WEIGHTS_FILE]
+    placed: list[TensorPlan] = []
+    files: list[PlannedFile] = []
+    for number, own in enumerate(shards):
+        places, size = place_tensors(own, number)
+        placed += [tensor.place(places) for tensor in own]
+        header = header_bytes(places, metadata)
+        files.append(PlannedFile(names[number], header, len(header) + size))
+    return placed, files
+
+
+def divide_tensors(tensors: Sequence[TensorPlan], limit: int) -> list[list[TensorPlan]]:
+    """The tensors of each file. One that is larger than the limit has a file of its own."""
+    shards: list[list[TensorPlan]] = [[]]
+    used = 0
+    for tensor in tensors:
+        size = sum(info.nbytes for info in tensor.outputs.values())
+        if used and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(tensor)
+        used += size
+    return shards
+
+
+def place_tensors(tensors: Sequence[TensorPlan], file: int) -> tuple[dict[str, TensorInfo], int]:
+    """What a file holds, one after the other, and how many bytes that are."""
+    wanted = [pair for tensor in tensors for pair in tensor.outputs.items()]
+    if any(len(tensor.outputs) > 1 for tensor in tensors):
+        # Behind an odd number of bytes, loaders could not map wider values.
+        wanted.sort(key=lambda pair: -STORED_BITS[pair[1].dtype])
+    places: dict[str, TensorInfo] = {}
+    offset = 0
+    for name, info in wanted:
+        places[name] = replace(info, file=file, offset=offset)
+        offset += info.nbytes
+    return places, offset

@@ -1,18 +1,17 @@
 """A configuration as a file: what a request asks for, in TOML."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import tomli_w
+
 from darelib.config import Rule
 from darelib.core.text import LOG, ConfigError, as_text, print_result
-from darelib.models.hub import is_on_hub
-from darelib.models.source import Source
+from darelib.models.source import Source, is_on_hub
 from darelib.output.destination import check_apart
-from darelib.output.newfile import write_new_file
+from darelib.output.files import write_new_file
 from darelib.requests.readers import YAML_SUFFIXES
 from darelib.requests.request import Request
 
@@ -68,8 +67,6 @@ def format_table(
 
 def write_config(path: Path, settings: str, request: Request) -> None:
     """Write settings, as TOML, and a request's models, with paths that lead there from the file."""
-    import tomli_w
-
     assert request.base is not None
     folder = path.absolute().parent.resolve()
     output = "merged" if path == STDOUT else f"{path.stem}_merged"
@@ -82,9 +79,12 @@ def write_config(path: Path, settings: str, request: Request) -> None:
         "merge_files": [name_from(folder, model) for model in request.merge],
         "output_file": output,
     }
-    for key, source in (("tokenizer", request.tokenizer), ("chat_template", request.chat_template)):
-        if source:
-            models[key] = source.name if source.is_word else name_from(folder, source)
+    others = {"tokenizer": request.tokenizer, "chat_template": request.chat_template}
+    models |= {
+        key: source.name if source.is_word else name_from(folder, source)
+        for key, source in others.items()
+        if source
+    }
     text = f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}"
     if path == STDOUT:
         print_result(text.rstrip())
@@ -95,8 +95,6 @@ def write_config(path: Path, settings: str, request: Request) -> None:
 
 def as_literal(value: Any) -> str:
     """A setting in one line of TOML, where tomli_w writes a line for each entry of a list."""
-    import tomli_w
-
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {as_literal(entry)}" for key, entry in value.items()) + "}"
     if isinstance(value, Iterable) and not isinstance(value, str):

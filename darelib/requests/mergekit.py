@@ -5,8 +5,6 @@ contains. Of our rules the first that matches is used whole. So where a file has
 the base's names decide: those that get the same settings become one rule.
 """
 
-from __future__ import annotations
-
 import glob
 import itertools
 import math
@@ -19,17 +17,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.config import Rule, as_toml, check_setting
+from darelib.config import (
+    LAYER,
+    Gradient,
+    Rule,
+    as_toml,
+    check_setting,
+    count_layers,
+    freeze,
+    value_at,
+)
 from darelib.core.drops import DROPS, L1, NONE, complement
 from darelib.core.formats import DTYPES
-from darelib.core.gradients import LAYER, Gradient, count_layers, freeze, value_at
 from darelib.core.methods import METHODS, SLERP
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models
 from darelib.models.source import AUTO, BASE, UNION, Source, is_template
-from darelib.requests.mergekitfile import MergekitFile, Part, Table
+from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Table, load_yaml
 from darelib.requests.request import Request
-from darelib.requests.yamlfile import load_yaml
 
 # Of the parameters that need not be given; normalize and rescale are the family's.
 DEFAULTS: Final = {"density": 1.0, "gamma": 0.01, "epsilon": 0.15, "lambda": 1.0}
@@ -77,14 +82,13 @@ class Parameters:
     def look_up(self, name: str, levels: Sequence[Table]) -> Entries:
         """A parameter by filter: the nearest level first, the default last."""
         default = DEFAULTS.get(name, getattr(self.file.family, name, None))
-        entries: Entries = []
-        for value in (*(level.get(name) for level in levels), default):
-            entries += [] if value is None else self.parse_entries(name, value)
+        values = [*(level.get(name) for level in levels), default]
+        parsed = [self.parse_entries(name, value) for value in values if value is not None]
+        entries = list(itertools.chain.from_iterable(parsed))
         end = next((k for k, (word, _) in enumerate(entries, 1) if not word), len(entries))
         return entries[:end]
 
     def parse_entries(self, name: str, value: Any) -> Entries:
-        """A parameter at one level, by filter."""
         values = value if isinstance(value, list) else [value]
         if not any(isinstance(entry, dict) for entry in values):
             return [("", self.parse_value(name, value))]
@@ -92,12 +96,15 @@ class Parameters:
         for entry in values:
             table = self.file.read_table(entry, name, ("filter", "value"))
             word = table.get("filter", "")
-            if not isinstance(word, str):
-                raise self.file.error(
-                    name, f"a filter must be a word, not {word!r}", "put it in quotes"
-                )
-            parsed = self.parse_value(name, table.get("value"))
-            entries.append(("" if word == "*" else word, parsed))
+            self.file.check(
+                isinstance(word, str),
+                name,
+                f"a filter must be a word, not {word!r}",
+                "put it in quotes",
+            )
+            entries.append(
+                ("" if word == "*" else word, self.parse_value(name, table.get("value")))
+            )
         return entries
 
     def parse_value(self, name: str, value: Any) -> Value:
@@ -112,23 +119,24 @@ class Parameters:
         with suppress(ValueError, TypeError, OverflowError):
             given = value if isinstance(value, list) else [value]
             numbers = [math.nan if isinstance(number, bool) else float(number) for number in given]
-        if not numbers or not all(map(math.isfinite, numbers)) or name in FLAGS:
-            wanted = "true or false" if name in FLAGS else "a number, or a list of numbers"
-            raise self.file.error(
-                name, f"it must be {wanted}, not {str(value)[:60]!r}", "or such values with filters"
-            )
-        if name == "density" and not all(0 < number <= 1 for number in numbers):
-            raise self.file.error(
-                name,
-                f"it must be above 0 and at most 1, not {value!r}",
-                "weight 0 leaves a model out",
-            )
+        wanted = "true or false" if name in FLAGS else "a number, or a list of numbers"
+        self.file.check(
+            numbers and all(map(math.isfinite, numbers)) and name not in FLAGS,
+            name,
+            f"it must be {wanted}, not {str(value)[:60]!r}",
+            "or such values with filters",
+        )
+        self.file.check(
+            name != "density" or all(0 < number <= 1 for number in numbers),
+            name,
+            f"it must be above 0 and at most 1, not {value!r}",
+            "weight 0 leaves a model out",
+        )
         return Gradient(tuple(numbers)) if len(numbers) > 1 else numbers[0]
 
     def as_settings(self) -> tuple[Table, tuple[Rule, ...]]:
         """[dare], which is what most tensors get, and the rules for the others."""
-        names = self.list_names()
-        settings = {name: translate(self.file, self.choose_all(name)) for name in names}
+        settings = {name: translate(self.file, self.choose_all(name)) for name in self.list_names()}
         groups = {name: repr(own) for name, own in settings.items()}
         by_group = {groups[name]: own for name, own in settings.items()}
         [(usual, _)] = Counter(groups.values()).most_common(1)
@@ -156,14 +164,14 @@ class Parameters:
                     "so it does nothing"
                 )
         if "slices" in self.file.content:
-            self.file.check_slices(count_layers(names))
+            check_slices(self.file, count_layers(names))
         return names
 
     def choose_all(self, name: str) -> dict[Key, Value]:
         """The parameters of a tensor. Where there is but one part, gradients stay what they are."""
-        part, depth = self.locate(name)
+        part, depth = (0, None) if len(self.tables) == 1 else self.locate(name)
         values = {key: self.choose(key, each, name) for key, each in self.tables[part].items()}
-        if len(self.tables) == 1:
+        if depth is None:
             return values
         return {key: value_at(value, depth) for key, value in values.items()}
 
@@ -171,8 +179,6 @@ class Parameters:
         """The part that a tensor is in, and how deep in it."""
         parts = self.file.parts
         match = LAYER.match(name)
-        if len(parts) == 1:
-            return 0, 0.0
         if not match:
             return (0 if BEFORE_LAYERS.search(name) else len(parts) - 1), 0.0
         layer = int(match[2])
@@ -192,6 +198,26 @@ class Parameters:
         )
 
 
+def check_slices(file: MergekitFile, layers: Mapping[str, int]) -> None:
+    """Refuse slices that are not the base's own layers, of these kinds, in their order."""
+    file.check(
+        len(layers) == 1,
+        "slices",
+        f"{file.base} has {len(layers)} stacks of layers",
+        "use models: instead",
+    )
+    [count] = layers.values()
+    starts = [part.layers[0] for part in file.parts]
+    bounds = [0, *(part.layers[1] for part in file.parts)]
+    ranges = ", ".join(str(list(part.layers)) for part in file.parts)
+    file.check(
+        [*starts, count] == bounds and bounds == sorted(set(bounds)),
+        "slices",
+        f"{ranges} are not the {count} layers of {file.base}",
+        STACKED,
+    )
+
+
 def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
     """mergekit's parameters of a tensor as our settings."""
 
@@ -206,10 +232,12 @@ def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
     if family.average:
         numbers = [weight for weight in each("weight") if not isinstance(weight, Gradient)]
         is_whole = len(numbers) == len(file.models) and abs(math.fsum(numbers) - 1) < 1e-9
-        if not made["normalize"] and not is_whole:
-            raise file.error(
-                "normalize", "the weights of an average must add up to 1", "set it to true"
-            )
+        file.check(
+            made["normalize"] or is_whole,
+            "normalize",
+            "the weights of an average must add up to 1",
+            "set it to true",
+        )
         return made | {"normalize": True}
     made["lambda_coeff"] = values["lambda", -1]
     if family.drop:
@@ -220,9 +248,8 @@ def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
 
 
 def drop_rate_of(density: Any) -> Any:
-    if isinstance(density, Gradient):
-        return Gradient(tuple(map(complement, density.numbers)))
-    return complement(density)
+    is_gradient = isinstance(density, Gradient)
+    return Gradient(tuple(map(complement, density.numbers))) if is_gradient else complement(density)
 
 
 def one_or_each(values: list[Any]) -> Any:
@@ -236,8 +263,9 @@ def explain_defaults(file: MergekitFile, dare: Table) -> dict[str, str]:
     if not family.drop:
         notes["drop_rate"] = f"{file.method} drops nothing"
     if dare.get("normalize", family.normalize) != METHODS[family.method].normalize:
-        default = str(family.normalize).lower()
-        notes["normalize"] = f"mergekit's default for {file.method} is {default}"
+        notes["normalize"] = (
+            f"mergekit's default for {file.method} is {str(family.normalize).lower()}"
+        )
     if dare.get("rescale") == L1:
         notes["rescale"] = 'what mergekit calls rescale; the papers do what is "expectation" here'
     return notes
@@ -247,18 +275,24 @@ def read_dtype(file: MergekitFile) -> Table:
     key = "out_dtype" if "out_dtype" in file.content else "dtype"
     given = file.content.get(key)
     name = str(given).removeprefix("torch.")
-    if given is not None and name not in DTYPES:
-        raise file.error(key, f"tensors cannot be stored as {given!r}", nearest(str(given), DTYPES))
+    file.check(
+        given is None or name in DTYPES,
+        key,
+        f"tensors cannot be stored as {given!r}",
+        nearest(str(given), DTYPES),
+    )
     return {} if given is None else {"dtype": name}
 
 
 def read_tokenizer(file: MergekitFile) -> Source | None:
     given = file.content.get("tokenizer_source")
     if "tokenizer" in file.content:
-        if given is not None:
-            raise file.error(
-                "tokenizer", "there is a tokenizer_source too", "leave one of the two out"
-            )
+        file.check(
+            given is None,
+            "tokenizer",
+            "there is a tokenizer_source too",
+            "leave one of the two out",
+        )
         table = file.read_table(file.content["tokenizer"], "tokenizer", ("source",))
         given = table.get("source", UNION)
     if given in (None, BASE, UNION):
@@ -269,12 +303,12 @@ def read_tokenizer(file: MergekitFile) -> Source | None:
 
 def read_chat_template(file: MergekitFile) -> Source | None:
     given = file.content.get("chat_template", "")
-    if not isinstance(given, str) or not (given in ("", AUTO) or is_template(given)):
-        raise file.error(
-            "chat_template",
-            f"{str(given)[:60]!r} is neither auto nor the text of a template",
-            "of mergekit's own templates, give the text",
-        )
+    file.check(
+        isinstance(given, str) and (given in ("", AUTO) or is_template(given)),
+        "chat_template",
+        f"{str(given)[:60]!r} is neither auto nor the text of a template",
+        "of mergekit's own templates, give the text",
+    )
     return Source.of(given) if given else None
 
 

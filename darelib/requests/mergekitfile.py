@@ -1,11 +1,14 @@
-"""mergekit's configurations as they are written: the method, the models, the slices, the base."""
-
-from __future__ import annotations
+"""mergekit's configurations as they are written: YAML, which is read without surprises or refused;
+the method, the models, the slices, the base.
+"""
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+import yaml
 
 from darelib.config import is_count
 from darelib.core.families import FAMILIES
@@ -37,6 +40,9 @@ STACKED: Final = (
     "only the layers of the base, in their order and merged with the same ones of all models, "
     "can be sliced"
 )
+MAX_YAML: Final = 1 << 18  # bytes: PyYAML takes seconds for more
+MAX_DIGITS: Final = 100  # of a whole number: Python does not print large ones
+MAX_VALUES: Final = 50_000  # of a file with its aliases written out
 Table = dict[str, Any]
 
 
@@ -62,17 +68,22 @@ class Part:
 
 
 class MergekitFile:
-    """One configuration."""
-
     def __init__(self, path: str, content: Any) -> None:
         self.path = path
         self.content = self.read_table(content, "", KEYS)
-        if "merge_method" not in self.content:
-            raise self.error("merge_method", "it is missing", f"one of {', '.join(FAMILIES)}")
-        self.method = str(self.content["merge_method"])
-        if self.method not in FAMILIES:
-            hint = nearest(self.method, FAMILIES)
-            raise self.error("merge_method", f"this tool has no {self.method!r}", hint)
+        self.method = str(self.content.get("merge_method"))
+        self.check(
+            "merge_method" in self.content,
+            "merge_method",
+            "it is missing",
+            f"one of {', '.join(FAMILIES)}",
+        )
+        self.check(
+            self.method in FAMILIES,
+            "merge_method",
+            f"this tool has no {self.method!r}",
+            nearest(self.method, FAMILIES),
+        )
         self.family = FAMILIES[self.method]
         self.each, self.shared, ignored = self.family.list_parameters()
         self.own = (*self.each, *ignored)  # what a model may have
@@ -84,21 +95,29 @@ class MergekitFile:
     def error(self, where: str, what: str, hint: str) -> ConfigError:
         return ConfigError(": ".join(filter(None, (self.path, where, what))), hint)
 
+    def check(self, fits: object, where: str, what: str, hint: str) -> None:
+        """Refuse the file, unless this fits. where: in the file; what: is wrong there."""
+        if not fits:
+            raise self.error(where, what, hint)
+
     def read_table(self, value: Any, where: str, known: Collection[str]) -> Table:
         """A mapping, less what is null in it. A key that is none of these is an error."""
-        if not isinstance(value, dict):
-            raise self.error(
-                where, f"it must be a mapping, not {str(value)[:60]!r}", f"with {', '.join(known)}"
-            )
+        self.check(
+            isinstance(value, dict),
+            where,
+            f"it must be a mapping, not {str(value)[:60]!r}",
+            f"with {', '.join(known)}",
+        )
         given = {key: entry for key, entry in value.items() if entry is not None and entry != []}
         for key in value:
-            if key in REFUSED and given.get(key, {}) != {}:
-                raise self.error(
+            if key in REFUSED:
+                self.check(
+                    given.get(key, {}) == {},
                     where,
                     f"{key} is not supported: {REFUSED[key]}",
                     "leave it out, or use mergekit",
                 )
-            if key not in known and key not in REFUSED:
+            elif key not in known:
                 raise self.error(where, f"there is no key {str(key)!r}", nearest(str(key), known))
         return given
 
@@ -113,14 +132,13 @@ class MergekitFile:
     def read_name(self, value: Any, where: str) -> str:
         """A path, or a name on the Hub and its revision, as this tool writes it."""
         words = self.split(value, "@", ("path", "revision"), where)
-        if not all(isinstance(word, str) and word for word in words):
-            raise self.explain_name(value, where)
-        if len(words) == 2 and os.path.exists(os.path.expanduser(words[0])):
-            raise self.error(
-                where,
-                f"{words[0]!r} is on this machine and has no revisions",
-                f"leave @{words[1]} out",
-            )
+        self.check_name(all(isinstance(word, str) and word for word in words), value, where)
+        self.check(
+            len(words) == 1 or not os.path.exists(os.path.expanduser(words[0])),
+            where,
+            f"{words[0]!r} is on this machine and has no revisions",
+            f"leave @{words[-1]} out",
+        )
         return "@".join(words)
 
     def split(self, value: Any, mark: str, keys: tuple[str, str], where: str) -> list[Any]:
@@ -128,21 +146,25 @@ class MergekitFile:
         if isinstance(value, dict):
             return list(({keys[0]: None} | self.read_table(value, where, keys)).values())
         parts = value.split(mark) if isinstance(value, str) else [value]
-        if len(parts) > 2:
-            raise self.explain_name(value, where)
+        self.check_name(len(parts) <= 2, value, where)
         return parts
 
-    def explain_name(self, value: Any, where: str) -> ConfigError:
-        what = "it is missing" if value is None else f"{str(value)[:60]!r} does not name a model"
-        return self.error(where, what, "like models/base, org/name@revision or models/base+adapter")
+    def check_name(self, fits: bool, value: Any, where: str) -> None:
+        hint = "like models/base, org/name@revision or models/base+adapter"
+        self.check(
+            fits,
+            where,
+            "it is missing" if value is None else f"{str(value)[:60]!r} does not name a model",
+            hint,
+        )
 
     def read_parts(self) -> list[Part]:
-        if ("models" in self.content) == ("slices" in self.content):
-            raise self.error(
-                "models",
-                "there must be either models or slices",
-                "list the models that are to be merged",
-            )
+        self.check(
+            ("models" in self.content) != ("slices" in self.content),
+            "models",
+            "there must be either models or slices",
+            "list the models that are to be merged",
+        )
         if "models" in self.content:
             return [Part(self.read_models(self.content["models"], "models"))]
         slices = self.read_list(self.content["slices"], "slices")
@@ -152,34 +174,41 @@ class MergekitFile:
         table = self.read_table(value, where, ("sources", "base_model", "parameters"))
         models = self.read_models(table.get("sources"), f"{where}.sources", "layer_range")
         layers, *others = (source.get("layer_range") for source in table["sources"])
-        if any(other != layers for other in others):
-            raise self.error(
-                where, f"its sources have different layers: {[layers, *others]}", STACKED
-            )
+        self.check(
+            all(other == layers for other in others),
+            where,
+            f"its sources have different layers: {[layers, *others]}",
+            STACKED,
+        )
         is_pair = isinstance(layers, list) and len(layers) == 2
-        if not is_pair or not all(is_count(number, 0) for number in layers):
-            raise self.error(
-                where, f"layer_range must be two whole numbers, not {layers!r}", "like [0, 32]"
-            )
+        self.check(
+            is_pair and all(is_count(number, 0) for number in layers),
+            where,
+            f"layer_range must be two whole numbers, not {layers!r}",
+            "like [0, 32]",
+        )
         base = self.read_base(table, f"{where}.base_model")
         parameters = self.read_parameters(table, where, (*self.own, *self.shared))
         return Part(models, parameters, base, (layers[0], layers[1]))
 
-    def read_list(self, value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    def read_list(self, value: Any, where: str) -> list[tuple[str, Any]]:
         """The entries of a list, after what to call them."""
-        if not isinstance(value, list):
-            raise self.error(
-                where, "it must be a list with at least one entry", "see mergekit's examples"
-            )
-        return ((f"{where}[{k}]", entry) for k, entry in enumerate(value))
+        self.check(
+            isinstance(value, list),
+            where,
+            "it must be a list with at least one entry",
+            "see mergekit's examples",
+        )
+        return [(f"{where}[{k}]", entry) for k, entry in enumerate(value)]
 
     def read_models(self, value: Any, where: str, *known: str) -> dict[Reference, Table]:
         models: dict[Reference, Table] = {}
         for place, entry in self.read_list(value, where):
             table = self.read_table(entry, place, ("model", "parameters", *known))
             model = self.read_reference(table.get("model"), f"{place}.model")
-            if model in models:
-                raise self.error(place, f"{model} is there twice", "list each model once")
+            self.check(
+                model not in models, place, f"{model} is there twice", "list each model once"
+            )
             models[model] = self.read_parameters(table, place, self.own)
         return models
 
@@ -191,57 +220,90 @@ class MergekitFile:
         given = self.read_base(self.content, "base_model")
         base, *others = {part.base or given for part in self.parts}
         models = self.parts[0].models
-        if others:
-            raise self.error("slices", "they have different base models", STACKED)
-        if base is None and not self.family.average:
-            raise self.error(
-                "base_model", "it is missing", "name the model that the others were made from"
-            )
+        self.check(not others, "slices", "they have different base models", STACKED)
+        self.check(
+            base or self.family.average,
+            "base_model",
+            "it is missing",
+            "name the model that the others were made from",
+        )
         if base is None:  # an average does not depend on it, but adapters can only be put on it
             first, *_ = sorted(models, key=lambda model: not model.lora)
             return Reference(first.path)
         if self.family.average and "models" in self.content:
             models.setdefault(base, {})
-        if base.lora:
-            raise self.error("base_model", "the base cannot have an adapter on top", UNLOAD_HINT)
+        self.check(
+            not base.lora, "base_model", "the base cannot have an adapter on top", UNLOAD_HINT
+        )
         return base
 
     def choose_models(self) -> list[Reference]:
         """What is merged: of an average or an arc, the base is a part."""
         models = list(self.parts[0].models)
-        if any({*part.models, self.base} != {*models, self.base} for part in self.parts):
-            raise self.error("slices", "they merge different models", STACKED)
+        are_alike = all({*part.models, self.base} == {*models, self.base} for part in self.parts)
+        self.check(are_alike, "slices", "they merge different models", STACKED)
         for model in models:
-            if model.lora and model.path != self.base.path:
-                raise self.error(
-                    "models",
-                    f"{model}: adapters can only be put on the base, {self.base}",
-                    UNLOAD_HINT,
-                )
+            self.check(
+                not model.lora or model.path == self.base.path,
+                "models",
+                f"{model}: adapters can only be put on the base, {self.base}",
+                UNLOAD_HINT,
+            )
         if self.family.average:
             return models
         others = [model for model in models if model != self.base]
         is_arc = self.family.method == SLERP
-        if not others or (is_arc and len(others) != 1):
-            wanted = "one model" if is_arc else "models"
-            what = f"{self.method} merges {wanted} besides the base, not {len(others)}"
-            raise self.error(
-                "models", what, "leave the others out" if others else "list what is to be merged"
-            )
+        wanted = "one model" if is_arc else "models"
+        self.check(
+            len(others) == 1 if is_arc else others,
+            "models",
+            f"{self.method} merges {wanted} besides the base, not {len(others)}",
+            "leave the others out" if others else "list what is to be merged",
+        )
         return [self.base, *others] if is_arc else others
 
-    def check_slices(self, layers: Mapping[str, int]) -> None:
-        """Refuse slices that are not the base's own layers, of these kinds, in their order."""
-        if len(layers) != 1:
-            raise self.error(
-                "slices", f"{self.base} has {len(layers)} stacks of layers", "use models: instead"
-            )
-        [count] = layers.values()
-        starts = [part.layers[0] for part in self.parts]
-        ends = [part.layers[1] for part in self.parts]
-        bounds = [0, *ends]
-        if starts != bounds[:-1] or bounds != sorted(set(bounds)) or ends[-1] != count:
-            ranges = ", ".join(str(list(part.layers)) for part in self.parts)
-            raise self.error(
-                "slices", f"{ranges} are not the {count} layers of {self.base}", STACKED
-            )
+
+def load_yaml(text: str, path: str) -> Any:
+    """What a YAML text says; what would take long, or can be read in two ways, is refused."""
+    hint = "it must be one YAML document, as mergekit-yaml takes it"
+    try:
+        if len(text.encode(errors="replace")) > MAX_YAML:
+            raise ValueError(f"it is longer than {MAX_YAML:,} bytes")
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _count_values(node, {})
+        return node and loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        reason = f"{error.problem or error.context}{line}"
+        if error.context == "expected a single document in the stream":
+            reason = "it holds several documents"
+        if "\\t" in reason:
+            hint = "YAML is indented with spaces, not with tabs"
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
+        reason = str(error).splitlines()[0]
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except (LookupError, AttributeError, TypeError):  # as PyYAML comes to know it
+        reason = "a value is not what its tag, like !!int, says"
+    raise ConfigError(f"{path} cannot be read: {reason}", hint)
+
+
+def _count_values(node: Any, counts: dict[int, int]) -> int:
+    """How many values a node holds, aliases written out."""
+    if id(node) not in counts:
+        counts[id(node)] = 0  # until it is known
+        line = f"(line {node.start_mark.line + 1})" if node else ""
+        is_integer = isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int")
+        if is_integer and len(node.value) > MAX_DIGITS:
+            raise ValueError(f"a number has {len(node.value):,} digits {line}")
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            for key, times in Counter(str(key.value) for key, _ in children).most_common(1):
+                if times > 1:
+                    raise ValueError(f"the key {key[:60]!r} is there {times} times {line}")
+            children = [child for pair in children for child in pair]
+        counts[id(node)] = 1 + sum(_count_values(child, counts) for child in children)
+    if not 0 < counts[id(node)] <= MAX_VALUES:
+        raise ValueError(f"with its aliases written out, it holds more than {MAX_VALUES:,} values")
+    return counts[id(node)]

@@ -1,7 +1,5 @@
 """Configuration files: TOML here, other formats in their own rooms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final

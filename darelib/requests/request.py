@@ -1,7 +1,5 @@
 """What a user asks for, before any model is opened, and flags over it."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -67,7 +65,7 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         # One number is for all models; weights are a list even where there is one model.
         if isinstance(value, list) and len(value) == 1 and name != "weights":
             [value] = value
-        check_setting(name, value, flag_of(name))
+        check_setting(name, value, f"--{name.removesuffix('_coeff').replace('_', '-')}")
         dare[name] = value
     names = ("base", "tokenizer", "chat_template")
     changes: dict[str, Any] = {name: Source.of(flags[name]) for name in names if name in flags}
@@ -90,11 +88,6 @@ def parse_axes(texts: Iterable[str]) -> dict[str, Any]:
                 f"--vary {text!r} must be SETTING=VALUES", "like --vary 'drop_rate=[0, 0.5]'"
             ) from None
     return axes
-
-
-def flag_of(name: str) -> str:
-    """The flag of a setting, or of an option of the command."""
-    return "--lambda" if name == "lambda_coeff" else f"--{name.replace('_', '-')}"
 
 
 def parse_rule(text: str) -> Rule:

@@ -2,17 +2,18 @@
 kernels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from darelib.config import DareConfig
+from darelib.core.formats import DTYPES
 from darelib.core.mask import mask_key
 from darelib.core.methods import TensorSettings
 from darelib.core.text import LOG, ConfigError, DareError
@@ -21,11 +22,12 @@ from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import explain_copied
-from darelib.run.places import TORCH_TYPES, check_places
 from darelib.run.worker import explain_quantised
 
 Tensor = torch.Tensor
-MOST_PLANS = 8  # that are kept: searches merge the same tensors again and again
+MOST_PLANS: Final = 8  # that are kept: searches merge the same tensors again and again
+TORCH_TYPES: Final = {stored: getattr(torch, name) for name, stored in DTYPES.items()}
+APART_HINT: Final = "give each of them memory of its own"
 
 
 def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
@@ -55,15 +57,12 @@ def merge_tensors(
             "finetuned must be a list of state dicts with at least one in it", "put it in brackets"
         )
     config.check_models(len(finetuned))
-    check_state_dict("the base", base)
+    given = {"the base": base} | {f"model {i}": model for i, model in enumerate(finetuned)}
+    for what, state in given.items() if out is None else [*given.items(), ("out", out)]:
+        check_state_dict(what, state)
     if not base:
         raise ConfigError("the base has no tensors", STATE_DICT_HINT)
-    for i, model in enumerate(finetuned):
-        check_state_dict(f"model {i}", model)
-    if out is not None:
-        check_state_dict("out", out)
-    models = [StateDict(f"model {i}", model) for i, model in enumerate(finetuned)]
-    states = [StateDict("the base", base), *models]
+    states = [StateDict(name, state) for name, state in given.items()]
     plan = find_plan(config, states)
     for warning in plan.merge.warnings if warns else ():
         LOG.warning(warning)
@@ -189,12 +188,9 @@ class StateMerge:
     def _compare_copied(self) -> None:
         """Report models that differ where the base is copied, and refuse quantised ones."""
         differing: dict[int, list[str]] = {}
-        for tensor in self.plan.merge.tensors:
-            if tensor.merged:
-                continue
-            mine = self.base[tensor.name]
+        for tensor in (tensor for tensor in self.plan.merge.tensors if not tensor.merged):
             for i, part in self._find_parts(tensor).items():
-                if not has_same_bytes(mine, part):
+                if not has_same_bytes(self.base[tensor.name], part):
                     if tensor.quantised:
                         raise explain_quantised(tensor, self.states[1 + i].name)
                     differing.setdefault(i, []).append(tensor.name)
@@ -206,15 +202,17 @@ class StateMerge:
         plan = self.plan
         places = self.places
         if places is None:
-            made = {tensor.name: self._make_place(tensor) for tensor in plan.common}
-            places = StateDict("out", made)
+            places = StateDict("out", {t.name: self._make_place(t) for t in plan.common})
         chosen = [state.choose(plan.names) for state in (*self.states, places)]
         columns = gpu.Columns(plan.mask_names, chosen, plan.settings)
         pairs = zip(plan.names, chosen[-1].values, columns.kinds, strict=True)
         self.merged = {name: output for name, output, kind in pairs if kind}
         broken = gpu.merge_columns(columns, self.config.seed)
         if broken is not None:
-            raise self._explain(plan.common[broken])
+            tensor = plan.common[broken]
+            parts = self._find_parts(tensor).items()
+            culprit = next((i for i, part in parts if not part.isfinite().all()), None)
+            raise explain_broken(tensor.name, culprit, self.merged[tensor.name].dtype)
 
     def _make_place(self, tensor: TensorPlan) -> Tensor:
         mine = self.base[tensor.name]
@@ -230,39 +228,26 @@ class StateMerge:
             i: fit_rows(part.detach().to(mine.device), mine.detach())
             for i, part in self._find_parts(tensor).items()
         }
-        seeds = self.plan.merge.seeds
         keys = {
-            i: mask_key(seeds[i], name)
+            i: mask_key(self.plan.merge.seeds[i], name)
             for i, name in zip(tensor.models, tensor.mask_names, strict=True)
         }
-        draw = None
-        if self.gpu and self.gpu.can_merge_on(mine.device):
-            draw = partial(self.gpu.draw_bits, device=mine.device)
+        draws = self.gpu and self.gpu.can_merge_on(mine.device)
+        draw = partial(self.gpu.draw_bits, device=mine.device) if draws else None
         merge = TensorMerge(tensor.name, tensor.settings, mine.detach(), parts, keys, draw)
         merge.run(output.detach())
         return output
 
     def _find_parts(self, tensor: TensorPlan) -> dict[int, Tensor]:
         """What models have of a tensor; what they lack may be there under another of its names."""
-        parts = {}
-        for i, own in zip(tensor.models, tensor.mask_names, strict=True):
-            model = self.models[i]
-            parts[i] = model[tensor.name] if tensor.name in model else model[own]
-        return parts
-
-    def _explain(self, tensor: TensorPlan) -> DareError:
-        """What is wrong with a tensor that has given a value that is not finite."""
-        for i, part in self._find_parts(tensor).items():
-            if not bool(part.isfinite().all()):
-                return explain_broken(tensor.name, i, self.merged[tensor.name].dtype)
-        return explain_broken(tensor.name, None, self.merged[tensor.name].dtype)
+        names = zip(tensor.models, tensor.mask_names, strict=True)
+        pairs = [(i, self.models[i], own) for i, own in names]
+        return {i: model[tensor.name if tensor.name in model else own] for i, model, own in pairs}
 
 
 def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:
     if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
         return False
-    if not mine.numel():
-        return True
     one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (mine, theirs))
     return torch.equal(one, other.to(one.device))
 
@@ -277,3 +262,104 @@ def fit_rows(part: Tensor, base: Tensor) -> Tensor:
         return flat
     real = torch.promote_types(flat.dtype, missing.dtype)
     return torch.cat([flat.to(real), missing.to(real)])
+
+
+# --- tensors that a merge writes into ------------------------------------------------------------
+
+
+def check_places(
+    plan: MergePlan,
+    tied: Mapping[str, str],
+    states: Sequence[StateDict],
+    out: StateDict,
+) -> None:
+    """Refuse what does not fit, before anything is written.
+
+    A tensor may be an input's own, of the same name: it is read before it is written. Any other
+    memory that is shared, among the tensors or with an input, would be written first. tied: by
+    name, the tensor that has the same values everywhere.
+    """
+    base = states[0].state
+    for tensor in plan.tensors:
+        if tensor.name not in out.state:
+            raise DareError(
+                f"out has no tensor {tensor.name!r}", "give it a tensor for each of the base's"
+            )
+        check_place(tensor, base[tensor.name], out.state[tensor.name])
+    # What is tied is copied in the end, and may be one tensor.
+    place_of = {name: out.state[name].data_ptr() for name in base}
+    once = [name for name in base if name not in tied or place_of[name] != place_of[tied[name]]]
+    out = out.choose(tuple(once))
+    for device in set(out.devices):
+        check_apart(out, states, tied, device)
+
+
+def check_place(tensor: TensorPlan, base: Tensor, out: Tensor) -> None:
+    dtype = TORCH_TYPES.get(tensor.output.dtype, base.dtype)
+    if (out.shape, out.dtype, out.device) != (base.shape, dtype, base.device):
+        raise DareError(
+            f"tensor {tensor.name!r} of out is {list(out.shape)} of {out.dtype} on {out.device}, "
+            f"and the merged one is {list(base.shape)} of {dtype} on {base.device}",
+            "give it a tensor of that shape and type; the config's dtype sets the type",
+        )
+
+
+def check_apart(
+    out: StateDict, states: Sequence[StateDict], tied: Mapping[str, str], device: torch.device
+) -> None:
+    """Refuse memory of one device that is shared."""
+    names, starts, ends = list_ranges(out, device)
+    shared = np.flatnonzero(ends[:-1] > starts[1:])
+    if len(shared):
+        first, second = names[shared[0]], names[shared[0] + 1]
+        raise DareError(
+            f"tensors {first!r} and {second!r} of out share their memory, and the merged ones "
+            "differ",
+            f"{APART_HINT}, or tie them in the base and in all models",
+        )
+    if not len(names):
+        return
+    for state in states:
+        theirs, firsts, lasts = list_ranges(state, device)
+        # The last of ours that begins before the end of theirs.
+        places = np.searchsorted(starts, lasts) - 1
+        overlap = (places >= 0) & (ends[places] > firsts) & (lasts > firsts)
+        for j in np.flatnonzero(overlap):
+            mine = names[places[j]]
+            if not is_own(out, state, mine, theirs[j], tied):
+                raise DareError(
+                    f"tensor {mine!r} of out shares its memory with {theirs[j]!r} of {state.name}",
+                    APART_HINT,
+                )
+
+
+def is_own(
+    out: StateDict, state: StateDict, mine: str, theirs: str, tied: Mapping[str, str]
+) -> bool:
+    """Whether a tensor of out is an input's own of that name, which is read before it is."""
+    one = out.state[mine]
+    other = state.state[theirs]
+    is_same = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return is_same and mine == tied.get(theirs, theirs) and one.dtype == other.dtype
+
+
+def list_ranges(
+    state: StateDict, device: torch.device
+) -> tuple[NDArray[Any], NDArray[np.int64], NDArray[np.int64]]:
+    """The names of tensors on a device, and where their bytes begin and end, in the order of their
+    places.
+    """
+    pairs = zip(state.values, state.dense, strict=True)
+    sizes = [tensor.nbytes if dense else count_spanned(tensor) for tensor, dense in pairs]
+    here = np.array([own == device for own in state.devices], bool)
+    starts = np.array(state.addresses, np.int64)[here]
+    ends = starts + np.array(sizes, np.int64)[here]
+    order = np.argsort(starts, kind="stable")
+    return np.array(state.names, object)[here][order], starts[order], ends[order]
+
+
+def count_spanned(tensor: Tensor) -> int:
+    """Bytes from the first value of a tensor to its last, wherever the others lie."""
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((side - 1) * stride for side, stride in sides)
+    return (last + 1) * tensor.element_size() if tensor.numel() else 0

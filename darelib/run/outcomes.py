@@ -1,12 +1,10 @@
 """What jobs find: counts and sums, which add up to those of the whole merge."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from darelib.core.text import list_names
 
@@ -57,7 +55,7 @@ class Outcome:
         return [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
 
     @classmethod
-    def of_entry(cls, entry: list[Any]) -> Outcome:
+    def of_entry(cls, entry: list[Any]) -> Self:
         tensor, start, bytes_read, tallies, differing = entry
         read = {int(i): Tally(*tally) for i, tally in tallies.items()}
         return cls(tensor, start, bytes_read, read, set(differing))
@@ -65,5 +63,6 @@ class Outcome:
 
 def explain_copied(model: str, names: Sequence[str]) -> str:
     """What to say of a model that differs where the base is copied."""
-    what = "differs from the base in tensors that are copied, not merged"
-    return f"{model} {what}: {list_names(names)}"
+    return (
+        f"{model} differs from the base in tensors that are copied, not merged: {list_names(names)}"
+    )

@@ -3,8 +3,6 @@
 Ray places them, and repeats those of lost nodes.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os
@@ -22,18 +20,15 @@ from darelib.config import DareConfig
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import ConfigError, DareError, install_hint, progress
 from darelib.core.tuning import TUNING, raise_open_file_limit
-from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import explain_read_errors, open_models
 from darelib.models.source import Source
 from darelib.output.destination import Destination
-from darelib.output.journal import explain_difference
+from darelib.output.files import explain_difference
 from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.publish import Output
 from darelib.output.tokenizer import TokenizerChoice
-from darelib.run.order import Order, Result, publish
 from darelib.run.outcomes import Outcome
-from darelib.run.parts import check_shards, make_shard
-from darelib.run.threads import list_done
+from darelib.run.threads import Order, check_shards, list_done, make_shard, publish
 
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}
@@ -51,16 +46,8 @@ class Task:
     identity: dict[str, Any]  # that it must find
     version: str = __version__
 
-    @contextmanager
-    def open(self) -> Iterator[tuple[list[Checkpoint], FilePlan]]:
-        with open_models(self.sources, self.tokenizer.unites) as inputs, explain_read_errors():
-            plan = plan_files(
-                self.config, inputs, self.output, self.tokenizer, with_side_files=False
-            )
-            yield inputs, plan
 
-
-def run(order: Order) -> Result:
+def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     ray = load_ray()
     plan = order.plan
     check_shards(plan, "--runner ray")
@@ -152,10 +139,12 @@ def run_tasks(
             f"no node of the cluster has {threads} CPUs", f"--threads can be {max(sizes)} at most"
         )
     task = replace(task, config=replace(task.config, threads=threads, verbose=False))
-    # What fails by itself would fail again; only a disk may recover.
-    options: dict[str, Any] = {"retry_exceptions": [OSError]}
-    options["scheduling_strategy"] = "SPREAD"  # else some nodes wait while others work
-    make = ray.remote(num_cpus=threads, **options)(make_elsewhere)
+    remote = ray.remote(
+        num_cpus=threads,
+        retry_exceptions=[OSError],  # what else fails would fail again; a disk may recover
+        scheduling_strategy="SPREAD",  # else some nodes wait while others work
+    )
+    make = remote(make_elsewhere)
     shared = ray.put(task)
     running = {make.remote(shared, number): number for number in numbers}
     try:
@@ -163,17 +152,16 @@ def run_tasks(
             ready, _ = ray.wait(list(running), timeout=TUNING.poll_seconds)
             interrupts.check()
             for reference in ready:
-                found = ray.get(reference)
-                yield running.pop(reference), found
+                yield running.pop(reference), ray.get(reference)
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", error)
         if not isinstance(cause, ray.exceptions.RayError):
             raise cause from None  # of the task itself
         if "No module named 'darelib'" in str(cause):
             raise DareError("a node of the cluster lacks this tool", "install it on each") from None
-        words = shorten(str(cause), 200)
         raise DareError(
-            f"Ray cannot finish the merge: {words}", "--resume keeps what is done, and continues"
+            f"Ray cannot finish the merge: {shorten(str(cause), 200)}",
+            "--resume keeps what is done, and continues",
         ) from None
 
 
@@ -205,7 +193,11 @@ def open_like(task: Task) -> dict[str, Any]:
     raise_open_file_limit()
     with ExitStack() as opened:
         try:
-            inputs, plan = opened.enter_context(task.open())
+            inputs = opened.enter_context(open_models(task.sources, task.tokenizer.unites))
+            with explain_read_errors():
+                plan = plan_files(
+                    task.config, inputs, task.output, task.tokenizer, with_side_files=False
+                )
         except DareError as error:
             raise DareError(f"on {host}: {error}", error.hint) from None
         if difference := explain_difference(task.identity, plan.identity(inputs)):

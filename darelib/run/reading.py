@@ -2,8 +2,6 @@
 set to its mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 

@@ -1,24 +1,72 @@
-"""The runner of one machine: jobs in threads, which the kernels let run side by side."""
-
-from __future__ import annotations
+"""The runner of one machine: all jobs of a merge, or those of some files of its output, in threads,
+which the kernels let run side by side.
+"""
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
 
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import LOG, human, progress
+from darelib.core.text import LOG, ConfigError, count_of, human, progress
 from darelib.core.tuning import TUNING
 from darelib.kernels.records import Buffers
-from darelib.output.publish import Output, Shard
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.inputs import check_unchanged
+from darelib.output.prepare import FilePlan
+from darelib.output.publish import Output, Shard, explain_write_errors, share_folder
 from darelib.plan.plan import Job, MergePlan
-from darelib.run.order import Order, Result, publish
 from darelib.run.outcomes import Outcome
 from darelib.run.worker import Abandoned, JobWorker, Worker, Write
 
 
-def run(order: Order) -> Result:
+@dataclass(frozen=True)
+class Order:
+    """What a runner is given."""
+
+    plan: FilePlan
+    inputs: Sequence[Checkpoint]
+    interrupts: Interrupts
+    force: bool = False
+    resume: bool = False
+    part: tuple[int, int] | None = None  # which of how many, if only a part is made
+    ray_address: str | None = None
+
+    @property
+    def name(self) -> str:
+        part = f" (part {self.part[0]} of {self.part[1]})" if self.part else ""
+        return f"{self.plan.output.name}{part}"
+
+
+def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FilePlan, list[Outcome]]:
+    """Let a runner write a whole output, and publish it. run: runs all jobs that are not done
+    yet.
+    """
+    plan = order.plan
+    if plan.replaces:
+        LOG.info(f"replaces {plan.output.name}: {plan.replaces}")
+    identity = plan.identity(order.inputs)
+    with (
+        explain_write_errors(plan.output, order.resume),
+        Output(plan.output, plan.files, identity, order.resume) as output,
+    ):
+        outcomes = run(output)
+        output.publish(
+            plan.side,
+            plan.digests,
+            lambda: check_unchanged(order.inputs),
+            order.force,
+            order.interrupts,
+        )
+    return plan, outcomes
+
+
+def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
+    """Make what is asked for. Gives the plan of what was made, and what all jobs of it found."""
+    if order.part:
+        return run_part(order, *order.part)
     # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
     worker = Worker.for_merge(order.plan, order.inputs, order.interrupts)
     return publish(order, lambda output: run_merge(order.plan, worker, output, order.interrupts))
@@ -33,6 +81,60 @@ def run_merge(
     """
     with progress("merging", plan.bytes_to_read, plan.config.verbose) as advance:
         return run_jobs(plan, worker, output, advance, interrupts)
+
+
+def run_part(order: Order, k: int, n: int) -> tuple[FilePlan, list[Outcome]]:
+    """Make every nth file of an output, from the kth on."""
+    plan = order.plan
+    check_shards(plan, "--part")
+    numbers = range(k - 1, len(plan.files), n)
+    own = plan.part(numbers)
+    outcomes: list[Outcome] = []
+    if not numbers:
+        files = count_of(len(plan.files), "file")
+        LOG.info(f"the output has {files}, so there is nothing to do for part {k} of {n}")
+        return own, outcomes
+    LOG.info(
+        "when all parts are made, the same command with --resume in place of --part publishes the "
+        "output"
+    )
+    identity = plan.identity(order.inputs)
+    with (
+        explain_write_errors(plan.output, resume=True),
+        share_folder(plan.output, identity),
+        progress("merging", own.bytes_to_read, plan.config.verbose) as advance,
+    ):
+        for shard in plan.shards(numbers):
+            outcomes += make_shard(shard, order.inputs, identity, advance, order.interrupts)
+    return own, outcomes
+
+
+def make_shard(
+    shard: FilePlan,
+    inputs: Sequence[Checkpoint],
+    identity: dict[str, Any],
+    advance: Callable[[int], None],
+    interrupts: Interrupts,
+) -> list[Outcome]:
+    """Make one file of an output, or what an earlier run has left to do, and leave it, synced, in
+    the folder.
+
+    identity: of the whole merge. Gives what all jobs of the file found.
+    """
+    worker = Worker.for_merge(shard, inputs, interrupts)
+    with Shard(shard.output, shard.files[0], identity) as file:
+        outcomes = run_jobs(shard, worker, file, advance, interrupts)
+        check_unchanged(inputs)
+    return outcomes
+
+
+def check_shards(plan: FilePlan, what: str) -> None:
+    """Refuse an output that several machines cannot write."""
+    if len(plan.files) == 1:
+        raise ConfigError(
+            f"{what} divides a merge by the files of its output, and this one has a single file",
+            "give a directory as output, with a smaller --max-shard-size, or merge on one machine",
+        )
 
 
 def list_done(plan: MergePlan, output: Output | Shard) -> list[Outcome]:

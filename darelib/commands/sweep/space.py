@@ -19,12 +19,13 @@ from darelib.config import (
     RULE_SETTINGS,
     SWEEP_SETTINGS,
     DareConfig,
+    Gradient,
     Rule,
     check_setting,
+    freeze,
     is_number,
 )
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, RANDOM
-from darelib.core.gradients import Gradient, freeze
 from darelib.core.methods import LINEAR, METHOD_SETTINGS, METHODS
 from darelib.core.text import ConfigError, nearest
 

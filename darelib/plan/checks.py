@@ -1,17 +1,25 @@
-"""What cannot be merged: other shapes and types, quantised modules, drops that must see more."""
+"""What cannot be merged: other shapes and types, quantised modules, drops that must see more; and
+what a user should know, though nothing is wrong enough to refuse it.
+"""
 
-from __future__ import annotations
+import fnmatch
+from collections.abc import Iterator, Sequence
+from typing import Final
 
-from typing import Final, NoReturn
-
-from darelib.config import DareConfig
-from darelib.core.drops import RANDOM, Thinning
+from darelib.config import DareConfig, Rule, count_layers
+from darelib.core.drops import DROPS, NONE, RANDOM, Thinning
 from darelib.core.formats import FORMATS, is_counted
 from darelib.core.mask import keep_threshold
 from darelib.core.text import DareError, count_of, list_names
-from darelib.models.checkpoint import QUANTISE_HINT, module_of, quantised_modules
+from darelib.models.checkpoint import (
+    QUANTISE_HINT,
+    compare_configs,
+    module_of,
+    quantised_modules,
+)
 from darelib.models.fp8 import UNREAD_HINTS
 from darelib.models.tensors import Described, TensorInfo
+from darelib.plan.tensors import TensorPlan
 
 # A longer row would take more memory than all else.
 MAX_RANKED: Final = 1 << 20
@@ -27,8 +35,7 @@ class Refusals:
 
     def check_common(self, model: Described) -> None:
         if not model.tensors.keys() & self.base.tensors.keys():
-            mine = list_names(list(self.base.tensors)) or "none"
-            theirs = list_names(list(model.tensors)) or "none"
+            mine, theirs = (list_names(list(each.tensors)) or "none" for each in (self.base, model))
             raise DareError(
                 f"{model.name!r} has no tensor in common with {self.base.name!r}",
                 f"the base has {mine}, and it {theirs}",
@@ -119,50 +126,136 @@ class Refusals:
 
     def is_quantised(self, name: str) -> bool:
         info = self.base.tensors.get(name)
-        if info is not None and not info.encoding.merges:
-            return True
-        return module_of(name) in self._quantised and not name.endswith("bias")
+        is_part = module_of(name) in self._quantised and not name.endswith("bias")
+        return is_part or (info is not None and not info.encoding.merges)
 
     def check_quantised(self, model: Described) -> None:
         """Refuse to merge a quantised model with one that is not, or is in another way."""
         quantised = quantised_modules(model.tensors)
         for name, info in model.tensors.items():
             mine = self.base.tensors.get(name)
-            alike = mine is not None and (mine.dtype, mine.shape) == (info.dtype, info.shape)
             if self.is_quantised(name):
-                if not alike:
-                    hint = UNREAD_HINTS.get(mine.dtype, QUANTISE_HINT) if mine else QUANTISE_HINT
+                if mine is None or (mine.dtype, mine.shape) != (info.dtype, info.shape):
                     raise DareError(
                         f"{self.base.name!r} is quantised, and {model.name!r} is not in the same "
                         f"way: see {name!r}",
-                        hint,
+                        UNREAD_HINTS.get(mine.dtype, QUANTISE_HINT) if mine else QUANTISE_HINT,
                     )
             elif module_of(name) in quantised and not name.endswith("bias"):
-                self._refuse_quantised(name, model)
-
-    def _refuse_quantised(self, name: str, model: Described) -> NoReturn:
-        weight = self.base.tensors.get(f"{module_of(name)}.weight")
-        if weight is not None and weight.encoding.hint:
-            raise DareError(
-                f"{name!r} of {model.name!r} is quantised in a way that is not read",
-                weight.encoding.hint,
-            )
-        raise DareError(
-            f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}",
-            QUANTISE_HINT,
-        )
+                weight = self.base.tensors.get(f"{module_of(name)}.weight")
+                if weight is not None and weight.encoding.hint:
+                    raise DareError(
+                        f"{name!r} of {model.name!r} is quantised in a way that is not read",
+                        weight.encoding.hint,
+                    )
+                raise DareError(
+                    f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}",
+                    QUANTISE_HINT,
+                )
 
     def check_plain(self) -> None:
         """Refuse to write half of a quantised model in another type: it would be neither one nor
         the other.
         """
-        if not self.config.dtype:
-            return
         weights = [name for name in self.base.tensors if name.endswith("weight")]
         odd = next(filter(self.is_quantised, weights), None)
-        if odd and any(info.encoding.kind for info in self.base.tensors.values()):
+        is_read = any(info.encoding.kind for info in self.base.tensors.values())
+        if self.config.dtype and odd and is_read:
             raise DareError(
                 f"{odd!r} of {self.base.name!r} is quantised in a way that is not read, so not all "
                 f"can be {self.config.dtype}",
                 "leave --dtype out",
             )
+
+
+def check_kinds(inputs: Sequence[Described]) -> None:
+    """Refuse models of another architecture: tensors of the same names and shapes may mean
+    something else there.
+    """
+    base, *models = inputs
+    for model in models:
+        for key, words in compare_configs(base.config, model.config).items():
+            if key.endswith("model_type"):
+                raise DareError(
+                    f"{model.name!r} is another kind of model than {base.name!r}: {words}",
+                    "give the base that it was fine-tuned from, or add --any-base if you know that "
+                    "they fit",
+                )
+
+
+# --- warnings ------------------------------------------------------------------------------------
+
+
+def find_odd_settings(
+    config: DareConfig,
+    inputs: Sequence[Described],
+    tensors: Sequence[TensorPlan],
+    seeds: Sequence[int],
+) -> Iterator[str]:
+    base, *models = inputs
+    used = {id(tensor.rule) for tensor in tensors}
+    for k, rule in enumerate(config.typed_rules, 1):
+        if id(rule) not in used:
+            yield f"rule {k} ({list_names(rule.match)}) {explain_unused(rule, base)}"
+    settings = {id(tensor.settings): tensor.settings for tensor in tensors}.values()
+    thinnings = {thinning for each in settings for thinning in each.thinnings}
+    weak = [t for t in thinnings if t.rescale == NONE != DROPS[t.drop].rescale and t.drop_rate > 0]
+    if weak:
+        most = max(weak, key=lambda thinning: thinning.drop_rate)
+        yield (
+            f"rescale is off: with {most.drop_rate:g} of a delta dropped, what is left is "
+            f"{1 / most.keep_rate:.3g} times too weak"
+        )
+    if config.has_gradients and not count_layers(base.tensors):
+        yield (
+            "no tensor's name has the number of a layer in it, so each gradient has its first "
+            "value everywhere"
+        )
+    for i, seed in enumerate(seeds):
+        if seed in seeds[:i]:
+            first = models[seeds.index(seed)].name
+            yield (
+                f"{first} and {models[i].name} have one seed, {seed}, so that the same entries are "
+                "dropped of both; use another --seed, or pack again with one"
+            )
+
+
+def find_odd_inputs(config: DareConfig, inputs: Sequence[Described]) -> Iterator[str]:
+    base, *models = inputs
+    for i, model in enumerate(models):
+        if model.is_same_as(base) and not config.averages:
+            yield f"{model.name} is the base itself, given as a model to merge"
+        if any(model.is_same_as(earlier) for earlier in models[:i]):
+            yield f"{model.name} is given more than once; each time counts fully"
+        if differences := compare_configs(base.config, model.config):
+            yield (
+                f"{model.name} is configured differently from {base.name}: "
+                f"{', '.join(differences.values())}; check that it was fine-tuned from it"
+            )
+
+
+def find_odd_names(name: str, missing: Sequence[str], extra: Sequence[str]) -> Iterator[str]:
+    if missing:
+        count = count_of(len(missing), "tensor")
+        yield f"{name} lacks {count} of the base: {list_names(missing)}; unchanged"
+    if extra:
+        count = count_of(len(extra), "tensor")
+        yield f"{name} has {count} that the base lacks: {list_names(extra)}; ignored"
+
+
+def find_samples(inputs: Sequence[Described]) -> Iterator[str]:
+    for model in inputs:
+        if any(info.share < 1 for info in model.tensors.values()):
+            yield (
+                f"{model.name} is packed, so its figures are those of the entries that it holds, a "
+                "random sample"
+            )
+
+
+def explain_unused(rule: Rule, base: Described) -> str:
+    if any(map(rule.matches, base.tensors)):
+        return "matches only tensors that an earlier rule takes"
+    for pattern in rule.match:
+        if fnmatch.filter(base.tensors, f"*{pattern}*"):
+            return f"matches no tensor; did you mean {f'*{pattern}*'!r}?"
+    return "matches no tensor"

@@ -402,7 +402,10 @@ def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
 def explain_unknown(word: str, name: str, parser: Parser) -> ConfigError:
     """What is wrong with a word that a command does not take."""
     if not word.startswith("-"):
-        hint = "files go after --config, --base, --merge or --output"
+        hint = (
+            "files go after --config, --base, --merge or --output; "
+            f"the first word may be a command: {', '.join(COMMANDS)}"
+        )
         if close := difflib.get_close_matches(word, COMMANDS, cutoff=0.5):
             hint = f"did you mean {parser.prog} {close[0]}?"
         return ConfigError(f"{word!r} is not expected here", hint)
@@ -430,20 +433,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     messages = Messages(sys.stderr)
     LOG.addHandler(messages)
     LOG.propagate = False
-    with stop_on_signals():
+    with stop_on_signals() as received:
         try:
             room, flags = parse_flags(arguments)
             raise_open_file_limit()
             room.run(flags, DareMerger)
             sys.stdout.flush()
             return 0
-        except (KeyboardInterrupt, Terminated) as stopped:
+        except (Exception, KeyboardInterrupt, Terminated) as error:
+            if isinstance(error, Exception) and not received:
+                return explain(error)
             print("interrupted", file=sys.stderr)
-            for hint in getattr(stopped, "__notes__", ()):
+            for hint in getattr(error, "__notes__", ()):
                 print(label("hint", hint, sys.stderr), file=sys.stderr)
-            return 143 if isinstance(stopped, Terminated) else 130
-        except Exception as error:
-            return explain(error)
+            terminated = isinstance(error, Terminated) or signal.SIGTERM in received
+            return 143 if terminated else 130
         finally:
             LOG.removeHandler(messages)
             LOG.propagate = True
@@ -457,6 +461,11 @@ def explain(error: Exception) -> int:
         known = DareError(
             f"{error.name} is not installed for {sys.executable}",
             "use uv run python dare.py ..., or pip install . first",
+        )
+    elif isinstance(error, MemoryError) or "can't start new thread" in str(error):
+        known = DareError(
+            f"there is too little memory: {error or type(error).__name__}",
+            "give fewer --threads, or raise the limits on memory and processes (ulimit -a)",
         )
     elif os.environ.get("DARE_TRACEBACK"):
         raise error

@@ -450,7 +450,8 @@ def test_help_and_wrong_usage_load_nothing_heavy(words: list[str]) -> None:
 
 
 STATE = """
-import json, logging, os, signal, sys, threading
+import json, logging, os, signal, sys, threading, warnings
+import numpy
 from dare import DareConfig, DareMerger
 
 def look():
@@ -458,7 +459,8 @@ def look():
     logs = [list(logging.getLogger(name).handlers) for name in (None, "dare")]
     limit = resource.getrlimit(resource.RLIMIT_NOFILE) if resource else None
     streams = sys.stdout, sys.stderr, os.getcwd()
-    return handlers, logs, limit, dict(os.environ), threading.active_count(), streams
+    python = list(warnings.filters), list(sys.path), sys.excepthook
+    return handlers, logs, limit, dict(os.environ), threading.active_count(), streams, python
 
 try:
     import resource

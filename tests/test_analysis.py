@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import subprocess
 import sys
 import time
 import tomllib
@@ -48,6 +49,7 @@ from tests.support import (
     snapshot,
     tune,
     write_adapter,
+    write_config,
 )
 
 ANALYSED = {
@@ -598,6 +600,31 @@ def test_an_analysis_measures_models_alike_whatever_they_drop(tmp_path: Path) ->
     assert "instead of by magnitude" in str(report)
 
 
+STATE = """
+import os, sys, warnings
+import matplotlib.figure
+import numpy
+from dare import DareConfig, DareMerger, plot_analysis
+
+def look():
+    drawing = matplotlib.get_backend(auto_select=False), dict(matplotlib.rcParams.copy())
+    python = list(warnings.filters), list(sys.path), sys.excepthook, dict(os.environ)
+    return drawing, python, numpy.geterr(), "matplotlib.pyplot" in sys.modules
+
+before = look()
+base, *models = sys.argv[1:]
+report = DareMerger(base, models, DareConfig(engine="plain", verbose=False)).analyze()
+for suffix in ("png", "svg", "pdf"):
+    plot_analysis(report, f"{base}.{suffix}")
+assert look() == before
+"""
+
+
+def test_an_analysis_and_its_pictures_leave_the_process_alone(models: Models) -> None:
+    words = [sys.executable, "-c", STATE, *map(str, models)]
+    subprocess.run(words, check=True, cwd=HERE, timeout=120)
+
+
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: Patch) -> list[Any]:
     """The words that analyze the models that ship, from the folder that they are in."""
@@ -642,6 +669,33 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(
     run(*words, "--force", "--tokenizer", tmp_path / "models")
     run("-c", suggested, "-q", "--engine", "plain")
     assert (tmp_path / "deep" / "down" / "a_merged" / "tokenizer.json").exists()
+
+
+def test_a_suggestion_keeps_what_changes_over_the_layers(models: Models, tmp_path: Path) -> None:
+    fading = '[[rules]]\nmatch = ["layer*"]\nlambda_coeff = {gradient = [1.0, 0.5]}\n'
+    config = write_config(tmp_path, fading + fading.replace("layer*", "head*"))
+    suggested = tmp_path / "a.toml"
+    engine = ["-q", "--engine", "plain"]
+    run("analyze", "-c", config, "--write-config", suggested, *engine)
+    run("-c", suggested, *engine)
+    before, after = (tomllib.loads(path.read_text())["rules"] for path in (config, suggested))
+    assert before == after
+
+
+@pytest.mark.parametrize("command", ["analyze", "merge"])
+def test_a_configuration_is_printed_alone(
+    example: list[Any], tmp_path: Path, capsys: Capture, refused: Refusal, command: str
+) -> None:
+    before = snapshot(tmp_path)
+    words = [command, *example[1:], "--write-config", "-"]
+    run(*words)
+    printed = capsys.readouterr().out
+    assert snapshot(tmp_path) == before
+    assert tomllib.loads(printed)["models"]["base_file"] == "base.safetensors"
+    refused(2, "--write-config -", "analyze", *words[1:], "--json")
+    Path("printed.toml").write_text(printed)
+    run("-c", "printed.toml", "-q")
+    assert Path("merged.safetensors").exists()
 
 
 def test_an_analysis_writes_over_no_input(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -35,6 +36,7 @@ from tests.support import (
     F32,
     F64,
     HERE,
+    POSIX,
     Capture,
     Models,
     Pair,
@@ -189,6 +191,31 @@ def test_every_setting_is_checked_in_toml_and_in_scripts(
         DareConfig(**{setting: value})
 
 
+def test_the_numbers_of_numpy_are_numbers(models: Models) -> None:
+    settings = {
+        "drop_rate": np.float32(0.5),
+        "weights": np.array([1.0, 0.5]),
+        "lambda_coeff": {"gradient": np.array([1, 0.5], np.float32)},
+        "seed": np.int64(7),
+        "max_shard_size": np.uint32(5000),
+        "rules": [{"match": "*bias", "drop_rate": [np.float16(0.25), np.int8(0)]}],
+    }
+    plain = {
+        "drop_rate": 0.5,
+        "weights": [1.0, 0.5],
+        "lambda_coeff": {"gradient": [1, 0.5]},
+        "seed": 7,
+        "max_shard_size": 5000,
+        "rules": [{"match": "*bias", "drop_rate": [0.25, 0]}],
+    }
+    run_merge(models[0], models[1:], OUT, **settings)
+    merged = OUT.read_bytes()
+    run_merge(models[0], models[1:], OUT, **plain)
+    assert OUT.read_bytes() == merged
+    with pytest.raises(ConfigError, match="drop_rate must be"):
+        DareConfig(drop_rate=np.float32(1.5))
+
+
 @pytest.mark.parametrize(
     ("config", "recorded"),
     [
@@ -221,6 +248,7 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
         ("method", "tie", "ties?"),
         ("method", "Linear", "linear?"),
         ("method", "dare", "linear, ram, slerp, ties"),
+        ("method", "nuslerp", "known here: linear, ram, slerp, ties"),
         ("dtype", "bfloat", "bfloat16?"),
         ("dtype", "BF16", "bf16?"),
         ("drop", "magnitud", "magnitude?"),
@@ -296,9 +324,11 @@ def test_a_wrong_configuration_is_named(
         ("verify x --seed 3", "--seed means nothing to verify", "belongs to"),
         ("--verify x --resume", "--resume means nothing to verify", "belongs to"),
         ("-q verify x", "'verify'", "like"),
+        ("--rule '\udcff*:drop_rate=0'", "match must be a pattern", "like"),
         ("--threads 1 analyze", "'analyze'", "like"),
         ("--plot a.png", "--plot means nothing to merge", "analyze"),
         ("analyse", "'analyse'", "analyze"),
+        ("unite", "'unite'", "merge, analyze, sweep, verify, pack, convert"),
         ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
         ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
         ("analyze --verify x", "--verify means nothing to analyze", "verify"),
@@ -421,7 +451,6 @@ def test_outputs_that_cannot_be_written_are_refused(
     for output, status, words in (
         ("-", 2, "standard output"),
         (os.path.abspath(os.sep), 2, "holds the input"),
-        ("nowhere/out.safetensors", 1, "does not exist"),
         ("taken.safetensors", 1, "is a directory"),
         ("loop.safetensors", 1, "loop"),
         ("x" * 300, 1, "File name too long"),
@@ -431,6 +460,21 @@ def test_outputs_that_cannot_be_written_are_refused(
     room = shutil._ntuple_diskusage(10**9, 10**9, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
     refused(1, " has 1 kB free", *MERGE)
+
+
+@pytest.mark.parametrize("output", ["new/deep/out.safetensors", "new/deep/out"])
+def test_directories_above_an_output_are_made_with_it(
+    models: Models, refused: Refusal, output: str
+) -> None:
+    merge = [*MERGE, "-q", "-o", output]
+    run(*merge, "--dry-run")
+    broken = load_file(models[1]) | {"scalar": torch.tensor(math.nan, dtype=BF16)}
+    [path] = save(Path(), broken=broken)
+    refused(1, "'scalar' holds nan", *merge, "-m", path)
+    assert not Path("new").exists(), "what failed leaves nothing behind"
+    run(*merge)
+    assert Path(output).exists()
+    assert os.listdir("new/deep") == [Path(output).name]
 
 
 def test_only_files_of_this_tool_are_replaced_without_force(
@@ -609,12 +653,11 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(
     assert list(Path().glob("out*")) == []
 
 
-def test_a_bug_leaves_nothing_behind_and_no_traceback(
-    models: Models, capsys: Capture, monkeypatch: Patch
+def test_too_little_memory_is_a_sentence(
+    models: Models, refused: Refusal, monkeypatch: Patch
 ) -> None:
     jobs = MergePlan.jobs
     start = threading.Thread.start
-    before = snapshot(Path())
     started: list[threading.Thread] = []
 
     def make_one_job(self: MergePlan, *arguments: Any) -> Any:
@@ -627,18 +670,46 @@ def test_a_bug_leaves_nothing_behind_and_no_traceback(
             raise RuntimeError("can't start new thread")
         start(self)
 
-    for owner, name, stand_in, kind in (
-        (MergePlan, "jobs", make_one_job, MemoryError),
-        (threading.Thread, "start", start_two, RuntimeError),
-        (Worker, "run", Mock(side_effect=ZeroDivisionError("oops")), ZeroDivisionError),
+    for owner, name, stand_in in (
+        (MergePlan, "jobs", make_one_job),
+        (threading.Thread, "start", start_two),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, stand_in)
-            run(*MERGE, "--threads", "4", status=1)
-            error, hint = capsys.readouterr().err.splitlines()
-            assert (kind.__name__ in error, "DARE_TRACEBACK" in hint) == (True, True)
-            patch.setenv("DARE_TRACEBACK", "1")
-            with pytest.raises(kind):
-                dare.main([*MERGE, "--threads", "4"])
+            refused(1, "too little memory", *MERGE, "--threads", "4")
         assert not any(thread.is_alive() for thread in started)
-        assert snapshot(Path()) == before
+
+
+def test_a_bug_leaves_nothing_behind_and_no_traceback(
+    models: Models, capsys: Capture, monkeypatch: Patch
+) -> None:
+    before = snapshot(Path())
+    monkeypatch.setattr(Worker, "run", Mock(side_effect=ZeroDivisionError("oops")))
+    run(*MERGE, status=1)
+    error, hint = capsys.readouterr().err.splitlines()
+    assert ("ZeroDivisionError" in error, "DARE_TRACEBACK" in hint) == (True, True)
+    monkeypatch.setenv("DARE_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        dare.main(MERGE)
+    assert snapshot(Path()) == before
+
+
+LATE_IMPORT = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{})
+except BaseException:  # as compiled modules do
+    raise ImportError("it failed to import") from None
+"""
+
+
+@POSIX
+@pytest.mark.parametrize(("name", "status"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_within_an_import_stops_the_command(
+    models: Models, name: str, status: int
+) -> None:
+    fill({"late/tomli_w.py": LATE_IMPORT.format(name).encode()})
+    before = snapshot(Path())
+    done = command(*MERGE, env=os.environ | {"PYTHONPATH": "late", "PYTHONDONTWRITEBYTECODE": "1"})
+    assert (done.returncode, done.stderr) == (status, "interrupted\n")
+    assert snapshot(Path()) == before

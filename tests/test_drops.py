@@ -205,6 +205,8 @@ def test_ram_keeps_what_one_model_has_and_averages_what_several_have() -> None:
     assert combine() == [4, 3, 8, 2, 0]
     assert combine(weights=[1, 2, 1]) == pytest.approx([4, 3.75, 8, 0.75, 0])
     assert combine(threshold=2.5) == [4, 6, 8, 2, 0]
+    # What is 0 is no change at any threshold: none of these counts for a model that lacks them.
+    assert combine(threshold=0) == pytest.approx([4, 3, 4, 2, 1e-6])
     assert merge_delta(deltas[0], method="ram", drop_rate=0.0).tolist() == [4, 2, 0, 3, 0]
 
 

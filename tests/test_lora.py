@@ -375,6 +375,9 @@ def test_an_adapter_that_is_not_two_matrices_is_named(
     for key, words in OTHER_ADAPTERS.items():
         adapter = write_adapter(tmp_path / "adapter", LAYER, **{key: {"some": [1, 2]}})
         check_refused(pair[0], adapter, f"adapter' uses {words} ({key})", "merge_and_unload")
+    for kind in ("IA3", "LOHA", "LOKR", "OFT", "VERA"):
+        adapter = write_adapter(tmp_path / "adapter", LAYER, peft_type=kind)
+        check_refused(pair[0], adapter, f"is of type {kind!r}", "merge_and_unload")
     for unset in (None, False):
         run_merge(
             pair[0],
@@ -408,7 +411,7 @@ def test_settings_that_are_null_have_their_defaults(pair: Pair, tmp_path: Path) 
     [
         *(
             ({"peft_type": kind}, [f"is of type {kind!r}", "only LoRA"])
-            for kind in ("LOHA", "lora", ["LORA"], None)
+            for kind in ("PROMPT_TUNING", "lora", ["LORA"], None)
         ),
         ({"peft_type": ...}, ["is of type None", "only LoRA"]),
         *(
@@ -553,6 +556,28 @@ def test_an_adapter_that_lacks_a_file_or_a_base_says_so(
     (adapter / config).unlink()
     for source in ("", weights):
         check_refused(pair[0], adapter / source, f"has no {config}")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        list(LAYER),
+        [*LAYER, "base_model.model.lm_head.weight"],
+        ["unet.down.lora_A.weight", "unet.down.lora_B.weight"],
+        ["diffusion_model.a.lora_down.weight", "diffusion_model.a.lora_up.weight"],
+    ],
+)
+def test_an_adapter_by_another_name_is_recognised(
+    pair: Pair, tmp_path: Path, check_refused: Refusal, names: list[str]
+) -> None:
+    [lone] = save(tmp_path, mine={name: torch.ones(2, 2) for name in names})
+    check_refused(pair[0], lone, "mine.safetensors' is a LoRA adapter without its adapter_config")
+
+
+def test_a_model_with_an_adapter_inside_is_a_model(tmp_path: Path) -> None:
+    base = random_model(shapes={"a.base_layer.weight": (4, 4), "a.lora_A.speech.weight": (2, 4)})
+    paths = save(tmp_path, base=base, math=finetune(base, 1))
+    run_merge(paths[0], paths[1:], tmp_path / OUT, engine="plain")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.int32])

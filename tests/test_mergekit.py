@@ -29,6 +29,7 @@ pytest.importorskip("mergekit")
 
 UNEVEN = [0.3, -0.7, 1.1, 0.45]
 SUMMED = {"method": "ties", "normalize": False}
+QUARTER = {"drop": "magnitude", "drop_rate": 0.75}  # a density of 0.25
 HIDDEN, MLP, VOCABULARY = 32, 64, 48
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
@@ -100,10 +101,10 @@ def offline(monkeypatch: Patch) -> None:
             [0.3, 0.7, 1.1, 0.45],
             {"density": 0.25},
             {"normalize": True},
-            {"method": "ties", "keep_ratio": 0.25},
+            {"method": "ties", **QUARTER},
         ),
         ("ties", UNEVEN, {"density": 1.0}, {"normalize": False}, SUMMED),
-        ("ties", UNEVEN, {"density": 0.25}, {"normalize": False}, {**SUMMED, "keep_ratio": 0.25}),
+        ("ties", UNEVEN, {"density": 0.25}, {"normalize": False}, {**SUMMED, **QUARTER}),
         ("dare_ties", [0.5] * 4, {"density": 1.0}, {"normalize": True}, {"method": "ties"}),
         ("dare_ties", UNEVEN, {"density": 1.0}, {"normalize": False}, SUMMED),
     ],
@@ -118,8 +119,9 @@ def test_linear_and_ties_equal_mergekit_to_the_last_bit(
     ours: Config,
 ) -> None:
     base, *models = make_models(tmp_path, count)
+    settings = {"drop_rate": 0.0, "weights": weights[:count]} | ours
     assert_same(
-        merge(tmp_path, base, *models, drop_rate=0.0, weights=weights[:count], **ours),
+        merge(tmp_path, base, *models, **settings),
         run_mergekit(tmp_path, method, count, each, shared, weights),
     )
 

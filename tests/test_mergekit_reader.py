@@ -671,6 +671,9 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
         ("a: 0x" + "9" * 5000, "has 5,002 digits"),
         ("a: " + "x" * (1 << 18), "longer than 262,144 bytes"),
         ("a: 2020-13-45", "month"),
+        ("a: !!bool maybe", "its tag"),
+        ("a: !!timestamp nope", "its tag"),
+        ('a: !!int ""', "its tag"),
         (b"\xff\xfe", "YAML"),
     ],
 )

@@ -568,7 +568,6 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
         ("to-folder.safetensors", "is a directory"),
         ("file/out", "which is a file"),
         ("file/deeper/out.safetensors", "which is a file"),
-        ("nowhere/out", "does not exist"),
         ("empty", "is the working directory"),
     ],
 )

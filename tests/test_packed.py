@@ -395,8 +395,8 @@ def test_a_configuration_that_says_how_to_merge_can_be_packed_by(
     models: list[Path], tmp_path: Path
 ) -> None:
     text = (
-        '[dare]\nmethod = "ties"\nkeep_ratio = 0.3\ndrop_rate = 0.5\n[[rules]]\nmatch = '
-        '"*bias"\nkeep_ratio = 1.0\n'
+        '[dare]\nmethod = "ties"\nkeep_ratio = 0.3\ndrop_rate = 0.5\ndrop = ["random"]\n'
+        '[[rules]]\nmatch = "*bias"\nkeep_ratio = 1.0\ndrop = ["random"]\n'
     )
     (tmp_path / "c.toml").write_text(text + '[[rules]]\nmatch = "scalar"\ndrop_rate = 0.0\n')
     packed = pack(*models[:2], tmp_path / "packed.safetensors", "--config", tmp_path / "c.toml")

@@ -45,7 +45,7 @@ from tests.support import (
 def verify(capsys: Capture, tmp_path: Path, monkeypatch: Patch) -> Any:
     """Verify a model with these flags: if there are words, it must fail and print them."""
 
-    def check(path: Path, *flags: Any, words: str | None = None, status: int = 1) -> None:
+    def check(path: Path, *flags: Any, words: str | None = None, status: int = 1) -> str:
         capsys.readouterr()
         # Where models are looked for.
         monkeypatch.chdir(tmp_path / "inputs" if (tmp_path / "inputs").exists() else "/")
@@ -53,8 +53,17 @@ def verify(capsys: Capture, tmp_path: Path, monkeypatch: Patch) -> Any:
         printed = capsys.readouterr().err
         assert printed.startswith("" if words is None else "error: ")
         assert ((words or "") in printed, "this is a bug" in printed) == (True, False)
+        return printed
 
     return check
+
+
+def check_found(verify: Any, output: Path, name: str) -> None:
+    """A file that was changed must be found: an error, or a warning about what nobody loads."""
+    if name == "README.md":
+        assert "warning: 'README.md' is not" in verify(output)
+    else:
+        verify(output, words="")
 
 
 def make_merged(folder: Path, kind: str, *flags: str, **options: Any) -> Scene:
@@ -88,7 +97,7 @@ def test_a_flipped_bit_is_found_anywhere(
             flipped = bytearray(data)
             flipped[bit // 8] ^= 1 << bit % 8
             (out / name).write_bytes(flipped)
-            verify(out, words="")
+            check_found(verify, out, name)
         (out / name).write_bytes(data)
     verify(out)
 
@@ -106,9 +115,40 @@ def test_files_that_are_cut_longer_or_gone_are_found(
             path.mkdir()
         elif damage != "gone":
             path.write_bytes({"cut": data[:-1], "emptied": b"", "longer": data + b"\n"}[damage])
-        verify(scene.output, words="")
+        check_found(verify, scene.output, name)
         put(path, {"": data})
     verify(scene.output)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "pytorch_model.bin",
+        "adapter_config.json",
+        "modeling_llama.py",
+        "chat_template.jinja",
+        "additional_chat_templates/rag.jinja",
+        "special_tokens_map.json",
+        "2_Dense/model.safetensors",
+    ],
+)
+def test_files_that_the_recipe_does_not_know_are_refused(
+    tmp_path: Path, verify: Any, name: str
+) -> None:
+    scene = make_merged(tmp_path, "directory")
+    put(scene.output, scene.new | {name: b"{}"})
+    verify(scene.output, words=f"{name!r}, which its recipe does not know")
+
+
+def test_what_no_loader_reads_may_be_added_and_edited(tmp_path: Path, verify: Any) -> None:
+    scene = make_merged(tmp_path, "directory")
+    names = [".git/config", ".gitattributes", "pictures/scores.png", "LICENSE", "notes.md"]
+    put(scene.output, scene.new | dict.fromkeys(names, b"text"))
+    (scene.output / "empty").mkdir()
+    assert verify(scene.output) == ""
+    (scene.output / "README.md").write_text("# A better card")
+    assert "'README.md'" in verify(scene.output)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])

@@ -46,7 +46,7 @@ OPTIONS: Final[Options] = {
         "help": "print the plan, with an estimate of the time, and write nothing",
     },
     "--write-config": WRITE_CONFIG
-    | {"help": "write the settings and models as TOML, and merge nothing"},
+    | {"help": "write the settings and models as TOML (-: print them), and merge nothing"},
 }
 
 

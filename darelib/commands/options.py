@@ -5,7 +5,6 @@ import dataclasses
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
@@ -13,7 +12,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS
 from darelib.core.methods import METHODS
-from darelib.core.text import LOG, ConfigError
+from darelib.core.text import LOG, ConfigError, print_result
 from darelib.requests.readers import load_request
 from darelib.requests.request import Request, layer_flags
 
@@ -189,7 +188,7 @@ PLOT: Final = {
     "type": Path,
     "help": "draw what was found, to a .png, .svg or .pdf file",
 }
-WRITE_CONFIG: Final = {"metavar": "FILE", "type": Path}
+WRITE_CONFIG: Final = {"metavar": "FILE", "type": Path}  # -: it is printed
 # What every command takes.
 COMMON: Final[Options] = {
     "--json": {
@@ -270,13 +269,3 @@ class Report:
 def show(report: Report, flags: Flags, verbose: bool) -> None:
     if "json" in flags or verbose:
         print_result(report.as_dict() if "json" in flags else str(report))
-
-
-def print_result(result: str | dict[str, Any]) -> None:
-    """Print what came out, as text or as JSON. That nobody can read it does not undo it."""
-    try:
-        print(result if isinstance(result, str) else json.dumps(result, indent=2), flush=True)
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # whoever read our output has read enough
-            LOG.warning(f"cannot print what was done: {error.strerror}")
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the interpreter's last flush)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,7 +24,16 @@ from darelib.commands.options import (
 )
 from darelib.core.formats import STORED_BITS
 from darelib.core.interrupts import Interrupts
-from darelib.core.text import ConfigError, DareError, as_text, human, printable, progress
+from darelib.core.text import (
+    LOG,
+    ConfigError,
+    DareError,
+    as_text,
+    human,
+    list_names,
+    printable,
+    progress,
+)
 from darelib.models.tensorfile import explain_os_error, file_sha256, open_regular, read_at
 
 if TYPE_CHECKING:
@@ -44,6 +54,10 @@ OPTIONS: Final[Options] = {
     },
     **MODELS,
 }
+# What no loader reads: cards, licences, pictures, and what other tools keep under a hidden name.
+UNREAD: Final = re.compile(
+    r"(?i)(.*/)?(\..*|[^/]*\.(md|png|jpe?g|svg|pdf)|(licen[cs]e|notice)(\.txt)?)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +146,12 @@ class Comparison(ExitStack):
             )
 
     def check_side_files(self) -> None:
-        """Compare a directory's other files with the digests in its recipe, which has a seal."""
+        """Compare a directory's other files with the digests in its recipe, which has a seal.
+
+        What is not in the recipe may change what is loaded. A file that no loader reads may be
+        changed, with a warning, and added.
+        """
+        from darelib.models.source import RECIPE_FILE
         from darelib.output.destination import list_files, read_digests
         from darelib.output.directory import check_seal
 
@@ -144,8 +163,19 @@ class Comparison(ExitStack):
         # The files of tensors are compared by their headers and tensors.
         for name in sorted(digests.keys() - {file.name for file in self.plan.files}):
             digest = file_sha256(paths[name]) if name in paths else ""
-            if digest != digests[name]:
+            if digest == digests[name]:
+                continue
+            if not UNREAD.fullmatch(name):
                 raise self._differs(f"{name!r} {'differs' if digest else 'cannot be read'}")
+            LOG.warning(f"{name!r} is not what was written; no loader reads it")
+        known = {RECIPE_FILE, *digests}
+        unknown = [name for name in paths if name not in known and not UNREAD.fullmatch(name)]
+        if added := [name for name in unknown if not name.endswith("/")]:  # an empty directory
+            raise DareError(
+                f"{self.plan.output.name!r} also holds {list_names(added)}, "
+                "which its recipe does not know",
+                "a loader may read that instead of what was merged; move it elsewhere",
+            )
 
     def write_at(self, file: int, view: memoryview, offset: int) -> None:
         import numpy as np

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias, TypeGuard
 from darelib.core.drops import DROPS, RESCALES
 from darelib.core.formats import DTYPES, SHORT_DTYPES
 from darelib.core.methods import METHODS
-from darelib.core.text import ConfigError, count_of, nearest
+from darelib.core.text import ConfigError, as_text, count_of, nearest
 
 SIZE_UNITS: Final = {"": 1, "B": 1} | {
     f"{letter}{ending}": base**power
@@ -49,11 +49,16 @@ class Gradient:
 
 
 def freeze(value: Any) -> Any:
-    """A setting with tuples for lists and Gradients for tables like {gradient = [0.9, 0.5]}."""
+    """A setting with tuples for lists and Gradients for tables like {gradient = [0.9, 0.5]}.
+
+    Numbers and arrays of NumPy become Python's.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, dict) and value.keys() == {"gradient"}:
-        numbers = value["gradient"]
-        is_right = isinstance(numbers, list | tuple) and 0 < len(numbers) <= MAX_NUMBERS
-        return Gradient(tuple(numbers)) if is_right else value
+        numbers = freeze(value["gradient"])
+        is_right = isinstance(numbers, tuple) and 0 < len(numbers) <= MAX_NUMBERS
+        return Gradient(numbers) if is_right else value
     return tuple(map(freeze, value)) if isinstance(value, list | tuple) else value
 
 
@@ -224,7 +229,7 @@ def check_setting(name: str, value: Any, where: str) -> None:
             example = "{gradient = [0.9, 0.5, 0.9]}"
             hint = f"only numbers change over the layers, like {example}, and each of them must fit"
         raise ConfigError(f"{where} must be {check.wanted}, not {value!r}", hint)
-    size = parse_size(value) if name == "max_shard_size" else LEAST_BARE_SIZE
+    size = parse_size(freeze(value)) if name == "max_shard_size" else LEAST_BARE_SIZE
     if size < LEAST_BARE_SIZE and not re.search("[A-Za-z]", str(value)):
         raise ConfigError(
             f"{where} would be {count_of(size, 'byte')}",
@@ -273,7 +278,8 @@ class Rule:
     def __post_init__(self) -> None:
         match = (self.match,) if isinstance(self.match, str) else freeze(self.match)
         is_tuple = isinstance(match, tuple) and len(match) > 0
-        if not is_tuple or not all(isinstance(pattern, str) for pattern in match):
+        # Half of a surrogate pair is no text, and no recipe could hold it.
+        if not is_tuple or any(pattern != as_text(pattern) for pattern in match):
             raise ConfigError(
                 "match must be a pattern or a list of patterns", 'like match = ["*lm_head*"]'
             )

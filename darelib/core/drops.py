@@ -121,6 +121,11 @@ class Thinning:
         return size / kept if self.restores_sum and min(size, kept) >= LEAST_SUM else 1.0
 
 
+def is_random(drop: str | Sequence[str]) -> bool:
+    """Whether a setting, of all models or of each, drops at random only."""
+    return {RANDOM} == ({drop} if isinstance(drop, str) else set(drop))
+
+
 def complement(share: float) -> float:
     """What is left: 0.1, and not 0.09999999999999998, for 0.9."""
     return float(1 - Decimal(repr(float(share))))

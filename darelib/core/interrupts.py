@@ -18,20 +18,26 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _stop(number: int, _: object) -> NoReturn:
-    ignore_signals()
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-
-
 @contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """The first signal stops the command; more of them must not stop it from tidying up."""
+def stop_on_signals() -> Iterator[list[int]]:
+    """The first signal stops the command; more of them must not stop it from tidying up.
+
+    Gives a list that will hold its number: what it raises within an import may come out as
+    another error.
+    """
+    received: list[int] = []
+
+    def stop(number: int, _: object) -> NoReturn:
+        ignore_signals()
+        received.append(number)
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
     before: dict[signal.Signals, Any] = {}
     with suppress(ValueError):  # only a main thread may take signals
         for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, _stop)
+            before[number] = signal.signal(number, stop)
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,5 +1,6 @@
 """Errors, and words for people: messages, names and figures as a terminal shows them."""
 
+import json
 import logging
 import os
 import sys
@@ -115,10 +116,14 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint with the known word that is spelled most like this one."""
+    """A hint with the known word that is spelled most like this one.
+
+    It begins with the same letter: nuslerp is a method of its own, and no slerp.
+    """
     import difflib
 
-    close = difflib.get_close_matches(word, list(known), n=1)
+    alike = [other for other in known if other[:1].lower() == word[:1].lower()]
+    close = difflib.get_close_matches(word, alike, n=1)
     return f"did you mean {close[0]}?" if close else f"known here: {', '.join(sorted(known))}"
 
 
@@ -152,6 +157,16 @@ def table(rows: list[list[str]], texts: Collection[int] = (0,)) -> str:
         align = str.ljust if number in texts else str.rjust
         columns.append([align(cell, width) for cell in cells])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
+
+
+def print_result(result: str | dict[str, Any]) -> None:
+    """Print what came out, as text or as JSON. That nobody can read it does not undo it."""
+    try:
+        print(result if isinstance(result, str) else json.dumps(result, indent=2), flush=True)
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # whoever read our output has read enough
+            LOG.warning(f"cannot print what was done: {error.strerror}")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the interpreter's last flush)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from darelib.models.tensorfile import (
     MAX_NAME,
     TensorInfo,
     file_sha256,
+    peek_header,
     read_json,
 )
 
@@ -60,6 +61,16 @@ OTHER_ADAPTERS: Final = {
     "trainable_token_indices": "trainable tokens",
     "target_parameters": "LoRA on parameters that are not modules",
 }
+# Other kinds of adapter that PEFT can merge.
+MERGED_BY_PEFT: Final = (
+    "ADALORA", "BOFT", "BONE", "C3A", "FOURIERFT", "HRA", "IA3", "LOHA", "LOKR", "MISS", "OFT",
+    "RANDLORA", "ROAD", "SHIRA", "VBLORA", "VERA",
+)  # fmt: skip
+# The names in a file that is nothing but an adapter, PEFT's or diffusers', but not kohya's.
+ADAPTER_NAME: Final = re.compile(
+    r"base_model\.model\..+|(?!lora_).+\.(lora_(embedding_)?(A|B|down|up)(\..+)?|alpha|dora_scale)",
+    re.DOTALL,
+)
 # Ways to start training that leave the base as it is. The others (PiSSA, OLoRA, LoftQ, ...) change
 # it, so that the adapter is not a change to the base that the user has.
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -126,9 +137,8 @@ def read_settings(table: dict[str, Any], name: str) -> LoraConfig:
     """The configuration of a plain LoRA; every other kind is refused. name: of the adapter."""
     kind = table.get("peft_type")
     if kind != "LORA":
-        raise DareError(
-            f"the adapter {name!r} is of type {kind!r}", "only LoRA adapters can be merged"
-        )
+        hint = UNLOAD_HINT if kind in MERGED_BY_PEFT else "only LoRA adapters can be merged"
+        raise DareError(f"the adapter {name!r} is of type {kind!r}", hint)
     for key, words in OTHER_ADAPTERS.items():
         if table.get(key):
             raise DareError(
@@ -223,6 +233,7 @@ def find_adapter(source: Source) -> Layout | None:
     elif folder.name in (ADAPTER_FILE, ADAPTER_CONFIG):
         folder = folder.parent
     else:
+        check_not_adapter(source)
         return None
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / name).exists():
@@ -232,6 +243,17 @@ def find_adapter(source: Source) -> Layout | None:
                 "load and save it with a current PEFT" if is_old else AGAIN_HINT,
             )
     return Layout((folder / ADAPTER_FILE,), folder)
+
+
+def check_not_adapter(source: Source) -> None:
+    """Refuse a file that is an adapter by another name: how it is scaled is not in it."""
+    names, _ = peek_header(source.path)
+    if any(".lora_" in name for name in names) and all(map(ADAPTER_NAME.fullmatch, names)):
+        raise DareError(
+            f"{source.name!r} is a LoRA adapter without its {ADAPTER_CONFIG}, "
+            "which says how it is scaled",
+            f"give a directory with both: {ADAPTER_FILE} and {ADAPTER_CONFIG}",
+        )
 
 
 def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:

@@ -78,10 +78,6 @@ def find_output(given: str | Path) -> Destination:
         raise DareError(
             f"the output cannot be inside {str(above)!r}, which is a file", "give another path"
         )
-    if above != target.parent:
-        raise DareError(
-            f"the output's directory {str(target.parent)!r} does not exist", "create it first"
-        )
     if not os.access(above, os.W_OK):
         raise DareError(
             f"the output's directory {str(above)!r} is not writable", "choose another directory"

@@ -54,6 +54,7 @@ class Lock:
     def __init__(self, folder: Path, destination: str) -> None:
         self.folder = folder
         self.path = folder / LOCK_FILE
+        self.new_parents: list[Path] = []  # that were made for it, the deepest first
         self.descriptor = -1
         try:
             while not self._lock(destination):
@@ -66,6 +67,9 @@ class Lock:
     def _lock(self, destination: str) -> bool:
         """Lock what others would find. Gives whether it is: who had it may remove it any time."""
         try:
+            if not self.folder.parent.exists():
+                self.new_parents = [path for path in self.folder.parents if not path.exists()]
+                os.makedirs(self.folder.parent, exist_ok=True)
             try:
                 os.mkdir(self.folder, PRIVATE)
             except FileExistsError:
@@ -113,6 +117,9 @@ class Lock:
                 if not self.leftovers():  # the lock marks what could not be removed as ours
                     self.path.unlink(missing_ok=True)
             os.rmdir(self.folder)
+        for path in self.new_parents:
+            with suppress(OSError):  # with an output in it, it stays
+                os.rmdir(path)
         self._close()
 
     def _close(self) -> None:

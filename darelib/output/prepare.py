@@ -249,7 +249,8 @@ def check_place(plan: FilePlan, inputs: Sequence[Checkpoint], force: bool) -> Fi
     Notes what is there.
     """
     destination = plan.output
-    folder = destination.path.parent
+    # Those that do not exist are made with the output.
+    folder = next(filter(Path.exists, destination.path.parents), destination.path)
     used = [(model.name, path) for model in inputs for path in model.paths]
     with explain_place_errors(destination.name):
         check_apart(

@@ -246,7 +246,8 @@ class Output(Files):
         sync_directory(self.folder)
         replace(self.made, self.destination.path)
         try:
-            sync_directory(self.destination.path.parent)
+            for new in (self.destination.path, *self.lock.new_parents):
+                sync_directory(new.parent)
         except OSError as error:
             raise DareError(
                 f"{self.destination.name!r} is in place, but may not survive a power failure: "

@@ -329,7 +329,7 @@ def set_template(side: SideFiles, template: Any) -> None:
         side.setdefault(TOKENIZER_CONFIG, b"{}")  # which every version of transformers reads
         edit_json(side, TOKENIZER_CONFIG, lambda table: table.update(chat_template=template))
     else:
-        side[TEMPLATE_FILE] = template.encode()
+        side[TEMPLATE_FILE] = encode_text(template, "the chat template")
 
 
 def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -338,7 +338,19 @@ def edit_json(side: SideFiles, name: str, edit: Callable[[dict[str, Any]], None]
     if content is not None:
         table = json.loads(content) if isinstance(content, bytes) else read_json(content, name)
         edit(table)
-        side[name] = json.dumps(table, indent=2, ensure_ascii=False).encode() + b"\n"
+        text = json.dumps(table, indent=2, ensure_ascii=False)
+        side[name] = encode_text(text, f"what {name!r} would hold") + b"\n"
+
+
+def encode_text(text: str, what: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start : error.end]
+        raise DareError(
+            f"{what} is no text: it has half of a surrogate pair, {half!r}",
+            "fix the tokenizer that it comes from, or choose another",
+        ) from None
 
 
 def add_tokens(
@@ -370,7 +382,8 @@ def add_tokens(
 
 def insert_tokens(data: bytes, added: Sequence[dict[str, Any]]) -> bytes:
     """A tokenizer.json with more added tokens: the rest of it may be large, and stays as it is."""
-    entries = b",\n    ".join(json.dumps(entry, ensure_ascii=False).encode() for entry in added)
+    texts = [json.dumps(entry, ensure_ascii=False) for entry in added]
+    entries = b",\n    ".join(encode_text(text, f"the token {text}") for text in texts)
     listed = find_table(data, ADDED_START, ADDED_TABLE)
     if listed is None:
         return data.replace(b"{", b'{\n  "added_tokens": [' + entries + b"],", 1)

@@ -4,18 +4,20 @@ import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import tomli_w
 
 from darelib.config import Rule
-from darelib.core.text import LOG, ConfigError, as_text
+from darelib.core.text import LOG, ConfigError, as_text, print_result
 from darelib.models.source import Source, download, is_on_hub
 from darelib.output.destination import check_apart
 from darelib.output.scratch import write_new_file
 from darelib.output.tokenizer import TOKENIZER_PATTERNS
 from darelib.requests.readers import YAML_SUFFIXES
 from darelib.requests.request import Request
+
+STDOUT: Final = Path("-")  # as a configuration: it is printed
 
 
 def check_new_file(path: Path, what: str, force: bool) -> None:
@@ -33,7 +35,8 @@ def check_new_config(path: Path, force: bool) -> None:
             f"the configuration is TOML, and {str(path)!r} is a name for YAML",
             "let it end in .toml",
         )
-    check_new_file(path, "configuration", force)
+    if path != STDOUT:
+        check_new_file(path, "configuration", force)
 
 
 def write_request(request: Request, path: Path, force: bool) -> None:
@@ -41,7 +44,7 @@ def write_request(request: Request, path: Path, force: bool) -> None:
     check_new_config(path, force)
     sources = [source for source in (request.base, *request.merge) if source]
     inputs = [(source.name, source.path) for source in sources if source.path.exists()]
-    check_apart(repr(str(path)), path, inputs)
+    check_apart(repr(str(path)), path, inputs if path != STDOUT else ())
     write_config(path, format_settings(request.dare, request.rules, request.notes), request)
 
 
@@ -50,19 +53,25 @@ def format_settings(
 ) -> str:
     """Settings and rules as TOML. notes: comments on some of them."""
     comments = {key: f"  # {note}" for key, note in notes.items()}
-    lines = ["[dare]"]
-    lines += [f"{key} = {as_literal(dare[key])}{comments.get(key, '')}" for key in dare]
-    for rule in rules:
-        lines += ["", "[[rules]]"]
-        lines += [f"{key} = {as_literal(value)}" for key, value in rule.as_table().items()]
-    return "\n".join(lines)
+    tables = [format_table("[dare]", dare, comments)]
+    tables += [format_table("[[rules]]", rule.as_table()) for rule in rules]
+    return "\n".join(tables)
+
+
+def format_table(
+    header: str, table: Mapping[str, Any], comments: Mapping[str, str] | None = None
+) -> str:
+    """A table as TOML, a setting a line: what is a table itself would end it otherwise."""
+    ends = comments or {}
+    lines = [f"{key} = {as_literal(value)}{ends.get(key, '')}\n" for key, value in table.items()]
+    return "".join([f"{header}\n", *lines])
 
 
 def write_config(path: Path, settings: str, request: Request) -> None:
     """Write settings, as TOML, and a request's models, with paths that lead there from the file."""
     assert request.base is not None
     folder = path.absolute().parent.resolve()
-    output = f"{path.stem}_merged"
+    output = "merged" if path == STDOUT else f"{path.stem}_merged"
     if request.base.path.is_file() and not request.tokenizer:
         output += ".safetensors"
     if request.output:
@@ -78,7 +87,11 @@ def write_config(path: Path, settings: str, request: Request) -> None:
         for key, source in others.items()
         if source
     }
-    write_new_file(path, [f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}".encode()])
+    text = f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}"
+    if path == STDOUT:
+        print_result(text.rstrip())
+        return
+    write_new_file(path, [text.encode()])
     LOG.info(f"wrote {path}")
 
 

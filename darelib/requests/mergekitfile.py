@@ -284,6 +284,8 @@ def load_yaml(text: str, path: str) -> Any:
         reason = str(error).splitlines()[0]
     except RecursionError:
         reason = "it is nested too deeply"
+    except (LookupError, AttributeError, TypeError):  # as PyYAML comes to know it
+        reason = "a value is not what its tag, like !!int, says"
     raise ConfigError(f"{path} cannot be read: {reason}", hint)
 
 

@@ -12,15 +12,15 @@ from darelib.commands.options import (
     Options,
     make_merger,
     merger_for,
-    print_result,
 )
-from darelib.core.text import LOG
+from darelib.core.text import LOG, ConfigError, print_result
 
 OPTIONS: Final[Options] = {
     **SETTINGS,
     "--per-tensor": {"action": "store_true", "help": "also list every tensor"},
     "--plot": PLOT,
-    "--write-config": WRITE_CONFIG | {"help": "write the suggested settings as a configuration"},
+    "--write-config": WRITE_CONFIG
+    | {"help": "write the suggested settings as a configuration (-: print that alone)"},
     "--force": FORCE | {"help": "replace an existing file of --write-config"},
 }
 
@@ -28,11 +28,13 @@ OPTIONS: Final[Options] = {
 def run(flags: Flags, merger_class: MergerClass) -> None:
     merger, request = make_merger(flags, merger_class)
     from darelib.commands.analyze.report import check_places, plot_analysis, write_suggestion
-    from darelib.requests.configfile import pin_models
+    from darelib.requests.configfile import STDOUT, pin_models
 
     plot = flags.get("plot")
     suggestion = flags.get("write_config")
     per_tensor = "per_tensor" in flags
+    if suggestion == STDOUT and "json" in flags:
+        raise ConfigError("--json and --write-config - both print", "give --write-config a file")
     check_places(merger.sources, plot, suggestion, "force" in flags)
     request = pin_models(request)  # what is written is what is analyzed
     merger = merger_for(request, merger_class)
@@ -46,5 +48,5 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     finally:  # a disk that is full must not cost what was found
         if "json" in flags:
             print_result(report.as_dict(per_tensor))
-        elif merger.config.verbose:
+        elif merger.config.verbose and suggestion != STDOUT:
             print_result(report.text(per_tensor))

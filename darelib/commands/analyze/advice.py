@@ -12,11 +12,12 @@ from typing import Any, Final, NamedTuple
 
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
 from darelib.config import DareConfig, Gradient, Rule, as_toml
-from darelib.core.drops import EXPECTATION, RANDOM
+from darelib.core.drops import EXPECTATION, is_random
 from darelib.core.methods import LINEAR, METHODS, RAM, TensorSettings
 from darelib.core.text import count_of, list_names
 from darelib.core.tuning import TUNING
 from darelib.plan.plan import MergePlan
+from darelib.requests.configfile import format_table
 
 # How much a fine-tune may differ from its base, |delta| / |weights| by Euclidean norm. Instruction
 # tuning stays well below the first; two models of one shape that have nothing in common are at
@@ -348,11 +349,9 @@ def find_doubts(evidence: Evidence) -> Iterator[str]:
 
 def suggest(evidence: Evidence) -> str:
     """A [dare] table and its rules, as TOML: what is advised, and what else the user has set."""
-    import tomli_w
-
     config = evidence.config
     kept = {key: getattr(config, key) for key in KEPT_SETTINGS} | keep_weights(evidence, config)
-    if config.drop == RANDOM:  # the advice is about that; what goes with others need not fit it
+    if is_random(config.drop):  # the advice is about that; what goes with others need not fit it
         kept["rescale"] = None if config.rescale in (True, EXPECTATION) else config.rescale
     if evidence.scales:
         kept["lambda_coeff"] = START_LAMBDA
@@ -369,14 +368,14 @@ def suggest(evidence: Evidence) -> str:
         rates = [*map(max, map(found.rate, evidence.rates), evidence.least_rates)]
         if rates != evidence.start_rates:
             rules.append((found.title, {"match": found.match(), "drop_rate": compact(rates)}))
-    texts = [f"\n[[rules]]  # {title}\n{tomli_w.dumps(table)}" for title, table in rules]
-    return "".join([tomli_w.dumps({"dare": dare}), *texts])
+    texts = [format_table(f"[[rules]]  # {title}", table) for title, table in rules]
+    return "\n".join([format_table("[dare]", dare), *texts])
 
 
 def keep_rule(evidence: Evidence, rule: Rule) -> dict[str, Any]:
     """What stays of a rule of the user's; not its rescale_q, which was for another drop rate."""
     drop = evidence.config.drop if rule.drop is None else rule.drop
-    rate = () if drop != RANDOM or evidence.several else ("drop_rate",)
+    rate = ("drop_rate",) if is_random(drop) and not evidence.several else ()
     keys = ("match", "lambda_coeff", *rate)
     kept = {key: value for key, value in rule.as_table().items() if key in keys}
     weights = keep_weights(evidence, rule)

@@ -28,7 +28,7 @@ from darelib.models.inputs import find_files
 from darelib.models.source import Source, download
 from darelib.output.destination import check_apart
 from darelib.plan.plan import MergePlan
-from darelib.requests.configfile import check_new_config, check_new_file, write_config
+from darelib.requests.configfile import STDOUT, check_new_config, check_new_file, write_config
 from darelib.requests.request import Request
 
 # The columns of the tables: which field of DeltaStats, and its format.
@@ -193,7 +193,7 @@ def check_places(
         raise ConfigError(
             "the picture and the configuration have the same name", "choose another name for one"
         )
-    new = [path for path in (plot, config) if path]
+    new = [path for path in (plot, config) if path and path != STDOUT]
     for source in sources if new else ():
         _, layout = find_files(download(source))
         used = [(source.name, place) for place in (layout.folder, *layout.files) if place]

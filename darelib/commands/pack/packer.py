@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from darelib import __version__
 from darelib.commands.options import Report
 from darelib.config import DareConfig, Rule
-from darelib.core.drops import RANDOM
+from darelib.core.drops import is_random
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_NAME, TILE, mask_key
@@ -82,7 +82,7 @@ class PackReport(Report):
 def choose_settings(request: Request) -> DareConfig:
     """What decides which entries are kept; what else a configuration says does not matter here."""
     drops = [request.dare.get("drop"), *(rule.drop for rule in request.rules)]
-    if others := [drop for drop in drops if drop not in (None, RANDOM)]:
+    if others := [drop for drop in drops if drop and not is_random(drop)]:
         raise ConfigError(
             f"pack keeps entries at random, and this configuration has drop {others[0]}",
             "set drop to random, or merge the model as it is: such a drop must see all of it",

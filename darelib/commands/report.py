@@ -104,6 +104,7 @@ class Plan(Report):
     extra_tensors: tuple[tuple[str, ...], ...]  # per model: those that the base lacks
     mismatched_tensors: tuple[tuple[str, ...], ...]  # per model: those of another shape
     rules: tuple[PlannedRule, ...]  # last, the tensors that no rule is for
+    averaged_tensors: tuple[str, ...]  # running statistics
     copied_tensors: tuple[str, ...]
     files: tuple[dict[str, Any], ...]  # of tensors: their names and sizes
     side_files: tuple[str, ...]  # of a model directory: all the others
@@ -172,6 +173,8 @@ class Plan(Report):
                 more = f" and {len(rule.match) - 1} more" if len(rule.match) > 1 else ""
                 label = clip(rule.match[0]) + more
             rows.append([label, f"{rule.tensors:,}", f"{rule.parameters:,}", rule.words])
+        if self.averaged_tensors:
+            rows.append(["statistics", f"{len(self.averaged_tensors):,}", "", "averaged"])
         if self.copied_tensors:
             rows.append(["not merged", f"{len(self.copied_tensors):,}", "", "as in the base"])
         return table(rows, {0, 3})
@@ -214,6 +217,7 @@ def describe_plan(
         extra_tensors=plan.extra,
         mismatched_tensors=plan.mismatched,
         rules=tuple(describe_rules(plan)),
+        averaged_tensors=tuple(t.name for t in plan.tensors if t.merged and t.buffer),
         copied_tensors=tuple(tensor.name for tensor in plan.tensors if not tensor.merged),
         files=tuple({"name": file.name, "size": file.size} for file in plan.files),
         side_files=tuple(plan.side),
@@ -241,7 +245,7 @@ def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
     """How many tensors each rule is for; last, those that no rule is for."""
     tensors: dict[int, list[TensorPlan]] = {}
     for tensor in plan.tensors:
-        if tensor.merged:
+        if tensor.merged and not tensor.buffer:
             tensors.setdefault(id(tensor.rule), []).append(tensor)
     for rule in (*plan.config.typed_rules, None):
         own = tensors.get(id(rule), [])

@@ -19,6 +19,7 @@ from darelib.models.checkpoint import (
 )
 from darelib.models.fp8 import UNREAD_HINTS
 from darelib.models.tensors import Described, TensorInfo
+from darelib.plan.buffers import AVERAGED, COPIED
 from darelib.plan.tensors import TensorPlan
 
 # A longer row would take more memory than all else.
@@ -47,6 +48,8 @@ class Refusals:
         """Refuse tensors of different shapes, unless the user has said what to do with them and
         that can be done.
         """
+        if info.shape == theirs.shape:
+            return
         by_rows = len(info.shape) == len(theirs.shape) > 0 and info.shape[1:] == theirs.shape[1:]
         if self.config.mismatch == "base" or (self.config.mismatch == "overlap" and by_rows):
             return
@@ -183,6 +186,21 @@ def check_kinds(inputs: Sequence[Described]) -> None:
                 )
 
 
+def check_rules(config: DareConfig, tensors: Sequence[TensorPlan]) -> None:
+    """Refuse a rule that would thin what is no weight, where it is for nothing else."""
+    weights = {id(tensor.rule) for tensor in tensors if not tensor.buffer}
+    for tensor in tensors:
+        rule = tensor.rule
+        if rule and rule.drop_rate not in (None, 0) and id(rule) not in weights:
+            number = next(k for k, each in enumerate(config.typed_rules, 1) if each is rule)
+            raise DareError(
+                f"rule {number} drops entries of {tensor.name!r}, which is no weight: it is "
+                f"{tensor.buffer}",
+                "leave drop_rate out of that rule; weights and lambda_coeff apply to what is "
+                "averaged, and lambda_coeff = 0 keeps the base's",
+            )
+
+
 # --- warnings ------------------------------------------------------------------------------------
 
 
@@ -193,10 +211,13 @@ def find_odd_settings(
     seeds: Sequence[int],
 ) -> Iterator[str]:
     base, *models = inputs
-    used = {id(tensor.rule) for tensor in tensors}
+    used = {id(t.rule) for t in tensors if t.buffer != COPIED or not t.settings.lambda_coeff}
     for k, rule in enumerate(config.typed_rules, 1):
         if id(rule) not in used:
             yield f"rule {k} ({list_names(rule.match)}) {explain_unused(rule, base)}"
+    if averaged := [t.name for t in tensors if t.merged and t.buffer == AVERAGED]:
+        count = count_of(len(averaged), "running statistic")
+        yield f"{count} of the models will be averaged, not thinned: {list_names(averaged)}"
     settings = {id(tensor.settings): tensor.settings for tensor in tensors}.values()
     thinnings = {thinning for each in settings for thinning in each.thinnings}
     weak = [t for t in thinnings if t.rescale == NONE != DROPS[t.drop].rescale and t.drop_rate > 0]
@@ -254,7 +275,7 @@ def find_samples(inputs: Sequence[Described]) -> Iterator[str]:
 
 def explain_unused(rule: Rule, base: Described) -> str:
     if any(map(rule.matches, base.tensors)):
-        return "matches only tensors that an earlier rule takes"
+        return "matches only tensors that an earlier rule takes, or that are copied from the base"
     for pattern in rule.match:
         if fnmatch.filter(base.tensors, f"*{pattern}*"):
             return f"matches no tensor; did you mean {f'*{pattern}*'!r}?"

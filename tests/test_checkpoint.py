@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareMerger
+from dare import DareConfig, DareError, DareMerger, dare_merge
 from tests.support import (
     BF16,
     F16,
@@ -589,3 +589,42 @@ def test_a_base_of_another_architecture_is_refused_unless_the_user_knows(
     run("verify", "-q", out)
     (warning,) = run_merge(pair[0], [pair[1]], out, any_base=True).warnings
     assert "model_type is 'qwen2', not 'llama'" in warning
+
+
+def test_a_model_that_has_most_tensors_under_other_names_is_refused_unless_the_user_insists(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = random_model(shapes={f"layers.{k}.weight": (8, 8) for k in range(9)})
+    common = {name: tensor for name, tensor in base.items() if name < "layers.4"}
+    renamed = {f"model.{name}": tensor for name, tensor in base.items() if name not in common}
+    other, half, subset, more = save(
+        tmp_path,
+        other=finetune(common | renamed, 1),
+        half=finetune(common | {"layers.4.weight": base["layers.4.weight"]} | renamed, 1),
+        subset=finetune(common, 1),
+        more=finetune(base, 1) | {f"extra.{k}": torch.ones(3) for k in range(50)},
+    )
+    [path] = save(tmp_path, base=base)
+    out = tmp_path / "out.safetensors"
+    check_refused(path, other, "only 4 of its 9", "'model.layers.4.weight'", "--any-base")
+    with pytest.raises(DareError, match="only 4 of its 9"):
+        dare_merge(base, [common | renamed])
+    for model in (half, subset, more):
+        run_merge(path, [model], out)
+    assert run_merge(path, [other], out, any_base=True).models[0].parameters == 4 * 64
+
+
+def test_a_base_that_is_surely_another_models_is_refused_and_nothing_is_published(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    shapes = {"layer.weight": (1000, 1000), "layer.bias": (1000,)}
+    base = random_model(shapes=shapes)
+    far = {name: tensor * 0.3 for name, tensor in random_model(1, shapes=shapes).items()}
+    paths = save(tmp_path, base=base, far=far, trained=finetune(base, 1, size=0.04))
+    out = tmp_path / "out.safetensors"
+    check_refused(*paths[:2], "is not the base of", "--any-base", flags=("--quiet",))
+    for model, insists in ((paths[1], True), (paths[2], False)):
+        (warning,) = run_merge(paths[0], [model], out, any_base=insists).warnings
+        assert "does not look like the base of" in warning
+    zeros = save(tmp_path, zeros={name: torch.zeros_like(each) for name, each in base.items()})
+    run_merge(zeros[0], [paths[0]], out)

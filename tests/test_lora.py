@@ -344,6 +344,41 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("library", "kind", "refused"),
+    [
+        ("transformers.models.qwen2.modeling_qwen2", "llama", True),
+        ("transformers.models.llama.modeling_llama", "llama", False),
+        ("transformers.models.xlm_roberta.modeling_xlm_roberta", "xlm-roberta", False),
+        ("transformers.models.gemma3.modeling_gemma3", "gemma3_text", False),
+        ("transformers.models.llama.modeling_llama", ..., False),
+        ("transformers_modules.custom.modeling_custom", "llama", False),
+        (["transformers.models.llama.modeling_llama"], "llama", False),
+    ],
+    ids=str,
+)
+def test_an_adapter_for_another_kind_of_model_is_refused_by_the_class_that_peft_noted(
+    tmp_path: Path, check_refused: Refusal, library: Any, kind: Any, refused: bool
+) -> None:
+    config = {} if kind is ... else {"model_type": kind}
+    base = save_directory(tmp_path / "base", random_model(), **config)
+    noted = {"base_model_class": "Any", "parent_library": library}
+    adapter = write_adapter(tmp_path / "adapter", LAYER, auto_mapping=noted)
+    if refused:
+        check_refused(base, adapter, "model_type is 'qwen2', not 'llama'", "--any-base")
+    run_merge(base, [adapter], tmp_path / OUT, any_base=refused)
+
+
+def test_an_adapter_for_another_kind_of_model_is_refused_by_its_own_base(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = save_directory(tmp_path / "base", random_model(), model_type="llama")
+    own = save_directory(tmp_path / "own", random_model(), model_type="qwen2")
+    adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=str(own))
+    check_refused(base, adapter, "model_type is 'qwen2', not 'llama'", "--any-base")
+    run_merge(own, [adapter], tmp_path / OUT)
+
+
 def test_an_adapter_that_unties_the_head_is_warned_about_or_refused(
     tmp_path: Path, check_refused: Refusal
 ) -> None:

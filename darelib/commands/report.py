@@ -30,8 +30,8 @@ from darelib.run.worker import Worker
 PROCESS_BYTES: Final = 92_000_000
 TENSOR_BYTES: Final = 900
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than
-# either weighs.
-UNRELATED_RATIO: Final = 0.5
+# either weighs, which is refused.
+DOUBTFUL_RATIO: Final = 0.5
 # How many files a plan names before it says "and 12 more", and how many characters a line of names
 # has.
 MAX_FILES: Final = 6
@@ -459,7 +459,7 @@ def find_odd_deltas(
         yield (
             f"{name} is identical to the base {plan.base}: it only dilutes an average; leave it out"
         )
-    elif total.sum > UNRELATED_RATIO * total.base_sum:
+    elif total.sum > DOUBTFUL_RATIO * total.base_sum:
         yield (
             f"{plan.base} does not look like the base of {name}: the mean |delta| is "
             f"{total.mean:.3g} where the mean |weight| is {total.base_sum / total.parameters:.3g}; "

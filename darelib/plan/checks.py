@@ -34,13 +34,24 @@ class Refusals:
         self.base = base
         self._quantised = quantised_modules(base.tensors)
 
-    def check_common(self, model: Described) -> None:
-        if not model.tensors.keys() & self.base.tensors.keys():
-            mine, theirs = (list_names(list(each.tensors)) or "none" for each in (self.base, model))
-            raise DareError(
-                f"{model.name!r} has no tensor in common with {self.base.name!r}",
-                f"the base has {mine}, and it {theirs}",
-            )
+    def check_names(self, model: Described) -> None:
+        """Refuse a model that shares less than half of the names with the base: what it has under
+        other names would be left out. An adapter has looked for its own.
+        """
+        common = len(model.tensors.keys() & self.base.tensors.keys())
+        fewest = min(len(model.tensors), len(self.base.tensors))
+        if common and (model.partial or self.config.any_base or 2 * common >= fewest):
+            return
+        mine, theirs = (
+            list_names([name for name in one.tensors if name not in other.tensors]) or "none"
+            for one, other in ((self.base, model), (model, self.base))
+        )
+        words = f"only {common:,} of its {len(model.tensors):,} tensors" if common else "no tensor"
+        insist = "; add --any-base to merge only what both have" if common else ""
+        raise DareError(
+            f"{model.name!r} has {words} in common with {self.base.name!r}",
+            f"the base has {mine}, and it {theirs}{insist}",
+        )
 
     def check_shapes(
         self, name: str, info: TensorInfo, theirs: TensorInfo, model: Described
@@ -177,7 +188,8 @@ def check_kinds(inputs: Sequence[Described]) -> None:
     """
     base, *models = inputs
     for model in models:
-        for key, words in compare_configs(base.config, model.config).items():
+        known = {**model.config, **model.base_config}
+        for key, words in compare_configs(base.config, known).items():
             if key.endswith("model_type"):
                 raise DareError(
                     f"{model.name!r} is another kind of model than {base.name!r}: {words}",

@@ -31,8 +31,8 @@ class Matcher:
         self._refusals = Refusals(config, self.base)
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
         for model in self.models:
-            self._refusals.check_common(model)
             self._refusals.check_quantised(model)
+            self._refusals.check_names(model)
         self._refusals.check_plain()
         self.tensors = [
             self._match(name, info)

@@ -27,6 +27,7 @@ from tests.support import (
     finetune,
     low_rank,
     random_model,
+    run,
     run_merge,
     same_bits,
     save,
@@ -335,10 +336,40 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
     ]
     for stated, given, words in cases:
         adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=stated)
-        merger = DareMerger(given, [adapter], DareConfig(verbose=False))
+        merger = DareMerger(given, [adapter], DareConfig(drop_rate=0.0, verbose=False))
         warnings = merger.plan(tmp_path / OUT).warnings
         assert len(warnings) == bool(words), stated
         assert words in "".join(warnings)
+
+
+@pytest.mark.parametrize(
+    ("models", "config", "flags"),
+    [
+        ("a", {}, "--drop-rate 0"),
+        ("aa", {}, "--drop-rate 0 --weights 1 1"),
+        ("am", {}, "--drop-rate 0 0.9 --weights 1 0.5"),
+        ("aa", {"drop_rate": 0.5}, "--weights 1 1"),
+        ("aa", {"method": "ties"}, "--drop-rate 0"),
+        ("aa", {"weights": [0.7, 0.4]}, "--drop-rate 0"),
+        ("aa", {"drop_rate": 0.0, "normalize": True}, ""),
+        ("a", {"drop_rate": 0.8}, ""),
+        ("mm", {}, ""),
+    ],
+    ids=str,
+)
+def test_what_defaults_do_to_adapters_is_said_with_the_flags_that_bake_them(
+    pair: Pair, tmp_path: Path, models: str, config: dict[str, Any], flags: str
+) -> None:
+    adapters = [write_adapter(tmp_path / f"a{k}", LAYER) for k in range(2)]
+    given = [adapters[k] if kind == "a" else pair[1] for k, kind in enumerate(models)]
+    warnings = run_merge(pair[0], given, tmp_path / OUT, **config).warnings
+    said = [warning for warning in warnings if "strength 1" in warning]
+    assert [warning.partition("add ")[2] for warning in said] == [flags] * bool(flags)
+    if flags == "--drop-rate 0 --weights 1 1":
+        words = [*flags.split(), "-q", "-b", pair[0], "-m", *given, "-o", tmp_path / OUT]
+        run(*words)
+        baked = random_model()["layer.weight"] + 2 * multiply(LAYER, 2)
+        torch.testing.assert_close(load_file(tmp_path / OUT)["layer.weight"], baked)
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from darelib.config import DareConfig, Rule, count_layers
 from darelib.core.drops import DROPS, NONE, RANDOM, Thinning
 from darelib.core.formats import FORMATS, is_counted
 from darelib.core.mask import keep_threshold
+from darelib.core.methods import LINEAR
 from darelib.core.text import DareError, count_of, list_names
 from darelib.models.checkpoint import (
     QUANTISE_HINT,
@@ -239,6 +240,7 @@ def find_odd_settings(
             f"rescale is off: with {most.drop_rate:g} of a delta dropped, what is left is "
             f"{1 / most.keep_rate:.3g} times too weak"
         )
+    yield from find_weak_adapters(config, models)
     if config.has_gradients and not count_layers(base.tensors):
         yield (
             "no tensor's name has the number of a layer in it, so each gradient has its first "
@@ -251,6 +253,28 @@ def find_odd_settings(
                 f"{first} and {models[i].name} have one seed, {seed}, so that the same entries are "
                 "dropped of both; use another --seed, or pack again with one"
             )
+
+
+def find_weak_adapters(config: DareConfig, models: Sequence[Described]) -> Iterator[str]:
+    """What defaults, which are made for fine-tunes, do to adapters, and what adds them whole."""
+    adapters = [model.name for model in models if model.partial]
+    own = config.general(len(models))
+    effects: list[str] = []
+    flags: list[str] = []
+    if config.drop_rate == DareConfig.drop_rate:
+        rates = [0 if m.partial else rate for m, rate in zip(models, own.drop_rates, strict=True)]
+        effects.append(f"lose {config.drop_rate:.0%} of the entries of their change")
+        flags.append(f"--drop-rate {' '.join(map(str, rates if any(rates) else rates[:1]))}")
+    is_shared = config.weights is None and not config.normalize and len(models) > 1
+    if config.method == LINEAR and is_shared:
+        weights = [1 if m.partial else w for m, w in zip(models, own.weights, strict=True)]
+        effects.append(f"are weighted by {own.weights[0]:.3g}")
+        flags.append(f"--weights {' '.join(f'{weight:.4g}' for weight in weights)}")
+    if adapters and effects:
+        yield (
+            f"LoRA adapters ({list_names(adapters)}) {' and '.join(effects)}; to bake them at "
+            f"strength 1, add {' '.join(flags)}"
+        )
 
 
 def find_odd_inputs(config: DareConfig, inputs: Sequence[Described]) -> Iterator[str]:

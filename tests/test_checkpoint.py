@@ -529,8 +529,9 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"rms_norm_eps": 1e-5, "sliding_window": 4096},
-        {"hidden_size": 64, "sliding_window": None, "vocab_size": 3},
+        {"hidden_size": 64, "vocab_size": 3},
     ),
+    ({"sliding_window": 4096, "use_sliding_window": False}, {"sliding_window": None}),
     (
         {"_name_or_path": "org/one", "vocab_size": 1, "hidden_size": [1]},
         {"_name_or_path": "two", "hidden_size": 2},
@@ -539,6 +540,12 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 UNLIKE: list[tuple[Config, Config, str]] = [
     ({"d_ff": 4, "n_head": 2}, {"n_head": 3, "d_ff": 5}, "d_ff is 5, not 4, its n_head is 3"),
+    ({"sliding_window": 4096}, {"sliding_window": None}, "sliding_window is 'off', not 4096"),
+    (
+        {"max_position_embeddings": 4096},
+        {"max_position_embeddings": 8192},
+        "max_position_embeddings is 8192, not 4096",
+    ),
     (ROPE, ROPE | {"rope_theta": 5e5}, "rope_theta is 500000.0, not 10000"),
     (ROPE, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0, not 10000"),
     (ROPE, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type is 'linear'"),
@@ -589,6 +596,33 @@ def test_a_base_of_another_architecture_is_refused_unless_the_user_knows(
     run("verify", "-q", out)
     (warning,) = run_merge(pair[0], [pair[1]], out, any_base=True).warnings
     assert "model_type is 'qwen2', not 'llama'" in warning
+
+
+def test_a_file_of_any_name_has_the_configuration_beside_it(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = random_model()
+    paths = [*save(tmp_path / "one", base=base), *save(tmp_path / "two", math=finetune(base, 1))]
+    for path, kind in zip(paths, ("llama", "qwen2"), strict=True):
+        (path.parent / "config.json").write_text(json.dumps({"model_type": kind}))
+    check_refused(*paths, "model_type is 'qwen2', not 'llama'")
+    run_merge(paths[0], [paths[1]], tmp_path / "one" / "out.safetensors", any_base=True)
+    run_merge(paths[0], [paths[1]], tmp_path / "merged", any_base=True)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text()) == {"model_type": "llama"}
+
+
+def test_a_model_file_beside_an_index_with_shards_is_warned_about(tmp_path: Path) -> None:
+    base = random_model()
+    parts = [["layer.weight"], ["layer.bias", "head.weight", "scalar"]]
+    both = save_sharded(tmp_path / "both", base, parts)
+    clean = save_directory(tmp_path / "clean", finetune(base, 1))
+    out = tmp_path / "merged.safetensors"
+    assert run_merge(both, [clean], out).warnings == ()
+    save_directory(both, base)
+    for pair in ((both, clean), (clean, both)):
+        (warning,) = run_merge(pair[0], [pair[1]], out).warnings
+        assert "both has model.safetensors" in warning
+        assert "model-00001-of-00002.safetensors" in warning
 
 
 def test_a_model_that_has_most_tensors_under_other_names_is_refused_unless_the_user_insists(

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -55,7 +55,8 @@ CONFIG_KEYS: Final = (
     "layer_norm_eps",
     "layer_norm_epsilon", "norm_epsilon", "norm_eps", "hidden_act", "activation_function",
     "hidden_activation",
-    "tie_word_embeddings", "sliding_window", "attention_bias", "mlp_bias", "num_local_experts",
+    "tie_word_embeddings", "max_position_embeddings", "n_positions", "sliding_window",
+    "attention_bias", "mlp_bias", "num_local_experts",
     "num_experts",
     "n_routed_experts", "num_experts_per_tok", "attn_logit_softcapping", "final_logit_softcapping",
     "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
@@ -69,6 +70,7 @@ ROPE_KEYS: Final = (
     "attention_factor",
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
+WINDOW_FLAG: Final = "use_sliding_window"  # which Qwen's have; without it, a window's size is used
 OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
 NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
 # Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
@@ -150,6 +152,18 @@ def find_checkpoint(source: Source) -> Layout:
     # is in.
     is_directory |= path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
     return Layout((path,), folder if is_directory else None)
+
+
+def find_shards_beside(name: str, layout: Layout) -> Iterator[str]:
+    """What to warn of where a directory holds two models: loaders may take either."""
+    folder = layout.folder
+    if folder and layout.files == (folder / WEIGHTS_FILE,) and (folder / INDEX_FILE).exists():
+        shards = [path.name for path in folder.glob("model-*-of-*.safetensors")]
+        if shards:
+            yield (
+                f"{name} has {WEIGHTS_FILE}, which is read, and {INDEX_FILE} with shards "
+                f"({list_names(sorted(shards))}), which are not; remove what is out of date"
+            )
 
 
 def part_name(source: Source, path: Path) -> str:
@@ -253,6 +267,7 @@ class Checkpoint(Input):
         self.name = source.name
         self.folder = layout.folder
         self.paths = layout.paths
+        self.warnings = tuple(find_shards_beside(self.name, layout))
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
         try:
@@ -347,10 +362,10 @@ class Checkpoint(Input):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What is used of a whole model's config.json, if it has one that can be read."""
-        if self.folder is None or self.partial:
-            return {}
-        return read_config(self.folder)
+        """What is used of a whole model's config.json, if it, or the folder that a file is in, has
+        one that can be read.
+        """
+        return {} if self.partial else read_config(self.folder or self.files[0].path.parent)
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         """Called once, before the first read. readers: how many readers share the memory for what
@@ -398,6 +413,8 @@ def _pick_settings(table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         return {}
     found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
+    if "sliding_window" in table and not (found["sliding_window"] and table.get(WINDOW_FLAG, True)):
+        found["sliding_window"] = "off"
     return {
         k: v
         for k, v in found.items()

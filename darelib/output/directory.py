@@ -83,9 +83,11 @@ def collect_side_files(
     found = find_side_files(base.folder)
     side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
     notes = place_tokenizer(side, tokenizer, inputs, rows)
-    if CONFIG_FILE in side and base.folder is not None:
-        name = part_name(base.source, base.folder / CONFIG_FILE)
-        table = read_json(base.folder / CONFIG_FILE, name)  # it must be sound, copied or not
+    path = (base.folder or base.files[0].path.parent) / CONFIG_FILE
+    if path.is_file():
+        side[CONFIG_FILE] = path
+        name = part_name(base.source, path)
+        table = read_json(path, name)  # it must be sound, copied or not
         if changes:
             side[CONFIG_FILE] = update_config(table, changes, name)
     else:

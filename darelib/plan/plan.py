@@ -161,7 +161,7 @@ def plan_merge(
     base, *models = inputs
     seeds = find_seeds(config, inputs)
     missing, extra = zip(*map(matcher.compare_names, range(len(models))), strict=True)
-    warnings = [*find_odd_inputs(config, inputs)]
+    warnings = [*base.warnings, *find_odd_inputs(config, inputs)]
     for model, lacking, unknown in zip(models, missing, extra, strict=True):
         warnings += find_odd_names(model.name, lacking, unknown)
     if not looks_only:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,17 +39,14 @@ def usual_tuning() -> Iterator[Tuning]:
 @pytest.fixture
 def models(tmp_path: Path) -> Models:
     """A base and two fine-tunes in bf16, as files."""
-    base = support.random_model(dtype=BF16)
-    tuned = {"math": support.finetune(base, 1), "code": support.finetune(base, 2)}
-    return support.save(tmp_path, base=base, **tuned)
+    return support.save_models(tmp_path, support.make_models(2, BF16))
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Pair:
     """A base and a fine-tune of it in bf16, as directories."""
-    base = support.random_model(dtype=BF16)
-    tuned = support.save_directory(tmp_path / "math", support.finetune(base, 1))
-    return support.save_directory(tmp_path / "base", base), tuned
+    base, tuned = support.save_directories(tmp_path, support.make_models(1, BF16))
+    return base, tuned
 
 
 @pytest.fixture
@@ -60,13 +59,35 @@ def small_blocks(monkeypatch: Patch) -> None:
 
 
 @pytest.fixture
-def check_refused(tmp_path: Path, capsys: Capture) -> Refusal:
+def refused(tmp_path: Path, capsys: Capture) -> Refusal:
+    """Checks that the command fails with this status, one error and one hint, and changes nothing.
+
+    words: what the error and the hint must name.
+    """
+
+    def check(status: int, words: str | Iterable[str], *arguments: Any) -> str:
+        before = support.snapshot(tmp_path)
+        capsys.readouterr()
+        support.run(*arguments, status=status)
+        printed = capsys.readouterr()
+        error, hint = printed.err.splitlines()[-2:]
+        assert (printed.out, error[:7], hint[:6]) == ("", "error: ", "hint: ")
+        assert not re.search("this is a bug|Traceback", printed.err), printed.err
+        named = [words] if isinstance(words, str) else words
+        assert [word for word in named if word not in printed.err] == [], printed.err
+        assert support.snapshot(tmp_path) == before
+        return printed.err
+
+    return check
+
+
+@pytest.fixture
+def check_refused(tmp_path: Path, refused: Refusal) -> Refusal:
     """Checks that a merge of a base and a model is refused with these words and changes nothing."""
 
-    def check(
-        base: Path | str, model: Path | str, *complaints: str, flags: tuple[str, ...] = ()
-    ) -> str:
-        arguments = ["-b", base, "-m", model, "-o", tmp_path / "out.safetensors", *flags]
-        return support.refuse(tmp_path, capsys, 1, *complaints, arguments=arguments)
+    def check(base: Any, model: Any, *words: str, flags: tuple[str, ...] = ()) -> str:
+        return refused(
+            1, words, "-b", base, "-m", model, "-o", tmp_path / "out.safetensors", *flags
+        )
 
     return check

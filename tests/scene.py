@@ -19,7 +19,7 @@ import torch
 
 import dare
 from darelib.output.destination import list_files
-from darelib.output.journal import Journal
+from darelib.output.files import Journal
 from darelib.output.publish import Output
 from darelib.run import threads
 from tests.support import (
@@ -145,11 +145,9 @@ class Scene:
 
     @property
     def journal(self) -> list[Any]:
-        """What an unfinished merge has noted as done."""
         return Journal(self.partial / "journal").done
 
     def besides(self) -> list[str]:
-        """What lies beside the output."""
         return sorted(path.name for path in self.output.parent.iterdir() if path != self.output)
 
     def reset(self) -> None:
@@ -214,7 +212,6 @@ def meanwhile(patch: Patch, act: Callable[[Any], object]) -> None:
 
 
 def wait_for(happens: Callable[[], Any], seconds: float = 30) -> None:
-    """Wait until something has happened."""
     deadline = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < deadline, "it never happened"

@@ -46,7 +46,10 @@ METHODS: list[Config] = [
     {"method": "slerp", "drop_rate": 0.5},
 ]
 POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals and processes")
+NAMES = ("base", "math", "code")
 THOROUGH = True  # whether slow tests are run, too
+WORD = np.uint64(0xFFFFFFFF)
+BUMPS = (0x9E3779B9, 0xBB67AE85)  # of the two words of Philox's key, in each round
 
 
 def slow(*values: Any) -> Any:
@@ -93,6 +96,18 @@ def random_model(
     }
 
 
+def make_models(
+    count: int,
+    dtype: torch.dtype = F32,
+    shapes: dict[str, tuple[int, ...]] | None = None,
+    size: float = 0.001,
+    seed: int = 0,
+) -> list[Tensors]:
+    """A random base and so many fine-tunes of it."""
+    base = random_model(seed, dtype, shapes)
+    return [base, *(finetune(base, k, size) for k in range(1, count + 1))]
+
+
 def finetune(base: Tensors, seed: int, size: float = 0.001) -> Tensors:
     """A fine-tune of a base, with normal deltas of this size."""
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -110,6 +125,19 @@ def save(folder: Path, **models: Tensors) -> list[Path]:
     for name, tensors in models.items():
         save_file(tensors, folder / f"{name}.safetensors")
     return [folder / f"{name}.safetensors" for name in models]
+
+
+def save_models(folder: Path, models: list[Tensors]) -> list[Path]:
+    """Write models as files called base, math and code."""
+    return save(folder, **dict(zip(NAMES, models, strict=False)))
+
+
+def save_directories(folder: Path, models: list[Tensors], **config: Any) -> list[Path]:
+    """The same as directories, with these settings in config.json."""
+    return [
+        save_directory(folder / name, tensors, **config)
+        for name, tensors in zip(NAMES, models, strict=False)
+    ]
 
 
 def save_directory(folder: Path, tensors: Tensors, **config: Any) -> Path:
@@ -135,8 +163,9 @@ def save_sharded(folder: Path, tensors: Tensors, parts: list[list[str]], **extra
         weight_map |= dict.fromkeys(names, shard)
     weight_map |= {name.replace("__", "."): file for name, file in extra.items()}
     size = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -261,22 +290,33 @@ def run(*words: Any, status: int = 0) -> None:
     assert dare.main([str(word) for word in words]) == status, words
 
 
-def command(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+def command(
+    *arguments: Any, program: Path = HERE / "dare.py", **options: Any
+) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
-    words = [sys.executable, str(HERE / "dare.py"), *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120, **options)
+    words = [sys.executable, str(program), *map(str, arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, **options)
 
 
-def run_merge(base: Path, merge: list[Path], output: Path, **config: Any) -> dare.MergeReport:
+def make_merger(base: Path, models: list[Path], **config: Any) -> DareMerger:
+    return DareMerger(base, models, DareConfig(verbose=False, **config))
+
+
+def run_merge(base: Path, models: list[Path], output: Path, **config: Any) -> dare.MergeReport:
     """Merge these files or directories, and give the report."""
-    return DareMerger(base, merge, DareConfig(verbose=False, **config)).merge(output)
+    return make_merger(base, models, **config).merge(output)
+
+
+def merge_paths(base: Path, models: list[Path], output: Path, **config: Any) -> Tensors:
+    """Merge these files or directories, and load the result."""
+    run_merge(base, models, output, **config)
+    return tensors_in(output) if output.is_dir() else load_file(output)
 
 
 def merge(folder: Path, base: Tensors, *models: Tensors, **config: Any) -> Tensors:
     """Merge through the front door: write the files, merge them, load the result."""
     paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
-    run_merge(paths[0], paths[1:], folder / "merged.safetensors", **config)
-    return load_file(folder / "merged.safetensors")
+    return merge_paths(paths[0], paths[1:], folder / "merged.safetensors", **config)
 
 
 def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
@@ -305,6 +345,25 @@ def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
     return merged
 
 
+def philox(key: tuple[int, ...], counters: np.ndarray) -> np.ndarray:
+    """Philox4x32-7 by Salmon et al., SC 2011, section 3.3, of counters of four words each."""
+    a, b, c, d = counters.astype(np.uint64)
+    for r in range(7):
+        first = a * np.uint64(0xD2511F53)
+        second = c * np.uint64(0xCD9E8D57)
+        k, m = (np.uint64((key[n] + r * step) % 2**32) for n, step in enumerate(BUMPS))
+        a, b = second >> np.uint64(32) ^ b ^ k, second & WORD
+        c, d = first >> np.uint64(32) ^ d ^ m, first & WORD
+    return np.stack([a, b, c, d])
+
+
+def draw_pieces(key: tuple[int, ...], blocks: np.ndarray) -> np.ndarray:
+    """The eight pieces of 16 bits that each block of a mask has."""
+    none = np.zeros_like(blocks)
+    words = philox(key, np.stack([blocks & WORD, blocks >> np.uint64(32), none, none]))
+    return np.stack([w >> np.uint64(n) & np.uint64(0xFFFF) for w in words for n in (0, 16)])
+
+
 def mask(seed: int, name: str, count: int, drop_rate: float) -> np.ndarray:
     """Which entries of a tensor the definition keeps."""
     return plain.draw_mask(mask_key(seed, name), keep_threshold(drop_rate), 0, count)
@@ -320,7 +379,6 @@ def tensors_in(folder: Path) -> Tensors:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
     return json.loads(path.read_text())
 
 
@@ -352,23 +410,3 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int, str]]:
         content = hashlib.sha256(path.read_bytes()).hexdigest() if readable else ""
         contents[str(path.relative_to(folder))] = (status.st_size, status.st_mtime_ns, content)
     return contents
-
-
-def refuse(
-    folder: Path, capsys: Capture, status: int, *complaints: str, arguments: list[Any]
-) -> str:
-    """The command must fail with one error and one hint, and leave the folder as it was.
-
-    complaints: what the error and the hint must name.
-    """
-    before = snapshot(folder)
-    capsys.readouterr()
-    run(*arguments, status=status)
-    printed = capsys.readouterr()
-    error, hint = printed.err.splitlines()[-2:]
-    assert (printed.out, error[:7], hint[:6]) == ("", "error: ", "hint: ")
-    assert "this is a bug" not in printed.err, printed.err
-    assert "Traceback" not in printed.err
-    assert [words for words in complaints if words not in printed.err] == [], printed.err
-    assert snapshot(folder) == before
-    return printed.err

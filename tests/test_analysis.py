@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dare import AnalysisReport, DareConfig, DareError, DareMerger
+from dare import AnalysisReport, DareConfig, DareError
 from darelib.commands.analyze.measure import kind_of, layer_of
 from darelib.commands.analyze.report import DeltaStats
 from darelib.config import Rule
@@ -34,13 +34,15 @@ from tests.support import (
     Models,
     Pair,
     Patch,
+    Refusal,
     Tensors,
     examples,
     finetune,
     low_rank,
+    make_merger,
+    make_models,
     merge,
     random_model,
-    refuse,
     run,
     save,
     slow,
@@ -133,9 +135,7 @@ def analyze(
 ) -> AnalysisReport:
     """By the plain engine, which finds the same to the bit, unless that is to be shown."""
     paths = save(folder, base=base, **{f"m{i}": model for i, model in enumerate(models)})
-    return DareMerger(
-        paths[0], paths[1:], DareConfig(verbose=False, engine=engine, **config)
-    ).analyze()
+    return make_merger(paths[0], paths[1:], engine=engine, **config).analyze()
 
 
 def deltas_of(base: Tensors, model: Tensors) -> dict[str, np.ndarray]:
@@ -236,8 +236,7 @@ def test_an_analysis_of_any_models_is_what_numpy_finds(
 def test_an_analysis_depends_neither_on_threads_nor_on_chunks_nor_on_the_engine(
     tmp_path: Path, size: int
 ) -> None:
-    base = random_model(3, BF16, {"layers.0.weight": (size,), "layers.1.weight": (1025, 3)})
-    tuned = [finetune(base, seed) for seed in (1, 2, 3)]
+    base, *tuned = make_models(3, BF16, {"layers.0.weight": (size,), "layers.1.weight": (1025, 3)})
     reports = []
     for threads, chunk, engine in (
         (1, 1 << 18, "numba"),
@@ -252,18 +251,18 @@ def test_an_analysis_depends_neither_on_threads_nor_on_chunks_nor_on_the_engine(
 
 
 def test_only_what_a_model_has_and_a_merge_changes_is_analysed(tmp_path: Path) -> None:
-    base = random_model(1, F32, {"embed_tokens.weight": (1000, 7), "layers.0.mlp.weight": (40, 30)})
-    short = finetune(base, 1)
+    base, short = make_models(
+        1, F32, {"embed_tokens.weight": (1000, 7), "layers.0.mlp.weight": (40, 30)}
+    )
     short["embed_tokens.weight"] = short["embed_tokens.weight"][:333].clone()
     others = {"steps": torch.arange(4), "empty": torch.zeros(0, 3)}
-    model = short | {"steps": others["steps"]}
-    report = analyze(tmp_path, base | others, model, mismatch="overlap")
+    short["steps"] = others["steps"]
+    report = analyze(tmp_path, base | others, short, mismatch="overlap")
     assert report.copied_tensors == 1
     assert [stats.name for stats in report.models[0].tensors] == list(base)
     weights = base["embed_tokens.weight"].double().numpy().ravel()
     base["embed_tokens.weight"] = base["embed_tokens.weight"][:333]
-    deltas = deltas_of(base, short)["embed_tokens.weight"]
-    check_stats(report.models[0].tensors[0], deltas, weights)
+    check_stats(report.models[0].tensors[0], deltas_of(base, short)["embed_tokens.weight"], weights)
 
 
 def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
@@ -271,11 +270,12 @@ def test_an_adapter_is_analysed_as_what_it_changes(tmp_path: Path) -> None:
     tensors = low_rank("layers.0.mlp", (40, 30), rank=4)
     a, b = (tensor.double() for tensor in tensors.values())
     paths = [*save(tmp_path, base=base), write_adapter(tmp_path / "adapter", tensors, r=4)]
-    report = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, engine="plain")).analyze()
+    report = make_merger(paths[0], paths[1:], engine="plain").analyze()
     (model,) = report.models
     assert (model.adapter, [stats.name for stats in model.tensors]) == (True, [*base][:1])
-    figures = [(b @ a).abs().mean().item(), (b @ a).abs().max().item()]
-    assert [model.total.mean, model.total.largest] == pytest.approx(figures, rel=1e-5)
+    assert [model.total.mean, model.total.largest] == pytest.approx(
+        [(b @ a).abs().mean().item(), (b @ a).abs().max().item()], rel=1e-5
+    )
     assert tomllib.loads(report.suggestion)["dare"]["drop_rate"] == 0.85, "it has less to spare"
     assert [advice.about for advice in report.advice].count("base") == 1
 
@@ -319,7 +319,7 @@ def test_models_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
         (paths, ["x/m", "y/m"]),
         (paths[:1] * 2, ["m", "m"]),
     ):
-        report = DareMerger(base, chosen, DareConfig(verbose=False, engine="plain")).analyze()
+        report = make_merger(base, chosen, engine="plain").analyze()
         assert [model.label for model in report.models] == labels
 
 
@@ -337,16 +337,16 @@ def test_models_are_called_by_what_tells_them_apart(tmp_path: Path) -> None:
 def test_the_noise_that_an_analysis_expects_is_what_a_merge_adds(
     tmp_path: Path, config: Config, expected: float
 ) -> None:
-    base = random_model(1, F64, {"mlp.weight": (500, 500)})
-    tuned = finetune(base, 1)
+    base, tuned = make_models(1, F64, {"mlp.weight": (500, 500)})
     (model,) = analyze(tmp_path, base, tuned, **config).models
     merged = merge(tmp_path, base, tuned, engine="plain", **config)
     before, after, made = (each["mlp.weight"] for each in (base, tuned, merged))
     noise = float((made - after).norm())
     assert model.expected_noise == pytest.approx(expected, rel=1e-3, abs=1e-9)
     assert noise / float((after - before).norm()) == pytest.approx(expected, rel=0.02, abs=1e-4)
-    relative = pytest.approx(noise / float(before.norm()), rel=0.02, abs=1e-5)
-    assert model.total.relative_noise == relative
+    assert model.total.relative_noise == pytest.approx(
+        noise / float(before.norm()), rel=0.02, abs=1e-5
+    )
 
 
 def scaled(base: Tensors, size: float, seed: int = 1, **others: float) -> Tensors:
@@ -376,8 +376,7 @@ def advise(
         verdicts.setdefault(advice.about, []).append(advice.verdict)
         assert re.search(r"\d|identical|one model|experiment", advice.text), "each has a reason"
     tables = tomllib.loads(report.suggestion)
-    valid = DareConfig(**tables["dare"], rules=tables.get("rules", ()))
-    valid.check_models(len(models))
+    DareConfig(**tables["dare"], rules=tables.get("rules", ())).check_models(len(models))
     return verdicts, tables, report.confidence
 
 
@@ -603,8 +602,9 @@ def test_an_analysis_measures_models_alike_whatever_they_drop(tmp_path: Path) ->
 @pytest.fixture
 def example(tmp_path: Path, monkeypatch: Patch) -> list[Any]:
     """The words that analyze the models that ship, from the folder that they are in."""
-    ignored = shutil.ignore_patterns("merged*")
-    shutil.copytree(HERE / "examples" / "models", tmp_path / "models", ignore=ignored)
+    shutil.copytree(
+        HERE / "examples" / "models", tmp_path / "models", ignore=shutil.ignore_patterns("merged*")
+    )
     monkeypatch.chdir(tmp_path / "models")
     names = [f"{name}.safetensors" for name in ("base", "rotated", "covered")]
     return ["analyze", "-b", names[0], "-m", *names[1:], "--engine", "plain"]
@@ -626,7 +626,7 @@ def test_tensors_are_listed_if_asked_for(
 
 
 def test_a_suggestion_finds_the_models_from_where_it_lies(
-    example: list[Any], tmp_path: Path, capsys: Capture
+    example: list[Any], tmp_path: Path, refused: Refusal
 ) -> None:
     (tmp_path / "deep" / "down").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "deep" / "down")
@@ -635,7 +635,7 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(
     run(*words)
     run("-c", suggested, "-q", "--engine", "plain")
     assert (tmp_path / "deep" / "down" / "a_merged.safetensors").exists()
-    refuse(tmp_path, capsys, 2, str(suggested), "--force", arguments=words)
+    refused(2, (str(suggested), "--force"), *words)
     output = tmp_path / "x.safetensors"
     run(*words, "--force", "-o", output)
     assert tomllib.loads(suggested.read_text())["models"]["output_file"] == str(output)
@@ -646,11 +646,12 @@ def test_a_suggestion_finds_the_models_from_where_it_lies(
 
 
 def test_an_analysis_writes_over_no_input(
-    pair: Pair, models: Models, tmp_path: Path, capsys: Capture
+    pair: Pair, models: Models, tmp_path: Path, refused: Refusal
 ) -> None:
     (tmp_path / "link.toml").symlink_to(models[1])
     (tmp_path / f"d.toml.{os.getpid()}.partial").symlink_to(models[1])
-    for base, written, status in (
+    flags = ["analyze", "-q", "-m", models[1], "--engine", "plain", "--force", "--write-config"]
+    for base, name, status in (
         (models[0], "base.safetensors", 2),
         (models[0], "math.safetensors", 2),
         (models[0], "link.toml", 2),
@@ -658,34 +659,12 @@ def test_an_analysis_writes_over_no_input(
         (models[0], "nowhere/a.toml", 2),
         (models[0], "d.toml", 1),
     ):
-        flags = ["analyze", "-q", "-b", base, "-m", models[1], "--engine", "plain", "--force"]
-        arguments = [*flags, "--write-config", tmp_path / written]
-        refuse(tmp_path, capsys, status, str(tmp_path / written), arguments=arguments)
-
-
-@pytest.mark.parametrize(
-    ("words", "named", "hint"),
-    [
-        ("--threads 1 analyze", "'analyze'", "like"),
-        ("--plot a.png", "--plot means nothing to merge", "analyze"),
-        ("analyse", "'analyse'", "analyze"),
-        ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
-        ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
-        ("analyze --verify x", "--verify means nothing to analyze", "verify"),
-        ("analyze --plot a.gif", "'a.gif'", ".png"),
-        ("analyze --plot nowhere/a.png", "'nowhere/a.png'", "make it"),
-    ],
-)
-def test_wrong_words_are_named(
-    models: Models, tmp_path: Path, capsys: Capture, words: str, named: str, hint: str
-) -> None:
-    arguments = [*words.split(), "-b", models[0], "-m", models[1]]
-    assert hint in refuse(tmp_path, capsys, 2, named, arguments=arguments).splitlines()[1]
+        refused(status, str(tmp_path / name), *flags, tmp_path / name, "-b", base)
 
 
 @pytest.mark.slow
 def test_any_models_are_drawn(
-    pair: Pair, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+    pair: Pair, tmp_path: Path, refused: Refusal, monkeypatch: Patch
 ) -> None:
     pytest.importorskip("matplotlib")
     base = {"a.weight": torch.rand(4, 4), r"$\foo$.weight": torch.rand(4, 4), "n": torch.arange(3)}
@@ -707,8 +686,6 @@ def test_any_models_are_drawn(
     assert [x for x in labels if not re.search(f"<!--  ?{re.escape(x)}", drawn)] == []
     run(*arguments[:5], "-q", "--plot", tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    inside = ["analyze", "-b", pair[0], "-m", pair[1], "--plot", pair[0] / "a.png"]
-    refuse(tmp_path, capsys, 2, "a.png", arguments=inside)
+    refused(2, "a.png", "analyze", "-b", pair[0], "-m", pair[1], "--plot", pair[0] / "a.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    without = [*arguments, "--plot", tmp_path / "a.png"]
-    refuse(tmp_path, capsys, 2, "matplotlib", "install it: ", arguments=without)
+    refused(2, ("matplotlib", "install it: "), *arguments, "--plot", tmp_path / "a.png")

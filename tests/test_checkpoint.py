@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareError, DareMerger, dare_merge
+from dare import DareError, dare_merge
 from tests.support import (
     BF16,
     F16,
@@ -25,7 +25,10 @@ from tests.support import (
     assert_same,
     define,
     finetune,
+    make_merger,
+    make_models,
     merge,
+    merge_paths,
     random_model,
     raw,
     run,
@@ -53,8 +56,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 def test_a_model_is_a_file_a_directory_shards_or_an_index(tmp_path: Path) -> None:
-    base = random_model(dtype=BF16)
-    model = finetune(base, 1)
+    base, model = make_models(1, BF16)
     names = list(base)
 
     def lay_out(kind: str, tensors: Tensors) -> list[Path]:
@@ -65,13 +67,12 @@ def test_a_model_is_a_file_a_directory_shards_or_an_index(tmp_path: Path) -> Non
         for shard in below.glob("*.safetensors"):
             shard.rename(below / "shards" / shard.name)
         (below / INDEX).write_text((below / INDEX).read_text().replace('"model-', '"shards/model-'))
-        files = [*save(tmp_path, **{kind: tensors}), whole / "model.safetensors", sharded / INDEX]
-        return [*files, whole, sharded, below]
+        [file] = save(tmp_path, **{kind: tensors})
+        return [file, whole / "model.safetensors", sharded / INDEX, whole, sharded, below]
 
     models = lay_out("model", model)
     for one, other in zip(lay_out("base", base), models[1:] + models[:1], strict=True):
-        run_merge(one, [other], tmp_path / OUT)
-        assert_same(load_file(tmp_path / OUT), define(base, [model]))
+        assert_same(merge_paths(one, [other], tmp_path / OUT), define(base, [model]))
 
 
 @pytest.mark.parametrize(
@@ -221,8 +222,9 @@ def test_a_tensor_of_another_shape_is_refused_with_the_ways_out(
     shape: tuple[int, ...],
     ways: tuple[str, ...],
 ) -> None:
-    odd = {**load_file(models[1]), "layer.weight": torch.ones(shape, dtype=BF16)}
-    [other] = save(tmp_path, other=odd)
+    [other] = save(
+        tmp_path, other={**load_file(models[1]), "layer.weight": torch.ones(shape, dtype=BF16)}
+    )
     named = ("'layer.weight' is [37, 61] in", f"and {list(shape)} in", "other.safetensors'")
     fits = len(ways) == 2
     for flags in ((), ("--mismatch=error",), *([] if fits else [("--mismatch=overlap",)])):
@@ -272,18 +274,13 @@ def test_overlap_merges_common_rows_and_keeps_the_bases_others(
 def test_mismatch_base_keeps_the_bases_tensor_bit_for_bit(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    base = random_model(dtype=BF16)
+    base, *models = make_models(2, BF16)
     base["layer.weight"][0, 0] = -0.0
-    models = [
-        finetune(base, 1),
-        {**finetune(base, 2), "layer.weight": torch.ones(3, 3, 3, dtype=BF16)},
-    ]
+    models[1]["layer.weight"] = torch.ones(3, 3, 3, dtype=BF16)
     merged = merge(tmp_path, base, *models, mismatch="base", **config)
-    rest = [
-        {name: tensor for name, tensor in model.items() if name != "layer.weight"}
-        for model in models
-    ]
-    assert_same(merged, {**define(base, rest, **config), "layer.weight": base["layer.weight"]})
+    for model in models:
+        del model["layer.weight"]
+    assert_same(merged, define(base, models, **config))
 
 
 @pytest.mark.parametrize("mismatch", ["overlap", "base"])
@@ -304,14 +301,10 @@ def test_the_report_names_what_does_not_fit(tmp_path: Path, mismatch: str) -> No
     merged = load_file(tmp_path / OUT)
     assert merged.keys() == base.keys()
     assert same_bits(merged["position_ids"], base["position_ids"])
-    one, other = report.models
-    assert (one.mismatched_tensors, one.missing_tensors, one.extra_tensors) == (
-        ("layer.weight",),
-        (),
-        (),
-    )
-    assert (other.mismatched_tensors, other.missing_tensors) == (("position_ids",), ("layer.bias",))
-    assert set(other.extra_tensors) == set(extra)
+    assert [
+        (model.mismatched_tensors, model.missing_tensors, {*model.extra_tensors})
+        for model in report.models
+    ] == [(("layer.weight",), (), set()), (("position_ids",), ("layer.bias",), {*extra})]
     words = (
         r"second.* 'layer.bias'",
         r"second.* 4 tensors",
@@ -354,8 +347,9 @@ def save_tied(
 def test_a_tied_head_that_a_model_lacks_is_merged_like_the_embedding(
     tmp_path: Path, where: str, config: Config, settings: Config
 ) -> None:
-    configs = [config if where == "base" else {"x": 1}, config if where == "model" else {}]
-    base, base_path, model_path = save_tied(tmp_path, *configs)
+    base, base_path, model_path = save_tied(
+        tmp_path, config if where == "base" else {"x": 1}, config if where == "model" else {}
+    )
     report = run_merge(base_path, [model_path], tmp_path / OUT, **settings)
     merged = load_file(tmp_path / OUT)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
@@ -369,10 +363,9 @@ def test_a_tied_head_that_all_models_have_stays_the_embedding(tmp_path: Path) ->
     base, *paths = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
     model = load_file(paths[1] / "model.safetensors")
     save_directory(paths[1], model | {HEAD: model[EMBEDDING].clone()})
-    run_merge(
+    merged = merge_paths(
         *paths[:1], paths[1:], tmp_path / OUT, rules=[{"match": "lm_head*", "drop_rate": 0.1}]
     )
-    merged = load_file(tmp_path / OUT)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
     assert not same_bits(merged[EMBEDDING], base[EMBEDDING])
 
@@ -394,8 +387,7 @@ def test_a_tied_head_follows_an_embedding_of_other_rows(
 ) -> None:
     base, base_path, model_path = save_tied(tmp_path, {"tie_word_embeddings": True}, {})
     save_directory(model_path, with_rows(tensors_in(model_path), rows, EMBEDDING))
-    run_merge(base_path, [model_path], tmp_path / OUT, mismatch=mismatch)
-    merged = load_file(tmp_path / OUT)
+    merged = merge_paths(base_path, [model_path], tmp_path / OUT, mismatch=mismatch)
     assert same_bits(merged[HEAD], merged[EMBEDDING])
     assert same_bits(merged[EMBEDDING], base[EMBEDDING]) == (mismatch == "base")
 
@@ -414,7 +406,7 @@ def test_a_model_that_has_a_head_keeps_its_mask_beside_one_that_lacks_it(tmp_pat
 # --- quantised models -----------------------------------------------------------------------------
 
 FP8 = torch.float8_e4m3fn
-E5M2 = torch.float8_e5m2
+
 I8 = torch.int8
 U8 = torch.uint8
 I32 = torch.int32
@@ -432,7 +424,7 @@ NESTED = {
 }
 # The parts of a module in each layout: their types and shapes.
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "e5m2": {"weight": (E5M2, 8, 8), "weight_scale_inv": (F32, 1, 1)},
+    "e5m2": {"weight": (torch.float8_e5m2, 8, 8), "weight_scale_inv": (F32, 1, 1)},
     "unscaled": {"weight": (FP8, 8, 8), "input_scale": (BF16, 1)},
     "mxfp8": {"weight": (FP8, 8, 8), "weight_scale": (U8, 8, 1)},
     "gptq": AWQ | {"qweight": (I32, 4, 8), "g_idx": (I32, 32)},
@@ -467,8 +459,9 @@ def test_a_quantised_module_is_copied_and_the_rest_is_merged(
 ) -> None:
     module, rest = quantised(kind)
     tuned = finetune(rest, 1, 0.01)
-    config = {"drop_rate": 0.0, "dtype": dtype, "engine": "plain"}
-    merged = merge(tmp_path, module | rest, module | tuned, **config)
+    merged = merge(
+        tmp_path, module | rest, module | tuned, drop_rate=0.0, dtype=dtype, engine="plain"
+    )
     wide = {n: tensor.to(F32 if dtype else F16) for n, tensor in tuned.items()}
     assert_same(merged, module | wide)
 
@@ -538,44 +531,60 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"text_config": {"hidden_size": 4}}, {"hidden_size": 5, "text_config": "hidden_size"}),
 ]
-UNLIKE: list[tuple[Config, Config, str]] = [
-    ({"d_ff": 4, "n_head": 2}, {"n_head": 3, "d_ff": 5}, "d_ff is 5, not 4, its n_head is 3"),
-    ({"sliding_window": 4096}, {"sliding_window": None}, "sliding_window is 'off', not 4096"),
-    (
-        {"max_position_embeddings": 4096},
-        {"max_position_embeddings": 8192},
-        "max_position_embeddings is 8192, not 4096",
-    ),
-    (ROPE, ROPE | {"rope_theta": 5e5}, "rope_theta is 500000.0, not 10000"),
-    (ROPE, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0, not 10000"),
-    (ROPE, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling.rope_type is 'linear'"),
-    (
-        {"rope_scaling": LLAMA3},
-        {"rope_parameters": LLAMA3 | {"factor": 4}},
-        "rope_scaling.factor is 4, not 8.0",
-    ),
-    (
-        {"tie_word_embeddings": True},
-        {"tie_word_embeddings": False},
-        "tie_word_embeddings is False, not True",
-    ),
-    (
-        {"text_config": {"rms_norm_eps": 1e-5}},
-        {"text_config": {"rms_norm_eps": 1e-6}},
-        "text_config.rms_norm_eps is 1e-06, not 1e-05",
-    ),
-]
 
 
-@pytest.mark.parametrize(("mine", "theirs", "words"), [*((*pair, "") for pair in ALIKE), *UNLIKE])
+@pytest.mark.parametrize(
+    ("mine", "theirs", "words"),
+    [
+        *((*pair, "") for pair in ALIKE),
+        *[
+            (
+                {"d_ff": 4, "n_head": 2},
+                {"n_head": 3, "d_ff": 5},
+                "d_ff is 5, not 4, its n_head is 3",
+            ),
+            (
+                {"sliding_window": 4096},
+                {"sliding_window": None},
+                "sliding_window is 'off', not 4096",
+            ),
+            (
+                {"max_position_embeddings": 4096},
+                {"max_position_embeddings": 8192},
+                "max_position_embeddings is 8192, not 4096",
+            ),
+            (ROPE, ROPE | {"rope_theta": 5e5}, "rope_theta is 500000.0, not 10000"),
+            (ROPE, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0, not 10000"),
+            (
+                ROPE,
+                {"rope_scaling": {"type": "linear", "factor": 2}},
+                "rope_scaling.rope_type is 'linear'",
+            ),
+            (
+                {"rope_scaling": LLAMA3},
+                {"rope_parameters": LLAMA3 | {"factor": 4}},
+                "rope_scaling.factor is 4, not 8.0",
+            ),
+            (
+                {"tie_word_embeddings": True},
+                {"tie_word_embeddings": False},
+                "tie_word_embeddings is False, not True",
+            ),
+            (
+                {"text_config": {"rms_norm_eps": 1e-5}},
+                {"text_config": {"rms_norm_eps": 1e-6}},
+                "text_config.rms_norm_eps is 1e-06, not 1e-05",
+            ),
+        ],
+    ],
+)
 def test_what_shapes_computation_is_compared_with_the_base(
     pair: Pair, tmp_path: Path, mine: Config, theirs: Config, words: str
 ) -> None:
     for path, config in zip(pair, (mine, theirs), strict=True):
         (path / "config.json").write_text(json.dumps(config))
     for base, model in (pair, pair[::-1]):
-        merger = DareMerger(base, [model], DareConfig(verbose=False))
-        warnings = merger.plan(tmp_path / OUT).warnings
+        warnings = make_merger(base, [model]).plan(tmp_path / OUT).warnings
         assert len(warnings) == bool(words), "one warning, whatever differs"
         assert base == pair[1] or words in "".join(warnings)
 

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from darelib.models import tensorfile
 from darelib.plan.plan import MergePlan
 from darelib.requests.recipe import read_recipe
 from darelib.run.worker import Worker
+from tests.scene import put
 from tests.support import (
     BF16,
     F16,
@@ -39,11 +39,11 @@ from tests.support import (
     Models,
     Pair,
     Patch,
+    Refusal,
     assert_same,
     command,
     finetune,
     random_model,
-    refuse,
     run,
     run_merge,
     save,
@@ -52,7 +52,6 @@ from tests.support import (
     write_config,
 )
 
-Refused = Callable[..., str]
 MERGE = [
     "-b",
     "base.safetensors",
@@ -67,26 +66,20 @@ LOCK = "merged.partial/lock"
 
 
 @pytest.fixture(autouse=True)
-def refused(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> Refused:
-    """A function that wants the command refused with a status and some words, and nothing changed,
-    at the models."""
+def at_the_models(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
-    return lambda status, words, *flags: refuse(tmp_path, capsys, status, words, arguments=[*flags])
 
 
-def fill(contents: dict[str, bytes]) -> None:
-    for name, content in contents.items():
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_bytes(content)
+def fill(files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        put(Path(name), {"": content})
 
 
 def test_paths_in_toml_are_relative_to_it(
     models: Models, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     config = write_config(tmp_path, verbose=False)
-    config.write_bytes(
-        b"\xef\xbb\xbf" + config.read_bytes().replace(b"\n", b"\r\n")
-    )  # as editors on Windows do
+    config.write_text(config.read_text(), "utf-8-sig", newline="\r\n")  # as on Windows
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     run("-c", config, "-o", "here.safetensors")
@@ -121,7 +114,7 @@ def test_paths_in_toml_are_relative_to_it(
     ids=lambda text: text[:12],
 )
 def test_toml_that_takes_forever_is_refused_at_once(
-    models: Models, refused: Refused, text: str, words: str
+    models: Models, refused: Refusal, text: str, words: str
 ) -> None:
     """Recipes too: that of a model directory may come from anywhere."""
     fill({"out/dare_recipe.toml": text.encode()})
@@ -133,7 +126,7 @@ def test_toml_that_takes_forever_is_refused_at_once(
 
 @pytest.mark.slow
 def test_a_recipe_that_could_not_be_read_again_is_not_written(
-    models: Models, refused: Refused
+    models: Models, refused: Refusal
 ) -> None:
     Path("c.toml").write_text(
         f'[[rules]]\nmatch = ["*", "{"x" * ((1 << 20) - 60)}"]\ndrop_rate = 0.5'
@@ -142,7 +135,6 @@ def test_a_recipe_that_could_not_be_read_again_is_not_written(
 
 
 def list_wrong_settings() -> list[tuple[str, Any]]:
-    """Settings with values that they cannot have."""
     wrong: dict[str, list[Any]] = {
         "drop_rate": [1, -0.1, math.nan, "0.5", True, [], [0.5, 1]],
         "weights": [0.5, [], ["1"], [math.inf]],
@@ -189,7 +181,7 @@ def list_wrong_settings() -> list[tuple[str, Any]]:
     ("setting", "value"), list_wrong_settings(), ids=lambda value: str(value)[:40]
 )
 def test_every_setting_is_checked_in_toml_and_in_scripts(
-    refused: Refused, setting: str, value: Any
+    refused: Refusal, setting: str, value: Any
 ) -> None:
     Path("c.toml").write_text(tomli_w.dumps({"dare": {setting: value}}))
     refused(2, f"error: c.toml: [dare] {setting} must be ", "-c", "c.toml")
@@ -242,7 +234,7 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
     ],
 )
 def test_what_was_probably_meant_is_hinted_at(
-    refused: Refused, setting: str, value: Any, hint: str
+    refused: Refusal, setting: str, value: Any, hint: str
 ) -> None:
     Path("c.toml").write_text(tomli_w.dumps({"dare": {setting: value}}))
     for flags in (["-c", "c.toml"], [f"--{setting.replace('_', '-')}={value}"]):
@@ -272,7 +264,7 @@ def test_what_was_probably_meant_is_hinted_at(
     ],
 )
 def test_a_wrong_configuration_is_named(
-    refused: Refused, text: str, complaint: str, hint: str
+    refused: Refusal, text: str, complaint: str, hint: str
 ) -> None:
     Path("c.toml").write_text(text)
     error, hinted = refused(2, complaint, "--config", "c.toml").splitlines()
@@ -296,6 +288,7 @@ def test_a_wrong_configuration_is_named(
         ("--drops 0.5", "'--drops'", "did you mean --"),
         ("--drop 0.5", "one of random", "known here"),
         ("-c nowhere.toml", "'nowhere.toml'", "path"),
+        ("-c none.yaml -o out", "'none.yaml'", "path"),
         ("-c /dev/null/x", "'/dev/null/x'", "--config"),
         ("c.toml", "'c.toml'", "--config"),
         ("verify", "nothing to verify", "verify PATH"),
@@ -303,9 +296,24 @@ def test_a_wrong_configuration_is_named(
         ("verify x --seed 3", "--seed means nothing to verify", "belongs to"),
         ("--verify x --resume", "--resume means nothing to verify", "belongs to"),
         ("-q verify x", "'verify'", "like"),
+        ("--threads 1 analyze", "'analyze'", "like"),
+        ("--plot a.png", "--plot means nothing to merge", "analyze"),
+        ("analyse", "'analyse'", "analyze"),
+        ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
+        ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
+        ("analyze --verify x", "--verify means nothing to analyze", "verify"),
+        ("analyze -b b -m m --plot a.gif", "'a.gif'", ".png"),
+        ("analyze -b b -m m --plot nowhere/a.png", "'nowhere/a.png'", "make it"),
+        *(
+            (f"verify x {flag}", f"{flag.split()[0]} means nothing to verify", "belongs to")
+            for flag in (
+                *("--output x", "--config x", "--rule *:drop_rate=0", "--tokenizer x"),
+                *("--lambda 1", "--force", "--dry-run", "--per-tensor"),
+            )
+        ),
     ],
 )
-def test_wrong_flags_are_named(refused: Refused, flags: str, complaint: str, hint: str) -> None:
+def test_wrong_flags_are_named(refused: Refusal, flags: str, complaint: str, hint: str) -> None:
     assert hint in refused(2, complaint, *shlex.split(flags)).splitlines()[-1]
 
 
@@ -334,7 +342,7 @@ def test_short_names_of_types_make_the_same_bytes(
 
 
 def test_files_that_are_not_models_of_this_base_are_refused(
-    models: Models, refused: Refused
+    models: Models, refused: Refusal
 ) -> None:
     base = load_file(models[0])
     misread = ("$(reboot).bin", "a'b.bin", "`x`.bin")
@@ -383,7 +391,7 @@ def test_files_that_are_not_models_of_this_base_are_refused(
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
 @pytest.mark.parametrize("name", ["my model.pt", "pickled.safetensors"])
 def test_the_command_that_converts_a_pickle_can_be_pasted(
-    models: Models, refused: Refused, name: str
+    models: Models, refused: Refusal, name: str
 ) -> None:
     torch.save(load_file(models[1]), name)
     [line] = re.findall(
@@ -398,7 +406,7 @@ def test_the_command_that_converts_a_pickle_can_be_pasted(
 
 
 def test_outputs_that_cannot_be_written_are_refused(
-    models: Models, refused: Refused, monkeypatch: Patch
+    models: Models, refused: Refusal, monkeypatch: Patch
 ) -> None:
     Path("sub").mkdir()
     Path("taken.safetensors").mkdir()
@@ -426,7 +434,7 @@ def test_outputs_that_cannot_be_written_are_refused(
 
 
 def test_only_files_of_this_tool_are_replaced_without_force(
-    models: Models, refused: Refused
+    models: Models, refused: Refusal
 ) -> None:
     for content in (models[0].read_bytes(), b"some notes"):
         OUT.write_bytes(content)
@@ -460,7 +468,7 @@ def test_what_the_system_refuses_is_passed_on(
 
 
 def test_what_may_not_be_looked_at_is_not_missing(
-    pair: Pair, refused: Refused, monkeypatch: Patch
+    pair: Pair, refused: Refusal, monkeypatch: Patch
 ) -> None:
     """Neither is it looked for on the Hub."""
     arguments = ["-o", "merged", "-m", "math", "-b"]
@@ -544,7 +552,7 @@ def test_pipes_and_devices_in_an_output_or_beside_it_are_not_waited_for(
     ids=str,
 )
 def test_a_value_that_is_not_finite_is_named_with_its_place(
-    refused: Refused, dtype: Any, config: list[str], bad: float
+    refused: Refusal, dtype: Any, config: list[str], bad: float
 ) -> None:
     names = ("base", "math", "code")
     for where, name, place in (("base", "own", 1), *((m, "layer.bias", 60) for m in names)):
@@ -552,14 +560,15 @@ def test_a_value_that_is_not_finite_is_named_with_its_place(
         models = {model: finetune(base, k) for k, model in enumerate(names)}
         models[where][name][place] = bad
         save(Path(), **models)
-        words = f"'{where}.safetensors': tensor '{name}' holds {bad} at [{place}]"
-        refused(1, words, *MERGE, *config)
+        refused(
+            1, f"'{where}.safetensors': tensor '{name}' holds {bad} at [{place}]", *MERGE, *config
+        )
 
 
 @pytest.mark.parametrize(
     ("dtype", "large"), [(F16, 60000.0), (BF16, 3e38), (F32, 3e38), (F64, 1.7e308)]
 )
-def test_a_result_beyond_the_type_is_refused(refused: Refused, dtype: Any, large: float) -> None:
+def test_a_result_beyond_the_type_is_refused(refused: Refusal, dtype: Any, large: float) -> None:
     base = torch.zeros(3000, dtype=dtype)
     model = base.clone()
     model[17] = large
@@ -573,7 +582,7 @@ def test_a_result_beyond_the_type_is_refused(refused: Refused, dtype: Any, large
 
 
 def test_of_several_faults_the_first_in_the_file_is_named(
-    refused: Refused, monkeypatch: Patch
+    refused: Refusal, monkeypatch: Patch
 ) -> None:
     base = {f"t{i:03}": torch.ones(2000, dtype=BF16) for i in range(100)}
     broken = base | {name: base[name] * math.nan for name in ("t013", "t014", "t050")}

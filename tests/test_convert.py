@@ -6,25 +6,19 @@ import types
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import dare
-from tests.support import Capture, Patch, random_model, refuse
-
-
-def convert(*arguments: Any) -> int:
-    return dare.main(["convert", *map(str, arguments)])
+from tests.support import Capture, Patch, Refusal, random_model, run
 
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in wanted.items()}
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
 
 
 @pytest.fixture
@@ -60,7 +54,7 @@ def test_weights_are_found_wherever_they_are(
     tmp_path: Path, weights: Any, wrap: Any, zipped: bool
 ) -> None:
     torch.save(wrap(weights), tmp_path / "old.bin", _use_new_zipfile_serialization=zipped)
-    assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors", "-q") == 0
+    run("convert", tmp_path / "old.bin", tmp_path / "new.safetensors", "-q")
     assert_equal(load_file(tmp_path / "new.safetensors"), weights)
 
 
@@ -79,7 +73,7 @@ def test_what_a_trainer_leaves_in_a_checkpoint_is_not_run(
     }
     torch.save(content, tmp_path / "sd.ckpt")
     del sys.modules[trainer.__name__]
-    assert convert(tmp_path / "sd.ckpt", tmp_path / "sd.safetensors") == 0
+    run("convert", tmp_path / "sd.ckpt", tmp_path / "sd.safetensors")
     out, err = capsys.readouterr()
     assert "wrote" in out
     assert err == "warning: left out what is not a tensor: 'odd'\n"
@@ -94,7 +88,7 @@ def test_shards_and_directories_become_one_file(tmp_path: Path, weights: Any) ->
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(str({"weight_map": files}).replace("'", '"'))
     for old in (tmp_path, index):
-        assert convert(old, tmp_path / "model.safetensors", "-q", "--force") == 0
+        run("convert", old, tmp_path / "model.safetensors", "-q", "--force")
         assert_equal(load_file(tmp_path / "model.safetensors"), weights)
 
 
@@ -154,28 +148,27 @@ def write_wrong(folder: Path) -> None:
     ],
 )
 def test_what_cannot_be_converted_is_refused(
-    tmp_path: Path, capsys: Capture, monkeypatch: Patch, arguments: str, status: int, words: str
+    tmp_path: Path, refused: Refusal, monkeypatch: Patch, arguments: str, status: int, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_wrong(tmp_path)
-    refuse(tmp_path, capsys, status, words, arguments=["convert", *arguments.split()])
+    refused(status, words, "convert", *arguments.split())
 
 
 def test_an_interrupted_conversion_leaves_nothing(
     tmp_path: Path, monkeypatch: Patch, weights: Any
 ) -> None:
     torch.save(weights, tmp_path / "old.bin")
-
-    def stop(_: Any) -> memoryview:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("darelib.commands.convert.tensor_bytes", stop)
-    assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors") == 130
+    monkeypatch.setattr(
+        "darelib.commands.convert.tensor_bytes", Mock(side_effect=KeyboardInterrupt)
+    )
+    run("convert", tmp_path / "old.bin", tmp_path / "new.safetensors", status=130)
     assert os.listdir(tmp_path) == ["old.bin"]
 
 
-def test_without_torch_there_is_a_hint(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
+def test_without_torch_there_is_a_hint(
+    tmp_path: Path, refused: Refusal, monkeypatch: Patch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     (tmp_path / "old.bin").write_bytes(b"x")
-    assert convert(tmp_path / "old.bin", tmp_path / "new.safetensors") == 1
-    assert "torch is needed" in capsys.readouterr().err
+    refused(1, "torch", "convert", tmp_path / "old.bin", tmp_path / "new.safetensors")

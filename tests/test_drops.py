@@ -1,6 +1,5 @@
 """What each drop keeps and each rescale does: by hand, and in every engine the same bits."""
 
-import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,9 @@ from tests.support import (
     examples,
     finetune,
     low_rank,
+    make_models,
     merge,
+    merge_paths,
     random_model,
     run,
     run_merge,
@@ -113,8 +114,7 @@ def test_of_equal_deltas_as_many_are_kept_as_there_is_room_for(
         found = kept[delta == size].float().mean().item()
         assert abs(found - share) < 0.03, size
         assert found == share or 0 < share < 1
-    columns = kept.float().mean(0)
-    assert columns.std() < 0.05  # at random, and not by position
+    assert kept.float().mean(0).std() < 0.05  # at random, and not by position
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,10 @@ def test_della_keeps_the_larger_ones_more_often_and_changes_no_mean() -> None:
         [merge_delta(delta, drop="della", drop_rate=0.5, epsilon=0.4, seed=seed) for seed in seeds]
     )
     assert torch.mean(kept) == pytest.approx(1, abs=0.01)
-    shares = (kept != 0).double().mean((0, 1))
     assert torch.allclose(
-        shares, torch.linspace(0.1, 0.9, 101).double(), atol=5 * math.sqrt(0.25 / 2000)
+        (kept != 0).double().mean((0, 1)),
+        torch.linspace(0.1, 0.9, 101).double(),
+        atol=5 * math.sqrt(0.25 / 2000),
     )
     assert (
         merge_delta(torch.ones(500, 1), drop="della", drop_rate=0.5).max() == 2
@@ -226,8 +227,7 @@ def make_tensors(
     kind: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[Tensors, list[Tensors]]:
     """A base and two models, the second of which lacks a tensor."""
-    base = random_model(4, dtype, shapes)
-    models = [finetune(base, seed, 0.01) for seed in (1, 2)]
+    base, *models = make_models(2, dtype, shapes, 0.01)
     if kind == "ties":  # many equal deltas, zeros among them
         base = {name: torch.ones_like(tensor) for name, tensor in base.items()}
         steps = {n: torch.arange(t.numel()).reshape(t.shape) % 7 - 3 for n, t in base.items()}
@@ -246,8 +246,11 @@ def make_tensors(
         slow("numba", (BF16, BF16)),
         ("cpu", (BF16, BF16)),
         pytest.param("cuda", (BF16, BF16), marks=DEVICES[1].marks),
-        *itertools.product(("plain", "cpu"), ((F32, F32), (F64, F64), (BF16, F32), (F32, F64))),
-        *(slow("numba", dtypes) for dtypes in ((F32, F32), (F64, F64), (BF16, F32))),
+        ("plain", (BF16, F32)),
+        ("cpu", (F32, F64)),
+        *map(slow, ("plain",) * 3, ((F32, F32), (F64, F64), (F32, F64))),
+        *map(slow, ("cpu",) * 3, ((F32, F32), (F64, F64), (BF16, F32))),
+        *map(slow, ("numba",) * 3, ((F32, F32), (F64, F64), (BF16, F32))),
     ],
     ids=str,
 )
@@ -260,8 +263,9 @@ def test_rows_that_span_chunks_and_jobs_give_the_bits_of_the_definition_in_any_t
     models = [{name: tensor.to(dtypes[1]) for name, tensor in model.items()} for model in models]
     for config in CONFIGS:
         chosen = {"drop_rate": 0.6, **config}
-        made = merge_by(engine, tmp_path, base, models, chosen)
-        assert_same(made, define(base, models, **chosen))
+        assert_same(
+            merge_by(engine, tmp_path, base, models, chosen), define(base, models, **chosen)
+        )
 
 
 @few
@@ -295,8 +299,7 @@ def test_any_settings_give_the_bits_of_the_definition(tmp_path: Path, data: st.D
 @pytest.mark.parametrize("drop", DROPS[1:])
 def test_rows_that_a_model_lacks_are_deltas_of_0(tmp_path: Path, drop: str) -> None:
     tune(job_elements=4096, min_chunk=1024, max_chunk=1024)
-    base = random_model(1, BF16, {"w": (90, 70), "b": (90,)})
-    whole = finetune(base, 1, 0.01)
+    base, whole = make_models(1, BF16, {"w": (90, 70), "b": (90,)}, 0.01)
     config: Config = {"drop": drop, "rescale": "l1", "drop_rate": 0.6}
     for name in whole:
         whole[name][60:] = base[name][60:]
@@ -316,8 +319,7 @@ def test_adapters_are_thinned_like_the_deltas_that_they_stand_for(
     adapter = write_adapter(tmp_path / "lora", low_rank("layer", (60, 90)))
     output = tmp_path / "out.safetensors"
     [path] = save(tmp_path, base=base)
-    run_merge(path, [adapter], output, drop_rate=0.0, engine=engine)
-    delta = load_file(output)
+    delta = merge_paths(path, [adapter], output, drop_rate=0.0, engine=engine)
     config: Config = {"drop": drop, "drop_rate": 0.6, "rescale": "l1"}
     run_merge(path, [adapter], output, engine=engine, **config)
     assert_same(load_file(output), define(base, [delta], **config))
@@ -335,8 +337,7 @@ def test_packed_models_go_with_other_drops_of_other_models(
     made = []
     for first in (models[1], packed):
         out = tmp_path / "out.safetensors"
-        run_merge(models[0], [first, models[2]], out, engine="plain", **config)
-        made.append(load_file(out))
+        made.append(merge_paths(models[0], [first, models[2]], out, engine="plain", **config))
     assert_same(*made)
 
 
@@ -357,8 +358,7 @@ def test_rows_too_long_to_be_ranked_are_refused(
     check_refused(*pair, "'head.weight'", "1,500", f"--rule '{rule}'", flags=flags)
     flags = (*flags, "--rule", rule)
     run("-q", "-b", pair[0], "-m", pair[1], "-o", tmp_path / "merged.safetensors", *flags)
-    longer = tensors_in(pair[0]) | {"layer.bias": torch.zeros(1001, dtype=BF16)}
-    save_directory(pair[0], longer)
+    save_directory(pair[0], tensors_in(pair[0]) | {"layer.bias": torch.zeros(1001, dtype=BF16)})
     check_refused(*pair, "'layer.bias'", "1,001", flags=flags)  # the base's, not the model's
 
 
@@ -378,8 +378,9 @@ def test_values_that_are_not_finite_are_refused(
 def test_ranks_that_are_remembered_are_those_that_were_found(
     tmp_path: Path, room: int, threads: int
 ) -> None:
-    shapes = {"rows": (9, 900), "long": (2, 5000), "flat": (3000,)}
-    base, models = make_tensors("ties", shapes, BF16)
+    base, models = make_tensors(
+        "ties", {"rows": (9, 900), "long": (2, 5000), "flat": (3000,)}, BF16
+    )
     config: dict[str, Any] = {
         "drop": ["della", "random"],
         "drop_rate": 0.5,

@@ -41,8 +41,8 @@ def test_space_that_an_unfinished_merge_takes_is_space_for_the_next(
     scene = Scene(tmp_path, "file")
     scene.interrupt(3)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 0))
-    assert scene.run("-o", str(scene.output.with_name("other.safetensors"))) == 1
-    assert "has 0 B free" in scene.printed
+    other = scene.output.with_name("other.safetensors")
+    scene.check("-o", str(other), status=1, words="has 0 B free", left=[scene.partial])
     scene.check("--resume")
 
 
@@ -80,8 +80,7 @@ def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(
         )
         with pytest.raises(DareError, match=rf"another merge \(process {first.pid}\) is writing"):
             merger.merge(scene.output, resume="--resume" in flags, force="--force" in flags)
-        assert scene.run(*flags) == 1
-        assert scene.broken(scene.partial) == []
+        scene.check(*flags, status=1, left=[scene.partial])
     finally:
         _, printed = first.communicate(timeout=60)
     assert first.returncode == 0, printed
@@ -122,8 +121,7 @@ def test_what_only_happens_to_be_called_partial_is_never_touched(
         scene.partial.symlink_to(place)
     before = snapshot(tmp_path)
     for flags in ([], ["--resume"], ["--force"]):
-        assert scene.run(*flags) == 1
-        assert str(scene.partial) in scene.printed
+        scene.check(*flags, status=1, words=str(scene.partial), left=[scene.partial])
         assert snapshot(tmp_path) == before
 
 

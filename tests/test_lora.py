@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareError, DareMerger
+from dare import DareError
 from darelib.models.peft import OTHER_ADAPTERS
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
+    METHODS,
     Pair,
     Patch,
     Refusal,
@@ -26,12 +27,15 @@ from tests.support import (
     family_model,
     finetune,
     low_rank,
+    make_merger,
+    merge_paths,
     random_model,
     run,
     run_merge,
     same_bits,
     save,
     save_directory,
+    slow,
     tensors_in,
     tune,
     write_adapter,
@@ -40,7 +44,6 @@ from tests.support import (
 OUT = "out.safetensors"
 PREFIX = "base_model.model.layer"
 LAYER = low_rank("layer", (37, 61))
-slow = pytest.mark.slow
 LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PATTERNS = {
     "rank_pattern": {
@@ -79,8 +82,9 @@ def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: t
     family, targets, settings = ADAPTERS[kind]
     model = family_model(family, dtype)
     model.save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, **settings})
-    adapted = peft.get_peft_model(model, config)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, **settings})
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -113,9 +117,7 @@ def test_an_adapter_merges_as_peft_merges_it(tmp_path: Path, kind: str, dtype: t
 def multiply(tensors: Tensors, scale: float, real: Any = np.float32) -> torch.Tensor:
     """An adapter's change, with the products added in the order of the rank."""
     right, left = (tensor.double().numpy().astype(real) for tensor in tensors.values())
-    total = np.zeros((left.shape[0], right.shape[1]), real)
-    for k in range(len(right)):
-        total += left[:, k : k + 1] * right[k]
+    total = sum(left[:, k : k + 1] * right[k] for k in range(len(right)))
     return torch.from_numpy(total * real(scale))
 
 
@@ -125,7 +127,7 @@ def multiply(tensors: Tensors, scale: float, real: Any = np.float32) -> torch.Te
         (BF16, F32, "numba"),
         (BF16, F16, "plain"),
         (F64, BF16, "plain"),
-        pytest.param(F64, BF16, "numba", marks=slow),
+        slow(F64, BF16, "numba"),
     ],
     ids=str,
 )
@@ -171,18 +173,14 @@ def test_changes_are_dropped_and_rescaled_bit_for_bit_like_the_formulas_in_any_c
         assert_same(load_file(tmp_path / OUT), expected)
 
 
-METHODS: list[dict[str, Any]] = [
-    {},
-    {"method": "ties"},
-    {"method": "ties", "keep_ratio": 0.3},
-    {"method": "slerp"},
-]
-WIDER = [(BF16, F32, {}), (BF16, F64, {}), (F32, F32, {}), (F64, F64, {})]
-
-
-@pytest.mark.parametrize("engine", ["plain", pytest.param("numba", marks=slow)])
+@pytest.mark.parametrize("engine", ["plain", slow("numba")])
 @pytest.mark.parametrize(
-    ("dtype", "other", "config"), [*((BF16, BF16, config) for config in METHODS), *WIDER], ids=str
+    ("dtype", "other", "config"),
+    [
+        *((BF16, BF16, config) for config in METHODS),
+        *[(BF16, F32, {}), (BF16, F64, {}), (F32, F32, {}), (F64, F64, {})],
+    ],
+    ids=str,
 )
 def test_adapters_and_full_finetunes_merge_together(
     tmp_path: Path, dtype: torch.dtype, other: torch.dtype, config: dict[str, Any], engine: str
@@ -194,11 +192,8 @@ def test_adapters_and_full_finetunes_merge_together(
         "layer.weight": base["layer.weight"].to(F64 if dtype == F64 else F32) + multiply(LAYER, 2)
     }
     paths = [*save(tmp_path, base=base, full=full), write_adapter(tmp_path / "adapter", LAYER)]
-    run_merge(
-        paths[0], [paths[2], paths[1]], tmp_path / OUT, drop_rate=0.4, engine=engine, **config
-    )
-    merged = load_file(tmp_path / OUT)
-    expected = define(base, [wide, full], drop_rate=0.4, **config)
+    merged = merge_paths(paths[0], [paths[2], paths[1]], tmp_path / OUT, engine=engine, **config)
+    expected = define(base, [wide, full], **config)
     step = 1e-5 if dtype == F64 else 2 * torch.finfo(dtype).eps
     assert torch.allclose(
         merged.pop("layer.weight"), expected.pop("layer.weight"), rtol=step, atol=1e-6
@@ -233,21 +228,22 @@ def test_an_adapter_of_fewer_or_more_rows_overlaps_like_a_model(
     adapter = write_adapter(tmp_path / "adapter", tensors)
     tune(min_chunk=chunk, max_chunk=chunk)
     [base] = save(tmp_path, base={"layer.weight": weight})
-    run_merge(base, [adapter], tmp_path / OUT, drop_rate=0.0, mismatch="overlap")
-    merged = load_file(tmp_path / OUT)["layer.weight"]
+    merged = merge_paths(base, [adapter], tmp_path / OUT, drop_rate=0.0, mismatch="overlap")[
+        "layer.weight"
+    ]
     common = min(rows, 37)
-    expected = weight[:common] + 2 * (b @ a)[:common]
-    assert torch.allclose(merged[:common], expected, rtol=1e-6, atol=1e-7)
+    assert torch.allclose(
+        merged[:common], weight[:common] + 2 * (b @ a)[:common], rtol=1e-6, atol=1e-7
+    )
     assert same_bits(merged[common:], weight[common:])
 
 
 def test_names_with_and_without_the_models_prefix_meet(tmp_path: Path) -> None:
-    names = [
+    for in_base, in_adapter in [
         ("h.0.attn", "transformer.h.0.attn"),
         ("model.h.0.attn", "h.0.attn"),
         ("h.0.attn", "h.0.attn"),
-    ]
-    for in_base, in_adapter in names:
+    ]:
         [base] = save(
             tmp_path, base={f"{in_base}.weight": torch.zeros(6, 8), "other.weight": torch.zeros(3)}
         )
@@ -305,8 +301,7 @@ def test_a_square_layer_is_turned_as_its_neighbours_that_are_not_square(
     tensors = {key: t for name in names for key, t in low_rank(name, (4, 4)).items()}
     straight = multiply(low_rank("any", (4, 4)), 2)
     adapter = write_adapter(tmp_path / "a", tensors, fan_in_fan_out=stated)
-    run_merge(path, [adapter], tmp_path / OUT, drop_rate=0.0)
-    merged = load_file(tmp_path / OUT)
+    merged = merge_paths(path, [adapter], tmp_path / OUT, drop_rate=0.0)
     for name in names:
         turned = {"a.b.square": True, "a.d.square": False}.get(name, stated)
         assert torch.equal(merged[f"{name}.weight"], straight.T if turned else straight), name
@@ -336,7 +331,7 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
     ]
     for stated, given, words in cases:
         adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=stated)
-        merger = DareMerger(given, [adapter], DareConfig(drop_rate=0.0, verbose=False))
+        merger = make_merger(given, [adapter], drop_rate=0.0)
         warnings = merger.plan(tmp_path / OUT).warnings
         assert len(warnings) == bool(words), stated
         assert words in "".join(warnings)
@@ -377,7 +372,7 @@ def test_what_defaults_do_to_adapters_is_said_with_the_flags_that_bake_them(
 
 
 @pytest.mark.parametrize(
-    ("library", "kind", "refused"),
+    ("library", "kind", "is_other"),
     [
         ("transformers.models.qwen2.modeling_qwen2", "llama", True),
         ("transformers.models.llama.modeling_llama", "llama", False),
@@ -390,15 +385,15 @@ def test_what_defaults_do_to_adapters_is_said_with_the_flags_that_bake_them(
     ids=str,
 )
 def test_an_adapter_for_another_kind_of_model_is_refused_by_the_class_that_peft_noted(
-    tmp_path: Path, check_refused: Refusal, library: Any, kind: Any, refused: bool
+    tmp_path: Path, check_refused: Refusal, library: Any, kind: Any, is_other: bool
 ) -> None:
     config = {} if kind is ... else {"model_type": kind}
     base = save_directory(tmp_path / "base", random_model(), **config)
     noted = {"base_model_class": "Any", "parent_library": library}
     adapter = write_adapter(tmp_path / "adapter", LAYER, auto_mapping=noted)
-    if refused:
+    if is_other:
         check_refused(base, adapter, "model_type is 'qwen2', not 'llama'", "--any-base")
-    run_merge(base, [adapter], tmp_path / OUT, any_base=refused)
+    run_merge(base, [adapter], tmp_path / OUT, any_base=is_other)
 
 
 def test_an_adapter_for_another_kind_of_model_is_refused_by_its_own_base(
@@ -436,10 +431,10 @@ def test_a_directory_of_a_model_and_an_adapter_is_ambiguous(
 ) -> None:
     both = write_adapter(pair[1], LAYER)
     check_refused(pair[0], both, "math' holds a model and an adapter", "model.safetensors")
-    report = run_merge(pair[0], [both / "model.safetensors"], tmp_path / OUT)
-    assert report.models[0].parameters == sum(tensor.numel() for tensor in random_model().values())
-    report = run_merge(pair[0], [both / "adapter_model.safetensors"], tmp_path / OUT)
-    assert report.models[0].parameters == 37 * 61
+    whole = sum(tensor.numel() for tensor in random_model().values())
+    for name, count in (("model.safetensors", whole), ("adapter_model.safetensors", 37 * 61)):
+        report = run_merge(pair[0], [both / name], tmp_path / OUT)
+        assert report.models[0].parameters == count
 
 
 def test_an_adapter_that_is_not_two_matrices_is_named(
@@ -476,26 +471,6 @@ def test_settings_that_are_null_have_their_defaults(pair: Pair, tmp_path: Path) 
     assert_same(load_file(tmp_path / "null.safetensors"), load_file(tmp_path / "full.safetensors"))
 
 
-NONSENSE: list[tuple[str, Any]] = [
-    ("r", "8"),
-    ("r", 0),
-    ("r", 2.0),
-    ("r", True),
-    ("lora_alpha", "16"),
-    ("lora_alpha", math.nan),
-    ("lora_alpha", math.inf),
-    ("use_rslora", 1),
-    ("use_rslora", "true"),
-    ("fan_in_fan_out", "no"),
-    ("rank_pattern", ["layer"]),
-    ("rank_pattern", {"layer": "4"}),
-    ("alpha_pattern", {"layer": None}),
-    ("alpha_pattern", 3),
-]
-STARTS = ("pissa", "pissa_niter_4", "olora", "loftq", "corda", {})
-BAD_PATTERNS = ("lay(er", "*layer", "a{99999999999}", "(" * 5000 + ")" * 5000)
-
-
 @pytest.mark.parametrize(
     ("config", "complaints"),
     [
@@ -506,15 +481,36 @@ BAD_PATTERNS = ("lay(er", "*layer", "a{99999999999}", "(" * 5000 + ")" * 5000)
         ({"peft_type": ...}, ["is of type None", "only LoRA"]),
         *(
             ({"init_lora_weights": start}, [f"was started by {start!r}", "changed the base"])
-            for start in STARTS
+            for start in ("pissa", "pissa_niter_4", "olora", "loftq", "corda", {})
         ),
-        *(({key: value}, [f"has {key} = {value!r}"]) for key, value in NONSENSE),
+        *(
+            ({key: value}, [f"has {key} = {value!r}"])
+            for key, value in [
+                ("r", "8"),
+                ("r", 0),
+                ("r", 2.0),
+                ("r", True),
+                ("lora_alpha", "16"),
+                ("lora_alpha", math.nan),
+                ("lora_alpha", math.inf),
+                ("use_rslora", 1),
+                ("use_rslora", "true"),
+                ("fan_in_fan_out", "no"),
+                ("rank_pattern", ["layer"]),
+                ("rank_pattern", {"layer": "4"}),
+                ("alpha_pattern", {"layer": None}),
+                ("alpha_pattern", 3),
+            ]
+        ),
         *(
             ({"r": r}, ["[2, 61] and [37, 2] of 'layer'", f"not of rank {rank}"])
             for r, rank in ((4, 4), (..., 8))
         ),
         ({"rank_pattern": {"layer": 3}}, ["of 'layer'", "not of rank 3"]),
-        *(({"alpha_pattern": {pattern: 2}}, ["no regular expression"]) for pattern in BAD_PATTERNS),
+        *(
+            ({"alpha_pattern": {pattern: 2}}, ["no regular expression"])
+            for pattern in ("lay(er", "*layer", "a{99999999999}", "(" * 5000 + ")" * 5000)
+        ),
         ({"rank_pattern": {"a" * 1_000_001: 2}}, ["are too long"]),
     ],
     ids=lambda value: str(value)[:50],
@@ -599,8 +595,7 @@ def test_an_adapter_whose_tensors_do_not_fit_is_refused(
 def test_an_adapter_that_lacks_a_file_or_a_base_says_so(
     pair: Pair, tmp_path: Path, check_refused: Refusal
 ) -> None:
-    weights = "adapter_model.safetensors"
-    config = "adapter_config.json"
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
     adapter = write_adapter(tmp_path / "a", LAYER)
     for source in ("", weights, config):
         check_refused(adapter / source, pair[1], "the base '", "is a LoRA adapter")

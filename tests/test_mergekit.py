@@ -1,6 +1,5 @@
 """Where mergekit is installed: what both tools can do, both do alike."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
@@ -8,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 import dare
+from tests import support
 from tests.support import (
     F32,
     Config,
@@ -58,35 +57,23 @@ CONFIG = {
 
 def make_models(folder: Path, count: int) -> list[Tensors]:
     """A tiny Llama and fine-tunes of it, in the directories that mergekit wants."""
-    base = random_model(0, F32, SHAPES)
-    models = [base, *(finetune(base, seed, 0.02) for seed in range(1, count + 1))]
+    models = support.make_models(count, F32, SHAPES, 0.02)
     for number, tensors in enumerate(models):
         save_directory(folder / f"m{number}", tensors, **CONFIG)
     return models
 
 
 def run_mergekit(
-    folder: Path,
-    method: str,
-    count: int,
-    each: Config,
-    shared: Config,
-    weights: Sequence[float] = (),
+    folder: Path, method: str, count: int, each: Config, shared: Config, weights: list[float]
 ) -> Tensors:
-    from mergekit.config import MergeConfiguration
-    from mergekit.merge import run_merge
-    from mergekit.options import MergeOptions
-
-    paths = [str(folder / f"m{number}") for number in range(count + 1)]
-    base = paths[1 if method == "slerp" else 0]
+    base, *paths = (str(folder / f"m{number}") for number in range(count + 1))
     recipe = {"merge_method": method, "dtype": "float32", "parameters": shared, "base_model": base}
-    models = [{"model": path, "parameters": dict(each)} for path in paths[1:]]
-    for model, weight in zip(models, weights, strict=False):
-        model["parameters"]["weight"] = weight
-    recipe["models"] = models
-    options = MergeOptions(write_model_card=False, copy_tokenizer=False, cuda=False)
-    run_merge(MergeConfiguration.model_validate(recipe), str(folder / "theirs"), options)
-    return load_file(folder / "theirs" / "model.safetensors")
+    recipe["models"] = [
+        {"model": path, "parameters": each | {"weight": weight}}
+        for path, weight in zip(paths, weights, strict=False)
+    ]
+    (folder / "merge.yaml").write_text(yaml.safe_dump(recipe))
+    return run_theirs(folder / "merge.yaml", folder / "theirs")
 
 
 @pytest.fixture(autouse=True)
@@ -131,27 +118,10 @@ def test_linear_and_ties_equal_mergekit_to_the_last_bit(
     ours: Config,
 ) -> None:
     base, *models = make_models(tmp_path, count)
-    theirs = run_mergekit(tmp_path, method, count, each, shared, weights)
     assert_same(
-        merge(tmp_path, base, *models, drop_rate=0.0, weights=weights[:count], **ours), theirs
+        merge(tmp_path, base, *models, drop_rate=0.0, weights=weights[:count], **ours),
+        run_mergekit(tmp_path, method, count, each, shared, weights),
     )
-
-
-def test_normalized_linear_equals_mergekit_within_rounding(tmp_path: Path) -> None:
-    base, *models = make_models(tmp_path, 3)
-    theirs = run_mergekit(tmp_path, "dare_linear", 3, {"density": 1.0}, {"normalize": True}, UNEVEN)
-    merged = merge(tmp_path, base, *models, drop_rate=0.0, weights=UNEVEN[:3], normalize=True)
-    for name in merged:
-        np.testing.assert_allclose(merged[name], theirs[name], rtol=2e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("t", [0.2, 0.5])
-def test_slerp_equals_mergekit_within_rounding(tmp_path: Path, t: float) -> None:
-    base, *models = make_models(tmp_path, 2)
-    theirs = run_mergekit(tmp_path, "slerp", 2, {}, {"t": t})
-    merged = merge(tmp_path, base, *models, drop_rate=0.0, method="slerp", slerp_t=t)
-    for name in merged:
-        np.testing.assert_allclose(merged[name], theirs[name], rtol=2e-6, atol=1e-8)
 
 
 # --- the same file, given to both -----------------------------------------------------------------
@@ -355,17 +325,13 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         tensors = {
             key: t
             for m in modules
-            for key, t in low_rank(m, DEEP[f"{m}.weight"], seed=k + hash_of(m)).items()
+            for key, t in low_rank(m, DEEP[f"{m}.weight"], seed=k + sum(map(ord, m))).items()
         }
         config = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "up_proj"], "bias": "none"}
         paths[f"l{k}"] = write_adapter(
             folder / f"l{k}", tensors, base_model_name_or_path=str(paths["b"]), **config
         )
     return paths
-
-
-def hash_of(name: str) -> int:
-    return sum(map(ord, name))
 
 
 def run_theirs(file: Path, output: Path, seed: int = 0) -> Tensors:
@@ -527,8 +493,9 @@ def test_random_merges_have_mergekits_mean_and_variance(
     method: str, rescale: str, crowd: tuple[dict[str, Path], list[np.ndarray]], tmp_path: Path
 ) -> None:
     paths, (first, second) = crowd
-    text = f"merge_method: {method}\nparameters: {{rescale: {rescale}}}" + TWO
-    ours, theirs = draw(text, paths, tmp_path, 2)
+    ours, theirs = draw(
+        f"merge_method: {method}\nparameters: {{rescale: {rescale}}}" + TWO, paths, tmp_path, 2
+    )
     sign = np.sign(first)  # so that means are not 0
     of_all = np.zeros(first.shape, int)
     by_size = np.searchsorted(np.arange(1, 9) / 512, np.abs(first)) * 2 + (first * second > 0)

@@ -2,8 +2,8 @@
 results."""
 
 import json
+import re
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from tests.support import (
     Capture,
     Models,
     Patch,
+    Refusal,
     assert_same,
     examples,
-    finetune,
+    make_models,
     random_model,
-    refuse,
     run,
     save,
     save_directory,
@@ -36,7 +36,6 @@ from tests.support import (
     to_hub_cache,
 )
 
-Refuse = Callable[..., str]
 SHAPES = {
     "model.embed_tokens.weight": (12, 8),
     "lm_head.weight": (12, 8),
@@ -57,26 +56,18 @@ MODELS = (
 def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     """The working directory, with a base of four layers and two fine-tunes as directories."""
     monkeypatch.chdir(tmp_path)
-    base = random_model(0, F32, SHAPES)
-    for name, tensors in (("base", base), ("one", finetune(base, 1)), ("two", finetune(base, 2))):
+    for name, tensors in zip(("base", "one", "two"), make_models(2, F32, SHAPES), strict=True):
         save_directory(tmp_path / name, tensors, model_type="llama")
     return tmp_path
 
 
 @pytest.fixture
-def check(folder: Path, capsys: Capture) -> Refuse:
+def check(folder: Path, refused: Refusal) -> Refusal:
     """Checks that a file is refused with these words."""
 
-    def check(text: str, *complaints: str) -> str:
-        (folder / "merge.yaml").write_text(text)
-        return refuse(
-            folder,
-            capsys,
-            2,
-            "merge.yaml",
-            *complaints,
-            arguments=["-c", "merge.yaml", "-o", "out"],
-        )
+    def check(text: str | bytes, words: str) -> str:
+        (folder / "merge.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
+        return refused(2, ("merge.yaml", words), "-c", "merge.yaml", "-o", "out")
 
     return check
 
@@ -424,7 +415,7 @@ def test_a_file_runs_as_it_is_and_as_toml(folder: Path) -> None:
     )
 
 
-def test_written_configurations(models: Models, tmp_path: Path, capsys: Capture) -> None:
+def test_written_configurations(models: Models, tmp_path: Path, refused: Refusal) -> None:
     """Any configuration can be written, with the flags on top of it; nothing is overwritten."""
     text = "-q --seed 7 --rule *bias:drop_rate=0 --engine plain"
     flags = ["-b", models[0], "-m", models[1], *text.split()]
@@ -441,7 +432,7 @@ def test_written_configurations(models: Models, tmp_path: Path, capsys: Capture)
         ([*flags, "--force"], models[1], "is the input"),
         ([*flags, "--force"], tmp_path / "no" / "x.toml", "no directory"),
     ):
-        refuse(tmp_path, capsys, 2, named, arguments=[*words, "--write-config", path])
+        refused(2, named, *words, "--write-config", path)
     run(*flags, "--force", "--write-config", written)
 
 
@@ -497,8 +488,9 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
     for name, template in (("base", "{{ a }}"), ("one", "{{ b }}"), ("two", "{{ b }}")):
         (folder / name / "tokenizer.json").write_text("{}")
         (folder / name / "chat_template.jinja").write_text(template)
-    text = f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
-    (folder / "m.yaml").write_text(text)
+    (folder / "m.yaml").write_text(
+        f"merge_method: task_arithmetic\n{MODELS}chat_template: {words}\n"
+    )
     run("-c", "m.yaml", "-o", "out", "-q")
     run("-c", "out", "-o", "again", "-q")
     run("verify", "out", "-q")
@@ -519,25 +511,25 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
         ("[1]", "must be a mapping"),
         ("a: b: c", "mapping values are not allowed"),
         ("merge_method: passthrough\n" + MODELS, "merge_method: this tool has no 'passthrough'"),
-        (MODELS, "merge_method: it is missing"),
+        (MODELS, "merge_method: "),
         ("merge_method: ties", "either models or slices"),
         ("merge_method: ties\nslices: []\nmodels: null", "either models or slices"),
-        ("merge_method: ties\nmodels: one", "models: it must be a list"),
-        ("merge_method: ties\nmodels: [one]", "models[0]: it must be a mapping"),
+        ("merge_method: ties\nmodels: one", "models: "),
+        ("merge_method: ties\nmodels: [one]", "models[0]: "),
         (
             "merge_method: ties\nmodels: [{model: one, weight: 1}]",
-            "models[0]: there is no key 'weight'",
+            "'weight'",
         ),
-        ("merge_method: ties\nmodels: [{parameters: {}}]", "models[0].model: it is missing"),
-        ("merge_method: ties\nmodels: [{model: 3}]", "models[0].model: '3' does not name a model"),
-        ("merge_method: ties\nmodels: [{model: a+b+c}]", "models[0].model: 'a+b+c' does not name"),
-        ("merge_method: ties\nmodels: [{model: a@b@c}]", "'a@b@c' does not name a model"),
-        ("merge_method: ties\nmodels: [{model: a+}]", "'' does not name a model"),
+        ("merge_method: ties\nmodels: [{parameters: {}}]", "models[0].model: "),
+        ("merge_method: ties\nmodels: [{model: 3}]", "models[0].model: '3'"),
+        ("merge_method: ties\nmodels: [{model: a+b+c}]", "models[0].model: 'a+b+c'"),
+        ("merge_method: ties\nmodels: [{model: a@b@c}]", "'a@b@c'"),
+        ("merge_method: ties\nmodels: [{model: a+}]", "''"),
         (
             "merge_method: ties\nmodels: [{model: base@v1}]",
             "'base' is on this machine and has no revisions",
         ),
-        ("merge_method: ties\nmodels: [{model: one}]", "base_model: it is missing"),
+        ("merge_method: ties\nmodels: [{model: one}]", "base_model: "),
         (
             "merge_method: ties\nbase_model: base\nmodels: [{model: base}]",
             "merges models besides the base",
@@ -558,42 +550,42 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
             f"merge_method: ties\n{MODELS}".replace("model: two", "model: one"),
             "models[1]: 'one' is there twice",
         ),
-        (f"merge_method: ties\n{MODELS}name: x", "there is no key 'name'"),
-        (f"merge_method: ties\n{MODELS}modules: {{a: {{}}}}", "modules is not supported"),
+        (f"merge_method: ties\n{MODELS}name: x", "'name'"),
+        (f"merge_method: ties\n{MODELS}modules: {{a: {{}}}}", "modules"),
         (
             f"merge_method: ties\n{MODELS}parameters: {{gamma: 1}}",
-            "parameters: there is no key 'gamma'",
+            "'gamma'",
         ),
-        (f"merge_method: ties\n{MODELS}parameters: {{density: 0}}", "density: it must be above 0"),
+        (f"merge_method: ties\n{MODELS}parameters: {{density: 0}}", "density: "),
         (
             f"merge_method: ties\n{MODELS}parameters: {{density: [0.5, 1.5]}}",
-            "density: it must be above 0",
+            "density: ",
         ),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: yes}}", "lambda: it must be a number"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: yes}}", "lambda: "),
         (
             f"merge_method: ties\n{MODELS}parameters: {{lambda: .inf}}",
-            "lambda: it must be a number",
+            "lambda: ",
         ),
-        (f"merge_method: ties\n{MODELS}parameters: {{lambda: x}}", "lambda: it must be a number"),
+        (f"merge_method: ties\n{MODELS}parameters: {{lambda: x}}", "lambda: "),
         (
             f"merge_method: ties\n{MODELS}parameters: {{lambda: [[1]]}}",
-            "lambda: it must be a number",
+            "lambda: ",
         ),
         (
             f"merge_method: ties\n{MODELS}parameters: {{normalize: 2}}",
-            "normalize: it must be true or false",
+            "normalize: ",
         ),
         (
             f"merge_method: ties\n{MODELS}parameters: {{normalize: [true, false]}}",
-            "normalize: it must be true",
+            "normalize: ",
         ),
         (
             f"merge_method: ties\n{MODELS}parameters: {{lambda: [1, {{value: 1}}]}}",
-            "lambda: it must be a mapping",
+            "lambda: ",
         ),
         (
             f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, if: x}}}}",
-            "lambda: there is no key 'if'",
+            "'if'",
         ),
         (
             f"merge_method: ties\n{MODELS}parameters: {{lambda: {{value: 1, filter: 3}}}}",
@@ -601,11 +593,11 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
         ),
         (
             f"merge_method: ties\n{MODELS}parameters: {{lambda: {{filter: mlp}}}}",
-            "lambda: it must be a number",
+            "lambda: ",
         ),
         (
             "merge_method: ties\nbase_model: base\nmodels: [{model: one}]",
-            "weight of 'one': it is missing",
+            "weight of 'one': ",
         ),
         (
             (
@@ -629,15 +621,15 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
             "merge_method: linear\nmodels: [{model: a+x}, {model: b+x}]\nparameters: {weight: 2}",
             "adapters can only",
         ),
-        ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]", "t: it is missing"),
+        ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]", "t: "),
         (
             "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters: {t: 1.5}",
             "slerp_t must be",
         ),
-        (f"merge_method: ties\n{MODELS}dtype: int8", ": dtype: tensors cannot be stored as 'int8'"),
+        (f"merge_method: ties\n{MODELS}dtype: int8", ": dtype: "),
         (
             f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8",
-            ": out_dtype: tensors cannot be stored as",
+            ": out_dtype: ",
         ),
         (
             f"merge_method: ties\n{MODELS}tokenizer_source: base\ntokenizer: {{source: base}}",
@@ -645,19 +637,19 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
         ),
         (
             f"merge_method: ties\n{MODELS}tokenizer: {{source: base, pad_to_multiple_of: 8}}",
-            "pad_to_multiple_of is",
+            "pad_to_multiple_of",
         ),
         (
             f"merge_method: ties\n{MODELS}tokenizer: {{source: base, tokens: {{x: {{}}}}}}",
-            "tokens is not supported",
+            "tokens",
         ),
         (
             f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8",
-            "out_dtype: tensors cannot be stored as",
+            "out_dtype: ",
         ),
         (
             f"merge_method: ties\n{MODELS}tokenizer: {{source: 3}}",
-            "tokenizer: '3' does not name a model",
+            "tokenizer: '3'",
         ),
         (
             f"merge_method: ties\n{MODELS}parameters:\n\tlambda: 1",
@@ -673,27 +665,26 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
         ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
         ("a: &x [*x]", "more than 50,000 values"),
         ("a: *x", "undefined alias"),
-        ("[" * 5000, "nested too deeply"),
+        ("[" * 1000, "nested too deeply"),
         ("? [a, b]\n: c", "key"),
         ("a: \x07", "special characters"),
         ("a: 0x" + "9" * 5000, "has 5,002 digits"),
         ("a: " + "x" * (1 << 18), "longer than 262,144 bytes"),
         ("a: 2020-13-45", "month"),
+        (b"\xff\xfe", "YAML"),
     ],
 )
-def test_what_is_refused(check: Refuse, text: str, complaint: str) -> None:
+def test_what_is_refused(check: Refusal, text: str | bytes, complaint: str) -> None:
     check(text, complaint)
 
 
 def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Capture) -> None:
     weight = "{weight: [{filter: mlp.*.weight, value: 2}, {filter: mlp, value: 1}, {value: 0.5}]}"
-    text = f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
-    (folder / "merge.yaml").write_text(text)
-    run("-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain")
-    assert capsys.readouterr().err == (
-        "warning: merge.yaml: filter 'mlp.*.weight' is part of no tensor's name, so it does "
-        "nothing\n"
+    (folder / "merge.yaml").write_text(
+        f"merge_method: ties\nbase_model: base\nmodels: [{{model: one, parameters: {weight}}}]\n"
     )
+    run("-c", "merge.yaml", "-o", "out", "--dry-run", "--engine", "plain")
+    assert re.fullmatch(r"warning: .*'mlp\.\*\.weight'.*\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -709,7 +700,7 @@ def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Captu
     ],
 )
 def test_slices_must_be_the_bases_own_layers(
-    check: Refuse, ranges: list[tuple[str, str]], complaint: str
+    check: Refusal, ranges: list[tuple[str, str]], complaint: str
 ) -> None:
     text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
     for first, second in ranges:
@@ -720,7 +711,7 @@ def test_slices_must_be_the_bases_own_layers(
     check(text, complaint)
 
 
-def test_slices_must_merge_the_same_models(check: Refuse) -> None:
+def test_slices_must_merge_the_same_models(check: Refusal) -> None:
     source = "{{model: {}, layer_range: [{}, {}]}}"
     text = (
         "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
@@ -735,7 +726,7 @@ def test_slices_must_merge_the_same_models(check: Refuse) -> None:
 
 
 @pytest.mark.slow
-def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
+def test_aliases_are_allowed_and_bombs_are_not(check: Refusal) -> None:
     text = (
         "merge_method: ties\nbase_model: base\nmodels:\n- {model: one, parameters: &p {weight: "
         "0.5}}\n"
@@ -753,20 +744,9 @@ def test_aliases_are_allowed_and_bombs_are_not(check: Refuse) -> None:
     check("a: [" + "1," * 60_000 + "]", "more than 50,000 values")
 
 
-def test_a_file_that_is_not_text(folder: Path, capsys: Capture) -> None:
-    (folder / "merge.yaml").write_bytes(b"\xff\xfe")
-    refuse(
-        folder,
-        capsys,
-        2,
-        "merge.yaml is not valid YAML",
-        arguments=["-c", "merge.yaml", "-o", "out"],
+def test_several_stacks_of_layers_cannot_be_sliced(check: Refusal, folder: Path) -> None:
+    save(
+        folder / "base", model=random_model(0, F32, {"encoder.0.w": (4, 4), "decoder.0.w": (4, 4)})
     )
-    refuse(folder, capsys, 2, "no configuration file", arguments=["-c", "none.yaml", "-o", "out"])
-
-
-def test_several_stacks_of_layers_cannot_be_sliced(check: Refuse, folder: Path) -> None:
-    tensors = random_model(0, F32, {"encoder.0.w": (4, 4), "decoder.0.w": (4, 4)})
-    save(folder / "base", model=tensors)
     text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"
     check(text + "slices: [{sources: [{model: one, layer_range: [0, 1]}]}]", "2 stacks of layers")

@@ -22,17 +22,15 @@ from tests.support import (
     F32,
     F64,
     METHODS,
-    Capture,
     Config,
     Models,
+    Refusal,
     assert_same,
     define,
     examples,
-    finetune,
+    make_models,
     mask,
     merge,
-    random_model,
-    refuse,
     run,
     run_merge,
     same_bits,
@@ -84,10 +82,8 @@ def units(*sizes: float, count: int = 5000, name: str = "w") -> list[dict[str, t
 def test_every_setting_means_what_the_definition_says(
     tmp_path: Path, config: Config, engine: str, dtype: torch.dtype
 ) -> None:
-    base = random_model(3, dtype, {"w": (50, 73), "tiny": (3,)})
-    models = [
-        finetune(base, seed, 0.01) for seed in range(2 if config.get("method") == "slerp" else 3)
-    ]
+    count = 2 if config.get("method") == "slerp" else 3
+    base, *models = make_models(count, dtype, {"w": (50, 73), "tiny": (3,)}, 0.01)
     expected = define(base, models, **config)
     assert_same(merge(tmp_path, base, *models, engine=engine, **config), expected)
     assert_same(dare_merge(base, models, DareConfig(**config)), expected)
@@ -113,6 +109,7 @@ def test_every_setting_means_what_the_definition_says(
         ),
         (True, [1, 3], {(1, -1): -1, (2, 4): 3.5, (4, -1): 4, (3, -1): 3, (0, 5): 5}),
         (True, [1, 0], {(1, -8): 1, (0, 3): 0, (-2, -6): -2}),
+        (True, [0.3], {(1,): 1, (-2,): -2, (0,): 0}),  # one model alone is as it is
         (True, [1, 1, 2], {(1, 2, -1): 1.5, (1, 1, -2): -2, (-1, -3, 2): 2, (1, 1, 1): 1}),
         (
             False,
@@ -142,8 +139,7 @@ def test_ties_averages_or_adds_up_the_models_that_have_the_elected_sign(
 
 
 def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
-    base = random_model(1, BF16)
-    models = [finetune(base, seed, 0.1) for seed in (1, 2)]
+    base, *models = make_models(2, BF16, size=0.1)
     del models[0]["head.weight"]
     for weights, shares in (
         ([1, 3], [0.25, 0.75]),
@@ -155,16 +151,6 @@ def test_linear_normalizes_by_the_weights_of_all_models(tmp_path: Path) -> None:
     assert_same(
         merge(tmp_path, base, models[1], weights=[0.3], drop_rate=0.0, normalize=True), models[1]
     )
-
-
-@pytest.mark.parametrize("drop_rate", [0.0, 0.9])
-def test_ties_with_one_model_equals_linear(tmp_path: Path, drop_rate: float) -> None:
-    base = random_model(dtype=BF16)
-    linear = merge(tmp_path, base, finetune(base, 1), drop_rate=drop_rate)
-    ties = merge(
-        tmp_path, base, finetune(base, 1), drop_rate=drop_rate, method="ties", weights=[0.3]
-    )
-    assert_same(ties, linear)
 
 
 @few
@@ -215,8 +201,7 @@ def test_trim_finds_the_exact_threshold_of_any_tensor(
 def test_slerp_equals_the_closed_form_within_rounding(
     tmp_path: Path, size: float, config: Config
 ) -> None:
-    base = random_model(1, F64)
-    models = [finetune(base, seed, size) for seed in (1, 2)]
+    base, *models = make_models(2, F64, size=size)
     merged = merge(tmp_path, base, *models, method="slerp", engine="plain", **config)
     # What is left of each model alone, which is where the arc begins and ends.
     t = config.get("slerp_t", 0.5)
@@ -237,11 +222,10 @@ def test_slerp_equals_the_closed_form_within_rounding(
 def test_slerp_does_not_depend_on_the_sine_of_a_library() -> None:
     for cosine, t in ((0.3, 0.5), (-0.9, 0.1), (0.999, 0.77), (0.0, 0.5), (-0.9994, 0.4)):
         angle = math.acos(cosine)
-        expected = (
-            math.sin((1 - t) * angle) / math.sin(angle),
-            math.sin(t * angle) / math.sin(angle),
+        assert slerp_weights(4.0, 9.0, 6 * cosine, t) == pytest.approx(
+            (math.sin((1 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)),
+            rel=1e-13,
         )
-        assert slerp_weights(4.0, 9.0, 6 * cosine, t) == pytest.approx(expected, rel=1e-13)
     first, second = slerp_weights(1.0, 1.0, 0.5, 0.5)  # 60 degrees: sin 30 / sin 60 = 1 / sqrt 3
     assert first == second
     assert abs(first - 3**-0.5) < 2**-53
@@ -254,28 +238,17 @@ def test_slerp_of_a_zero_vector_is_linear(tmp_path: Path) -> None:
     assert merged["w"].tolist() == [0.25] * 5000
 
 
-@pytest.mark.parametrize("config", METHODS, ids=str)
-def test_a_tensor_that_a_model_lacks_is_as_in_the_base(tmp_path: Path, config: Config) -> None:
-    base = random_model(1, BF16)
-    models = [finetune(base, seed, 0.1) for seed in (1, 2)]
-    whole = merge(
-        tmp_path, base, {**models[0], "head.weight": base["head.weight"]}, models[1], **config
-    )
-    del models[0]["head.weight"]
-    assert_same(merge(tmp_path, base, *models, **config), whole)
-    assert_same(dare_merge(base, models, DareConfig(**config)), whole)
-
-
 @pytest.mark.parametrize(("chunk", "threads"), [(1024, 7), (4096, 2), (1 << 15, 3)])
 @pytest.mark.parametrize("config", METHODS, ids=str)
 def test_every_method_gives_the_same_bytes_on_any_threads_and_chunks(
     tmp_path: Path, config: Config, chunk: Any, threads: int
 ) -> None:
-    base = random_model(4, BF16, {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)})
-    models = [finetune(base, seed, 0.02) for seed in (1, 2)]
+    base, *models = make_models(
+        2, BF16, {"a": (300, 200), "b": (7,), "c": (64, 64), "d": (5000,)}, 0.02
+    )
     usual = merge(tmp_path, base, *models, threads=1, **config)
-    tune(batch_elements=5000)
-    tune(min_chunk=chunk, max_chunk=chunk, memory_chunk=chunk, job_elements=2 * chunk)
+    tune(min_chunk=chunk, max_chunk=chunk, memory_chunk=chunk)
+    tune(job_elements=2 * chunk, batch_elements=5000)
     for engine in ("numba", "plain"):
         assert_same(merge(tmp_path, base, *models, threads=threads, engine=engine, **config), usual)
     assert_same(dare_merge(base, models, DareConfig(**config)), usual)
@@ -365,8 +338,7 @@ DEPTHS = dict(zip(LAYERS, (0, 0, 0.25, 0.5, 0.75, 1, 1, 0), strict=True))
     ],
 )
 def test_a_gradient_is_a_value_for_each_layer(tmp_path: Path, gradient: Config, at: Any) -> None:
-    base = random_model(0, F32, dict.fromkeys(LAYERS, (40, 50)))
-    models = [finetune(base, 1), finetune(base, 2)]
+    base, *models = make_models(2, F32, dict.fromkeys(LAYERS, (40, 50)))
     rules = [{"match": name, **at(depth)} for name, depth in DEPTHS.items()]
     plain = {name: value for name, value in gradient.items() if name not in at(0)}
     wanted = merge(tmp_path, base, *models, **plain, rules=rules, engine="plain")
@@ -548,16 +520,9 @@ def test_settings_that_mean_nothing_together_are_refused(
     }.items(),
 )
 def test_wrong_rules_are_named_with_the_flag_or_the_file(
-    tmp_path: Path, capsys: Capture, rule: str, complaint: str
+    tmp_path: Path, refused: Refusal, rule: str, complaint: str
 ) -> None:
-    flags = ["--rule", rule]
     if "\n" in rule:
-        flags = ["-c", write_config(tmp_path, rule)]
-    refuse(
-        tmp_path,
-        capsys,
-        2,
-        str(flags[1]) if "\n" in rule else repr(rule),
-        complaint,
-        arguments=flags,
-    )
+        refused(2, ("config.toml", complaint), "-c", write_config(tmp_path, rule))
+    else:
+        refused(2, (repr(rule), complaint), "--rule", rule)

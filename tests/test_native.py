@@ -3,41 +3,32 @@ engine if it fails."""
 
 import ctypes
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import llvmlite.binding as llvm
 import pytest
 
 import dare
 from darelib.core.interrupts import Interrupts
-from darelib.kernels import (
-    EngineUnavailable,
-    KernelSpec,
-    compiler,
-    engines,
-    here,
-    machine,
-    native,
-    objects,
-)
+from darelib.kernels import EngineUnavailable, KernelSpec, engines, native, objects
 from darelib.kernels.engines import load_kernels
 from darelib.kernels.proof import prove_function
 from darelib.kernels.records import MODEL, TENSOR
-from tests.scene import contents
-from tests.support import HERE, Capture, Models, Patch, run_merge, snapshot
+from tests.scene import contents, launch, wait_for
+from tests.support import HERE, POSIX, Capture, Models, Patch, command, run_merge, slow, snapshot
 
 SLOW = pytest.mark.slow
+OUT = "out.safetensors"
 SUM = KernelSpec("sum", "BF16", "BF16", "BF16")
 MERGE = native.find_code(SUM)
-POSIX = pytest.mark.skipif(os.name == "nt", reason="needs owners of files, and POSIX signals")
 
 # --- kernels that are wrong -----------------------------------------------------------------------
 
@@ -79,10 +70,6 @@ def write_code(wrong: str, name: str) -> str:
     return WRONG[wrong][0].format(f"define i32 @{name}({ARGUMENTS})")
 
 
-def make_object(wrong: str) -> bytes:
-    return machine.target_machine().emit_object(llvm.parse_assembly(write_code(wrong, "kernel")))
-
-
 @pytest.fixture(params=WRONG)
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     """A copy of the program beside a compiler that makes something wrong."""
@@ -90,9 +77,9 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     (folder / "numba").mkdir()
     (folder / "numba" / "_version.py").write_text(f"# {request.param}")
     (folder / "numba" / "extending.py").write_text("intrinsic = lambda function: function")
-    code = write_code(request.param, "made")
-    itself = WRONG[request.param][1]
-    (folder / "numba" / "__init__.py").write_text(NUMBA.format(code=code, itself=itself))
+    (folder / "numba" / "__init__.py").write_text(
+        NUMBA.format(code=write_code(request.param, "made"), itself=WRONG[request.param][1])
+    )
     return folder, request.param
 
 
@@ -105,23 +92,10 @@ def copy_house(folder: Path) -> Path:
 
 
 def merge_in(house: Path, models: list[Path], *flags: str) -> subprocess.CompletedProcess[str]:
-    words = [
-        "-q",
-        "-b",
-        models[0],
-        "-m",
-        *models[1:],
-        "-o",
-        models[0].with_name("out.safetensors"),
-        *flags,
-    ]
-    environment = {
-        **os.environ,
-        "NUMBA_CACHE_DIR": str(house.parent / "kernels"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    command = [sys.executable, house / "dare.py", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    kernels = str(house.parent / "kernels")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": kernels, "PYTHONDONTWRITEBYTECODE": "1"}
+    words = ["-q", "-b", models[0], "-m", *models[1:], "-o", models[0].with_name(OUT), *flags]
+    return command(*words, program=house / "dare.py", env=environment)
 
 
 def test_a_kernel_that_is_wrong_is_not_used_and_the_result_is_right(
@@ -150,21 +124,17 @@ def test_where_stored_kernels_cannot_be_used_numba_takes_over(
     with (folder / "darelib" / "kernels" / "cpu.py").open("a") as file:
         code = f"machine.emit_object(llvm.parse_assembly({write_code('a crash', 'kernel')!r}))"
         file.write(f"def compile_object(code, machine):\n    return {code}\n")
-    done = merge_in(folder, models)
-    [line] = done.stderr.splitlines()
-    assert line.startswith("warning: Kernels compiled beforehand cannot be used (its compiler")
-    assert line.endswith(
-        "so Numba compiles them for this run: the same result, after a longer start"
+    [line] = merge_in(folder, models).stderr.splitlines()
+    assert re.match(
+        "warning: Kernels compiled beforehand cannot be used .* so Numba compiles", line
     )
-    assert (tmp_path / "out.safetensors").read_bytes() == (
-        tmp_path / "usual.safetensors"
-    ).read_bytes()
+    assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
 
 
 def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Patch) -> None:
     tried = Mock(side_effect=EngineUnavailable("it is out of order"))
     monkeypatch.setattr(native, "load_kernels", tried)
-    monkeypatch.setattr(here, "load_kernels", tried)
+    monkeypatch.setattr(engines, "load_here", tried)
     monkeypatch.setattr(engines, "_refused", {})
     with Interrupts() as interrupts:
         for _ in range(3):
@@ -175,20 +145,15 @@ def test_what_failed_once_is_not_tried_again_by_the_same_process(monkeypatch: Pa
 
 
 def test_numba_in_this_process_is_proved_too(monkeypatch: Patch) -> None:
-    cpu = Mock(run_here=lambda code: lambda *_: None)
-    monkeypatch.setattr(here, "prove_here", Mock())
-    monkeypatch.setitem(sys.modules, "darelib.kernels.cpu", cpu)
-    with (
-        Interrupts() as interrupts,
-        pytest.raises(EngineUnavailable, match="sum gives another peak"),
+    monkeypatch.setattr(native, "run_compilers", Mock())
+    monkeypatch.setattr(native, "_loaded", {})
+    for run_here, words in (
+        (lambda code: lambda *_: None, "sum gives another peak"),
+        (Mock(side_effect=ZeroDivisionError("no")), "ZeroDivisionError: no"),
     ):
-        here.load_kernels([SUM], interrupts)
-    cpu.run_here = Mock(side_effect=ZeroDivisionError("no"))
-    with (
-        Interrupts() as interrupts,
-        pytest.raises(EngineUnavailable, match="ZeroDivisionError: no"),
-    ):
-        here.load_kernels([SUM], interrupts)
+        monkeypatch.setitem(sys.modules, "darelib.kernels.cpu", Mock(run_here=run_here))
+        with Interrupts() as interrupts, pytest.raises(EngineUnavailable, match=words):
+            engines.load_here([SUM], interrupts)
 
 
 # By kernel: which of its arguments it writes to, and where.
@@ -209,7 +174,7 @@ RESULTS = {
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in ("sum", "elect") else pytest.param(kind, marks=SLOW) for kind in RESULTS],
+    [kind if kind in ("sum", "elect") else slow(kind) for kind in RESULTS],
 )
 def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
     types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
@@ -229,28 +194,34 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
         prove_function(code, spoil)
 
 
-# By kernel: what a compiler might get wrong, where the sources say it.
-MUTANTS = [
-    ("merge", "tiles", " if share[j] > 0 else zero", ""),
-    ("merge", "tiles", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
-    ("merge", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
-    ("merge", "parts", "pad_rows(finetuned, count, tiles * TILE)", "pass"),
-    ("merge", "parts", "pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)", "pass"),
-    ("merge", "parts", "(at_low if is_low else at_high)", "at_low"),
-    ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
-    ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
-    ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
-    ("rank", "tiles", "passes = max(1, ", "passes = ("),
-    ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
-    ("measure", "tiles", "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)", "place"),
-    ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
-    ("unpack", "cpu", "if kept < available:", "if True:"),
-    ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
-]
-
-
 @SLOW
-@pytest.mark.parametrize(("kind", "module", "right", "wrong"), MUTANTS)
+@pytest.mark.parametrize(
+    ("kind", "module", "right", "wrong"),
+    [  # by kernel: what a compiler might get wrong, where the sources say it
+        ("merge", "parts", " if share[j] > 0 else zero", ""),
+        ("merge", "parts", "x1 = first >> np.uint64(32)", "x1 = np.uint64(0)"),
+        ("merge", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
+        ("merge", "parts", "pad_rows(finetuned, count, tiles * TILE)", "pass"),
+        ("merge", "parts", "pad_rows(scratch[ZERO_ROW : ZERO_ROW + 1], 0, TILE)", "pass"),
+        ("merge", "parts", "(at_low if is_low else at_high)", "at_low"),
+        ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
+        ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
+        ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
+        ("rank", "looks", "passes = max(1, ", "passes = ("),
+        ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
+        (
+            "measure",
+            "looks",
+            "place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1)",
+            "place",
+        ),
+        ("pack", "cpu", "if start + picked[k] < count:", "if True:"),
+        ("unpack", "parts", "while mask and done < np.uint64(len(entries)):", "while mask:"),
+        ("unpack", "parts", "flags[j] = 0", "pass"),
+        ("merge", "parts", "drops_some = model.ranked or limit", "drops_some = limit"),
+        ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
+    ],
+)
 def test_what_a_compiler_might_get_wrong_is_found(
     tmp_path: Path, kind: str, module: str, right: str, wrong: str
 ) -> None:
@@ -259,7 +230,7 @@ def test_what_a_compiler_might_get_wrong_is_found(
     path.write_text(path.read_text().replace(right, wrong))
     types = ["F32"] * 3 if kind == "expand" else ["BF16"] * 3
     name = f"dare.{native.find_code(KernelSpec(kind, *types))}.o"
-    words = [sys.executable, "-c", compiler.CHILD, "object", tmp_path / name]
+    words = [sys.executable, "-c", native.CHILD, "object", tmp_path / name]
     done = subprocess.run(
         words, cwd=tmp_path / "house", capture_output=True, text=True, timeout=300
     )
@@ -296,7 +267,7 @@ def compiled(tmp_path: Path, monkeypatch: Patch) -> list[str]:
                 shutil.copy(usual / path.name, path)
         return subprocess.Popen([sys.executable, "-S", "-c", "pass"])
 
-    monkeypatch.setattr(compiler, "_start", copy)
+    monkeypatch.setattr(native, "_start", copy)
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
     return made
@@ -306,8 +277,8 @@ def run_command(models: list[Path], *flags: str) -> int:
     """Merge as a new process would, with no kernels in memory."""
     native._loaded.clear()
     engines._refused.clear()
-    output = models[0].with_name("out.safetensors")
-    return dare.main(["-b", str(models[0]), "-m", str(models[1]), "-o", str(output), *flags])
+    base, model, output = map(str, (*models[:2], models[0].with_name(OUT)))
+    return dare.main(["-b", base, "-m", model, "-o", output, *flags])
 
 
 def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
@@ -349,7 +320,8 @@ def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
     planted = tmp_path / "kernels" / objects.object_name(MERGE)
     compiled.clear()
     shutil.rmtree(planted.parent)
-    objects.store(make_object("the bits"), planted)
+    wrong = llvm.parse_assembly(write_code("the bits", "kernel"))
+    objects.store(objects.target_machine().emit_object(wrong), planted)
     before = planted.read_bytes()
     if whose == "another user's":
         if os.geteuid() == 0:
@@ -362,12 +334,8 @@ def test_a_kernel_that_somebody_else_may_have_written_is_not_run(
         reason = "others can write to "
     assert run_command(models, "-q") == 0
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("warning: ")
-    assert reason in line
-    assert line.endswith("so no kernel there is run: they are compiled for this run only")
-    assert (tmp_path / "out.safetensors").read_bytes() == (
-        tmp_path / "usual.safetensors"
-    ).read_bytes()
+    assert re.match(f"warning: .*{reason}.*so no kernel there is run", line)
+    assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
     assert compiled == [str(MERGE)]
     assert [path.read_bytes() for path in planted.parent.iterdir()] == [before], (
         "and nothing is kept there"
@@ -412,36 +380,22 @@ def test_who_wants_what_is_being_compiled_waits_for_it(
 def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compiler(
     models: list[Path], tmp_path: Path
 ) -> None:
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     folder = tmp_path / "kernels"
-    ways = [
-        [],
-        ["--method", "ties", "--keep-ratio", "0.5"],
-        ["--method", "slerp"],
-        ["--method", "ram"],
-        ["--drop", "magnitude"],
-        ["--drop", "della", "--drop-rate", "0.5"],
-        ["--drop", "breadcrumbs"],
-        ["--rescale", "l1"],
-    ]
-    for number, way in enumerate(ways):
-        words = [
-            sys.executable,
-            HERE / "dare.py",
-            "-b",
-            models[0],
-            "-m",
-            *models[1:],
-            "-o",
-            tmp_path / "out",
-            *way,
-        ]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    words = ["-b", models[0], "-m", *models[1:], "-o", tmp_path / "out"]
+    for way in (
+        "",
+        "--method ties --keep-ratio 0.5",
+        "--method slerp",
+        "--method ram",
+        "--drop magnitude",
+        "--drop della --drop-rate 0.5",
+        "--drop breadcrumbs",
+        "--rescale l1",
+    ):
+        done = command(*words, *way.split(), env={**os.environ, "NUMBA_CACHE_DIR": str(folder)})
         assert done.returncode == 0, done.stderr
-        assert ("compiling for this machine (" in done.stderr) == (number == 0), way
-    deadline = time.monotonic() + 60
-    while list(folder.glob("*.making")) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        assert ("compiling for this machine (" in done.stderr) == (not way), way
+    wait_for(lambda: not list(folder.glob("*.making")), 60)
     kinds = {path.name.split("-")[0].removeprefix("dare.") for path in folder.iterdir()}
     assert kinds == set(native.COMPANIONS)
 
@@ -450,10 +404,10 @@ def test_kernels_depend_on_their_own_sources_and_on_nothing_else(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
     copy = copy_house(tmp_path) / "darelib"
-    identify = machine.identify.__wrapped__
-    before = machine.identify()
-    monkeypatch.setattr(machine, "__file__", str(copy / "kernels" / "machine.py"))
-    needed = ("kernels/plain.py", "kernels/tiles.py", "kernels/looks.py", "core/mask.py")
+    identify = objects.identify.__wrapped__
+    before = objects.identify()
+    monkeypatch.setattr(objects, "__file__", str(copy / "kernels" / "objects.py"))
+    needed = ("kernels/plain.py", "kernels/parts.py", "kernels/looks.py", "core/mask.py")
     for name in ("config/__init__.py", "run/worker.py", "kernels/tensors.py", *needed):
         (copy / name).write_bytes((HERE / "darelib" / name).read_bytes() + b"# edited\n")
         assert (identify() != before) == (name in needed), name
@@ -483,32 +437,13 @@ def test_a_folder_for_kernels_that_cannot_be_written_only_costs_time(
 # --- the processes that compile -------------------------------------------------------------------
 
 
-def environment_of_compiler() -> dict[str, str]:
-    with patch.object(subprocess, "Popen") as started, tempfile.TemporaryDirectory() as folder:
-        compiler._start(["object", objects.object_name(MERGE)], Path(folder, "messages"))
-    return started.call_args.kwargs["env"]
-
-
 @SLOW
 def test_a_compiler_imports_nothing_from_the_working_directory_and_may_print_what_it_likes(
     models: list[Path], tmp_path: Path
 ) -> None:
     (tmp_path / "numba.py").write_text("raise SystemExit('from the working directory')")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONVERBOSE": "1"}
-    words = [
-        sys.executable,
-        HERE / "dare.py",
-        "-q",
-        "-b",
-        models[0],
-        "-m",
-        models[1],
-        "-o",
-        "out.safetensors",
-    ]
-    done = subprocess.run(
-        words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = command("-q", "-b", models[0], "-m", models[1], "-o", OUT, env=environment, cwd=tmp_path)
     assert (done.returncode, "cannot be used" in done.stderr) == (0, False)
     assert len(list((tmp_path / "cache").glob("dare.merge-*.o"))) == 1
 
@@ -521,7 +456,7 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
     monkeypatch.setattr(native, "_loaded", {})
     monkeypatch.setattr(engines, "_refused", {})
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "empty"))
-    machine.load_llvmlite.cache_clear()
+    objects.load_llvmlite.cache_clear()
     if missing == "llvmlite":
         monkeypatch.setitem(sys.modules, "llvmlite", None)
     else:  # which only the compiler loads
@@ -529,11 +464,8 @@ def test_without_numba_numpy_computes_the_same_and_one_warning_is_printed(
         monkeypatch.syspath_prepend(tmp_path)
     assert run_command(models, "-q") == 0
     [warning] = capsys.readouterr().err.splitlines()
-    assert warning.startswith("warning: Numba cannot be used (")
-    assert warning.endswith("so NumPy computes: the same result, many times slower")
-    assert (tmp_path / "out.safetensors").read_bytes() == (
-        tmp_path / "usual.safetensors"
-    ).read_bytes()
+    assert re.match("warning: Numba cannot be used .* so NumPy computes", warning)
+    assert contents(tmp_path / OUT) == contents(tmp_path / "usual.safetensors")
     assert run_command(models, "-q", "--engine", "numba") == 1
     assert "error: the engine numba cannot be used: " in capsys.readouterr().err
 
@@ -544,22 +476,10 @@ def test_an_interrupt_while_kernels_are_compiled_stops_at_once(
     models: list[Path], tmp_path: Path, sent: signal.Signals, status: int
 ) -> None:
     before = snapshot(tmp_path)
-    words = [
-        sys.executable,
-        HERE / "dare.py",
-        "-b",
-        models[0],
-        "-m",
-        models[1],
-        "-o",
-        tmp_path / "out.safetensors",
-    ]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    process = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+    words = ["-b", models[0], "-m", models[1], "-o", tmp_path / OUT]
+    process = launch("", *words, NUMBA_CACHE_DIR=str(tmp_path / "cache"))
     assert "compiling" in process.stderr.readline()
-    started = time.monotonic()
     process.send_signal(sent)
-    _, error = process.communicate(timeout=60)
-    assert time.monotonic() - started < 2
+    _, error = process.communicate(timeout=2)
     assert (process.returncode, error.splitlines()[0]) == (status, "interrupted")
     assert snapshot(tmp_path) == before

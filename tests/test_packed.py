@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import signal
 import struct
 import tomllib
 from pathlib import Path
@@ -18,15 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareError, DareMerger, dare_sparsify
-from tests.scene import contents, launch, make_many_jobs, stop_after
+from dare import DareError, dare_sparsify
+from tests.scene import contents, make_many_jobs, stop_after
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
     METHODS,
-    POSIX,
     Capture,
     Models,
     Pair,
@@ -36,20 +34,25 @@ from tests.support import (
     examples,
     finetune,
     low_rank,
+    make_merger,
+    make_models,
     random_model,
-    refuse,
     run,
     run_merge,
     save,
+    save_directories,
     save_directory,
+    save_models,
     tensors_in,
     tune,
     write_adapter,
 )
+from tests.test_tokenizer import write_model
 
 PLAIN = ("--engine", "plain")
 pytestmark = pytest.mark.usefixtures("small_blocks")
 TYPES = st.sampled_from([BF16, F16, F32, F64])
+TIED: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
 
 
 def pack(base: Path, model: Path, output: Path, *flags: Any) -> Path:
@@ -86,11 +89,13 @@ def table_of(path: Path) -> dict[str, Any]:
 
 def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
     """Merges of packed models and of the originals must give the same tensors, bit for bit."""
-    made = []
-    for models in (paths[1:], packed):
-        run_merge(paths[0], models, paths[0].parent / "out.safetensors", **config)
-        made.append(load_file(paths[0].parent / "out.safetensors"))
-    assert_same(*made)
+    out = paths[0].parent / "out.safetensors"
+    usual = run_merge(paths[0], paths[1:], out, **config)
+    expected = load_file(out)
+    report = run_merge(paths[0], packed, out, **config)
+    assert_same(load_file(out), expected)
+    extra = [[model.extra_tensors for model in each.models] for each in (report, usual)]
+    assert extra[0] == extra[1]
 
 
 # --- a merge of packed models is a merge of the models --------------------------------------------
@@ -106,10 +111,8 @@ def compare(paths: list[Path], packed: list[Path], **config: Any) -> None:
 def test_every_method_gives_the_bits_of_the_originals(
     tmp_path: Path, config: dict[str, Any], dtype: torch.dtype, engine: str
 ) -> None:
-    base = random_model(
-        0, dtype, {"layer.weight": (97, 131), "bias": (131,), "scalar": (), "none": (0, 4)}
-    )
-    paths = save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
+    shapes = {"layer.weight": (97, 131), "bias": (131,), "scalar": (), "none": (0, 4)}
+    paths = save_models(tmp_path, make_models(2, dtype, shapes))
     packed = pack_all(paths, 0.5, 42, "--engine", engine)
     for elements, threads in ((8192, 1), (2048, 3)):
         tune(job_elements=elements)
@@ -150,13 +153,13 @@ def test_any_types_shapes_rates_seeds_and_methods_give_the_bits_of_the_originals
 def test_one_packed_model_alone_gives_what_dare_sparsify_gives(
     tmp_path: Path, rate: float, dtype: torch.dtype, seed: int
 ) -> None:
-    base = random_model(0, dtype, {"w": (70, 90)})
-    paths = save(tmp_path, base=base, math=finetune(base, 1))
+    base, model = make_models(1, dtype, {"w": (70, 90)})
+    paths = save_models(tmp_path, [base, model])
     packed = pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", rate, "--seed", seed)
     run_merge(
         paths[0], [packed], tmp_path / "out.safetensors", drop_rate=rate, engine="plain", seed=99
     )
-    expected = dare_sparsify(base, load_file(paths[1]), drop_rate=rate, seed=seed)
+    expected = dare_sparsify(base, model, drop_rate=rate, seed=seed)
     assert_same(load_file(tmp_path / "out.safetensors"), expected)
 
 
@@ -194,9 +197,7 @@ def test_a_lower_drop_rate_is_refused(models: list[Path], check_refused: Refusal
     )
     check_refused(models[0], packed, "'layer.bias'", flags=("--rule", "*bias:drop_rate=0.2"))
     with pytest.raises(DareError, match=r"cannot be merged at 0\.4"):
-        DareMerger(models[0], [packed, models[2]], DareConfig(drop_rate=[0.4, 0.1])).plan(
-            "out.safetensors"
-        )
+        make_merger(models[0], [packed, models[2]], drop_rate=[0.4, 0.1]).plan("out.safetensors")
     run_merge(
         models[0], [packed, models[2]], packed.with_name("out.safetensors"), drop_rate=[0.5, 0.1]
     )
@@ -217,24 +218,14 @@ def test_what_is_not_merged_is_whole(tmp_path: Path) -> None:
         assert torch.equal(found[name], tunes[0][name])
     assert len(found["w"]) < 0.6 * 6300
     compare(paths, packed, mismatch="overlap", engine="plain")
-    reports = [
-        run_merge(paths[0], m, tmp_path / "out.safetensors", mismatch="overlap")
-        for m in (paths[1:], packed)
-    ]
-    assert [m.extra_tensors for m in reports[0].models] == [
-        m.extra_tensors for m in reports[1].models
-    ]
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
-    base = random_model(0, BF16, {"model.embed_tokens.weight": (64, 100), "w": (9,)})
-    head = {"lm_head.weight": "model.embed_tokens.weight"}
-    made = [base, finetune(base, 1), finetune(base, 2)]
-    for k, tensors in enumerate(made):
-        whole = tensors | {h: tensors[e].clone() for h, e in head.items() if stored or k == 0}
-        save_directory(tmp_path / f"m{k}", whole, model_type="llama", tie_word_embeddings=True)
-    paths = [tmp_path / f"m{k}" for k in range(3)]
+    made = make_models(2, BF16, {"model.embed_tokens.weight": (64, 100), "w": (9,)})
+    for tensors in made if stored else made[:1]:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    paths = save_directories(tmp_path, made, model_type="llama", tie_word_embeddings=True)
     packed = [
         pack(paths[0], path, tmp_path / f"p{i}", "--seed", 42 + i)
         for i, path in enumerate(paths[1:])
@@ -246,7 +237,7 @@ def test_tied_heads_stay_tied(tmp_path: Path, stored: bool) -> None:
         n: e.get("mask_name")
         for n, e in table_of(packed[0] / "packed.safetensors")["tensors"].items()
     }
-    assert names.get("lm_head.weight") == (head["lm_head.weight"] if stored else None)
+    assert names.get("lm_head.weight") == ("model.embed_tokens.weight" if stored else None)
 
 
 # --- everything else that takes a model -----------------------------------------------------------
@@ -302,7 +293,8 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
 ) -> None:
     packed = pack_all(models, 0.95, 42, "--rule", "*norm*:drop_rate=0.1")
     for merged, rate in ((packed[:1], 0.95), ([packed[0], models[2]], [0.95, 0.0])):
-        words = [
+        run(
+            "analyze",
             "-b",
             models[0],
             "-m",
@@ -314,8 +306,7 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
             *PLAIN,
             "--drop-rate",
             0.95,
-        ]
-        run("analyze", *words)
+        )
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
         assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)
         run("--config", tmp_path / "a.toml", *PLAIN, "-q")
@@ -333,9 +324,8 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
     first["b.weight"] += 0.01  # of tensors that are known in part, each counts by its size
     second = {name: 0.5 * (first[name] + t) for name, t in finetune(base, 2, 0.004).items()}
     paths = save(tmp_path, base=base, math=first, code=second)
-    config = DareConfig(engine="plain", verbose=False)
     packed = pack_all(paths, 0.5, 42, "--rule", "b*:drop_rate=0.1")
-    mergers = [DareMerger(paths[0], models, config) for models in (paths[1:], packed)]
+    mergers = [make_merger(paths[0], models, engine="plain") for models in (paths[1:], packed)]
     whole, sample = (merger.analyze() for merger in mergers)
     merged, sampled = (merger.merge(tmp_path / "out.safetensors") for merger in mergers)
     for report, count in ((whole, 0), (sample, 2)):
@@ -360,14 +350,12 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
 
 
 def test_of_one_seed_one_sample_is_in_the_other(tmp_path: Path) -> None:
-    base = random_model(0, F32, {"a.weight": (200, 300)})
-    paths = save(tmp_path, base=base, math=finetune(base, 1, 0.004))
+    paths = save_models(tmp_path, make_models(1, F32, {"a.weight": (200, 300)}, 0.004))
     half = pack(*paths, tmp_path / "half.safetensors", "--drop-rate", 0.5)
     less = pack(*paths, tmp_path / "less.safetensors", "--drop-rate", 0.7)
     other = pack(*paths, tmp_path / "other.safetensors", "--drop-rate", 0.5, "--seed", 43)
-    config = DareConfig(engine="plain", verbose=False)
     for models in ([half, less], [half, other]):
-        [pair] = DareMerger(paths[0], models, config).analyze().pairs
+        [pair] = make_merger(paths[0], models, engine="plain").analyze().pairs
         assert pair.cosine == pytest.approx(1, rel=0.03)
 
 
@@ -375,7 +363,7 @@ def test_of_one_seed_one_sample_is_in_the_other(tmp_path: Path) -> None:
 
 
 def test_what_is_small_already_and_other_bases_are_refused(
-    models: Models, tmp_path: Path, capsys: Capture, check_refused: Refusal
+    models: Models, tmp_path: Path, refused: Refusal, check_refused: Refusal
 ) -> None:
     packed = pack(*models[:2], tmp_path / "packed.safetensors")
     adapter = write_adapter(tmp_path / "adapter", low_rank("layer", (37, 61)))
@@ -389,21 +377,18 @@ def test_what_is_small_already_and_other_bases_are_refused(
         (["-m", models[1], "-c", tmp_path / "some.toml"], 2, "drop magnitude"),
         (["-m", *models[1:]], 2, "one model, not 2"),
     ):
-        arguments = ["pack", "-b", models[0], "-o", tmp_path / "out.safetensors", *flags]
-        refuse(tmp_path, capsys, status, words, arguments=arguments)
+        refused(status, words, "pack", "-b", models[0], "-o", tmp_path / "x.safetensors", *flags)
     check_refused(models[2], packed, "'base.safetensors'", "another base")
     check_refused(packed, models[1], "is a packed model")
 
 
-def test_rows_of_packed_models_cannot_be_united(pair: Any, tmp_path: Path, capsys: Capture) -> None:
-    from tests.test_tokenizer import write_model
-
+def test_rows_of_packed_models_cannot_be_united(
+    pair: Any, tmp_path: Path, refused: Refusal
+) -> None:
     for k, name in enumerate(("base", "math")):
         write_model(tmp_path / name, 12, {"<s>": 8, "</s>": 9} | ({"<a>": 10} if k else {}), k)
-    packed = pack(*pair, tmp_path / "packed")
-    capsys.readouterr()
-    words = ["-b", pair[0], "-m", packed, "-o", tmp_path / "out", "--tokenizer", "union", "-q"]
-    refuse(tmp_path, capsys, 1, "is packed, so that its rows cannot be moved", arguments=words)
+    words = ["-b", pair[0], "-m", pack(*pair, tmp_path / "packed"), "-o", tmp_path / "out"]
+    refused(1, "is packed", *words, "--tokenizer", "union")
 
 
 def test_a_configuration_that_says_how_to_merge_can_be_packed_by(
@@ -430,66 +415,36 @@ def test_an_interrupted_packing_leaves_nothing_or_is_continued_to_the_same_bytes
     out = tmp_path / "out" / "out.safetensors"
     out.parent.mkdir()
     words = ["pack", "-b", models[0], "-m", models[1], "-o", out, *PLAIN, "--threads", "1"]
-    for flags, left in ([], 0), (["--resume"], 1):
+    # Without --resume it begins again, and what was left is gone.
+    for flags, left, then in (([], 0, []), (["--resume"], 1, ["--resume"]), (["--resume"], 1, [])):
+        out.unlink(missing_ok=True)
         with Patch.context() as patch:
             stop_after(patch, 5)
             run(*words, *flags, status=130)
         assert len(os.listdir(out.parent)) == left
-    run(*words, "--resume")
-    assert os.listdir(out.parent) == [out.name]
-    assert out.read_bytes() == whole
-
-
-@POSIX
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_packing_leaves_no_output_and_the_next_one_tidies_up(
-    models: list[Path], tmp_path: Path, how: signal.Signals
-) -> None:
-    whole = pack(*models[:2], tmp_path / "whole.safetensors").read_bytes()
-    out = tmp_path / "place" / "out.safetensors"
-    out.parent.mkdir()
-    stuck = (
-        "put = Output.write_at\nOutput.write_at = lambda *a: (put(*a), print('written', "
-        "flush=True), time.sleep(1))"
-    )
-    process = launch(stuck, "pack", "-b", models[0], "-m", models[1], "-o", out, *PLAIN)
-    assert [process.stdout.readline().strip() for _ in range(2)] == ["started", "written"]
-    process.send_signal(how)
-    process.communicate(timeout=60)
-    assert not out.exists()
-    assert how == signal.SIGKILL or os.listdir(out.parent) == []
-    pack(*models[:2], out)
-    assert os.listdir(out.parent) == [out.name]
-    assert out.read_bytes() == whole
+        run(*words, *then)
+        assert contents(out.parent) == {out.name: whole}
 
 
 def test_heads_that_are_tied_otherwise_than_at_packing_are_refused(
-    tmp_path: Path, capsys: Capture
+    tmp_path: Path, refused: Refusal
 ) -> None:
     """The mask of a tied head is its embedding's; whether it is tied, the base's configuration
     says."""
-    base = random_model(
-        dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
-    )
+    base, tuned = make_models(1, BF16, TIED)
     tied = save_directory(tmp_path / "tied", base, tie_word_embeddings=True)
-    bare = tmp_path / "bare.safetensors"
-    bare.write_bytes((tied / "model.safetensors").read_bytes())
-    model = save(tmp_path, model=finetune(base, 1))[0]
+    bare, model = save_models(tmp_path, [base, tuned])
     for packed_with, merged_with in ((bare, tied), (tied, bare)):
         packed = pack(packed_with, model, tmp_path / "packed.safetensors", "--force")
-        arguments = ["-b", merged_with, "-m", packed, "-o", tmp_path / "out.safetensors"]
-        refuse(tmp_path, capsys, 1, "says otherwise about tied embeddings", arguments=arguments)
+        refused(1, "tied", "-b", merged_with, "-m", packed, "-o", tmp_path / "x.safetensors")
         compare([packed_with, model], [packed])
 
 
 def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
-    base = random_model(
-        dtype=BF16, shapes={"model.embed_tokens.weight": (50, 8), "lm_head.weight": (50, 8)}
-    )
-    model = finetune(base, 1)
+    base, model = make_models(1, BF16, TIED)
     del model["lm_head.weight"]
     folder = save_directory(tmp_path / "model", model, tie_word_embeddings=True)
-    path = save(tmp_path, base=base)[0]
+    [path] = save(tmp_path, base=base)
     compare([path, folder], [pack(path, folder, tmp_path / "packed.safetensors")])
 
 
@@ -498,27 +453,18 @@ def test_what_a_fine_tune_says_of_its_head_is_kept(tmp_path: Path) -> None:
     [(BF16, float("inf")), (F16, float("nan")), (F32, float("-inf")), (F64, float("nan"))],
 )
 def test_a_broken_fine_tune_is_not_packed(
-    tmp_path: Path, capsys: Capture, dtype: Any, value: Any
+    tmp_path: Path, refused: Refusal, dtype: Any, value: Any
 ) -> None:
     """Not even where the bad value would be dropped: nobody could tell later."""
-    base = random_model(dtype=BF16)
-    model = {name: tensor.to(dtype) for name, tensor in finetune(base, 1).items()}
+    base, model = make_models(1, BF16)
+    model = {name: tensor.to(dtype) for name, tensor in model.items()}
     model["head.weight"][3, 5] = value
-    paths = save(tmp_path, base=base, model=model)
-    arguments = [
-        "pack",
-        "-b",
-        paths[0],
-        "-m",
-        paths[1],
-        "-o",
-        tmp_path / "x.safetensors",
-        *PLAIN,
-    ]
-    refuse(tmp_path, capsys, 1, "tensor 'head.weight' holds ", "at [3, 5]", arguments=arguments)
+    base, tuned = save_models(tmp_path, [base, model])
+    words = ["pack", "-b", base, "-m", tuned, "-o", tmp_path / "x.safetensors", *PLAIN]
+    refused(1, ("'head.weight'", "[3, 5]"), *words)
 
 
-def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, capsys: Capture) -> None:
+def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, refused: Refusal) -> None:
     base, model = pair
     for path, kind in zip(pair, ("llama", "qwen2"), strict=True):
         (path / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -529,6 +475,6 @@ def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, capsys:
         (["verify", packed], "is a packed model"),
         (["-b", base, "-m", packed, "-o", out, "--any-base", "--drop-rate", "0.1"], "0.12344"),
     ):
-        refuse(tmp_path, capsys, 1, words, arguments=arguments)
+        refused(1, words, *arguments)
     (model / "packed.safetensors").write_bytes(packed.read_bytes())
     run_merge(base, [model], out, any_base=True, drop_rate=0.0)  # the model, not that

@@ -24,17 +24,19 @@ from tests.support import (
     BF16,
     F64,
     HERE,
-    Capture,
     Patch,
     Refusal,
     assert_same,
+    draw_pieces,
     examples,
     finetune,
+    make_models,
     mask,
     random_model,
     raw,
     run_merge,
     save,
+    save_models,
     tune,
     with_header,
 )
@@ -135,22 +137,20 @@ def victim(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("how", EDITS)
 @pytest.mark.parametrize("engine", ["plain", "numba"])
 def test_a_table_that_does_not_fit_is_refused(
-    victim: tuple[Path, Path], capsys: Capture, check_refused: Refusal, how: str, engine: str
+    victim: tuple[Path, Path], check_refused: Refusal, how: str, engine: str
 ) -> None:
     rewrite(victim[1], EDITS[how])
-    capsys.readouterr()
     check_refused(
         *victim, "packed.safetensors'", flags=("--engine", engine, "--mismatch", "overlap")
     )
 
 
 def test_values_that_are_cut_or_broken_are_refused(
-    victim: tuple[Path, Path], capsys: Capture, check_refused: Refusal
+    victim: tuple[Path, Path], check_refused: Refusal
 ) -> None:
     packed = victim[1]
     data = packed.read_bytes()
     before = load_file(packed)
-    capsys.readouterr()
     for size in (0, 5, 100, len(data) - 4000, len(data) - 1):
         packed.write_bytes(data[:size])
         check_refused(*victim, "packed.safetensors'")
@@ -179,8 +179,7 @@ JSON = st.recursive(
 def test_any_other_value_is_refused_or_means_the_same(
     tmp_path: Path, value: Any, place: str
 ) -> None:
-    base = random_model(0, BF16, {"w": (50, 100)})
-    paths = save(tmp_path, base=base, math=finetune(base, 1))
+    paths = save_models(tmp_path, make_models(1, BF16, {"w": (50, 100)}))
     packed = pack(*paths, tmp_path / "packed.safetensors", "--drop-rate", 0.5)
     run_merge(paths[0], [packed], tmp_path / "sound.safetensors", engine="plain")
     if place == "w":
@@ -197,23 +196,6 @@ def test_any_other_value_is_refused_or_means_the_same(
 # --- the format, as docs/packed.md has it ---------------------------------------------------------
 
 
-def philox(key: tuple[int, int], blocks: np.ndarray) -> np.ndarray:
-    """Philox4x32-7 at the counters (block, 0, 0, 0), as eight 16-bit pieces for each."""
-    low = np.uint64(0xFFFFFFFF)
-    c = [blocks & low, blocks >> np.uint64(32), np.zeros_like(blocks), np.zeros_like(blocks)]
-    for r in range(7):
-        a = c[0] * np.uint64(0xD2511F53)
-        b = c[2] * np.uint64(0xCD9E8D57)
-        k0, k1 = (
-            np.uint64((k + r * w) % 2**32)
-            for k, w in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
-        )
-        c = [(b >> np.uint64(32)) ^ c[1] ^ k0, b & low, (a >> np.uint64(32)) ^ c[3] ^ k1, a & low]
-    return np.stack(
-        [word >> np.uint64(shift) & np.uint64(0xFFFF) for word in c for shift in (0, 16)]
-    )
-
-
 def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
     """By tensor: the positions of its entries, and their bytes.
 
@@ -228,17 +210,14 @@ def read_packed(path: Path) -> dict[str, tuple[np.ndarray, bytes]]:
     for name, entry in table["tensors"].items():
         text = f"{table['seed']}:{entry.get('mask_name', name)}".encode()
         key = struct.unpack("<II", hashlib.blake2b(text, digest_size=8).digest())
-        j = np.arange(math.prod(entry["shape"]), dtype=np.uint64)
-        tile = j // np.uint64(1024)
-        k = j % np.uint64(1024)
-        pieces = philox(key, np.uint64(128) * tile + k % np.uint64(128))
+        count = math.prod(entry["shape"])
+        # A tile of 1,024 positions has 128 blocks: position k is piece k // 128 of block k % 128.
+        blocks = np.arange(-(-count // 1024) * 128, dtype=np.uint64)
+        tiles = draw_pieces(key, blocks).reshape(8, -1, 128).swapaxes(0, 1)
         below = max(1, round((1 - entry["drop_rate"]) * 65536))
-        kept = pieces[(k // np.uint64(128)).astype(int), np.arange(len(j))] < below
-        blocks = range(0, len(j), 1 << 20)
-        assert entry["counts"] == [
-            *(np.count_nonzero(kept[:at]) for at in blocks),
-            np.count_nonzero(kept),
-        ]
+        kept = tiles.ravel()[:count] < below
+        ends = [*range(0, count, 1 << 20), count]
+        assert entry["counts"] == [np.count_nonzero(kept[:end]) for end in ends]
         first, last = header[name]["data_offsets"]
         found[name] = np.flatnonzero(kept), data[start + first : start + last]
     return found
@@ -268,8 +247,9 @@ def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
     rates = {"large": 0.93, "one": 0.93, "none": 0.93, "small": 0.999999, "wide": 0.3}
     assert found.keys() == tuned.keys()
     for name, (positions, values) in found.items():
-        kept = mask(5, name, tuned[name].numel(), rates[name])
-        assert np.array_equal(positions, np.flatnonzero(kept))
+        assert np.array_equal(
+            positions, np.flatnonzero(mask(5, name, tuned[name].numel(), rates[name]))
+        )
         assert values == raw(tuned[name].reshape(-1)[torch.from_numpy(positions)]).tobytes()
 
 

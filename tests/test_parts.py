@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 import dare
-from dare import ConfigError, DareConfig, DareMerger
-from darelib.output.journal import Journal
-from darelib.output.lock import Lock
+from dare import ConfigError
+from darelib.output.files import Journal, Lock
 from darelib.output.publish import Shard
 from darelib.run.worker import Worker
 from tests.scene import SLOWLY, Contents, contents, launch, make_many_jobs, wait_for
@@ -21,9 +20,12 @@ from tests.support import (
     POSIX,
     Capture,
     Patch,
+    Refusal,
     finetune,
+    make_merger,
+    make_models,
     random_model,
-    refuse,
+    save_directories,
     save_directory,
     tune,
 )
@@ -35,10 +37,7 @@ Run = Callable[..., int]
 @pytest.fixture
 def whole(tmp_path: Path) -> Contents:
     """What one process makes of a base and two models: a directory with twelve files of tensors."""
-    base = random_model(dtype=BF16, shapes=SHAPES)
-    save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
-    for k, name in enumerate(("math", "code"), 1):
-        save_directory(tmp_path / name, finetune(base, k))
+    save_directories(tmp_path, make_models(2, BF16, SHAPES), torch_dtype="bfloat16")
     assert dare.main(arguments(tmp_path, "-o", tmp_path / "whole")) == 0
     made = contents(tmp_path / "whole")
     assert len([name for name in made if name.endswith(".safetensors")]) == 12
@@ -46,7 +45,6 @@ def whole(tmp_path: Path) -> Contents:
 
 
 def arguments(folder: Path, *flags: Any) -> list[str]:
-    """The words of the merge."""
     models = ["-b", folder / "base", "-m", folder / "math", folder / "code", "-o", folder / "out"]
     usual = "-q --engine plain --max-shard-size 4kB --method ties --keep-ratio 0.5"
     return [*usual.split(), *(str(word) for word in (*models, *flags))]
@@ -63,12 +61,13 @@ def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_me
     for k in (3, 1, 5, 2, 4):
         assert run("--part", f"{k}/5") == 0
         assert not (tmp_path / "out").exists()
-    merger = DareMerger(
+    merger = make_merger(
         tmp_path / "base",
         [tmp_path / "math", tmp_path / "code"],
-        DareConfig(
-            method="ties", keep_ratio=0.5, max_shard_size="4kB", engine="plain", verbose=False
-        ),
+        method="ties",
+        keep_ratio=0.5,
+        max_shard_size="4kB",
+        engine="plain",
     )
     reports = [merger.merge(tmp_path / name, resume=name == "out") for name in ("out", "whole")]
     assert contents(tmp_path / "out") == whole
@@ -98,11 +97,10 @@ def test_the_last_call_makes_only_what_the_parts_left(
 def test_a_part_is_every_nth_file_and_a_part_too_many_is_empty(
     tmp_path: Path, whole: Contents
 ) -> None:
-    merger = DareMerger(
-        tmp_path / "base",
-        [tmp_path / "math"],
-        DareConfig(max_shard_size="4kB", engine="plain", verbose=False),
-    )
+    settings = {"max_shard_size": "4kB", "engine": "plain"}
+    merger = make_merger(tmp_path / "base", [tmp_path / "math"], **settings)
+    with pytest.raises(ConfigError, match="there is no part"):
+        merger.merge(tmp_path / "out", part=3)
     files = [merger.merge(tmp_path / "out", part=(k, 5)).files for k in range(1, 6)]
     assert [len(each) for each in files] == [3, 3, 2, 2, 2]
     assert len({name for each in files for name in each}) == 12
@@ -189,15 +187,14 @@ def test_a_part_that_is_interrupted_goes_on_from_there(
     "change", ["--seed 7", "--drop-rate 0.5", "--max-shard-size 10kB", "--merge math", "inputs"]
 )
 def test_parts_of_different_merges_are_refused(
-    tmp_path: Path, whole: Contents, run: Run, capsys: Capture, change: str, monkeypatch: Patch
+    tmp_path: Path, whole: Contents, run: Run, refused: Refusal, change: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run("--part", "1/3") == 0
     if change == "inputs":
         save_directory(tmp_path / "math", finetune(random_model(dtype=BF16, shapes=SHAPES), 9))
     flags = change.split() if change.startswith("-") else []
-    words = arguments(tmp_path, "--part", "2/3", *flags)
-    refuse(tmp_path, capsys, 1, "is another one", "give all parts", arguments=words)
+    refused(1, "is another one", *arguments(tmp_path, "--part", "2/3", *flags))
 
 
 @pytest.mark.parametrize(
@@ -215,24 +212,18 @@ def test_parts_of_different_merges_are_refused(
     ],
 )
 def test_what_cannot_be_divided_is_refused(
-    tmp_path: Path, whole: Contents, capsys: Capture, monkeypatch: Patch, flags: str, words: str
+    tmp_path: Path, whole: Contents, refused: Refusal, monkeypatch: Patch, flags: str, words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refuse(tmp_path, capsys, 2, words, arguments=arguments(tmp_path, *flags.split()))
-
-
-def test_a_part_in_a_script_is_two_numbers(tmp_path: Path, whole: Contents) -> None:
-    with pytest.raises(ConfigError, match="there is no part"):
-        DareMerger(tmp_path / "base", [tmp_path / "math"]).merge(tmp_path / "out", part=3)
+    refused(2, words, *arguments(tmp_path, *flags.split()))
 
 
 @POSIX
 def test_a_part_takes_an_empty_folder_but_not_one_in_which_a_merge_begins(
-    tmp_path: Path, whole: Contents, run: Run, capsys: Capture
+    tmp_path: Path, whole: Contents, run: Run, refused: Refusal
 ) -> None:
     lock = Lock(tmp_path / "out.partial", "out")
-    words = arguments(tmp_path, "--part", "1/3")
-    refuse(tmp_path, capsys, 1, "another merge is writing", arguments=words)
+    refused(1, "another merge is writing", *arguments(tmp_path, "--part", "1/3"))
     lock.release(keep=False)
     (tmp_path / "out.partial").mkdir()
     assert run("--part", "1/3") == 0

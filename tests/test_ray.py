@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 
 from dare import ConfigError, DareConfig, DareError, DareMerger
-from darelib.output.journal import Journal
+from darelib.output.files import Journal
 from darelib.run.ray import load_ray
 from tests.scene import Contents, contents, launch, wait_for
-from tests.support import BF16, HERE, Patch, finetune, random_model, save_directory, to_hub_cache
+from tests.support import (
+    BF16,
+    HERE,
+    Patch,
+    make_models,
+    random_model,
+    save_directories,
+    save_directory,
+    to_hub_cache,
+)
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
     "0"  # which makes Ray stay at 127.0.0.1, on all systems
@@ -56,15 +65,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def merger(tmp_path: Path) -> DareMerger:
-    base = random_model(dtype=BF16, shapes=SHAPES)
-    save_directory(tmp_path / "base", base, torch_dtype="bfloat16")
-    for k, name in enumerate(("math", "code"), 1):
-        save_directory(tmp_path / name, finetune(base, k))
-    return DareMerger(
-        tmp_path / "base",
-        [tmp_path / "math", tmp_path / "code"],
-        DareConfig(verbose=False, **SETTINGS),
-    )
+    base, *paths = save_directories(tmp_path, make_models(2, BF16, SHAPES), torch_dtype="bfloat16")
+    return DareMerger(base, paths, DareConfig(verbose=False, **SETTINGS))
 
 
 @pytest.fixture

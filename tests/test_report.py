@@ -29,16 +29,18 @@ from tests.support import (
     Config,
     Models,
     Patch,
+    Refusal,
     Tensors,
     finetune,
     low_rank,
+    make_models,
     mask,
     random_model,
-    refuse,
     run,
     run_merge,
     save,
     save_directory,
+    save_models,
     save_sharded,
     snapshot,
     tune,
@@ -48,7 +50,6 @@ from tests.support import (
 OUT = Path("out.safetensors")
 MERGE = ["-b", "base.safetensors", "-m", "math.safetensors", "-o", str(OUT)]
 # Settings, and how often a tensor is looked at before it is merged by them.
-LOOKS: Any = [({}, 0), ({"method": "slerp"}, 1), ({"method": "ties", "keep_ratio": 0.5}, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -119,8 +120,7 @@ def test_the_report_prints_as_a_table(models: Models) -> None:
     assert "ties, lambda 0.5" in setting
     assert re.search(rf"into {OUT}: 4 tensors, .* in {report.seconds:.2f} s \(.*/s\)$", summary)
     tune(least_for_rate=10**9)
-    printed = str(run_merge(models[0], models[1:], OUT))
-    assert not re.search(r"in all|copied|/s\)", printed)
+    assert not re.search(r"in all|copied|/s\)", str(run_merge(models[0], models[1:], OUT)))
 
 
 def test_odd_models_are_warned_about_once_each() -> None:
@@ -159,8 +159,9 @@ def test_odd_models_are_warned_about_once_each() -> None:
 @pytest.fixture
 def mixture() -> Models:
     """A base of two types with integers in it; a fine-tune in shards; an adapter."""
-    shapes = {"embed.weight": (40, 8), "layer.weight": (6, 8), "norm.weight": (8,)}
-    floats = random_model(0, BF16, shapes) | {"scale": torch.ones(3)}
+    floats = random_model(
+        0, BF16, {"embed.weight": (40, 8), "layer.weight": (6, 8), "norm.weight": (8,)}
+    ) | {"scale": torch.ones(3)}
     table = {"table": torch.arange(12)}
     save_directory(Path("base"), floats | table, torch_dtype="bfloat16")
     Path("base/tokenizer.json").write_text("{}")
@@ -237,9 +238,9 @@ def test_the_plan_shows_models_rules_files_and_needs(
 def test_the_plan_says_what_is_dropped_and_how_it_changes_over_the_layers(
     tmp_path: Path, flags: list[str], words: str
 ) -> None:
-    base = random_model(shapes={f"layers.{k}.weight": (3, 4) for k in range(3)})
-    paths = save(tmp_path, base=base, a=finetune(base, 1), b=finetune(base, 2))
-    flags = ["-b", str(paths[0]), "-m", *map(str, paths[1:]), *flags]
+    shapes = {f"layers.{k}.weight": (3, 4) for k in range(3)}
+    base, *paths = map(str, save_models(tmp_path, make_models(2, shapes=shapes)))
+    flags = ["-b", base, "-m", *paths, *flags]
     merger = make_merger(dare.parse_flags(flags)[1], DareMerger)[0]
     assert [rule.words for rule in merger.plan(tmp_path / OUT).rules if rule.tensors] == [words]
 
@@ -269,14 +270,12 @@ def test_the_plan_is_what_the_merge_then_does(mixture: Models) -> None:
     ]
     report = merger.merge("out")
     written = {path.name: path.stat().st_size for path in Path("out").iterdir()}
-    assert plan["bytes_to_write"] == sum(written.values()) == report.bytes_written
-    assert {file["name"]: file["size"] for file in plan["files"]} == {
-        name: written[name] for name in report.files
-    }
-    assert [*plan["side_files"]] == [*report.side_files]
-    assert plan["bytes_to_read"] == report.bytes_read
-    assert [*plan["copied_tensors"]] == ["table"]
-    assert report.copied_tensors == 1
+    sizes = {file["name"]: file["size"] for file in plan["files"]}
+    assert sizes == {name: written[name] for name in report.files}
+    assert sum(written.values()) == report.bytes_written
+    planned = ("bytes_to_write", "bytes_to_read", "side_files", "copied_tensors")
+    done = [report.bytes_written, report.bytes_read, [*report.side_files], ["table"]]
+    assert [*map(plan.get, planned)] == done
 
 
 def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Capture) -> None:
@@ -304,37 +303,41 @@ def test_the_plan_says_what_does_not_fit_and_what_will_be_replaced(capsys: Captu
         assert re.findall("(?m)^(resume|remove)  an unfinished merge", plan(*flags)) == [words]
 
 
-@pytest.mark.parametrize(("config", "looks"), LOOKS, ids=str)
+@pytest.mark.parametrize(
+    ("config", "looks"),
+    [({}, 0), ({"method": "slerp"}, 1), ({"method": "ties", "keep_ratio": 0.5}, 2)],
+    ids=str,
+)
 @pytest.mark.parametrize(("seconds", "jobs"), [(60, 8), (0, 1)], ids=["a round", "a job of it"])
 def test_the_estimate_is_what_the_first_jobs_say_of_all(
     config: Config, looks: int, seconds: float, jobs: int
 ) -> None:
     base = {f"t{k}": torch.ones(20_000, dtype=BF16) for k in range(8)}
-    paths = save(Path(), base=base, math=finetune(base, 1), code=finetune(base, 2))
+    paths = save_models(Path(), [base, finetune(base, 1), finetune(base, 2)])
     merger = DareMerger(paths[0], paths[1:], DareConfig(verbose=False, threads=1, **config))
     tune(sample_seconds=seconds)
     plan = merger.plan(OUT, estimate=True)
     assert plan.estimate.sampled_bytes == jobs * 3 * 40_000
     assert plan.bytes_to_read == 8 * (1 + looks) * 3 * 40_000
-    whole = 8 / jobs * (1 + looks) * plan.estimate.sampled_seconds
-    assert plan.estimate.seconds == pytest.approx(whole)
+    assert plan.estimate.seconds == pytest.approx(
+        8 / jobs * (1 + looks) * plan.estimate.sampled_seconds
+    )
     assert merger.merge(OUT).bytes_read == plan.bytes_to_read
 
 
 def test_a_dry_run_fails_only_by_what_would_fail_the_merge(
-    models: Models, tmp_path: Path, capsys: Capture
+    models: Models, tmp_path: Path, refused: Refusal
 ) -> None:
     broken = load_file(models[1])
     broken["layer.weight"][3, 4] = math.nan
     save(tmp_path, math=broken)
-    words = "'layer.weight' holds nan at [3, 4]"
-    refuse(tmp_path, capsys, 1, words, arguments=[*MERGE, "--dry-run"])
+    refused(1, ("'layer.weight'", "nan", "[3, 4]"), *MERGE, "--dry-run")
     # This overflows, unless trim drops the small deltas.
     base = torch.tensor([65000.0, 0.0] * 1000, dtype=F16)
     tuned = base + torch.tensor([400.0, 3000.0] * 1000, dtype=F16)
     save(tmp_path, base={"w": base}, math={"w": tuned})
     flags = [*MERGE, "--method", "ties", "--drop-rate", "0", "--lambda", "2", "--engine", "plain"]
-    refuse(tmp_path, capsys, 1, "beyond the range", arguments=flags)
+    refused(1, "beyond the range", *flags)
     run("-q", *flags, "--keep-ratio", "0.5", "--dry-run")
     run("-q", *flags, "--keep-ratio", "0.5")
 

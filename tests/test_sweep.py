@@ -34,12 +34,11 @@ from tests.support import (
     Capture,
     Models,
     Patch,
+    Refusal,
     assert_same,
-    finetune,
-    random_model,
-    refuse,
+    make_models,
     run,
-    save,
+    save_models,
     slow,
     snapshot,
     write_config,
@@ -75,8 +74,7 @@ def models(tmp_path: Path, monkeypatch: Patch) -> Models:
     monkeypatch.chdir(tmp_path)
     if not event.contains(Engine, "connect", hurry):
         event.listen(Engine, "connect", hurry)
-    base = random_model(shapes=SHAPES)
-    return save(tmp_path, base=base, math=finetune(base, 1), code=finetune(base, 2))
+    return save_models(tmp_path, make_models(2, shapes=SHAPES))
 
 
 def judge(ending: str = "    return value") -> str:
@@ -122,8 +120,9 @@ def sweep(
     evaluate: Any, space: Any, search: str = "grid", config: Any = None, **options: Any
 ) -> SweepReport:
     names = [f"{name}.safetensors" for name in ("base", "math", "code")]
-    merger = DareMerger(names[0], names[1:], DareConfig(engine="plain", **(config or {})))
-    return merger.sweep(evaluate, space, search=search, **{"confirm": 0, **options})
+    return DareMerger(names[0], names[1:], DareConfig(engine="plain", **(config or {}))).sweep(
+        evaluate, space, search=search, **{"confirm": 0, **options}
+    )
 
 
 @pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.02)])
@@ -387,12 +386,8 @@ def test_several_scores_give_a_front_and_a_function_can_prune(
     )
     run(*flags, "front.svg")
     shown = json.loads(capsys.readouterr().out)
-    assert (len(shown["trials"]), len(shown["failed"]), len(shown["plain_averages"]) >= 5) == (
-        16,
-        4,
-        True,
-    )
-    assert {each["why"] for each in shown["failed"]} == {"pruned"}
+    assert (len(shown["trials"]), len(shown["plain_averages"]) >= 5) == (16, True)
+    assert [each["why"] for each in shown["failed"]] == ["pruned"] * 4
 
     points = {
         each["number"]: (each["scores"]["gain"], -each["scores"]["cost"])
@@ -412,8 +407,9 @@ SPACE = {"drop_rate": [0.25, 0.5, 0.75], "lambda_coeff": [0.5, 1.0]}
 
 
 def make_net() -> torch.nn.Module:
-    parts = {"layer": torch.nn.Linear(16, 8, bias=False), "head": torch.nn.Linear(8, 4, bias=False)}
-    return torch.nn.ModuleDict(parts)
+    return torch.nn.ModuleDict(
+        {"layer": torch.nn.Linear(16, 8, bias=False), "head": torch.nn.Linear(8, 4, bias=False)}
+    )
 
 
 def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_path: Path) -> None:
@@ -425,13 +421,14 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
         return -float(sum((state[name] - goal[name]).abs().sum() for name in goal))
 
     def search(states: list[Any], model: Any = None, evaluate: Any = miss) -> SweepReport:
-        options = {"model": model, "search": "grid", "confirm": 0}
-        return dare_sweep(states[0], states[1:], evaluate, SPACE, **options)
+        return dare_sweep(
+            states[0], states[1:], evaluate, SPACE, model=model, search="grid", confirm=0
+        )
 
     before = snapshot(tmp_path)
     plain = search([base, *tunes])
-    assert plain.winner.params == {"drop_rate": 0.5, "lambda_coeff": 1.0}
-    assert plain.winner.scores == [0.0]
+    winner = plain.winner
+    assert (winner.params, winner.scores) == ({"drop_rate": 0.5, "lambda_coeff": 1.0}, [0.0])
     net = make_net()
     net.load_state_dict(base)
     other = make_net()
@@ -461,8 +458,9 @@ def test_state_dicts_and_live_models_are_searched_in_memory(models: Models, tmp_
     heads = [{"one.weight": state["head.weight"]} for state in (base, *tunes)]
     both = [head | {"two.weight": head["one.weight"]} for head in heads]
     found = search(both, tied, lambda model: float(model["two"].weight.sum()))
-    merged = dare_merge(heads[0], heads[1:], found.winner.config)
-    assert_same(dict(one.state_dict(prefix="one.")), merged)
+    assert_same(
+        dict(one.state_dict(prefix="one.")), dare_merge(heads[0], heads[1:], found.winner.config)
+    )
     net.register_buffer("empty", torch.zeros(0))  # which has no memory to share
     states = [{**state, "empty": torch.zeros(0)} for state in (base, *tunes)]
     assert search(states, net).winner.scores == [0.0]
@@ -490,16 +488,11 @@ def test_fresh_seeds_share_no_mask_and_the_verdict_is_that_of_students_t() -> No
         (7, 8): 5 + 1,
         **{(seed, seed + 1): 3 for seed in (9, 11, 13, 15)},
     }
+    assert found.average.scores == [pytest.approx(-0.64)]
     values = [each[0] for each in found.best.confirmed]
-    average = found.average
-    assert average.scores == [pytest.approx(-0.64)]
-    test = stats.ttest_1samp(values, average.scores[0], alternative="greater")
-    assert found.probability == pytest.approx(3 * test.pvalue, rel=1e-9)
-    told = (
-        f"more than its seeds' spread explains (t test over 4 fresh seeds, p = "
-        f"{3 * test.pvalue:.2g})."
-    )
-    assert f"better than the plain average (lambda 1: -0.64) by {told}" in found.verdict
+    p = 3 * stats.ttest_1samp(values, found.average.scores[0], alternative="greater").pvalue
+    assert found.probability == pytest.approx(p, rel=1e-9)
+    assert re.search(rf"lambda 1: -0\.64.* more than .* 4 fresh seeds, p = {p:.2g}", found.verdict)
     for freedom, t in itertools.product(range(1, 9), (0.0, 0.3, 1.0, 2.5, 12.7)):
         assert chance(t, freedom) == pytest.approx(stats.t.sf(t, freedom), rel=1e-9)
 
@@ -528,26 +521,15 @@ def test_noise_is_not_called_better_and_the_plain_average_wins_ties(models: Mode
 
 @pytest.mark.slow
 def test_the_winners_configuration_makes_the_very_model_that_was_scored(capsys: Capture) -> None:
-    rules = """
-[[rules]]
-match = 'head.*'
-lambda_coeff = 0.5
-[[sweep.rules]]
-match = 'layer.*'
-lambda_coeff = [1.0]
-"""
+    rules = "[[rules]]\nmatch = 'head.*'\nlambda_coeff = 0.5\n"
+    rules += "[[sweep.rules]]\nmatch = 'layer.*'\nlambda_coeff = [1.0]\n"
     flags = ["--vary", "drop_rate = [0.5, 0.8]", "--vary", "method = ['ties']", "--search", "grid"]
     flags += ["--keep-models", "kept", "--plot", "found.png"]
-    settings = {"weights": [1, 2], "method": "ties", "keep_ratio": 0.5}
-    run(*command(*flags, text=rules, **settings))
+    run(*command(*flags, text=rules, weights=[1, 2], method="ties", keep_ratio=0.5))
     printed = capsys.readouterr()
-    assert re.search(
-        r"\n\[2/2\] method ties, drop rate 0.8, .*: 0.0002 \(best 0.0002\)", printed.err
-    )
-    table = r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: lambda 1 .*\nbase +-1 "
-    assert re.search(table, printed.out)
+    assert re.search(r"\n\[2/2\] method ties, drop rate 0.8, .*: 0.0002 ", printed.err)
+    assert re.search(r"\ntrial 1: .* 0.8.*\ntrial 0: .*\nplain average: .*\nbase +-1 ", printed.out)
     assert Path("found.png").read_bytes()[:4] == b"\x89PNG"
-    assert Path("config_best.toml").read_text().startswith("# Found by a sweep:\n# trial 1: ")
     run("-q", "-c", "config_best.toml", "--engine", "plain", "-o", "again.safetensors")
     [scored] = Path("kept").glob("*-trial-0001.*")
     assert Path("again.safetensors").read_bytes() == scored.read_bytes()
@@ -639,7 +621,7 @@ def test_models_that_change_end_the_search() -> None:
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_merged(
-    tmp_path: Path, monkeypatch: Patch, capsys: Capture, flags: str, status: int, message: str
+    monkeypatch: Patch, refused: Refusal, flags: str, status: int, message: str
 ) -> None:
     words = command(
         "--vary", "drop_rate=[0.5]", *(shlex.split(flags) if flags.startswith("-") else [])
@@ -647,8 +629,6 @@ def test_wrong_usage_is_refused_before_anything_is_merged(
     if flags == "optuna":
         monkeypatch.setitem(sys.modules, "optuna", None)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    error = refuse(
-        tmp_path, capsys, status, message, arguments=words[:3] if flags == "without" else words
-    )
+    error = refused(status, message, *(words[:3] if flags == "without" else words))
     assert error.count("error: ") == 1
     assert flags != "optuna" or "optuna cmaes" in error or "--extra sweep" in error

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dare import ConfigError, DareConfig, DareMerger
 from darelib.commands.sweep.space import Space
 from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
-from tests.support import Capture, Models, examples, refuse, write_config
+from tests.support import Models, Refusal, examples, write_config
 
 
 def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hinder(
@@ -43,8 +43,9 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     rules = [{"match": "layer.*", "keep_ratio": 0.5}]
     config = DareConfig(method="ties", keep_ratio=0.3, engine="plain", rules=rules)
     merger = DareMerger(models[0], models[1:], config)
-    options = {"search": "random", "trials": 40, "confirm": 0}
-    found = merger.sweep(lambda path: 1.0, space, folder=models[0].parent, **options)
+    found = merger.sweep(
+        lambda path: 1.0, space, folder=models[0].parent, search="random", trials=40, confirm=0
+    )
     assert (len(found.rows), found.failures) == (40, []), "none was refused"
     for row in found.rows:
         names = {*row.params}
@@ -107,14 +108,14 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
     ],
 )
 def test_a_wrong_space_is_named(
-    models: Models, tmp_path: Path, capsys: Capture, space: str, message: str
+    models: Models, tmp_path: Path, refused: Refusal, space: str, message: str
 ) -> None:
     words = ["sweep", "--evaluate", f"'{sys.executable}' {{model}}", "-c", write_config(tmp_path)]
-    error = refuse(tmp_path, capsys, 2, arguments=[*words, *(["--vary", space] if space else [])])
+    error = refused(2, "", *words, *(["--vary", space] if space else []))
     assert re.search(message, error, re.DOTALL), error
     if "=" in space and "rules" not in space:  # the same under [sweep]
         write_config(tmp_path, f"[sweep]\n{space}")
-        refuse(tmp_path, capsys, 2, arguments=words)
+        refused(2, "", *words)
 
 
 ENDS: dict[str, tuple[float, float]] = {
@@ -169,8 +170,7 @@ def axes(names: Sequence[str]) -> st.SearchStrategy[dict[str, Any]]:
             kinds += [ranges] + [st.lists(ranges, min_size=2, max_size=2)] * (name in PER_MODEL)
         return st.one_of(kinds)
 
-    chosen = st.sets(st.sampled_from(names), min_size=1, max_size=5)
-    return chosen.flatmap(
+    return st.sets(st.sampled_from(names), min_size=1, max_size=5).flatmap(
         lambda some: st.fixed_dictionaries({name: axis(name) for name in sorted(some)})
     )
 

@@ -16,8 +16,7 @@ import pytest
 import dare
 from darelib.core.tuning import count_cores
 from darelib.output import publish
-from darelib.output.files import MADE
-from darelib.output.lock import LOCK_WORDS
+from darelib.output.files import LOCK_WORDS, MADE
 from tests.scene import BOTH, Scene, contents, launch, put
 from tests.support import (
     BF16,
@@ -158,13 +157,14 @@ def test_neither_a_terminal_nor_a_place_for_anything_but_the_output_is_needed(
     prelude = (
         f"os.chdir({str(folder)!r}); tempfile._candidate_tempdir_list = lambda: [{str(blocked)!r}]"
     )
-    variables = {
-        "NUMBA_CACHE_DIR": f"{blocked}/below",
-        "HOME": "/nonexistent",
-        "TERM": "",
-        "XDG_CACHE_HOME": "",
-    }
-    process = launch(prelude, *scene.arguments[1:], **variables)
+    process = launch(
+        prelude,
+        *scene.arguments[1:],
+        NUMBA_CACHE_DIR=f"{blocked}/below",
+        HOME="/nonexistent",
+        TERM="",
+        XDG_CACHE_HOME="",
+    )
     told, printed = process.communicate(timeout=60)
     assert process.returncode == 0, printed
     assert (

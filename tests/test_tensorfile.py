@@ -3,10 +3,8 @@ in plain words."""
 
 import json
 import math
-import re
 import struct
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,10 @@ from darelib.core.formats import STORED_BITS
 from darelib.models.tensorfile import TensorFile
 from tests.support import (
     Capture,
+    Refusal,
     damaged,
     examples,
     low_rank,
-    refuse,
     run,
     save,
     save_sharded,
@@ -48,7 +46,6 @@ def with_field(key: str, value: str) -> str:
 
 
 def with_entry(name: str, value: str) -> str:
-    """A sound header with one more entry."""
     return f'{SOUND[:-1]},"{name}":{value}}}'
 
 
@@ -202,11 +199,16 @@ def sound_models(folder: Path) -> list[str]:
     return ["-b", str(paths[0]), "-m", str(paths[1]), "-o", str(paths[2]), *PLAIN]
 
 
-def refuse_in_two_lines(folder: Path, capsys: Capture, *complaints: str, arguments: Any) -> None:
+@pytest.fixture
+def refused_in_two_lines(refused: Refusal) -> Refusal:
     """No name can break the line of the error, or move a terminal's cursor, or fill a screen."""
-    error, hint = refuse(folder, capsys, 1, *complaints, arguments=arguments).split("\n")[:-1]
-    assert (error + hint).isprintable()
-    assert len(error) < 10_000
+
+    def check(words: str | tuple[str, ...], *arguments: Any) -> None:
+        error, hint = refused(1, words, *arguments).split("\n")[:-1]
+        assert (error + hint).isprintable()
+        assert len(error) < 10_000
+
+    return check
 
 
 def read_by_the_library(path: Path) -> Any:
@@ -227,7 +229,7 @@ def read_by_the_library(path: Path) -> Any:
     ("content", "complaint"), BROKEN_FILES, ids=[complaint for _, complaint in BROKEN_FILES]
 )
 def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
-    tmp_path: Path, capsys: Capture, content: bytes, complaint: str
+    tmp_path: Path, refused_in_two_lines: Refusal, content: bytes, complaint: str
 ) -> None:
     """The library refuses it too, so that there are no rules of our own but where the library is
     careless."""
@@ -236,8 +238,7 @@ def test_a_file_that_breaks_a_rule_of_the_format_is_refused(
         arguments = sound_models(tmp_path)
         path = tmp_path / f"{side}.safetensors"
         path.write_bytes(content)
-        complaints = (repr(str(path)), "not a complete safetensors file", complaint)
-        refuse_in_two_lines(tmp_path, capsys, *complaints, arguments=arguments)
+        refused_in_two_lines((repr(str(path)), "not a complete", complaint), *arguments)
         assert (read_by_the_library(path) is None) == (
             content not in map(with_header, LIBRARY_TAKES)
         )
@@ -257,22 +258,15 @@ def test_a_header_of_more_than_100_mb_is_refused_unread(tmp_path: Path, capsys: 
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_broken_shard_or_adapter_is_refused_alike(tmp_path: Path, capsys: Capture) -> None:
+def test_a_broken_shard_or_adapter_is_refused_alike(tmp_path: Path, check_refused: Refusal) -> None:
     base = {"w": torch.ones(2, 3), "v": torch.ones(4)}
     [path] = save(tmp_path, base=base)
-    shard = (
-        save_sharded(tmp_path / "sharded", base, [["w"], ["v"]])
-        / "model-00002-of-00002.safetensors"
-    )
-    adapter = (
-        write_adapter(tmp_path / "adapter", low_rank("w", (2, 3))) / "adapter_model.safetensors"
-    )
-    for file in (shard, adapter):
+    sharded = save_sharded(tmp_path / "sharded", base, [["w"], ["v"]])
+    adapter = write_adapter(tmp_path / "adapter", low_rank("w", (2, 3)))
+    for folder in (sharded, adapter):
+        file = max(folder.glob("*.safetensors"))
         file.write_bytes(with_header("{not JSON at all}"))
-        arguments = ["-b", path, "-m", file.parent, "-o", tmp_path / "out.safetensors"]
-        refuse_in_two_lines(
-            tmp_path, capsys, repr(str(file)), "not a complete", arguments=arguments
-        )
+        check_refused(path, folder, repr(str(file)), "not a complete")
 
 
 # --- odd, and sound all the same ---
@@ -341,13 +335,15 @@ def test_odd_but_sound_files_are_merged_right(tmp_path: Path, padding: str) -> N
     run("verify", output, *PLAIN)
 
 
-def test_files_without_tensors_have_nothing_in_common(tmp_path: Path, capsys: Capture) -> None:
+def test_files_without_tensors_have_nothing_in_common(
+    tmp_path: Path, refused_in_two_lines: Refusal
+) -> None:
     arguments = sound_models(tmp_path)
     for side in ("base", "model"):
         (tmp_path / f"{side}.safetensors").write_bytes(
             with_header('{"__metadata__": {"format": "pt"}}', b"")
         )
-        refuse_in_two_lines(tmp_path, capsys, "has no tensor in common", arguments=arguments)
+        refused_in_two_lines("has no tensor in common", *arguments)
 
 
 @pytest.mark.parametrize("method", ["linear", "ties"])
@@ -361,7 +357,7 @@ def test_files_of_empty_tensors_alone_merge(tmp_path: Path, method: str) -> None
 
 @pytest.mark.parametrize("sides", [0, 64, 65, 100])
 def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
-    tmp_path: Path, capsys: Capture, sides: int
+    tmp_path: Path, refused_in_two_lines: Refusal, sides: int
 ) -> None:
     """NumPy knows 64 sides at most. In an input it is nan, in an output a byte that was changed."""
     arguments = sound_models(tmp_path)
@@ -371,12 +367,9 @@ def test_a_bad_value_is_found_in_a_tensor_of_any_number_of_sides(
         write_floats(tmp_path / f"{side}.safetensors", {"w": (shape, [value])}, ["w"])
     run(*arguments)
     output.write_bytes(output.read_bytes()[:-1] + b"\x01")
-    place = [0] * sides
-    refuse_in_two_lines(
-        tmp_path, capsys, f"tensor 'w' differs at {place}", arguments=["verify", output, *PLAIN]
-    )
+    refused_in_two_lines(f"tensor 'w' differs at {[0] * sides}", "verify", output, *PLAIN)
     write_floats(tmp_path / "model.safetensors", {"w": (shape, [math.nan])}, ["w"])
-    refuse_in_two_lines(tmp_path, capsys, f"tensor 'w' holds nan at {place}", arguments=arguments)
+    refused_in_two_lines(f"tensor 'w' holds nan at {[0] * sides}", *arguments)
 
 
 # --- agreement with the library, on headers that nobody thought of ---
@@ -415,53 +408,23 @@ ODD_JSON = st.one_of(
         max_leaves=5,
     ).map(json.dumps),
 )
-NAMES_IN_JSON = st.sampled_from(
-    ['"v"', '"w"', '"e"', '"\\u0077"', '"__metadata__"', '""', '"\\ud800"', '"dtype"']
-)
-
-
-@st.composite
-def mangled_files(draw: Callable[[st.SearchStrategy[Any]], Any]) -> bytes:
-    """A file whose header has some of its parts changed, dropped, doubled or moved."""
-    parts: list[list[Any]] = [
-        ['"__metadata__"', [['"format"', '"pt"'], ['"a"', '"b"']]],
-        ['"v"', [['"dtype"', '"F32"'], ['"shape"', "[4]"], ['"data_offsets"', "[0,16]"]]],
-        ['"e"', [['"dtype"', '"I64"'], ['"shape"', "[3,0]"], ['"data_offsets"', "[16,16]"]]],
-        ['"w"', [['"dtype"', '"BF16"'], ['"shape"', "[3,4]"], ['"data_offsets"', "[16,40]"]]],
-    ]
-    for _ in range(draw(st.integers(1, 3))):
-        entry = draw(st.sampled_from(parts)) if parts else ['""', []]
-        fields = entry[1] if isinstance(entry[1], list) and draw(st.booleans()) else parts
-        change = draw(st.sampled_from(["drop", "double", "move", "value", "key", "add"]))
-        if change == "add" or not fields:
-            fields.append([draw(NAMES_IN_JSON), draw(ODD_JSON)])
-            continue
-        key, value = fields.pop(k := draw(st.integers(0, len(fields) - 1)))
-        if change == "value" and isinstance(value, str) and draw(st.booleans()):
-            value = re.sub(r"\d+(?=[],])", lambda _: draw(ODD_JSON), value, count=1)
-        elif change == "value":
-            value = draw(ODD_JSON)
-        key = draw(NAMES_IN_JSON) if change == "key" else key
-        if change != "drop":
-            fields.insert(
-                draw(st.integers(0, len(fields))) if change == "move" else k, [key, value]
-            )
-        if change == "double":
-            fields.insert(draw(st.integers(0, len(fields))), [key, value])
-    space = draw(st.sampled_from(["", "", " ", "\n\t"]))
-
-    def spell(value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        return "{" + f",{space}".join(f"{key}:{space}{spell(inner)}" for key, inner in value) + "}"
-
-    return with_header(
-        spell(parts) + space, bytes(draw(st.sampled_from([40, 40, 40, 40, 39, 41, 16, 24, 0])))
-    )
+NAMES_IN_JSON = st.sampled_from(["v", "w", "e", "\\u0077", "__metadata__", "", "\\ud800", "dtype"])
 
 
 HEADER = with_entry("__metadata__", '{"format":"pt"}').encode()
-ANY_FILE = mangled_files() | damaged(with_header(HEADER)) | damaged(HEADER).map(with_header)
+# A part of the header that is odd, left out or there twice; a few bytes that are.
+MANGLED = (
+    st.builds(with_field, st.sampled_from([*WRONG_FIELDS]), ODD_JSON | st.just(""))
+    | st.builds(with_entry, NAMES_IN_JSON, ODD_JSON)
+    | st.lists(st.sampled_from([V, W, W.replace("w", "e")]), max_size=4).map(
+        lambda entries: f"{{{','.join(entries)}}}"
+    )
+)
+ANY_FILE = (
+    st.builds(with_header, MANGLED, st.sampled_from([40, 40, 40, 39, 41, 16, 0]).map(bytes))
+    | damaged(with_header(HEADER))
+    | damaged(HEADER).map(with_header)
+)
 
 
 def assert_agreement(path: Path, content: bytes) -> None:

@@ -20,11 +20,11 @@ from tests.support import (
     Config,
     Models,
     Patch,
+    Refusal,
     Tensors,
     assert_same,
     random_model,
     read_json,
-    refuse,
     run,
     same_bits,
     save_directory,
@@ -67,7 +67,6 @@ def write_tokenizer(
 def write_model(
     folder: Path, rows: int, added: dict[str, int], seed: int, dtype: torch.dtype = BF16
 ) -> Tensors:
-    """A small Llama with these added tokens."""
     shapes = {EMBEDDING: (rows, WIDTH), HEAD: (rows, WIDTH), "model.layers.0.mlp.weight": (5, 7)}
     tensors = random_model(seed, dtype, shapes)
     save_directory(folder, tensors, model_type="llama", vocab_size=rows, hidden_size=WIDTH)
@@ -95,8 +94,9 @@ def numbers_of(folder: Path) -> dict[str, int]:
 def merge(family: Models, **config: Any) -> tuple[Path, Tensors]:
     """A union of the models' tokens, and its tensors."""
     output = family[0].parent / "out"
-    settings = DareConfig(verbose=False, **config)
-    DareMerger(family[0], family[1:], settings, tokenizer="union").merge(output)
+    DareMerger(family[0], family[1:], DareConfig(verbose=False, **config), tokenizer="union").merge(
+        output
+    )
     return output, tensors_in(output)
 
 
@@ -135,8 +135,9 @@ def test_a_union_gives_every_token_one_number_and_the_row_of_its_model(family: M
 def test_rows_of_added_tokens_are_neither_dropped_nor_scaled(
     family: Models, method: str, config: Config
 ) -> None:
-    strong = {"drop_rate": 0.9, "lambda_coeff": 3.0, "weights": [0.9, 0.1]}
-    output, merged = merge(family, method=method, **strong, **config)
+    output, merged = merge(
+        family, method=method, drop_rate=0.9, lambda_coeff=3.0, weights=[0.9, 0.1], **config
+    )
     run("verify", "-q", output)
     chat, tool = map(tensors_in, family[1:])
     for name in (EMBEDDING, HEAD):
@@ -152,8 +153,9 @@ def test_models_of_other_types_and_heads_that_are_tied_unite_too(family: Models)
     numbers = numbers_of(output)
     for name in (EMBEDDING, HEAD):
         common = base[name][3] + (wide[EMBEDDING][3] - base[name][3])
-        found = merged[name][[numbers["<a>"], 3]]
-        assert same_bits(found, torch.stack([wide[EMBEDDING][10], common]).to(BF16))
+        assert same_bits(
+            merged[name][[numbers["<a>"], 3]], torch.stack([wide[EMBEDDING][10], common]).to(BF16)
+        )
     # Where the first model has no token, it has changed nothing.
     assert same_bits(merged[EMBEDDING][numbers["<c>"]], tool[EMBEDDING][11])
 
@@ -181,19 +183,25 @@ def test_a_union_is_verified_resumed_and_made_again_by_its_recipe(
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
-def test_special_tokens_follow(family: Models) -> None:
+def test_special_tokens_follow_and_other_vocabularies_of_a_configuration_stay(
+    family: Models,
+) -> None:
+    table = {"text_config": {"vocab_size": 12}, "talker_config": {"vocab_size": 4096}}
+    (family[0] / "config.json").write_text(json.dumps(table))
     write_tokenizer(family[0], BASE, {"additional_special_tokens": ["<s>"]})
     special = {"additional_special_tokens": ["<s>"], "eos_token": "</s>"}
     (family[0] / "added_tokens.json").write_text(json.dumps(BASE))
     (family[0] / "special_tokens_map.json").write_text(json.dumps(special))
-    both = {"additional_special_tokens": ["<a>", {"content": "<s>"}]}
-    write_tokenizer(family[1], BASE | CHAT, both)
+    write_tokenizer(
+        family[1], BASE | CHAT, {"additional_special_tokens": ["<a>", {"content": "<s>"}]}
+    )
     output, _ = merge(family)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         listed = read_json(output / name)["additional_special_tokens"]
         texts = [token if isinstance(token, str) else token["content"] for token in listed]
         assert texts == ["<s>", "<a>"]
     assert read_json(output / "added_tokens.json") == BASE | CHAT | {"<c>": 12}
+    assert read_json(output / "config.json") == table | {"text_config": {"vocab_size": 13}}
 
 
 @pytest.mark.parametrize(
@@ -213,7 +221,7 @@ def test_special_tokens_follow(family: Models) -> None:
 def test_what_cannot_be_united_is_refused(
     family: Models,
     tmp_path: Path,
-    capsys: Capture,
+    refused: Refusal,
     which: int,
     change: Any,
     words: str,
@@ -227,13 +235,14 @@ def test_what_cannot_be_united_is_refused(
     else:
         path.write_text(json.dumps(read_json(path) | change))
     flags = ["-b", family[0], "-m", *family[1:], "-o", tmp_path / output, "--tokenizer", "union"]
-    refuse(tmp_path, capsys, 1, words, arguments=flags)
+    refused(1, words, *flags)
 
 
 def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: Path) -> None:
     def warn(**tokenizer: Any) -> list[str]:
-        config = DareConfig(mismatch="overlap", engine="plain")
-        merger = DareMerger(family[0], family[1:], config, **tokenizer)
+        merger = DareMerger(
+            family[0], family[1:], DareConfig(mismatch="overlap", engine="plain"), **tokenizer
+        )
         return [w for w in merger.plan(tmp_path / "out").warnings if "tokenizer" in w]
 
     chat, tool = warn()
@@ -245,8 +254,7 @@ def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: P
     assert str(family[2]) in warn(tokenizer=family[2])[0]
     assert warn(tokenizer="union") == []
     for folder in family[1:]:  # the same tokens, written otherwise
-        table = read_json(family[0] / "tokenizer.json")
-        (folder / "tokenizer.json").write_text(json.dumps(table))
+        (folder / "tokenizer.json").write_text(json.dumps(read_json(family[0] / "tokenizer.json")))
     assert warn() == []
     for folder, words in zip(family, ("a", "b", "a"), strict=True):
         (folder / "tokenizer.json").unlink()
@@ -256,15 +264,14 @@ def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: P
 
 def test_unigram_vocabularies_are_read(family: Models) -> None:
     model = {"type": "Unigram", "unk_id": 0, "vocab": [[token, -1.5] for token in TRAINED]}
-    for folder in family:
-        table = read_json(folder / "tokenizer.json") | {"model": model}
-        (folder / "tokenizer.json").write_text(json.dumps(table))
+    for path in (folder / "tokenizer.json" for folder in family):
+        path.write_text(json.dumps(read_json(path) | {"model": model}))
     output, _ = merge(family)
     assert read_json(output / "tokenizer.json")["added_tokens"][-1]["id"] == 12
 
 
 def test_a_tokenizer_that_changed_is_another_input(
-    family: Models, tmp_path: Path, capsys: Capture
+    family: Models, tmp_path: Path, capsys: Capture, refused: Refusal
 ) -> None:
     """In a union it decides which rows are merged.
 
@@ -279,16 +286,9 @@ def test_a_tokenizer_that_changed_is_another_input(
         run(*resumed, status=130)
     write_tokenizer(family[2], {"</s>": 8, "<s>": 9, "<c>": 10, "<b>": 11})
     for arguments in (["-c", out, "-o", tmp_path / "again"], ["verify", out]):
-        refuse(tmp_path, capsys, 1, "tokenizer_sha256", arguments=arguments)
+        refused(1, "tokenizer_sha256", *arguments)
     run(*resumed, status=1)
     assert "is another one" in capsys.readouterr().err
-
-
-def test_other_vocabularies_of_a_configuration_stay(family: Models) -> None:
-    table = {"text_config": {"vocab_size": 12}, "talker_config": {"vocab_size": 4096}}
-    (family[0] / "config.json").write_text(json.dumps(table))
-    output, _ = merge(family)
-    assert read_json(output / "config.json") == table | {"text_config": {"vocab_size": 13}}
 
 
 @pytest.mark.parametrize(
@@ -322,11 +322,11 @@ def test_templates_of_any_form_are_kept(family: Models, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_pipes_are_not_waited_for(family: Models, tmp_path: Path, capsys: Capture) -> None:
+def test_pipes_are_not_waited_for(family: Models, tmp_path: Path, refused: Refusal) -> None:
     pipe = tmp_path / "pipe.jinja"
     os.mkfifo(pipe)
     flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / "out", "--chat-template", pipe]
-    refuse(tmp_path, capsys, 1, str(pipe), arguments=flags)
+    refused(1, str(pipe), *flags)
     run("convert", pipe, tmp_path / "x.safetensors", status=1)
 
 
@@ -345,10 +345,9 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
 ) -> None:
     base, chat, tool = family
     out = tmp_path / "out"
-    flags = ["-b", base, "-m", chat, tool, "-o", out, "--mismatch", "overlap"]
 
     def check(expected: str | None, *more: Any) -> None:
-        run(*flags, *more)
+        run("-b", base, "-m", chat, tool, "-o", out, "--mismatch", "overlap", *more)
         assert template_of(out) == expected
 
     check(None)
@@ -379,13 +378,12 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
     ],
 )
 def test_chat_templates_that_are_not_there_are_refused(
-    family: Models, tmp_path: Path, capsys: Capture, output: str, given: str, status: int
+    family: Models, tmp_path: Path, refused: Refusal, output: str, given: str, status: int
 ) -> None:
     (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe")
     (tmp_path / "own.jinja").write_text("own")
-    flags = ["-b", family[0], "-m", family[2], "--chat-template", tmp_path / given]
-    words = "chat_template" if status == 2 else given
-    refuse(tmp_path, capsys, status, words, arguments=[*flags, "-o", tmp_path / output])
+    flags = ["-b", family[0], "-m", family[2], "-o", tmp_path / output, "--chat-template"]
+    refused(status, "chat_template" if status == 2 else given, *flags, tmp_path / given)
 
 
 @pytest.mark.slow
@@ -414,5 +412,4 @@ def test_transformers_loads_a_union_whose_tokens_and_rows_agree(tmp_path: Path, 
         for part in ("get_input_embeddings", "get_output_embeddings"):
             mine, other = (getattr(each, part)().weight.detach() for each in (model, theirs))
             assert same_bits(mine[number], other[row])
-    text = torch.tensor([tokenizer.encode("t1 <a> t2 <b>")])
-    assert model(input_ids=text).logits.shape[-1] == 11
+    assert model(input_ids=torch.tensor([tokenizer.encode("t1 <a> t2 <b>")])).logits.shape[-1] == 11

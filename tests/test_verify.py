@@ -1,30 +1,39 @@
-"""verify: a merged model is made again by its recipe and compared, and any difference is found."""
+"""The recipe in a merged model makes it again, and verify finds any difference."""
 
 import errno
+import hashlib
 import itertools
+import json
 import signal
+import struct
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import dare
 from dare import DareError, DareMerger
 from darelib.models.tensorfile import TensorFile
-from darelib.output.recipe import recipe_metadata
+from darelib.output.directory import recipe_metadata
 from tests.scene import SLOWLY, Scene, contents, launch, put
 from tests.support import (
     BF16,
     POSIX,
     Capture,
+    Models,
+    Pair,
     Patch,
+    Refusal,
     finetune,
     random_model,
-    refuse,
     run,
+    run_merge,
     save_directory,
     save_sharded,
     slow,
@@ -43,14 +52,12 @@ def verify(capsys: Capture, tmp_path: Path, monkeypatch: Patch) -> Any:
         run("verify", path, "-q", *flags, status=0 if words is None else status)
         printed = capsys.readouterr().err
         assert printed.startswith("" if words is None else "error: ")
-        assert (words or "") in printed
-        assert "this is a bug" not in printed
+        assert ((words or "") in printed, "this is a bug" in printed) == (True, False)
 
     return check
 
 
 def make_merged(folder: Path, kind: str, *flags: str, **options: Any) -> Scene:
-    """A merged model, as a file or a directory."""
     scene = Scene(folder, kind, old=False, **options)
     assert scene.run(*flags) == 0, scene.printed
     scene.new = contents(scene.output)
@@ -58,7 +65,7 @@ def make_merged(folder: Path, kind: str, *flags: str, **options: Any) -> Scene:
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [("file", 7), ("directory", 37), slow("file", 1), slow("directory", 3)]
+    ("kind", "step"), [("file", 11), ("directory", 61), slow("file", 1), slow("directory", 3)]
 )
 def test_a_flipped_bit_is_found_anywhere(
     tmp_path: Path, monkeypatch: Any, verify: Any, kind: str, step: int
@@ -110,8 +117,7 @@ def test_the_first_tensor_that_differs_is_named(
     tmp_path: Path, verify: Any, kind: str, method: str
 ) -> None:
     engine = [] if method == "linear" else ["--engine", "plain"]
-    settings = ["--drop-rate", "0.5", *engine, "--method", *method.split()]
-    scene = make_merged(tmp_path, kind, *settings)
+    scene = make_merged(tmp_path, kind, "--drop-rate", "0.5", *engine, "--method", *method.split())
     before = snapshot(tmp_path)
     verify(scene.output, "--threads", "3", *engine)
     assert snapshot(tmp_path) == before, "verify writes nothing"
@@ -211,27 +217,7 @@ def test_a_disk_that_fails_under_a_merged_model_is_an_error_about_that_model(
     verify(scene.output, words=f"cannot read {str(scene.output)!r}: Input/output error")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--output x",
-        "--seed 1",
-        "--config x",
-        "--rule *:drop_rate=0",
-        "--tokenizer x",
-        "--lambda 1",
-        "--force",
-        "--resume",
-        "--dry-run",
-        "--per-tensor",
-    ],
-)
-def test_settings_come_from_the_recipe_only(tmp_path: Path, verify: Any, flags: str) -> None:
-    words = f"{flags.split()[0]} means nothing to verify"
-    verify(tmp_path / "x", *flags.split(), words=words, status=2)
-
-
-def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, verify: Any) -> None:
+def test_what_has_no_recipe_is_not_verified(tmp_path: Path, refused: Refusal, verify: Any) -> None:
     model = save_directory(tmp_path / "model", random_model())
     for words, status, named in (
         ([model / "model.safetensors"], 1, "no recipe"),
@@ -239,10 +225,9 @@ def test_what_has_no_recipe_is_not_verified(tmp_path: Path, capsys: Capture, ver
         ([tmp_path / "nowhere"], 1, "nowhere"),
         ([], 2, "nothing to verify"),
     ):
-        refuse(tmp_path, capsys, status, named, arguments=["verify", *words])
+        refused(status, named, "verify", *words)
     odd = tmp_path / "odd.safetensors"
-    tables = ("", "[dare]\nseed = 1\n", "[recipe]\nversion = 3\n", "[models]\nmerge_files = []\n")
-    for recipe in tables:
+    for recipe in ("", "[dare]\nseed = 1", "[recipe]\nversion = 3", "[models]\nmerge_files = []"):
         for metadata, words in (
             ({"dare_recipe": recipe}, "is damaged"),
             (recipe_metadata(recipe), "names no inputs"),
@@ -264,3 +249,153 @@ def test_verify_stops_when_it_is_told_to(tmp_path: Path) -> None:
     _, printed = process.communicate(timeout=8)  # all jobs take twelve seconds
     assert (process.returncode, printed) == (130, "interrupted\n")
     assert snapshot(tmp_path) == before
+
+
+# --- the recipe in a merged model -----------------------------------------------------------------
+
+
+def recipe_of(path: Path) -> str:
+    with safe_open(path, framework="pt") as file:
+        return str(file.metadata()["dare_recipe"])
+
+
+def digest_pages(data: bytes, header: bytes) -> str:
+    """As the documents have it: 256 pages of 4 KiB, page k at k / 256 of the way through the
+    tensors."""
+    tensors = sorted(
+        (name, entry) for name, entry in json.loads(header[8:]).items() if name != "__metadata__"
+    )
+    ends = [entry["data_offsets"] for _, entry in tensors]
+    parts = [data[len(header) + start : len(header) + stop] for start, stop in ends if stop > start]
+    found = hashlib.sha256()
+    for k in range(256):
+        part = parts[k * len(parts) // 256]
+        rest = k * len(parts) % 256
+        start = max(0, len(part) - 4096) * rest // 256
+        found.update(part[start : start + 4096])
+    return found.hexdigest()
+
+
+def test_a_merged_file_says_all_that_determines_its_bytes_and_no_more(
+    models: list[Path], tmp_path: Path
+) -> None:
+    run_merge(models[0], models[1:], tmp_path / "out.safetensors", drop_rate=0.75, seed=9)
+    recipe = tomllib.loads(recipe_of(tmp_path / "out.safetensors"))
+    assert (recipe["dare"]["drop_rate"], recipe["dare"]["seed"]) == (0.75, 9)
+    assert recipe["models"] == {
+        "base_file": models[0].name,
+        "merge_files": [m.name for m in models[1:]],
+    }
+    assert (recipe["recipe"]["version"], recipe["recipe"]["seeds"]) == (dare.__version__, [9, 10])
+    for entry, path in zip(recipe["recipe"]["inputs"], models, strict=True):
+        data = path.read_bytes()
+        header = data[: 8 + struct.unpack("<Q", data[:8])[0]]
+        digests = {
+            "header_sha256": hashlib.sha256(header).hexdigest(),
+            "content_sha256": digest_pages(data, header),
+        }
+        assert entry == {"file": path.name, "size": len(data), **digests}
+    others = {"threads": 1, "delta_threshold": 9, "engine": "plain", "max_shard_size": "1MB"}
+    run_merge(
+        models[0], models[1:], tmp_path / "other.safetensors", drop_rate=0.75, seed=9, **others
+    )
+    assert (tmp_path / "other.safetensors").read_bytes() == (
+        tmp_path / "out.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--drop-rate 0.6 --seed 3",
+        "--method ties --weights 1 2 --keep-ratio 0.4 --lambda 0.9 --dtype float32 "
+        "--mismatch overlap",
+        "--method ties --no-normalize --weights 1 -2",
+        "--normalize --weights 1 2",
+        "--method slerp --slerp-t 0.3 --drop-rate 0.5 0.7 --rescale-q 0.6",
+        "--rule *.weight:drop_rate={gradient=[0.1,0.9]},weights=[1,{gradient=[0.5,-3]}],"
+        "normalize=true --drop-rate .5",
+        "--drop magnitude della --drop-rate .5 --epsilon .2 --rescale l1 "
+        "--rule *bias:drop='breadcrumbs',gamma=0.2",
+        "--drop breadcrumbs random --drop-rate .5 --gamma .1 .2 --method ties "
+        "--rule *.weight:rescale='none'",
+        "--method ram --threshold 1e-4 --weights 1 2 --drop-rate .5 --rule *bias:weights=[3,1]",
+        "--method slerp --drop-rate .5 --rule *bias:slerp_t={gradient=[0,1]},rescale=false "
+        "--rule *:slerp_t=0.7",
+        "--no-rescale --drop-rate 0.2 --weights 1 -1 --rule *bias:drop_rate=0 "
+        "--rule *.weight:lambda_coeff=0.5",
+    ],
+)
+def test_a_recipe_makes_the_same_file_again(
+    models: Models, tmp_path: Path, monkeypatch: Patch, flags: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base, *others = (path.name for path in models)
+    engine = ["-q", "--engine", "plain"]
+    run(*engine, "-b", base, "-o", "first.safetensors", *flags.split(), "-m", *others)
+    Path("recipe.toml").write_text(recipe_of(Path("first.safetensors")))
+    monkeypatch.chdir("/")
+    run(*engine, "-c", tmp_path / "recipe.toml", "-o", tmp_path / "again.safetensors")
+    assert contents(tmp_path / "again.safetensors") == contents(tmp_path / "first.safetensors")
+
+
+@pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
+def test_the_same_merge_gives_the_same_bytes_from_any_place(
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, output: str
+) -> None:
+    """Also what a merged directory has beside the tensors; and no path of this machine is in it."""
+    made = []
+    for number, (place, base, model) in enumerate(
+        (
+            (tmp_path, "base", "math"),
+            (tmp_path, "base/model.safetensors", "./math/"),
+            ("/", pair[0], pair[1]),
+            (pair[0], ".", "../math/model.safetensors"),
+        )
+    ):
+        out = tmp_path / str(number) / output
+        out.parent.mkdir()
+        monkeypatch.chdir(place)
+        run("-q", "-b", base, "-m", model, "-o", out)
+        made.append(contents(out))
+    assert made[1:] == made[:1] * 3
+    assert not any(str(tmp_path).encode() in content for content in made[0].values())
+
+
+@pytest.mark.parametrize("output", ["merged.safetensors", "merged"])
+def test_a_merged_model_is_a_configuration(pair: Pair, tmp_path: Path, output: str) -> None:
+    (tmp_path / "results").mkdir()
+    first = tmp_path / "results" / output
+    models = ["-b", pair[0], "-m", pair[1]]
+    run("-q", *models, "-o", first, "--drop-rate", "0.5", "--max-shard-size=9kB")
+    second = tmp_path / output
+    run("-q", "-c", first, "-o", second, *models)
+    assert contents(second) == contents(first)
+    for recipe in [second, *([second / "dare_recipe.toml"] if second.is_dir() else [])]:
+        run("-q", "-c", recipe, "-o", first)  # the models are beside it
+        assert contents(second) == contents(first)
+
+
+@pytest.mark.parametrize("config", ["first.safetensors", "recipe.toml"])
+def test_a_recipe_refuses_other_inputs(
+    models: Models, tmp_path: Path, refused: Refusal, config: str
+) -> None:
+    out = tmp_path / "first.safetensors"
+    run_merge(models[0], models[1:], out)
+    (tmp_path / "recipe.toml").write_text(recipe_of(out))
+    other = finetune(load_file(models[0]), 9)
+    arguments = ["-c", tmp_path / config, "-q", "-o", tmp_path / "again.safetensors"]
+    save_file(other, models[2])
+    refused(1, ("content_sha256", "--base and --merge"), *arguments)
+    save_file(other | {"more": other["scalar"].clone()}, models[2])
+    refused(1, "its size is", *arguments, "--merge", *models[1:])
+    models[2].unlink()
+    refused(1, "'code.safetensors'", *arguments)
+
+
+def test_equal_inputs_are_found_under_each_name(models: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(models[1].read_bytes())
+    out = tmp_path / "out.safetensors"
+    run_merge(models[0], [models[1], copy], out)
+    run("verify", "-q", out, "--merge", models[1], copy)

@@ -24,9 +24,8 @@ from darelib.core.text import (
     list_names,
     printable,
 )
-from darelib.models.jsonfile import read_json
-from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular
-from darelib.output.newfile import write_new_file
+from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular, read_json
+from darelib.output.files import write_new_file
 
 if TYPE_CHECKING:
     import torch

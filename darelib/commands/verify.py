@@ -134,7 +134,7 @@ class Comparison(ExitStack):
     def check_side_files(self) -> None:
         """Compare a directory's other files with the digests in its recipe, which has a seal."""
         from darelib.output.destination import list_files, read_digests
-        from darelib.output.recipe import check_seal
+        from darelib.output.directory import check_seal
 
         if not self.plan.output.directory:
             return

@@ -1,7 +1,5 @@
 """The arithmetic: one definition (plain), and engines that give its very bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

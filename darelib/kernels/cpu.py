@@ -1,7 +1,5 @@
 """The kernels for the CPU, written for Numba: each is one loop over the tiles of a chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,13 +10,20 @@ from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, KernelSpec, looks
 from darelib.kernels.parts import (
     build,
+    carray,
     decode,
     decode_finetuned,
+    draw,
+    elect,
     encode,
     finetuned_raw,
+    fold,
+    narrow,
     open_buffers,
     output_raw,
+    pick,
     real,
+    scatter,
     thin_model,
     unsigned,
 )
@@ -35,7 +40,6 @@ from darelib.kernels.records import (
     SIZE_ROW,
     ZERO_ROW,
 )
-from darelib.kernels.tiles import carray, draw, elect, fold, pick, scatter
 
 
 def merge_chunk(
@@ -75,7 +79,6 @@ def merge_chunk(
     merged = scratch[MERGED_ROW]
     size = scratch[SIZE_ROW]
     kept = scratch[SCRATCH_ROWS:]
-    threshold = real(tensor.threshold)
     lambda_coeff = real(tensor.lambda_coeff)
     base_share = real(tensor.base_share)
     for tile in range(tiles):
@@ -101,7 +104,7 @@ def merge_chunk(
                 scratch[DIVISOR_ROW],
                 kept[i],
                 merged,
-                threshold,
+                real(tensor.threshold),
                 way != ADD,
             )
             model.size += fold(size)
@@ -126,9 +129,8 @@ def merge_chunk(
             change = lambda_coeff * merged[j]
             sum_ = base[j] + change
             value = base[j] if change == 0 else sum_  # base + 0 would turn -0.0 into 0.0
-            pattern = real(abs(value)).view(unsigned)
-            peak = pattern if pattern > peak else peak
-            output[j] = encode(value)
+            peak = max(peak, real(abs(value)).view(unsigned))
+            output[j] = encode(narrow(value))
         tensor.peak = peak
 
 
@@ -219,9 +221,9 @@ def pack_chunk(
 
 
 def unpack_chunk(
-    values_at: Any,
+    base_at: Any,
     entries_at: Any,
-    _output: Any,
+    values_at: Any,
     models_at: Any,
     _tensor: Any,
     scratch_at: Any,
@@ -233,9 +235,10 @@ def unpack_chunk(
     _models: int,
     first_tile: int,
 ) -> None:  # compiled
-    """Puts the entries of a packed model where the mask keeps them."""
-    values = carray(values_at, (1, count), finetuned_raw)[0]
+    """Makes values of the base's and of a packed model's entries, where the mask keeps them."""
+    base = carray(base_at, (1, count), finetuned_raw)[0]
     entries = carray(entries_at, (1, available), finetuned_raw)[0]
+    values = carray(values_at, (1, count), finetuned_raw)[0]
     model = carray(models_at, (1,), MODEL)[0]
     bits = carray(scratch_at, (1, TILE), np.uint16)[0]
     flags = carray(scratch_at, (3, TILE), np.uint8)[2]  # behind the bits
@@ -245,6 +248,9 @@ def unpack_chunk(
     for start in range(0, count, TILE):
         draw(bits, first_tile + start // TILE, model.key_0, model.key_1)
         part = values[start : start + TILE]
+        given = base[start : start + TILE]
+        for j in range(len(part)):
+            part[j] = given[j]
         kept += scatter(entries[min(kept, available) :], bits, limit, flags, words, part)
     model.kept = kept
 

@@ -1,8 +1,6 @@
 """The engine "plain": the definition, chunk by chunk, where Numba cannot be loaded."""
 
-from __future__ import annotations
-
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import combinations
 from typing import Any, Final
@@ -28,12 +26,8 @@ def read(row: Array, dtype: str, real: str, count: int) -> Array:
     return plain.decode(row[: count * FORMATS[dtype].itemsize], dtype, real)
 
 
-def read_model(spec: KernelSpec, buffers: Buffers, i: int, count: int) -> Array:
-    return read(buffers.finetuned[i], spec.finetuned, spec.real, count)
-
-
 def find_delta(spec: KernelSpec, buffers: Buffers, i: int, base: Array) -> Array:
-    values = read_model(spec, buffers, i, len(base))
+    values = read(buffers.finetuned[i], spec.finetuned, spec.real, len(base))
     return values if buffers.models["is_delta"][i] else values - base
 
 
@@ -41,16 +35,26 @@ def open_model(
     spec: KernelSpec, buffers: Buffers, i: int, base: Array, first_tile: int
 ) -> plain.Part:
     model = buffers.models[i]
-    delta = find_delta(spec, buffers, i, base)
-    bits = draw_bits(model, len(base), first_tile)
-    if model["bounded"]:
-        bounds = Bounds(*(model[name].item() for name in Bounds._fields))
-        return delta, plain.is_within(delta, bounds, bits), None
-    if not model["ranked"]:
-        return delta, bits <= int(model["limit"]), None
-    thresholds = buffers.limits[i, : len(base)].astype(np.int32) + 1
-    divisors = plain.as_divisors(thresholds, delta) if model["divided"] else None
-    return delta, bits < thresholds, divisors
+    thresholds: Any = int(model["limit"]) + 1
+    if model["ranked"]:
+        thresholds = buffers.limits[i, : len(base)].astype(np.int32) + 1
+    bounds = Bounds(*(model[name].item() for name in Bounds._fields)) if model["bounded"] else None
+    return plain.keep(
+        find_delta(spec, buffers, i, base),
+        draw_bits(model, len(base), first_tile),
+        thresholds,
+        bounds,
+        bool(model["divided"]),
+    )
+
+
+def open_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> tuple[Array, Iterator[tuple[Any, plain.Part]]]:
+    """The base's values; then, of each model, its record and what is kept of it."""
+    base = read(buffers.base, spec.base, spec.real, count)
+    parts = (open_model(spec, buffers, i, base, first_tile) for i in range(models))
+    return base, zip(buffers.models, parts, strict=False)
 
 
 def draw_bits(model: Any, count: int, first_tile: int) -> Array:
@@ -60,10 +64,7 @@ def draw_bits(model: Any, count: int, first_tile: int) -> Array:
 
 def add_sums(record: Any, name: str, values: Array) -> None:
     """A running sum of tiles, in the kernels' order."""
-    total = float(record[name])
-    for tile in plain.fold_tiles(values):
-        total += float(tile)
-    record[name] = total
+    record[name] = np.cumsum([record[name], *plain.fold_tiles(values)], dtype=np.float64)[-1]
 
 
 def find_peak(values: Array, so_far: Any) -> int:
@@ -71,8 +72,7 @@ def find_peak(values: Array, so_far: Any) -> int:
     return max(int(np.abs(values).view(f"u{values.itemsize}").max(initial=0)), int(so_far))
 
 
-def note_delta(buffers: Buffers, i: int, delta: Array) -> None:
-    model = buffers.models[i]
+def note_delta(buffers: Buffers, model: Any, delta: Array) -> None:
     size = np.abs(delta)
     threshold = delta.dtype.type(buffers.tensor["threshold"][0])
     model["peak"] = find_peak(delta, model["peak"])
@@ -83,22 +83,20 @@ def note_delta(buffers: Buffers, i: int, delta: Array) -> None:
 def merge_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base = read(buffers.base, spec.base, spec.real, count)
+    base, opened = open_chunk(spec, buffers, count, models, first_tile)
     tensor = buffers.tensor[0]
     rows = []
     add_sums(tensor, "base_size", np.abs(base))
-    for i, model in enumerate(buffers.models[:models]):
-        delta, mask, divisors = open_model(spec, buffers, i, base, first_tile)
-        note_delta(buffers, i, delta)
+    for model, (delta, mask, divisors) in opened:
+        note_delta(buffers, model, delta)
         model["kept"] += np.uint64(np.count_nonzero(mask))
         rows.append(plain.thin(delta, mask, divisors, float(model["scale"]), float(model["floor"])))
     if tensor["exact"]:
-        values = read_model(spec, buffers, 0, count)
+        values = read(buffers.finetuned[0], spec.finetuned, spec.real, count)
     else:
-        shares = float(tensor["base_share"]), float(tensor["first_share"])
+        names = ("base_share", "first_share", "lambda_coeff")
         weights = buffers.models["weight"][:models].tolist()
-        merged = plain.combine(spec.kind, base, rows, weights, *shares)
-        values = plain.apply(base, merged, float(tensor["lambda_coeff"]))
+        values = plain.combine(spec.kind, base, rows, weights, *(float(tensor[n]) for n in names))
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
     buffers.output[: stored.nbytes] = stored.view(np.uint8)
@@ -107,37 +105,33 @@ def merge_chunk(
 def multiply_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base = read(buffers.base, spec.base, spec.real, count)
+    base, opened = open_chunk(spec, buffers, count, models, first_tile)
+    kept = {
+        int(model["number"]): plain.thin(*part, float(model["scale"])) for model, part in opened
+    }
     tensor = buffers.tensor[0]
-    kept = {}
-    for i, model in enumerate(buffers.models[:models]):
-        part = open_model(spec, buffers, i, base, first_tile)
-        kept[int(model["number"])] = plain.thin(*part, float(model["scale"]))
     tensor["square_0"], tensor["square_1"], tensor["product"] = plain.multiply_ends(base, kept)
 
 
 def count_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
-    base = read(buffers.base, spec.base, spec.real, count)
+    _, opened = open_chunk(spec, buffers, count, models, first_tile)
     shift = buffers.tensor["shift"][0]
-    for i, model in enumerate(buffers.models[:models]):
-        delta, mask, _ = open_model(spec, buffers, i, base, first_tile)
+    for counts, (model, (delta, mask, _)) in zip(buffers.counts, opened, strict=False):
         patterns = np.abs(delta[mask]).view(f"u{delta.itemsize}").astype(np.uint64) >> shift
         # Once, where they are equal.
         prefixes = dict.fromkeys((int(model["prefix"]), int(model["prefix_2"])))
-        for half, prefix in zip(buffers.counts[i].reshape(2, -1), prefixes, strict=False):
+        for half, prefix in zip(counts.reshape(2, -1), prefixes, strict=False):
             fitting = patterns[patterns >> np.uint64(DIGIT_BITS) == np.uint64(prefix)]
             add_counts(half, fitting & np.uint64(0xFFFF))
 
 
 def add_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
-    base = read(buffers.base, spec.base, spec.real, count)
-    for i, model in enumerate(buffers.models[:models]):
-        part = open_model(spec, buffers, i, base, first_tile)
-        model["size"], model["kept_size"] = plain.add_sizes(
-            {i: part}, {i: plain.thin(*part, float(model["scale"]))}
-        )
+    _, opened = open_chunk(spec, buffers, count, models, first_tile)
+    for model, part in opened:
+        kept = plain.thin(*part, float(model["scale"]))
+        model["size"], model["kept_size"] = plain.add_sizes([part], [kept])
 
 
 def rank(
@@ -167,12 +161,11 @@ def measure_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
 ) -> None:
     base = read(buffers.base, spec.base, spec.real, count)
-    tensor = buffers.tensor[0]
-    add_sums(tensor, "base_squares", base * base)
+    add_sums(buffers.tensor[0], "base_squares", base * base)
     padding = -count % TILE  # zeros, which the kernels count with the others
     deltas = [find_delta(spec, buffers, i, base) for i in range(models)]
     for i, (model, delta) in enumerate(zip(buffers.models, deltas, strict=False)):
-        note_delta(buffers, i, delta)
+        note_delta(buffers, model, delta)
         model["zeros"] += np.uint64(np.count_nonzero(delta == 0) + padding)
         add_sums(model, "squares", delta * delta)
         patterns = np.abs(delta).astype(np.float32).view(np.uint32)
@@ -220,13 +213,18 @@ def pack_chunk(
 
 def unpack(
     _: KernelSpec,
-    values: Array,
+    base: Array,
     entries: Array,
+    values: Array,
     key: tuple[int, int],
     threshold: int,
     first_tile: int,
 ) -> int:
-    """Put entries where a mask keeps them, as far as there are any. Gives how many it keeps."""
+    """Make values of entries where a mask keeps them, as far as there are any, and of the base's.
+
+    Gives how many it keeps.
+    """
+    values[:] = base
     mask = plain.draw_mask(key, threshold, first_tile * TILE, len(values))
     places = np.flatnonzero(mask)
     filled = places[: len(entries)]

@@ -1,7 +1,5 @@
 """FP8 as stored: F8_E4M3 values with a scale for each block, row or tensor, to float32 and back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -42,8 +40,7 @@ def pair_values() -> Array:
 def decode(stored: Array, into: Array) -> None:
     """Bytes as float32."""
     even = len(stored) // 2 * 2
-    pairs = stored[:even].view("<u2")
-    pair_values().take(pairs, out=into[:even].view(np.complex64), mode="wrap")
+    pair_values().take(stored[:even].view("<u2"), out=into[:even].view(np.complex64), mode="wrap")
     if len(stored) % 2:
         into[-1] = list_values()[stored[-1]]
 

@@ -7,8 +7,6 @@ elements 128 apart, so that lanes side by side load elements side by side. A pro
 it needs before it computes anything: the memory is busy while masks are drawn.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import triton

@@ -1,7 +1,5 @@
 """The kernels that only look, for Numba: what a merge or an analysis asks of a whole tensor."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numpy as np
@@ -10,11 +8,16 @@ from darelib.core.formats import DIGIT_BITS
 from darelib.core.mask import TILE
 from darelib.kernels.parts import (
     base_raw,
+    carray,
     decode,
     decode_finetuned,
+    draw,
     find_pattern,
     finetuned_raw,
+    fold,
+    inline,
     open_buffers,
+    pick,
     real,
     thin_model,
     unsigned,
@@ -24,6 +27,7 @@ from darelib.kernels.records import (
     BASE_ROW,
     BINS,
     DIVISOR_ROW,
+    FIRST_BIN,
     LANES,
     LEFT_ROW,
     MERGED_ROW,
@@ -34,26 +38,166 @@ from darelib.kernels.records import (
     SCRATCH_ROWS,
     SCRATCH_WIDTH,
     SIZE_ROW,
+    SORT_BITS,
     SORT_COUNTERS,
     TENSOR,
     ZERO_ROW,
 )
-from darelib.kernels.tiles import (
-    carray,
-    compare_all,
-    compare_signs,
-    draw,
-    find_bins,
-    fold,
-    fold_neighbours,
-    inline,
-    multiply,
-    pick,
-    rank_row,
-    rank_short_row,
-)
 
-INSERTED: Final = 32  # so few entries of a row are sorted one by one
+SHORT: Final = 16  # so few entries of a row are compared with each other
+
+
+@inline
+def rank_row(
+    patterns: Any, places: Any, counts: Any, by_rank: Any, limits: Any, first: int
+) -> None:  # compiled
+    """Give each entry of a row the limit of its rank; of equal patterns, the first comes first.
+
+    first: the row's place in limits. patterns and places have two rows each: the first what to
+    sort, the second to work in. A radix sort, by no more bits than differ, which are counted for
+    all its passes at once.
+    """
+    width = patterns.shape[1]
+    differing = np.uint64(0)
+    low = np.uint64(0)
+    span = 0
+    for j in range(width):
+        differing |= np.uint64(patterns[0, j] ^ patterns[0, 0])
+    while differing and not differing & np.uint64(1):
+        differing >>= np.uint64(1)
+        low += np.uint64(1)
+    while differing:
+        differing >>= np.uint64(1)
+        span += 1
+    passes = max(1, -(-span // (SORT_BITS - 1 if width < 4096 else SORT_BITS)))
+    bits = np.uint64(max(1, -(-span // passes)))
+    size = 1 << np.int64(bits)
+    last = np.uint64(size - 1)
+    for k in range(passes * size):
+        counts[k] = 0
+    for j in range(width):
+        key = np.uint64(patterns[0, j]) >> low
+        for k in range(passes):
+            counts[k * size + np.int64(key & last)] += np.uint32(1)
+            key >>= bits
+    for k in range(passes):
+        total = np.uint32(0)
+        for b in range(k * size, (k + 1) * size):
+            total, counts[b] = np.uint32(total + counts[b]), total
+    now = 0
+    for k in range(passes):
+        keys, others = patterns[now], patterns[1 - now]
+        before, after = places[now], places[1 - now]
+        ranks = counts[k * size : (k + 1) * size]
+        for j in range(width):
+            bucket = (np.uint64(keys[j]) >> low) & last
+            rank = ranks[bucket]
+            ranks[bucket] = np.uint32(rank + np.uint32(1))
+            place = first + np.int64(before[j])
+            if k < passes - 1:
+                others[rank] = keys[j]
+                after[rank] = before[j]
+            elif place >= 0 and place < len(limits):  # what is found in the end is the rank itself
+                limits[place] = by_rank[rank]
+        now = 1 - now
+        low += bits
+
+
+@inline
+def rank_short_row(patterns: Any, by_rank: Any, limits: Any, first: int) -> None:  # compiled
+    """The same for a few entries: to compare all with each other takes less time than to sort."""
+    for j in range(len(patterns)):
+        rank = np.uint32(0)
+        for k in range(j):
+            rank = np.uint32(rank + np.uint32(patterns[k] <= patterns[j]))
+        for k in range(j + 1, len(patterns)):
+            rank = np.uint32(rank + np.uint32(patterns[k] < patterns[j]))
+        if first + j >= 0 and first + j < len(limits):
+            limits[first + j] = by_rank[rank]
+
+
+@inline
+def multiply(one: Any, other: Any, products: Any) -> Any:  # compiled
+    """The scalar product of two tiles, in float64. Overwrites products."""
+    for j in range(TILE):
+        products[j] = np.float64(one[j]) * np.float64(other[j])
+    return fold(products)
+
+
+@inline
+def fold_neighbours(values: Any) -> Any:  # compiled
+    """A sum by pairs of neighbours: the same for a whole tensor as for its pieces of 2^k values."""
+    count = len(values)
+    while count > 1:
+        half = (count + 1) // 2
+        for k in range(half):
+            values[k] = values[2 * k] + (values[2 * k + 1] if 2 * k + 1 < count else 0.0)
+        count = half
+    return values[0]
+
+
+@inline
+def compare(
+    one: Any, other: Any, opposed: Any, both: Any, products: Any, pair: Any
+) -> None:  # compiled
+    """How many positions two models change in opposite directions, or both change; by how much."""
+    zero = opposed.dtype.type(0)
+    against = np.uint32(0)
+    shared = np.uint32(0)
+    for j in range(TILE):
+        a, b = one[j], other[j]
+        is_opposed = (a > 0 and b < 0) or (a < 0 and b > 0)
+        is_both = a != 0 and b != 0
+        against = np.uint32(against + np.uint32(is_opposed))
+        shared = np.uint32(shared + np.uint32(is_both))
+        size = abs(a) + abs(b)
+        opposed[j] = size if is_opposed else zero
+        both[j] = size if is_both else zero
+        products[j] = a * b
+    pair.opposed += np.float64(against)
+    pair.both += np.float64(shared)
+    pair.opposed_size += fold(opposed)
+    pair.both_size += fold(both)
+    pair.product += fold(products)
+
+
+@inline
+def compare_all(deltas: Any, left: Any, right: Any, size: Any, pair: Any) -> None:  # compiled
+    """How many positions any two models change in opposite directions, or several change."""
+    zero = left.dtype.type(0)
+    one = left.dtype.type(1)
+    for j in range(TILE):
+        left[j] = zero
+        right[j] = zero
+        size[j] = zero
+    for i in range(len(deltas)):
+        row = deltas[i]
+        for j in range(TILE):
+            left[j] += one if row[j] > 0 else zero
+            right[j] += one if row[j] < 0 else zero
+            size[j] += abs(row[j])
+    mixed = np.uint32(0)
+    several = np.uint32(0)
+    for j in range(TILE):
+        is_mixed = left[j] > 0 and right[j] > 0
+        is_several = left[j] + right[j] > 1
+        mixed = np.uint32(mixed + np.uint32(is_mixed))
+        several = np.uint32(several + np.uint32(is_several))
+        left[j] = size[j] if is_mixed else zero
+        right[j] = size[j] if is_several else zero
+    pair.opposed += np.float64(mixed)
+    pair.both += np.float64(several)
+    pair.opposed_size += fold(left)
+    pair.both_size += fold(right)
+
+
+@inline
+def find_bins(size: Any, bins: Any) -> None:  # compiled
+    """The bin of each |delta| of a tile."""
+    for j in range(TILE):
+        place = np.float32(size[j]).view(np.uint32) >> np.uint32(19)
+        place = np.uint32(max(place, np.uint32(FIRST_BIN)) - np.uint32(FIRST_BIN))
+        bins[j] = np.uint16(place if place < np.uint32(BINS - 1) else np.uint32(BINS - 1))
 
 
 def add_chunk(
@@ -136,15 +280,13 @@ def add_chunk(
             sums[0, tile] = multiply(left, by_left, products)
             sums[1, tile] = multiply(right, by_right, products)
             sums[2, tile] = multiply(left, right, products)
-        for which in range(3):
-            fold_neighbours(sums[which])
         if way == ADD_SIZES:
-            records[first].size = sums[0, 0]
-            records[first].kept_size = sums[1, 0]
+            records[first].size = fold_neighbours(sums[0])
+            records[first].kept_size = fold_neighbours(sums[1])
     if way == MULTIPLY:
-        tensor.square_0 = sums[0, 0]
-        tensor.square_1 = sums[1, 0]
-        tensor.product = sums[2, 0]
+        tensor.square_0 = fold_neighbours(sums[0])
+        tensor.square_1 = fold_neighbours(sums[1])
+        tensor.product = fold_neighbours(sums[2])
 
 
 def rank_rows(
@@ -179,10 +321,10 @@ def rank_rows(
             delta = value if is_delta else value - decode(base[j])
             patterns[0, j] = real(abs(delta)).view(unsigned)
             places[0, j] = j
-        if width > INSERTED:
+        if width > SHORT:
             rank_row(patterns, places, counts, by_rank, limits, row * width - skipped)
         else:
-            rank_short_row(patterns[0], places[0], by_rank, limits, row * width - skipped)
+            rank_short_row(patterns[0], by_rank, limits, row * width - skipped)
 
 
 @inline
@@ -222,8 +364,7 @@ def count_chunk(
     shift = carray(tensor_at, (1,), TENSOR)[0].shift
     counts = carray(counts_at, (models, 2, 1 << DIGIT_BITS), np.uint32)
     rows = carray(scratch_at, (2, 2 * TILE), np.uint16)
-    bits = rows[0]
-    picked = rows[1]
+    bits, picked = rows[0], rows[1]
     patterns = carray(scratch_at, (SIZE_ROW + 1, SCRATCH_WIDTH), unsigned)[SIZE_ROW]
     for start in range(0, count, TILE):
         width = count - start
@@ -304,8 +445,7 @@ def measure_chunk(
                 magnitude = abs(delta)
                 size[j] = magnitude
                 products[j] = delta * delta
-                pattern = real(magnitude).view(unsigned)
-                peak = pattern if pattern > peak else peak
+                peak = max(peak, real(magnitude).view(unsigned))
                 zeros = np.uint32(zeros + np.uint32(magnitude == 0))
                 over = np.uint32(over + np.uint32(magnitude > threshold))
             find_bins(size, bins)
@@ -320,17 +460,7 @@ def measure_chunk(
         row = 1
         for i in range(models):
             for k in range(i + 1, models):
-                pair = pairs[row]
-                one, other = deltas[i], deltas[k]
-                compare_signs(one, other, left, right, pair)
-                pair.opposed_size += fold(left)
-                pair.both_size += fold(right)
-                for j in range(TILE):
-                    products[j] = one[j] * other[j]
-                pair.product += fold(products)
+                compare(deltas[i], deltas[k], left, right, products, pairs[row])
                 row += 1
         if models > 2:  # with two models, their pair says it
-            pair = pairs[0]
-            compare_all(deltas[:models], left, right, size, pair)
-            pair.opposed_size += fold(left)
-            pair.both_size += fold(right)
+            compare_all(deltas[:models], left, right, size, pairs[0])

@@ -2,15 +2,17 @@
 
 Loading Numba takes longer than merging a billion parameters, and which vectors it uses can only be
 set for a whole process. So child processes compile, and this one loads the object files by llvmlite
-alone.
+alone. What crashes in a child ends no merge.
 """
-
-from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,15 +22,18 @@ from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import TILE
 from darelib.core.text import LOG
-from darelib.core.tuning import TUNING
-from darelib.kernels import Kernel, KernelSpec
-from darelib.kernels.compiler import compile_objects
-from darelib.kernels.machine import load_llvmlite, target_machine
+from darelib.core.tuning import TUNING, count_cores
+from darelib.kernels import EngineUnavailable, Kernel, KernelSpec
 from darelib.kernels.objects import (
+    FEATURE_VARIABLES,
+    Function,
+    announced,
     can_keep,
     find_cache,
     find_doubt,
-    is_announced,
+    host_features,
+    is_coming,
+    load_object,
     object_name,
     read_objects,
     store,
@@ -48,18 +53,35 @@ SHARED: Final = {
 # all but measure are there soon after merge.
 COMPANIONS: Final = ("merge", "totals", "count", "rank", "pack", "measure", "unpack")
 
-Function = Callable[..., Any]  # of nine addresses, then whole numbers
+# Far more than all kernels of a merge take on a busy machine.
+COMPILE_SECONDS: Final = 600
+CHILD: Final = "import sys; from darelib.kernels import proof; proof.work(*sys.argv[1:])"
 
-_loaded: dict[KernelSpec, Function] = {}
+Functions = dict[KernelSpec, Function]
+Process = subprocess.Popen[bytes]
+
+_loaded: Functions = {}
+_background: list[Process] = []  # which nobody waits for any more
 
 
-def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
-    """The kernels as functions that run without the interpreter's lock."""
+def load_stored(wanted: Collection[KernelSpec], interrupts: Interrupts) -> Functions:
+    objects = _find_objects(wanted, interrupts)
+    return {code: load_object(code, machine_code) for code, machine_code in objects.items()}
+
+
+def load_kernels(
+    specs: Collection[KernelSpec],
+    interrupts: Interrupts,
+    load: Callable[[Collection[KernelSpec], Interrupts], Functions] = load_stored,
+) -> dict[KernelSpec, Kernel]:
+    """The kernels as functions that run without the interpreter's lock.
+
+    load: gives the functions that this process does not have yet.
+    """
     codes = {spec: find_code(spec) for spec in specs}
     wanted = sorted({*codes.values()} - _loaded.keys(), key=str)
     if wanted:
-        for code, machine_code in _find_objects(wanted, interrupts).items():
-            _loaded[code] = load_object(code, machine_code)
+        _loaded.update(load(wanted, interrupts))
     return {spec: bind(spec, _loaded[code]) for spec, code in codes.items()}
 
 
@@ -91,56 +113,124 @@ def _find_objects(
     for path in (folder, *paths.values()):
         if doubt := find_doubt(path):
             LOG.warning(f"{doubt}, so no kernel there is run: they are compiled for this run only")
-            return compile_objects(wanted, {}, interrupts, kept=False)
-    _await(paths.values(), interrupts)
+            return _compile(wanted, [], interrupts, kept=False)
+    if any(map(is_coming, paths.values())):
+        LOG.info("waiting for what another process is compiling for this machine")
+    while any(map(is_coming, paths.values())):
+        time.sleep(TUNING.poll_seconds / 5)
+        interrupts.check()
     known = read_objects(paths)
     missing = [code for code in wanted if code not in known]
     if missing:
         kept = can_keep(folder)
         companions = [other for code in missing for other in list_companions(code)]
-        others = {code: folder / object_name(code) for code in companions if code not in paths}
-        unmade = {
-            code: path
-            for code, path in others.items()
-            if kept and not os.path.exists(path) and not is_announced(path)
-        }
-        known |= compile_objects(missing, unmade, interrupts, kept)
+        others = [folder / object_name(code) for code in dict.fromkeys(companions)]
+        unmade = [
+            path
+            for path in others
+            if kept and path not in paths.values() and not (os.path.exists(path) or is_coming(path))
+        ]
+        known |= _compile(missing, unmade, interrupts, kept)
         for code in missing:
             store(known[code], paths[code])
     return known
 
 
-def _await(paths: Collection[Path], interrupts: Interrupts) -> None:
-    """Wait for what another process is about to store."""
-    announced = False
-    while any(is_announced(path) and not os.path.exists(path) for path in paths):
-        if not announced:
-            LOG.info("waiting for what another process is compiling for this machine")
-        announced = True
-        time.sleep(TUNING.poll_seconds / 5)
-        interrupts.check()
+def _compile(
+    wanted: Collection[KernelSpec], others: Sequence[Path], interrupts: Interrupts, kept: bool
+) -> dict[KernelSpec, bytes]:
+    types = ", ".join(dict.fromkeys(code.finetuned for code in wanted))
+    promise = "; later runs start at once" if kept else ""
+    LOG.info(f"compiling for this machine ({types}){promise}")
+    compiled = run_compilers("object", wanted, others, interrupts)
+    if len(compiled) < len(wanted):
+        raise EngineUnavailable("what it compiled cannot be read")
+    return compiled
 
 
-def load_object(code: KernelSpec, machine_code: bytes) -> Function:
-    llvm = load_llvmlite().binding
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
-    engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
-    engine.finalize_object()
-    numbers = 5 if code.kind in ("merge", "totals") else 4
-    prototype = ctypes.CFUNCTYPE(
-        ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * numbers
-    )
-    function = prototype(engine.get_function_address("kernel"))
-    # For a returned value and an exception, of which there are none.
-    slots = ctypes.create_string_buffer(16)
-    first = ctypes.addressof(slots)
+def run_compilers(
+    how: str, wanted: Collection[KernelSpec], others: Sequence[Path], interrupts: Interrupts
+) -> dict[KernelSpec, bytes]:
+    """The machine code of kernels, proved by the processes that compiled them.
 
-    # What it owns must live as long as the function.
-    def call(*arguments: int, _owners: Any = (engine, slots)) -> None:
-        if function(first, first + 8, *arguments):
-            raise RuntimeError(f"the kernel {code.kind} failed")
+    how: as in darelib.kernels.proof.work. others: what the same processes make afterwards, without
+    being waited for.
+    """
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, announced(others):
+            paths = {code: Path(name, object_name(code)) for code in wanted}
+            _run_processes(how, list(paths.values()), others, Path(name), interrupts)
+            return read_objects(paths)
+    except OSError as error:  # such as a full disk, or where Python is part of another program
+        raise EngineUnavailable(f"its compiler cannot be run: {error.strerror or error}") from None
 
-    return call
+
+def _run_processes(
+    how: str, wanted: Sequence[Path], others: Sequence[Path], folder: Path, interrupts: Interrupts
+) -> None:
+    """Start a process for each core, and wait for what is wanted; they make others after that."""
+    count = min(count_cores(), len(wanted) + len(others))
+    deadline = time.monotonic() + COMPILE_SECONDS
+    running: dict[Process, list[Path]] = {}  # what is wanted of each
+    try:
+        for number in range(count):
+            paths = [*wanted, *others][number::count]
+            its = [path for path in paths if path in wanted]
+            # What nobody waits for need not be made.
+            with nullcontext() if its else suppress(OSError):
+                running[_start([how, *map(str, paths)], folder / f"{number}.txt")] = its
+        while not all(map(os.path.exists, wanted)):
+            for number, (process, its) in enumerate(running.items()):
+                ended = process.poll() is not None
+                interrupts.check()  # which may be why it ended
+                if ended and not all(map(os.path.exists, its)):
+                    raise EngineUnavailable(_explain(process, folder / f"{number}.txt"))
+            if time.monotonic() > deadline:
+                raise EngineUnavailable("its compiler does not come to an end")
+            time.sleep(TUNING.poll_seconds / 5)
+    except BaseException:
+        for process in running:
+            process.kill()
+            process.wait()
+        raise
+    _background[:] = [process for process in (*_background, *running) if process.poll() is None]
+
+
+def _explain(process: Process, messages: Path) -> str:
+    """Why a process made nothing: what it said last, unless it was ended without a word."""
+    if process.returncode == 0:
+        return "what it compiled could not be written"
+    last = messages.read_text(errors="replace").strip().rpartition("\n")[2]
+    crash = f"its compiler, or what that made, crashed with status {process.returncode}"
+    return last if process.returncode == 1 and last else crash
+
+
+def _start(words: Sequence[str], messages: Path) -> Process:
+    """messages: a file for what it says."""
+    root = str(Path(__file__).parent.parent.parent)
+    paths = [path for path in sys.path if path and isinstance(path, str)]
+    # What else is set for Numba, as for finding mistakes, would change what is stored for good.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("NUMBA_") or name in FEATURE_VARIABLES
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(paths if root in paths else [root, *paths])
+    # More of them only take memory, and where there is little they never start.
+    environment["OPENBLAS_NUM_THREADS"] = "1"
+    if "+avx512f" in host_features() and environment.keys().isdisjoint(FEATURE_VARIABLES):
+        environment["NUMBA_CPU_FEATURES"] = host_features()
+    # -P: nothing is imported from the working directory.
+    command = [sys.executable or "python", "-P", "-c", CHILD, *words]
+    with open(messages, "wb") as errors:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for this process to handle
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+        )
 
 
 def bind(spec: KernelSpec, function: Function) -> Kernel:
@@ -165,13 +255,13 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
         function(*addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
 
     def unpack(
-        values: Any, entries: Any, key: tuple[int, int], threshold: int, first_tile: int
+        base: Any, entries: Any, values: Any, key: tuple[int, int], threshold: int, first_tile: int
     ) -> int:
         model = np.zeros(1, MODEL)
         model["key_0"], model["key_1"] = key
         model["limit"] = threshold - 1
         bits = np.empty((2, TILE), np.uint16)
-        addresses = [values.ctypes.data, entries.ctypes.data, 0, model.ctypes.data]
+        addresses = [array.ctypes.data for array in (base, entries, values, model)]
         addresses += [0, bits.ctypes.data, 0, 0, 0]
         function(*addresses, len(values), len(entries), 1, first_tile)
         return int(model["kept"][0])

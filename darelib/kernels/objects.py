@@ -1,24 +1,123 @@
-"""Object files on disk: where kernels are kept, and whether what is there may be run."""
+"""Machine code for this machine: what it depends on, where it is kept, whether it may be run."""
 
-from __future__ import annotations
-
+import ctypes
 import hashlib
+import importlib.util
 import os
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from darelib.kernels import KernelSpec
-from darelib.kernels.machine import identify
+from darelib.kernels import EngineUnavailable, KernelSpec
 
+# What the machine code and its proof depend on; an edit elsewhere recompiles nothing.
+SOURCES: Final = (
+    "kernels/__init__.py",
+    "kernels/cpu.py",
+    "kernels/fallback.py",
+    "kernels/looks.py",
+    "kernels/native.py",
+    "kernels/objects.py",
+    "kernels/parts.py",
+    "kernels/plain.py",
+    "kernels/proof.py",
+    "kernels/records.py",
+    "core/formats.py",
+    "core/mask.py",
+)
+# What users set to choose the processor's features themselves.
+FEATURE_VARIABLES: Final = ("NUMBA_CPU_FEATURES", "NUMBA_ENABLE_AVX")
 # What stands beside an object file that is being made, and how long that is believed unless it is
 # renewed.
 MAKING: Final = ".making"
 MAKING_SECONDS: Final = 30
+
+Function = Callable[..., Any]  # of nine addresses, then whole numbers
+
+# --- this machine, as LLVM knows it ---------------------------------------------------------------
+
+
+@cache
+def load_llvmlite() -> Any:
+    """llvmlite, whose binding can compile for this machine."""
+    try:
+        import llvmlite.binding
+    except Exception as error:  # of a library that is missing, or does not fit this system
+        raise EngineUnavailable(f"{type(error).__name__}: {error}") from None
+    llvmlite.binding.initialize_native_target()
+    llvmlite.binding.initialize_native_asmprinter()
+    return llvmlite
+
+
+def host_features() -> str:
+    """What this processor can do, as LLVM names it.
+
+    Where it has vectors of 512 bits, LLVM would use half of them, to avoid a lower clock; the
+    kernels gain by all.
+    """
+    features = load_llvmlite().binding.get_host_cpu_features().flatten()
+    return f"{features},-prefer-256-bit" if "+avx512f" in features else features
+
+
+def target_machine() -> Any:
+    llvm = load_llvmlite().binding
+    return llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=host_features(), opt=3, codemodel="jitdefault"
+    )
+
+
+@cache
+def identify() -> str:
+    """What an object file is good for: this processor, then these sources and versions."""
+    llvmlite = load_llvmlite()
+    processor = (
+        llvmlite.binding.get_process_triple(),
+        llvmlite.binding.get_host_cpu_name(),
+        host_features(),
+        [os.environ.get(name) for name in FEATURE_VARIABLES],
+    )
+    numba = importlib.util.find_spec("numba")  # which is not imported
+    folders = (numba and numba.submodule_search_locations) or ()
+    sources = [Path(__file__).parent.parent / name for name in SOURCES]
+    try:
+        texts = [
+            path.read_bytes()
+            for path in (*sources, *(Path(folder, "_version.py") for folder in folders))
+        ]
+    except OSError as error:
+        raise EngineUnavailable(f"its sources cannot be read: {error.strerror}") from None
+    made_by = hashlib.sha256(b"".join([llvmlite.__version__.encode(), *texts]))
+    made_for = hashlib.sha256(repr(processor).encode())
+    return f"{made_for.hexdigest()[:8]}.{made_by.hexdigest()[:16]}"
+
+
+def load_object(code: KernelSpec, machine_code: bytes) -> Function:
+    llvm = load_llvmlite().binding
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
+    engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
+    engine.finalize_object()
+    numbers = 5 if code.kind in ("merge", "totals") else 4
+    prototype = ctypes.CFUNCTYPE(
+        ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * numbers
+    )
+    function = prototype(engine.get_function_address("kernel"))
+    # For a returned value and an exception, of which there are none.
+    slots = ctypes.create_string_buffer(16)
+    first = ctypes.addressof(slots)
+
+    # What it owns must live as long as the function.
+    def call(*arguments: int, _owners: Any = (engine, slots)) -> None:
+        if function(first, first + 8, *arguments):
+            raise RuntimeError(f"the kernel {code.kind} failed")
+
+    return call
+
+
+# --- object files on disk -------------------------------------------------------------------------
 
 
 def object_name(code: KernelSpec) -> str:
@@ -47,8 +146,7 @@ def find_cache() -> Path:
 
 def can_keep(folder: Path) -> bool:
     """Whether something can be stored there, or that folder made."""
-    existing = filter(os.path.exists, (folder, *folder.absolute().parents))
-    nearest = next(existing, folder)
+    nearest = next(filter(os.path.exists, (folder, *folder.absolute().parents)), folder)
     return os.path.isdir(nearest) and os.access(nearest, os.W_OK)
 
 
@@ -87,15 +185,15 @@ def _digest(path: Path, machine_code: bytes) -> bytes:
 
 
 @contextmanager
-def announced(paths: Collection[Path]) -> Iterator[None]:
-    """Say of object files that they are being made, by processes that nobody waits for.
+def announced(paths: Sequence[Path]) -> Iterator[None]:
+    """Say of object files in one folder that they are being made, by processes nobody waits for.
 
     Unless that fails, which leaves everything as it was.
     """
-    parents = {folder for path in paths for folder in path.parents}
-    missing = [folder for folder in parents if not os.path.exists(folder)]
-    for path in paths:
-        with suppress(OSError):
+    folders = paths[0].parents if paths else ()
+    missing = [folder for folder in folders if not os.path.exists(folder)]
+    with suppress(OSError):
+        for path in paths:
             path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
             path.with_suffix(MAKING).touch()
     try:
@@ -103,7 +201,7 @@ def announced(paths: Collection[Path]) -> Iterator[None]:
     except BaseException:
         for path in paths:
             withdraw(path)
-        for folder in sorted(missing, reverse=True):  # those inside others first
+        for folder in missing:  # those inside others first
             with suppress(OSError):
                 folder.rmdir()
         raise
@@ -114,10 +212,11 @@ def withdraw(path: Path) -> None:
         path.with_suffix(MAKING).unlink()
 
 
-def is_announced(path: Path) -> bool:
+def is_coming(path: Path) -> bool:
     """Whether an object file will soon be there; who says so and dies is not believed for long."""
     with suppress(OSError):
-        return abs(time.time() - path.with_suffix(MAKING).stat().st_mtime) < MAKING_SECONDS
+        age = time.time() - path.with_suffix(MAKING).stat().st_mtime
+        return abs(age) < MAKING_SECONDS and not os.path.exists(path)
     return False
 
 

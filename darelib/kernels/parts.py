@@ -1,38 +1,265 @@
-"""What all kernels for the CPU are made of: their types, and the thinning of one tile.
+"""What all kernels for the CPU are made of, for Numba: their types, and the functions of one tile.
 
-Kernels and what is below are templates: names that depend on the types are filled in by `build`.
+The arithmetic is that of darelib.kernels.plain, to the bit. Loops are what LLVM vectorises well: a
+fixed number of turns, slices rather than offsets, no output that could be an input under another
+name. What Numba compiles is marked `# compiled`: coverage cannot see it, since it runs without the
+interpreter. Kernels and what they share are templates: names that depend on the types are filled in
+by `build`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
+from llvmlite import ir
 
 from darelib.core.formats import FORMATS
-from darelib.core.mask import MASK_BITS, TILE
+from darelib.core.mask import MASK_BITS, ROUNDS, TILE
 from darelib.kernels import KernelSpec
 from darelib.kernels.records import MODEL, SCRATCH_ROWS, SCRATCH_WIDTH, TENSOR, ZERO_ROW
-from darelib.kernels.tiles import (
-    DECODERS,
-    ENCODERS,
-    carray,
-    choose_by_rank,
-    draw,
-    inline,
-    numba,
-    pad_rows,
-    round_to_odd,
+
+numba: Any = importlib.import_module("numba")  # whose types say less than its functions accept
+carray = numba.carray
+
+
+# A function that is compiled into the kernels that call it.
+inline: Callable[[Callable[..., Any]], Any] = numba.njit(
+    forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
+
+
+# --- stored values --------------------------------------------------------------------------------
+
+
+@inline
+def decode_bf16(raw: Any) -> Any:  # compiled
+    return np.uint32(np.uint32(raw) << np.uint32(16)).view(np.float32)
+
+
+@inline
+def decode_f16(raw: Any) -> Any:  # compiled
+    magnitude = np.uint32(raw) & np.uint32(0x7FFF)
+    sign = (np.uint32(raw) & np.uint32(0x8000)) << np.uint32(16)
+    shifted = magnitude << np.uint32(13)
+    # Subnormals by way of a float that is 2^-14 too large: exact, and never a subnormal float32.
+    small = np.float32(np.uint32(shifted + np.uint32(0x38800000)).view(np.float32)) - np.float32(
+        2.0**-14
+    )
+    normal = shifted + (
+        np.uint32(224 << 23) if magnitude >= np.uint32(0x7C00) else np.uint32(112 << 23)
+    )
+    value = np.float32(small).view(np.uint32) if magnitude < np.uint32(0x400) else normal
+    return np.uint32(np.uint32(value) | sign).view(np.float32)
+
+
+@inline
+def decode_f32(raw: Any) -> Any:  # compiled
+    return np.uint32(raw).view(np.float32)
+
+
+@inline
+def decode_f64(raw: Any) -> Any:  # compiled
+    return np.uint64(raw).view(np.float64)
+
+
+@inline
+def round_to_odd(value: Any) -> Any:  # compiled
+    """float64 to a float32 that rounds on to 16 bits just as the float64 would.
+
+    What does not fit is cut off, and the last bit says so.
+    """
+    near = np.float32(value)
+    is_larger = abs(np.float64(near)) > abs(value)
+    bits = np.uint32(np.float32(near).view(np.uint32) - np.uint32(is_larger))
+    is_cut = np.float64(bits.view(np.float32)) != value
+    return np.uint32(bits | np.uint32(is_cut)).view(np.float32)
+
+
+@inline
+def encode_bf16(value: Any) -> Any:  # compiled
+    bits = np.float32(value).view(np.uint32)
+    return np.uint16(
+        (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    )
+
+
+@inline
+def encode_f16(value: Any) -> Any:  # compiled
+    bits = np.float32(value).view(np.uint32)
+    sign = np.uint32((bits & np.uint32(0x80000000)) >> np.uint32(16))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    # Subnormals: adding 0.5 leaves the wanted bits, rounded to nearest even, at the low end.
+    nudged = np.float32(np.uint32(magnitude).view(np.float32)) + np.float32(0.5)
+    small = np.float32(nudged).view(np.uint32) - np.uint32(0x3F000000)
+    rounding = np.uint32(0xFFF) + ((magnitude >> np.uint32(13)) & np.uint32(1))
+    normal = np.uint32(magnitude + rounding - np.uint32(112 << 23)) >> np.uint32(13)
+    return np.uint16((small if magnitude < np.uint32(0x38800000) else normal) | sign)
+
+
+@inline
+def encode_f32(value: Any) -> Any:  # compiled
+    return np.float32(value).view(np.uint32)
+
+
+@inline
+def encode_f64(value: Any) -> Any:  # compiled
+    return np.float64(value).view(np.uint64)
+
+
+DECODERS: Final = {"BF16": decode_bf16, "F16": decode_f16, "F32": decode_f32, "F64": decode_f64}
+ENCODERS: Final = {"BF16": encode_bf16, "F16": encode_f16, "F32": encode_f32, "F64": encode_f64}
+
+# --- one tile -------------------------------------------------------------------------------------
+
+
+@inline
+def draw(bits: Any, tile: int, k0: Any, k1: Any) -> None:  # compiled
+    """Fill bits[0:TILE] with the 16 random bits of each element of a tile.
+
+    All lanes store side by side, without shuffling, and 32-bit words are multiplied in 64 bits:
+    that is what vectorises.
+    """
+    low = np.uint64(0xFFFFFFFF)
+    first = np.uint64(tile) * np.uint64(TILE // 8)
+    for lane in range(TILE // 8):
+        x0 = (first & low) + np.uint64(lane)
+        x1 = first >> np.uint64(32)
+        x2 = np.uint64(0)
+        x3 = np.uint64(0)
+        a = k0
+        b = k1
+        for _ in range(ROUNDS):
+            p0 = (x0 & low) * np.uint64(0xD2511F53)
+            p1 = (x2 & low) * np.uint64(0xCD9E8D57)
+            x0, x1 = (p1 >> np.uint64(32)) ^ x1 ^ a, p1 & low
+            x2, x3 = (p0 >> np.uint64(32)) ^ x3 ^ b, p0 & low
+            a = (a + np.uint64(0x9E3779B9)) & low
+            b = (b + np.uint64(0xBB67AE85)) & low
+        words = (x0, x1, x2, x3)
+        for w in range(4):
+            bits[lane + 256 * w] = words[w]
+            bits[lane + 256 * w + 128] = words[w] >> np.uint64(16)
+
+
+@inline
+def pick(bits: Any, limit: Any, picked: Any) -> Any:  # compiled
+    """The places of a tile that a mask keeps, in order. Gives how many they are.
+
+    Without branches, which no processor could predict.
+    """
+    found = np.uint64(0)
+    for j in range(TILE):
+        picked[found] = j
+        found += np.uint64(bits[j] <= limit)
+    return found
+
+
+def count_zeros(_: Any, word: Any) -> Any:
+    """The zeros below the lowest bit of a word, which must have one: an instruction."""
+
+    def generate(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return word(word), generate
+
+
+find_first_bit = importlib.import_module("numba.extending").intrinsic(count_zeros)
+
+
+@inline
+def scatter(
+    entries: Any, bits: Any, limit: Any, flags: Any, words: Any, values: Any
+) -> Any:  # compiled
+    """Put entries where a mask keeps them, as far as there are any. Gives how many it keeps.
+
+    flags: room for a byte for each value of the tile; words: the same as 64-bit words.
+    """
+    for j in range(TILE):
+        flags[j] = np.uint8(bits[j] <= limit)
+    for j in range(len(values), TILE):
+        flags[j] = 0
+    kept = np.uint16(0)
+    for j in range(TILE):
+        kept = np.uint16(kept + np.uint16(flags[j]))
+    done = np.uint64(0)
+    for first in range(np.uint64(0), np.uint64(TILE), np.uint64(64)):
+        mask = np.uint64(0)
+        for byte in range(np.uint64(8)):
+            # Eight flags become eight bits: each is multiplied to its place in the highest byte.
+            flagged = words[first // np.uint64(8) + byte] * np.uint64(0x0102040810204080)
+            mask |= (flagged >> np.uint64(56)) << (np.uint64(8) * byte)
+        while mask and done < np.uint64(len(entries)):
+            values[first + find_first_bit(mask)] = entries[done]
+            done += np.uint64(1)
+            mask &= mask - np.uint64(1)
+    return np.int64(kept)
+
+
+@inline
+def choose_by_rank(bits: Any, limits: Any, divisors: Any) -> Any:  # compiled
+    """Make bits those of a mask that keeps what is below limits of their own. Gives its limit."""
+    for j in range(TILE):
+        divisors[j] = (limits[j] + np.float32(1)) / np.float32(65536)
+        bits[j] = np.uint16(bits[j] > limits[j])
+    return np.uint16(0)
+
+
+@inline
+def elect(
+    kept: Any, models: Any, merged: Any, total: Any, share: Any, first_share: Any, any_sign: bool
+) -> None:  # compiled
+    """Ties: elect each position's sign by the sum, then average, by weight, the models that agree.
+
+    Or, of any sign, those that have a delta there.
+    """
+    zero = kept.dtype.type(0)  # a plain 0 would make float64 of float32
+    for j in range(TILE):
+        total[j] = zero
+        share[j] = first_share
+    for i in range(len(models)):
+        row = kept[i]
+        weight = kept.dtype.type(models[i].weight)
+        for j in range(TILE):
+            has_sign = row[j] > 0 if merged[j] >= 0 else row[j] < 0
+            agrees = row[j] != 0 if any_sign else has_sign
+            total[j] += row[j] if agrees else zero
+            share[j] += weight if agrees else zero
+    for j in range(TILE):
+        merged[j] = total[j] / share[j] if share[j] > 0 else zero
+
+
+@inline
+def fold(values: Any) -> Any:  # compiled
+    """The sum of a tile, by halves, which vectorises and loses less than a running sum.
+
+    Overwrites the tile.
+    """
+    half = TILE // 2
+    while half > 0:
+        for j in range(half):
+            values[j] += values[j + half]
+        half //= 2
+    return values[0]
+
+
+@inline
+def pad_rows(rows: Any, start: int, stop: int) -> None:  # compiled
+    """Zeros for the rest of a last tile, so that the loops need not stop within one."""
+    for row in range(len(rows)):
+        for j in range(start, stop):
+            rows[row, j] = 0
+
+
+# --- templates ----------------------------------------------------------------------------------
 
 # The names that are filled in: the type to compute in, and the unsigned integers of its size; those
 # of stored values, and how these become values and back; variants of thin_row.
 FILLED_IN: Final[Any] = None
 real = unsigned = base_raw = finetuned_raw = output_raw = FILLED_IN
-decode = decode_finetuned = encode = FILLED_IN
+decode = decode_finetuned = narrow = encode = FILLED_IN
 thin_apart = thin_rare = is_apart = is_rare = FILLED_IN
 
 
@@ -140,8 +367,7 @@ def thin_row(
         magnitude = abs(delta)
         size[j] = magnitude
         # As integers, a NaN or an infinity is the largest of all, and the loop vectorises.
-        pattern = real(magnitude).view(unsigned)
-        peak = pattern if pattern > peak else peak
+        peak = max(peak, real(magnitude).view(unsigned))
         above = np.uint32(above + np.uint32(magnitude > threshold))
         survives = bits[j] <= limit
         survivors = np.uint32(survivors + np.uint32(survives))
@@ -164,11 +390,6 @@ def find_pattern(value: Any, base: Any, minus_base: Any) -> Any:  # compiled
     if minus_base:
         delta = real(delta - real(decode(base)))
     return real(abs(delta)).view(unsigned)
-
-
-def encode_by_odd(value: Any) -> Any:  # compiled
-    """float64 to 16 bits, rounded once."""
-    return encode(round_to_odd(value))
 
 
 def fill_in(template: Any, names: Mapping[str, Any]) -> FunctionType:
@@ -200,17 +421,15 @@ def find_raw(dtype: str) -> Any:
     return np.dtype(FORMATS[dtype].raw).type
 
 
-def find_encoder(spec: KernelSpec) -> Any:
-    encoder = ENCODERS[spec.output]
-    if spec.real == "F32" or FORMATS[spec.output].bits > 16:
-        return encoder
-    return inline(fill_in(encode_by_odd, {"encode": encoder}))
-
-
 def build(template: Any, spec: KernelSpec) -> Any:
     """A kernel for some types. All are given nine addresses, then four whole numbers or five."""
     names = list_names(spec.base, spec.finetuned, spec.real == "F64")
-    output = {"encode": find_encoder(spec), "output_raw": find_raw(spec.output)}
+    rounds_twice = spec.real == "F64" and FORMATS[spec.output].bits == 16
+    output = {
+        "encode": ENCODERS[spec.output],
+        "narrow": round_to_odd if rounds_twice else names["real"],
+        "output_raw": find_raw(spec.output),
+    }
     function = fill_in(template, names | output)
     numbers = function.__code__.co_argcount - 9
     types = numba.types

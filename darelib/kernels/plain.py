@@ -6,10 +6,8 @@ and there is one rounding at the very end, to nearest even. A tensor is a flat a
 that ask for an array's library do the same to torch's tensors.
 """
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -29,6 +27,7 @@ from darelib.core.methods import (
     TrimLook,
     choose_looks,
     find_factors,
+    fold_columns,
     fold_neighbours,
     rank_of_floor,
     weigh_for_look,
@@ -37,6 +36,8 @@ from darelib.core.methods import (
 Array = Any  # of one dimension
 # A model's delta, what is kept of it, and what each entry is divided by.
 Part = tuple[Array, Array, Array | None]
+# A tensor in pieces of 2^k tiles: the base's values there, and the parts of some of the models.
+Pieces = Callable[[Sequence[int], Found], Iterator[tuple[Array, dict[int, Part]]]]
 
 
 def library(array: Array) -> Any:
@@ -93,14 +94,13 @@ def decode(raw: Array, dtype: str, real: str) -> Array:
 def encode(values: Array, dtype: str) -> Array:
     """Floats as stored values, rounded once, to nearest even; as unsigned integers."""
     with np.errstate(over="ignore"):
-        if FORMATS[dtype].bits == 16:
-            values = round_to_odd(values) if values.dtype == np.float64 else values
-            if dtype == "F16":
-                return values.astype(np.float16).view(np.uint16)
-            bits = values.view(np.uint32)
-            rounding = np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
-            return ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
-        return values.astype(FORMATS[dtype].real).view(FORMATS[dtype].raw)
+        if FORMATS[dtype].bits == 16 and values.dtype == np.float64:
+            values = round_to_odd(values)
+        if dtype != "BF16":
+            return values.astype(FORMATS[dtype].real).view(FORMATS[dtype].raw)
+    bits = values.view(np.uint32)
+    rounding = np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return ((bits + rounding) >> np.uint32(16)).astype(np.uint16)
 
 
 def round_to_odd(values: Array) -> Array:
@@ -117,15 +117,6 @@ def round_to_odd(values: Array) -> Array:
 # --- thinning and combining -----------------------------------------------------------------------
 
 
-def is_within(delta: Array, bounds: Bounds, bits: Array) -> Array:
-    """Whether |delta| is between the bounds or, equal to one, has mask bits below its threshold."""
-    size, lib = abs(delta), library(delta)
-    at_bound = lib.where(
-        size == bounds.low, bits < bounds.at_low, (size == bounds.high) & (bits < bounds.at_high)
-    )
-    return at_bound | ((size > bounds.low) & (size < bounds.high))
-
-
 def rank(delta: Array, width: int) -> Array:
     """The rank of each entry in its row, from the smallest |delta| up; equal ones stay in order."""
     lib, rows = library(delta), abs(delta).reshape(-1, width)
@@ -137,26 +128,27 @@ def rank(delta: Array, width: int) -> Array:
 
 
 def find_thresholds(thinning: Thinning, delta: Array, width: int) -> Array:
-    """What is kept has mask bits below it: one threshold, or one for each entry of whole rows."""
-    if not thinning.scheme.thresholds:
-        return thinning.threshold
+    """What is kept has mask bits below them: by rank, for each entry of whole rows."""
     lib = library(delta)
     return thinning.find_thresholds(lib.asarray(rank(delta, width), dtype=lib.float64), width)
 
 
 def keep(
-    thinning: Thinning, delta: Array, bits: Array, thresholds: Array, bounds: Bounds | None
+    delta: Array, bits: Array, thresholds: Array, bounds: Bounds | None, divided: bool
 ) -> Part:
-    """What a drop keeps of a delta: what lies within bounds, or has mask bits below a threshold."""
+    """What a drop keeps of a delta: by mask bits below a threshold, or by size.
+
+    That is, where |delta| lies between bounds or, equal to one, has bits below its threshold.
+    divided: each entry by its own probability to be kept, in the type to compute in.
+    """
+    lib = library(delta)
     if bounds:
-        return delta, is_within(delta, bounds, bits), None
-    divisors = as_divisors(thresholds, delta) if thinning.divides_each else None
+        size = abs(delta)
+        is_kept_high = (size == bounds.high) & (bits < bounds.at_high)
+        is_kept = lib.where(size == bounds.low, bits < bounds.at_low, is_kept_high)
+        return delta, is_kept | ((size > bounds.low) & (size < bounds.high)), None
+    divisors = lib.asarray(thresholds, dtype=delta.dtype) / 2.0**MASK_BITS if divided else None
     return delta, bits < thresholds, divisors
-
-
-def as_divisors(thresholds: Array, delta: Array) -> Array:
-    """The probabilities by which they keep, in the type to compute in."""
-    return library(delta).asarray(thresholds, dtype=delta.dtype) / float(1 << MASK_BITS)
 
 
 def thin(
@@ -199,17 +191,17 @@ def combine(
     weights: Sequence[float],
     base_share: float,
     first_share: float,
+    lambda_coeff: float,
 ) -> Array:
-    """The sum of the models' kept deltas, in order; or an average, perhaps by that sum's sign."""
+    """base + lambda * merged, which is the sum of the models' kept deltas, in order.
+
+    Or an average of them, perhaps by that sum's sign.
+    """
     merged = sum(rows, start=base_share * base)
-    if kernel == "sum":
-        return merged
-    return elect(merged, rows, weights, first_share, kernel == "average")
-
-
-def apply(base: Array, merged: Array, lambda_coeff: float) -> Array:
-    """base + lambda * merged; base + 0 would turn -0.0 into 0.0."""
+    if kernel != "sum":
+        merged = elect(merged, rows, weights, first_share, kernel == "average")
     change = lambda_coeff * merged
+    # base + 0 would turn -0.0 into 0.0
     return library(base).where(change == 0, base, base + change)
 
 
@@ -217,13 +209,11 @@ def merge_parts(
     settings: TensorSettings, base: Array, parts: Iterable[Part], found: Coefficients
 ) -> Array:
     """The merged values of a tensor, or of a piece of it. parts: of each model that has it."""
-    rows = [
-        thin(*part, *numbers)
-        for part, *numbers in zip(parts, found.scales, found.floors, strict=True)
-    ]
-    kernel, shares = METHODS[settings.method].kernel, (found.base_share, found.first_share)
-    merged = combine(kernel, base, rows, found.weights, *shares)
-    return apply(base, merged, settings.lambda_coeff)
+    each = zip(parts, found.scales, found.floors, strict=True)
+    rows = [thin(*part, scale, floor) for part, scale, floor in each]
+    shares = (found.base_share, found.first_share)
+    kernel = METHODS[settings.method].kernel
+    return combine(kernel, base, rows, found.weights, *shares, settings.lambda_coeff)
 
 
 # --- what slerp and trim must know of a whole tensor ----------------------------------------------
@@ -240,16 +230,24 @@ def fold_tiles(values: Array) -> Array:
     return tiles[:, 0]
 
 
-def multiply(first: Array, second: Array) -> float:
-    """The scalar product, in float64: tiles by halves, then their sums by pairs of neighbours."""
-    lib = library(first)
-    return fold_neighbours(fold_tiles(lib.asarray(first, dtype=lib.float64) * second).tolist())
+def add_up(values: Array) -> float:
+    """The sum, in float64: tiles by halves, then their sums by pairs of neighbours."""
+    lib = library(values)
+    return fold_neighbours(fold_tiles(lib.asarray(values, dtype=lib.float64)).tolist())
 
 
-def multiply_ends(base: Array, kept: Mapping[int, Array]) -> tuple[float, float, float]:
+def multiply_ends(base: Array, kept: Mapping[int, Array]) -> tuple[float, ...]:
     """|end 0|^2, |end 1|^2 and end 0 . end 1, where an end of slerp's arc is base + kept."""
-    ends = [base + kept[i] if i in kept else base for i in range(2)]
-    return multiply(ends[0], ends[0]), multiply(ends[1], ends[1]), multiply(ends[0], ends[1])
+    lib = library(base)
+    ends = (base + kept[i] if i in kept else base for i in range(2))
+    one, other = (lib.asarray(end, dtype=lib.float64) for end in ends)
+    return add_up(one * one), add_up(other * other), add_up(one * other)
+
+
+def add_sizes(parts: Iterable[Part], kept: Iterable[Array]) -> tuple[float, ...]:
+    """The sums of |delta|, then of what is kept."""
+    deltas = (delta for delta, *_ in parts)
+    return tuple(add_up(abs(row)) for row in (*deltas, *kept))
 
 
 def thin_for_look(
@@ -259,61 +257,69 @@ def thin_for_look(
     return {i: thin(*parts[i], scale) for i, scale in zip(parts, scales, strict=True)}
 
 
-def find_products(
-    settings: TensorSettings, base: Array, parts: Mapping[int, Part], found: Found
-) -> None:
-    found.products = multiply_ends(base, thin_for_look(settings, parts, found))
+def list_sizes(pieces: Pieces, i: int, found: Found) -> Array:
+    """|delta| of what is kept of a model."""
+    parts = (opened[i] for _, opened in pieces([i], found))  # one at a time: they take memory
+    sizes = [abs(delta[mask]) for delta, mask, _ in parts]
+    return library(sizes[0]).concatenate(sizes)
 
 
-def find_size(delta: Array, number: int) -> float:
-    """One |delta|, counted from the largest down."""
-    return float(np.sort(np.abs(delta))[-number])
+def find_size(sizes: Array, number: int) -> float:
+    """One of them, counted from the largest down; on a GPU, to sort all is faster."""
+    if getattr(sizes, "is_cuda", False):
+        return float(sizes.sort().values[-number])
+    return float(np.partition(sizes, -number)[-number])
 
 
-def find_floors(
-    settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found
-) -> None:
-    """Trim: for each model, the smallest |delta| that is kept of those that survived the drop."""
-    survivors = [delta[mask] for delta, mask, _ in parts.values()]
-    found.floors = tuple(
-        find_size(kept, rank_of_floor(settings.keep_ratio, len(kept))) if len(kept) else 0.0
-        for kept in survivors
-    )
-
-
-def find_end(sizes: Array, size: float, number: int) -> End:
-    """An entry of this size and number, from the largest down, among those that equal it."""
+def find_end(sizes: Array, number: int) -> End:
+    """The entry of this number, from the largest down, among those that equal it."""
+    size = find_size(sizes, number)
     return End(size, number - int((sizes > size).sum()), int((sizes == size).sum()))
 
 
 def find_bounds(
-    settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found
+    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
 ) -> None:
     """Drops by size: for each model with one, the smallest and the largest |delta| it keeps."""
     bounds = []
-    for i, (delta, *_) in parts.items():
+    for i in models:
         thinning = settings.thinnings[i]
-        ends = [
-            find_end(abs(delta), find_size(delta, number), number)
-            for number in thinning.list_ends(len(delta))
-        ]
+        sizes = list_sizes(pieces, i, found) if thinning.scheme.ends else ()
+        ends = [find_end(sizes, number) for number in thinning.list_ends(len(sizes))]
         bounds.append(thinning.find_bounds(ends))
     found.bounds = tuple(bounds)
 
 
-def find_sums(settings: TensorSettings, _: Array, parts: Mapping[int, Part], found: Found) -> None:
+def find_sums(
+    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
+) -> None:
     """The factors that restore the sums of |delta|."""
-    sums = add_sizes(parts, thin_for_look(settings, parts, found))
-    found.factors = find_factors(settings, list(parts), sums)
+    sums = [
+        add_sizes(parts.values(), thin_for_look(settings, parts, found).values())
+        for _, parts in pieces(models, found)
+    ]
+    found.factors = find_factors(settings, models, fold_columns(sums))
 
 
-def add_sizes(parts: Mapping[int, Part], kept: Mapping[int, Array]) -> list[float]:
-    """The sums of |delta|, then of what is kept, in float64: tiles by halves, then neighbours."""
-    sums = []
-    for row in (*(delta for delta, *_ in parts.values()), *kept.values()):
-        lib = library(row)
-        sums.append(fold_neighbours(fold_tiles(lib.asarray(abs(row), dtype=lib.float64)).tolist()))
-    return sums
+def find_floors(
+    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
+) -> None:
+    """Trim: for each model, the smallest |delta| that is kept of those that survived the drop."""
+    survivors = (list_sizes(pieces, i, found) for i in models)
+    found.floors = tuple(
+        find_size(sizes, rank_of_floor(settings.keep_ratio, len(sizes))) if len(sizes) else 0.0
+        for sizes in survivors
+    )
+
+
+def find_products(
+    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
+) -> None:
+    products = [
+        multiply_ends(base, thin_for_look(settings, parts, found))
+        for base, parts in pieces(models, found)
+    ]
+    found.products = fold_columns(products)
 
 
 LOOKS: Final = {
@@ -322,6 +328,15 @@ LOOKS: Final = {
     TrimLook: find_floors,
     ArcLook: find_products,
 }
+
+
+def look_up(settings: TensorSettings, models: Sequence[int], pieces: Pieces, count: int) -> Found:
+    """What must be known of a whole tensor, of so many entries, before it is merged."""
+    found = Found()
+    for look in choose_looks(settings, models) if models and count else ():
+        LOOKS[look](settings, models, pieces, found)
+    return found
+
 
 # --- the whole ------------------------------------------------------------------------------------
 
@@ -341,24 +356,26 @@ def merge_tensor(
     finetuned: by number, the models that have it. width: its last dimension, 1 if it has none.
     """
     real = "F64" if "F64" in (dtype, output, *(kind for _, kind in finetuned.values())) else "F32"
-    start, deltas, found = decode(base, dtype, real), {}, Found()
-    for i, (raw, kind) in finetuned.items():
-        value = decode(raw, kind, real)
-        if settings.returns_model:
-            return encode(value, output)
-        deltas[i] = value - start
+    start = decode(base, dtype, real)
+    models = list(finetuned)
+    if models and settings.returns_model:
+        raw, kind = finetuned[0]
+        return encode(decode(raw, kind, real), output)
 
-    def open_parts() -> dict[int, Part]:
+    def open_whole(models: Sequence[int], found: Found) -> Iterator[tuple[Array, dict[int, Part]]]:
+        bounds = dict(zip(finetuned, found.bounds, strict=False))
         parts = {}
-        for (i, delta), bounds in zip(
-            deltas.items(), found.bounds or (None,) * len(deltas), strict=True
-        ):
-            bits = draw_bits(mask_key(seed + i, name), 0, -(-len(delta) // TILE))[: len(delta)]
+        for i in models:
+            raw, kind = finetuned[i]
+            delta = decode(raw, kind, real) - start
             thinning = settings.thinnings[i]
-            parts[i] = keep(thinning, delta, bits, find_thresholds(thinning, delta, width), bounds)
-        return parts
+            bits = draw_bits(mask_key(seed + i, name), 0, -(-len(delta) // TILE))[: len(delta)]
+            ranked = thinning.scheme.thresholds
+            thresholds = find_thresholds(thinning, delta, width) if ranked else thinning.threshold
+            parts[i] = keep(delta, bits, thresholds, bounds.get(i), thinning.divides_each)
+        yield start, parts
 
-    for look in choose_looks(settings, list(deltas)) if deltas and len(start) else ():
-        LOOKS[look](settings, start, open_parts(), found)
-    coefficients = METHODS[settings.method].weigh(settings, list(deltas), found)
-    return encode(merge_parts(settings, start, open_parts().values(), coefficients), output)
+    found = look_up(settings, models, open_whole, len(start))
+    coefficients = METHODS[settings.method].weigh(settings, models, found)
+    [(_, parts)] = open_whole(models, found)
+    return encode(merge_parts(settings, start, parts.values(), coefficients), output)

@@ -1,24 +1,39 @@
-"""Proof that a compiled kernel computes what its definition does, bit for bit, on all branches."""
+"""Proof that a compiled kernel computes what its definition does, bit for bit, on all branches; and
+the process that compiles one: compile, load as the tool will, prove, and store.
+"""
 
-from __future__ import annotations
-
+import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX
+from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX, Format
 from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, plain
-from darelib.kernels.native import Function, bind, list_kinds
+from darelib.kernels.native import bind, list_kinds
+from darelib.kernels.objects import (
+    MAKING,
+    Function,
+    code_of,
+    load_object,
+    store,
+    target_machine,
+    withdraw,
+)
 from darelib.kernels.records import BINS, LANES, SORT_COUNTERS, WIDEST, Buffers
 
 Record = Mapping[str, float]
 Array = NDArray[Any]
+# What kernels have found, by name, on numbers that are the same every time.
+Results = Iterator[tuple[str, Array]]
 
 # Elements of a chunk, whose last tile is not full, and its place in a tensor, beyond 2^32 elements.
 COUNT: Final = 2 * TILE + 37
@@ -47,7 +62,7 @@ BOUNDED_ALL: Final[Record] = {
     "at_high": 65536,
     "scale": 0.3,
 }
-RANKED: Final[Record] = {"ranked": 1, "scale": 0.2, "weight": 1}
+RANKED: Final[Record] = {"ranked": 1, "limit": ALL, "scale": 0.2, "weight": 1}
 DIVIDED: Final[Record] = {"ranked": 1, "divided": 1, "scale": 0.1, "weight": 1}
 DENSE: Final = (WHOLE, DROPPED, ADAPTER, BOUNDED, BOUNDED_ALL, RANKED, DIVIDED)
 COUNTED: Final = (WHOLE, {**ADAPTER, "limit": ALL}, DROPPED, ADAPTER)
@@ -64,78 +79,102 @@ MODEL_SPECIAL: Final = (-0.0, 0.0, 0.5625, 0.5, 0.5, LOW, -LOW)
 SUBNORMAL: Final = slice(300, 302)
 # What is not finite, or very large, in models, and where.
 BROKEN: Final = {310: math.inf, 311: math.nan, 312: -math.inf, TILE + 400: 6e4}
-# What kernels find, of each model and of the tensor.
-MERGED: Final = (("peak", "above", "kept", "size"), ("peak", "base_size"))
-FOUND: Final[Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
-    "sum": MERGED,
-    "elect": MERGED,
-    "average": MERGED,
-    "products": ((), ("square_0", "square_1", "product")),
-    "sums": (("size", "kept_size"), ()),
-    "count": ((), ()),
-    "measure": (("peak", "above", "zeros", "size", "squares"), ("base_squares",)),
-    "pack": (("kept",), ()),
+# By kernel: models, a tensor, and whether some of their values are not finite.
+Case = tuple[Sequence[Record], Record, bool]
+ENDS: Final = [({**one, "number": 0}, {**other, "number": 1}) for one, other in pairwise(DENSE)]
+CASES: Final[Mapping[str, Sequence[Case]]] = {
+    "products": [(ends, {}, False) for ends in ENDS],
+    "sums": [(DENSE, {}, False)],
+    "measure": [
+        ((WHOLE, ADAPTER, DROPPED), TENSOR, False),
+        ((WHOLE, ADAPTER), TENSOR, False),
+        ((WHOLE, ADAPTER), TENSOR, True),
+    ],
+    "pack": [((DROPPED,), {}, False)],
 }
+MERGES: Final[Sequence[Case]] = [
+    ((*DENSE, TRIMMED), TENSOR, False),
+    ((*DENSE, TRIMMED), TENSOR, True),
+    ((DROPPED, ADAPTER, DROPPED), {**TENSOR, "base_share": 0, "first_share": 0}, False),
+    ((WHOLE,), {**TENSOR, "exact": 1}, False),
+    ((), TENSOR, False),
+]
+# What kernels find, of each model or of the tensor; and whether in the output.
+MERGED: Final = ("peak", "above", "kept", "size", "base_size", "output")
+FOUND: Final[Mapping[str, tuple[str, ...]]] = {
+    "products": ("square_0", "square_1", "product"),
+    "sums": ("size", "kept_size"),
+    "count": (),
+    "measure": ("peak", "above", "zeros", "size", "squares", "base_squares"),
+    "pack": ("kept", "output"),
+}
+
+
+def work(how: str, *names: str) -> None:
+    """Make object files.
+
+    how: object, for what is stored in them; here, for what Numba runs itself, where they only say
+    that it was proved.
+    """
+    from darelib.kernels import cpu
+
+    gc.disable()  # a compiler makes many objects, and lives for a few seconds
+    paths = [Path(name) for name in names]
+    try:
+        for number, path in enumerate(paths):
+            if not path.parent.is_dir():
+                break  # somebody has removed what was to be kept there
+            for unfinished in paths[number:]:
+                with suppress(OSError):  # most were not announced
+                    os.utime(unfinished.with_suffix(MAKING))
+            code = code_of(path.name)
+            machine_code = b"" if how == "here" else cpu.compile_object(code, target_machine())
+            prove_function(
+                code, load_object(code, machine_code) if machine_code else cpu.run_here(code)
+            )
+            store(machine_code, path)
+    except EngineUnavailable as error:
+        raise SystemExit(str(error)) from None
+    except Exception as error:  # of a compiler, which says much
+        raise SystemExit(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from None
+    finally:
+        for path in paths:
+            withdraw(path)
 
 
 def prove_function(code: KernelSpec, function: Function) -> None:
     """Refuse a compiled function that gives other bits than the definition."""
-    provers = {
-        "rank": _compare_ranks,
-        "expand": _compare_products,
-        "unpack": _compare_entries,
-    }
     for kind in list_kinds(code):
         spec = KernelSpec(kind, code.base, code.finetuned, code.output)
-        compiled, defined = bind(spec, function), partial(fallback.KERNELS[kind], spec)
+        try_out = TRIALS.get(kind, _try_chunks)
+        defined = partial(fallback.KERNELS[kind], spec)
         with np.errstate(all="ignore"):
-            different = next(provers.get(kind, _compare_chunks)(spec, compiled, defined), None)
-        if different:
-            raise EngineUnavailable(
-                f"the compiled kernel {kind} gives another {different} than its definition"
-            )
+            results = zip(try_out(spec, bind(spec, function)), try_out(spec, defined), strict=True)
+            for (name, mine), (_, theirs) in results:
+                if mine.tobytes() != theirs.tobytes():
+                    raise EngineUnavailable(
+                        f"the compiled kernel {kind} gives another {name} than its definition"
+                    )
 
 
-def _compare_chunks(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
-    """What is different on chunks that take all branches of a kernel."""
-    for models, tensor, broken in _list_cases(spec):
-        results = []
-        for run in (compiled, defined):
-            buffers = _fill(spec, models, tensor, broken)
-            run(buffers, COUNT, len(models), FIRST_TILE)
-            results.append(_list_found(spec, buffers, broken))
-        for (name, mine), (_, theirs) in zip(*results, strict=True):
-            if mine.tobytes() != theirs.tobytes():
-                yield name
+def _try_chunks(spec: KernelSpec, run: Kernel) -> Results:
+    """Chunks that take all branches of a kernel."""
+    cases = CASES.get(spec.kind, MERGES)
+    if spec.kind == "count":
+        cases = list(_count_cases(FORMATS[spec.real]))
+    for models, tensor, broken in cases:
+        buffers = _fill(spec, models, tensor, broken)
+        run(buffers, COUNT, len(models), FIRST_TILE)
+        yield from _list_found(spec, buffers, broken)
 
 
-def _list_cases(spec: KernelSpec) -> Iterator[tuple[Sequence[Record], Record, bool]]:
-    """Models, a tensor, and whether some of their values are not finite."""
-    match spec.kind:
-        case "products":
-            for one, other in pairwise(DENSE):
-                yield ({**one, "number": 0}, {**other, "number": 1}), {}, False
-        case "sums":
-            yield DENSE, {}, False
-        case "count":
-            bits = FORMATS[spec.real].bits
-            sizes = np.array([0.001, 0.005], FORMATS[spec.real].real).view(FORMATS[spec.real].raw)
-            first, second = (int(size) >> (bits - DIGIT_BITS) for size in sizes)
-            for shift, prefix, prefix_2 in ((bits - 16, 0, NO_PREFIX), (bits - 32, first, second)):
-                models = [{**model, "prefix": prefix, "prefix_2": prefix_2} for model in COUNTED]
-                yield models, {"shift": shift}, True
-        case "measure":
-            yield (WHOLE, ADAPTER, DROPPED), TENSOR, False
-            yield (WHOLE, ADAPTER), TENSOR, False
-            yield (WHOLE, ADAPTER), TENSOR, True
-        case "pack":
-            yield (DROPPED,), {}, False
-        case _:
-            yield (*DENSE, TRIMMED), TENSOR, False
-            yield (*DENSE, TRIMMED), TENSOR, True
-            yield (DROPPED, ADAPTER, DROPPED), {**TENSOR, "base_share": 0, "first_share": 0}, False
-            yield (WHOLE,), {**TENSOR, "exact": 1}, False
-            yield (), TENSOR, False
+def _count_cases(real: Format) -> Iterator[Case]:
+    """The first pass, and one that looks for two beginnings."""
+    sizes = np.array([0.001, 0.005], real.real).view(real.raw)
+    first, second = (int(size) >> (real.bits - DIGIT_BITS) for size in sizes)
+    for digits, prefix, prefix_2 in ((1, 0, NO_PREFIX), (2, first, second)):
+        models = [{**model, "prefix": prefix, "prefix_2": prefix_2} for model in COUNTED]
+        yield models, {"shift": real.bits - digits * DIGIT_BITS}, True
 
 
 def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bool) -> Buffers:
@@ -143,9 +182,7 @@ def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bo
     rng = np.random.default_rng(0)
     buffers = Buffers(len(models), 3 * TILE * WIDEST, [spec.kind], ranked=1)
     for used in (buffers.base, buffers.finetuned, buffers.output, buffers.scratch, buffers.limits):
-        used.view(np.uint8)[:] = rng.integers(0, 256, used.nbytes, np.uint8).reshape(
-            used.view(np.uint8).shape
-        )
+        used.view(np.uint8)[:] = rng.integers(0, 256, used.view(np.uint8).shape, np.uint8)
     base = rng.normal(0, 0.02, COUNT)
     base[SPECIAL] = np.tile(BASE_SPECIAL, 40)
     _put(buffers.base, base, spec.base)
@@ -172,35 +209,31 @@ def _put(row: Array, values: Array, dtype: str) -> None:
     row[: raw.nbytes] = raw.view(np.uint8)
 
 
-def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> list[tuple[str, Array]]:
+def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> Results:
     """What a kernel has found; of values that are not finite, that they were noticed."""
-    of_models, of_tensor = FOUND[spec.kind]
+    names = FOUND.get(spec.kind, MERGED)
     output = buffers.output[: COUNT * FORMATS[spec.output].itemsize].view(FORMATS[spec.output].raw)
-    counts = (
-        buffers.counts[:, : LANES * BINS].reshape(-1, LANES, BINS).sum(1)
-        if spec.kind == "measure"
-        else None
-    )
-    if broken and "peak" in of_models:
-        peaks = np.append(buffers.models["peak"], buffers.tensor["peak"]).astype(
-            FORMATS[spec.real].raw
-        )
-        beside = np.delete(output, list(BROKEN)) if counts is None else counts
-        return [("peak", np.isfinite(peaks.view(FORMATS[spec.real].real))), ("output", beside)]
-    found = [(name, buffers.models[name]) for name in of_models]
-    found += [(name, buffers.tensor[name]) for name in of_tensor]
-    match spec.kind:
-        case "count":
-            found.append(("count", buffers.counts))
-        case "measure":
-            found.append(("count", np.asarray(counts)))
-            found.append(("pair", buffers.pairs))
-        case "pack" | "sum" | "elect" | "average":
-            found.append(("output", output))
-    return found
+    counts = buffers.counts
+    if spec.kind == "measure":  # in any lane
+        counts = counts.reshape(-1, LANES, BINS).sum(1)
+    if broken and "peak" in names:
+        real = FORMATS[spec.real]
+        peaks = np.append(buffers.models["peak"], buffers.tensor["peak"]).astype(real.raw)
+        yield "peak", np.isfinite(peaks.view(real.real))
+        output = np.delete(output, list(BROKEN))
+    else:
+        for records in (buffers.models, buffers.tensor):
+            for name in names:
+                if name in (records.dtype.names or ()):
+                    yield name, records[name]
+    if "output" in names:
+        yield "output", output
+    yield "count", counts
+    if not broken:
+        yield "pair", buffers.pairs
 
 
-def _compare_ranks(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
+def _try_ranks(spec: KernelSpec, rank: Kernel) -> Results:
     """Rows of a few entries, of many, and of more than fewer bits sort; some of equal deltas."""
     rng = np.random.default_rng(0)
     skipped = 3
@@ -212,46 +245,46 @@ def _compare_ranks(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Itera
         base[2 * width : 3 * width] = 0.5
         values[2 * width : 3 * width] = 0.75
         values[2:5] = math.nan, math.inf, -math.inf
-        stored = plain.encode(base, spec.base), plain.encode(values, spec.finetuned)
-        rows = [row.view(np.uint8) for row in stored]
+        rows = [
+            plain.encode(base, spec.base).view(np.uint8),
+            plain.encode(values, spec.finetuned).view(np.uint8),
+        ]
         by_rank = rng.integers(0, 1 << 16, width).astype(np.uint16)
         order = np.full(3 * width + SORT_COUNTERS // 2, 0xABCDEF0123456789, np.uint64)
         for is_delta in (False, True):
-            limits = [np.zeros(count - skipped - 2, np.uint16) for _ in range(2)]
-            for run, found in zip((compiled, defined), limits, strict=True):
-                run(*rows, by_rank, order, found, skipped, is_delta)
-            if limits[0].tobytes() != limits[1].tobytes():
-                yield "order"
+            limits = np.zeros(count - skipped - 2, np.uint16)
+            rank(*rows, by_rank, order, limits, skipped, is_delta)
+            yield "order", limits
 
 
-def _compare_products(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
+def _try_products(spec: KernelSpec, expand: Kernel) -> Results:
     """A first piece of an adapter's ranks, and another; their number is no multiple of four."""
     rng = np.random.default_rng(0)
     real = FORMATS[spec.real].real
-    first = 5
     columns = TILE + 100
     left = rng.normal(0, 1, (4, 6)).astype(real)
     right = rng.normal(0, 1, (6, columns)).astype(real)
     left[0, :3] = 0, -0.0, 1e-38
     right[0, :3] = -0.0, 1e-42, -1e-30
     for ranks_before in (0, 6):
-        results = [np.full(3 * columns, 0.75, real) for _ in range(2)]
-        for run, product in zip((compiled, defined), results, strict=True):
-            run(left, right, product, first, ranks_before)
-        if results[0].tobytes() != results[1].tobytes():
-            yield "product"
+        product = np.full(3 * columns, 0.75, real)
+        expand(left, right, product, 5, ranks_before)
+        yield "product", product
 
 
-def _compare_entries(spec: KernelSpec, compiled: Kernel, defined: Kernel) -> Iterator[str]:
+def _try_entries(spec: KernelSpec, unpack: Kernel) -> Results:
     """More entries than the mask keeps, and fewer."""
     raw = FORMATS[spec.finetuned].raw
     for size in (COUNT, COUNT // 50):
-        results = []
-        for run in (compiled, defined):
-            values = np.zeros(COUNT, raw)
-            kept = run(
-                values, np.arange(1, size + 1).astype(raw), (7, 1234567890), TENTH, FIRST_TILE
-            )
-            results.append((kept, values.tobytes()))
-        if results[0] != results[1]:
-            yield "value"
+        values = np.zeros(COUNT, raw)
+        base = np.arange(COUNT, 0, -1).astype(raw)
+        entries = np.arange(1, size + 1).astype(raw)
+        kept = unpack(base, entries, values, (7, 1234567890), TENTH, FIRST_TILE)
+        yield "value", np.append(values, kept)
+
+
+TRIALS: Final[Mapping[str, Callable[[KernelSpec, Kernel], Results]]] = {
+    "rank": _try_ranks,
+    "expand": _try_products,
+    "unpack": _try_entries,
+}

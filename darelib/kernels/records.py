@@ -1,7 +1,5 @@
 """What kernels must know and what they find: records with named fields; one thread's buffers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from typing import Any, Final

@@ -3,8 +3,6 @@
 Finds their files and reads their tensors.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -14,22 +12,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 from darelib.core.text import DareError, InputChanged, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.jsonfile import MAX_INDEX, read_json
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
     GGUF_HINT,
+    MAX_INDEX,
     MAX_NAME,
     MAX_TENSORS,
     PICKLE_SUFFIXES,
     TensorFile,
     TensorInfo,
     convert_hint,
+    read_json,
 )
 from darelib.models.tensors import Input
 from darelib.models.vocabulary import digest_tokenizer
@@ -73,12 +72,6 @@ ROPE_KEYS: Final = (
 WINDOW_FLAG: Final = "use_sliding_window"  # which Qwen's have; without it, a window's size is used
 OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
 NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
-# Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
-WEIGHT_SUFFIXES: Final = (
-    ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx",
-    ".onnx_data", ".ot",
-    ".tflite", ".mlmodel", ".mlpackage", ".npz", ".npy", ".distcp", ".nemo", ".partial",
-)  # fmt: skip
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 # The output heads that share the input embedding's values where a model's configuration ties them,
 # and the embeddings.
@@ -125,27 +118,20 @@ class Layout:
 
     files: tuple[Path, ...]
     folder: Path | None = None  # the model directory, where it has one
-    weight_map: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the file of each tensor, according to an index
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """All that must not be overwritten."""
-        return (self.folder, *self.files) if self.folder else self.files
+    # The file of each tensor, according to an index.
+    weight_map: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_checkpoint(source: Source) -> Layout:
     """The files of a model that is a file, a directory or an index."""
-    path, folder, is_directory = source.path, source.path.parent, source.path.is_dir()
+    path = source.path
+    folder = path if path.is_dir() else path.parent
+    is_directory = path == folder
     if is_directory:
-        folder = path
-        path = next(
-            (folder / name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()),
-            folder,
-        )
-        if path == folder:
+        present = [name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()]
+        if not present:
             raise _explain_no_weights(source, sorted(os.listdir(folder)))
+        path = folder / present[0]
     if path.suffix == ".json":
         return _find_by_index(source, path)
     # A file of another name may be among unrelated ones; this one belongs to the directory that it
@@ -177,36 +163,36 @@ def part_name(source: Source, path: Path) -> str:
     )
 
 
-def path_hint(source: Source) -> str:
-    """Relative paths are the usual cause of a missing file."""
-    return (
-        f"looked for {str(source.path.absolute())!r}; only paths in TOML are relative to their file"
-    )
-
-
 def _explain_no_weights(source: Source, names: list[str]) -> DareError:
     """What a directory without a model has instead."""
-    if broken := [name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names]:
-        return DareError(
-            f"{broken[0]!r} in {source.name!r} is a broken link", "download the model again"
-        )
-    if tensors := [name for name in names if name.endswith(".safetensors")]:
-        return DareError(
-            f"the directory {source.name!r} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but "
+    shown = repr(source.name)
+    broken = next((name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names), "")
+    tensors = [name for name in names if name.endswith(".safetensors")]
+    kinds = (
+        (broken, f"{broken!r} in {shown} is a broken link", "download the model again"),
+        (
+            tensors,
+            f"the directory {shown} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but "
             f"{list_names(tensors)}",
             "name the file, or put the index beside its shards",
-        )
-    if any(name.endswith(".gguf") for name in names):
-        return DareError(f"{source.name!r} holds GGUF files", GGUF_HINT)
-    if any(name.endswith(PICKLE_SUFFIXES) for name in names):
-        return DareError(
-            f"{source.name!r} holds PyTorch pickles, not safetensors files",
+        ),
+        (
+            any(name.endswith(".gguf") for name in names),
+            f"{shown} holds GGUF files",
+            GGUF_HINT,
+        ),
+        (
+            any(name.endswith(PICKLE_SUFFIXES) for name in names),
+            f"{shown} holds PyTorch pickles, not safetensors files",
             convert_hint(source.path),
-        )
-    return DareError(
-        f"the directory {source.name!r} holds no model",
-        f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",
+        ),
+        (
+            True,
+            f"the directory {shown} holds no model",
+            f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",
+        ),
     )
+    return next(DareError(words, hint) for is_so, words, hint in kinds if is_so)
 
 
 def _find_by_index(source: Source, path: Path) -> Layout:
@@ -266,7 +252,8 @@ class Checkpoint(Input):
         self.source = source
         self.name = source.name
         self.folder = layout.folder
-        self.paths = layout.paths
+        # All that must not be overwritten.
+        self.paths = (layout.folder, *layout.files) if layout.folder else layout.files
         self.warnings = tuple(find_shards_beside(self.name, layout))
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
@@ -329,12 +316,10 @@ class Checkpoint(Input):
     def _digests(self) -> dict[str, Any]:
         """Of several files, the digest is that of their digests."""
         digests = [file.header_sha256 for file in self.files]
-        whole = digests[0]
-        if len(digests) > 1:
-            whole = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        joined = hashlib.sha256("\n".join(digests).encode()).hexdigest()
         return {
             "size": self.size,
-            "header_sha256": whole,
+            "header_sha256": joined if len(digests) > 1 else digests[0],
             "content_sha256": self._digest_pages(),
         }
 
@@ -384,11 +369,12 @@ class Checkpoint(Input):
                 f"the tokenizer of {self.name!r} changed while it was merged", CHANGED_HINT
             )
 
-    def is_same_as(self, other: Checkpoint) -> bool:
+    def is_same_as(self, other: Self) -> bool:
         """Whether it is the very same files."""
         pairs = zip(self.files, other.files, strict=False)
-        same = all(os.path.samestat(mine.status, theirs.status) for mine, theirs in pairs)
-        return same and len(self.files) == len(other.files)
+        return len(self.files) == len(other.files) and all(
+            os.path.samestat(mine.status, theirs.status) for mine, theirs in pairs
+        )
 
     def close(self) -> None:
         for file in self.files:
@@ -416,9 +402,9 @@ def _pick_settings(table: Any) -> dict[str, Any]:
     if "sliding_window" in table and not (found["sliding_window"] and table.get(WINDOW_FLAG, True)):
         found["sliding_window"] = "off"
     return {
-        k: v
-        for k, v in found.items()
-        if isinstance(v, str | int | float) and sys.getsizeof(v) < 1000
+        key: value
+        for key, value in found.items()
+        if isinstance(value, str | int | float) and sys.getsizeof(value) < 1000
     }
 
 
@@ -442,15 +428,11 @@ def compare_configs(
 
     What only one states is no difference.
     """
-    both = {
-        key: value
-        for key, value in mine.items()
-        if key in theirs and key not in ("text_config", NAME_KEY)
-    }
+    compared = mine.keys() & theirs.keys() - {"text_config", NAME_KEY}
     found = {
         prefix + key: f"its {prefix}{key} is {theirs[key]!r}, not {value!r}"
-        for key, value in both.items()
-        if value != theirs[key]
+        for key, value in mine.items()
+        if key in compared and value != theirs[key]
     }
     parts = (mine.get("text_config", {}), theirs.get("text_config", {}))
     return found | (compare_configs(*parts, "text_config.") if all(parts) else {})

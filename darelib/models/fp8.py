@@ -1,8 +1,8 @@
-"""FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors, read as the float32 that
-they stand for.
-"""
+"""FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors.
 
-from __future__ import annotations
+They are read as the float32 that they stand for. Merged values become bytes again once all values
+that share a scale are there.
+"""
 
 import dataclasses
 import itertools
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.config import is_count
-from darelib.core.formats import widen
+from darelib.core.formats import FORMATS, widen
 from darelib.core.mask import TILE
-from darelib.core.methods import Look
+from darelib.core.methods import METHODS, Look
 from darelib.core.text import DareError, clip
-from darelib.kernels.fp8 import decode, spread
+from darelib.kernels import fp8, plain
 from darelib.models.checkpoint import (
     CONFIG_FILE,
     QUANTISE_HINT,
@@ -28,15 +28,18 @@ from darelib.models.checkpoint import (
     part_name,
     quantised_modules,
 )
-from darelib.models.fp8writer import Fp8Writer, PeakLook, Scales, read_scales
-from darelib.models.jsonfile import read_json
+from darelib.models.tensorfile import read_json
 from darelib.models.tensors import Encoding, Input, Target, TensorInfo, Writer
+
+Array = NDArray[Any]
 
 FP8: Final = "F8_E4M3"
 SCALE_TYPES: Final = ("F32", "BF16")
 SCALE_NAMES: Final = ("_scale_inv", "_scale")  # what a weight's name is followed by
 # What scales activations: what comes into or out of a module, or what attention remembers of it.
-ACTIVATION_SCALES: Final = {f"{of}_scale" for of in ("input", "output", "q", "k", "v", "kv")}
+ACTIVATION_SCALES: Final = {
+    "input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"
+}  # fmt: skip
 DEFAULT_BLOCK: Final = (128, 128)  # where a configuration does not say
 SCALE_HINT: Final = "an F8_E4M3 weight needs a weight_scale or weight_scale_inv of F32 or BF16"
 # By type: what to do about a weight whose encoding is not known.
@@ -46,7 +49,7 @@ MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memo
 
 @dataclass(frozen=True, eq=False)
 class Fp8(Encoding):
-    """A matrix in FP8, that is read as float32."""
+    """A matrix in FP8, that is read as float32. Its scales are a tensor themselves."""
 
     kind: ClassVar[str] = "FP8"
     rereads: ClassVar[bool] = False
@@ -55,43 +58,48 @@ class Fp8(Encoding):
     files: ClassVar[tuple[str, ...]] = ("hf_quant_config.json",)
 
     stored: TensorInfo
-    scales: Scales
+    scale_name: str
+    scales: TensorInfo
+    block: tuple[int, int]  # the rows and columns that share a scale
+    grid: tuple[int, int]  # how many scales there are
+    powers: bool  # whether the configuration wants powers of two (scale_fmt ue8m0)
+
+    @property
+    def whole(self) -> bool:
+        """Whether one scale is for all of the tensor."""
+        return self.grid == (1, 1)
 
     @property
     def looks(self) -> tuple[type[Look], ...]:
-        return (PeakLook,) if self.scales.whole else ()
+        return (PeakLook,) if self.whole else ()
 
     def stored_bytes(self, info: TensorInfo) -> int:
-        return self.stored.nbytes + self.scales.info.nbytes
+        return self.stored.nbytes + self.scales.nbytes
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(FP8, info.shape), self.scales.name: self.scales.info}
+        return {name: TensorInfo(FP8, info.shape), self.scale_name: self.scales}
 
     def find_step(self, info: TensorInfo) -> int:
         """Rows of blocks that are whole tiles, so that each job finds its scales alone."""
-        if self.scales.whole:
-            return TILE
-        return math.lcm(self.scales.block[0] * info.width, TILE)
+        return TILE if self.whole else math.lcm(self.block[0] * info.width, TILE)
 
-    def _count_group(self, info: TensorInfo, chunk: int) -> int:
+    def count_group(self, info: TensorInfo, chunk: int) -> int:
         """Elements that are gathered before they are written: whole rows of blocks, a chunk if they
         fit.
         """
-        if self.scales.whole:
+        if self.whole:
             return chunk
-        row = self.scales.block[0] * info.width
+        row = self.block[0] * info.width
         return min(max(1, chunk // row) * row, info.count)
 
     def count_held(self, info: TensorInfo, chunk: int) -> int:
         """Merged values that wait for their scales, and the base's, once more while they are
         encoded.
         """
-        return 24 * self._count_group(info, chunk)
+        return 24 * self.count_group(info, chunk)
 
     def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
-        group = self._count_group(target.info, chunk)
-        peak = look if isinstance(look, PeakLook) else None
-        return Fp8Writer(target, self.stored, self.scales, start, group, peak)
+        return Fp8Writer(self, target, start, chunk, look)
 
     def read(
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
@@ -99,7 +107,7 @@ class Fp8(Encoding):
         stored = np.empty(count, np.uint8)
         values = np.frombuffer(into, np.float32)
         model.read_bytes(stored.data, self.stored, start)
-        decode(stored, values)
+        fp8.decode(stored, values)
         width = info.width
         stop = start + count
         first_row = min(-(-start // width) * width, stop)
@@ -109,15 +117,24 @@ class Fp8(Encoding):
             for first, last in itertools.pairwise(sorted({start, first_row, last_row, stop})):
                 self._scale(model, width, values[first - start : last - start], first)
 
-    def _scale(self, model: Input, width: int, values: NDArray[Any], start: int) -> None:
+    def _scale(self, model: Input, width: int, values: Array, start: int) -> None:
         """Multiply values by their scales: whole rows, or a part of one."""
         row, column = divmod(start, width)
         part = values.reshape(-1, min(width, len(values)))
-        raw = read_scales(model, self.scales, row, len(part))
-        scales = widen(raw, self.scales.info.dtype).reshape(-1, self.scales.grid[1])
-        for rows, factors in spread(scales, self.scales.block, row, len(part), width):
+        raw = self.read_scales(model, row, len(part))
+        scales = widen(raw, self.scales.dtype).reshape(-1, self.grid[1])
+        for rows, factors in fp8.spread(scales, self.block, row, len(part), width):
             one = factors.shape[-1] == 1
             part[rows] *= factors if one else factors[..., column : column + part.shape[1]]
+
+    def read_scales(self, model: Input, row: int, rows: int) -> NDArray[np.uint8]:
+        """The scales of the blocks that rows of the tensor are in, as bytes."""
+        first = row // self.block[0]
+        last = -(-(row + rows) // self.block[0])
+        item = self.grid[1] * (self.scales.nbytes // self.scales.count)
+        raw = np.empty((last - first) * item, np.uint8)
+        model.read_bytes(raw.data, self.scales, first * item)
+        return raw
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +150,16 @@ def recognise_fp8(model: Checkpoint) -> None:
     if not pairs:
         return
     settings = read_quantisation(model)
-    block = find_block(model, settings)
+    block = settings.get("weight_block_size") or DEFAULT_BLOCK
+    is_pair = isinstance(block, list | tuple) and len(block) == 2
+    if not is_pair or not all(is_count(side, 1) for side in block):
+        raise DareError(
+            f"{model.name!r}: weight_block_size in {CONFIG_FILE} is {clip(repr(block))}",
+            "it should be two sides, like [128, 128]",
+        )
     powers = settings.get("scale_fmt") == "ue8m0"
     for name, scale_name in pairs.items():
-        model.tensors[name] = _make_tensor(model, name, scale_name, block, powers)
-    for scale_name in pairs.values():
+        model.tensors[name] = _make_tensor(model, name, scale_name, (block[0], block[1]), powers)
         del model.tensors[scale_name]
     for name, info in model.tensors.items():
         if is_activation_scale(name, pairs):
@@ -147,9 +169,9 @@ def recognise_fp8(model: Checkpoint) -> None:
 def is_activation_scale(name: str, weights: Mapping[str, str]) -> bool:
     """Whether a tensor scales activations of a module whose weights are in FP8."""
     module, _, last = name.rpartition(".")
-    if last not in ACTIVATION_SCALES and last != "input_scale_ub":
-        return False
-    return any(f"{module}{own}.weight" in weights for own in ("", ".k_proj", ".q_proj"))
+    return last in ACTIVATION_SCALES and any(
+        f"{module}{own}.weight" in weights for own in ("", ".k_proj", ".q_proj")
+    )
 
 
 def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
@@ -163,10 +185,9 @@ def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
             scales = [name + end for end in SCALE_NAMES if name + end in tensors]
             if len(scales) == 1 and tensors[scales[0]].dtype in SCALE_TYPES:
                 pairs[name] = scales[0]
-    if not pairs:
-        return {}
     used = {*pairs, *pairs.values()}
-    others = quantised_modules({n: info for n, info in tensors.items() if n not in used})
+    rest = {name: info for name, info in tensors.items() if name not in used}
+    others = quantised_modules(rest) if pairs else set()
     return {name: scale for name, scale in pairs.items() if module_of(name) not in others}
 
 
@@ -194,8 +215,8 @@ def _make_tensor(
             f"{model.name!r}: a row of blocks of {name!r} has more than {MAX_GROUP:,} elements",
             "no model has such weights; get it from somewhere you trust",
         )
-    scales = Scales(scale_name, scale, block, grid, powers)
-    return TensorInfo("F32", stored.shape, encoding=Fp8(stored, scales))
+    encoding = Fp8(stored, scale_name, scale, block, grid, powers)
+    return TensorInfo("F32", stored.shape, encoding=encoding)
 
 
 def read_quantisation(model: Checkpoint) -> dict[str, Any]:
@@ -210,13 +231,111 @@ def read_quantisation(model: Checkpoint) -> dict[str, Any]:
     return {}
 
 
-def find_block(model: Checkpoint, settings: Mapping[str, Any]) -> tuple[int, int]:
-    """The size of blocks that a model's configuration states, or the usual one."""
-    stated = settings.get("weight_block_size") or DEFAULT_BLOCK
-    is_pair = isinstance(stated, list | tuple) and len(stated) == 2
-    if not is_pair or not all(is_count(side, 1) for side in stated):
-        raise DareError(
-            f"{model.name!r}: weight_block_size in {CONFIG_FILE} is {clip(repr(stated))}",
-            "it should be two sides, like [128, 128]",
-        )
-    return stated[0], stated[1]
+@dataclass(eq=False)
+class PeakLook(Look):
+    """The largest magnitude of a merged tensor that has one scale, and whether the merge changes
+    anything.
+    """
+
+    merges = True
+    peak = 0
+    changed = False
+
+    def __post_init__(self) -> None:
+        self.kernel = METHODS[self.settings.method].kernel
+
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        merged = buffers.output.view(np.float32)[:count]
+        if (merged != buffers.base.view(np.float32)[:count]).any():
+            self.changed = True  # set only: another thread may have seen a change, too
+
+    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+        self.peak = max(self.peak, int(buffers.tensor["peak"][0]))  # patterns are ordered as values
+
+    @property
+    def largest(self) -> np.float32:
+        pattern = np.array([self.peak], f"u{self.bits // 8}")
+        return np.float32(pattern.view(f"f{self.bits // 8}")[0])
+
+
+class Fp8Writer(Writer):
+    """Gathers the merged values of one job until those that share a scale are there, and writes
+    them.
+
+    look: where one scale is for all.
+    """
+
+    def __init__(
+        self, encoding: Fp8, target: Target, start: int, chunk: int, look: Look | None
+    ) -> None:
+        super().__init__(target, start)
+        self._encoding = encoding
+        self._start = start
+        self._look = look
+        group = encoding.count_group(target.info, chunk)
+        self._held = np.empty((2, group), np.float32)  # merged values, and the base's
+        self._count = 0
+
+    def add(self, merged: NDArray[np.uint8], base: NDArray[np.uint8], count: int) -> None:
+        done = 0
+        given = merged.view(np.float32)[:count], base.view(np.float32)[:count]
+        while done < count:
+            size = min(count - done, self._held.shape[1] - self._count)
+            for held, values in zip(self._held, given, strict=True):
+                held[self._count : self._count + size] = values[done : done + size]
+            self._count += size
+            done += size
+            is_last = self._start + self._count == self._target.info.count
+            if is_last or self._count == self._held.shape[1]:
+                self.finish()
+
+    def finish(self) -> None:
+        """Write what is held: whole rows of blocks or, where one scale is for all, any number of
+        values.
+        """
+        count = self._count
+        if not count:
+            return
+        start = self._start
+        self._start += count
+        self._count = 0
+        whole = self._encoding.whole
+        width = count if whole else self._target.info.width
+        block = (1, count) if whole else self._encoding.block
+        merged, base = self._held[:, :count].reshape(2, -1, width)
+        changed, divisors = self._write_scales(merged, base, 0 if whole else start // width, block)
+        made: Array = np.empty(merged.shape, np.uint8)
+        if changed.any():
+            with np.errstate(all="ignore"):  # in blocks that keep the base's bytes
+                for rows, factors in fp8.spread(divisors, block, 0, len(merged), width):
+                    merged[rows] /= factors
+            made = fp8.encode(merged)
+        if not changed.all():
+            stored = np.empty(merged.shape, np.uint8)
+            self._target.model.read_bytes(stored.reshape(-1).data, self._encoding.stored, start)
+            for rows, has_changed in fp8.spread(changed, block, 0, len(merged), width):
+                np.copyto(made[rows], stored[rows], where=~has_changed)
+        self._target.put(self._target.name, made.reshape(-1).data, start)
+
+    def _write_scales(
+        self, merged: Array, base: Array, row: int, block: tuple[int, int]
+    ) -> tuple[Array, Array]:
+        """Which blocks have changed, and what each is to be divided by; the scales are written."""
+        encoding = self._encoding
+        dtype = encoding.scales.dtype
+        if isinstance(self._look, PeakLook):
+            changed = np.array([[self._look.changed]])
+            peaks = np.array([[self._look.largest]])
+        else:
+            changed = fp8.reduce_blocks(np.logical_or, merged != base, block)
+            peaks = fp8.reduce_blocks(np.maximum, np.abs(merged), block)
+        old = encoding.read_scales(self._target.model, row, len(merged))
+        old = old.view(FORMATS[dtype].raw).reshape(changed.shape)
+        wanted = np.maximum(peaks / np.float32(fp8.LARGEST), np.float32(fp8.SMALLEST_SCALE))
+        if encoding.powers:  # the next one up, as the base's are
+            fractions, exponents = np.frexp(wanted)
+            wanted = np.ldexp(np.float32(1), exponents - (fractions == 0.5))
+        raw = np.where(changed & (peaks > 0), plain.encode(wanted, dtype), old)
+        place = row // encoding.block[0] * raw.itemsize * encoding.grid[1]
+        self._target.put(encoding.scale_name, raw.reshape(-1).view(np.uint8).data, place)
+        return changed, widen(raw.reshape(-1), dtype).reshape(raw.shape)

@@ -1,7 +1,5 @@
 """How weights come in: finds out what kind of input each source is, and opens it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -9,13 +7,12 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Final, TypeAlias
 
 from darelib.core.text import DareError, as_text
-from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint, path_hint
+from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint
 from darelib.models.fp8 import recognise_fp8
-from darelib.models.hub import download
 from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
-from darelib.models.source import Source
+from darelib.models.source import Source, download, path_hint
 from darelib.models.tensorfile import explain_os_error
 
 # Gives tensors that are stored in an encoding of their own that encoding.

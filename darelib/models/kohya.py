@@ -4,8 +4,6 @@ A pair is named after its module with underscores for dots, so that only the bas
 is meant. A change is alpha / rank * (up @ down), where the rank is that of the matrices.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -153,8 +151,8 @@ class KohyaAdapter(LoraAdapter):
     def _read_alpha(self, module: str, info: TensorInfo) -> float:
         raw = np.empty(info.nbytes if info.count == 1 else 0, np.uint8)
         self.read_bytes(raw.data, info, 0)
-        is_integer = info.dtype in INTEGER_ALPHAS
-        values = raw.view(INTEGER_ALPHAS[info.dtype]) if is_integer else widen(raw, info.dtype)
+        integer = INTEGER_ALPHAS.get(info.dtype)
+        values = raw.view(integer) if integer else widen(raw, info.dtype)
         if not values.size or not np.isfinite(values[0]):
             raise DareError(
                 f"the alpha of {module!r} in {self.name!r} is not a finite number", AGAIN_HINT

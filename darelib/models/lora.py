@@ -4,8 +4,6 @@ An element is scale * (left @ right), with the products added in the order of th
 has the same bits whatever range of elements is read.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,6 +65,7 @@ class LoraAdapter(Checkpoint):
                 "give the model that it was trained on",
             )
         super().__init__(source, layout)
+        self._base = base
         self._kernels: Mapping[KernelSpec, Kernel] = {}
         self._room = 0  # elements of a matrix that a thread may hold
         self._held = threading.local()
@@ -89,7 +88,7 @@ class LoraAdapter(Checkpoint):
         self.specs = frozenset(pair.spec for pair in pairs)
         self.held_bytes = max((pair.held_bytes for pair in pairs), default=0)
         ranks = sorted({pair.rank for pair in pairs})
-        ends = " to ".join(map(str, dict.fromkeys(ranks[:1] + ranks[-1:])))
+        ends = " to ".join(map(str, sorted({*ranks[:1], *ranks[-1:]})))
         kind = f"LoRA of rank {ends}" if ends else "LoRA"
         self.note = f"{kind}, changes {count_of(len(self.tensors), 'tensor')}"
         whole = [
@@ -107,13 +106,13 @@ class LoraAdapter(Checkpoint):
         self._kernels = kernels
         self._room = TUNING.expand_elements // readers
 
-    def read_stored(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
+    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        """Of a product, the bytes that it would have if it were stored."""
         if not isinstance(info, LowRankTensor):
-            super().read_stored(info, start, count, into)
-        elif count:
-            self._expand(info, start, np.asarray(into).view(FORMATS[info.dtype].real))
+            super().read_bytes(view, info, start)
+        elif view:
+            made = np.frombuffer(view, FORMATS[info.dtype].real)
+            self._expand(info, start // made.itemsize, made)
 
     def _expand(self, info: LowRankTensor, start: int, made: NDArray[Any]) -> None:
         """Fill made with elements of a product, by as many ranks at a time as there is room for."""

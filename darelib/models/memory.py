@@ -20,6 +20,8 @@ STATE_DICT_HINT: Final = (
 # What safetensors calls torch's types.
 STORED_NAMES: Final = {
     **DTYPES,
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
     "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
@@ -31,28 +33,25 @@ STORED_NAMES: Final = {
 
 
 def name_dtype(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name in STORED_NAMES:
-        return STORED_NAMES[name]
-    short = name.replace("uint", "U").replace("int", "I")
-    return short if short != name else "C64"  # another complex type, which is only copied
+    # C64: another complex type, which is only copied.
+    return STORED_NAMES.get(str(dtype).removeprefix("torch."), "C64")
 
 
 def check_state_dict(what: str, given: object) -> None:
     from torch import Tensor
 
     if not isinstance(given, Mapping):
-        kind = type(given).__name__
-        raise ConfigError(f"{what} must be a state dict, not of type {kind}", STATE_DICT_HINT)
-    names = {*map(type, given)}
-    kinds = {*map(type, given.values())}
-    if names <= {str} and all(issubclass(kind, Tensor) for kind in kinds):
+        raise ConfigError(
+            f"{what} must be a state dict, not of type {type(given).__name__}", STATE_DICT_HINT
+        )
+    kinds = {*map(type, given.values())}  # few, where there are many tensors
+    if {*map(type, given)} <= {str} and all(issubclass(kind, Tensor) for kind in kinds):
         return
     for name, value in given.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            kind = type(value).__name__
             raise ConfigError(
-                f"{what} must map names to tensors, not {name!r} to {kind}", STATE_DICT_HINT
+                f"{what} must map names to tensors, not {name!r} to {type(value).__name__}",
+                STATE_DICT_HINT,
             )
 
 
@@ -90,9 +89,9 @@ class StateDict(Described):
         """Make what a plan wants to know: for many tensors, that takes longer than to merge
         them.
         """
-        traits = zip(self.names, self.dtypes, self.shapes, strict=True)
         self.tensors = {
-            n: TensorInfo(name_dtype(dtype), tuple(shape)) for n, dtype, shape in traits
+            name: TensorInfo(name_dtype(dtype), tuple(shape))
+            for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True)
         }
 
     @cached_property
@@ -103,7 +102,8 @@ class StateDict(Described):
         groups: dict[Any, list[str]] = {}
         for name, tensor in self.state.items():
             if tensor.numel():
-                groups.setdefault(identify(tensor), []).append(name)
+                values = tensor.data_ptr(), tensor.shape, tensor.stride()
+                groups.setdefault((*values, tensor.dtype, tensor.device), []).append(name)
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
     def find_twins(self, name: str) -> tuple[str, ...]:
@@ -116,8 +116,3 @@ class StateDict(Described):
     def is_same_as(self, other: StateDict) -> bool:
         mine = self.addresses, self.names, self.shapes
         return mine == (other.addresses, other.names, other.shapes)
-
-
-def identify(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where the values of a tensor are."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

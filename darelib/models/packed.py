@@ -1,9 +1,6 @@
 """Packed models: of a fine-tune, only the entries that a mask keeps; the mask is drawn again."""
 
-from __future__ import annotations
-
 import json
-import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -69,10 +66,12 @@ def find_packed(source: Source) -> Layout | None:
 
 
 class Scratch(threading.local):
-    """What a thread keeps from one read to the next."""
+    """What a thread keeps from one read to the next: the entries of a block, read at once."""
 
-    end: tuple[PackedTensor, int] | None = None  # the element that its last read ended at
-    entries = 0  # the entries before that
+    block: tuple[PackedTensor, int] | None = None  # which one
+    entries: NDArray[Any]
+    end = 0  # the element that its last read ended at
+    used = 0  # the entries before that
     room = np.empty(0, np.uint8)
 
     def take(self, size: int) -> NDArray[np.uint8]:
@@ -212,8 +211,8 @@ class PackedModel(Checkpoint):
             and info.base.dtype == info.dtype
             and start % TILE == 0
         ):
-            into[:] = base[: len(into)]
-            self._fill_blocks(info, start, into.view(FORMATS[info.dtype].raw))
+            raw = FORMATS[info.dtype].raw
+            self._fill_blocks(info, start, base[: len(into)].view(raw), into.view(raw))
         else:
             super().read(info, start, count, into)
 
@@ -230,54 +229,59 @@ class PackedModel(Checkpoint):
             self.read(info, first - skipped, len(whole), whole.view(np.uint8))
             values[:] = whole[skipped:]
             return
-        if info.base.dtype == info.dtype:
-            self._base.read(info.base, first, len(values), values.view(np.uint8))
-        else:
-            room = self._scratch.take(len(values) * FORMATS[info.base.dtype].itemsize)
-            values[:] = read_as(info.dtype, self._base, info.base, first, room)
-        self._fill_blocks(info, first, values)
+        base = read_as(info.dtype, self._base, info.base, first, len(values))
+        self._fill_blocks(info, first, base, values)
 
-    def _fill_blocks(self, info: PackedTensor, first: int, values: NDArray[Any]) -> None:
-        """Put the entries among the base's values."""
+    def _fill_blocks(
+        self, info: PackedTensor, first: int, base: NDArray[Any], values: NDArray[Any]
+    ) -> None:
+        """Make values of the base's and of the entries."""
         first_block = first - first % COUNTED_BLOCK
         for block in range(first_block, first + len(values), COUNTED_BLOCK):
             start = max(block, first)
-            self._fill(info, start, values[start - first : block + COUNTED_BLOCK - first])
+            part = slice(start - first, block + COUNTED_BLOCK - first)
+            self._fill(info, start, base[part], values[part])
 
-    def _fill(self, info: PackedTensor, start: int, values: NDArray[Any]) -> None:
-        """Put the entries of a block, or of a part of one, in their places."""
+    def _fill(
+        self, info: PackedTensor, start: int, base: NDArray[Any], values: NDArray[Any]
+    ) -> None:
+        """The same for a block, or a part of one."""
         scratch = self._scratch
         threshold = keep_threshold(info.drop_rate)
         key = mask_key(self.seed or 0, info.mask_name)
-        block = start // COUNTED_BLOCK
-        before = info.counts[block]
-        if scratch.end == (info, start):
-            before = scratch.entries
-        elif start % COUNTED_BLOCK:  # the elements before are somebody else's
-            mask = draw_mask(key, threshold, block * COUNTED_BLOCK, start % COUNTED_BLOCK)
-            before += int(np.count_nonzero(mask))
-        after = info.counts[block + 1]
-        # No mask keeps more than this: it is 16 standard deviations above what is expected.
-        most = int(len(values) * info.share) + 8 * math.isqrt(len(values)) + 8
-        size = max(0, min(most, after - before))
-        room = scratch.take(size * FORMATS[info.stored.dtype].itemsize)
-        entries = read_as(info.dtype, self, info.stored, before, room)
-        kept = self._kernels[info.spec](values, entries, key, threshold, start // TILE)
-        stop = start + len(values)
-        is_end = stop % COUNTED_BLOCK == 0 or stop == info.count
-        if kept > size or (is_end and before + kept != after):
+        block, skipped = divmod(start, COUNTED_BLOCK)
+        if scratch.block != (info, block):
+            before, after = info.counts[block : block + 2]
+            room = scratch.take((after - before) * FORMATS[info.stored.dtype].itemsize)
+            scratch.entries = read_as(info.dtype, self, info.stored, before, after - before, room)
+            scratch.block = info, block
+            scratch.end = start - skipped
+            scratch.used = 0
+        if scratch.end != start:  # the elements before are somebody else's
+            mask = draw_mask(key, threshold, start - skipped, skipped)
+            scratch.used = int(np.count_nonzero(mask))
+        entries = scratch.entries[scratch.used :]
+        kept = self._kernels[info.spec](base, entries, values, key, threshold, start // TILE)
+        scratch.end = start + len(values)
+        scratch.used += kept
+        is_end = scratch.end % COUNTED_BLOCK == 0 or scratch.end == info.count
+        if kept > len(entries) or (is_end and kept != len(entries)):
             raise DareError(
                 f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
             )
-        scratch.end = info, stop
-        scratch.entries = before + kept
 
 
 def read_as(
-    dtype: str, model: Input, info: TensorInfo, start: int, raw: NDArray[np.uint8]
+    dtype: str,
+    model: Input,
+    info: TensorInfo,
+    start: int,
+    count: int,
+    room: NDArray[np.uint8] | None = None,
 ) -> NDArray[Any]:
-    """Elements of a tensor, as many as there is room for, in a type that has all their values."""
-    model.read(info, start, len(raw) // FORMATS[info.dtype].itemsize, raw)
+    """Elements of a tensor, in a type that has all their values. room: where to read them to."""
+    raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8) if room is None else room
+    model.read(info, start, count, raw)
     if info.dtype != dtype:
         with np.errstate(all="ignore"):  # what is not finite is found in the result
             raw = decode(raw, info.dtype, dtype)

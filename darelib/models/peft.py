@@ -1,7 +1,5 @@
 """LoRA adapters of PEFT: their configuration, and which tensors of the base their names mean."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -34,10 +32,16 @@ from darelib.models.checkpoint import (
     quantised_modules,
     read_config,
 )
-from darelib.models.jsonfile import read_json
 from darelib.models.lora import UNLOAD_HINT, LoraAdapter, LowRankTensor
 from darelib.models.source import Source
-from darelib.models.tensorfile import AGAIN_HINT, CHANGED_HINT, MAX_NAME, TensorInfo, file_sha256
+from darelib.models.tensorfile import (
+    AGAIN_HINT,
+    CHANGED_HINT,
+    MAX_NAME,
+    TensorInfo,
+    file_sha256,
+    read_json,
+)
 
 # Settings that make an adapter something else than scale * B @ A, and what people call them.
 OTHER_ADAPTERS: Final = {
@@ -94,12 +98,9 @@ class LoraConfig:
     rank_pattern: Lookup = lambda module, default: default
     alpha_pattern: Lookup = lambda module, default: default
 
-    def rank(self, module: str) -> int:
-        return int(self.rank_pattern(module, self.r))
-
     def scale(self, module: str, rank: int) -> float:
-        divisor = math.sqrt(rank) if self.use_rslora else rank
-        return float(self.alpha_pattern(module, self.lora_alpha)) / divisor
+        alpha = float(self.alpha_pattern(module, self.lora_alpha))
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def read_settings(table: dict[str, Any], name: str) -> LoraConfig:
@@ -181,9 +182,11 @@ def find_adapter(source: Source) -> Layout | None:
         return None
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / name).exists():
-            pickled = (folder / "adapter_model.bin").exists()
-            hint = "load and save it with a current PEFT" if pickled else AGAIN_HINT
-            raise DareError(f"the adapter {source.name!r} has no {name}", hint)
+            is_old = (folder / "adapter_model.bin").exists()
+            raise DareError(
+                f"the adapter {source.name!r} has no {name}",
+                "load and save it with a current PEFT" if is_old else AGAIN_HINT,
+            )
     return Layout((folder / ADAPTER_FILE,), folder)
 
 
@@ -207,23 +210,27 @@ def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
         return
     path = base.folder or base.files[0].path
     path = path.parent if path.name == WEIGHTS_FILE else path
-    how = "is given as its base"
     differences: dict[str, str] = {}
     if is_folder(stated):
         if os.path.samefile(stated, path):
             return
         differences = compare_configs(read_stated(stated), base.config)
         stated = os.path.abspath(stated)
-    hub_name = base.source.recorded.partition("@")[0]
-    loaded_from = str(base.config.get(NAME_KEY, ""))
-    names = (hub_name, os.path.abspath(path), os.path.realpath(path), loaded_from)
+    names = (
+        base.source.recorded.partition("@")[0],  # on the Hub
+        os.path.abspath(path),
+        os.path.realpath(path),
+        str(base.config.get(NAME_KEY, "")),
+    )
+    how = "is given as its base"
     if differences:
         how = f"is configured differently from it ({', '.join(differences.values())})"
-    if differences or last_part(stated) not in map(last_part, names):
-        yield (
-            f"{name} was trained on {stated!r}, and {base.name} {how}; check that they are the "
-            "same model"
-        )
+    elif last_part(stated) in map(last_part, names):
+        return
+    yield (
+        f"{name} was trained on {stated!r}, and {base.name} {how}; check that they are the "
+        "same model"
+    )
 
 
 def find_kind(table: Mapping[str, Any], base: Checkpoint) -> dict[str, str]:
@@ -257,8 +264,19 @@ class PeftAdapter(LoraAdapter):
         stated = table.get("base_model_name_or_path")
         self.base_config = read_stated(stated) or find_kind(table, base)
         self.warnings = tuple(find_other_base(self.name, stated, base))
-        config = read_settings(table, self.name)
-        return ChangeFinder(self.name, config, base).find(self.tensors)
+        self._settings = read_settings(table, self.name)
+        pairs, whole = self._sort_keys()
+        if not pairs and not whole:
+            raise DareError(f"the adapter {self.name!r} is empty", AGAIN_HINT)
+        targets = {f"{module}.weight": module for module in pairs}
+        to_base = _match_names(list(targets or whole), base.tensors)
+        changes = {to_base(name): info for name, info in whole.items()}
+        for target, module in targets.items():
+            name = to_base(target)
+            if name not in base.tensors:
+                raise self._explain_missing(name, target)
+            changes[name] = self._make_tensor(module, pairs[module], name, changes.get(name))
+        return changes
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -269,37 +287,11 @@ class PeftAdapter(LoraAdapter):
         if file_sha256(self._config_path) != self._config_sha256:
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
 
-
-@dataclass(frozen=True)
-class ChangeFinder:
-    """Finds out which tensors of a base an adapter changes, and how they are made."""
-
-    name: str
-    config: LoraConfig
-    base: Checkpoint
-
-    def find(self, stored: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-        """By the base's names; what the base has no place for keeps its own."""
-        pairs, whole = self._sort_keys(stored)
-        if not pairs and not whole:
-            raise DareError(f"the adapter {self.name!r} is empty", AGAIN_HINT)
-        targets = {f"{module}.weight": module for module in pairs}
-        to_base = _match_names(list(targets or whole), self.base.tensors)
-        changes = {to_base(name): info for name, info in whole.items()}
-        for target, module in targets.items():
-            name = to_base(target)
-            if name not in self.base.tensors:
-                raise self._explain_missing(name, target)
-            changes[name] = self._make_tensor(module, pairs[module], name, changes.get(name))
-        return changes
-
-    def _sort_keys(
-        self, stored: Mapping[str, TensorInfo]
-    ) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo]]:
+    def _sort_keys(self) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo]]:
         """The pairs of matrices by module, and the tensors that are stored whole."""
         pairs: dict[str, dict[str, TensorInfo]] = {}
         whole: dict[str, TensorInfo] = {}
-        for name, info in stored.items():
+        for name, info in self.tensors.items():
             key = name.removeprefix("base_model.model.")
             if ".original_module." in key:  # the base's, beside the one that replaces it
                 continue
@@ -326,10 +318,10 @@ class ChangeFinder:
         return pairs, whole
 
     def _explain_missing(self, name: str, target: str) -> DareError:
-        base = self.base.tensors
+        base = self._base.tensors
         if module_of(name) in quantised_modules(base):
             return DareError(
-                f"{self.base.name!r} is quantised, and the adapter {self.name!r} changes "
+                f"{self._base.name!r} is quantised, and the adapter {self.name!r} changes "
                 f"{target!r}",
                 QUANTISE_HINT,
             )
@@ -346,7 +338,7 @@ class ChangeFinder:
     def _make_tensor(
         self, module: str, parts: Mapping[str, TensorInfo], name: str, whole: TensorInfo | None
     ) -> LowRankTensor:
-        base = self.base.tensors[name]
+        base = self._base.tensors[name]
         is_embedding = "lora_embedding_A" in parts
         names = {"lora_embedding_A", "lora_embedding_B"} if is_embedding else {"lora_A", "lora_B"}
         if parts.keys() != names:
@@ -355,7 +347,7 @@ class ChangeFinder:
                 "save the adapter again",
             )
         a, b = (parts[part] for part in sorted(names))
-        rank = self.config.rank(module)
+        rank = int(self._settings.rank_pattern(module, self._settings.r))
         # PEFT stores A as rank x inputs and B as outputs x rank, with the sizes of a convolution's
         # kernel behind.
         is_of_rank = a.shape[:1] == b.shape[1:2] == (rank,)
@@ -365,8 +357,7 @@ class ChangeFinder:
                 f"{self.name!r} are not of rank {rank}",
                 f"its {ADAPTER_CONFIG} belongs to other weights",
             )
-        inputs = a.count // rank
-        outputs = b.count // rank
+        inputs, outputs = a.count // rank, b.count // rank
         rows = base.shape[0] if base.shape else 1
         in_base = (rows, base.count // max(rows, 1))
         # Embeddings, and the layers of GPT-2, are stored as inputs x outputs.
@@ -389,7 +380,7 @@ class ChangeFinder:
             rank=rank,
             columns=shape[1],
             transposed=transposed,
-            scale=self.config.scale(module, rank),
+            scale=self._settings.scale(module, rank),
             whole=whole,
         )
 
@@ -399,9 +390,8 @@ class ChangeFinder:
         The configuration has a setting for it, but PEFT writes there what is true of the last
         module it looked at.
         """
-        module = name.removesuffix(".weight").rpartition(".")[0]
-        ways = self._ways.get(module, set())
-        return True in ways if len(ways) == 1 else self.config.fan_in_fan_out
+        ways = self._ways[name.removesuffix(".weight").rpartition(".")[0]]
+        return True in ways if len(ways) == 1 else self._settings.fan_in_fan_out
 
     @cached_property
     def _ways(self) -> dict[str, set[bool]]:
@@ -410,8 +400,8 @@ class ChangeFinder:
         A bias has a value for each output; of a square matrix, that shows nothing.
         """
         ways = defaultdict[str, set[bool]](set)
-        for name, info in self.base.tensors.items():
-            bias = self.base.tensors.get(f"{name.removesuffix('weight')}bias")
+        for name, info in self._base.tensors.items():
+            bias = self._base.tensors.get(f"{name.removesuffix('weight')}bias")
             if bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
                 for module in accumulate(name.split("."), "{}.{}".format):
                     ways[module].add(bias.shape == info.shape[1:])

@@ -2,8 +2,6 @@
 one common order.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -56,13 +54,15 @@ class Rows(Encoding):
             part = into[(first - start) * item : (last - start) * item]
             row = int(self.numbers[first // self.width])
             place = row * self.width + first % self.width
-            if row == NO_ROW:
-                part[:] = encode(self.fill(first, last - first, real), info.dtype).view(np.uint8)
-            elif self.stored.dtype == info.dtype:
-                self.stored.encoding.read(model, self.stored, place, last - first, part)
-            else:
-                values = read_values(model, self.stored, place, last - first, real)
-                part[:] = encode(values, info.dtype).view(np.uint8)
+            if row != NO_ROW and self.stored.dtype == info.dtype:
+                model.read(self.stored, place, last - first, part)
+                continue
+            values = (
+                self.fill(first, last - first, real)
+                if row == NO_ROW
+                else read_values(model, self.stored, place, last - first, real)
+            )
+            part[:] = encode(values, info.dtype).view(np.uint8)
 
     def _find_runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Ranges of elements that lie one after the other in the stored tensor, or are all to be
@@ -84,7 +84,7 @@ def choose_real(*infos: TensorInfo) -> str:
 
 def read_values(model: Input, info: TensorInfo, start: int, count: int, real: str) -> Values:
     raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
-    info.encoding.read(model, info, start, count, raw)
+    model.read(info, start, count, raw)
     return np.asarray(decode(raw, info.dtype, real))
 
 
@@ -105,7 +105,12 @@ def unite_tokens(inputs: Sequence[Checkpoint]) -> None:
         )
     others = [(model.name, read_vocabulary(model.folder, model.name)) for model in models]
     union = unite(vocabulary, others)
-    embedding = find_embedding(base)
+    names = [n for n, info in base.tensors.items() if n.endswith(EMBEDDINGS) and info.count]
+    if not names:
+        raise DareError(
+            f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
+        )
+    embedding = names[0]
     height = base.tensors[embedding].shape[0]
     for name, info in dict(base.tensors).items():
         has_rows = name.endswith(ROW_TENSORS) and info.shape[:1] == (height,)
@@ -123,15 +128,6 @@ def unite_tokens(inputs: Sequence[Checkpoint]) -> None:
     base.heights = height, base.tensors[embedding].shape[0]
 
 
-def find_embedding(base: Checkpoint) -> str:
-    for name, info in base.tensors.items():
-        if name.endswith(EMBEDDINGS) and info.count:
-            return name
-    raise DareError(
-        f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
-    )
-
-
 class Arrangement:
     """Puts the rows of one tensor into the order of the union, in all models.
 
@@ -145,8 +141,7 @@ class Arrangement:
     ) -> None:
         self.name = name
         self.union = union
-        self.base = inputs[0]
-        self.models = inputs[1:]
+        self.base, *self.models = inputs
         self.info = self.base.tensors[name]
         self.height = max(self.info.shape[0], union.size)
         self.width = self.info.count // self.info.shape[0]
@@ -156,14 +151,14 @@ class Arrangement:
         self.names = (name, embedding) if name.endswith(HEADS) else (name,)
 
     def arrange(self) -> None:
-        stored = [self._find_stored(model) for model in self.models]
         numbers = self._number(self.union.base, self.info, self.base.name)
         self._replace(
             self.base, Rows(self.info, self.width, numbers, self._average), self.info.dtype
         )
-        for model, theirs, vocabulary in zip(self.models, stored, self.union.models, strict=True):
-            if theirs is not None:
-                self._arrange_model(model, theirs, vocabulary)
+        for model, vocabulary in zip(self.models, self.union.models, strict=True):
+            stored = [model.tensors[name] for name in self.names if name in model.tensors]
+            if stored:
+                self._arrange_model(model, stored[0], vocabulary)
         orphans = [self.union.tokens[n] for n in self.new if not self._find_givers(n)]
         if orphans:
             raise DareError(
@@ -174,21 +169,16 @@ class Arrangement:
     def _find_givers(self, row: int) -> list[tuple[Checkpoint, Rows]]:
         return [giver for giver in self.givers if giver[1].numbers[row] != NO_ROW]
 
-    def _find_stored(self, model: Checkpoint) -> TensorInfo | None:
-        theirs = next((model.tensors[name] for name in self.names if name in model.tensors), None)
-        if theirs is None:
-            return None
+    def _arrange_model(
+        self, model: Checkpoint, theirs: TensorInfo, vocabulary: Vocabulary | None
+    ) -> None:
         if theirs.mask_name is not None:
             raise DareError(
                 f"{model.name!r} is packed, so that its rows cannot be moved",
                 "give the model itself",
             )
-        fits = theirs.dtype in FORMATS and theirs.shape[1:] == self.info.shape[1:]
-        return theirs if fits else None
-
-    def _arrange_model(
-        self, model: Checkpoint, theirs: TensorInfo, vocabulary: Vocabulary | None
-    ) -> None:
+        if theirs.dtype not in FORMATS or theirs.shape[1:] != self.info.shape[1:]:
+            return
         if vocabulary is None and theirs.shape[0] != self.info.shape[0]:
             raise DareError(
                 f"{model.name!r} has {theirs.shape[0]:,} rows where the base has "
@@ -202,15 +192,16 @@ class Arrangement:
         numbers[self.new] = NO_ROW
         united = self.base.tensors[self.name]
         fill = make_zeros if theirs.is_delta else partial(read_values, self.base, united)
-        is_whole = bool((numbers != NO_ROW).all())
-        exact = theirs.is_delta or theirs.dtype == self.info.dtype or is_whole
+        exact = theirs.is_delta or theirs.dtype == self.info.dtype or NO_ROW not in numbers
         dtype = theirs.dtype if exact else choose_real(theirs, self.info)
         self._replace(model, Rows(theirs, self.width, numbers, fill), dtype)
 
     def _replace(self, model: Checkpoint, rows: Rows, dtype: str) -> None:
-        shape = self.height, *rows.stored.shape[1:]
         model.tensors[self.name] = TensorInfo(
-            dtype, shape, is_delta=rows.stored.is_delta, encoding=rows
+            dtype,
+            (self.height, *rows.stored.shape[1:]),
+            is_delta=rows.stored.is_delta,
+            encoding=rows,
         )
 
     def _average(self, start: int, count: int, real: str) -> Values:
@@ -239,10 +230,9 @@ class Arrangement:
                 "rows",
                 "its tokenizer belongs to another model",
             )
-        taken = set(model.numbers.values())
+        taken = {*model.numbers.values(), *self.union.tokens}
         numbers = np.full(self.height, NO_ROW, np.int64)
-        rows = range(min(self.height, own))
-        free = [k for k in rows if k not in taken and k not in self.union.tokens]
+        free = [row for row in range(min(self.height, own)) if row not in taken]
         numbers[free] = free
         for number, token in self.union.tokens.items():
             numbers[number] = model.numbers.get(token, NO_ROW)

@@ -1,14 +1,15 @@
-"""A model as the user named it, and where it is."""
-
-from __future__ import annotations
+"""A model as the user named it, and where it is: on this machine, or on the Hugging Face Hub."""
 
 import os
+import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
-from darelib.core.text import ConfigError, as_text
+from darelib.core.text import ConfigError, DareError, as_text, install_hint, nearest
+from darelib.models.tensorfile import PICKLE_SUFFIXES, WEIGHT_SUFFIXES
 
 # The files that a model in a directory is named by; the directory's name says more.
 MODEL_FILES: Final = (
@@ -20,6 +21,8 @@ MODEL_FILES: Final = (
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.
 BASE, UNION = ("base", "union")
 AUTO: Final = "auto"  # the chat template that most models have
+# org/name, or org/name@revision
+HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,8 @@ class Source:
         return self.recorded if self.recorded.endswith(f"@{self.path.name}") else ""
 
     @classmethod
-    def of(cls, given: str | Path | Source, folder: Path | None = None) -> Source:
-        if isinstance(given, Source):
+    def of(cls, given: str | Path | Self, folder: Path | None = None) -> Self:
+        if isinstance(given, cls):
             return given
         if not isinstance(given, str | Path):
             raise ConfigError(
@@ -70,3 +73,65 @@ def recorded_name(source: Source) -> str:
     """What a recipe calls a model: its name and commit on the Hub, or the last part of its path."""
     path = Path(os.path.abspath(source.path))
     return source.recorded or as_text(path.parent.name if path.name in MODEL_FILES else path.name)
+
+
+def path_hint(source: Source) -> str:
+    """Relative paths are the usual cause of a missing file."""
+    return (
+        f"looked for {str(source.path.absolute())!r}; only paths in TOML are relative to their file"
+    )
+
+
+def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
+    """The model on this machine: itself or, where there is no such path, the Hub's of that name.
+
+    wanted: patterns of the files that are needed; None: all but weights of other frameworks.
+    """
+    if not is_on_hub(source):
+        return source
+    repository, _, revision = source.name.partition("@")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise DareError(
+            f"there is no file or directory {source.name!r}",
+            f"{path_hint(source)}; models of the Hugging Face Hub need huggingface_hub, "
+            f"{install_hint('hub')}",
+        ) from None
+    others = {f"*{suffix}" for suffix in WEIGHT_SUFFIXES} - {"*.safetensors", "*.index.json"}
+    try:
+        folder = huggingface_hub.snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=list(wanted) if wanted else None,
+            ignore_patterns=[*sorted(others), "original/*", "consolidated*"],
+        )
+    except Exception as error:  # of the network, its libraries, the Hub: there are dozens of kinds
+        reason = re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__
+        beside = os.listdir(source.path.parent) if source.path.parent.is_dir() else []
+        raise DareError(
+            f"there is no file or directory {source.name!r}, and the Hugging Face Hub does not "
+            f"give a model of that name: {reason}",
+            nearest(source.path.name, beside)
+            if beside
+            else f"{path_hint(source)}; for the Hub, check the name, the network, HF_TOKEN and "
+            "HF_HUB_OFFLINE",
+        ) from None
+    # The snapshot's directory has the name of its commit, which is what a recipe must hold, since
+    # branches move.
+    return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
+
+
+def is_on_hub(source: Source) -> bool:
+    """Whether a source is a name on the Hub, as far as one can tell from here."""
+    is_file = source.name.endswith((".safetensors", ".json", *PICKLE_SUFFIXES))
+    return not is_file and HUB_NAME.fullmatch(source.name) is not None and is_missing(source.path)
+
+
+def is_missing(path: Path) -> bool:
+    """Whether there is nothing at a path, and the system lets us see that."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
+    return False

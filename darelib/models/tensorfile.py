@@ -1,10 +1,8 @@
-"""A safetensors file: its header, checked against every rule of the format, and its bytes.
+"""The files of a model: safetensors, with headers checked against every rule, and JSON.
 
 The safetensors library would map the whole file into memory to read a header, and accepts names
 that are given twice.
 """
-
-from __future__ import annotations
 
 import errno
 import hashlib
@@ -20,7 +18,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -33,9 +31,18 @@ from darelib.models.tensors import TensorInfo as TensorInfo
 MAX_HEADER: Final = 64_000_000
 MAX_TENSORS: Final = 250_000  # more than twice as many as the largest models have
 MAX_NAME: Final = 1 << 16  # characters
+# Of JSON files, so that a hostile one takes little memory.
+MAX_JSON: Final = 1 << 24  # of a configuration
+MAX_INDEX: Final = 1 << 25  # of an index: those of the largest models have 10 MB
 NO_ENTRY: Final = "it is not a type, a shape and two offsets"
 
 PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Weights of any framework, and what training leaves behind: none of it belongs to a merged model.
+WEIGHT_SUFFIXES: Final = (
+    ".safetensors", ".index.json", *PICKLE_SUFFIXES, ".h5", ".msgpack", ".gguf", ".ggml", ".onnx",
+    ".onnx_data", ".ot",
+    ".tflite", ".mlmodel", ".mlpackage", ".npz", ".npy", ".distcp", ".nemo", ".partial",
+)  # fmt: skip
 GGUF_HINT: Final = (
     "its tensors are laid out for llama.cpp: merge the original model, then convert the result"
 )
@@ -72,11 +79,27 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 def file_sha256(path: Path) -> str:
     """The digest of a file's content; empty if it cannot be read."""
+    with suppress(OSError), open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+    return ""
+
+
+def read_json(path: Path, name: str, limit: int = MAX_JSON) -> dict[str, Any]:
+    """A JSON object in which no key is given twice. name: what to call it in messages."""
     try:
         with open_regular(path) as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return ""
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            raise ValueError("it is larger than any model's")
+        table = json.loads(data.decode(), object_pairs_hook=reject_duplicates)
+        if not isinstance(table, dict):
+            raise ValueError("it is not a JSON object")
+        return table
+    except OSError as error:
+        raise explain_os_error(error, name) from None
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise DareError(f"{name!r} is not valid: {reason}", AGAIN_HINT) from None
 
 
 def read_at(descriptor: int, view: memoryview, offset: int) -> int:
@@ -135,37 +158,40 @@ class TensorFile:
     def _read_header(self, start: bytearray, size: int) -> bytearray:
         """The header with its length before it. start: the first bytes of the file."""
         length = int.from_bytes(start[:8], "little")
-        if size < 8:
-            raise ValueError("it is too short for a header")
-        if length > MAX_HEADER:
-            raise ValueError(f"its header would be {length:,} bytes long")
-        if 8 + length > size:
-            raise ValueError(f"its header should be {length:,} bytes long and it has {size - 8:,}")
-        if start[8:] != b"{":
-            raise ValueError("its header does not start with {")
+        faults = (
+            (size < 8, "it is too short for a header"),
+            (length > MAX_HEADER, f"its header would be {length:,} bytes long"),
+            (
+                8 + length > size,
+                f"its header should be {length:,} bytes long and it has {size - 8:,}",
+            ),
+            (start[8:] != b"{", "its header does not start with {"),
+        )
+        for is_so, words in faults:
+            if is_so:
+                raise ValueError(words)
         header = bytearray(8 + length)
         self.read_into(memoryview(header), 0)
         return header
 
     def _explain_broken(self, error: Exception, start: bytearray) -> DareError:
         """What a file that is not safetensors is instead, and what to do about it."""
-        if not start:
-            return DareError(f"{self.name!r} is empty", AGAIN_HINT)
         pickled = start[:4] == b"PK\x03\x04" or (start[:1] == b"\x80" and start[8:] != b"{")
-        if pickled or self.path.suffix in PICKLE_SUFFIXES:
-            return DareError(
-                f"{self.name!r} is a PyTorch pickle, not a safetensors file",
-                convert_hint(self.path),
-            )
-        if start[:4] == b"vers":
-            return DareError(
-                f"{self.name!r} looks like a Git LFS pointer, not the file itself",
-                "run git lfs pull",
-            )
-        if start[:4] == b"GGUF":
-            return DareError(f"{self.name!r} is a GGUF file", GGUF_HINT)
+        pickled |= self.path.suffix in PICKLE_SUFFIXES
         reason = "its header is nested too deeply" if isinstance(error, RecursionError) else error
-        return DareError(f"{self.name!r} is not a complete safetensors file: {reason}", AGAIN_HINT)
+        kinds = (
+            (not start, "is empty", AGAIN_HINT),
+            (pickled, "is a PyTorch pickle, not a safetensors file", convert_hint(self.path)),
+            (
+                start[:4] == b"vers",
+                "looks like a Git LFS pointer, not the file itself",
+                "run git lfs pull",
+            ),
+            (start[:4] == b"GGUF", "is a GGUF file", GGUF_HINT),
+            (True, f"is not a complete safetensors file: {reason}", AGAIN_HINT),
+        )
+        words, hint = next((words, hint) for is_so, words, hint in kinds if is_so)
+        return DareError(f"{self.name!r} {words}", hint)
 
     def read_into(self, view: memoryview, offset: int) -> None:
         try:
@@ -190,26 +216,21 @@ class TensorFile:
         self._file.close()
 
 
-def peek_header(path: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names in a file and its metadata, unchecked, to find out of what kind the file is.
+def peek_header(path: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The names in a file and its metadata, to find out of what kind the file is.
 
     Both are empty where they cannot be read: whoever opens the file then explains why.
     """
     try:
         return _peek(path, IDENTITY(path.stat()))
-    except (OSError, ValueError):
+    except (DareError, OSError):
         return (), {}
 
 
 @lru_cache(1)  # several kinds of input look at one file
-def _peek(path: Path, _: object) -> tuple[tuple[str, ...], dict[str, Any]]:
-    with suppress(RecursionError), open_regular(path) as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length if length <= MAX_HEADER else 0))
-        if isinstance(header, dict):
-            metadata = header.pop("__metadata__", None)
-            return tuple(header), metadata if isinstance(metadata, dict) else {}
-    return (), {}
+def _peek(path: Path, _: object) -> tuple[tuple[str, ...], dict[str, str]]:
+    with closing(TensorFile(path, path.name)) as file:
+        return tuple(file.tensors), file.metadata
 
 
 def parse_header(
@@ -318,13 +339,13 @@ def _order_tensors(
 
 def header_bytes(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """A safetensors header for tensors whose offsets count from the start of the data."""
-    parts = [f'{{"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    parts = [f'{{"__metadata__":{encode(metadata)}']
     # One by one: as a table, the entries would take many times the memory.
     for name, info in tensors.items():
-        shape = ",".join(map(str, info.shape))
-        ends = f"{info.offset},{info.offset + info.nbytes}"
-        fields = f'"dtype":"{info.dtype}","shape":[{shape}],"data_offsets":[{ends}]'
-        parts.append(f",{json.dumps(name)}:{{{fields}}}")
+        ends = [info.offset, info.offset + info.nbytes]
+        entry = {"dtype": info.dtype, "shape": info.shape, "data_offsets": ends}
+        parts.append(f",{encode(name)}:{encode(entry)}")
     text = "".join([*parts, "}"]).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

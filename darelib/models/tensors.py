@@ -40,9 +40,8 @@ class Encoding:
     """
 
     kind: ClassVar[str] = ""  # what to call it; plain values need no name
-    merges: ClassVar[bool] = (
-        True  # False: it is copied, and makes no sense without what it belongs to
-    )
+    # False: it is copied, and makes no sense without what it belongs to.
+    merges: ClassVar[bool] = True
     rereads: ClassVar[bool] = True  # whether a merge reads the chunks that its looks read
     hint: ClassVar[str] = ""  # what a model must have to be read
     # What goes with it, where it is not kept: keys of config.json, and files of a model directory.
@@ -60,7 +59,7 @@ class Encoding:
     def read(
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
-        model.read_stored(info, start, count, into)
+        model.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
         """All that is written for a tensor, by name. info: of its merged values."""
@@ -83,15 +82,14 @@ class Writer:
     """Writes the merged values of one job, in order."""
 
     def __init__(self, target: Target, start: int) -> None:
-        self._name = target.name
-        self._put = target.put
+        self._target = target
         self._itemsize = FORMATS[target.dtype].itemsize
         self._place = start * self._itemsize
 
     def add(self, merged: NDArray[np.uint8], base: NDArray[np.uint8], count: int) -> None:
         """The next values, and the base's, as bytes."""
         size = count * self._itemsize
-        self._put(self._name, merged.data[:size], self._place)
+        self._target.put(self._target.name, merged.data[:size], self._place)
         self._place += size
 
     def finish(self) -> None:
@@ -205,12 +203,6 @@ class Input(Described):
         base: the same of info.base, if they have just been read.
         """
         info.encoding.read(self, info, start, count, into)
-
-    def read_stored(
-        self, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
-    ) -> None:
-        """Read elements as they are stored."""
-        self.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of what is stored, from one of them on."""

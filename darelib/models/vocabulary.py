@@ -1,7 +1,5 @@
 """Tokenizers: which token has which number in each model, where they differ, what all have."""
 
-from __future__ import annotations
-
 import filecmp
 import json
 import re
@@ -93,17 +91,17 @@ def read_vocabulary(folder: Path | None, name: str) -> Vocabulary | None:
             trained = {entry[0]: number for number, entry in enumerate(trained)}
         listed = find_table(data, ADDED_START, ADDED_TABLE)
         vocabulary = Vocabulary(trained, tuple(json.loads(listed[0])) if listed else ())
-        for number in vocabulary.numbers.values():
-            if not isinstance(number, int) or not 0 <= number < MAX_TOKENS:
-                raise ValueError("its tokens have no proper numbers")
+        numbers = vocabulary.numbers.values()
+        if not all(isinstance(number, int) and 0 <= number < MAX_TOKENS for number in numbers):
+            raise ValueError("its tokens have no proper numbers")
         return vocabulary
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
-        reason = words or "something is missing"
         raise DareError(
-            f"{TOKENIZER_FILE} of {name!r} cannot be used: {reason}", "download it again"
+            f"{TOKENIZER_FILE} of {name!r} cannot be used: {words or 'something is missing'}",
+            "download it again",
         ) from None
 
 
@@ -125,10 +123,11 @@ def describe_differences(
 
 
 def _compare(base: Mapping[str, int], model: Mapping[str, int]) -> Iterator[str]:
-    moved = [token for token, number in model.items() if base.get(token, number) != number]
-    more = [token for token in model if token not in base]
-    fewer = [token for token in base if token not in model]
-    differences = {"with other numbers": moved, "that the base lacks": more, "fewer": fewer}
+    differences = {
+        "with other numbers": [token for token, n in model.items() if base.get(token, n) != n],
+        "that the base lacks": [token for token in model if token not in base],
+        "fewer": [token for token in base if token not in model],
+    }
     for words, tokens in differences.items():
         if tokens:
             yield f"{count_of(len(tokens), 'token')} {words} ({list_names(tokens)})"
@@ -169,10 +168,9 @@ def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> 
         if model is None:
             continue
         if model.trained != base.trained:
-            words = "; ".join(_compare(base.trained, model.trained))
             raise DareError(
                 f"{name!r} has another vocabulary than the base, not only other added tokens: "
-                f"{words}",
+                f"{'; '.join(_compare(base.trained, model.trained))}",
                 UNITE_HINT,
             )
         for entry in sorted(model.added, key=lambda entry: int(entry["id"])):

@@ -1,7 +1,5 @@
 """Where a merged model goes, and what must not be replaced there."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
@@ -17,16 +15,25 @@ from darelib.models.checkpoint import (
     ADAPTER_FILE,
     CONFIG_FILE,
     INDEX_FILE,
-    WEIGHT_SUFFIXES,
     WEIGHTS_FILE,
 )
 from darelib.models.packed import PACKED_KEY
 from darelib.models.source import Source
-from darelib.models.tensorfile import PICKLE_SUFFIXES, TensorFile, file_sha256, open_regular
-from darelib.output.recipe import RECIPE_FILE, RECIPE_KEY
+from darelib.models.tensorfile import (
+    PICKLE_SUFFIXES,
+    WEIGHT_SUFFIXES,
+    TensorFile,
+    file_sha256,
+    open_regular,
+    peek_header,
+)
 
+RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
+RECIPE_FILE: Final = "dare_recipe.toml"  # in a model directory
 # Of the files in a directory, those that say that it is a model.
 MODEL_MARKS: Final = frozenset({WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE})
+# What an output's name ends in where somebody wants a file, and not a directory.
+FILE_SUFFIXES: Final = (".st", ".sft", ".gguf", ".json", ".toml", *PICKLE_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,9 @@ def find_output(given: str | Path) -> Destination:
             "a model cannot be written to standard output",
             "give a .safetensors file or a directory",
         )
-    if is_misspelt(path.suffix.lower()):
+    suffix = path.suffix.lower()
+    likeness = SequenceMatcher(None, suffix, ".safetensors").ratio()
+    if suffix in FILE_SUFFIXES or 0.8 < likeness < 1:
         raise ConfigError(
             f"the output {str(path)!r} does not end in .safetensors",
             "did you mean .safetensors? A name without such a suffix makes a model directory",
@@ -78,14 +87,7 @@ def find_output(given: str | Path) -> Destination:
         raise DareError(
             f"the output's directory {str(above)!r} is not writable", "choose another directory"
         )
-    return Destination(str(path), target, path.suffix.lower() != ".safetensors")
-
-
-def is_misspelt(suffix: str) -> bool:
-    """Whether somebody who gives an output this suffix wants a file, and not a directory."""
-    if suffix in (".st", ".sft", ".gguf", ".json", ".toml", *PICKLE_SUFFIXES):
-        return True
-    return 0.8 < SequenceMatcher(None, suffix, ".safetensors").ratio() < 1
+    return Destination(str(path), target, suffix != ".safetensors")
 
 
 @contextmanager
@@ -94,9 +96,9 @@ def explain_place_errors(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise DareError(
-            f"the output {name!r} cannot be used: {reason}", "give another path"
+            f"the output {name!r} cannot be used: {getattr(error, 'strerror', None) or error}",
+            "give another path",
         ) from None
 
 
@@ -121,7 +123,7 @@ def describe_overlap(target: Path, used: Path) -> str:
         return "is"
     if target.exists() and any(map(target.samefile, used.parents)):
         return "holds"
-    above = [parent for parent in target.parents if parent.exists()]
+    above = filter(Path.exists, target.parents)
     return "lies inside" if used.is_dir() and any(map(used.samefile, above)) else ""
 
 
@@ -137,9 +139,7 @@ def check_replaceable(destination: Destination, force: bool) -> None:
         raise DareError(f"{shown} is a file", "give a directory, or a file like merged.safetensors")
     if destination.directory:
         _check_directory(target, shown, force)
-        return
-    file = read_header(target)
-    if not force and (file is None or not {RECIPE_KEY, PACKED_KEY} & file.metadata.keys()):
+    elif not force and not {RECIPE_KEY, PACKED_KEY} & peek_header(target)[1].keys():
         raise DareError(
             f"{shown} exists and was not made by this tool", "add --force to replace it"
         )
@@ -150,8 +150,9 @@ def _check_directory(target: Path, shown: str, force: bool) -> None:
     names = os.listdir(target)
     if os.path.samestat(status, os.stat(os.curdir)):
         raise DareError(f"{shown} is the working directory", "name a directory in it")
-    is_model = not MODEL_MARKS.isdisjoint(names)
-    is_model |= CONFIG_FILE in names and any(map(is_weights, names))
+    is_model = not MODEL_MARKS.isdisjoint(names) or (
+        CONFIG_FILE in names and any(map(is_weights, names))
+    )
     if names and (not is_model or ".git" in names):
         raise DareError(f"{shown} is a directory with other things in it", "give a new name")
     if force or not names:
@@ -176,13 +177,6 @@ def _check_directory(target: Path, shown: str, force: bool) -> None:
         _check_directory(target, shown, force)
 
 
-def read_header(path: Path) -> TensorFile | None:
-    """A file of tensors, closed again; None if it is something else."""
-    with suppress(DareError, OSError), closing(TensorFile(path, path.name)) as file:
-        return file
-    return None
-
-
 def read_digests(folder: Path) -> dict[str, str]:
     """The files of a directory that this tool wrote, with their digests; none without a recipe."""
     expected = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -196,10 +190,11 @@ def digest_of(content: Path | bytes) -> str:
     """The digest that a recipe has of a file: of its content or, with tensors, of its header."""
     if isinstance(content, bytes):
         return hashlib.sha256(content).hexdigest()
-    if content.suffix == ".safetensors":
-        file = read_header(content)
-        return file.header_sha256 if file else ""
-    return file_sha256(content)
+    if content.suffix != ".safetensors":
+        return file_sha256(content)
+    with suppress(DareError, OSError), closing(TensorFile(content, content.name)) as file:
+        return file.header_sha256
+    return ""
 
 
 def list_files(folder: Path) -> list[str]:
@@ -230,15 +225,16 @@ class Replaced:
         return f"{human(self.size)} that {maker} made"
 
 
-def describe_replaced(destination: Destination, force: bool) -> Replaced | None:
+def describe_replaced(destination: Destination) -> Replaced | None:
     """What a merge to a destination that it may write to would replace."""
     path = destination.path
     if not path.exists():
         return None
     names = list_files(path) if destination.directory else [""]
+    if not names:
+        return None
     size = sum((path / name).lstat().st_size for name in names)
-    ours = False
     with suppress(DareError):
         check_replaceable(destination, force=False)
-        ours = True
-    return Replaced(size, ours) if names else None
+        return Replaced(size, made_by_dare=True)
+    return Replaced(size, made_by_dare=False)

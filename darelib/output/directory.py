@@ -1,6 +1,6 @@
-"""What a model directory has besides its tensors: configuration, tokenizer, index, card, recipe."""
-
-from __future__ import annotations
+"""What a merged model has besides its tensors: a recipe and, in a directory, a card, an index, a
+configuration.
+"""
 
 import errno
 import hashlib
@@ -15,18 +15,20 @@ from typing import Any, Final
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS, L1, NONE, RANDOM, Thinning
 from darelib.core.families import find_merge_method
+from darelib.core.mask import MASK_NAME
 from darelib.core.methods import METHODS, TensorSettings
-from darelib.core.text import DareError, as_text, count_of
-from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, part_name
-from darelib.models.jsonfile import MAX_JSON, read_json
+from darelib.core.text import ConfigError, DareError, as_text, count_of
+from darelib.core.tomlfile import MAX_TOML
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.source import Source, recorded_name
-from darelib.models.tensorfile import TensorInfo
-from darelib.output.destination import digest_of, is_weights, list_files
-from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
-from darelib.output.tokenizer import SideFiles, TokenizerChoice, place_tokenizer
+from darelib.models.tensorfile import MAX_JSON, TensorInfo, open_regular
+from darelib.output.destination import RECIPE_FILE, RECIPE_KEY, digest_of, is_weights, list_files
+from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.plan import find_seeds
 from darelib.plan.tensors import PlannedFile
 
+RECIPE_SEAL: Final = "# SHA-256 of what is above: "
+UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"
 CARD_FILE: Final = "README.md"
 # Besides weights: what belongs to the base's own page or training, and not to a merged model.
 NOT_COPIED: Final = re.compile(
@@ -61,49 +63,6 @@ This recipe makes the same tensors again, byte for byte, from the same inputs:
 {recipe}
 ```
 """
-
-
-def collect_side_files(
-    config: DareConfig,
-    inputs: Sequence[Checkpoint],
-    version: str,
-    files: Sequence[PlannedFile],
-    changes: Mapping[str, tuple[Any, Any]],
-    left_out: Collection[str],
-    tokenizer: TokenizerChoice,
-    rows: int,
-    index: bytes | None,
-) -> tuple[SideFiles, list[str]]:
-    """All files of a model directory besides the tensors, and what to tell about them.
-
-    changes: old and new values of settings in config.json. left_out: files of the base that the
-    output has no use for. rows: of the embedding, 0 if unknown. index: where there are several.
-    """
-    base = inputs[0]
-    found = find_side_files(base.folder)
-    side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
-    notes = place_tokenizer(side, tokenizer, inputs, rows)
-    path = (base.folder or base.files[0].path.parent) / CONFIG_FILE
-    if path.is_file():
-        side[CONFIG_FILE] = path
-        name = part_name(base.source, path)
-        table = read_json(path, name)  # it must be sound, copied or not
-        if changes:
-            side[CONFIG_FILE] = update_config(table, changes, name)
-    else:
-        notes.append(
-            f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: "
-            "loaders will want one"
-        )
-    if index is not None:
-        side[INDEX_FILE] = index
-    recipe = recipe_text(config, inputs, version, tokenizer)
-    side[CARD_FILE] = model_card(config, inputs, recipe).encode()
-    written = {as_text(name): digest_of(content) for name, content in side.items()}
-    written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
-    recipe = recipe_text(config, inputs, version, tokenizer, dict(sorted(written.items())))
-    side[RECIPE_FILE] = seal(recipe.encode())
-    return dict(sorted(side.items())), notes
 
 
 def find_side_files(folder: Path | None) -> dict[str, Path]:
@@ -161,13 +120,108 @@ def update_config(
 
 def make_index(tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]) -> bytes:
     """The index of a model in several files, as transformers writes it."""
-    metadata = {
-        "total_parameters": sum(tensor.count for tensor in tensors.values()),
-        "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+    index = {
+        "metadata": {
+            "total_parameters": sum(tensor.count for tensor in tensors.values()),
+            "total_size": sum(tensor.nbytes for tensor in tensors.values()),
+        },
+        "weight_map": {name: files[tensor.file].name for name, tensor in tensors.items()},
     }
-    weight_map = {name: files[tensor.file].name for name, tensor in tensors.items()}
-    index = {"metadata": metadata, "weight_map": weight_map}
     return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def recipe_text(
+    config: DareConfig,
+    inputs: Sequence[Checkpoint],
+    version: str,
+    tokenizer: TokenizerChoice,
+    files: Mapping[str, str] | None = None,
+    packed: bool = False,
+) -> str:
+    """Every setting that determines the output, as a configuration that makes it again.
+
+    Models are called by the last part of their path, so that the same merge gives the same bytes
+    from any place, and no path of this machine leaves it. files: the digests of a directory's
+    other files. packed: it is a packed model's.
+    """
+    import tomli_w
+
+    names = [recorded_name(model.source) for model in inputs]
+    dare = config.recipe_settings()
+    models: dict[str, Any] = {"base_file": names[0], "merge_files": names[1:]}
+    recipe: dict[str, Any] = {
+        "version": version,
+        "mask": MASK_NAME,
+        "seeds": list(find_seeds(config, inputs)),
+        "inputs": [
+            {"file": name, **model.fingerprint} for name, model in zip(names, inputs, strict=True)
+        ],
+    }
+    if tokenizer.unites:
+        models["tokenizer"] = tokenizer.name
+    if files is not None:
+        models |= tokenizer.settings
+        dare["max_shard_size"] = config.max_shard_size
+        recipe["files"] = dict(files)
+    if packed:
+        recipe["packed"] = True
+    rules = [rule.as_table() for rule in config.typed_rules]
+    listed = {"rules": rules} if rules else {}
+    text = tomli_w.dumps({"dare": dare, "models": models, **listed, "recipe": recipe})
+    if len(text.encode()) > MAX_TOML - 200:  # with its seal
+        raise ConfigError(
+            f"the recipe would be longer than {MAX_TOML:,} bytes",
+            "give fewer rules, or larger shards",
+        )
+    return text
+
+
+def recipe_metadata(recipe: str) -> dict[str, str]:
+    """The metadata of a merged file. The digest reveals damage to the recipe itself."""
+    digest = hashlib.sha256(recipe.encode()).hexdigest()
+    return {"format": "pt", RECIPE_KEY: recipe, f"{RECIPE_KEY}_sha256": digest}
+
+
+def seal(recipe: bytes) -> bytes:
+    """The recipe of a directory with a last line that reveals damage to it."""
+    return recipe + f"{RECIPE_SEAL}{hashlib.sha256(recipe).hexdigest()}\n".encode()
+
+
+def check_seal(folder: Path) -> None:
+    """Refuse a directory whose recipe is missing or damaged."""
+    path = folder / RECIPE_FILE
+    try:
+        with open_regular(path) as file:
+            content = file.read(MAX_TOML + 1)
+    except FileNotFoundError:
+        raise DareError(f"{str(folder)!r} has no {RECIPE_FILE}", UNKNOWN_HINT) from None
+    except OSError as error:
+        raise DareError(f"cannot read {str(path)!r}: {error.strerror}", "merge again") from None
+    if seal(content.rpartition(RECIPE_SEAL.encode())[0]) != content:
+        raise explain_damage(folder)
+
+
+def explain_damage(path: Path) -> DareError:
+    return DareError(
+        f"{str(path)!r} is not what its recipe makes: the recipe itself is damaged", "merge again"
+    )
+
+
+def add_recipe(
+    side: SideFiles,
+    config: DareConfig,
+    inputs: Sequence[Checkpoint],
+    version: str,
+    tokenizer: TokenizerChoice,
+    files: Sequence[PlannedFile],
+    packed: bool = False,
+) -> None:
+    """Add the recipe to the files of a model directory, with the digests of all others."""
+    written = {as_text(name): digest_of(content) for name, content in side.items()}
+    written |= {file.name: hashlib.sha256(file.header).hexdigest() for file in files}
+    digests = dict(sorted(written.items()))
+    recipe = recipe_text(config, inputs, version, tokenizer, digests, packed)
+    side[RECIPE_FILE] = seal(recipe.encode())
 
 
 def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) -> str:
@@ -179,25 +233,26 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
     used = [t for own in config.resolve_all(len(models)) for t in own.thinnings if t.drop_rate]
     rows = []
     for i, name in enumerate(models):
-        dropped, divisor = describe_thinning(settings.thinnings[i])
-        weight = method.show_weight(settings, i)
-        rows.append(f"| `{name}` | {seeds[i]} | {dropped} | {divisor} | {weight} |")
-    remarks = []
-    if settings.keep_ratio < 1:
-        remarks.append(
+        thinned = describe_thinning(settings.thinnings[i])
+        rows.append(f"| `{name}` | {seeds[i]} | {thinned} | {method.show_weight(settings, i)} |")
+    mergekit = describe_for_mergekit(settings, {thinning.drop for thinning in used})
+    remarks = (
+        (
+            settings.keep_ratio < 1,
             f"Of what survives the drop, the largest {settings.keep_ratio:.4g} of each tensor "
-            "is kept.\n"
-        )
-    if config.rules:
-        remarks.append("Some tensors have settings of their own; they are in the recipe.\n")
-    if config.has_gradients:
-        remarks.append(
+            "is kept.\n",
+        ),
+        (config.rules, "Some tensors have settings of their own; they are in the recipe.\n"),
+        (
+            config.has_gradients,
             "Some settings change over the layers, as the recipe says; here they are as outside "
-            "of them.\n"
-        )
-    if words := describe_for_mergekit(settings, {thinning.drop for thinning in used}):
-        mergekit = "[mergekit](https://github.com/arcee-ai/mergekit)"
-        remarks.append(f"\nIn the words of {mergekit}: {words}.\n")
+            "of them.\n",
+        ),
+        (
+            mergekit,
+            f"\nIn the words of [mergekit](https://github.com/arcee-ai/mergekit): {mergekit}.\n",
+        ),
+    )
     return CARD.format(
         models="\n".join(f"- {json.dumps(name)}" for name in dict.fromkeys([base, *models])),
         count=count_of(len(models), "model"),
@@ -206,7 +261,7 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
         method=method.card(settings),
         table="\n".join(rows),
         lambda_coeff=settings.lambda_coeff,
-        remarks="".join(remarks),
+        remarks="".join(text for applies, text in remarks if applies),
         recipe=recipe.rstrip("\n"),
     )
 
@@ -218,8 +273,10 @@ def describe_drops(used: Sequence[Thinning]) -> str:
     """
     cards = [DROPS[drop].card for drop in dict.fromkeys(t.drop for t in used)]
     if not used:
-        whose, _ = DROPS[RANDOM].card
-        return f"{whose}: here nothing is dropped, and all that each fine-tune changed is"
+        return (
+            f"{DROPS[RANDOM].card[0]}: here nothing is dropped, and all that each fine-tune "
+            "changed is"
+        )
     whose = " and ".join(whose for whose, _ in cards)
     how = ", or ".join(how for _, how in cards)
     rescaled = "the rest is rescaled, " if any(t.rescale != NONE for t in used) else ""
@@ -229,18 +286,18 @@ def describe_drops(used: Sequence[Thinning]) -> str:
     )
 
 
-def describe_thinning(thinning: Thinning) -> tuple[str, str]:
-    """What is dropped of a model, and what the rest is divided by."""
+def describe_thinning(thinning: Thinning) -> str:
+    """What is dropped of a model, and what the rest is divided by, as cells of a table."""
     dropped = f"{thinning.drop_rate:.4g}"
     if thinning.drop != RANDOM:
         names = DROPS[thinning.drop].settings
         own = [f", {name} {getattr(thinning, name):.4g}" for name in names]
         dropped += f" ({thinning.drop}{''.join(own)})"
     if thinning.rescale == L1 and thinning.drop_rate:
-        return dropped, "what restores the sum of sizes"
+        return f"{dropped} | what restores the sum of sizes"
     if thinning.divides_each:
-        return dropped, "the probability to keep each"
-    return dropped, f"{thinning.divisor:.4g}"
+        return f"{dropped} | the probability to keep each"
+    return f"{dropped} | {thinning.divisor:.4g}"
 
 
 def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> str:

@@ -1,28 +1,37 @@
-"""Files of tensors in the making: written at any place, synced meanwhile, noted in a journal."""
+"""The folder in which an output is made: its lock, its journal, and its files, which are written at
+any place and synced meanwhile.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
+import json
 import os
+import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
+from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.models.tensorfile import BINARY, SEEK_LOCK, open_regular
-from darelib.output.destination import Destination
-from darelib.output.journal import Journal
-from darelib.output.lock import remove
-from darelib.plan.tensors import PlannedFile
 
-# In the folder beside the destination: the new model, and the journal.
+if TYPE_CHECKING:
+    from darelib.output.destination import Destination
+    from darelib.plan.tensors import PlannedFile
+
+# In the folder beside the destination: the new model, the journal, and the lock.
 MADE: Final = "output"
 JOURNAL_FILE: Final = "journal"
+LOCK_FILE: Final = "lock"
+LOCK_WORDS: Final = "dare is merging here: process"
 # How much is reserved at a time, and the rate, in bytes a second, below which a system does it by
 # writing zeros.
 RESERVED_BYTES: Final = 1 << 26
@@ -30,6 +39,152 @@ ZEROS_PER_SECOND: Final = 8e9
 # How systems say that a directory cannot be synced at all, or not even opened.
 NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 NO_OPEN: Final = (*NO_SYNC, errno.EACCES, errno.EISDIR)
+
+
+class Lock:
+    """A locked file in the folder in which an output is made.
+
+    The system unlocks it when the process ends.
+    """
+
+    def __init__(self, folder: Path, destination: str) -> None:
+        self.folder = folder
+        self.path = folder / LOCK_FILE
+        self.descriptor = -1
+        try:
+            while not self._lock(destination):
+                self._close()
+            self._sign()
+        except BaseException:
+            self.release(keep=True)
+            raise
+
+    def _lock(self, destination: str) -> bool:
+        """Lock what others would find. Gives whether it is: who had it may remove it any time."""
+        try:
+            with suppress(FileExistsError):
+                os.mkdir(self.folder)
+            names = os.listdir(self.folder)
+            if names and not (LOCK_FILE in names and stat.S_ISREG(os.stat(self.path).st_mode)):
+                raise explain_foreign(self.folder)
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
+            if try_lock(self.descriptor):
+                return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
+            words = os.read(self.descriptor, 100).decode(errors="replace").split()
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(self.folder) or os.path.isfile(self.folder):
+                raise explain_foreign(self.folder) from None
+            return False
+        self._close()  # so that nothing of the other's is removed
+        holder = f"process {words[-1]}" if words else "of an unknown process"
+        raise DareError(
+            f"another merge ({holder}) is writing {destination!r}", "wait, or give another output"
+        )
+
+    def _sign(self) -> None:
+        """Write who has the lock, unless it is somebody's file of the same name."""
+        content = os.read(self.descriptor, 100).decode(errors="replace")
+        # A lock of ours may have been cut short if there is nothing beside it.
+        is_cut = LOCK_WORDS.startswith(content) and not self.leftovers()
+        if not content.startswith(LOCK_WORDS) and not is_cut:
+            self._close()
+            raise explain_foreign(self.folder)
+        words = f"{LOCK_WORDS} {os.getpid()}\n".encode()
+        os.lseek(self.descriptor, 0, os.SEEK_SET)
+        write_all(self.descriptor, words)
+        os.ftruncate(self.descriptor, len(words))
+
+    def leftovers(self) -> list[Path]:
+        """What there is besides the lock, as an unfinished merge leaves it."""
+        return [self.folder / name for name in os.listdir(self.folder) if name != LOCK_FILE]
+
+    def release(self, keep: bool) -> None:
+        """Unlock, and remove the folder unless it has something to keep.
+
+        Without the lock, only an empty one goes.
+        """
+        with suppress(OSError):
+            if self.descriptor >= 0 and not (keep and self.leftovers()):
+                for path in self.leftovers():  # while nobody else can have begun in it
+                    remove(path)
+                if not self.leftovers():  # the lock marks what could not be removed as ours
+                    self.path.unlink(missing_ok=True)
+            os.rmdir(self.folder)
+        self._close()
+
+    def _close(self) -> None:
+        descriptor = self.descriptor
+        self.descriptor = -1
+        with suppress(OSError):  # as where none is open
+            os.close(descriptor)
+
+
+def explain_foreign(folder: Path) -> DareError:
+    """Where an output is to be made, there is something of the same name."""
+    return DareError(
+        f"{str(folder)!r} exists and was not made by this tool", "move it elsewhere, or rename it"
+    )
+
+
+def try_lock(descriptor: int, shared: bool = False) -> bool:
+    """Lock an open file, unless another process has locked it.
+
+    shared: together with others that do the same.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except (ImportError, OSError):  # no locks here: a merge is better than none
+        pass
+    return True
+
+
+class Journal:
+    """A line for what the merge is, then lines for what of it is known to be on the disk.
+
+    Each line begins with a checksum; the first one that does not match, as after a crash, ends the
+    journal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.length = 0  # of the lines that are complete
+        entries: list[Any] = []
+        with suppress(OSError, ValueError, RecursionError), open_regular(path) as file:
+            for line in file:
+                check, _, text = line.partition(b" ")
+                if check != b"%08x" % zlib.crc32(text.rstrip(b"\n")) or not line.endswith(b"\n"):
+                    break
+                entries.append(json.loads(text))
+                self.length += len(line)
+        # After a first line that is damaged, what follows means nothing.
+        is_sound = bool(entries) and isinstance(entries[0], dict)
+        self.identity: dict[str, Any] | None = entries[0] if is_sound else None
+        self.done: list[Any] = list(itertools.chain(*entries[1:])) if is_sound else []
+
+    def append(self, entry: Any) -> None:
+        text = json.dumps(entry, separators=(",", ":")).encode()
+        write_synced(self.path, os.O_APPEND, [b"%08x %s\n" % (zlib.crc32(text), text)])
+
+
+def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
+    """What distinguishes two merges, by their identities: in words, or "" if they are the same."""
+    for key in dict.fromkeys([*new, *old]):
+        name = prefix + key
+        before, now = old.get(key), new.get(key)
+        if before == now:
+            continue
+        if before is None:
+            return f"it has no {name}, and this one has"
+        if now is None:
+            return f"it has {name}, and this one has not"
+        if isinstance(before, dict) and isinstance(now, dict):
+            return explain_difference(before, now, f"{name}.")
+        return f"its {name} is {before!r}, not {now!r}"
+    return ""
 
 
 class Files:
@@ -69,8 +224,10 @@ class Files:
 
     def list_complete(self) -> list[bool]:
         """Which files are as long as they will be."""
-        sizes = [path.stat().st_size if path.is_file() else -1 for path in self.paths]
-        return [size == file.size for size, file in zip(sizes, self.files, strict=True)]
+        return [
+            path.is_file() and path.stat().st_size == file.size
+            for path, file in zip(self.paths, self.files, strict=True)
+        ]
 
     def _open(self) -> None:
         """Open the files, and make those that are not there: their own journals are not true."""
@@ -193,3 +350,51 @@ def sync_directory(path: Path) -> None:
     finally:
         with suppress(OSError):  # nothing was written through it, if it is open at all
             os.close(folder)
+
+
+def write_synced(path: Path, flags: int, pieces: Iterable[bytes]) -> None:
+    """Write a small file, and wait until it is on the disk."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags | BINARY, 0o666)
+    try:
+        for piece in pieces:
+            write_all(descriptor, piece)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file beside its name and then give it that name, replacing what had it."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with ExitStack() as cleanup:
+            with partial.open("xb") as file:  # a file that has this name already is not ours
+                cleanup.callback(partial.unlink, missing_ok=True)
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    except OSError as error:
+        raise DareError(
+            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it"
+        ) from None
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory and what is in it, as far as the system allows it."""
+    # shutil.rmtree opens every directory, and leaves all that is in one that it cannot open.
+    with suppress(OSError):
+        if path.is_symlink() or not path.is_dir():
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            remove(path / name)
+        os.rmdir(path)

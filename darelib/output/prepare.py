@@ -2,8 +2,6 @@
 written.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
@@ -17,14 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from darelib import __version__
 from darelib.config import DareConfig, parse_size
 from darelib.core.text import ConfigError, DareError, human
 from darelib.core.tuning import TUNING
-from darelib.models.checkpoint import Checkpoint
+from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, part_name
 from darelib.models.inputs import explain_read_errors
+from darelib.models.tensorfile import read_json
+from darelib.models.tensors import Encoding
 from darelib.output.destination import (
     Destination,
     Replaced,
@@ -35,9 +35,17 @@ from darelib.output.destination import (
     explain_place_errors,
     list_files,
 )
-from darelib.output.directory import collect_side_files, make_index
-from darelib.output.recipe import recipe_metadata, recipe_text
-from darelib.output.tokenizer import TokenizerChoice, compare_tokenizers
+from darelib.output.directory import (
+    CARD_FILE,
+    add_recipe,
+    find_side_files,
+    make_index,
+    model_card,
+    recipe_metadata,
+    recipe_text,
+    update_config,
+)
+from darelib.output.tokenizer import SideFiles, TokenizerChoice, compare_tokenizers, place_tokenizer
 from darelib.plan.checks import check_kinds
 from darelib.plan.plan import MergePlan, count_threads, plan_merge
 from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
@@ -61,9 +69,9 @@ class FilePlan(MergePlan):
     @cached_property
     def size(self) -> int:
         sizes = [s.stat().st_size if isinstance(s, Path) else len(s) for s in self.side.values()]
-        return sum(file.size for file in self.files) + sum(sizes)
+        return sum(sizes) + sum(file.size for file in self.files)
 
-    def shards(self, numbers: Collection[int]) -> Iterator[FilePlan]:
+    def shards(self, numbers: Collection[int]) -> Iterator[Self]:
         """Some of the files, each as a plan of its own: a tensor lies in one file, and files share
         nothing.
         """
@@ -71,12 +79,12 @@ class FilePlan(MergePlan):
             if number in numbers:
                 yield self._keep([tensor.move(0) for tensor in tensors], [self.files[number]])
 
-    def part(self, numbers: Collection[int]) -> FilePlan:
+    def part(self, numbers: Collection[int]) -> Self:
         """Some of the files, without what lies beside them."""
         own = [tensor for tensor in self.tensors if tensor.output.file in numbers]
         return self._keep(own, [self.files[number] for number in numbers])
 
-    def _keep(self, tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> FilePlan:
+    def _keep(self, tensors: Sequence[TensorPlan], files: Sequence[PlannedFile]) -> Self:
         return dataclasses.replace(
             self,
             tensors=tuple(tensors),
@@ -103,8 +111,7 @@ class FilePlan(MergePlan):
             "way to merge the tensors": decided.hexdigest(),
             "jobs": TUNING.job_elements,
         }
-        plain: dict[str, Any] = json.loads(json.dumps(whole))
-        return plain
+        return dict(json.loads(json.dumps(whole)))
 
 
 def describe_files(inputs: Sequence[Checkpoint]) -> dict[str, dict[str, int]]:
@@ -115,10 +122,9 @@ def describe_files(inputs: Sequence[Checkpoint]) -> dict[str, dict[str, int]]:
         for file in model.files:
             # What the Hub has pinned is the same in every cache; all else is where it really is.
             folder = pinned or os.path.realpath(file.path.parent)
-            status = {"size": file.status.st_size}
-            if not pinned:
-                status["modification time"] = file.status.st_mtime_ns
-            statuses[os.path.join(folder, file.path.name)] = status
+            time = {} if pinned else {"modification time": file.status.st_mtime_ns}
+            path = os.path.join(folder, file.path.name)
+            statuses[path] = {"size": file.status.st_size, **time}
     return statuses
 
 
@@ -132,20 +138,20 @@ def plan_files(
 ) -> FilePlan:
     """What goes where. with_side_files: also what a model directory has besides its tensors."""
     if tokenizer.settings and not destination.directory:
-        setting = next(iter(tokenizer.settings))
+        [setting, *_] = tokenizer.settings
         raise ConfigError(f"{setting} means nothing to an output of one file", "name a directory")
     plan = plan_merge(config, inputs)
     recipe = recipe_text(config, inputs, version, tokenizer)
     limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
     name = None if destination.directory else destination.path.name
     tensors, files = assign_offsets(plan.tensors, limit, recipe_metadata(recipe), name)
-    plan = dataclasses.replace(plan, tensors=tuple(tensors), files=tuple(files))
     known = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    known |= {"tensors": tuple(tensors), "files": tuple(files)}
     placed = FilePlan(**known, output=destination, tokenizer=tokenizer, recipe=recipe)
     if not with_side_files:
         return placed
     warnings = [*plan.warnings, *compare_tokenizers(tokenizer, inputs, destination.directory)]
-    side: Mapping[str, bytes | Path] = {}
+    side: SideFiles = {}
     if destination.directory:
         side, notes = make_side_files(placed, inputs, version)
         warnings += notes
@@ -156,34 +162,49 @@ def plan_files(
 
 def make_side_files(
     plan: FilePlan, inputs: Sequence[Checkpoint], version: str
-) -> tuple[Mapping[str, bytes | Path], list[str]]:
+) -> tuple[SideFiles, list[str]]:
     """What a model directory has besides its tensors, and what to say about it."""
-    dtype = plan.config.dtype
+    base = inputs[0]
     # Encodings that are not kept, with what goes with them.
     encodings = [t.base.encoding for t in plan.tensors if t.encoding is not t.base.encoding]
     lost = [encoding for encoding in encodings if encoding.kind]
-    changes: dict[str, tuple[Any, Any]] = {}
-    if plan.tokenizer.unites:
-        changes["vocab_size"] = inputs[0].heights
-    if dtype and (lost or any(t.output.dtype != t.base.dtype for t in plan.tensors)):
-        changes["torch_dtype"] = None, dtype
-    for encoding in lost:
-        changes |= dict.fromkeys(encoding.config_keys, (None, None))
-    index = None
+    left_out = {name for encoding in lost for name in encoding.files}
+    found = find_side_files(base.folder)
+    side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
+    notes = place_tokenizer(side, plan.tokenizer, inputs, plan.embedding_rows)
+    config = (base.folder or base.files[0].path.parent) / CONFIG_FILE
+    if config.is_file():
+        side[CONFIG_FILE] = config
+        name = part_name(base.source, config)
+        table = read_json(config, name)  # it must be sound, copied or not
+        if changes := list_changes(plan, base, lost):
+            side[CONFIG_FILE] = update_config(table, changes, name)
+    else:
+        notes.append(
+            f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: "
+            "loaders will want one"
+        )
     if len(plan.files) > 1:
         outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
-        index = make_index(outputs, plan.files)
-    return collect_side_files(
-        plan.config,
-        inputs,
-        version,
-        plan.files,
-        changes,
-        {name for encoding in lost for name in encoding.files},
-        plan.tokenizer,
-        plan.embedding_rows,
-        index,
-    )
+        side[INDEX_FILE] = make_index(outputs, plan.files)
+    side[CARD_FILE] = model_card(plan.config, inputs, plan.recipe).encode()
+    add_recipe(side, plan.config, inputs, version, plan.tokenizer, plan.files)
+    return dict(sorted(side.items())), notes
+
+
+def list_changes(
+    plan: FilePlan, base: Checkpoint, lost: Sequence[Encoding]
+) -> dict[str, tuple[Any, Any]]:
+    """Old and new values of settings in config.json. lost: encodings that are not kept."""
+    changes: dict[str, tuple[Any, Any]] = {
+        key: (None, None) for encoding in lost for key in encoding.config_keys
+    }
+    if plan.tokenizer.unites:
+        changes["vocab_size"] = base.heights
+    is_converted = lost or any(t.output.dtype != t.base.dtype for t in plan.tensors)
+    if plan.config.dtype and is_converted:
+        changes["torch_dtype"] = None, plan.config.dtype
+    return changes
 
 
 def plan_output(
@@ -220,7 +241,7 @@ def check_place(plan: FilePlan, inputs: Sequence[Checkpoint], force: bool) -> Fi
             with suppress(FileNotFoundError):  # of another merge, which has just ended
                 # Its blocks are used again, or removed.
                 free += getattr(path.lstat(), "st_blocks", 0) * 512
-        replaces = describe_replaced(destination, force)
+        replaces = describe_replaced(destination)
     with explain_read_errors():
         size = plan.size
     if size > free:

@@ -4,8 +4,6 @@ Whatever happens, and whenever, the destination is the old model or the new one.
 this for directories.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import itertools
@@ -22,19 +20,19 @@ from darelib.models.tensorfile import BINARY
 from darelib.output.destination import Destination, check_replaceable, digest_of
 from darelib.output.files import (
     JOURNAL_FILE,
-    MADE,
-    Files,
-    name_journal,
-    sync_directory,
-)
-from darelib.output.journal import Journal, explain_difference, write_synced
-from darelib.output.lock import (
     LOCK_FILE,
     LOCK_WORDS,
+    MADE,
+    Files,
+    Journal,
     Lock,
+    explain_difference,
     explain_foreign,
+    name_journal,
     remove,
+    sync_directory,
     try_lock,
+    write_synced,
 )
 from darelib.plan.tensors import PlannedFile
 

@@ -1,7 +1,5 @@
 """The tokenizer and the chat template of a model directory: the base's, a model's, or a union."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -13,11 +11,9 @@ from typing import Any, Final
 
 from darelib.core.text import DareError
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.hub import download
 from darelib.models.inputs import explain_path
-from darelib.models.jsonfile import read_json
-from darelib.models.source import AUTO, BASE, UNION, Source, is_template, recorded_name
-from darelib.models.tensorfile import explain_os_error, open_regular
+from darelib.models.source import AUTO, BASE, UNION, Source, download, is_template, recorded_name
+from darelib.models.tensorfile import explain_os_error, open_regular, read_json
 from darelib.models.vocabulary import (
     ADDED_START,
     ADDED_TABLE,
@@ -73,15 +69,18 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
     name = tokenizer.name if tokenizer else BASE
     if name == AUTO or is_template(name):
         raise DareError(f"there is no tokenizer {name!r}", TOKENIZER_HINT)
-    sources: dict[str, Source] = {}
-    for key, given in (("tokenizer", tokenizer), ("chat_template", template)):
-        if given and not given.is_word:
-            sources[key] = download(given, TOKENIZER_PATTERNS)
+    given = {"tokenizer": tokenizer, "chat_template": template}
+    sources = {
+        key: download(source, TOKENIZER_PATTERNS)
+        for key, source in given.items()
+        if source and not source.is_word
+    }
     settings = {key: recorded_name(source) for key, source in sources.items()}
-    paths = tuple((source.name, source.path) for source in sources.values())
-    folder = find_folder(sources["tokenizer"]) if "tokenizer" in sources else None
-    if "tokenizer" in sources and not tokenizer_files(folder):
-        raise DareError(f"there is no tokenizer in {name!r}", TOKENIZER_HINT)
+    folder: Path | None = None
+    if "tokenizer" in sources:
+        folder = find_folder(sources["tokenizer"])
+        if not tokenizer_files(folder):
+            raise DareError(f"there is no tokenizer in {name!r}", TOKENIZER_HINT)
     if name == UNION:
         settings["tokenizer"] = UNION
     text: Any = None
@@ -89,6 +88,7 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
         text = read_template(sources["chat_template"])
     elif template and template.name not in (BASE, UNION):
         text = settings["chat_template"] = template.name
+    paths = tuple((source.name, source.path) for source in sources.values())
     return TokenizerChoice(name, folder, text, settings, paths)
 
 
@@ -183,7 +183,7 @@ def place_tokenizer(
     template = choice.template
     if template == AUTO:
         templates = [find_template(model.folder) for model in inputs]
-        given = [template for template in templates if template is not None]
+        given = [each for each in templates if each is not None]
         template = max(given, key=given.count, default=None)  # of equally many, the first
     if template is not None:
         set_template(side, template)
@@ -224,9 +224,8 @@ def add_tokens(
 ) -> None:
     """The base's tokenizer with the tokens that models added, in every file that lists tokens."""
     content = side[TOKENIZER_FILE]
-    data = content.read_bytes() if isinstance(content, Path) else content
-    if added:
-        side[TOKENIZER_FILE] = insert_tokens(data, added)
+    if added and isinstance(content, Path):
+        side[TOKENIZER_FILE] = insert_tokens(content.read_bytes(), added)
     paths = [folder / TOKENIZER_CONFIG for folder in folders if folder]
     known = [read_json(path, TOKENIZER_CONFIG) for path in paths if path.exists()]
 
@@ -234,10 +233,12 @@ def add_tokens(
         for key in SPECIAL_LISTS:
             lists = [each[key] for each in (table, *known) if isinstance(each.get(key), list)]
             if lists:
-                tokens = itertools.chain(*lists)
                 # By their texts: a token may be listed as a text, or with its settings.
-                by_text = {str(t.get("content") if isinstance(t, dict) else t): t for t in tokens}
-                table[key] = list(by_text.values())
+                tokens = {
+                    str(token.get("content") if isinstance(token, dict) else token): token
+                    for token in itertools.chain(*lists)
+                }
+                table[key] = list(tokens.values())
         decoder = table.get("added_tokens_decoder")
         if isinstance(decoder, dict):
             for entry in added:
@@ -275,8 +276,10 @@ def compare_tokenizers(
             differences = [str(error)]
         if not differences:
             continue
-        words = [f"{name} has another tokenizer than {base.name}: {'; '.join(differences)}"]
-        words.append("rows of the same number are merged, whatever tokens they stand for")
+        words = [
+            f"{name} has another tokenizer than {base.name}: {'; '.join(differences)}",
+            "rows of the same number are merged, whatever tokens they stand for",
+        ]
         if directory:
             whose = f"that of {choice.name}" if choice.folder else "the base's"
             words.append(f"the output gets {whose} (--tokenizer union keeps added tokens)")

@@ -9,10 +9,9 @@ import tomli_w
 
 from darelib.config import Rule
 from darelib.core.text import LOG, ConfigError, as_text
-from darelib.models.hub import is_on_hub
-from darelib.models.source import Source
+from darelib.models.source import Source, is_on_hub
 from darelib.output.destination import check_apart
-from darelib.output.newfile import write_new_file
+from darelib.output.files import write_new_file
 from darelib.requests.readers import YAML_SUFFIXES
 from darelib.requests.request import Request
 

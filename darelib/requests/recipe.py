@@ -8,15 +8,13 @@ from typing import Any
 
 from darelib.core.text import DareError
 from darelib.models.checkpoint import INDEX_FILE
-from darelib.models.hub import download
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
-from darelib.models.source import Source
+from darelib.models.source import Source, download
 from darelib.models.tensorfile import TensorFile
 from darelib.models.vocabulary import digest_tokenizer
-from darelib.output.recipe import (
-    RECIPE_FILE,
-    RECIPE_KEY,
+from darelib.output.destination import RECIPE_FILE, RECIPE_KEY
+from darelib.output.directory import (
     UNKNOWN_HINT,
     check_seal,
     explain_damage,

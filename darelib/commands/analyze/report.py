@@ -24,9 +24,8 @@ from darelib.core.text import (
     table,
 )
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.hub import download
 from darelib.models.inputs import find_files
-from darelib.models.source import Source
+from darelib.models.source import Source, download
 from darelib.output.destination import check_apart
 from darelib.output.tokenizer import TOKENIZER_PATTERNS
 from darelib.plan.plan import MergePlan

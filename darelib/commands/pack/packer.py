@@ -1,7 +1,6 @@
 """What `dare.py pack` does: of a fine-tune, it keeps the entries that a mask keeps."""
 
 import dataclasses
-import hashlib
 import json
 import sys
 import time
@@ -20,7 +19,7 @@ from darelib.core.drops import RANDOM
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_NAME, TILE, mask_key
-from darelib.core.text import ConfigError, DareError, as_text, count_of, human, printable
+from darelib.core.text import ConfigError, DareError, count_of, human, printable
 from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
@@ -36,10 +35,9 @@ from darelib.output.destination import (
     explain_place_errors,
     find_output,
 )
-from darelib.output.directory import CARD_FILE, card_name, find_side_files
+from darelib.output.directory import CARD_FILE, add_recipe, card_name, find_side_files
 from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
-from darelib.output.recipe import RECIPE_FILE, recipe_text, seal
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.checks import check_kinds
 from darelib.plan.matching import ties_embeddings
@@ -290,9 +288,5 @@ def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint], file: PlannedF
         "entries of its tensors. It is an input for DARE merges with this base, at drop rates "
         f"from {rate:g} up, and is not loaded by itself.\n"
     ).encode()
-    written = {as_text(name): digest_of(content) for name, content in side.items()}
-    written[file.name] = hashlib.sha256(file.header).hexdigest()
-    files = dict(sorted(written.items()))
-    recipe = recipe_text(plan.config, inputs, __version__, TokenizerChoice(), files, packed=True)
-    side[RECIPE_FILE] = seal(recipe.encode())
+    add_recipe(side, plan.config, inputs, __version__, TokenizerChoice(), [file], packed=True)
     return side

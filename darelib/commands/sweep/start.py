@@ -20,8 +20,8 @@ from darelib.commands.sweep.space import Space
 from darelib.config import DareConfig
 from darelib.core.text import ConfigError, DareError, install_hint, printable
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.hub import download
 from darelib.models.inputs import check_unchanged
+from darelib.models.source import download
 from darelib.requests.configfile import format_settings, write_config
 from darelib.requests.request import Request
 from darelib.run import load_memory

@@ -4,7 +4,6 @@ and pictures."""
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -649,7 +648,6 @@ def test_an_analysis_writes_over_no_input(
     pair: Pair, models: Models, tmp_path: Path, refused: Refusal
 ) -> None:
     (tmp_path / "link.toml").symlink_to(models[1])
-    (tmp_path / f"d.toml.{os.getpid()}.partial").symlink_to(models[1])
     flags = ["analyze", "-q", "-m", models[1], "--engine", "plain", "--force", "--write-config"]
     for base, name, status in (
         (models[0], "base.safetensors", 2),
@@ -657,7 +655,6 @@ def test_an_analysis_writes_over_no_input(
         (models[0], "link.toml", 2),
         (pair[0], "base/a.toml", 2),
         (models[0], "nowhere/a.toml", 2),
-        (models[0], "d.toml", 1),
     ):
         refused(status, str(tmp_path / name), *flags, tmp_path / name, "-b", base)
 

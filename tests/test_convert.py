@@ -1,8 +1,10 @@
 """dare.py convert: pickles as safetensors files."""
 
 import os
+import subprocess
 import sys
 import types
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import Capture, Patch, Refusal, random_model, run
+import dare
+from tests.support import HERE, POSIX, Capture, Patch, Refusal, random_model, run, save_directory
+
+
+def convert(*arguments: Any) -> int:
+    return dare.main(["convert", *map(str, arguments)])
 
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -113,7 +120,13 @@ def write_wrong(folder: Path) -> None:
         "numbers": {"lr": 0.1},
     }.items():
         torch.save(content, folder / f"{name}.pt")
+    torch.save({"a": bytearray(9)}, folder / "array.pt")
+    with zipfile.ZipFile(folder / "list.pt") as old, zipfile.ZipFile(folder / "z.pt", "w") as new:
+        for member in old.namelist():
+            new.writestr(member, old.read(member), zipfile.ZIP_DEFLATED)
+    save_directory(folder / "model", {"a": torch.ones(3)})
     for name, data in {
+        "large.bin": b"c__builtin__\nbytearray\n(I4000000000\ntR.",
         "index.json": b'{"weight_map": [1]}',
         "junk.bin": b"junk" * 99,
         "torn.bin": (folder / "list.pt").read_bytes()[:200],
@@ -140,6 +153,12 @@ def write_wrong(folder: Path) -> None:
         ("meta.pt x.safetensors", 1, "'a' is torch.float32"),
         ("named.pt x.safetensors", 1, "'__metadata__'"),
         ("index.json x.safetensors", 1, "weight_map"),
+        ("array.pt x.safetensors", 1, "holds a bytearray"),
+        ("large.bin x.safetensors", 1, "holds a bytearray"),
+        ("z.pt x.safetensors", 1, "is compressed"),
+        ("model x.safetensors", 2, "already"),
+        ("model/model.safetensors x.safetensors", 2, "already"),
+        ("model/model.safetensors", 2, "already"),
         ("list.pt x.bin", 2, ".safetensors"),
         ("list.pt there.safetensors", 2, "--force"),
         ("list.pt nowhere/x.safetensors", 2, "no directory"),
@@ -153,6 +172,49 @@ def test_what_cannot_be_converted_is_refused(
     monkeypatch.chdir(tmp_path)
     write_wrong(tmp_path)
     refused(status, words, "convert", *arguments.split())
+
+
+def test_tensors_are_written_one_after_the_other_and_copied_in_pieces(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A tensor that repeats its values is large only on the disk."""
+    weights = {
+        "repeated": torch.arange(5.0)[:, None].expand(5, 1000),
+        "turned": torch.randn(1, 300, 7).transpose(1, 2),
+        "conjugate": torch.randn(99, dtype=torch.complex64).conj(),
+        "whole": torch.randn(999),
+    }
+    torch.save(weights, tmp_path / "old.pt")
+    assert (tmp_path / "old.pt").stat().st_size < 20_000
+    sizes: list[int] = []
+    copy = torch.Tensor.contiguous
+
+    def watch(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(0 if tensor.is_contiguous() else tensor.nbytes)
+        written = [path.stat().st_size for path in tmp_path.rglob("*") if "new" in str(path)]
+        assert len(sizes) < 20 or max(written) > 8192, "not before the first bytes are written"
+        return copy(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "contiguous", watch)
+    monkeypatch.setattr("darelib.commands.convert.PIECE_BYTES", 1024)
+    assert convert(tmp_path / "old.pt", tmp_path / "new.safetensors", "-q") == 0
+    monkeypatch.undo()
+    assert 0 < max(sizes) <= 1024
+    assert_equal(load_file(tmp_path / "new.safetensors"), weights)
+
+
+@POSIX
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, weights: Any) -> None:
+    torch.save(weights, tmp_path / "old.bin")
+    words = ["convert", str(tmp_path / "old.bin"), str(tmp_path / "new.safetensors"), "-q"]
+    program = (
+        "import os, dare, darelib.commands.convert as room\n"
+        f"room.tensor_bytes = lambda _: os.kill(os.getpid(), 9)\ndare.main({words})"
+    )
+    subprocess.run([sys.executable, "-c", program], check=False, cwd=HERE)
+    assert len(os.listdir(tmp_path)) == 2, "the old file, and what was begun"
+    assert dare.main(words) == 0
+    assert sorted(os.listdir(tmp_path)) == ["new.safetensors", "old.bin"]
 
 
 def test_an_interrupted_conversion_leaves_nothing(

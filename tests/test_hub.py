@@ -7,11 +7,13 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from darelib.commands.analyze import measure as analyze_measure
 from tests.support import (
     BF16,
     F32,
@@ -156,6 +158,45 @@ def test_without_the_hubs_library_the_extra_is_named(
         assert "[hub]" not in check_refused(name, pair[1], f"no file or directory {name!r}"), (
             "which no name on the Hub looks like"
         )
+
+
+def test_branches_that_move_during_a_sweep_or_an_analysis_change_nothing_of_it(
+    tmp_path: Path, snapshots: list[Path], monkeypatch: Patch
+) -> None:
+    pytest.importorskip("optuna")
+    for snapshot in snapshots:
+        shutil.copytree(snapshot, snapshot.with_name("d" * 40), symlinks=True)
+
+    def move(commits: dict[str, str]) -> None:
+        for name, commit in commits.items():
+            (tmp_path / "hub" / f"models--org--{name}" / "refs" / "main").write_text(commit)
+
+    def measure(*arguments: Any) -> Any:
+        move(dict.fromkeys(COMMITS, "d" * 40))
+        return measure_deltas(*arguments)
+
+    Path("moves.py").write_text(
+        "from pathlib import Path\ndef score(path):\n"
+        "    for branch in Path('hub').glob('*/refs/main'): branch.write_text('d' * 40)\n"
+        "    return 1.0\n"
+    )
+    models = ("-b", "org/base", "-m", "org/math", "--tokenizer", "org/base", "--engine", "plain")
+    search = ("--vary", "drop_rate=[0.1, 0.5]", "--search", "grid", "--confirm", "0")
+    run("sweep", "-q", *models, *search, "--evaluate", "moves.py:score", "--keep-models", "kept")
+    move(COMMITS)
+    measure_deltas = analyze_measure.measure_deltas
+    monkeypatch.setattr(analyze_measure, "measure_deltas", measure)
+    run("analyze", "-q", *models, "--write-config", "advice.toml")
+    written = [
+        Path("merge_best.toml"),
+        Path("advice.toml"),
+        *Path("kept").rglob("dare_recipe.toml"),
+    ]
+    assert len(written) == 2 + 3
+    for path in written:
+        named = tomllib.loads(path.read_text())["models"]
+        assert (named["base_file"], named["merge_files"]) == (PINNED["base"], [PINNED["math"]])
+        assert named["tokenizer"] == PINNED["base"]
 
 
 # --- among Hugging Face's tools -------------------------------------------------------------------

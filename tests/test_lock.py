@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -123,6 +124,58 @@ def test_what_only_happens_to_be_called_partial_is_never_touched(
     for flags in ([], ["--resume"], ["--force"]):
         scene.check(*flags, status=1, words=str(scene.partial), left=[scene.partial])
         assert snapshot(tmp_path) == before
+
+
+UNSAFE: dict[str, Callable[[Path, Patch], object]] = {
+    "another user": lambda _, patch: patch.setattr(os, "geteuid", lambda: 54321),
+    "other users": lambda folder, _: folder.chmod(0o777),
+    "was not made": lambda folder, _: folder.symlink_to(folder.rename(f"{folder}.moved")),
+}
+
+
+@POSIX
+@pytest.mark.parametrize("flags", ["", "--resume", "--force", "--part 1/2"])
+@pytest.mark.parametrize("words", UNSAFE)
+def test_a_folder_in_which_others_may_have_put_links_is_refused(
+    tmp_path: Path, monkeypatch: Patch, words: str, flags: str
+) -> None:
+    scene = Scene(tmp_path, "directory")
+    scene.interrupt(3)
+    UNSAFE[words](scene.partial, monkeypatch)
+    before = snapshot(tmp_path)
+    assert scene.run(*flags.split()) == 1
+    assert words in scene.printed
+    assert str(scene.partial) in scene.printed
+    assert snapshot(tmp_path) == before
+
+
+@POSIX
+@pytest.mark.parametrize("flags", [[], ["--resume"]], ids=str)
+def test_what_an_unfinished_merge_left_is_never_written_through_a_link(
+    tmp_path: Path, monkeypatch: Patch, flags: list[str]
+) -> None:
+    scene = Scene(tmp_path, "file")
+    scene.interrupt(3)
+    made = scene.partial / "output"
+    made.symlink_to(made.rename(tmp_path / "elsewhere"))
+    before = (tmp_path / "elsewhere").read_bytes()
+    refuse = Mock(side_effect=PermissionError(1, "Operation not permitted"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)  # as in a folder of somebody else
+        assert scene.run(*flags) == 1
+    assert (tmp_path / "elsewhere").read_bytes() == before
+    scene.check()
+
+
+@POSIX
+@BOTH
+def test_an_output_that_is_a_link_to_nothing_is_refused(tmp_path: Path, kind: str) -> None:
+    scene = Scene(tmp_path, kind, old=False)
+    scene.output.symlink_to(tmp_path / "nothing")
+    for flags in ([], ["--force"]):
+        assert scene.run(*flags) == 1
+        assert str(tmp_path / "nothing") in scene.printed
+        assert [*scene.besides(), *tmp_path.glob("nothing*")] == []
 
 
 @pytest.mark.parametrize("name", ["replaced", "lock", "journal", "output"])

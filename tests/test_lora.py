@@ -532,6 +532,19 @@ def test_an_adapter_whose_settings_make_no_sense_is_refused(
     )
 
 
+def test_a_pattern_that_takes_for_ever_is_refused_and_the_same_without_a_loop_is_not(
+    tmp_path: Path, monkeypatch: Patch, check_refused: Refusal
+) -> None:
+    monkeypatch.setattr("darelib.models.peft.PATTERN_SECONDS", 1.0)
+    module = "a" * 60
+    [base] = save(tmp_path, base={f"{module}.weight": torch.randn(8, 16)})
+    tensors = low_rank(module, (8, 16))
+    slow_one = write_adapter(tmp_path / "adapter", tensors, rank_pattern={"(a+)+!": 3})
+    check_refused(base, slow_one, "adapter_config.json", "'(a+)+!'", "names of modules")
+    quick = write_adapter(tmp_path / "quick", tensors, r=9, rank_pattern={"b": 5, "(a+)+": 2})
+    run_merge(base, [quick], tmp_path / OUT, drop_rate=0.0)
+
+
 @pytest.mark.parametrize("text", [b"", b"[]", b"{", b'{"r": 2, "r": 4}', b"[" * 200_000, b"\xff"])
 def test_an_adapters_settings_that_cannot_be_read_are_named(
     pair: Pair, tmp_path: Path, check_refused: Refusal, text: Any

@@ -410,7 +410,9 @@ def test_a_directory_of_this_tool_is_replaced_and_nothing_of_it_survives(
 ) -> None:
     out = tmp_path / "out"
     real = tmp_path / "real"
-    out.symlink_to(real) if kind == "link" else out.mkdir()
+    (real if kind == "link" else out).mkdir()
+    if kind == "link":
+        out.symlink_to(real)
     made = []
     for limit, count in (("100B", 4), ("10kB", 2), ("5GB", 1)):
         merge_directory(pair, out, "--max-shard-size", limit)

@@ -3,11 +3,14 @@ best."""
 
 import itertools
 import json
+import logging
 import os
+import pickle
 import random
 import re
 import shlex
 import signal
+import sqlite3
 import subprocess
 import sys
 import tomllib
@@ -25,6 +28,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sqlalchemy import Engine, event
 
+import dare
 from dare import ConfigError, DareConfig, DareError, DareMerger, SweepReport, dare_merge, dare_sweep
 from darelib.commands.sweep.report import chance
 from tests.scene import wait_for
@@ -125,7 +129,7 @@ def sweep(
     )
 
 
-@pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.02)])
+@pytest.mark.parametrize(("search", "near"), [("tpe", 0.01), ("random", 0.05), slow("cmaes", 0.03)])
 def test_a_search_finds_a_known_optimum(tmp_path: Path, search: str, near: float) -> None:
     before = snapshot(tmp_path)
     seen = list[float]()
@@ -247,6 +251,59 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
     assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
 
 
+def test_what_comes_after_the_trials_is_announced_and_in_the_time_that_is_left(
+    capsys: Capture,
+) -> None:
+    judge("    time.sleep(0.4 * (rate > 0))\n    return value")
+    flags = ["--vary", "drop_rate=[0.2, 0.8]", "--search", "grid", "--confirm"]
+    flags = command(*flags, evaluate="judge.py:score")
+    run(*flags, "3", "--study", "confirmed")
+    printed = capsys.readouterr().err
+    assert re.search(r"\[2/2\].*, about [2-9]\S* s left", printed), "six seeds and an average"
+    assert "fresh seeds" in printed
+    run(*flags, "0", "--study", "not")
+    assert "fresh seeds" not in capsys.readouterr().err
+
+
+def test_models_are_kept_whatever_the_study_is_called() -> None:
+    names = ("a/b", "a_b", "../c d", "ü%2F")
+    for name in names:
+        sweep(hill, {"drop_rate": [0.5]}, folder="kept", keep_models=True, study=name)
+    assert len(os.listdir("kept")) == 2 * len(names), "a trial and a plain average of each"
+    assert "a%2Fb-trial-0000.safetensors" in os.listdir("kept")
+
+
+@POSIX
+def test_what_a_killed_sweep_left_is_removed_by_the_next_and_nothing_else_is(
+    tmp_path: Path,
+) -> None:
+    judge("    if os.path.exists('kill') and rate: os.kill(os.getpid(), 9)\n    return value")
+    flags = command("--vary", "drop_rate=[0.5]", "--confirm", "0", evaluate="judge.py:score")
+    Path(".sweep-mine").mkdir()
+    Path(".sweep-mine/merged.safetensors").touch()
+    Path("kill").touch()
+    process = subprocess.run([sys.executable, HERE / "dare.py", *flags], check=False)
+    assert process.returncode == -signal.SIGKILL
+    [left] = set(tmp_path.glob(".sweep-*/merged.safetensors")) - {
+        tmp_path / ".sweep-mine/merged.safetensors"
+    }
+    Path("kill").unlink()
+    seen = []
+
+    def look(path: Path) -> float:
+        """One sweep inside another: neither takes the other's folder for abandoned."""
+        seen.append(path.exists())
+        return len(seen)
+
+    def outer(path: Path) -> float:
+        sweep(look, {"drop_rate": [0.5]})
+        return float(path.exists())
+
+    assert sweep(outer, {"drop_rate": [0.5]}).rows[0].scores == [1.0]
+    assert (left.exists(), all(seen)) == (False, True)
+    assert list(tmp_path.glob(".sweep-*/*")) == [tmp_path / ".sweep-mine/merged.safetensors"]
+
+
 @pytest.mark.slow
 def test_two_processes_work_on_one_study() -> None:
     # The first one waits in its second trial until the other has begun one.
@@ -288,7 +345,15 @@ def test_two_processes_work_on_one_study() -> None:
         ('{"score": "high"}', "no finite number but 'high'"),
         ('{"score": true}', "but True"),
         ("score: nan", "but nan"),
-        ('{"accuracy": 1}', "no score 'score', but accuracy"),
+        ('{"accuracy": 1}', "no score 'score', but 'accuracy'"),
+        ('{"score": 0.9', "not complete"),
+        ('{\n  "score": 0.9', "not complete"),
+        ('{"tasks": [\n1', "not complete"),
+        ('score": 0.5}', "not complete"),
+        ('{"step": 1}\ndone: 0.5', 0.5),
+        ('result: {"score": 0.5}', 0.5),
+        ("9" * (1 << 16) + "x", "not one number"),
+        ("9" * (1 << 16), "no finite number"),
         (torch.tensor(0.25), 0.25),
         ({"score": 3}, 3.0),
         ("", "no"),
@@ -306,6 +371,26 @@ def test_a_score_is_the_last_number_of_the_last_line_or_named_in_json(
         else pytest.raises(DareError, match=f"the first failed: .*{score}")
     ):
         assert sweep(evaluate, {"drop_rate": [0.5]}).rows[0].scores == [score]
+
+
+@pytest.mark.slow
+@POSIX
+def test_what_an_evaluation_prints_takes_no_room_and_what_it_leaves_running_is_not_waited_for() -> (
+    None
+):
+    """With files of at most 1 MB: to print more into one would end the evaluation."""
+    judge("""
+    import subprocess
+    for _ in range(40):
+        print("x" * 99_999)
+        print("y" * 99_999, file=sys.stderr)
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    open("child", "w").write(str(child.pid))
+    return 0.25""")
+    limited = f"""bash -c 'ulimit -f 1000; "$0" judge.py "$1"' "{sys.executable}" {{model}}"""
+    found = sweep(limited, {"drop_rate": [0.1]})
+    assert (found.base, found.rows[0].scores) == ([0.25], [0.25])
+    os.kill(int(Path("child").read_text()), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -573,6 +658,87 @@ def test_an_interrupt_waits_for_the_trial_a_second_one_does_not_and_the_same_com
     )
 
 
+class Code:
+    """Makes a directory when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("unpickled",)
+
+
+def test_nothing_in_a_study_is_unpickled_whatever_the_search(tmp_path: Path) -> None:
+    stored: Any = {"search": "cmaes", "storage": "sqlite:///x.db", "study": "x"}
+    sweep(hill, TUNED, trials=3, **stored)
+    storage = optuna.storages.RDBStorage("sqlite:///x.db")
+    numbers = [trial._trial_id for trial in storage.get_all_trials(1)]
+    with sqlite3.connect("x.db") as study:
+        rows = [
+            (number, "cma:optimizer:0", json.dumps(pickle.dumps(Code()).hex()))
+            for number in numbers
+        ]
+        add = "insert into trial_system_attributes (trial_id, key, value_json) values (?, ?, ?)"
+        study.executemany(add, rows)
+    assert len(sweep(hill, TUNED, trials=6, **stored).rows) == 6
+    assert not Path("unpickled").exists()
+
+
+def cut(study: Path) -> None:
+    study.write_bytes(study.read_bytes()[:40_000])
+
+
+def alter(change: str) -> Callable[[Path], None]:
+    def apply(study: Path) -> None:
+        with sqlite3.connect(study) as database:
+            database.execute(change)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut,
+        lambda study: study.write_text("no database"),
+        alter("update study_user_attributes set value_json = '{' where key = 'base'"),
+        alter("""update study_user_attributes set value_json = '"abc"' where key = 'base'"""),
+        alter("update study_user_attributes set value_json = '[1, 2]' where key = 'base'"),
+        alter("update trial_params set param_name = 'other'"),
+        alter("update trial_params set distribution_json = '{}'"),
+        alter("drop table trial_values"),
+        alter("delete from study_user_attributes"),
+    ],
+)
+def test_a_damaged_study_or_that_of_another_tool_is_refused(
+    tmp_path: Path, capsys: Capture, damage: Callable[[Path], None]
+) -> None:
+    flags = ["--vary", "drop_rate={low=0.1,high=0.9}", "--confirm", "0", "--study", "mine"]
+    flags = command(*flags, "--trials")
+    run(*flags, "2")
+    damage(Path("config_sweep.db"))
+    capsys.readouterr()
+    assert dare.main([*flags, "3"]) in (1, 2)
+    printed = capsys.readouterr().err
+    assert "this is a bug" not in printed, printed
+    assert ("the study" in printed, list(tmp_path.glob(".sweep-*"))) == (True, [])
+
+
+def test_a_sweep_leaves_the_process_as_it_was(monkeypatch: Patch) -> None:
+    def look() -> Any:
+        levels = {name: logging.getLogger(name).level for name in ("optuna", "dare")}
+        handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        folder = (os.getcwd(), dict(os.environ))
+        return levels, list(warnings.filters), list(sys.path), handlers, folder, sys.stdout
+
+    optuna.logging.set_verbosity(optuna.logging.INFO)
+    before = look()
+    Path("helper.py").write_text("value = 0.5")
+    # What is beside the file is imported, also while the function runs.
+    Path("late.py").write_text("def score(path):\n    import helper\n    return helper.value\n")
+    sweep("late.py:score", {"drop_rate": [0.1, 0.5]}, storage="sqlite:///x.db")
+    with pytest.raises(DareError, match="score the base"):
+        sweep(lambda path: "nothing", {"drop_rate": [0.1]})
+    assert look() == before
+
+
 def test_models_that_change_end_the_search() -> None:
     def score(path: Path) -> float:
         os.utime("math.safetensors")
@@ -604,6 +770,7 @@ def test_models_that_change_end_the_search() -> None:
         ("--write-config math.safetensors --force", 2, "is the input"),
         ("--objective a:max a:min", 2, "have one name"),
         ("--evaluate 'cat {model} | tail'", 2, "without a shell"),
+        ("--evaluate 'cat {model} | wc'", 2, """bash -c '... "$1" ...' bash {model}"""),
         ("--in-memory --keep-models x", 2, "no models to keep"),
         ("--evaluate 'echo {model}' --in-memory", 2, "a command needs models in files"),
         ("--storage sqlite:///no/such.db", 1, "cannot open the study"),

@@ -93,6 +93,8 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
         ("lambda_coeff={low=1, high=2, steps=1}", "no key 'steps'"),
         ("lambda_coeff={low=0, high=2, log=true}", "above 0"),
         ("lambda_coeff={low=1, high=2, step=0}", "step must be above"),
+        ("lambda_coeff={low=0, high=2, step=1e-6}", "steps of 1e-06"),
+        ("lambda_coeff={low=0, high=2, step=1e-320}", "steps of"),
         ("normalize=['yes']", r"\[sweep\] normalize must"),
         ("drop_rate=[{low=0, high=0.5}]", "1 ranges for 2 models"),
         ("weights=[0.5, 0.5]", r"\[sweep\] weights must be"),

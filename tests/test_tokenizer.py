@@ -360,7 +360,8 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
     check(TEMPLATE, "--chat-template", tool)
     (tmp_path / "own.jinja").write_text("own")
     check("own", "--chat-template", tmp_path / "own.jinja")
-    run("-q", "-c", out, "-o", tmp_path / "again")
+    own = ["--chat-template", tmp_path / "own.jinja"]  # a recipe names no file but its inputs
+    run("-q", "-c", out, "-o", tmp_path / "again", *own)
     assert template_of(tmp_path / "again") == "own"
     (base / "chat_template.jinja").write_text("base")
     check("base")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import dare
 from dare import DareError, DareMerger
 from darelib.models.tensorfile import TensorFile
-from darelib.output.directory import recipe_metadata
+from darelib.output.directory import recipe_metadata, seal
 from tests.scene import SLOWLY, Scene, contents, launch, put
 from tests.support import (
     BF16,
@@ -391,6 +391,49 @@ def test_a_recipe_refuses_other_inputs(
     refused(1, "its size is", *arguments, "--merge", *models[1:])
     models[2].unlink()
     refused(1, "'code.safetensors'", *arguments)
+
+
+ELSEWHERE = {
+    "output_file": 'output_file = "victim.safetensors"',
+    "secret": 'chat_template = "secret"',
+    "/secret": 'chat_template = "{folder}/secret"',
+    "../secret": 'tokenizer = "../secret"',
+    "a/../../secret": 'tokenizer = "a/../../secret"',
+    "no inputs": "",
+}
+
+
+@pytest.mark.parametrize("words", ELSEWHERE)
+@pytest.mark.parametrize("config", ["merged", "merged/dare_recipe.toml"])
+def test_a_recipe_names_nothing_on_a_disk_but_its_inputs(
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, refused: Refusal, config: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_merge(pair[0], [pair[1]], tmp_path / "merged")
+    (tmp_path / "secret").write_text("a private key")
+    recipe = Path("merged/dare_recipe.toml").read_text().partition("# SHA")[0]
+    line = ELSEWHERE[words].format(folder=tmp_path)
+    recipe = recipe.replace("[models]\n", f"[models]\n{line}\n")
+    if words == "no inputs":
+        recipe = recipe.partition("[recipe]")[0].replace('"base"', f'"{pair[0]}"')
+    Path("merged/dare_recipe.toml").write_bytes(seal(recipe.encode()))
+    output = [] if words == "output_file" else ["-o", "out"]
+    status = 1 if words in ("secret", "no inputs") else 2
+    refused(status, words, "-c", config, *output)
+
+
+def test_a_tokenizer_that_is_no_input_is_named_by_a_flag(pair: Pair, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for folder in (*pair, other):
+        (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    for name in ("math", "other"):
+        first = tmp_path / f"from {name}"
+        again = tmp_path / f"again from {name}"
+        run("-q", "-b", pair[0], "-m", pair[1], "-o", first, "--tokenizer", tmp_path / name)
+        flags = ["--tokenizer", other] if name == "other" else []
+        run("-q", "-c", first, "-o", again, *flags)
+        assert contents(again) == contents(first)
 
 
 def test_equal_inputs_are_found_under_each_name(models: list[Path], tmp_path: Path) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import pickle
 import re
 import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from darelib.commands.options import Flags, MergerClass, Options, Report, show
 from darelib.core.text import (
@@ -25,7 +27,7 @@ from darelib.core.text import (
     printable,
 )
 from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular, read_json
-from darelib.output.files import write_new_file
+from darelib.output.scratch import write_new_file
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,7 @@ OPTIONS: Final[Options] = {
         "metavar": "OLD",
         "help": "a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin",
     },
-    "new": {"metavar": "NEW", "help": "the .safetensors file to write"},
+    "new": {"metavar": "NEW", "nargs": "?", "help": "the .safetensors file to write"},
     "--force": {"action": "store_true", "help": "replace an existing file"},
 }
 # Where training scripts put the weights, beside optimizer states and counters.
@@ -45,6 +47,9 @@ MAX_DEPTH: Final = 4  # of such tables in each other
 PICKLE_FILE: Final = "pytorch_model.bin"
 PICKLE_INDEX: Final = "pytorch_model.bin.index.json"
 ZIP_START: Final = b"PK\x03\x04"
+# In a file of before 1.6: a mark, a version, the system, the table, its keys.
+OLD_PICKLES: Final = 5
+PIECE_BYTES: Final = 1 << 24  # of a tensor that must be copied, the bytes that are copied at a time
 STORED_TYPES: Final = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64", "bool": "BOOL",
@@ -69,6 +74,9 @@ class ConvertReport(Report):
 
 
 def run(flags: Flags, _: MergerClass) -> None:
+    check_old(Path(os.path.expanduser(flags["old"])))
+    if "new" not in flags:
+        raise ConfigError("the file to write, NEW, is missing", "like convert OLD NEW.safetensors")
     report = convert(flags["old"], flags["new"], force="force" in flags)
     show(report, flags, flags.get("verbose", True))
 
@@ -121,7 +129,8 @@ def convert(old: str | Path, new: str | Path, *, force: bool = False) -> Convert
         raise DareError(
             f"the output needs {human(size)} and there are {human(free)} free", "make room"
         )
-    write_new_file(target, (header, *map(tensor_bytes, weights.values())))
+    pieces = (piece for tensor in weights.values() for piece in tensor_bytes(tensor))
+    write_new_file(target, itertools.chain([header], pieces))
     if left_out:
         LOG.warning(f"left out what is not a tensor: {list_names(left_out)}")
     return ConvertReport(
@@ -131,6 +140,19 @@ def convert(old: str | Path, new: str | Path, *, force: bool = False) -> Convert
         left_out=tuple(left_out),
         seconds=time.perf_counter() - started,
     )
+
+
+def check_old(path: Path) -> None:
+    """Refuse what is no pickle but a model that can be merged. Names may lie."""
+    from darelib.models.checkpoint import INDEX_FILE, WEIGHTS_FILE
+    from darelib.models.tensorfile import peek_header
+
+    pickles = (path / PICKLE_INDEX, path / PICKLE_FILE)
+    is_model = path.is_file() and peek_header(path) != ((), {})
+    if path.is_dir() and not any(file.exists() for file in pickles):
+        is_model = any((path / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+    if is_model:
+        raise ConfigError(f"{str(path)!r} is safetensors already", "merge it as it is")
 
 
 def find_pickles(path: Path) -> list[Path]:
@@ -165,6 +187,8 @@ def load_pickle(path: Path) -> Any:
             # What torch saved before 1.6 is no archive, and cannot be mapped.
             zipped = file.read(len(ZIP_START)) == ZIP_START
             file.seek(0)
+            check_pickles(file, zipped, str(path))
+            file.seek(0)
             others = get_unsafe_globals_in_checkpoint(path) if zipped else []
             # By its suffix, torch would take a path for a safetensors file.
             mapped = zipped and path.suffix != ".safetensors"
@@ -172,6 +196,8 @@ def load_pickle(path: Path) -> Any:
                 return torch.load(
                     path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped
                 )
+    except DareError:
+        raise
     except FileNotFoundError:
         raise DareError(
             f"there is no file {str(path)!r}", "give the file to convert first"
@@ -191,6 +217,28 @@ def load_pickle(path: Path) -> Any:
         raise DareError(
             f"{str(path)!r} is no PyTorch file, or a damaged one", "download or copy it again"
         ) from None
+
+
+def check_pickles(file: IO[bytes], zipped: bool, name: str) -> None:
+    """Refuse what no state dict has, and torch would make any amount of memory of."""
+    import pickletools
+    import zipfile
+
+    contents: list[IO[bytes]] = [file] * OLD_PICKLES
+    if zipped:
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            if any(member.compress_type for member in members):
+                raise DareError(f"{name!r} is compressed", "save it with torch.save")
+            pickles = [member for member in members if member.filename.endswith(".pkl")]
+            contents = [io.BytesIO(archive.read(member)) for member in pickles]
+    for content in contents:
+        calls = [named for code, named, _ in pickletools.genops(content) if code.name == "GLOBAL"]
+        if any(str(named).endswith(" bytearray") for named in calls):
+            raise DareError(
+                f"{name!r} holds a bytearray, which may be of any size, so it is not loaded",
+                "load it where it was made, and save only its state_dict with torch.save",
+            )
 
 
 def find_weights(content: Any) -> Mapping[Any, Any]:
@@ -221,8 +269,14 @@ def place_tensors(weights: Mapping[str, torch.Tensor]) -> dict[str, TensorInfo]:
     return infos
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor; of one that must be copied, as it is spread or repeats, in pieces."""
     import torch
 
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().data
+    if tensor.is_contiguous() or tensor.nbytes <= PIECE_BYTES:
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        yield plain.reshape(-1).view(torch.uint8).numpy().data
+        return
+    axis = next(axis for axis, size in enumerate(tensor.shape) if size > 1)
+    for half in tensor.chunk(2, axis):
+        yield from tensor_bytes(half)

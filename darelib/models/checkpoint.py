@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, Self
 
 from darelib.core.text import DareError, InputChanged, as_text, list_names
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.source import Source
+from darelib.models.source import Source, check_links
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
@@ -137,6 +137,8 @@ def find_checkpoint(source: Source) -> Layout:
     # A file of another name may be among unrelated ones; this one belongs to the directory that it
     # is in.
     is_directory |= path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
+    if not is_directory:
+        check_links(folder, [folder / CONFIG_FILE])  # which is read all the same
     return Layout((path,), folder if is_directory else None)
 
 
@@ -198,6 +200,8 @@ def _explain_no_weights(source: Source, names: list[str]) -> DareError:
 def _find_by_index(source: Source, path: Path) -> Layout:
     """The files that an index names, which must lie beside it."""
     shown = part_name(source, path)
+    if path != source.path:
+        check_links(path.parent, [path])
     weight_map = read_json(path, shown, MAX_INDEX).get("weight_map")
     if not weight_map or not isinstance(weight_map, dict):
         raise DareError(

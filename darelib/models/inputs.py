@@ -2,8 +2,9 @@
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import Final, TypeAlias
 
 from darelib.core.text import DareError, as_text
@@ -12,8 +13,8 @@ from darelib.models.fp8 import recognise_fp8
 from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
-from darelib.models.source import Source, download, path_hint
-from darelib.models.tensorfile import explain_os_error
+from darelib.models.source import Source, check_links, download, path_hint
+from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
 
 # Gives tensors that are stored in an encoding of their own that encoding.
 ENCODINGS: Final[tuple[Callable[[Checkpoint], None], ...]] = (recognise_fp8,)
@@ -66,7 +67,20 @@ def find_files(source: Source) -> tuple[Opener, Layout]:
     with explain_path(source):
         if source.path.is_dir() and not os.access(source.path, os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return next((opener, layout) for find, opener in OPENERS if (layout := find(source)))
+        opener, layout = next(
+            (opener, layout) for find, opener in OPENERS if (layout := find(source))
+        )
+        if layout.folder:
+            check_links(layout.folder, find_own(layout.folder, {*layout.files} - {source.path}))
+        return opener, layout
+
+
+def find_own(folder: Path, weights: Collection[Path]) -> Iterator[Path]:
+    """What may be read in a model's folder: its weights, and all that is not weights."""
+    yield from weights
+    for path in folder.iterdir():
+        if not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
+            yield path
 
 
 @contextmanager

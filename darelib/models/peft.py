@@ -1,16 +1,19 @@
 """LoRA adapters of PEFT: their configuration, and which tensors of the base their names mean."""
 
+import json
 import math
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, TypeAlias, TypeGuard
+from typing import Any, Final, Self, TypeGuard
 
 from darelib.config import is_count, is_number
 from darelib.core.formats import FORMATS
@@ -72,8 +75,18 @@ WRAPPER: Final = re.compile(r"\.base_layer(?=\.)|\.modules_to_save(\.default)?(?
 PLAIN_PATTERN: Final = re.compile(r"(?:[\w-]|\\?\.)*+")
 # Characters of the others together: Python may take milliseconds to compile a few of them.
 MAX_PATTERNS: Final = 20_000
-# Of a module: the value of the pattern that matches it, or a default.
-Lookup: TypeAlias = Callable[[str, Any], Any]
+# Python takes a time that doubles with each letter for a pattern like (a+)+, and cannot be stopped
+# meanwhile. So a process of its own matches them, which can be.
+PATTERN_SECONDS: Final = 5.0
+WHOLE_PATTERN: Final = r"(.*\.)?({})$"
+MATCHER: Final = r"""
+import json, re, sys, warnings
+warnings.simplefilter("ignore")
+whole, patterns, modules = json.load(sys.stdin)
+compiled = [(key, re.compile(whole.format(key))) for key in patterns]
+found = {name: [key for key, pattern in compiled if pattern.match(name)] for name in modules}
+print(json.dumps(found))
+"""
 # The settings that determine the weights, and what each may be.
 SETTINGS: Final[dict[str, Callable[[Any], bool]]] = {
     "r": lambda rank: is_count(rank, 1),
@@ -95,11 +108,19 @@ class LoraConfig:
     lora_alpha: float = 8
     use_rslora: bool = False
     fan_in_fan_out: bool = False
-    rank_pattern: Lookup = lambda module, default: default
-    alpha_pattern: Lookup = lambda module, default: default
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    def match(self, modules: Sequence[str], name: str) -> Self:
+        """The same with the names of modules for patterns. name: of the adapter."""
+        return replace(
+            self,
+            rank_pattern=match_patterns(self.rank_pattern, modules, name),
+            alpha_pattern=match_patterns(self.alpha_pattern, modules, name),
+        )
 
     def scale(self, module: str, rank: int) -> float:
-        alpha = float(self.alpha_pattern(module, self.lora_alpha))
+        alpha = self.alpha_pattern.get(module, self.lora_alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
@@ -130,37 +151,62 @@ def read_settings(table: dict[str, Any], name: str) -> LoraConfig:
             raise DareError(
                 f"the adapter {name!r} has {key} = {value!r}", f"fix its {ADAPTER_CONFIG}"
             )
-        given[key] = _compile_patterns(value, name) if isinstance(value, dict) else value
     return LoraConfig(**given)
 
 
-def _compile_patterns(patterns: dict[str, Any], name: str) -> Lookup:
-    """As PEFT matches them: the first one that matches the end of the module's name, after a dot.
+def match_patterns(
+    patterns: Mapping[str, Any], modules: Sequence[str], name: str
+) -> dict[str, Any]:
+    """The values of the modules that patterns match. name: of the adapter.
 
-    But in a plain name a dot is only a dot, so that names are looked up, however many there are.
+    As PEFT matches them: the first one that matches the end of the module's name, after a dot. But
+    in a plain name a dot is only a dot, so that names are looked up, however many there are.
     """
     odd = [key for key in patterns if not PLAIN_PATTERN.fullmatch(key)]
     if sum(map(len, odd)) > MAX_PATTERNS or any(len(key) > 2 * MAX_NAME for key in patterns):
         raise DareError(f"the patterns in the {ADAPTER_CONFIG} of {name!r} are too long", "fix it")
+    order = {key: place for place, key in enumerate(patterns)}
+    plain = {key.replace("\\", ""): key for key in reversed(order) if key not in odd}
+    found = match_expressions(odd, modules, name) if odd else {}
+    values = {}
+    for module in modules:
+        ends = (module[start.end() :] for start in re.finditer(r"^|\.", module))
+        matching = [plain[end] for end in ends if end in plain] + found.get(module, [])
+        if matching:
+            values[module] = patterns[min(matching, key=order.__getitem__)]
+    return values
+
+
+def match_expressions(
+    patterns: Sequence[str], modules: Sequence[str], name: str
+) -> dict[str, list[str]]:
+    """The regular expressions that match each module."""
     try:
         # Python warns about brackets that may mean more some day.
         with warnings.catch_warnings(action="ignore"):
-            compiled = {key: re.compile(rf"(.*\.)?({key})$") for key in odd}
+            for pattern in patterns:
+                re.compile(WHOLE_PATTERN.format(pattern))
     except (re.error, OverflowError, RecursionError) as error:
         raise DareError(
             f"a pattern in the {ADAPTER_CONFIG} of {name!r} is no regular expression: {error}",
             "fix it",
         ) from None
-    order = {key: place for place, key in enumerate(patterns)}
-    plain = {key.replace("\\", ""): key for key in reversed(patterns) if key not in compiled}
-
-    def find(module: str, default: Any) -> Any:
-        ends = (module[start.end() :] for start in re.finditer(r"^|\.", module))
-        matching = [plain[end] for end in ends if end in plain]
-        matching += [key for key, pattern in compiled.items() if pattern.match(module)]
-        return patterns[min(matching, key=order.__getitem__)] if matching else default
-
-    return find
+    try:
+        matched = subprocess.run(
+            [sys.executable, "-ISc", MATCHER],
+            input=json.dumps([WHOLE_PATTERN, patterns, modules]).encode(),
+            capture_output=True,
+            timeout=PATTERN_SECONDS,
+            check=True,
+            start_new_session=True,  # so that Ctrl-C reaches only the one who asks
+        )
+    except (OSError, subprocess.SubprocessError):
+        raise DareError(
+            f"the patterns in the {ADAPTER_CONFIG} of {name!r} cannot be matched in "
+            f"{PATTERN_SECONDS:g} s: {list_names(patterns)}",
+            "write the names of modules instead",
+        ) from None
+    return json.loads(matched.stdout)
 
 
 def find_adapter(source: Source) -> Layout | None:
@@ -268,6 +314,7 @@ class PeftAdapter(LoraAdapter):
         pairs, whole = self._sort_keys()
         if not pairs and not whole:
             raise DareError(f"the adapter {self.name!r} is empty", AGAIN_HINT)
+        self._settings = self._settings.match(list(pairs), self.name)
         targets = {f"{module}.weight": module for module in pairs}
         to_base = _match_names(list(targets or whole), base.tensors)
         changes = {to_base(name): info for name, info in whole.items()}
@@ -347,7 +394,7 @@ class PeftAdapter(LoraAdapter):
                 "save the adapter again",
             )
         a, b = (parts[part] for part in sorted(names))
-        rank = int(self._settings.rank_pattern(module, self._settings.r))
+        rank = self._settings.rank_pattern.get(module, self._settings.r)
         # PEFT stores A as rank x inputs and B as outputs x rank, with the sizes of a convolution's
         # kernel behind.
         is_of_rank = a.shape[:1] == b.shape[1:2] == (rank,)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ MODEL_FILES: Final = (
     "adapter_model.safetensors",
     "adapter_config.json",
 )
+RECIPE_FILE: Final = "dare_recipe.toml"  # in the directory of a merged model
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.
 BASE, UNION = ("base", "union")
 AUTO: Final = "auto"  # the chat template that most models have
@@ -62,6 +63,12 @@ class Source:
     def is_word(self) -> bool:
         """Whether a tokenizer or a chat template is a word or the template itself, not a path."""
         return self.name in (BASE, UNION, AUTO) or is_template(self.name)
+
+
+def is_last_part(name: object) -> bool:
+    """Whether a name is the last part of a path, or that of a commit on the Hub."""
+    is_pinned = HUB_NAME.fullmatch(str(name)) and str(name).count("/") == 1
+    return isinstance(name, str) and (Path(name).name == name != ".." or bool(is_pinned))
 
 
 def is_template(text: str) -> bool:
@@ -120,6 +127,24 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
     # The snapshot's directory has the name of its commit, which is what a recipe must hold, since
     # branches move.
     return Source(source.name, Path(folder), f"{repository}@{Path(folder).name}")
+
+
+def check_links(folder: Path, paths: Iterable[Path]) -> None:
+    """Refuse files of a model that are links out of its folder, where any file of a user may be.
+
+    A cache of the Hub holds what the files of its snapshots are links to in a folder beside them.
+    """
+    home = folder.resolve()
+    homes = [home]
+    homes += [above.parent / "blobs" for above in home.parents if above.name == "snapshots"]
+    for path in paths:
+        real = path.resolve() if path.is_file() else home
+        if not any(map(real.is_relative_to, homes)):
+            raise DareError(
+                f"{str(path)!r} leads out of its model, to {str(real)!r}",
+                "such a link may lead to any file, so it is not followed; if you trust it, put a "
+                "copy of that file in its place",
+            )
 
 
 def is_on_hub(source: Source) -> bool:

@@ -18,7 +18,7 @@ from darelib.models.checkpoint import (
     WEIGHTS_FILE,
 )
 from darelib.models.packed import PACKED_KEY
-from darelib.models.source import Source
+from darelib.models.source import RECIPE_FILE, Source
 from darelib.models.tensorfile import (
     PICKLE_SUFFIXES,
     WEIGHT_SUFFIXES,
@@ -29,7 +29,6 @@ from darelib.models.tensorfile import (
 )
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
-RECIPE_FILE: Final = "dare_recipe.toml"  # in a model directory
 # Of the files in a directory, those that say that it is a model.
 MODEL_MARKS: Final = frozenset({WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE})
 # What an output's name ends in where somebody wants a file, and not a directory.
@@ -73,7 +72,7 @@ def find_output(given: str | Path) -> Destination:
         )
     with explain_place_errors(str(path)):
         target = path.resolve()
-        target.exists()  # which fails where the name is too long
+        is_dangling = not target.exists() and path.is_symlink()  # too long a name fails here
         above = next((parent for parent in target.parents if parent.exists()), target)
     if not above.is_dir():
         raise DareError(
@@ -86,6 +85,11 @@ def find_output(given: str | Path) -> Destination:
     if not os.access(above, os.W_OK):
         raise DareError(
             f"the output's directory {str(above)!r} is not writable", "choose another directory"
+        )
+    if is_dangling:
+        raise DareError(
+            f"the output {str(path)!r} is a link to {str(target)!r}, which does not exist",
+            "remove the link, or give the name that it leads to",
         )
     return Destination(str(path), target, suffix != ".safetensors")
 

@@ -20,9 +20,9 @@ from darelib.core.methods import METHODS, TensorSettings
 from darelib.core.text import ConfigError, DareError, as_text, count_of
 from darelib.core.tomlfile import MAX_TOML
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.source import Source, recorded_name
+from darelib.models.source import RECIPE_FILE, Source, check_links, recorded_name
 from darelib.models.tensorfile import MAX_JSON, TensorInfo, open_regular
-from darelib.output.destination import RECIPE_FILE, RECIPE_KEY, digest_of, is_weights, list_files
+from darelib.output.destination import RECIPE_KEY, digest_of, is_weights, list_files
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.plan import find_seeds
 from darelib.plan.tensors import PlannedFile
@@ -65,18 +65,23 @@ This recipe makes the same tensors again, byte for byte, from the same inputs:
 """
 
 
-def find_side_files(folder: Path | None) -> dict[str, Path]:
-    """What a model directory has besides weights: configuration, tokenizer, code, licences."""
+def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, Path]:
+    """What a model directory has besides weights: configuration, tokenizer, code, licences.
+
+    home: the model's, of a directory below it.
+    """
     side = {}
     for path in sorted(folder.iterdir()) if folder else ():
         if NOT_COPIED.fullmatch(path.name) or is_weights(path.name.lower()):
             continue
         if path.is_file():
+            check_links(home or path.parent, [path])
             if not os.access(path, os.R_OK):  # to be known before the merge, not after it
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
             side[path.name] = path
         elif path.is_dir() and not path.is_symlink() and not any(map(is_weights, list_files(path))):
-            side |= {f"{path.name}/{name}": below for name, below in find_side_files(path).items()}
+            below = find_side_files(path, home or folder)
+            side |= {f"{path.name}/{name}": file for name, file in below.items()}
     return side
 
 

@@ -15,7 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -39,6 +39,10 @@ ZEROS_PER_SECOND: Final = 8e9
 # How systems say that a directory cannot be synced at all, or not even opened.
 NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 NO_OPEN: Final = (*NO_SYNC, errno.EACCES, errno.EISDIR)
+# Of the folder: nobody else can put anything in it, or read it. The output in it has its own.
+PRIVATE: Final = 0o700
+OTHERS_WRITE: Final = 0o022
+NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)  # so that a link is an error
 
 
 class Lock:
@@ -62,12 +66,11 @@ class Lock:
     def _lock(self, destination: str) -> bool:
         """Lock what others would find. Gives whether it is: who had it may remove it any time."""
         try:
-            with suppress(FileExistsError):
-                os.mkdir(self.folder)
-            names = os.listdir(self.folder)
-            if names and not (LOCK_FILE in names and stat.S_ISREG(os.stat(self.path).st_mode)):
-                raise explain_foreign(self.folder)
-            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | BINARY, 0o666)
+            try:
+                os.mkdir(self.folder, PRIVATE)
+            except FileExistsError:
+                check_ours(self.folder)
+            self.descriptor = open_own(self.path, os.O_RDWR, 0o600)
             if try_lock(self.descriptor):
                 return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
             words = os.read(self.descriptor, 100).decode(errors="replace").split()
@@ -119,6 +122,28 @@ class Lock:
             os.close(descriptor)
 
 
+def check_ours(folder: Path) -> None:
+    """Refuse what this tool did not make, and where others may have put links to any file.
+
+    A filesystem that has no modes shows the lock, which is private, as open to others, too.
+    """
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise explain_foreign(folder)
+    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+        raise explain_unsafe(folder, "belongs to another user")
+    names = os.listdir(folder)
+    modes = [os.lstat(folder / LOCK_FILE).st_mode] if LOCK_FILE in names else []
+    if names and not any(map(stat.S_ISREG, modes)):
+        raise explain_foreign(folder)
+    if status.st_mode & OTHERS_WRITE and not any(mode & OTHERS_WRITE for mode in modes):
+        raise explain_unsafe(folder, "can be written to by other users")
+
+
+def explain_unsafe(folder: Path, why: str) -> DareError:
+    return DareError(f"{str(folder)!r} {why}", "remove it, or give another output")
+
+
 def explain_foreign(folder: Path) -> DareError:
     """Where an output is to be made, there is something of the same name."""
     return DareError(
@@ -168,6 +193,14 @@ class Journal:
     def append(self, entry: Any) -> None:
         text = json.dumps(entry, separators=(",", ":")).encode()
         write_synced(self.path, os.O_APPEND, [b"%08x %s\n" % (zlib.crc32(text), text)])
+
+    def cut(self) -> None:
+        """Take away what follows the last complete line."""
+        descriptor = os.open(self.path, os.O_WRONLY | NO_FOLLOW | BINARY)
+        try:
+            os.ftruncate(descriptor, self.length)
+        finally:
+            os.close(descriptor)
 
 
 def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:
@@ -233,7 +266,7 @@ class Files:
         """Open the files, and make those that are not there: their own journals are not true."""
         complete = self.list_complete()
         for path in self.paths:
-            self.descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o666))
+            self.descriptors.append(open_own(path, os.O_RDWR))
         self._check_still_ours()  # before anything is written
         for number, file in enumerate(self.files):
             if not complete[number]:
@@ -352,9 +385,16 @@ def sync_directory(path: Path) -> None:
             os.close(folder)
 
 
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file in a folder of ours, or make it, but not where a link leads."""
+    with suppress(FileExistsError):
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL | BINARY, mode)
+    return os.open(path, flags | NO_FOLLOW | BINARY)
+
+
 def write_synced(path: Path, flags: int, pieces: Iterable[bytes]) -> None:
     """Write a small file, and wait until it is on the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags | BINARY, 0o666)
+    descriptor = open_own(path, os.O_WRONLY | flags)
     try:
         for piece in pieces:
             write_all(descriptor, piece)
@@ -369,23 +409,13 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """Write a file beside its name and then give it that name, replacing what had it."""
-    path = Path(os.path.realpath(path))  # a link stays one
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with ExitStack() as cleanup:
-            with partial.open("xb") as file:  # a file that has this name already is not ours
-                cleanup.callback(partial.unlink, missing_ok=True)
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-    except OSError as error:
-        raise DareError(
-            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it"
-        ) from None
+def limit_mode(path: Path, like: Path) -> None:
+    """Open a file to nobody to whom the one that it replaces, or is a copy of, is not open."""
+    if like.exists():
+        mode = stat.S_IMODE(path.stat().st_mode)
+        narrower = mode & ~(0o077 & ~like.stat().st_mode)
+        if narrower != mode:
+            path.chmod(narrower)
 
 
 def remove(path: Path) -> None:

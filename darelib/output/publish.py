@@ -23,11 +23,15 @@ from darelib.output.files import (
     LOCK_FILE,
     LOCK_WORDS,
     MADE,
+    NO_FOLLOW,
+    PRIVATE,
     Files,
     Journal,
     Lock,
+    check_ours,
     explain_difference,
     explain_foreign,
+    limit_mode,
     name_journal,
     remove,
     sync_directory,
@@ -80,7 +84,7 @@ class Shard(Files):
             self.journal.append(identity)
         self.journal = Journal(path)
         with suppress(FileNotFoundError):  # a process that makes the same file has just begun
-            os.truncate(path, self.journal.length)
+            self.journal.cut()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Note what is done. What failed to reach the disk is an error even if nothing else is."""
@@ -169,7 +173,7 @@ class Output(Files):
                 "its files are not complete"
             )
             return False
-        os.truncate(self.journal.path, self.journal.length)
+        self.journal.cut()
         self._open()
         journals = [Journal(self.folder / name_journal(file)) for file in self.files]
         parts = [journal.done for journal in journals if journal.identity == identity]
@@ -179,6 +183,11 @@ class Output(Files):
     def _begin(self, identity: dict[str, Any]) -> None:
         for path in self.lock.leftovers():
             remove(path)
+        if left := self.lock.leftovers():
+            raise DareError(
+                f"{str(left[0])!r}, of an unfinished merge, cannot be removed",
+                "remove it, or give another output",
+            )
         self.journal = Journal(self.journal.path)
         if self.destination.directory:
             os.mkdir(self.made)
@@ -191,6 +200,8 @@ class Output(Files):
         os.makedirs((self.made / name).parent, exist_ok=True)
         with closing(read_pieces(content)) as pieces:
             write_synced(self.made / name, os.O_TRUNC, pieces)
+        if isinstance(content, Path):
+            limit_mode(self.made / name, content)
 
     def publish(
         self,
@@ -223,6 +234,8 @@ class Output(Files):
         self._sync()
         self._check_still_ours()
         self._close()
+        for path in (self.made, *self.made.rglob("*")):
+            limit_mode(path, self.destination.path / path.relative_to(self.made))
         if self.destination.directory:
             for folder, _, _ in os.walk(self.made, topdown=False):
                 sync_directory(Path(folder))
@@ -261,10 +274,11 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
     the filesystem has locks.
     """
     folder = destination.partial
-    if not (folder / LOCK_FILE).exists():
+    if not os.path.lexists(folder / LOCK_FILE):
         make_folder(folder, identity)
     try:
-        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | BINARY)
+        check_ours(folder)
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | NO_FOLLOW | BINARY)
     except (FileNotFoundError, NotADirectoryError):
         raise explain_foreign(folder) from None
     try:
@@ -282,7 +296,8 @@ def make_folder(folder: Path, identity: dict[str, Any]) -> None:
     """Make the folder of an output elsewhere and give it its name, unless somebody was faster."""
     new = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
     try:
-        os.makedirs(new / MADE)
+        os.mkdir(new, PRIVATE)
+        os.mkdir(new / MADE)
         write_synced(new / LOCK_FILE, 0, [f"{LOCK_WORDS} {os.getpid()}\n".encode()])
         Journal(new / JOURNAL_FILE).append(identity)
         sync_directory(new)

@@ -12,7 +12,16 @@ from typing import Any, Final
 from darelib.core.text import DareError
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import explain_path
-from darelib.models.source import AUTO, BASE, UNION, Source, download, is_template, recorded_name
+from darelib.models.source import (
+    AUTO,
+    BASE,
+    UNION,
+    Source,
+    check_links,
+    download,
+    is_template,
+    recorded_name,
+)
 from darelib.models.tensorfile import explain_os_error, open_regular, read_json
 from darelib.models.vocabulary import (
     ADDED_START,
@@ -25,6 +34,7 @@ from darelib.models.vocabulary import (
 
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
+TEMPLATE_TABLES: Final = ("chat_template.json", TOKENIZER_CONFIG)  # which hold one, or several
 TOKENIZER_PATTERNS: Final = (
     "tokenizer*",
     "tokenization_*.py",
@@ -120,6 +130,7 @@ def tokenizer_files(folder: Path | None) -> dict[str, Path]:
         return {}
     paths = {path for pattern in TOKENIZER_PATTERNS for path in folder.glob(pattern)}
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
+    check_links(folder, files.values())
     for path in files.values():
         if not os.access(path, os.R_OK):  # to be known before the merge, not after it
             raise DareError(f"cannot read {str(path)!r}", "check its permissions")
@@ -130,9 +141,10 @@ def find_template(folder: Path | None) -> Any:
     """The chat template of a model: a text or, by name, several of them; None without one."""
     if folder is None:
         return None
+    check_links(folder, [folder / name for name in (TEMPLATE_FILE, *TEMPLATE_TABLES)])
     if (folder / TEMPLATE_FILE).exists():
         return read_text(folder / TEMPLATE_FILE)
-    for name in ("chat_template.json", TOKENIZER_CONFIG):
+    for name in TEMPLATE_TABLES:
         with suppress(DareError):  # what is not there, or is not JSON, has no template
             template = read_json(folder / name, name).get("chat_template")
             if template is not None:

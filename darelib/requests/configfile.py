@@ -1,5 +1,6 @@
 """A configuration as a file: what a request asks for, in TOML."""
 
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,9 +10,10 @@ import tomli_w
 
 from darelib.config import Rule
 from darelib.core.text import LOG, ConfigError, as_text
-from darelib.models.source import Source, is_on_hub
+from darelib.models.source import Source, download, is_on_hub
 from darelib.output.destination import check_apart
-from darelib.output.files import write_new_file
+from darelib.output.scratch import write_new_file
+from darelib.output.tokenizer import TOKENIZER_PATTERNS
 from darelib.requests.readers import YAML_SUFFIXES
 from darelib.requests.request import Request
 
@@ -78,6 +80,25 @@ def write_config(path: Path, settings: str, request: Request) -> None:
     }
     write_new_file(path, [f"{settings.rstrip()}\n\n{tomli_w.dumps({'models': models})}".encode()])
     LOG.info(f"wrote {path}")
+
+
+def pin_models(request: Request) -> Request:
+    """The same with models of the Hub downloaded, by their commits: a branch may move meanwhile."""
+    assert request.base is not None
+    return dataclasses.replace(
+        request,
+        base=download(request.base),
+        merge=tuple(map(download, request.merge)),
+        tokenizer=request.tokenizer and pin_tokenizer(request.tokenizer),
+        chat_template=request.chat_template and pin_tokenizer(request.chat_template),
+    )
+
+
+def pin_tokenizer(source: Source) -> Source:
+    """A tokenizer or a chat template by its commit, if it is on the Hub."""
+    if source.is_word or not is_on_hub(source):
+        return source
+    return Source.of(download(source, TOKENIZER_PATTERNS).recorded)
 
 
 def as_literal(value: Any) -> str:

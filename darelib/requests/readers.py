@@ -1,14 +1,15 @@
 """Configuration files: TOML here, other formats in their own rooms."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import CHECKS, RULE_SETTINGS, SWEEP_SETTINGS, Rule, check_setting
 from darelib.core.mask import MASK_NAME
-from darelib.core.text import ConfigError
+from darelib.core.text import ConfigError, DareError
 from darelib.core.tomlfile import MAX_TOML, TOO_LONG, read_toml
-from darelib.models.source import Source
+from darelib.models.source import RECIPE_FILE, Source, is_last_part, is_template
 from darelib.requests.request import Request, explain_key
 
 YAML_SUFFIXES: Final = (".yaml", ".yml")  # of mergekit's configurations
@@ -44,7 +45,19 @@ def load_request(path: Path) -> Request:
         raise ConfigError(
             f"{path} is not valid {kind}: {error}", "see merge_config.toml for an example"
         ) from None
-    return READERS.get(path.suffix, parse_request)(text, str(path), path.parent)
+    request = READERS.get(path.suffix, parse_request)(text, str(path), path.parent)
+    if path.name == RECIPE_FILE:
+        check_recipe(request, path)
+    return request
+
+
+def check_recipe(request: Request, path: Path) -> None:
+    """Refuse what is in a model, and is no recipe: it could name any path."""
+    if not request.inputs:
+        raise DareError(
+            f"the recipe of {str(path)!r} names no inputs",
+            "only what this tool has merged has a recipe",
+        )
 
 
 def parse_request(text: str, path: str, folder: Path) -> Request:
@@ -69,7 +82,13 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
             f"{path}: [models] merge_files must be a list of paths, not {files!r}",
             'write it as merge_files = ["first.safetensors", "second.safetensors"]',
         )
-    sources = {key: Source.of(name, folder) for key, name in names.items()}
+    inputs = _parse_fingerprints(path, recipe)
+    if "recipe" in tables:
+        _check_names(path, names, [*files, *(entry.get("file") for entry in inputs)])
+    sources = {
+        key: replace(Source.of(name, folder), recorded=name if "recipe" in tables else "")
+        for key, name in names.items()
+    }
     output = sources.get("output_file")
     rules = enumerate(tables.get("rules", ()), 1)
     return Request(
@@ -80,7 +99,7 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         tokenizer=sources.get("tokenizer"),
         chat_template=sources.get("chat_template"),
         rules=tuple(Rule.of(rule, f"{path}: rule {k}") for k, rule in rules),
-        inputs=_parse_fingerprints(path, recipe),
+        inputs=inputs,
         version=str(recipe.get("version", "")),
         packed=bool(recipe.get("packed")),
         sweep=tables.get("sweep", {}),
@@ -127,6 +146,18 @@ def _parse_tables(text: str, path: str) -> dict[str, Any]:
                 explain_key(unknown[0], TABLES[name]),
             )
     return tables
+
+
+def _check_names(path: str, names: Mapping[str, str], files: Sequence[Any]) -> None:
+    """Refuse a recipe, which may be anybody's, that chooses what is read or where is written."""
+    hint = "do not use it; a configuration of your own, without [recipe], may name any path"
+    if "output_file" in names:
+        raise ConfigError(f"{path}: a recipe names no output_file", hint)
+    for name in (*files, *names.values()):
+        if not is_last_part(name) and not (isinstance(name, str) and is_template(name)):
+            raise ConfigError(
+                f"{path}: a recipe names models by the last part of their path, not {name!r}", hint
+            )
 
 
 def _parse_fingerprints(path: str, recipe: dict[str, Any]) -> tuple[dict[str, Any], ...]:

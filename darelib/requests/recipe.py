@@ -10,17 +10,17 @@ from darelib.core.text import DareError
 from darelib.models.checkpoint import INDEX_FILE
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
-from darelib.models.source import Source, download
+from darelib.models.source import RECIPE_FILE, Source, download
 from darelib.models.tensorfile import TensorFile
 from darelib.models.vocabulary import digest_tokenizer
-from darelib.output.destination import RECIPE_FILE, RECIPE_KEY
+from darelib.output.destination import RECIPE_KEY
 from darelib.output.directory import (
     UNKNOWN_HINT,
     check_seal,
     explain_damage,
     recipe_metadata,
 )
-from darelib.requests.readers import load_request, parse_request
+from darelib.requests.readers import check_recipe, load_request, parse_request
 from darelib.requests.request import Request
 
 
@@ -46,7 +46,9 @@ def read_recipe(path: Path) -> Request:
         raise DareError(f"{str(path)!r} has no recipe", UNKNOWN_HINT)
     if file.metadata != recipe_metadata(recipe):
         raise explain_damage(path)
-    return parse_request(recipe, f"the recipe of {path}", path.parent)
+    request = parse_request(recipe, f"the recipe of {path}", path.parent)
+    check_recipe(request, path)
+    return request
 
 
 def explain_packed(path: Path) -> DareError:
@@ -63,8 +65,6 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
     """
     if request.packed:
         raise explain_packed(path)
-    if not request.inputs:
-        raise DareError(f"the recipe of {str(path)!r} names no inputs", UNKNOWN_HINT)
     folder = Path(os.path.abspath(path)).parent
     folders = (folder.parent if path.name == RECIPE_FILE else folder, Path.cwd())
     inputs: list[Source] = []
@@ -84,8 +84,8 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
         request,
         base=inputs[0],
         merge=tuple(inputs[1:]),
-        tokenizer=_locate("tokenizer", request.tokenizer, inputs, folders),
-        chat_template=_locate("chat_template", request.chat_template, inputs, folders),
+        tokenizer=_locate("tokenizer", request.tokenizer, inputs),
+        chat_template=_locate("chat_template", request.chat_template, inputs),
     )
 
 
@@ -119,20 +119,15 @@ def _find_input(
     return fitting
 
 
-def _locate(
-    what: str, source: Source | None, inputs: Sequence[Source], folders: Sequence[Path]
-) -> Source | None:
-    """Where a tokenizer or a chat template is that a recipe names: it may be an input's."""
-    if source is None or source.is_word:
+def _locate(what: str, source: Source | None, inputs: Sequence[Source]) -> Source | None:
+    """Whose tokenizer or chat template a recipe asks for: an input's, or what a flag names."""
+    if source is None or source.is_word or not source.recorded:
         return source
-    known = [model for model in inputs if model.recorded == source.name]
-    named = [Source(source.name, folder / source.name) for folder in folders]
-    for candidate in (source, *known, *named):  # source: by a flag
-        if os.path.exists(candidate.path):
-            return candidate
+    for model in inputs:
+        if model.recorded == source.name:
+            return model
     raise DareError(
-        f"cannot find {source.name!r}, the {what} of the recipe, "
-        f"beside it or in {str(folders[1])!r}",
+        f"the {what} of the recipe, {source.name!r}, is none of its inputs",
         f"say where it is with --{what.replace('_', '-')}",
     )
 

@@ -11,6 +11,7 @@ from darelib.commands.options import (
     MergerClass,
     Options,
     make_merger,
+    merger_for,
     print_result,
 )
 from darelib.core.text import LOG
@@ -27,11 +28,14 @@ OPTIONS: Final[Options] = {
 def run(flags: Flags, merger_class: MergerClass) -> None:
     merger, request = make_merger(flags, merger_class)
     from darelib.commands.analyze.report import check_places, plot_analysis, write_suggestion
+    from darelib.requests.configfile import pin_models
 
     plot = flags.get("plot")
     suggestion = flags.get("write_config")
     per_tensor = "per_tensor" in flags
     check_places(merger.sources, plot, suggestion, "force" in flags)
+    request = pin_models(request)  # what is written is what is analyzed
+    merger = merger_for(request, merger_class)
     report = merger.analyze()
     try:
         if suggestion is not None:

@@ -27,7 +27,6 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import find_files
 from darelib.models.source import Source, download
 from darelib.output.destination import check_apart
-from darelib.output.tokenizer import TOKENIZER_PATTERNS
 from darelib.plan.plan import MergePlan
 from darelib.requests.configfile import check_new_config, check_new_file, write_config
 from darelib.requests.request import Request
@@ -204,18 +203,6 @@ def check_places(
 
 def write_suggestion(report: AnalysisReport, request: Request, path: Path) -> None:
     """Write the suggested settings as a complete configuration, with the reasons in comments."""
-
-    def fetch(source: Source | None) -> Source | None:
-        return download(source, TOKENIZER_PATTERNS) if source and not source.is_word else source
-
-    assert request.base is not None
-    request = dataclasses.replace(
-        request,
-        base=download(request.base),
-        merge=tuple(map(download, request.merge)),
-        tokenizer=fetch(request.tokenizer),
-        chat_template=fetch(request.chat_template),
-    )
     lines = [
         "# Suggested by an analysis of the models:",
         *(f"# - {printable(advice.text)}" for advice in report.advice),

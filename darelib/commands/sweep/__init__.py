@@ -17,6 +17,7 @@ from darelib.commands.options import (
     MergerClass,
     Options,
     make_merger,
+    merger_for,
     show,
 )
 from darelib.core.interrupts import Terminated
@@ -84,6 +85,7 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     from darelib.commands.analyze.report import check_places
     from darelib.commands.sweep.report import plot_sweep
     from darelib.commands.sweep.start import find_places, write_winner
+    from darelib.requests.configfile import pin_models
     from darelib.requests.request import parse_axes
 
     merger, request = make_merger(flags, merger_class)
@@ -94,6 +96,8 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     storage, winner, may_replace, folder = find_places(flags)
     plot = flags.get("plot")
     check_places(merger.sources, plot, winner, may_replace)
+    request = pin_models(request)  # what is written is what is scored
+    merger = merger_for(request, merger_class)
     try:
         report = merger.sweep(
             flags["evaluate"],

@@ -11,24 +11,29 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import IO, Any, Final, Self
 
 from darelib.config import is_number
-from darelib.core.text import ConfigError, DareError
+from darelib.core.text import ConfigError, DareError, list_names
 
-OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are read, from the end
+OUTPUT_TAIL: Final = 1 << 16  # bytes of what an evaluation prints that are kept, from the end
+# How long to wait for the end of it: a process that outlives its parent may hold it open.
+END_SECONDS: Final = 1.0
 KEPT: Final = 4000  # characters of it that are kept with a trial that has failed
 ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# Digits are never given back, so that a line takes no longer than its length.
 NUMBER: Final = re.compile(
-    r"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])", re.I
+    r"(?<![\w.])[-+]?(?:(?:\d++\.?\d*+|\.\d++)(?:e[-+]?\d++)?|nan|inf(?:inity)?)(?![\w.])", re.I
 )
 SHELL_WORDS: Final = ("|", "||", "&&", ";", "<", ">", ">>", "2>&1", "&")
+SHELL_HINT: Final = """use bash -c '... "$1" ...' bash {model}"""
 FUNCTION: Final = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+JSON_START: Final = re.compile(r'\{\s*"')
 # Of a model and a trial: a score, or several by name, as yet unread.
 Evaluate = Callable[[Any, Any], Any]
 
@@ -71,7 +76,8 @@ def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
         if objective.name not in given:
             raise EvaluationFailed(
                 f"it gives no score {objective.name!r}, but "
-                f"{', '.join(map(str, given)) or 'nothing'}; --objective NAME:max names another"
+                f"{list_names(list(map(str, given))) or 'nothing'}; --objective NAME:max names "
+                "another"
             )
         value = given[objective.name]
         value = value.item() if hasattr(value, "item") else value  # of a tensor or a NumPy number
@@ -84,16 +90,42 @@ def read_scores(given: Any, objectives: Sequence[Objective]) -> list[float]:
 def parse_output(text: str) -> Any:
     """The JSON object that an output ends with, or else the only number in its last line."""
     text = ESCAPES.sub("", text).rstrip()
-    for brace in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
-        with suppress(ValueError, RecursionError):
-            return json.loads(text[brace.start() :])
     line = text.rpartition("\n")[2]
+    cut = line.count("{") != line.count("}")
+    for brace in reversed(list(re.finditer(r"^\{", text, re.MULTILINE))):
+        try:
+            found, end = json.JSONDecoder().raw_decode(text, brace.start())
+            if end == len(text):
+                return found
+        except (ValueError, RecursionError):
+            cut |= JSON_START.match(text, brace.start()) is not None
+    if cut:
+        raise EvaluationFailed(f"its output ends with JSON that is not complete: {line[-80:]!r}")
     numbers = NUMBER.findall(line)
     if len(numbers) != 1:
         raise EvaluationFailed(
             f"its last line, {line[:80]!r}, is no JSON and has not one number but {len(numbers)}"
         )
     return float(numbers[0])
+
+
+class Tail(Thread):
+    """Reads what a process prints, and keeps the end of it."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self.pipe = pipe
+        self.kept = b""
+        self.start()
+
+    def run(self) -> None:
+        with self.pipe:
+            while piece := os.read(self.pipe.fileno(), OUTPUT_TAIL):
+                self.kept = (self.kept + piece)[-OUTPUT_TAIL:]
+
+    def read(self) -> str:
+        self.join(END_SECONDS)
+        return self.kept.decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -122,39 +154,39 @@ class ShellCommand:
             )
         if odd := next((word for word in words if word in SHELL_WORDS), None):
             raise ConfigError(
-                f"--evaluate is run without a shell, to which {odd!r} belongs", "use bash -c '...'"
+                f"--evaluate is run without a shell, to which {odd!r} belongs", SHELL_HINT
             )
         if shutil.which(words[0]) is None:
             raise ConfigError(
                 f"there is no command {words[0]!r}",
-                "check the first word of --evaluate, and the PATH; "
-                "for variables, use bash -c '...'",
+                f"check the first word of --evaluate, and the PATH; for variables, {SHELL_HINT}",
             )
         return cls(tuple(words), timeout)
 
     def __call__(self, model: Any, _: Any) -> Any:
         words = [word.replace("{model}", str(model)) for word in self.words]
         words[0] = shutil.which(words[0]) or words[0]
-        # Files, not pipes: a process that outlives its parent would hold a pipe open, and this
-        # would wait for it.
-        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=errors,
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(self.timeout)
-                verb = "was ended by signal" if status < 0 else "ended with status"
-                problem = f"it {verb} {abs(status)}" if status else ""
-            except subprocess.TimeoutExpired:
-                problem = f"it took longer than {self.timeout:g} s"
-            finally:
-                kill_all(process)
-            printed = read_tail(output)
-            complaints = read_tail(errors)
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdout
+        assert process.stderr
+        output = Tail(process.stdout)
+        errors = Tail(process.stderr)
+        try:
+            status = process.wait(self.timeout)
+            verb = "was ended by signal" if status < 0 else "ended with status"
+            problem = f"it {verb} {abs(status)}" if status else ""
+        except subprocess.TimeoutExpired:
+            problem = f"it took longer than {self.timeout:g} s"
+        finally:
+            kill_all(process)
+        printed = output.read()
+        complaints = errors.read()
         try:
             if not problem:
                 return parse_output(printed)
@@ -178,11 +210,6 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def read_tail(file: IO[bytes]) -> str:
-    file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_TAIL))
-    return file.read().decode(errors="replace")
-
-
 def load_function(path: str, name: str) -> Callable[..., Any]:
     """A function of a Python file, which is imported as if it were run, with what is beside it."""
     place = Path(os.path.expanduser(path))
@@ -191,13 +218,14 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
             f"there is no file {path!r}",
             "--evaluate takes file.py:function, or a command with {model}",
         )
-    sys.path.insert(0, str(place.resolve().parent))
     module_name = f"evaluation_{place.stem}"  # so that it replaces no other module
     spec: Any = importlib.util.spec_from_file_location(module_name, place)  # as it ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
+    folder = str(place.resolve().parent)
     try:
-        spec.loader.exec_module(module)
+        with on_path(folder):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"cannot import {path!r}: {type(error).__name__}: {error}", "run it by itself"
@@ -205,7 +233,18 @@ def load_function(path: str, name: str) -> Callable[..., Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{path!r} has no function {name!r}", "check the name after the colon")
-    return function
+    return on_path(folder)(function)  # which may import what is beside it later
+
+
+@contextmanager
+def on_path(folder: str) -> Iterator[None]:
+    """Let Python import what is in a folder."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # an evaluation may have changed the path itself
+            sys.path.remove(folder)
 
 
 def find_evaluation(given: Any, timeout: float | None) -> tuple[Evaluate, str]:

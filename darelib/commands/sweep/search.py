@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Self, TypeAlias
+from urllib.parse import quote
 
 from darelib.commands.sweep.evaluation import EvaluationFailed, Objective, read_scores
 from darelib.commands.sweep.report import Row, SweepReport, name_choice
 from darelib.commands.sweep.space import Space, draws_masks, equal_lambda, identify
-from darelib.config import DareConfig, is_count
+from darelib.config import DareConfig, is_count, is_number
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import (
     LOG,
@@ -37,9 +38,7 @@ FINALISTS: Final = 3  # how many of the best are scored again
 # A grid's trials are queued, so that nothing of them is left to chance.
 SAMPLERS: Final[dict[str, Callable[[Any, int], Any]]] = {
     "tpe": lambda samplers, seed: samplers.TPESampler(seed=seed),
-    "cmaes": lambda samplers, seed: samplers.CmaEsSampler(
-        seed=seed, warn_independent_sampling=False
-    ),
+    "cmaes": lambda samplers, seed: load_evolution().CmaEsSampler(seed),
     "random": lambda samplers, seed: samplers.RandomSampler(seed=seed),
     "grid": lambda samplers, seed: samplers.RandomSampler(seed=seed),
 }
@@ -51,6 +50,43 @@ def load_optuna() -> Any:
     except ImportError:
         raise DareError("a sweep needs Optuna", install_hint("sweep")) from None
     return optuna
+
+
+def load_evolution() -> Any:
+    try:
+        from darelib.commands.sweep import evolution
+    except ImportError:
+        raise DareError("search cmaes needs cmaes", install_hint("sweep")) from None
+    return evolution
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Optuna reports every trial, which is done here; afterwards it is as loud as it was."""
+    optuna = load_optuna()
+    verbosity = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def explain_study_errors(storage: str | None) -> Iterator[None]:
+    """What a study that is damaged, or that another tool wrote, leads to."""
+    try:
+        yield
+    except DareError:
+        raise
+    except Exception as error:  # whatever a database may come up with
+        if storage is None:  # nothing of it comes from elsewhere
+            raise
+        reason = str(error).partition("\n")[0]
+        raise DareError(
+            f"the study in {storage!r} cannot be used: {type(error).__name__}: {reason}",
+            "move it elsewhere, or give another --storage",
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,8 +165,6 @@ def open_study(
     aims = [dataclasses.astuple(objective) for objective in options.objectives]
     settings = [space.config.recipe_settings(), rules]
     digest = make_digest([facts, settings, aims, repr((space.axes, space.rules))])
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
     name = options.study or f"sweep-{make_digest([digest, label])}"
     directions = ["maximize" if each.maximize else "minimize" for each in options.objectives]
     for attempt in range(10):
@@ -138,7 +172,9 @@ def open_study(
             study = optuna.create_study(
                 storage=options.storage, study_name=name, directions=directions, load_if_exists=True
             )
-            study.set_metric_names([each.name for each in options.objectives])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                study.set_metric_names([each.name for each in options.objectives])
             break
         except Exception as error:  # whatever a database may come up with
             reason = str(error).partition("\n")[0]
@@ -149,12 +185,27 @@ def open_study(
                     "--storage takes a URL like sqlite:///sweep.db; the directory must exist",
                 ) from None
             time.sleep(0.2)
-    if study.user_attrs.get(FACTS, digest) != digest:
+    made_here = digest if not study.get_trials(deepcopy=False) else None
+    if study.user_attrs.get(FACTS, made_here) != digest:
         raise ConfigError(
             f"the study {name!r} is of other models, settings or values", "give it another name"
         )
     study.set_user_attr(FACTS, digest)
     return study
+
+
+def queue_grid(study: Any, states: Any, combinations: Sequence[dict[str, Any]]) -> None:
+    """Let Optuna hand out what is left of a grid, to this process and to others."""
+    # What seems to run may have been killed: it is queued as the last, and its scores are used if
+    # there are any by then.
+    known = {
+        identify(trial.system_attrs.get("fixed_params", trial.params)): trial.state
+        for trial in study.get_trials(deepcopy=False)
+    }
+    for wanted in ((None, states.FAIL), (states.RUNNING,)):
+        for params in combinations:
+            if known.get(identify(params)) in wanted:
+                study.enqueue_trial(params)
 
 
 class Search:
@@ -177,22 +228,25 @@ class Search:
         self.interrupts = StopAfterTrial()
         self.started = time.perf_counter()
         self.failed: set[int] = set()  # the trials of this run
+        self.draws = False  # whether any of them has dropped at random
         if options.search == "cmaes" and space.count_ranges() < 2:
             raise ConfigError("search cmaes needs two ranges or more", "use tpe")
         grid = space.list_combinations() if options.search == "grid" else []
         self.combinations = grid[: options.trials]
         self.wanted = len(self.combinations) or options.trials or 30
-        self.study = open_study(self.optuna, space, options, label, facts)
-        self.before = self._count_done()
+        with quiet_optuna(), explain_study_errors(options.storage):
+            self.study = open_study(self.optuna, space, options, label, facts)
+            self.before = self._count_done()
 
     def run(self) -> SweepReport:
         """Search until there are as many trials as are wanted, then score the best few again."""
-        with warn_once(), self.interrupts:
+        explained = explain_study_errors(self.options.storage)
+        with quiet_optuna(), warn_once(), self.interrupts, explained:
             self._score_base()
             if self.before:
                 name = self.study.study_name
                 LOG.info(f"going on with the study {name}: {self.before} trials are done")
-            self._queue_grid()
+            queue_grid(self.study, self.states, self.combinations)
             if not self._is_done():
                 self._seed_sampler()
                 self.study.optimize(self._try, callbacks=[self._finish], catch=(EvaluationFailed,))
@@ -208,19 +262,6 @@ class Search:
         if not self.combinations:
             return len(done)
         return len({identify(t.params) for t in done} & set(map(identify, self.combinations)))
-
-    def _queue_grid(self) -> None:
-        """Let Optuna hand out what is left of a grid, to this process and to others."""
-        # What seems to run may have been killed: it is queued as the last, and its scores are
-        # used if there are any by then.
-        states = {
-            identify(trial.system_attrs.get("fixed_params", trial.params)): trial.state
-            for trial in self._trials()
-        }
-        for wanted in ((None, self.states.FAIL), (self.states.RUNNING,)):
-            for params in self.combinations:
-                if states.get(identify(params)) in wanted:
-                    self.study.enqueue_trial(params)
 
     def _is_done(self) -> bool:
         if self.combinations and not self._trials(self.states.WAITING):
@@ -245,7 +286,8 @@ class Search:
     def _score(self, config: DareConfig | None, trial: Any, name: str) -> list[float]:
         """The scores of a merge, or of the base; whatever an evaluation raises is its failure."""
         try:
-            model = f"{self.study.study_name}-{name.replace(' ', '-')}"
+            # A study may be called a/b.
+            model = quote(f"{self.study.study_name}-{name.replace(' ', '-')}", safe="")
             return read_scores(self.evaluate(config, trial, model), self.options.objectives)
         except (DareError, self.optuna.TrialPruned):
             raise
@@ -260,11 +302,15 @@ class Search:
             except self.optuna.TrialPruned:
                 raise EvaluationFailed("it was pruned") from None
             self.study.set_user_attr(key, scores)
-        return list(self.study.user_attrs[key])
+        stored = self.study.user_attrs[key]
+        if len(stored) != len(self.options.objectives) or not all(map(is_number, stored)):
+            raise ValueError(f"its scores of {key} are {stored!r}")
+        return list(stored)
 
     def _try(self, trial: Any) -> Sequence[float]:
         try:
             config = self.space.choose(trial)
+            self.draws |= draws_masks(config, self.space.count)
             for other in self._trials(self.states.COMPLETE):
                 if other.params == trial.params:
                     return other.values
@@ -288,23 +334,29 @@ class Search:
         if len(self.options.objectives) == 1 and self._trials(self.states.COMPLETE):
             outcome += f" (best {study.best_value:g})"
         rate = (time.perf_counter() - self.started) / max(1, done - self.before)
+        left = self.wanted - done + self._count_after()
         LOG.log(
             logging.WARNING if trial.number in self.failed else logging.INFO,
             f"[{done}/{self.wanted}] {clip(name_choice(trial.params), 100)}: {outcome}, "
-            f"{trial.duration.total_seconds():.1f} s, {duration(rate * (self.wanted - done))} left",
+            f"{trial.duration.total_seconds():.1f} s, {duration(rate * left)} left",
         )
         if self._is_done():
             study.stop()
         self._seed_sampler()
         self.interrupts.check()
 
+    def _count_after(self) -> int:
+        """About how many merges are scored after the trials."""
+        seeds = self.options.confirm if self.draws else 0
+        return min(FINALISTS, self.wanted) * seeds + len(self.space.list_lambdas())
+
     def _confirm(self) -> SweepReport:
         """Score the best few with fresh seeds, and the plain average with several lambdas."""
         report = self._report()
         finalists = report.ranked[:FINALISTS]
-        LOG.info(
-            "scoring the best again with fresh seeds, and the plain average with several lambdas"
-        )
+        if self.options.confirm and any(row.draws for row in finalists):
+            LOG.info("scoring the best again with fresh seeds")
+        LOG.info("scoring the plain average, which is what they are compared with")
         for row in finalists:
             for k in range(1, self.options.confirm + 1 if row.draws else 1):
                 # Model i draws with seed + i, so that seeds which share no mask are as far apart

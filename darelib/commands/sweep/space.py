@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 EXAMPLE: Final = "like lambda_coeff = {low = 0.5, high = 2.5}, or drop_rate = [0, 0.5, 0.9]"
 MAX_GRID: Final = 10_000  # combinations
+MAX_STEPS: Final = 100_000  # of a range, whose points are listed
 # What the keys of a range must be, in words, and the test for it.
 RANGE_KEYS: Final[dict[str, tuple[str, Callable[[object], bool]]]] = {
     **dict.fromkeys(("low", "high", "step"), ("a number", is_number)),
@@ -88,6 +89,11 @@ class Axis:
             raise ConfigError(
                 f"{where}: step must be above 0, and log = true needs a low above 0 and no step",
                 "leave one out",
+            )
+        if axis.step and (axis.high - axis.low) / axis.step > MAX_STEPS:
+            raise ConfigError(
+                f"{where}: a range of more than {MAX_STEPS:,} steps of {axis.step:g}",
+                "leave the step out, and any number in the range may be chosen",
             )
         return axis
 

@@ -6,10 +6,9 @@ import copy
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from darelib.commands.options import Merger
@@ -22,7 +21,8 @@ from darelib.core.text import ConfigError, DareError, install_hint, printable
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged
 from darelib.models.source import download
-from darelib.requests.configfile import format_settings, write_config
+from darelib.output.scratch import make_scratch
+from darelib.requests.configfile import format_settings, pin_tokenizer, write_config
 from darelib.requests.request import Request
 from darelib.run import load_memory
 
@@ -78,12 +78,13 @@ def sweep_models(
     how = Options.of(**options)
     quiet = dataclasses.replace(merger.config, verbose=False)
     choices = Space(space, quiet, len(merger.models))
+    merger = pin_sources(merger)
     with merger.open_inputs() as inputs:
         template = merger.chat_template and merger.chat_template.name
         facts = [merger.tokenizer.name, template, *(each.fingerprint for each in inputs)]
         if model is None and not in_memory:
             with prepare_folder(folder, keep_models) as place:
-                in_files = merge_in_files(merger, inputs, quiet, score, Path(place), keep_models)
+                in_files = merge_in_files(merger, inputs, quiet, score, place, keep_models)
                 return Search(choices, in_files, how, name, facts).run()
         if keep_models:
             raise ConfigError("in memory there are no models to keep", "leave one of the two out")
@@ -91,17 +92,31 @@ def sweep_models(
         return search_in_memory(base, finetuned, score, choices, how, model, name, facts)
 
 
-def prepare_folder(folder: Path, keep: bool) -> AbstractContextManager[str]:
+def pin_sources(merger: Merger) -> Merger:
+    """The same with models of the Hub by their commits: a branch may move during a search."""
+    pinned = copy.copy(merger)
+    pinned.base = download(merger.base)
+    pinned.models = tuple(map(download, merger.models))
+    pinned.tokenizer = pin_tokenizer(merger.tokenizer)
+    pinned.chat_template = merger.chat_template and pin_tokenizer(merger.chat_template)
+    return pinned
+
+
+@contextmanager
+def prepare_folder(folder: Path, keep: bool) -> Iterator[Path]:
     """Where models are written: there, to be kept, or in a folder of its own that goes away."""
-    try:
-        if not keep:
-            return TemporaryDirectory(prefix=".sweep-", dir=folder, ignore_cleanup_errors=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        return nullcontext(str(folder))
-    except OSError as error:
-        raise DareError(
-            f"cannot write models in {str(folder)!r}: {error.strerror}", "give --keep-models DIR"
-        ) from None
+    with ExitStack() as opened:
+        try:
+            if keep:
+                folder.mkdir(parents=True, exist_ok=True)
+            else:
+                folder = opened.enter_context(make_scratch(folder / ".sweep-"))
+        except OSError as error:
+            raise DareError(
+                f"cannot write models in {str(folder)!r}: {error.strerror}",
+                "give --keep-models DIR",
+            ) from None
+        yield folder
 
 
 def merge_in_files(
@@ -115,7 +130,7 @@ def merge_in_files(
     """Models are written, each over the one before unless they are kept, and handed over by their
     path. config: to see whether they can be, now rather than later.
     """
-    base = download(merger.base).path
+    base = merger.base.path
     # Of the kind that the base is, so that what loads the base loads it.
     ending = base.suffix if base.is_file() and base.suffix == ".safetensors" else ""
 

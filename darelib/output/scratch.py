@@ -1,0 +1,72 @@
+"""A folder of a process's own beside what it writes. The next process removes what a killed one
+left.
+"""
+
+import glob
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from darelib.core.text import DareError
+from darelib.models.tensorfile import BINARY
+from darelib.output.files import LOCK_FILE, Lock, limit_mode, try_lock
+
+
+@contextmanager
+def make_scratch(prefix: Path) -> Iterator[Path]:
+    """A new folder whose name begins like this, which goes away in the end."""
+    os.stat(prefix.parent)  # which fails where there is none
+    try:
+        lock = _make(prefix)
+    except DareError:  # another process has just looked whether it is abandoned
+        lock = _make(prefix)
+    try:
+        if _has_locks(lock):
+            _remove_abandoned(prefix)
+        yield lock.folder
+    finally:
+        lock.release(keep=False)
+
+
+def _make(prefix: Path) -> Lock:
+    folder = prefix.with_name(f"{prefix.name}{secrets.token_hex(4)}")
+    return Lock(folder, str(folder))
+
+
+def _has_locks(lock: Lock) -> bool:
+    """Whether a lock keeps others out here: if not, a folder that is used looks abandoned."""
+    descriptor = os.open(lock.path, os.O_RDWR | BINARY)
+    try:
+        return not try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(prefix: Path) -> None:
+    for folder in prefix.parent.glob(f"{glob.escape(prefix.name)}*"):
+        # What is locked is another process's, and what has no lock is not ours.
+        with suppress(DareError, OSError):
+            if (folder / LOCK_FILE).exists():
+                Lock(folder, str(folder)).release(keep=False)
+
+
+def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a file beside its name and then give it that name, replacing what had it."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    name = f"{path.name[:50]}.partial-"  # names may be as long as the filesystem allows
+    try:
+        with make_scratch(path.with_name(name)) as folder:
+            partial = folder / "output"
+            with partial.open("xb") as file:
+                limit_mode(partial, path)
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    except OSError as error:
+        raise DareError(
+            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it"
+        ) from None

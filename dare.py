@@ -273,7 +273,7 @@ def dare_drop(
     seed: int = 42,
     rescale: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Thin deltas: drop entries at random and rescale the rest. Only floats are thinned."""
+    """Thin deltas: drop entries at random and rescale the rest. Only weights are thinned."""
     config = DareConfig(drop_rate=drop_rate, seed=seed, rescale=rescale)
     return load_memory().drop_deltas(task_vector, config)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dare import DareError, dare_merge
 from tests.support import (
     BF16,
     F16,
@@ -521,8 +522,9 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     (
         {"rms_norm_eps": 1e-5, "sliding_window": 4096},
-        {"hidden_size": 64, "sliding_window": None, "vocab_size": 3},
+        {"hidden_size": 64, "vocab_size": 3},
     ),
+    ({"sliding_window": 4096, "use_sliding_window": False}, {"sliding_window": None}),
     (
         {"_name_or_path": "org/one", "vocab_size": 1, "hidden_size": [1]},
         {"_name_or_path": "two", "hidden_size": 2},
@@ -540,6 +542,16 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
                 {"d_ff": 4, "n_head": 2},
                 {"n_head": 3, "d_ff": 5},
                 "d_ff is 5, not 4, its n_head is 3",
+            ),
+            (
+                {"sliding_window": 4096},
+                {"sliding_window": None},
+                "sliding_window is 'off', not 4096",
+            ),
+            (
+                {"max_position_embeddings": 4096},
+                {"max_position_embeddings": 8192},
+                "max_position_embeddings is 8192, not 4096",
             ),
             (ROPE, ROPE | {"rope_theta": 5e5}, "rope_theta is 500000.0, not 10000"),
             (ROPE, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 500000.0, not 10000"),
@@ -593,3 +605,69 @@ def test_a_base_of_another_architecture_is_refused_unless_the_user_knows(
     run("verify", "-q", out)
     (warning,) = run_merge(pair[0], [pair[1]], out, any_base=True).warnings
     assert "model_type is 'qwen2', not 'llama'" in warning
+
+
+def test_a_file_of_any_name_has_the_configuration_beside_it(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = random_model()
+    paths = [*save(tmp_path / "one", base=base), *save(tmp_path / "two", math=finetune(base, 1))]
+    for path, kind in zip(paths, ("llama", "qwen2"), strict=True):
+        (path.parent / "config.json").write_text(json.dumps({"model_type": kind}))
+    check_refused(*paths, "model_type is 'qwen2', not 'llama'")
+    run_merge(paths[0], [paths[1]], tmp_path / "one" / "out.safetensors", any_base=True)
+    run_merge(paths[0], [paths[1]], tmp_path / "merged", any_base=True)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text()) == {"model_type": "llama"}
+
+
+def test_a_model_file_beside_an_index_with_shards_is_warned_about(tmp_path: Path) -> None:
+    base = random_model()
+    parts = [["layer.weight"], ["layer.bias", "head.weight", "scalar"]]
+    both = save_sharded(tmp_path / "both", base, parts)
+    clean = save_directory(tmp_path / "clean", finetune(base, 1))
+    out = tmp_path / "merged.safetensors"
+    assert run_merge(both, [clean], out).warnings == ()
+    save_directory(both, base)
+    for pair in ((both, clean), (clean, both)):
+        (warning,) = run_merge(pair[0], [pair[1]], out).warnings
+        assert "both has model.safetensors" in warning
+        assert "model-00001-of-00002.safetensors" in warning
+
+
+def test_a_model_that_has_most_tensors_under_other_names_is_refused_unless_the_user_insists(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = random_model(shapes={f"layers.{k}.weight": (8, 8) for k in range(9)})
+    common = {name: tensor for name, tensor in base.items() if name < "layers.4"}
+    renamed = {f"model.{name}": tensor for name, tensor in base.items() if name not in common}
+    other, half, subset, more = save(
+        tmp_path,
+        other=finetune(common | renamed, 1),
+        half=finetune(common | {"layers.4.weight": base["layers.4.weight"]} | renamed, 1),
+        subset=finetune(common, 1),
+        more=finetune(base, 1) | {f"extra.{k}": torch.ones(3) for k in range(50)},
+    )
+    [path] = save(tmp_path, base=base)
+    out = tmp_path / "out.safetensors"
+    check_refused(path, other, "only 4 of its 9", "'model.layers.4.weight'", "--any-base")
+    with pytest.raises(DareError, match="only 4 of its 9"):
+        dare_merge(base, [common | renamed])
+    for model in (half, subset, more):
+        run_merge(path, [model], out)
+    assert run_merge(path, [other], out, any_base=True).models[0].parameters == 4 * 64
+
+
+def test_a_base_that_is_surely_another_models_is_refused_and_nothing_is_published(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    shapes = {"layer.weight": (1000, 1000), "layer.bias": (1000,)}
+    base = random_model(shapes=shapes)
+    far = {name: tensor * 0.3 for name, tensor in random_model(1, shapes=shapes).items()}
+    paths = save(tmp_path, base=base, far=far, trained=finetune(base, 1, size=0.04))
+    out = tmp_path / "out.safetensors"
+    check_refused(*paths[:2], "is not the base of", "--any-base", flags=("--quiet",))
+    for model, insists in ((paths[1], True), (paths[2], False)):
+        (warning,) = run_merge(paths[0], [model], out, any_base=insists).warnings
+        assert "does not look like the base of" in warning
+    zeros = save(tmp_path, zeros={name: torch.zeros_like(each) for name, each in base.items()})
+    run_merge(zeros[0], [paths[0]], out)

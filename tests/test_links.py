@@ -12,6 +12,7 @@ from tests.support import (
     Refusal,
     random_model,
     run,
+    save,
     save_sharded,
     to_hub_cache,
 )
@@ -57,6 +58,18 @@ def test_a_link_out_of_a_model_is_not_followed(
     path.symlink_to(tmp_path / "private")
     words = ["-b", "base", "-m", "math", "-o", "out", *flags.split()]
     refused(1, (link, str(tmp_path / "private"), "copy"), *words)
+
+
+@pytest.mark.parametrize("linked", [0, 1])
+def test_a_configuration_beside_a_file_that_is_a_link_is_not_followed(
+    tmp_path: Path, check_refused: Refusal, linked: int
+) -> None:
+    fill(tmp_path, "private")
+    paths = save(tmp_path / "one", base=random_model())
+    paths += save(tmp_path / "two", math=random_model())
+    config = paths[linked].with_name("config.json")
+    config.symlink_to(tmp_path / "private")
+    check_refused(*paths, str(config), str(tmp_path / "private"), "copy")
 
 
 def test_links_within_a_model_and_to_its_blobs_are_followed(pair: Pair, tmp_path: Path) -> None:

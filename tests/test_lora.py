@@ -30,6 +30,7 @@ from tests.support import (
     make_merger,
     merge_paths,
     random_model,
+    run,
     run_merge,
     same_bits,
     save,
@@ -330,12 +331,79 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
     ]
     for stated, given, words in cases:
         adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=stated)
-        warnings = make_merger(given, [adapter]).plan(tmp_path / OUT).warnings
+        merger = make_merger(given, [adapter], drop_rate=0.0)
+        warnings = merger.plan(tmp_path / OUT).warnings
         assert len(warnings) == bool(words), stated
         assert words in "".join(warnings)
 
 
+@pytest.mark.parametrize(
+    ("models", "config", "flags"),
+    [
+        ("a", {}, "--drop-rate 0"),
+        ("aa", {}, "--drop-rate 0 --weights 1 1"),
+        ("am", {}, "--drop-rate 0 0.9 --weights 1 0.5"),
+        ("aa", {"drop_rate": 0.5}, "--weights 1 1"),
+        ("aa", {"method": "ties"}, "--drop-rate 0"),
+        ("aa", {"weights": [0.7, 0.4]}, "--drop-rate 0"),
+        ("aa", {"drop_rate": 0.0, "normalize": True}, ""),
+        ("a", {"drop_rate": 0.8}, ""),
+        ("mm", {}, ""),
+    ],
+    ids=str,
+)
+def test_what_defaults_do_to_adapters_is_said_with_the_flags_that_bake_them(
+    pair: Pair, tmp_path: Path, models: str, config: dict[str, Any], flags: str
+) -> None:
+    adapters = [write_adapter(tmp_path / f"a{k}", LAYER) for k in range(2)]
+    given = [adapters[k] if kind == "a" else pair[1] for k, kind in enumerate(models)]
+    warnings = run_merge(pair[0], given, tmp_path / OUT, **config).warnings
+    said = [warning for warning in warnings if "strength 1" in warning]
+    assert [warning.partition("add ")[2] for warning in said] == [flags] * bool(flags)
+    if flags == "--drop-rate 0 --weights 1 1":
+        words = [*flags.split(), "-q", "-b", pair[0], "-m", *given, "-o", tmp_path / OUT]
+        run(*words)
+        base = load_file(pair[0] / "model.safetensors")["layer.weight"]
+        baked = (base.float() + 2 * multiply(LAYER, 2)).to(base.dtype)
+        torch.testing.assert_close(load_file(tmp_path / OUT)["layer.weight"], baked)
+
+
 # --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("library", "kind", "is_other"),
+    [
+        ("transformers.models.qwen2.modeling_qwen2", "llama", True),
+        ("transformers.models.llama.modeling_llama", "llama", False),
+        ("transformers.models.xlm_roberta.modeling_xlm_roberta", "xlm-roberta", False),
+        ("transformers.models.gemma3.modeling_gemma3", "gemma3_text", False),
+        ("transformers.models.llama.modeling_llama", ..., False),
+        ("transformers_modules.custom.modeling_custom", "llama", False),
+        (["transformers.models.llama.modeling_llama"], "llama", False),
+    ],
+    ids=str,
+)
+def test_an_adapter_for_another_kind_of_model_is_refused_by_the_class_that_peft_noted(
+    tmp_path: Path, check_refused: Refusal, library: Any, kind: Any, is_other: bool
+) -> None:
+    config = {} if kind is ... else {"model_type": kind}
+    base = save_directory(tmp_path / "base", random_model(), **config)
+    noted = {"base_model_class": "Any", "parent_library": library}
+    adapter = write_adapter(tmp_path / "adapter", LAYER, auto_mapping=noted)
+    if is_other:
+        check_refused(base, adapter, "model_type is 'qwen2', not 'llama'", "--any-base")
+    run_merge(base, [adapter], tmp_path / OUT, any_base=is_other)
+
+
+def test_an_adapter_for_another_kind_of_model_is_refused_by_its_own_base(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = save_directory(tmp_path / "base", random_model(), model_type="llama")
+    own = save_directory(tmp_path / "own", random_model(), model_type="qwen2")
+    adapter = write_adapter(tmp_path / "adapter", LAYER, base_model_name_or_path=str(own))
+    check_refused(base, adapter, "model_type is 'qwen2', not 'llama'", "--any-base")
+    run_merge(own, [adapter], tmp_path / OUT)
 
 
 def test_an_adapter_that_unties_the_head_is_warned_about_or_refused(

@@ -199,6 +199,7 @@ def test_what_python_thinks_of_a_pattern_does_not_reach_the_terminal(
         "-q",
         "--engine",
         "plain",
+        "--drop-rate=0",
         "-b",
         models[0],
         "-m",

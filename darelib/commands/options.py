@@ -143,7 +143,7 @@ SETTINGS: Final[Options] = {
     },
     "--any-base": {
         "action": "store_true",
-        "help": "merge even if config.json says that the base is another kind of model",
+        "help": "merge even if the base is surely not the one that a model was trained from",
     },
     "--max-shard-size": {
         "metavar": "SIZE",

@@ -30,8 +30,8 @@ from darelib.run.worker import Worker
 PROCESS_BYTES: Final = 92_000_000
 TENSOR_BYTES: Final = 900
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than
-# either weighs.
-UNRELATED_RATIO: Final = 0.5
+# either weighs, which is refused.
+DOUBTFUL_RATIO: Final = 0.5
 # How many files a plan names before it says "and 12 more", and how many characters a line of names
 # has.
 MAX_FILES: Final = 6
@@ -104,6 +104,7 @@ class Plan(Report):
     extra_tensors: tuple[tuple[str, ...], ...]  # per model: those that the base lacks
     mismatched_tensors: tuple[tuple[str, ...], ...]  # per model: those of another shape
     rules: tuple[PlannedRule, ...]  # last, the tensors that no rule is for
+    averaged_tensors: tuple[str, ...]  # running statistics
     copied_tensors: tuple[str, ...]
     files: tuple[dict[str, Any], ...]  # of tensors: their names and sizes
     side_files: tuple[str, ...]  # of a model directory: all the others
@@ -172,6 +173,8 @@ class Plan(Report):
                 more = f" and {len(rule.match) - 1} more" if len(rule.match) > 1 else ""
                 label = clip(rule.match[0]) + more
             rows.append([label, f"{rule.tensors:,}", f"{rule.parameters:,}", rule.words])
+        if self.averaged_tensors:
+            rows.append(["statistics", f"{len(self.averaged_tensors):,}", "", "averaged"])
         if self.copied_tensors:
             rows.append(["not merged", f"{len(self.copied_tensors):,}", "", "as in the base"])
         return table(rows, {0, 3})
@@ -214,6 +217,7 @@ def describe_plan(
         extra_tensors=plan.extra,
         mismatched_tensors=plan.mismatched,
         rules=tuple(describe_rules(plan)),
+        averaged_tensors=tuple(t.name for t in plan.tensors if t.merged and t.buffer),
         copied_tensors=tuple(tensor.name for tensor in plan.tensors if not tensor.merged),
         files=tuple({"name": file.name, "size": file.size} for file in plan.files),
         side_files=tuple(plan.side),
@@ -241,7 +245,7 @@ def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
     """How many tensors each rule is for; last, those that no rule is for."""
     tensors: dict[int, list[TensorPlan]] = {}
     for tensor in plan.tensors:
-        if tensor.merged:
+        if tensor.merged and not tensor.buffer:
             tensors.setdefault(id(tensor.rule), []).append(tensor)
     for rule in (*plan.config.typed_rules, None):
         own = tensors.get(id(rule), [])
@@ -455,7 +459,7 @@ def find_odd_deltas(
         yield (
             f"{name} is identical to the base {plan.base}: it only dilutes an average; leave it out"
         )
-    elif total.sum > UNRELATED_RATIO * total.base_sum:
+    elif total.sum > DOUBTFUL_RATIO * total.base_sum:
         yield (
             f"{plan.base} does not look like the base of {name}: the mean |delta| is "
             f"{total.mean:.3g} where the mean |weight| is {total.base_sum / total.parameters:.3g}; "

@@ -243,7 +243,7 @@ class DareConfig:
     dtype: str | None = None
     # Tensors of another shape: error; overlap: merge the common rows; base: keep the base's.
     mismatch: str = "error"
-    # True: merge even where config.json says that the base is another kind of model.
+    # True: merge even where the base is another kind of model, by config.json, names or weights.
     any_base: bool = False
     # Of each file's tensors, where the output is a directory.
     max_shard_size: str | int = "5GB"

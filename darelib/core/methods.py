@@ -121,6 +121,23 @@ def weigh(
     )
 
 
+def average_only(settings: TensorSettings) -> TensorSettings:
+    """For what must stay between the inputs' values, as variances must: nothing is dropped, and the
+    weights are shares, equal ones where some are negative.
+    """
+    count = len(settings.weights)
+    is_arc = settings.method == SLERP
+    weights = (1 - settings.slerp_t, settings.slerp_t) if is_arc else settings.weights
+    return TensorSettings(
+        method=LINEAR,
+        thinnings=(Thinning(),) * count,
+        weights=_average(None if min(weights) < 0 else weights, count, True),
+        normalize=True,
+        lambda_coeff=min(max(settings.lambda_coeff, 0.0), 1.0),
+        keep_ratio=1.0,
+    )
+
+
 def weigh_for_look(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
     """Looks see the thinned deltas as they are, without weights."""
     return weigh(settings, models, found, (1.0,) * len(settings.divisors))

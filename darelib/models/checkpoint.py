@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -58,7 +58,8 @@ CONFIG_KEYS: Final = (
     "layer_norm_eps",
     "layer_norm_epsilon", "norm_epsilon", "norm_eps", "hidden_act", "activation_function",
     "hidden_activation",
-    "tie_word_embeddings", "sliding_window", "attention_bias", "mlp_bias", "num_local_experts",
+    "tie_word_embeddings", "max_position_embeddings", "n_positions", "sliding_window",
+    "attention_bias", "mlp_bias", "num_local_experts",
     "num_experts",
     "n_routed_experts", "num_experts_per_tok", "attn_logit_softcapping", "final_logit_softcapping",
     "query_pre_attn_scalar", "attention_multiplier", "embedding_multiplier", "residual_multiplier",
@@ -72,6 +73,7 @@ ROPE_KEYS: Final = (
     "attention_factor",
     "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
 )  # fmt: skip
+WINDOW_FLAG: Final = "use_sliding_window"  # which Qwen's have; without it, a window's size is used
 OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
 NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
@@ -163,7 +165,21 @@ def _find_weights(source: Source) -> Layout:
     # A file of another name may be among unrelated ones; this one belongs to the directory that it
     # is in.
     is_directory |= path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
+    if not is_directory:
+        check_links(folder, [folder / CONFIG_FILE])  # which is read all the same
     return Layout((path,), folder if is_directory else None)
+
+
+def find_shards_beside(name: str, layout: Layout) -> Iterator[str]:
+    """What to warn of where a directory holds two models: loaders may take either."""
+    folder = layout.folder
+    if folder and layout.files == (folder / WEIGHTS_FILE,) and (folder / INDEX_FILE).exists():
+        shards = [path.name for path in folder.glob("model-*-of-*.safetensors")]
+        if shards:
+            yield (
+                f"{name} has {WEIGHTS_FILE}, which is read, and {INDEX_FILE} with shards "
+                f"({list_names(sorted(shards))}), which are not; remove what is out of date"
+            )
 
 
 def part_name(source: Source, path: Path) -> str:
@@ -270,6 +286,7 @@ class Checkpoint(Input):
         self.folder = layout.folder
         # All that must not be overwritten.
         self.paths = (layout.folder, *layout.files) if layout.folder else layout.files
+        self.warnings = tuple(find_shards_beside(self.name, layout))
         self.files: list[TensorFile] = []
         self.tensors: dict[str, TensorInfo] = {}
         try:
@@ -367,8 +384,10 @@ class Checkpoint(Input):
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What is used of a whole model's config.json, if it has one that can be read."""
-        return {} if self.folder is None or self.partial else read_config(self.folder)
+        """What is used of a whole model's config.json, if it, or the folder that a file is in, has
+        one that can be read.
+        """
+        return {} if self.partial else read_config(self.folder or self.files[0].path.parent)
 
     def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
         """Called once, before the first read. readers: how many readers share the memory for what
@@ -417,6 +436,8 @@ def _pick_settings(table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         return {}
     found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
+    if "sliding_window" in table and not (found["sliding_window"] and table.get(WINDOW_FLAG, True)):
+        found["sliding_window"] = "off"
     return {
         key: value
         for key, value in found.items()

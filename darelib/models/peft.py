@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeGuard
 
 from darelib.config import is_count, is_number
 from darelib.core.formats import FORMATS
@@ -74,6 +74,8 @@ ADAPTER_NAME: Final = re.compile(
 # Ways to start training that leave the base as it is. The others (PiSSA, OLoRA, LoftQ, ...) change
 # it, so that the adapter is not a change to the base that the user has.
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
+# Where transformers keeps the class of a kind of model.
+CLASS_MODULE: Final = re.compile(r"transformers\.models\.(?:deprecated\.)?(\w+)\.modeling_\w+")
 LORA_KEY: Final = re.compile(
     r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?", re.DOTALL
 )
@@ -256,19 +258,32 @@ def check_not_adapter(source: Source) -> None:
         )
 
 
+def is_name(stated: object) -> TypeGuard[str]:
+    return isinstance(stated, str) and 0 < len(stated) <= 1000
+
+
+def is_folder(stated: str) -> bool:
+    """Whether a path of an adapter's is here. No adapter may have another machine asked."""
+    return not re.match(r"[/\\]{2}", stated) and os.path.isdir(stated)
+
+
+def read_stated(stated: object) -> dict[str, Any]:
+    """The configuration of the base that an adapter states, if it is here, as PEFT reads paths."""
+    return read_config(Path(stated)) if is_name(stated) and is_folder(stated) else {}
+
+
 def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
-    """What to warn of where an adapter states another base than it gets, as PEFT reads paths."""
-    if not stated or not isinstance(stated, str) or len(stated) > 1000:  # which is no name
+    """What to warn of where an adapter states another base than it gets."""
+    if not is_name(stated):
         return
     path = base.folder or base.files[0].path
     path = path.parent if path.name == WEIGHTS_FILE else path
     differences: dict[str, str] = {}
-    # No adapter may have another machine asked.
-    if not re.match(r"[/\\]{2}", stated) and os.path.isdir(stated):
+    if is_folder(stated):
         if os.path.samefile(stated, path):
             return
+        differences = compare_configs(read_stated(stated), base.config)
         stated = os.path.abspath(stated)
-        differences = compare_configs(read_config(Path(stated)), base.config)
     names = (
         base.source.recorded.partition("@")[0],  # on the Hub
         os.path.abspath(path),
@@ -284,6 +299,19 @@ def find_other_base(name: str, stated: Any, base: Checkpoint) -> Iterator[str]:
         f"{name} was trained on {stated!r}, and {base.name} {how}; check that they are the "
         "same model"
     )
+
+
+def find_kind(table: Mapping[str, Any], base: Checkpoint) -> dict[str, str]:
+    """The kind of model that an adapter was trained on, where PEFT noted its class and it is surely
+    not the base's kind: transformers has a folder for each, named like it, or like its start.
+    """
+    noted = table.get("auto_mapping")
+    library = noted.get("parent_library") if isinstance(noted, dict) else None
+    found = CLASS_MODULE.fullmatch(library) if isinstance(library, str) else None
+    kind = str(base.config.get("model_type", "")).replace("-", "_")
+    if not found or kind.startswith(found[1]) or found[1].startswith(kind):
+        return {}
+    return {"model_type": found[1]}
 
 
 def last_part(name: str) -> str:
@@ -302,6 +330,7 @@ class PeftAdapter(LoraAdapter):
         table = read_json(self._config_path, part_name(self.source, self._config_path))
         self._config_sha256 = file_sha256(self._config_path)
         stated = table.get("base_model_name_or_path")
+        self.base_config = read_stated(stated) or find_kind(table, base)
         self.warnings = tuple(find_other_base(self.name, stated, base))
         self._settings = read_settings(table, self.name)
         pairs, whole = self._sort_keys()

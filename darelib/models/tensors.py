@@ -175,6 +175,11 @@ class Described:
         """What is known of its configuration."""
         return {}
 
+    @cached_property
+    def base_config(self) -> dict[str, Any]:
+        """What is known of that of the model that an adapter was trained on."""
+        return {}
+
     def find_twins(self, name: str) -> tuple[str, ...]:
         """All names of one and the same tensor, if it has several."""
         return ()

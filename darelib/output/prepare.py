@@ -189,6 +189,9 @@ def make_side_files(
     left_out = {name for encoding in lost for name in encoding.files}
     found = find_side_files(base.folder)
     side: SideFiles = {name: path for name, path in found.items() if name not in left_out}
+    beside = (base.folder or base.files[0].path.parent) / CONFIG_FILE
+    if beside.is_file():
+        side[CONFIG_FILE] = beside
     voice, notes = place_tokenizer(side, plan.tokenizer, inputs, plan.embedding_rows)
     changes = place_generation(side, voice)
     notes += compare_generation(side, voice, changes)

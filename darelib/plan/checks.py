@@ -10,6 +10,7 @@ from darelib.config import DareConfig, Rule, count_layers
 from darelib.core.drops import DROPS, NONE, RANDOM, Thinning
 from darelib.core.formats import FORMATS, is_counted
 from darelib.core.mask import keep_threshold
+from darelib.core.methods import LINEAR
 from darelib.core.text import DareError, count_of, list_names
 from darelib.models.checkpoint import (
     QUANTISE_HINT,
@@ -19,6 +20,7 @@ from darelib.models.checkpoint import (
 )
 from darelib.models.fp8 import UNREAD_HINTS
 from darelib.models.tensors import Described, TensorInfo
+from darelib.plan.buffers import AVERAGED, COPIED
 from darelib.plan.tensors import TensorPlan
 
 # A longer row would take more memory than all else.
@@ -33,13 +35,24 @@ class Refusals:
         self.base = base
         self._quantised = quantised_modules(base.tensors)
 
-    def check_common(self, model: Described) -> None:
-        if not model.tensors.keys() & self.base.tensors.keys():
-            mine, theirs = (list_names(list(each.tensors)) or "none" for each in (self.base, model))
-            raise DareError(
-                f"{model.name!r} has no tensor in common with {self.base.name!r}",
-                f"the base has {mine}, and it {theirs}",
-            )
+    def check_names(self, model: Described) -> None:
+        """Refuse a model that shares less than half of the names with the base: what it has under
+        other names would be left out. An adapter has looked for its own.
+        """
+        common = len(model.tensors.keys() & self.base.tensors.keys())
+        fewest = min(len(model.tensors), len(self.base.tensors))
+        if common and (model.partial or self.config.any_base or 2 * common >= fewest):
+            return
+        mine, theirs = (
+            list_names([name for name in one.tensors if name not in other.tensors]) or "none"
+            for one, other in ((self.base, model), (model, self.base))
+        )
+        words = f"only {common:,} of its {len(model.tensors):,} tensors" if common else "no tensor"
+        insist = "; add --any-base to merge only what both have" if common else ""
+        raise DareError(
+            f"{model.name!r} has {words} in common with {self.base.name!r}",
+            f"the base has {mine}, and it {theirs}{insist}",
+        )
 
     def check_shapes(
         self, name: str, info: TensorInfo, theirs: TensorInfo, model: Described
@@ -47,6 +60,8 @@ class Refusals:
         """Refuse tensors of different shapes, unless the user has said what to do with them and
         that can be done.
         """
+        if info.shape == theirs.shape:
+            return
         by_rows = len(info.shape) == len(theirs.shape) > 0 and info.shape[1:] == theirs.shape[1:]
         if self.config.mismatch == "base" or (self.config.mismatch == "overlap" and by_rows):
             return
@@ -174,13 +189,29 @@ def check_kinds(inputs: Sequence[Described]) -> None:
     """
     base, *models = inputs
     for model in models:
-        for key, words in compare_configs(base.config, model.config).items():
+        known = {**model.config, **model.base_config}
+        for key, words in compare_configs(base.config, known).items():
             if key.endswith("model_type"):
                 raise DareError(
                     f"{model.name!r} is another kind of model than {base.name!r}: {words}",
                     "give the base that it was fine-tuned from, or add --any-base if you know that "
                     "they fit",
                 )
+
+
+def check_rules(config: DareConfig, tensors: Sequence[TensorPlan]) -> None:
+    """Refuse a rule that would thin what is no weight, where it is for nothing else."""
+    weights = {id(tensor.rule) for tensor in tensors if not tensor.buffer}
+    for tensor in tensors:
+        rule = tensor.rule
+        if rule and rule.drop_rate not in (None, 0) and id(rule) not in weights:
+            number = next(k for k, each in enumerate(config.typed_rules, 1) if each is rule)
+            raise DareError(
+                f"rule {number} drops entries of {tensor.name!r}, which is no weight: it is "
+                f"{tensor.buffer}",
+                "leave drop_rate out of that rule; weights and lambda_coeff apply to what is "
+                "averaged, and lambda_coeff = 0 keeps the base's",
+            )
 
 
 # --- warnings ------------------------------------------------------------------------------------
@@ -193,10 +224,13 @@ def find_odd_settings(
     seeds: Sequence[int],
 ) -> Iterator[str]:
     base, *models = inputs
-    used = {id(tensor.rule) for tensor in tensors}
+    used = {id(t.rule) for t in tensors if t.buffer != COPIED or not t.settings.lambda_coeff}
     for k, rule in enumerate(config.typed_rules, 1):
         if id(rule) not in used:
             yield f"rule {k} ({list_names(rule.match)}) {explain_unused(rule, base)}"
+    if averaged := [t.name for t in tensors if t.merged and t.buffer == AVERAGED]:
+        count = count_of(len(averaged), "running statistic")
+        yield f"{count} of the models will be averaged, not thinned: {list_names(averaged)}"
     settings = {id(tensor.settings): tensor.settings for tensor in tensors}.values()
     thinnings = {thinning for each in settings for thinning in each.thinnings}
     weak = [t for t in thinnings if t.rescale == NONE != DROPS[t.drop].rescale and t.drop_rate > 0]
@@ -206,6 +240,7 @@ def find_odd_settings(
             f"rescale is off: with {most.drop_rate:g} of a delta dropped, what is left is "
             f"{1 / most.keep_rate:.3g} times too weak"
         )
+    yield from find_weak_adapters(config, models)
     if config.has_gradients and not count_layers(base.tensors):
         yield (
             "no tensor's name has the number of a layer in it, so each gradient has its first "
@@ -218,6 +253,28 @@ def find_odd_settings(
                 f"{first} and {models[i].name} have one seed, {seed}, so that the same entries are "
                 "dropped of both; use another --seed, or pack again with one"
             )
+
+
+def find_weak_adapters(config: DareConfig, models: Sequence[Described]) -> Iterator[str]:
+    """What defaults, which are made for fine-tunes, do to adapters, and what adds them whole."""
+    adapters = [model.name for model in models if model.partial]
+    own = config.general(len(models))
+    effects: list[str] = []
+    flags: list[str] = []
+    if config.drop_rate == DareConfig.drop_rate:
+        rates = [0 if m.partial else rate for m, rate in zip(models, own.drop_rates, strict=True)]
+        effects.append(f"lose {config.drop_rate:.0%} of the entries of their change")
+        flags.append(f"--drop-rate {' '.join(map(str, rates if any(rates) else rates[:1]))}")
+    is_shared = config.weights is None and not config.normalize and len(models) > 1
+    if config.method == LINEAR and is_shared:
+        weights = [1 if m.partial else w for m, w in zip(models, own.weights, strict=True)]
+        effects.append(f"are weighted by {own.weights[0]:.3g}")
+        flags.append(f"--weights {' '.join(f'{weight:.4g}' for weight in weights)}")
+    if adapters and effects:
+        yield (
+            f"LoRA adapters ({list_names(adapters)}) {' and '.join(effects)}; to bake them at "
+            f"strength 1, add {' '.join(flags)}"
+        )
 
 
 def find_odd_inputs(config: DareConfig, inputs: Sequence[Described]) -> Iterator[str]:
@@ -254,7 +311,7 @@ def find_samples(inputs: Sequence[Described]) -> Iterator[str]:
 
 def explain_unused(rule: Rule, base: Described) -> str:
     if any(map(rule.matches, base.tensors)):
-        return "matches only tensors that an earlier rule takes"
+        return "matches only tensors that an earlier rule takes, or that are copied from the base"
     for pattern in rule.match:
         if fnmatch.filter(base.tensors, f"*{pattern}*"):
             return f"matches no tensor; did you mean {f'*{pattern}*'!r}?"

@@ -5,9 +5,11 @@ from typing import Any
 
 from darelib.config import Chooser, DareConfig
 from darelib.core.formats import DTYPES, FORMATS
+from darelib.core.methods import average_only
 from darelib.core.text import LISTED
 from darelib.models.checkpoint import EMBEDDINGS, HEADS
 from darelib.models.tensors import PLAIN, Described, TensorInfo
+from darelib.plan.buffers import AVERAGED, COPIED, find_buffer
 from darelib.plan.checks import Refusals
 from darelib.plan.tensors import TensorPlan, choose_kernel
 
@@ -29,8 +31,8 @@ class Matcher:
         self._refusals = Refusals(config, self.base)
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
         for model in self.models:
-            self._refusals.check_common(model)
             self._refusals.check_quantised(model)
+            self._refusals.check_names(model)
         self._refusals.check_plain()
         self.tensors = [
             self._match(name, info)
@@ -74,6 +76,7 @@ class Matcher:
 
     def _match(self, name: str, info: TensorInfo) -> TensorPlan:
         quantised = self._refusals.is_quantised(name)
+        buffer = find_buffer(name, info.shape)
         finetuned: list[tuple[int, TensorInfo]] = []
         mask_names: list[str] = []
         owner = self._find_owner(name, info)
@@ -86,20 +89,24 @@ class Matcher:
                 self.tied[i][name] = stand_in
             if theirs is not None:
                 if theirs.shape != info.shape:
-                    self._refusals.check_shapes(name, info, theirs, model)
                     self.mismatched[i][name] = theirs.shape
-                self._refusals.check_types(name, info, theirs, model)
+                if buffer != COPIED:
+                    self._refusals.check_shapes(name, info, theirs, model)
+                    self._refusals.check_types(name, info, theirs, model)
                 self._refusals.check_mask(name, theirs, mask_name, model)
                 finetuned.append((i, theirs))
                 mask_names.append(mask_name)
         if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
             finetuned = []
         others = [theirs for _, theirs in finetuned]
-        merged = not quantised and all(each.dtype in FORMATS for each in (info, *others))
+        is_float = all(each.dtype in FORMATS for each in (info, *others))
+        merged = is_float and not quantised and buffer != COPIED
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         encoding = PLAIN if self.config.dtype else info.encoding
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
         rule, settings = self._chooser.choose(mask_names[0] if len(set(mask_names)) == 1 else owner)
+        if buffer == AVERAGED:
+            settings = average_only(settings)
         for i, theirs in finetuned:
             self._refusals.check_drop(name, theirs, self.models[i], settings.thinnings[i])
         return TensorPlan(
@@ -110,8 +117,9 @@ class Matcher:
             outputs=encoding.list_outputs(name, TensorInfo(dtype, info.shape)),
             merged=merged,
             settings=settings,
-            spec=choose_kernel(self.config.method, info, others, dtype),
+            spec=choose_kernel(settings.method, info, others, dtype),
             quantised=quantised,
+            buffer=buffer,
             rule=rule,
             encoding=encoding,
         )

@@ -14,6 +14,7 @@ from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import KernelSpec
 from darelib.models.tensors import Described
 from darelib.plan.checks import (
+    check_rules,
     find_odd_inputs,
     find_odd_names,
     find_odd_settings,
@@ -83,7 +84,9 @@ class MergePlan:
 
     @cached_property
     def changed(self) -> tuple[TensorPlan, ...]:
-        return tuple(t for t in self.tensors if t.merged and t.base.count and t.finetuned)
+        """The weights that some model changes."""
+        own = [t for t in self.tensors if t.merged and not t.buffer]
+        return tuple(t for t in own if t.base.count and t.finetuned)
 
     @cached_property
     def passes(self) -> dict[str, int]:
@@ -158,10 +161,11 @@ def plan_merge(
     base, *models = inputs
     seeds = find_seeds(config, inputs)
     missing, extra = zip(*map(matcher.compare_names, range(len(models))), strict=True)
-    warnings = [*find_odd_inputs(config, inputs)]
+    warnings = [*base.warnings, *find_odd_inputs(config, inputs)]
     for model, lacking, unknown in zip(models, missing, extra, strict=True):
         warnings += find_odd_names(model.name, lacking, unknown)
     if not looks_only:
+        check_rules(config, matcher.tensors)
         warnings += find_odd_settings(config, inputs, matcher.tensors, seeds)
     warnings += matcher.warnings()
     if looks_only:

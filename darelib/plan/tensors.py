@@ -30,6 +30,7 @@ class TensorPlan:
     settings: TensorSettings
     spec: KernelSpec  # the kernel that merges it
     quantised: bool
+    buffer: str  # what happens to what is no weight (see plan/buffers); "": it is one
     rule: Rule | None  # that the settings come from; None: from no rule
     encoding: Encoding  # in which it is written
 

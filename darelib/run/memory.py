@@ -19,6 +19,7 @@ from darelib.core.methods import TensorSettings
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.kernels.tensors import TensorMerge, explain_broken
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
+from darelib.plan.buffers import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
 from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import explain_copied
@@ -33,10 +34,14 @@ APART_HINT: Final = "give each of them memory of its own"
 def drop_deltas(deltas: Mapping[str, Tensor], config: DareConfig) -> dict[str, Tensor]:
     """Deltas, thinned: a merge of one model whose base is 0.
 
-    Tensors that are not floats are left as they are.
+    Tensors that are not floats, or no weights, are left as they are.
     """
     check_state_dict("the task vector", deltas)
-    floats = {name: delta for name, delta in deltas.items() if delta.is_floating_point()}
+    floats = {
+        name: delta
+        for name, delta in deltas.items()
+        if delta.is_floating_point() and not find_buffer(name, tuple(delta.shape))
+    }
     thinned: dict[str, Tensor] = {}
     if floats:
         zeros = {name: delta.new_zeros(()).expand(delta.shape) for name, delta in floats.items()}
@@ -116,7 +121,9 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
         elif tensor.merged and len(tensor.finetuned) == len(states) - 1:
             is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
             has_names = all(tensor.name in state.state for state in states)
-            if is_whole and has_names and len({*tensor.mask_names}) == 1:
+            # One launch merges by one method.
+            is_usual = tensor.settings.method == config.method and len({*tensor.mask_names}) == 1
+            if is_whole and has_names and is_usual:
                 common.append(tensor)
     return StatePlan(
         merge=plan,
@@ -235,7 +242,12 @@ class StateMerge:
         draws = self.gpu and self.gpu.can_merge_on(mine.device)
         draw = partial(self.gpu.draw_bits, device=mine.device) if draws else None
         merge = TensorMerge(tensor.name, tensor.settings, mine.detach(), parts, keys, draw)
-        merge.run(output.detach())
+        try:
+            merge.run(output.detach())
+        except DareError:
+            if not keeps_base(tensor.settings, mine, [*parts.values()]):
+                raise
+            output.copy_(mine)
         return output
 
     def _find_parts(self, tensor: TensorPlan) -> dict[int, Tensor]:
@@ -250,6 +262,13 @@ def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:
         return False
     one, other = (each.contiguous().reshape(-1).view(torch.uint8) for each in (mine, theirs))
     return torch.equal(one, other.to(one.device))
+
+
+def keeps_base(settings: TensorSettings, mine: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether -inf, as masks have it, is all that is not finite, and the result is the base's."""
+    has_masks = all(bool(each.max() < torch.inf) for each in (mine, *parts))
+    is_equal = all(torch.equal(part.to(mine.dtype), mine.reshape(-1)) for part in parts)
+    return has_masks and (is_equal or not settings.lambda_coeff)
 
 
 def fit_rows(part: Tensor, base: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 set to its mask.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,10 @@ def read(model: Input, info: TensorInfo, start: int, count: int, buffer: Bytes) 
     return part
 
 
+def as_floats(row: Bytes, dtype: str, count: int) -> NDArray[Any]:
+    return widen(row[: count * FORMATS[dtype].itemsize], dtype)
+
+
 class Reader:
     """Reads chunks of tensors of one plan."""
 
@@ -46,6 +51,8 @@ class Reader:
         self._kernels = kernels
         # Limits by tensor, row and start, which the merge wants again after a look.
         self._ranked: dict[tuple[str, int, int], NDArray[np.uint16]] = {}
+        # Tensors with -inf in them, which stay the base's: kernels see zeros instead.
+        self.kept: set[str] = set()
 
     def load(
         self, tensor: TensorPlan, start: int, count: int, buffers: Buffers, remember: bool = False
@@ -57,6 +64,31 @@ class Reader:
         base = read(self._base, tensor.base, start, count, buffers.base)
         for row in range(len(tensor.finetuned)):
             self._load_model(tensor, row, start, base, buffers.finetuned[row], count)
+        if tensor.name in self.kept:
+            buffers.base[:] = 0
+            buffers.finetuned[:] = 0
+
+    def keeps_base(
+        self, tensor: TensorPlan, chunks: Iterable[tuple[int, int]], buffers: Buffers
+    ) -> bool:
+        """Whether a tensor is a mask, with -inf in it and nothing else that is not finite, and no
+        model has other values, or they do not count.
+        """
+        is_mask = False
+        for start, count in chunks:
+            self.load(tensor, start, count, buffers)
+            base = as_floats(buffers.base, tensor.base.dtype, count)
+            rows = buffers.finetuned[: len(tensor.finetuned)]
+            models = [as_floats(row, tensor.spec.finetuned, count) for row in rows]
+            finite = base[np.isfinite(base)]
+            fits = float(abs(finite).max(initial=0)) < FORMATS[tensor.spec.output].limit
+            equal = all(np.array_equal(base, values) for values in models)
+            if not fits or not (equal or tensor.settings.lambda_coeff == 0):
+                return False
+            if not all(values.max() < np.inf for values in (base, *models)):
+                return False
+            is_mask |= any(values.min() == -np.inf for values in (base, *models))
+        return is_mask
 
     def _list_ranked(self, tensor: TensorPlan) -> list[int]:
         """The rows of models whose drops want ranks."""

@@ -18,7 +18,7 @@ from darelib.models.inputs import check_unchanged
 from darelib.output.prepare import FilePlan
 from darelib.output.publish import Output, Shard, explain_write_errors, share_folder
 from darelib.plan.plan import Job, MergePlan
-from darelib.run.outcomes import Outcome
+from darelib.run.outcomes import Outcome, check_related
 from darelib.run.worker import Abandoned, JobWorker, Worker, Write
 
 
@@ -53,6 +53,7 @@ def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FileP
         Output(plan.output, plan.files, identity, order.resume) as output,
     ):
         outcomes = run(output)
+        check_related(plan, order.inputs, outcomes)
         output.publish(
             plan.side,
             plan.digests,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NoReturn, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from darelib.core.methods import METHODS, Coefficients, Found, Look, weigh_for_l
 from darelib.core.text import DareError
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
+from darelib.kernels.plain import encode
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
 from darelib.models.tensors import Target, TensorInfo
@@ -29,6 +31,8 @@ from darelib.run.reading import Reader, read
 Write: TypeAlias = Callable[[int, memoryview, int], None]
 
 KEEP_ALL: Final = (1 << MASK_BITS) - 1  # the largest mask bits that there are
+# The bit patterns of what is not finite, without its sign, begin there.
+INFINITIES: Final = {32: 0x7F80_0000, 64: 0x7FF0_0000_0000_0000}
 BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
 
 
@@ -135,7 +139,8 @@ class Worker(JobWorker):
             kernel(buffers, count, len(tensor.finetuned), start // TILE)
             look.add_chunk(start, count, buffers)
         if not np.isfinite(self._peaks(tensor, buffers)).all():
-            self._explain_non_finite(job, buffers)
+            self._keep_base(job, buffers)
+            self._look(job, buffers, look, number)
 
     def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor = job.tensor
@@ -153,6 +158,7 @@ class Worker(JobWorker):
 
         target = Target(self.base, tensor.name, tensor.base, tensor.spec.output, put)
         writer = tensor.encoding.open_writer(target, job.start, self.plan.chunk, look)
+        infinity = INFINITIES[FORMATS[tensor.spec.real].bits]
         self._describe(tensor, buffers, coefficients)
         for row in range(models):
             if tensor.is_thinned(row):  # what its mask drops is 0, and need not be found again
@@ -160,15 +166,21 @@ class Worker(JobWorker):
         for start, count in self.chunks(job):
             self._reader.load(tensor, start, count, buffers)
             kernel(buffers, count, models, start // TILE)
+            if buffers.tensor["peak"][0] >= infinity:  # before it is written
+                self._keep_base(job, buffers)
+                return self._merge(job, buffers, write)
+            if tensor.name in self._reader.kept:
+                self._take_base(tensor, start, count, buffers)
             writer.add(buffers.output, buffers.base, count)
         writer.finish()
         peaks = self._peaks(tensor, buffers)
-        limit = FORMATS[tensor.spec.output].limit
-        if not (peaks[models] < limit and np.isfinite(peaks).all()):
+        if not np.isfinite(peaks).all():  # of what was dropped
+            self._keep_base(job, buffers)
+            return self._merge(job, buffers, write)
+        if not peaks[models] < FORMATS[tensor.spec.output].limit:
             self._explain_non_finite(job, buffers)
-        tallies = {
-            i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(tensor.models)
-        }
+        rows = () if tensor.buffer else tensor.models  # statistics are of weights
+        tallies = {i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(rows)}
         return Outcome(tensor.name, job.start, job.bytes_read, tallies)
 
     def _describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
@@ -248,6 +260,21 @@ class Worker(JobWorker):
             raise explain_quantised(tensor, self.models[min(outcome.differing)].name)
         return outcome
 
+    def _take_base(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
+        """Put the base's values where a kernel puts its result."""
+        raw = read(self.base, tensor.base, start, count, buffers.base)
+        values = encode(widen(raw, tensor.base.dtype), tensor.spec.output).view(np.uint8)
+        buffers.output[: len(values)] = values
+
+    def _keep_base(self, job: Job, buffers: Buffers) -> None:
+        """Take the base's tensor as it is if it is a mask; any other value that is not finite is an
+        error.
+        """
+        whole = replace(job, start=0, stop=job.tensor.length)
+        if not self._reader.keeps_base(job.tensor, self.chunks(whole), buffers):
+            self._explain_non_finite(job, buffers)
+        self._reader.kept.add(job.tensor.name)
+
     def _explain_non_finite(self, job: Job, buffers: Buffers) -> NoReturn:
         """Name the first value that no merge can use.
 
@@ -263,9 +290,11 @@ class Worker(JobWorker):
                 bad = np.flatnonzero(~np.isfinite(values))
                 if bad.size:
                     place = tensor.base.place_of(start + int(bad[0]))
+                    value = values[bad[0]]
+                    mask = f"--rule '{tensor.name}:lambda_coeff=0' keeps the base's mask; a weight"
                     raise DareError(
-                        f"{model.name!r}: tensor {tensor.name!r} holds {values[bad[0]]} at {place}",
-                        BROKEN_HINT,
+                        f"{model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
+                        f"{mask} like that is broken" if value == -np.inf else BROKEN_HINT,
                     )
         raise DareError(
             f"merging tensor {tensor.name!r} gives values beyond the range of "

@@ -1,0 +1,235 @@
+"""Tensors that are no weights: running statistics, schedules, masks, positions."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dare
+from dare import DareConfig, DareError
+from tests.support import (
+    BF16,
+    F32,
+    METHODS,
+    Capture,
+    Refusal,
+    Tensors,
+    finetune,
+    merge,
+    random_model,
+    run,
+    run_merge,
+    same_bits,
+    save,
+)
+
+MEAN = "bn.running_mean"
+VARIANCE = "bn.running_var"
+MASK = torch.ones(5, 5).tril()[None, None]
+CONSTANTS = {
+    "alphas_cumprod": torch.linspace(0.99, 0.01, 64),
+    "sqrt_one_minus_alphas_cumprod": torch.linspace(0.01, 0.99, 64),
+    "betas": torch.linspace(1e-4, 0.02, 64),
+    "layers.0.rotary_emb.inv_freq": torch.linspace(1, 1e-4, 32),
+    "h.0.attn.bias": MASK,
+    "h.0.attn.masked_bias": torch.tensor(-1e4),
+    "embeddings.position_ids": torch.arange(77.0)[None],
+    "bn.num_batches_tracked": torch.tensor(7.0),
+}
+
+
+def with_statistics(seed: int) -> Tensors:
+    """A model whose running statistics are its own."""
+    generator = torch.Generator().manual_seed(seed)
+    measured = {
+        MEAN: torch.randn(300, generator=generator),
+        VARIANCE: torch.rand(300, generator=generator),
+    }
+    return finetune(random_model(), seed) | measured
+
+
+@pytest.mark.parametrize("config", [*METHODS, {"method": "ram"}, {"drop": "magnitude"}], ids=str)
+def test_running_statistics_are_averaged_whatever_the_method(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    base, *models = map(with_statistics, range(3))
+    merged = merge(tmp_path, base, *models, **{"lambda_coeff": 1.7, **config})
+    for name in (MEAN, VARIANCE):
+        mean = (models[0][name] + models[1][name]) / 2
+        torch.testing.assert_close(merged[name], mean)
+    in_memory = dare.dare_merge(base, models, DareConfig(**{"lambda_coeff": 1.7, **config}))
+    assert all(same_bits(in_memory[name], merged[name]) for name in merged)
+    run("verify", "-q", tmp_path / "merged.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "shares"),
+    [
+        ({"weights": [3, 1]}, (0, 0.75, 0.25)),
+        ({"weights": [2, -1]}, (0, 0.5, 0.5)),
+        ({"method": "slerp", "slerp_t": 0.25}, (0, 0.75, 0.25)),
+        ({"lambda_coeff": 0.5}, (0.5, 0.25, 0.25)),
+        ({"lambda_coeff": -1}, (1, 0, 0)),
+        ({"rules": [{"match": "bn.*", "weights": [1, 0]}]}, (0, 1, 0)),
+        ({"rules": [{"match": "*", "drop_rate": 0.5, "lambda_coeff": 0}]}, (1, 0, 0)),
+    ],
+    ids=str,
+)
+def test_weights_and_lambda_decide_between_whose_statistics_the_result_lies(
+    tmp_path: Path, config: dict[str, Any], shares: tuple[float, ...]
+) -> None:
+    models = [*map(with_statistics, range(3))]
+    merged = merge(tmp_path, *models, **config)
+    for name in (MEAN, VARIANCE):
+        parts = [share * model[name] for share, model in zip(shares, models, strict=True)]
+        torch.testing.assert_close(merged[name], sum(parts))
+
+
+def test_statistics_are_named_once_and_count_as_no_deltas(tmp_path: Path, capsys: Capture) -> None:
+    base, first = random_model(), finetune(random_model(), 1)
+    huge = {VARIANCE: torch.full((300,), 1e6)}
+    paths = save(tmp_path, base=base | {VARIANCE: torch.ones(300)}, first=first | huge)
+    out = tmp_path / "out.safetensors"
+    run("-b", paths[0], "-m", paths[1], "-o", out, "--dry-run")
+    assert "statistics       1" in capsys.readouterr().out
+    report = run_merge(paths[0], paths[1:], out)
+    (warning,) = report.warnings
+    assert VARIANCE in warning
+    assert "averaged" in warning
+    assert report.models[0].parameters == sum(tensor.numel() for tensor in base.values())
+    assert report.models[0].largest_delta < 1
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_what_training_does_not_learn_is_the_bases(tmp_path: Path, dtype: str | None) -> None:
+    """Other values, types and shapes of it in a model are no obstacle, and are named."""
+    base = random_model() | CONSTANTS
+    changed = {name: tensor * 1.5 for name, tensor in CONSTANTS.items()}
+    other = {"embeddings.position_ids": torch.arange(99)[None], "h.0.attn.bias": MASK.bool()}
+    models = [finetune(random_model(), 1) | changed, finetune(random_model(), 2) | other]
+    merged = merge(tmp_path, base, *models, dtype=dtype)
+    in_memory = dare.dare_merge(base, models, DareConfig(dtype=dtype))
+    for name, tensor in CONSTANTS.items():
+        assert same_bits(merged[name], tensor), name
+        assert same_bits(in_memory[name], tensor), name
+    report = run_merge(
+        tmp_path / "base.safetensors",
+        [tmp_path / "m0.safetensors"],
+        tmp_path / "merged.safetensors",
+        dtype=dtype,
+    )
+    assert any("differs from the base" in each and "betas" in each for each in report.warnings)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("attn.bias", (64,)),
+        ("attn.bias", (1, 8, 5, 5)),
+        ("patch.bias", (1, 1, 5, 5)),
+        ("inv_freq.weight", (9, 9)),
+        ("running_mean.weight", (9, 9)),
+        ("betas.0.bias", (64,)),
+    ],
+)
+def test_names_and_shapes_of_weights_are_not_taken_for_others(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    base = random_model(shapes={name: shape})
+    merged = merge(tmp_path, base, finetune(base, 1), drop_rate=0.5)[name]
+    share = float((merged == base[name]).float().mean())
+    assert 0.2 < share < 0.8
+
+
+def test_a_rule_that_thins_what_is_no_weight_is_refused(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    paths = save(tmp_path, base=with_statistics(0) | CONSTANTS, model=with_statistics(1))
+    rules = ("--rule", "*.bias:lambda_coeff=0.5", "--rule", "*_var:drop_rate=0.5")
+    check_refused(*paths, "rule 2", VARIANCE, flags=rules)
+    check_refused(*paths, "rule 1", "'betas'", flags=("--rule", "betas:drop_rate=0.5"))
+    allowed = [{"match": "alphas_cumprod", "weights": [1.0]}, {"match": "bn.*", "drop_rate": 0}]
+    report = run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", rules=allowed)
+    (unused,) = [each for each in report.warnings if each.startswith("rule")]
+    assert "rule 1" in unused
+    assert "copied" in unused
+
+
+def test_deltas_of_what_is_no_weight_are_not_dropped() -> None:
+    deltas = {name: torch.ones(300) for name in (MEAN, "betas", "layer.weight")}
+    thinned = dare.dare_drop(deltas, 0.5)
+    assert [bool((thinned[name] == 1).all()) for name in deltas] == [True, True, False]
+
+
+def test_a_packed_model_keeps_what_is_no_weight_whole(tmp_path: Path) -> None:
+    changed = {name: tensor * 1.5 for name, tensor in CONSTANTS.items()}
+    base, model = with_statistics(0) | CONSTANTS, with_statistics(1) | changed
+    paths = save(tmp_path, base=base, model=model)
+    packed = tmp_path / "packed.safetensors"
+    run("pack", "-q", "-b", paths[0], "-m", paths[1], "-o", packed)
+    found = []
+    for source in (paths[1], packed):
+        run_merge(paths[0], [source], tmp_path / "out.safetensors")
+        found.append(load_file(tmp_path / "out.safetensors"))
+    assert all(same_bits(found[0][name], found[1][name]) for name in base)
+    assert same_bits(found[0][VARIANCE], model[VARIANCE])
+
+
+# --- values that are not finite -------------------------------------------------------------------
+
+INFINITE = torch.zeros(40, 40).masked_fill(torch.ones(40, 40).triu(1).bool(), -torch.inf)
+KEEP = {"rules": [{"match": "mask", "lambda_coeff": 0}]}
+
+
+@pytest.mark.parametrize(
+    "config", [*METHODS, {"drop": "magnitude"}, {"dtype": "bfloat16"}], ids=str
+)
+@pytest.mark.parametrize("rule", [False, True])
+def test_a_mask_of_infinities_is_kept_if_all_have_it_or_a_rule_says_so(
+    tmp_path: Path, config: dict[str, Any], rule: bool
+) -> None:
+    base = random_model() | {"mask": INFINITE}
+    models = [finetune(random_model(), i) | {"mask": INFINITE.clone()} for i in (1, 2)]
+    settings = dict(config)
+    if rule:
+        models[0]["mask"] = INFINITE.T.contiguous()
+        settings |= KEEP
+    dtype = BF16 if "dtype" in config else F32
+    merged = merge(tmp_path, base, *models, **settings)
+    assert same_bits(merged["mask"], INFINITE.to(dtype))
+    assert not same_bits(merged["layer.weight"], base["layer.weight"].to(dtype))
+    in_memory = dare.dare_merge(base, models, DareConfig(**settings))
+    assert all(same_bits(in_memory[name], merged[name]) for name in merged)
+    run("verify", "-q", tmp_path / "merged.safetensors")
+    run("analyze", "-q", "-b", tmp_path / "base.safetensors", "-m", tmp_path / "m1.safetensors")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("config", [{}, KEEP], ids=str)
+def test_other_values_that_are_not_finite_are_refused_even_if_all_have_them(
+    tmp_path: Path, value: float, config: dict[str, Any]
+) -> None:
+    broken = random_model() | {"mask": torch.tensor([1.0, value])}
+    with pytest.raises(DareError, match="'mask' holds") as caught:
+        merge(tmp_path, broken, broken, **config)
+    assert "broken" in caught.value.hint
+    with pytest.raises(DareError, match="'mask'"):
+        dare.dare_merge(broken, [broken], DareConfig(**config))
+
+
+def test_masks_that_differ_are_refused_with_the_rule_that_keeps_the_bases(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = random_model()
+    other = {"mask": INFINITE.T.contiguous()}
+    paths = save(tmp_path, base=base | {"mask": INFINITE}, model=base | other)
+    words = check_refused(*paths, "'mask' holds -inf at [0, 1]", "--rule 'mask:lambda_coeff=0'")
+    assert "such a model is broken" not in words
+
+
+def test_values_that_the_output_cannot_hold_are_no_mask(tmp_path: Path) -> None:
+    base = random_model() | {"mask": torch.tensor([1e5, -torch.inf])}
+    with pytest.raises(DareError, match="'mask'"):
+        merge(tmp_path, base, finetune(random_model(), 1) | {"mask": base["mask"]}, dtype="float16")

@@ -75,7 +75,7 @@ def name_files(word: str) -> Iterator[tuple[Any, ...]]:
         (1, "verify", at("empty", "")),
         (1, "verify", at("base")),
         (2, *merge, at("model"), "-o", at("model")),
-        (1, *merge, at("model"), "-o", at("no", "/x.safetensors")),
+        (0, *merge, at("model"), "-o", at("no", "/x.safetensors")),
         (2, *merge, at("model"), "-o", at("x", ".bin")),
         (1, *merge, at("model"), "-o", at("nan")),
         *((1, *merge, path) for path in wrong),

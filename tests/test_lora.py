@@ -538,7 +538,7 @@ def test_an_adapter_whose_settings_make_no_sense_is_refused(
 def test_a_pattern_that_takes_for_ever_is_refused_and_the_same_without_a_loop_is_not(
     tmp_path: Path, monkeypatch: Patch, check_refused: Refusal
 ) -> None:
-    monkeypatch.setattr("darelib.models.peft.PATTERN_SECONDS", 1.0)
+    monkeypatch.setattr("darelib.models.patterns.PATTERN_SECONDS", 1.0)
     module = "a" * 60
     [base] = save(tmp_path, base={f"{module}.weight": torch.randn(8, 16)})
     tensors = low_rank(module, (8, 16))

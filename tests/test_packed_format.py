@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from xxhash import xxh3_64_intdigest
 
 import darelib.commands.pack.packer
 import darelib.models.packed
@@ -122,10 +122,10 @@ EDITS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "true counts": put("counts", [False] * 4),
     "counts from 1": put("counts", lambda c: [1, *c[1:]]),
     "less in all": put("counts", lambda c: [*c[:-1], c[-1] - 1]),
-    "too few digests": put("base_crc32", lambda d: d[:-1]),
-    "digests of text": put("base_crc32", lambda d: [*map(str, d)]),
-    "a digest": put("base_crc32", 7),
-    "another digest": put("base_crc32", lambda d: [*d[:-1], d[-1] ^ 1]),
+    "too few digests": put("base_xxh3", lambda d: d[:-1]),
+    "digests of text": put("base_xxh3", lambda d: [*map(str, d)]),
+    "a digest": put("base_xxh3", 7),
+    "another digest": put("base_xxh3", lambda d: [*d[:-1], d[-1] ^ 1]),
     "another mask name": lambda t, _: t["tensors"]["w"].update(mask_name="v"),
     "no mask name": lambda t, _: t["tensors"]["w"].update(mask_name=""),
     "half a surrogate": lambda t, _: t["tensors"]["w"].update(mask_name="\ud800"),
@@ -171,7 +171,7 @@ def test_values_that_are_cut_or_broken_are_refused(
 
 
 PLACES = ["version", "mask", "seed", "base", "tensors", "w", "shape", "drop_rate", "counts"]
-PLACES += ["base_crc32"]
+PLACES += ["base_xxh3"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: (
@@ -226,7 +226,7 @@ def test_a_base_of_which_some_weights_were_changed_is_another_base(
     refused(1, words, "analyze", *flags, "-m", packed[0])
     run("verify", out, status=1)
     for path in packed:  # as it was before there were digests
-        rewrite(path, lambda table, _: table["tensors"]["w"].pop("base_crc32") and None)
+        rewrite(path, lambda table, _: table["tensors"]["w"].pop("base_xxh3") and None)
     run("-q", *merge, "--force")
 
 
@@ -287,8 +287,10 @@ def test_the_page_on_the_format_is_enough_to_read_a_packed_model(
     for name, tensor in base.items():
         data = raw(tensor).tobytes()
         size = tensor.itemsize << 20
-        blocks = [zlib.crc32(data[start : start + size]) for start in range(0, len(data), size)]
-        assert entries[name]["base_crc32"] == blocks
+        blocks = [
+            xxh3_64_intdigest(data[start : start + size]) for start in range(0, len(data), size)
+        ]
+        assert entries[name]["base_xxh3"] == blocks
     for name, (positions, values) in found.items():
         assert np.array_equal(
             positions, np.flatnonzero(mask(5, name, tuned[name].numel(), rates[name]))
@@ -307,7 +309,7 @@ def test_the_page_says_what_the_code_does() -> None:
         "shape",
         "drop_rate",
         "counts",
-        "base_crc32",
+        "base_xxh3",
         "mask_name",
     )
     assert all(f"`{field}`" in page for field in fields)

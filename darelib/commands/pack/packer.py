@@ -213,7 +213,7 @@ class Packer(JobWorker):
         for start in range(first, job.stop, COUNTED_BLOCK):
             stop = min(start + COUNTED_BLOCK, tensor.length)
             digest = digest_values(self._base, tensor.base, start, stop)
-            self.digests[tensor.name, start] = digest
+            self.digests[tensor.name, start] = digest.intdigest()
 
     def _check_finite(self, tensor: TensorPlan, start: int, raw: NDArray[Any]) -> None:
         """What is dropped is never seen again: nobody else could tell that the model is broken."""

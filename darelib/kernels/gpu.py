@@ -3,10 +3,12 @@
 There may be thousands of tensors, so whatever is done for each is done in bulk.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
-from itertools import chain, pairwise, repeat
+from itertools import chain, islice, pairwise, repeat
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -134,37 +136,17 @@ class Columns:
         self.counts = np.array(list(map(Tensor.numel, columns[0].values)))
         even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(0)
         dense = map(all, zip(*(column.dense for column in columns), strict=True))
-        # They are few, and to compare them takes long.
-        ids = list(map(id, settings))
-        _, firsts, self.picks = np.unique(ids, return_index=True, return_inverse=True)
-        distinct = [settings[row] for row in firsts]
-        weigh = weigh_for_look if settings[0].method == SLERP else self.method.weigh
-        weighed = [weigh(each, self.models, Found()) for each in distinct]
-        self.numbers = np.array(list(map(list_numbers, distinct, weighed)))
-        thresholds = [[each.thinnings[i].threshold for i in self.models] for each in distinct]
-        self.limits = (np.array(thresholds, np.uint64) << np.uint64(16)) - np.uint64(1)
-        ways = [find_way(each) for each in distinct]
+        ids = list(map(id, settings))  # they are few, and to compare them takes long
+        known = dict(zip(ids, settings, strict=True))
+        order = dict(zip(known, range(len(known)), strict=True))
+        self.distinct = list(known.values())
+        self.picks = np.array(list(map(order.__getitem__, ids)))
+        ways = {own: find_way(each) for own, each in known.items()}
         traits = [(column.shapes, column.dtypes, column.devices) for column in columns]
         alike = traits.count(traits[0]) == len(traits)
         each = chain.from_iterable(traits[:1] if alike else traits)
         find = cache(partial(find_kind, len(columns)))
-        own = map(ways.__getitem__, self.picks.tolist())
-        self.kinds = list(map(find, even.tolist(), dense, own, *each))
-
-    def fill_places(self, rows: list[int], seed: int) -> Array:
-        """Addresses, sizes, keys and limits of tensors, a row each; see PLACES."""
-        names = [self.names[row] for row in rows]
-        addresses = self.table[:, rows]
-        places = np.zeros((len(rows), PLACES.value + 3 * len(self.models)), np.uint64)
-        places[:, 0] = addresses[0]
-        places[:, 1] = addresses[-1]
-        places[:, 2] = self.counts[rows]
-        for i in self.models:
-            keys = map(mask_key, repeat(seed + i), names)
-            places[:, 5 + 3 * i] = addresses[1 + i]
-            places[:, 6 + 3 * i] = [low | high << 32 for low, high in keys]
-            places[:, 7 + 3 * i] = self.limits[self.picks[rows], i]
-        return places
+        self.kinds = list(map(find, even.tolist(), dense, map(ways.__getitem__, ids), *each))
 
 
 @lru_cache
@@ -182,7 +164,11 @@ def name_owners(device: torch.device, programs: tuple[int, ...]) -> Tensor:
 class Batch:
     """Tensors that one launch merges: all of one kind."""
 
-    def __init__(self, columns: Columns, rows: list[int], kind: tuple[Any, ...], seed: int) -> None:
+    places: Tensor
+    numbers: Tensor
+    flags: Tensor
+
+    def __init__(self, columns: Columns, rows: list[int], kind: tuple[Any, ...]) -> None:
         self.columns = columns
         self.rows = rows
         self.device, even, (self.look, exact, counts), base, *types, output = kind
@@ -207,14 +193,10 @@ class Batch:
         programs = -(-elements // (columns.group * TILE))
         self.programs = int(programs.sum())
         self.owners = name_owners(self.device, tuple(programs.tolist()))
-        places = columns.fill_places(rows, seed)
-        places[:, 3] = programs.cumsum() - programs
+        self.first_programs = programs.cumsum() - programs
+        self.first_sums: Any = 0
         if self.look == "products":
             self._place_sums(-(-elements // TILE))
-            places[:, 4] = self.first_sums
-        self.places = self._upload(places.view(np.int64))
-        self._upload_numbers(columns.numbers[columns.picks[rows]])
-        self.flags = torch.zeros(len(rows), dtype=torch.int32, device=self.device)
 
     def _place_sums(self, tiles: Array) -> None:
         """Let each tensor's sums of tiles begin at a multiple of what they take, a power of two.
@@ -230,11 +212,6 @@ class Batch:
 
     def _upload(self, values: Array) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)
-
-    def _upload_numbers(self, numbers: Array) -> None:
-        numbers[:, 3] = self.limit
-        with np.errstate(over="ignore"):  # no float32 is infinite before it is
-            self.numbers = self._upload(numbers.astype(np.float32))
 
     def _launch(self, kernel: Any, *tables: Any, **options: Any) -> None:
         with torch.cuda.device(self.device):
@@ -275,18 +252,19 @@ class Batch:
     def merge(self, products: Sequence[Any] = ()) -> None:
         """Queue the merge. products: what slerp has found, for each tensor."""
         if products:
+            weigh = self.columns.method.weigh
             rows = []
             for row, found in zip(self.rows, products, strict=True):
                 own = self.columns.settings[row]
-                weighed = self.columns.method.weigh(own, self.columns.models, Found(products=found))
-                rows.append(list_numbers(own, weighed))
-            self._upload_numbers(np.array(rows))
+                weighed = weigh(own, self.columns.models, Found(products=found))
+                rows.append(list_numbers(own, weighed, self.limit))
+            self.numbers = self._upload(round_numbers(rows))
         if self.look == "count":
-            self.numbers[:, NUMBERS.value + 2 :: 3] = self._find_floors()
+            self.numbers[: len(self.rows), NUMBERS.value + 2 :: 3] = self._find_floors()
         self._launch(merge_kernel, self.numbers, self.flags, **self.ways)
 
 
-def make_batches(columns: Columns, seed: int) -> Iterator[Batch]:
+def make_batches(columns: Columns) -> Iterator[Batch]:
     """Tensors of one kind: so many that the next batch is made while they are merged."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row, kind in enumerate(columns.kinds):
@@ -301,14 +279,82 @@ def make_batches(columns: Columns, seed: int) -> Iterator[Batch]:
             numbers = numbers.clip(max=1)  # what comes after the first waits for nothing
         starts = (np.flatnonzero(np.diff(numbers)) + 1).tolist()
         for start, stop in pairwise([0, *starts, len(rows)]):
-            yield Batch(columns, rows[start:stop], kind, seed)
+            yield Batch(columns, rows[start:stop], kind)
 
 
-def list_numbers(settings: TensorSettings, each: Coefficients) -> list[float]:
-    """Coefficients of a tensor; see NUMBERS, of which the last is not known here."""
+def upload_tables(
+    columns: Columns, batches: Sequence[Batch], seed: int
+) -> tuple[Array, list[Tensor]]:
+    """Give batches their tables, all in one upload to a device.
+
+    Gives the tensor of each flag, and the flags of each device.
+    """
+    # Each batch's begin at a multiple of 16 bytes: else Triton would compile kernels once more.
+    sizes = [-(-len(batch.rows) // 4) * 4 for batch in batches]
+    padded = (
+        batch.rows + [0] * (size - len(batch.rows))
+        for batch, size in zip(batches, sizes, strict=True)
+    )
+    order = np.array(list(chain.from_iterable(padded)))
+    places = fill_places(columns, order, seed)
+    weigh = weigh_for_look if batches[0].look == "products" else columns.method.weigh
+    rows = [
+        list_numbers(each, weigh(each, columns.models, Found()), 0) for each in columns.distinct
+    ]
+    numbers = np.array(rows)[columns.picks[order]]
+    start = 0
+    for batch, size in zip(batches, sizes, strict=True):
+        own = slice(start, start + len(batch.rows))
+        places[own, 3] = batch.first_programs
+        places[own, 4] = batch.first_sums
+        numbers[own, 3] = batch.limit
+        start += size
+    parts = (places, round_numbers(numbers), np.zeros((len(order), 1), np.int32))
+    words = np.concatenate([part.view(np.int32).reshape(-1) for part in parts])
+    host: Any = torch.from_numpy(words)
+    all_flags = []
+    for device in {batch.device for batch in batches}:
+        first, second, flags = host.to(device, non_blocking=True).split(
+            [part.nbytes // 4 for part in parts]
+        )
+        tables = (
+            first.view(torch.int64).view(places.shape).split(sizes),
+            second.view(torch.float32).view(numbers.shape).split(sizes),
+            flags.split(sizes),
+        )
+        for batch, *own_tables in zip(batches, *tables, strict=True):
+            if batch.device == device:
+                batch.places, batch.numbers, batch.flags = own_tables
+        all_flags.append(flags)
+    return order, all_flags
+
+
+def fill_places(columns: Columns, order: Array, seed: int) -> Array:
+    """Addresses, sizes, keys and limits of tensors, a row each; see PLACES."""
+    names = list(map(columns.names.__getitem__, order.tolist()))
+    addresses = columns.table[:, order]
+    places = np.zeros((len(order), PLACES.value + 3 * len(columns.models)), np.uint64)
+    places[:, 0] = addresses[0]
+    places[:, 1] = addresses[-1]
+    places[:, 2] = columns.counts[order]
+    for i in columns.models:
+        keys = map(mask_key, repeat(seed + i), names)
+        limits = [(each.thinnings[i].threshold << 16) - 1 for each in columns.distinct]
+        places[:, 5 + 3 * i] = addresses[1 + i]
+        places[:, 6 + 3 * i] = [low | high << 32 for low, high in keys]
+        places[:, 7 + 3 * i] = np.array(limits, np.uint64)[columns.picks[order]]
+    return places
+
+
+def list_numbers(settings: TensorSettings, each: Coefficients, limit: float) -> list[float]:
     models = zip(each.scales, each.weights, each.floors, strict=True)
-    whole = [settings.lambda_coeff, each.base_share, each.first_share, 0.0]
-    return [*whole, *chain.from_iterable(models)]
+    shares = (each.base_share, each.first_share)
+    return [settings.lambda_coeff, *shares, limit, *chain.from_iterable(models)]
+
+
+def round_numbers(rows: Any) -> Array:
+    with np.errstate(over="ignore"):  # no float32 is infinite before it is
+        return np.asarray(rows).astype(np.float32)
 
 
 def merge_columns(columns: Columns, seed: int) -> int | None:
@@ -316,21 +362,24 @@ def merge_columns(columns: Columns, seed: int) -> int | None:
 
     The GPU is waited for once, at the end; where slerp must look first, once more.
     """
-    batches: list[Batch] = []
+    batches = make_batches(columns)
+    flags: list[tuple[Array, list[Tensor]]] = []
     looking: list[tuple[Batch, Tensor]] = []
-    for batch in make_batches(columns, seed):  # while those before it are under way
-        batches.append(batch)
-        if batch.look == "products":
-            looking.append((batch, batch.find_products()))
-        else:
-            batch.merge()
+    # The first is under way while others are made.
+    while part := list(islice(batches, None if flags else 1)):
+        flags.append(upload_tables(columns, part, seed))
+        for batch in part:
+            if batch.look == "products":
+                looking.append((batch, batch.find_products()))
+            else:
+                batch.merge()
     found = [products.tolist() for _, products in looking]
     for (batch, _), products in zip(looking, found, strict=True):
         batch.merge(products)
     broken = [
         row
-        for batch in batches
-        for row, flag in zip(batch.rows, batch.flags.tolist(), strict=True)
-        if flag
+        for order, all_flags in flags
+        for each in all_flags
+        for row in order[each.cpu().numpy() != 0]
     ]
-    return min(broken, default=None)
+    return int(min(broken)) if broken else None

@@ -95,6 +95,26 @@ class LastDigest(threading.local):
     place = (0, 0)  # the first element of the part, and the one after its last
     digest = xxhash.xxh3_64()  # of the block up to there
 
+    def follow(
+        self,
+        model: Input,
+        info: TensorInfo,
+        begin: int,
+        place: tuple[int, int],
+        part: NDArray[np.uint8],
+    ) -> int:
+        """The digest of a block of the base from its beginning. part: its values at a place."""
+        if self.place != place or self.info is not info:
+            start, _ = place
+            if start == begin:
+                self.digest = xxhash.xxh3_64()
+            elif self.place[1] != start or self.info is not info:  # somebody else read the start
+                self.digest = digest_values(model, info, begin, start)
+            self.info = info
+            self.place = place
+            self.digest.update(part.data)
+        return self.digest.intdigest()
+
 
 LAST: Final = LastDigest()
 
@@ -237,7 +257,7 @@ class PackedModel(Checkpoint):
             and info.base.dtype == info.dtype
             and start % TILE == 0
         ):
-            self._compare_base(info, start, base[: len(into)])
+            compare_base(self, self._base, info, start, base[: len(into)])
             raw = FORMATS[info.dtype].raw
             self._fill_blocks(info, start, base[: len(into)].view(raw), into.view(raw))
         else:
@@ -258,45 +278,8 @@ class PackedModel(Checkpoint):
             return
         raw = np.empty(len(values) * FORMATS[info.base.dtype].itemsize, np.uint8)
         base = read_as(info.dtype, self._base, info.base, first, len(values), raw)
-        self._compare_base(info, first, raw)
+        compare_base(self, self._base, info, first, raw)
         self._fill_blocks(info, first, base, values)
-
-    def _compare_base(self, info: PackedTensor, first: int, raw: NDArray[np.uint8]) -> None:
-        """Refuse other values of the base than it was packed against, once a block is complete.
-
-        raw: the base's, from an element on.
-        """
-        if not info.digests:
-            return
-        itemsize = FORMATS[info.base.dtype].itemsize
-        stop = first + len(raw) // itemsize
-        for begin in range(first - first % COUNTED_BLOCK, stop, COUNTED_BLOCK):
-            digest = info.digests[begin // COUNTED_BLOCK]
-            start = max(begin, first)
-            end = min(begin + COUNTED_BLOCK, stop)
-            part = raw[(start - first) * itemsize : (end - first) * itemsize]
-            found = self._digest_up_to(info.base, begin, start, end, part)
-            if end in (begin + COUNTED_BLOCK, info.count) and found != digest:
-                name = next(name for name, each in self.tensors.items() if each is info)
-                raise DareError(
-                    f"{self.name!r} was packed against another base than {self._base.name!r}: "
-                    f"tensor {name!r} differs at {info.place_of(begin)} or after it",
-                    BASE_HINT,
-                )
-
-    def _digest_up_to(
-        self, info: TensorInfo, begin: int, start: int, end: int, part: NDArray[np.uint8]
-    ) -> int:
-        """The digest of a block of the base from its beginning. part: its values from start on."""
-        if LAST.place != (start, end) or LAST.info is not info:
-            if start == begin:
-                LAST.digest = xxhash.xxh3_64()
-            elif LAST.place[1] != start or LAST.info is not info:  # somebody else read the start
-                LAST.digest = digest_values(self._base, info, begin, start)
-            LAST.info = info
-            LAST.place = start, end
-            LAST.digest.update(part.data)
-        return LAST.digest.intdigest()
 
     def _fill_blocks(
         self, info: PackedTensor, first: int, base: NDArray[Any], values: NDArray[Any]
@@ -334,6 +317,32 @@ class PackedModel(Checkpoint):
         if kept > len(entries) or (is_end and kept != len(entries)):
             raise DareError(
                 f"{self.name!r} does not hold the entries that its mask keeps", AGAIN_HINT
+            )
+
+
+def compare_base(
+    model: PackedModel, base: Input, info: PackedTensor, first: int, raw: NDArray[np.uint8]
+) -> None:
+    """Refuse other values of the base than it was packed against, once a block is complete.
+
+    raw: the base's, from an element on.
+    """
+    if not info.digests:
+        return
+    itemsize = FORMATS[info.base.dtype].itemsize
+    stop = first + len(raw) // itemsize
+    for begin in range(first - first % COUNTED_BLOCK, stop, COUNTED_BLOCK):
+        digest = info.digests[begin // COUNTED_BLOCK]
+        start = max(begin, first)
+        end = min(begin + COUNTED_BLOCK, stop)
+        part = raw[(start - first) * itemsize : (end - first) * itemsize]
+        found = LAST.follow(base, info.base, begin, (start, end), part)
+        if end in (begin + COUNTED_BLOCK, info.count) and found != digest:
+            name = next(name for name, each in model.tensors.items() if each is info)
+            raise DareError(
+                f"{model.name!r} was packed against another base than {base.name!r}: "
+                f"tensor {name!r} differs at {info.place_of(begin)} or after it",
+                BASE_HINT,
             )
 
 

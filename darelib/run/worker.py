@@ -138,7 +138,7 @@ class Worker(JobWorker):
             self._reader.load(tensor, start, count, buffers, tensor.encoding.rereads)
             kernel(buffers, count, len(tensor.finetuned), start // TILE)
             look.add_chunk(start, count, buffers)
-        if not np.isfinite(self._peaks(tensor, buffers)).all():
+        if not np.isfinite(find_peaks(tensor, buffers)).all():
             self._keep_base(job, buffers)
             self._look(job, buffers, look, number)
 
@@ -173,14 +173,14 @@ class Worker(JobWorker):
                 self._take_base(tensor, start, count, buffers)
             writer.add(buffers.output, buffers.base, count)
         writer.finish()
-        peaks = self._peaks(tensor, buffers)
+        peaks = find_peaks(tensor, buffers)
         if not np.isfinite(peaks).all():  # of what was dropped
             self._keep_base(job, buffers)
             return self._merge(job, buffers, write)
         if not peaks[models] < FORMATS[tensor.spec.output].limit:
             self._explain_non_finite(job, buffers)
         rows = () if tensor.buffer else tensor.models  # statistics are of weights
-        tallies = {i: self._tally(job, buffers, row, peaks[row]) for row, i in enumerate(rows)}
+        tallies = {i: make_tally(job, buffers, row, peaks[row]) for row, i in enumerate(rows)}
         return Outcome(tensor.name, job.start, job.bytes_read, tallies)
 
     def _describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
@@ -210,36 +210,6 @@ class Worker(JobWorker):
         whole["threshold"] = self.plan.config.delta_threshold
         has_values = any(not info.is_delta for _, info in tensor.finetuned)
         whole["exact"] = settings.returns_model and has_values
-
-    def _peaks(self, tensor: TensorPlan, buffers: Buffers) -> NDArray[np.float64]:
-        """The largest |delta| of each model and, where it is merged, the largest of the result."""
-        real = FORMATS[tensor.spec.real]
-        patterns = [*buffers.models["peak"][: len(tensor.finetuned)], buffers.tensor["peak"][0]]
-        return np.array(patterns, real.raw).view(real.real).astype(np.float64)
-
-    def _tally(self, job: Job, buffers: Buffers, row: int, peak: float) -> Tally:
-        i, info = job.tensor.finetuned[row]
-        found = buffers.models[row]
-        count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
-        rate = job.tensor.settings.thinnings[i].keep_rate
-        share = rate
-        if found["bounded"]:
-            share = (found["low"] == 0) * found["at_low"] / (1 << MASK_BITS)
-        # What stands in for rows that it lacks, deltas of 0, is not its own.
-        lacking = (job.stop - job.start - count) * share
-        kept = int(found["kept"]) - round(lacking)
-        if job.tensor.is_thinned(row):  # a part of all, so that the parts add up
-            kept = round(info.share * (job.start + count)) - round(info.share * job.start)
-        known = info.share or 1.0  # of its deltas, which stand for all
-        return Tally(
-            parameters=count,
-            sum=float(found["size"]) / known,
-            peak=float(peak),
-            above=round(int(found["above"]) / known),
-            kept=min(count, max(0, kept)),
-            expected=count * rate,
-            base_sum=float(buffers.tensor["base_size"][0]),
-        )
 
     def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor = job.tensor
@@ -301,6 +271,38 @@ class Worker(JobWorker):
             f"{tensor.output.dtype}",
             "lower lambda_coeff, the weights or the drop rate, or choose a wider dtype",
         )
+
+
+def find_peaks(tensor: TensorPlan, buffers: Buffers) -> NDArray[np.float64]:
+    """The largest |delta| of each model and, where it is merged, the largest of the result."""
+    real = FORMATS[tensor.spec.real]
+    patterns = [*buffers.models["peak"][: len(tensor.finetuned)], buffers.tensor["peak"][0]]
+    return np.array(patterns, real.raw).view(real.real).astype(np.float64)
+
+
+def make_tally(job: Job, buffers: Buffers, row: int, peak: float) -> Tally:
+    i, info = job.tensor.finetuned[row]
+    found = buffers.models[row]
+    count = max(0, min(job.stop, info.count) - job.start)  # what the model has of it
+    rate = job.tensor.settings.thinnings[i].keep_rate
+    share = rate
+    if found["bounded"]:
+        share = (found["low"] == 0) * found["at_low"] / (1 << MASK_BITS)
+    # What stands in for rows that it lacks, deltas of 0, is not its own.
+    lacking = (job.stop - job.start - count) * share
+    kept = int(found["kept"]) - round(lacking)
+    if job.tensor.is_thinned(row):  # a part of all, so that the parts add up
+        kept = round(info.share * (job.start + count)) - round(info.share * job.start)
+    known = info.share or 1.0  # of its deltas, which stand for all
+    return Tally(
+        parameters=count,
+        sum=float(found["size"]) / known,
+        peak=float(peak),
+        above=round(int(found["above"]) / known),
+        kept=min(count, max(0, kept)),
+        expected=count * rate,
+        base_sum=float(buffers.tensor["base_size"][0]),
+    )
 
 
 def explain_quantised(tensor: TensorPlan, name: str) -> DareError:

@@ -167,7 +167,7 @@ RESULTS = {
     "measure": (7, 0),
     "rank": (4, 5),
     "pack": (2, 7),
-    "unpack": (0, 7),
+    "unpack": (2, 7),
     "expand": (2, 99),
 }
 

@@ -23,6 +23,7 @@ from tests.support import (
     run_merge,
     same_bits,
     save,
+    tune,
 )
 
 MEAN = "bn.running_mean"
@@ -204,6 +205,18 @@ def test_a_mask_of_infinities_is_kept_if_all_have_it_or_a_rule_says_so(
     assert all(same_bits(in_memory[name], merged[name]) for name in merged)
     run("verify", "-q", tmp_path / "merged.safetensors")
     run("analyze", "-q", "-b", tmp_path / "base.safetensors", "-m", tmp_path / "m1.safetensors")
+
+
+def test_several_threads_find_out_that_a_tensor_is_a_mask(tmp_path: Path) -> None:
+    """Its infinities are at its end, in many jobs at once."""
+    tune(job_elements=1 << 14, max_chunk=1 << 14, min_chunk=1 << 14)
+    base = random_model() | {"mask": torch.zeros(1024, 1024)}
+    base["mask"][-256:] = -torch.inf
+    changed = finetune(random_model(), 1) | {"mask": base["mask"]}
+    paths = save(tmp_path, base=base, math=changed)
+    for _ in range(3):
+        run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", threads=8)
+    assert same_bits(load_file(tmp_path / "out.safetensors")["mask"], base["mask"])
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -13,6 +13,7 @@ from darelib.core.drops import Thinning
 from darelib.core.formats import FORMATS, widen
 from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
+from darelib.kernels.plain import encode
 from darelib.kernels.records import Buffers
 from darelib.models.tensors import Input, TensorInfo
 from darelib.plan.plan import MergePlan
@@ -89,6 +90,12 @@ class Reader:
                 return False
             is_mask |= any(values.min() == -np.inf for values in (base, *models))
         return is_mask
+
+    def take_base(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
+        """Put the base's values where a kernel puts its result."""
+        raw = read(self._base, tensor.base, start, count, buffers.base)
+        values = encode(widen(raw, tensor.base.dtype), tensor.spec.output).view(np.uint8)
+        buffers.output[: len(values)] = values
 
     def _list_ranked(self, tensor: TensorPlan) -> list[int]:
         """The rows of models whose drops want ranks."""

@@ -18,7 +18,6 @@ from darelib.core.methods import METHODS, Coefficients, Found, Look, weigh_for_l
 from darelib.core.text import DareError
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
-from darelib.kernels.plain import encode
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
 from darelib.models.tensors import Target, TensorInfo
@@ -170,7 +169,7 @@ class Worker(JobWorker):
                 self._keep_base(job, buffers)
                 return self._merge(job, buffers, write)
             if tensor.name in self._reader.kept:
-                self._take_base(tensor, start, count, buffers)
+                self._reader.take_base(tensor, start, count, buffers)
             writer.add(buffers.output, buffers.base, count)
         writer.finish()
         peaks = find_peaks(tensor, buffers)
@@ -230,20 +229,17 @@ class Worker(JobWorker):
             raise explain_quantised(tensor, self.models[min(outcome.differing)].name)
         return outcome
 
-    def _take_base(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
-        """Put the base's values where a kernel puts its result."""
-        raw = read(self.base, tensor.base, start, count, buffers.base)
-        values = encode(widen(raw, tensor.base.dtype), tensor.spec.output).view(np.uint8)
-        buffers.output[: len(values)] = values
-
     def _keep_base(self, job: Job, buffers: Buffers) -> None:
         """Take the base's tensor as it is if it is a mask; any other value that is not finite is an
         error.
         """
         whole = replace(job, start=0, stop=job.tensor.length)
-        if not self._reader.keeps_base(job.tensor, self.chunks(whole), buffers):
+        kept = self._reader.kept
+        is_mask = self._reader.keeps_base(job.tensor, self.chunks(whole), buffers)
+        # Another thread may have found out meanwhile: then zeros were read here.
+        if not is_mask and job.tensor.name not in kept:
             self._explain_non_finite(job, buffers)
-        self._reader.kept.add(job.tensor.name)
+        kept.add(job.tensor.name)
 
     def _explain_non_finite(self, job: Job, buffers: Buffers) -> NoReturn:
         """Name the first value that no merge can use.

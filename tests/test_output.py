@@ -1,8 +1,10 @@
 """Output directories: what is in them, how they are split, what they may replace, and that inputs
 are never touched."""
 
+import html
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -219,7 +221,7 @@ def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, no_output: An
     pair = (save_directory(tmp_path / "base", base, model_type="x"), tuned)
     for path in (*pair, save_directory(tmp_path / "bare", base)):
         name = "LICENSE" if path.name == "bare" else "tokenizer_config.json"
-        fill(path, {name: path.name, "LICENSE": path.name})
+        fill(path, {name: f'"{path.name}"', "LICENSE": path.name})
     fill(pair[0], {"vocab.txt": "of the base only", "assets/some.model": "base"})
     vocabulary = {"model": {"vocab": {f"t{k}": k for k in range(40)}}}
     beyond = {"added_tokens": [{"id": 41, "content": "x"}]}
@@ -244,7 +246,7 @@ def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, no_output: An
             "tokenizer.json",
             "tokenizer_config.json",
         }
-        assert (folder / "tokenizer_config.json").read_text() == "math"
+        assert (folder / "tokenizer_config.json").read_text() == '"math"'
         assert (folder / "LICENSE").read_text() == "base"
 
 
@@ -258,6 +260,31 @@ def test_the_model_card_has_front_matter_and_the_recipe(pair: Pair, tmp_path: Pa
     assert card.data.base_model_relation == "merge"
     with safe_open(out / "model.safetensors", framework="pt") as file:
         assert f"```toml\n{file.metadata()['dare_recipe']}```" in card.text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="such names are not allowed there")
+@pytest.mark.parametrize("packed", [False, True])
+def test_names_in_a_model_card_are_no_markup(tmp_path: Path, packed: bool) -> None:
+    import yaml
+
+    name = "a`b|c]<img src=x>\n---\n# \U0001f600\\"
+    shown = name.replace("\n", "\\n")
+    base = random_model(dtype=BF16)
+    paths = [
+        save_directory(tmp_path / name, base),
+        save_directory(tmp_path / f"{name}2", finetune(base, 1)),
+    ]
+    command = "pack" if packed else "merge"
+    run(command, "-q", "-b", paths[0], "-m", paths[1], "-o", tmp_path / "out")
+    _, front, text = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
+    named = yaml.safe_load(front)["base_model"]
+    assert named == (shown if packed else [shown, f"{shown}2"])
+    prose = text.partition("```")[0]
+    assert not re.search("<img|a`b|^---$", prose, re.M)
+    spans = re.findall("<code>(.*?)</code>", prose)
+    assert {html.unescape(span) for span in spans} == {shown, f"{shown}2"}
+    assert not {*"`|<[*_"} & {*"".join(spans)}
+    assert all(row.count("|") == 6 for row in prose.splitlines() if row.startswith("|"))
 
 
 RULE = {"match": "*bias", "drop_rate": 0.5}

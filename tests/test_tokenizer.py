@@ -304,6 +304,23 @@ def test_hostile_tokenizers_take_neither_time_nor_memory(
     assert time.process_time() - started < 5
 
 
+@pytest.mark.parametrize("words", [("merge",), ("merge", "--tokenizer", "union"), ("pack",)])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("wrong", [b"}", b"\xff"])
+def test_what_is_no_json_is_not_published(
+    family: Models,
+    tmp_path: Path,
+    refused: Refusal,
+    words: tuple[str, ...],
+    name: str,
+    wrong: bytes,
+) -> None:
+    base, _, tool = family
+    path = (tool if words == ("pack",) else base) / name
+    path.write_bytes(path.read_bytes() + wrong)
+    refused(1, name, *words, "-b", base, "-m", tool, "-o", tmp_path / "out")
+
+
 def test_templates_of_any_form_are_kept(family: Models, tmp_path: Path) -> None:
     base, _, tool = family
     out = tmp_path / "out"

@@ -2,12 +2,14 @@
 configuration.
 """
 
+import codecs
 import errno
 import hashlib
 import io
 import json
 import os
 import re
+import string
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,13 +19,20 @@ from darelib.core.drops import DROPS, L1, NONE, RANDOM, Thinning
 from darelib.core.families import find_merge_method
 from darelib.core.mask import MASK_NAME
 from darelib.core.methods import METHODS, TensorSettings
-from darelib.core.text import ConfigError, DareError, as_text, count_of
+from darelib.core.text import ConfigError, DareError, as_text, count_of, printable
 from darelib.core.tomlfile import MAX_TOML
-from darelib.models.checkpoint import WEIGHTS_FILE, Checkpoint, find_modules
+from darelib.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, find_modules
 from darelib.models.source import RECIPE_FILE, Source, check_links, recorded_name
-from darelib.models.tensorfile import MAX_JSON, TensorInfo, open_regular
+from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
+from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE
 from darelib.output.destination import RECIPE_KEY, digest_of, is_weights, list_files
-from darelib.output.tokenizer import SideFiles, TokenizerChoice
+from darelib.output.tokenizer import (
+    GENERATION_FILE,
+    SPECIAL_MAP,
+    TOKENIZER_CONFIG,
+    SideFiles,
+    TokenizerChoice,
+)
 from darelib.plan.plan import find_seeds
 from darelib.plan.tensors import PlannedFile
 
@@ -31,6 +40,9 @@ RECIPE_SEAL: Final = "# SHA-256 of what is above: "
 UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"
 CARD_FILE: Final = "README.md"
 TYPE_KEYS: Final = ("dtype", "torch_dtype")
+PIECE: Final = 1 << 20  # bytes
+# What every loader parses.
+TABLES: Final = (CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, SPECIAL_MAP)
 # Besides weights: what belongs to the base's own page or training, and not to a merged model.
 NOT_COPIED: Final = re.compile(
     r"(?i)\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json"
@@ -50,7 +62,7 @@ tags:
 
 # A DARE merge of {count}
 
-Merged from `{base}` and models fine-tuned from it by {drops} {method}.
+Merged from {base} and models fine-tuned from it by {drops} {method}.
 
 | model | seed | dropped | kept deltas are divided by | weight |
 | --- | --- | --- | --- | --- |
@@ -136,6 +148,33 @@ def update_config(
     except RecursionError:
         raise DareError(f"{name!r} is nested too deeply", "fix it") from None
     return written.getvalue().encode() + b"\n"
+
+
+def check_tables(side: SideFiles) -> None:
+    """Refuse what loaders could not parse, whether it was copied or put together."""
+    for name in filter(side.__contains__, TABLES):
+        content = side[name]
+        try:
+            if isinstance(content, Path):
+                with open_regular(content) as file:
+                    content = file.read(MAX_TOKENIZER + 1)
+            check_json(content)
+        except (ValueError, RecursionError) as error:
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+            raise DareError(
+                f"{name!r} of the output would be no JSON: {reason}", AGAIN_HINT
+            ) from None
+
+
+def check_json(data: bytes) -> None:
+    """Refuse what is no JSON, in as little memory as a tokenizer of some ten megabytes allows."""
+    if len(data) > MAX_TOKENIZER:
+        raise ValueError("it is larger than any model's")
+    pieces = (data[start : start + PIECE] for start in range(0, len(data), PIECE))
+    for _ in codecs.iterdecode(pieces, "utf-8"):
+        pass
+    # What is UTF-8 has the same syntax as Latin-1, which needs a quarter of the memory.
+    json.loads(data.decode("latin-1"), object_pairs_hook=lambda _: None)
 
 
 def make_index(tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]) -> bytes:
@@ -255,7 +294,8 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
     rows = []
     for i, name in enumerate(models):
         thinned = describe_thinning(settings.thinnings[i])
-        rows.append(f"| `{name}` | {seeds[i]} | {thinned} | {method.show_weight(settings, i)} |")
+        weight = method.show_weight(settings, i)
+        rows.append(f"| {as_code(name)} | {seeds[i]} | {thinned} | {weight} |")
     mergekit = describe_for_mergekit(settings, {thinning.drop for thinning in used})
     remarks = (
         (
@@ -275,9 +315,9 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
         ),
     )
     return CARD.format(
-        models="\n".join(f"- {json.dumps(name)}" for name in dict.fromkeys([base, *models])),
+        models="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys([base, *models])),
         count=count_of(len(models), "model"),
-        base=base,
+        base=as_code(base),
         drops=describe_drops(used),
         method=method.card(settings),
         table="\n".join(rows),
@@ -340,5 +380,18 @@ def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> s
 
 def card_name(source: Source) -> str:
     """What a card calls a model: its name on the Hub, or the last part of its path."""
-    name = recorded_name(source)
+    name = printable(recorded_name(source))
     return name.partition("@")[0] if "/" in name else name.removesuffix(".safetensors")
+
+
+def as_code(name: str) -> str:
+    """A printable name in Markdown, also in a table: no sign in it is markup."""
+    if not {"`", "|"} & {*name}:
+        return f"`{name}`"
+    signs = (f"&#{ord(sign)};" if sign in string.punctuation else sign for sign in name)
+    return f"<code>{''.join(signs)}</code>"
+
+
+def as_yaml(name: str) -> str:
+    """A printable name in YAML: a string of JSON but for pairs of surrogates, which it lacks."""
+    return json.dumps(name, ensure_ascii=False)

@@ -46,6 +46,7 @@ from darelib.output.directory import (
     CARD_FILE,
     TYPE_KEYS,
     add_recipe,
+    check_tables,
     find_side_files,
     list_tables,
     make_index,
@@ -211,6 +212,7 @@ def make_side_files(
     if plan.files[0].name != WEIGHTS_FILE:
         outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
         side[INDEX_FILE] = make_index(outputs, plan.files)
+    check_tables(side)
     side[CARD_FILE] = model_card(plan.config, inputs, plan.recipe).encode()
     add_recipe(side, plan.config, inputs, version, plan.tokenizer, plan.files)
     return dict(sorted(side.items())), notes

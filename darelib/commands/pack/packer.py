@@ -42,7 +42,15 @@ from darelib.output.destination import (
     explain_place_errors,
     find_output,
 )
-from darelib.output.directory import CARD_FILE, add_recipe, card_name, find_side_files
+from darelib.output.directory import (
+    CARD_FILE,
+    add_recipe,
+    as_code,
+    as_yaml,
+    card_name,
+    check_tables,
+    find_side_files,
+)
 from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
@@ -300,14 +308,15 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
 def make_side_files(plan: FilePlan, inputs: Sequence[Checkpoint], file: PlannedFile) -> SideFiles:
     """What lies beside the model itself, with a card and a recipe that say how it was packed."""
     side: SideFiles = dict(find_side_files(inputs[1].folder))
+    check_tables(side)
     base, model = (card_name(i.source) for i in inputs)
     rate = plan.config.general(1).drop_rates[0]
     side[CARD_FILE] = (
-        f"---\nbase_model: {json.dumps(base)}\ntags:\n- dare\n- packed\n---\n\n"
-        f"# {model}, packed\n\n"
-        f"What a drop rate of {rate:g} leaves of `{model}`, a fine-tune of `{base}`: the kept "
-        "entries of its tensors. It is an input for DARE merges with this base, at drop rates "
-        f"from {rate:g} up, and is not loaded by itself.\n"
+        f"---\nbase_model: {as_yaml(base)}\ntags:\n- dare\n- packed\n---\n\n"
+        f"# {as_code(model)}, packed\n\n"
+        f"What a drop rate of {rate:g} leaves of {as_code(model)}, a fine-tune of "
+        f"{as_code(base)}: the kept entries of its tensors. It is an input for DARE merges with "
+        f"this base, at drop rates from {rate:g} up, and is not loaded by itself.\n"
     ).encode()
     add_recipe(side, plan.config, inputs, __version__, TokenizerChoice(), [file], packed=True)
     return side

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -23,12 +24,14 @@ from dare import AnalysisReport, DareConfig, DareError
 from darelib.commands.analyze.measure import kind_of, layer_of
 from darelib.commands.analyze.report import DeltaStats
 from darelib.config import Rule
+from tests.scene import launch
 from tests.support import (
     BF16,
     F16,
     F32,
     F64,
     HERE,
+    POSIX,
     Capture,
     Config,
     Models,
@@ -680,6 +683,21 @@ def test_a_suggestion_keeps_what_changes_over_the_layers(models: Models, tmp_pat
     run("-c", suggested, *engine)
     before, after = (tomllib.loads(path.read_text())["rules"] for path in (config, suggested))
     assert before == after
+
+
+@POSIX
+@pytest.mark.parametrize("command", ["analyze", "merge"])
+def test_what_is_left_when_a_configuration_is_written_is_removed_by_the_next(
+    example: list[Any], tmp_path: Path, command: str
+) -> None:
+    words = [command, *example[1:], "-q", "--write-config", tmp_path / "a.toml"]
+    before = snapshot(tmp_path)
+    killed = launch("os.fsync = lambda _: os.kill(os.getpid(), 9)", *words)
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob("a.toml.partial-*/output"))) == 1
+    run(*words)
+    assert {*snapshot(tmp_path)} - {*before} == {"a.toml"}
 
 
 @pytest.mark.parametrize("command", ["analyze", "merge"])

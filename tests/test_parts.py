@@ -140,6 +140,31 @@ def test_parts_that_run_at_the_same_time_and_one_that_is_killed(
     ]
 
 
+@POSIX
+@pytest.mark.parametrize("flags", [["--part", "1/3"], ["--part", "2/3"], ["--resume"], []])
+def test_what_a_part_left_that_was_killed_when_it_began_is_removed_by_the_next_run(
+    tmp_path: Path, whole: Contents, run: Run, flags: list[str]
+) -> None:
+    dying = "from darelib.output.files import Journal\n"
+    dying += "Journal.append = lambda *_: os.kill(os.getpid(), 9)"
+    killed = launch(dying, *arguments(tmp_path, "--part", "1/3"))
+    killed.communicate(timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    [left] = tmp_path.glob("out.partial*")
+    if flags == ["--part", "2/3"]:  # where another part has made the folder meanwhile
+        left = left.rename(tmp_path / "aside")
+        assert run("--part", "2/3") == 0
+        left = left.rename(tmp_path / "out.partial.0123abcd")
+    used = Lock(tmp_path / "out.partial.01234567", "out")  # by a process that lives
+    other = Lock(tmp_path / "out.partial.x.partial", "out.partial.x")
+    (other.folder / "journal").write_text("of another merge, which can be resumed")
+    other.release(keep=True)
+    assert run(*flags) == 0
+    assert not left.exists()
+    assert (used.folder.exists(), other.folder.exists()) == (True, True)
+    used.release(keep=False)
+
+
 def test_a_part_that_begins_again_while_it_runs_takes_the_journal_and_stops_nobody(
     tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
 ) -> None:

@@ -8,7 +8,6 @@ import ctypes
 import io
 import itertools
 import os
-import secrets
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -38,6 +37,7 @@ from darelib.output.files import (
     try_lock,
     write_synced,
 )
+from darelib.output.scratch import make_scratch, remove_abandoned
 from darelib.plan.tensors import PlannedFile
 
 # In the folder beside the destination, for an instant: the model that is replaced.
@@ -121,6 +121,7 @@ class Output(Files):
         self.done: list[Any] = []  # by earlier runs
         keep = True  # what an earlier run left, until it is known to be of no use
         try:
+            remove_abandoned(name_scratch(self.folder), self.lock.path)
             self._restore_replaced()
             if not self._continue(identity):
                 keep = False
@@ -288,6 +289,7 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
                 f"another merge is writing {destination.name!r}", "wait, or give another output"
             )
         check_same_merge(Journal(folder / JOURNAL_FILE), identity, folder)
+        remove_abandoned(name_scratch(folder), folder / LOCK_FILE)
         yield
     finally:
         os.close(descriptor)
@@ -295,8 +297,8 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
 
 def make_folder(folder: Path, identity: dict[str, Any]) -> None:
     """Make the folder of an output elsewhere and give it its name, unless somebody was faster."""
-    new = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
-    try:
+    with make_scratch(name_scratch(folder)) as scratch:
+        new = scratch / MADE
         os.mkdir(new, PRIVATE)
         os.mkdir(new / MADE)
         write_synced(new / LOCK_FILE, 0, [f"{LOCK_WORDS} {os.getpid()}\n".encode()])
@@ -304,8 +306,11 @@ def make_folder(folder: Path, identity: dict[str, Any]) -> None:
         sync_directory(new)
         with suppress(OSError):
             os.rename(new, folder)
-    finally:
-        remove(new)
+
+
+def name_scratch(folder: Path) -> Path:
+    """What the folders begin with in which the folder of an output is made."""
+    return folder.with_name(f"{folder.name}.")
 
 
 def check_same_merge(journal: Journal, identity: dict[str, Any], folder: Path) -> None:

@@ -23,8 +23,7 @@ def make_scratch(prefix: Path) -> Iterator[Path]:
     except DareError:  # another process has just looked whether it is abandoned
         lock = _make(prefix)
     try:
-        if _has_locks(lock):
-            _remove_abandoned(prefix)
+        remove_abandoned(prefix, lock.path)
         yield lock.folder
     finally:
         lock.release(keep=False)
@@ -35,21 +34,25 @@ def _make(prefix: Path) -> Lock:
     return Lock(folder, str(folder))
 
 
-def _has_locks(lock: Lock) -> bool:
+def remove_abandoned(prefix: Path, locked: Path) -> None:
+    """Remove the folders of this kind that nobody holds. locked: a file that this process does."""
+    # As _make names them: what is called otherwise may be an output's. What has no lock is not
+    # ours.
+    named = prefix.parent.glob(f"{glob.escape(prefix.name)}{'[0-9a-f]' * 8}")
+    left = [folder for folder in named if (folder / LOCK_FILE).exists()]
+    if left and _has_locks(locked):
+        for folder in left:
+            with suppress(DareError, OSError):  # what is locked is another process's
+                Lock(folder, str(folder)).release(keep=False)
+
+
+def _has_locks(locked: Path) -> bool:
     """Whether a lock keeps others out here: if not, a folder that is used looks abandoned."""
-    descriptor = os.open(lock.path, os.O_RDWR | BINARY)
+    descriptor = os.open(locked, os.O_RDWR | BINARY)
     try:
         return not try_lock(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove_abandoned(prefix: Path) -> None:
-    for folder in prefix.parent.glob(f"{glob.escape(prefix.name)}*"):
-        # What is locked is another process's, and what has no lock is not ours.
-        with suppress(DareError, OSError):
-            if (folder / LOCK_FILE).exists():
-                Lock(folder, str(folder)).release(keep=False)
 
 
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:

@@ -5,12 +5,13 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dare import DareError, dare_merge
+from dare import DareConfig, DareError, dare_merge
 from tests.support import (
     BF16,
     F16,
@@ -20,6 +21,7 @@ from tests.support import (
     Config,
     Models,
     Pair,
+    Patch,
     Refusal,
     Tensors,
     assert_same,
@@ -658,16 +660,31 @@ def test_a_model_that_has_most_tensors_under_other_names_is_refused_unless_the_u
 
 
 def test_a_base_that_is_surely_another_models_is_refused_and_nothing_is_published(
-    tmp_path: Path, check_refused: Refusal
+    tmp_path: Path, check_refused: Refusal, refused: Refusal, monkeypatch: Patch
 ) -> None:
     shapes = {"layer.weight": (1000, 1000), "layer.bias": (1000,)}
     base = random_model(shapes=shapes)
     far = {name: tensor * 0.3 for name, tensor in random_model(1, shapes=shapes).items()}
     paths = save(tmp_path, base=base, far=far, trained=finetune(base, 1, size=0.04))
     out = tmp_path / "out.safetensors"
-    check_refused(*paths[:2], "is not the base of", "--any-base", flags=("--quiet",))
+    words = ("is not the base of", "--any-base")
+    with monkeypatch.context() as patch:  # where the sample shows nothing, all weights do
+        patch.setattr("darelib.output.prepare.check_sample", lambda *_: None)
+        check_refused(*paths[:2], *words, flags=("--quiet",))
+    pair = ("-b", paths[0], "-m", paths[1], "-o", out)
+    with monkeypatch.context() as patch:  # before a job is run
+        patch.setattr("darelib.run.worker.JobWorker.__init__", Mock(side_effect=MemoryError))
+        for command in (("merge",), ("merge", "--dry-run"), ("pack",)):
+            refused(1, words, *command, *pair)
+    turned = {name: tensor.t().contiguous().t() for name, tensor in far.items()}
+    with pytest.raises(DareError, match="'model 1'") as error:
+        dare_merge(base, [finetune(base, 1), turned])
+    assert "any_base" in error.value.hint
+    assert dare_merge(base, [far], DareConfig(any_base=True)).keys() == base.keys()
+    run("pack", *pair, "--any-base", "-q")
     for model, insists in ((paths[1], True), (paths[2], False)):
         (warning,) = run_merge(paths[0], [model], out, any_base=insists).warnings
         assert "does not look like the base of" in warning
+    dare_merge(base, [finetune(base, 1, size=0.04)])
     zeros = save(tmp_path, zeros={name: torch.zeros_like(each) for name, each in base.items()})
     run_merge(zeros[0], [paths[0]], out)

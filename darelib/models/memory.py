@@ -13,6 +13,7 @@ from darelib.models.tensors import Described, TensorInfo
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 STATE_DICT_HINT: Final = (
     "give what model.state_dict() or safetensors.torch.load_file gives; DareMerger takes files"
@@ -116,3 +117,10 @@ class StateDict(Described):
     def is_same_as(self, other: StateDict) -> bool:
         mine = self.addresses, self.names, self.shapes
         return mine == (other.addresses, other.names, other.shapes)
+
+    def sample(self, name: str, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
+        import torch
+
+        tensor = self.state[name].detach()
+        places = torch.arange(start, start + count, device=tensor.device)
+        return tensor.take(places).cpu().double().numpy()

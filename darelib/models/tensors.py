@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
-from darelib.core.formats import FORMATS, STORED_BITS
+from darelib.core.formats import FORMATS, STORED_BITS, widen
 
 if TYPE_CHECKING:
     import numpy as np
@@ -187,6 +187,10 @@ class Described:
     def is_same_as(self, other: Any) -> bool:
         raise NotImplementedError
 
+    def sample(self, name: str, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
+        """Some values of a tensor, as floats."""
+        raise NotImplementedError
+
 
 class Input(Described):
     """A model in files: its values can be read, always dense, always plain numbers."""
@@ -208,3 +212,10 @@ class Input(Described):
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of what is stored, from one of them on."""
         raise NotImplementedError
+
+    def sample(self, name: str, info: TensorInfo, start: int, count: int) -> NDArray[Any]:
+        import numpy as np
+
+        raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
+        self.read(info, start, count, raw)
+        return widen(raw, info.dtype)

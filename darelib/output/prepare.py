@@ -64,6 +64,7 @@ from darelib.output.tokenizer import (
 )
 from darelib.plan.checks import check_kinds
 from darelib.plan.plan import MergePlan, count_threads, plan_merge
+from darelib.plan.relation import check_sample
 from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
 
 
@@ -245,6 +246,7 @@ def plan_output(
         check_kinds(inputs)
     with explain_read_errors():
         plan = plan_files(config, inputs, destination, tokenizer)
+        check_sample(plan, inputs)
     return check_place(plan, inputs, force)
 
 

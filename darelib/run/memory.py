@@ -21,6 +21,7 @@ from darelib.kernels.tensors import TensorMerge, explain_broken
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.buffers import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
+from darelib.plan.relation import check_sample
 from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import explain_copied
 from darelib.run.worker import explain_quantised
@@ -69,6 +70,9 @@ def merge_tensors(
         raise ConfigError("the base has no tensors", STATE_DICT_HINT)
     states = [StateDict(name, state) for name, state in given.items()]
     plan = find_plan(config, states)
+    if [state.addresses for state in states] != plan.compared:
+        check_sample(plan.merge, states)
+        plan.compared[:] = [state.addresses for state in states]
     for warning in plan.merge.warnings if warns else ():
         LOG.warning(warning)
     with torch.no_grad():
@@ -88,6 +92,7 @@ class StatePlan:
     settings: Sequence[TensorSettings]
     # The addresses that were last found to be fit for results: checked once, for the same reason.
     places: list[Any] = field(default_factory=list)
+    compared: list[Any] = field(default_factory=list)  # those of the models last compared
 
 
 _plans: list[tuple[Any, StatePlan]] = []  # the latest last

@@ -4,17 +4,12 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
-from darelib.core.text import DareError, list_names
+from darelib.core.text import list_names
 from darelib.models.tensors import Described
 from darelib.plan.plan import MergePlan
-
-# Fine-tuning changes weights by a few percent. Two models that have nothing in common differ by
-# sqrt(2) times what either weighs, and by more than the base weighs even if they weigh far less.
-UNRELATED_RATIO: Final = 1.0
-# A toy may be trained so long that nothing of its base is left: of smaller models, it is a warning.
-LEAST_PARAMETERS: Final = 1_000_000
+from darelib.plan.relation import check_distance
 
 Sums = TypeVar("Sums", bound=NamedTuple)
 
@@ -72,24 +67,13 @@ class Outcome:
 def check_related(
     plan: MergePlan, inputs: Sequence[Described], outcomes: Sequence[Outcome]
 ) -> None:
-    """Refuse a base that is surely another model's: its weights are farther from a fine-tune's than
-    zeros would be.
-
-    An adapter changes any base alike, and a base of zeros is given on purpose.
-    """
+    """Refuse a base that all of its weights show to be another model's."""
     base, *models = inputs
     for i, model in enumerate(models):
         tallies = [outcome.tallies[i] for outcome in outcomes if i in outcome.tallies]
         total = sum_fields([Tally(), *tallies])
-        is_certain = not model.partial and total.parameters >= LEAST_PARAMETERS
-        is_far = total.sum > UNRELATED_RATIO * total.base_sum > 0
-        if is_certain and is_far and not plan.config.any_base:
-            raise DareError(
-                f"{base.name!r} is not the base of {model.name!r}: the mean |delta| is "
-                f"{total.mean:.3g}, and the mean |weight| {total.base_sum / total.parameters:.3g}",
-                "give the model that it was fine-tuned from, or add --any-base if you know that "
-                "they fit",
-            )
+        weight = total.base_sum / max(total.parameters, 1)
+        check_distance(plan.config, base, model, total.parameters, total.mean, weight)
 
 
 def explain_copied(model: str, names: Sequence[str]) -> str:

@@ -57,6 +57,7 @@ from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.checks import check_kinds
 from darelib.plan.matching import ties_embeddings
 from darelib.plan.plan import Job
+from darelib.plan.relation import check_sample
 from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
 from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
@@ -126,6 +127,7 @@ def pack(
             check_replaceable(destination, force)
         with explain_read_errors():
             plan = plan_files(config, inputs, destination, TokenizerChoice(), with_side_files=False)
+            check_sample(plan, inputs)
             plan = keep_own_tensors(plan, inputs[1])
         worker = Packer(plan, inputs, interrupts)
         worker.count_entries(interrupts)

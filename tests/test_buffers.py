@@ -246,3 +246,5 @@ def test_values_that_the_output_cannot_hold_are_no_mask(tmp_path: Path) -> None:
     base = random_model() | {"mask": torch.tensor([1e5, -torch.inf])}
     with pytest.raises(DareError, match="'mask'"):
         merge(tmp_path, base, finetune(random_model(), 1) | {"mask": base["mask"]}, dtype="float16")
+    with pytest.raises(DareError, match="'mask'"):
+        dare.dare_merge(base, [base], DareConfig(dtype="float16"))

@@ -83,6 +83,8 @@ gpu.Batch._launch = note
 dtype = getattr(torch, sys.argv[1])
 for name, (count, settings) in CONFIGS.items():
     base, *models = make_models(count, dtype)
+    for model in (base, *models):
+        model["mask"] = torch.full((70, 70), -torch.inf).triu(1).to(dtype)
     wanted = dare.dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = property(lambda _: True)
     given = dare.dare_merge(base, models, dare.DareConfig(**settings))
@@ -207,6 +209,23 @@ def test_a_gpu_finds_values_that_are_not_finite(value: float, complaint: str) ->
     models[1]["even.weight"][3, 3] = value
     with pytest.raises(DareError, match=rf"tensor 'even.weight' {complaint}"):
         dare_merge(base, models, DareConfig(drop_rate=0.0, weights=[1.0, 9.0]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_mask_that_all_have_is_kept_on_any_device(name: str, device: str) -> None:
+    count, settings = CONFIGS[name]
+    base, *models = (
+        {n: t.to(device) for n, t in model.items()} for model in make_models(count, BF16)
+    )
+    mask = torch.full((70, 70), -torch.inf, device=device).triu(1).to(BF16)
+    for model in (base, *models):
+        model["mask"] = mask.clone()
+    merged = dare_merge(base, models, DareConfig(**settings))
+    assert same_bits(merged["mask"].cpu(), mask.cpu())
+    models[-1]["mask"] = mask.T.contiguous()
+    with pytest.raises(DareError, match="'mask'"):
+        dare_merge(base, models, DareConfig(**settings))
 
 
 @pytest.mark.parametrize("device", DEVICES)

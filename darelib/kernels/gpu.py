@@ -357,8 +357,8 @@ def round_numbers(rows: Any) -> Array:
         return np.asarray(rows).astype(np.float32)
 
 
-def merge_columns(columns: Columns, seed: int) -> int | None:
-    """Merge, and give the number of a tensor that holds or gives what is not finite, if any does.
+def merge_columns(columns: Columns, seed: int) -> list[int]:
+    """Merge, and give the numbers of tensors that hold or give what is not finite.
 
     The GPU is waited for once, at the end; where slerp must look first, once more.
     """
@@ -376,10 +376,9 @@ def merge_columns(columns: Columns, seed: int) -> int | None:
     found = [products.tolist() for _, products in looking]
     for (batch, _), products in zip(looking, found, strict=True):
         batch.merge(products)
-    broken = [
-        row
+    return sorted(
+        int(row)
         for order, all_flags in flags
         for each in all_flags
         for row in order[each.cpu().numpy() != 0]
-    ]
-    return int(min(broken)) if broken else None
+    )

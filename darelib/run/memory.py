@@ -219,12 +219,19 @@ class StateMerge:
         columns = gpu.Columns(plan.mask_names, chosen, plan.settings)
         pairs = zip(plan.names, chosen[-1].values, columns.kinds, strict=True)
         self.merged = {name: output for name, output, kind in pairs if kind}
-        broken = gpu.merge_columns(columns, self.config.seed)
-        if broken is not None:
-            tensor = plan.common[broken]
-            parts = self._find_parts(tensor).items()
-            culprit = next((i for i, part in parts if not part.isfinite().all()), None)
-            raise explain_broken(tensor.name, culprit, self.merged[tensor.name].dtype)
+        for row in gpu.merge_columns(columns, self.config.seed):
+            self._keep_mask(plan.common[row], self.merged[plan.common[row].name])
+
+    def _keep_mask(self, tensor: TensorPlan, output: Tensor) -> None:
+        """Keep a mask as the base has it, unless it was read where it is written."""
+        mine = self.base[tensor.name]
+        parts = self._find_parts(tensor)
+        inputs = [each.data_ptr() for each in (mine, *parts.values())]
+        flat = [part.reshape(-1) for part in parts.values()]
+        if output.data_ptr() in inputs or not keeps_base(tensor.settings, mine, flat, output):
+            broken = (i for i, part in parts.items() if not part.isfinite().all())
+            raise explain_broken(tensor.name, next(broken, None), output.dtype)
+        output.copy_(mine)
 
     def _make_place(self, tensor: TensorPlan) -> Tensor:
         mine = self.base[tensor.name]
@@ -250,7 +257,7 @@ class StateMerge:
         try:
             merge.run(output.detach())
         except DareError:
-            if not keeps_base(tensor.settings, mine, [*parts.values()]):
+            if not keeps_base(tensor.settings, mine, [*parts.values()], output):
                 raise
             output.copy_(mine)
         return output
@@ -269,11 +276,16 @@ def has_same_bytes(mine: Tensor, theirs: Tensor) -> bool:
     return torch.equal(one, other.to(one.device))
 
 
-def keeps_base(settings: TensorSettings, mine: Tensor, parts: Sequence[Tensor]) -> bool:
-    """Whether -inf, as masks have it, is all that is not finite, and the result is the base's."""
+def keeps_base(
+    settings: TensorSettings, mine: Tensor, parts: Sequence[Tensor], output: Tensor
+) -> bool:
+    """Whether -inf, as masks have it, is all that is not finite, and the result is the base's, as
+    the output's type can hold it.
+    """
     has_masks = all(bool(each.max() < torch.inf) for each in (mine, *parts))
     is_equal = all(torch.equal(part.to(mine.dtype), mine.reshape(-1)) for part in parts)
-    return has_masks and (is_equal or not settings.lambda_coeff)
+    fits = torch.equal(mine.to(output.dtype).isinf(), mine.isinf())
+    return has_masks and fits and (is_equal or not settings.lambda_coeff)
 
 
 def fit_rows(part: Tensor, base: Tensor) -> Tensor:

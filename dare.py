@@ -202,9 +202,10 @@ class DareMerger:
         Of a directory, the files besides the tensors are compared with the digests in its recipe.
         """
         from darelib.output import destination, prepare, tokenizer
+        from darelib.requests.recipe import find_merged
 
         started = time.perf_counter()
-        path = Path(os.path.expanduser(output_file)).resolve()
+        path = find_merged(output_file).resolve()
         output = destination.Destination(str(output_file), path, path.is_dir())
         choice = tokenizer.TokenizerChoice(self.tokenizer.name)
         with self.open_inputs() as inputs, Interrupts() as interrupts:

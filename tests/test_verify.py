@@ -31,9 +31,11 @@ from tests.support import (
     Patch,
     Refusal,
     finetune,
+    mask,
     random_model,
     run,
     run_merge,
+    save,
     save_directory,
     save_sharded,
     slow,
@@ -211,6 +213,38 @@ def test_moved_inputs_and_outputs_are_found_where_they_are_now(
     for path in copies:
         path.rename(tmp_path / path.name.removeprefix("other "))
     verify(moved)  # beside it
+
+
+def test_a_directory_may_be_named_by_its_recipe_or_its_index(pair: Pair, tmp_path: Path) -> None:
+    settings = {"max_shard_size": "4kB", "engine": "plain", "verbose": False}
+    merger = DareMerger(pair[0], [pair[1]], dare.DareConfig(**settings))
+    report = merger.merge(tmp_path / "out")
+    for name in ("dare_recipe.toml", "model.safetensors.index.json"):
+        run("verify", tmp_path / "out" / name, "-q")
+        assert merger.verify(tmp_path / "out" / name).tensors == report.tensors
+        (tmp_path / "out" / "added.py").touch()
+        run("verify", tmp_path / "out" / name, status=1)
+        (tmp_path / "out" / "added.py").unlink()
+
+
+def test_inputs_are_compared_by_a_sample_and_by_what_they_make(
+    tmp_path: Path, refused: Refusal
+) -> None:
+    base = random_model(shapes={"layer.weight": (1024, 1024)})
+    model = finetune(base, 1)
+    paths = save(tmp_path, base=base, math=model)
+    out = tmp_path / "out.safetensors"
+    run_merge(paths[0], [paths[1]], out, drop_rate=0.9, engine="plain")
+    kept = mask(42, "layer.weight", 1 << 20, 0.9)
+    apart = range(2048, 3072)  # between two pages of the sample
+    for is_kept in (False, True):
+        place = next(k for k in apart if kept[k] == is_kept)
+        model["layer.weight"].view(-1)[place] += 1
+        save(tmp_path, math=model)
+        if is_kept:
+            refused(1, "'layer.weight' differs at [2, ", "verify", out)
+        else:
+            run("verify", out, "-q")
 
 
 def test_adapters_shards_and_another_tokenizer_are_verified(tmp_path: Path, verify: Any) -> None:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from io import BufferedReader
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from darelib.commands.options import (
@@ -78,11 +77,11 @@ class VerifyReport(Report):
 
 def run(flags: Flags, merger_class: MergerClass) -> None:
     from darelib.models.source import UNION
-    from darelib.requests.recipe import locate_inputs, read_recipe
+    from darelib.requests.recipe import find_merged, locate_inputs, read_recipe
 
     if "path" not in flags:
         raise ConfigError("there is nothing to verify", "give a merged model: verify PATH")
-    path = Path(os.path.expanduser(flags["path"]))
+    path = find_merged(flags["path"])
     request = read_recipe(path)
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
     united = request.tokenizer and request.tokenizer.name == UNION

@@ -24,10 +24,16 @@ from darelib.requests.readers import check_recipe, load_request, parse_request
 from darelib.requests.request import Request
 
 
+def find_merged(given: str | Path) -> Path:
+    """A merged model: a directory may be named by its recipe or its index."""
+    path = Path(os.path.expanduser(given))
+    is_inside = path.name in (RECIPE_FILE, INDEX_FILE) and path.is_file()
+    return path.parent if is_inside else path
+
+
 def read_recipe(path: Path) -> Request:
     """The recipe of a merged file or directory, as a request to merge it again."""
-    if path.name in (RECIPE_FILE, INDEX_FILE) and path.is_file():
-        path = path.parent
+    path = find_merged(path)
     if os.path.isdir(path):
         check_seal(path)
         return load_request(path / RECIPE_FILE)

@@ -3,6 +3,7 @@ bytes as by one."""
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,23 @@ def test_what_cannot_be_divided_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused(2, words, *arguments(tmp_path, *flags.split()))
+
+
+def test_what_ray_is_told_when_it_is_imported_does_not_stay_in_the_environment(
+    tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
+) -> None:
+    told = "import os\nopen('told', 'w').write(os.environ['RAY_ENABLE_UV_RUN_RUNTIME_ENV'])\n"
+    (tmp_path / "ray.py").write_text(f"{told}raise ImportError")
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.delenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for stated in (None, "1"):
+        if stated:
+            monkeypatch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", stated)
+        before = dict(os.environ)
+        assert run("--runner", "ray") == 1
+        assert ((tmp_path / "told").read_text(), dict(os.environ)) == (stated or "0", before)
 
 
 @POSIX

@@ -33,6 +33,7 @@ from darelib.run.threads import Order, check_shards, list_done, make_shard, publ
 # What a process of the cluster has open: one merge, for all tasks that Ray gives it.
 OPENED: Final[dict[str, Any]] = {}
 CONNECT_SECONDS: Final = 15
+UV_VARIABLE: Final = "RAY_ENABLE_UV_RUN_RUNTIME_ENV"
 
 
 @dataclass(frozen=True)
@@ -89,12 +90,16 @@ def name_for_all(source: Source) -> Source:
 
 def load_ray() -> Any:
     # Where `uv run` started the process, Ray would send the current folder, models and all, to
-    # every node.
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    # every node. It reads this once, when it is imported.
+    is_set = UV_VARIABLE in os.environ
+    os.environ.setdefault(UV_VARIABLE, "0")
     try:
         return importlib.import_module("ray")
     except ImportError:
         raise DareError("--runner ray needs ray", install_hint("ray")) from None
+    finally:
+        if not is_set:
+            del os.environ[UV_VARIABLE]
 
 
 @contextmanager

@@ -76,6 +76,15 @@ def test_parts_in_any_order_and_a_last_call_make_the_bytes_and_figures_of_one_me
     assert not (tmp_path / "out.partial").exists()
 
 
+def test_a_part_makes_the_directory_that_the_output_is_to_be_in(
+    tmp_path: Path, whole: Contents, run: Run
+) -> None:
+    out = tmp_path / "new" / "deep" / "out"
+    for flags in (["--part", "1/2"], ["--part", "2/2"], ["--resume"]):
+        assert run(*flags, "-o", out) == 0
+    assert contents(out) == whole
+
+
 def test_the_last_call_makes_only_what_the_parts_left(
     tmp_path: Path, whole: Contents, run: Run, monkeypatch: Patch
 ) -> None:

@@ -297,6 +297,7 @@ def share_folder(destination: Destination, identity: dict[str, Any]) -> Iterator
 
 def make_folder(folder: Path, identity: dict[str, Any]) -> None:
     """Make the folder of an output elsewhere and give it its name, unless somebody was faster."""
+    os.makedirs(folder.parent, exist_ok=True)
     with make_scratch(name_scratch(folder)) as scratch:
         new = scratch / MADE
         os.mkdir(new, PRIVATE)

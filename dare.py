@@ -132,8 +132,9 @@ class DareMerger:
     ) -> MergeReport:
         """Merge into a file (if its name ends in .safetensors) or a model directory.
 
-        force replaces an existing output that this tool did not make. resume continues an
-        unfinished merge, and leaves one behind that can be continued if it is itself interrupted.
+        force replaces an existing output of another recipe, or that this tool did not make; one of
+        the same recipe is replaced anyway. resume continues an unfinished merge, and leaves one
+        behind that can be continued if it is itself interrupted.
         part: (3, 16) makes the third of 16 parts of a directory's files, while other machines make
         the others; a last merge with resume makes what is missing and publishes. runner: "ray"
         makes the files on the nodes of a Ray cluster. All machines see the same filesystem.

@@ -112,7 +112,7 @@ def merge(folder: Path, base: Model, *models: Model, **config: Any) -> Model:
     """Merge through the front door: write the files, merge them, load the result."""
     paths = write_all(folder, base, *models)
     DareMerger(paths[0], paths[1:], DareConfig(verbose=False, **config)).merge(
-        folder / "merged.safetensors"
+        folder / "merged.safetensors", force=True
     )
     return read(folder / "merged.safetensors")
 

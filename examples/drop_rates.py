@@ -39,7 +39,7 @@ def main() -> None:
             scores = []
             for seed in SEEDS:
                 config = DareConfig(drop_rate=drop_rate, seed=seed, verbose=False)
-                DareMerger(base, experts, config).merge(merged)
+                DareMerger(base, experts, config).merge(merged, force=True)
                 scores.append(accuracies(load_model(merged), tests))
             means = [
                 sum(score[column] for score in scores) / len(scores) for column in (*TASKS, "mean")

@@ -303,8 +303,8 @@ def make_merger(base: Path, models: list[Path], **config: Any) -> DareMerger:
 
 
 def run_merge(base: Path, models: list[Path], output: Path, **config: Any) -> dare.MergeReport:
-    """Merge these files or directories, and give the report."""
-    return make_merger(base, models, **config).merge(output)
+    """Merge these files or directories, over whatever merge there is, and give the report."""
+    return make_merger(base, models, **config).merge(output, force=True)
 
 
 def merge_paths(base: Path, models: list[Path], output: Path, **config: Any) -> Tensors:

@@ -483,8 +483,8 @@ def test_only_files_of_this_tool_are_replaced_without_force(
     for content in (models[0].read_bytes(), b"some notes"):
         OUT.write_bytes(content)
         refused(1, "exists and was not made by this tool\nhint: add --force", *MERGE)
-    run("-q", *MERGE, "--force")
-    run("-q", *MERGE, "--seed", "1")
+    for flags in (["--force"], [], ["--seed", "1", "--force"]):
+        run("-q", *MERGE, *flags)
     assert read_recipe(OUT).dare["seed"] == 1
 
 
@@ -547,7 +547,7 @@ def test_what_is_nested_too_deeply_is_no_accident(pair: Pair, capsys: Capture) -
             "merged.partial/journal": b"%08x %s\n" % (zlib.crc32(nested), nested),
         }
     )
-    run(*flags, "--resume")
+    run(*flags, "--resume", "--force")
     subprocess.run(["mkdir", "-p", "base" + "/d" * 1200], check=True)
     Path("base" + "/d" * 1200, "f").touch()
     try:

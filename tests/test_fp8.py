@@ -419,8 +419,8 @@ def test_tokens_are_united_unless_they_have_rows_in_fp8(tmp_path: Path, refused:
     for kind in ("scaled", "bare"):
         config = DareConfig(verbose=False, dtype="float32", engine="plain")
         base, model = (tmp_path / f"{kind}{k}" for k in (0, 1))
-        DareMerger(base, [model], config, tokenizer="union").merge(tmp_path / "out")
-        merged.append(tensors_in(tmp_path / "out"))
+        DareMerger(base, [model], config, tokenizer="union").merge(tmp_path / kind)
+        merged.append(tensors_in(tmp_path / kind))
     assert_same(*merged)
     base, model = (tmp_path / f"scaled{k}" for k in (0, 1))
     tensors = tensors_in(base)

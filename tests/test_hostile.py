@@ -447,8 +447,8 @@ def test_a_directory_with_a_file_whose_name_is_no_text_is_merged(
     name = os.fsdecode(b"n\xff.txt")
     output = small[0].with_name("out")
     (folder / name).write_text("a licence")
-    for seed in ("0", "1"):
-        assert answer("-b", folder, "-m", small[1], "-o", output, "--seed", seed) == 0
+    for _ in range(2):
+        assert answer("-b", folder, "-m", small[1], "-o", output) == 0
         assert (output / name).read_text() == "a licence"
         assert answer("verify", output) == 0
 

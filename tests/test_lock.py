@@ -12,11 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from dare import DareConfig, DareError, DareMerger
+from dare import DareError
 from darelib.output import publish
 from darelib.output.publish import Output
 from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, wait_for
-from tests.support import HERE, POSIX, Patch, slow, snapshot
+from tests.support import HERE, POSIX, Patch, make_merger, slow, snapshot
 
 
 @BOTH
@@ -76,9 +76,8 @@ def test_the_second_of_two_merges_to_one_place_is_told_of_the_first(
     first = launch(SLOWLY.replace("0.05", "0.1"), *scene.arguments)
     try:
         wait_for(lambda: (scene.partial / "lock").exists() and (scene.partial / "lock").read_text())
-        merger = DareMerger(
-            scene.inputs / "base", [scene.inputs / "math"], DareConfig(verbose=False)
-        )
+        base, *models = (scene.inputs / name for name in ("base", "math", "code"))
+        merger = make_merger(base, models)
         with pytest.raises(DareError, match=rf"another merge \(process {first.pid}\) is writing"):
             merger.merge(scene.output, resume="--resume" in flags, force="--force" in flags)
         scene.check(*flags, status=1, left=[scene.partial])
@@ -187,7 +186,7 @@ def test_an_output_may_have_any_name_that_this_tool_uses_itself(
     assert scene.fail() == 1
     assert contents(scene.output) == {}, "half a model got its name"
     for flags in ([], ["--seed", "7"], []):
-        assert scene.run(*flags) == 0, scene.printed
+        assert scene.run("--force", *flags) == 0, scene.printed
         monkeypatch.setattr(publish, "exchange", lambda *_: False)
     assert scene.broken() == []
 
@@ -241,14 +240,19 @@ def test_inputs_that_change_during_a_merge_are_noticed_and_nothing_is_published(
 
 
 @BOTH
+@pytest.mark.parametrize("words", ["was not made by this tool", "has another recipe"])
 def test_what_somebody_puts_in_the_outputs_place_during_a_merge_is_not_lost(
-    tmp_path: Path, monkeypatch: Patch, kind: str
+    tmp_path: Path, monkeypatch: Patch, kind: str, words: str
 ) -> None:
     scene = Scene(tmp_path, kind, old=False)
     weights = contents(scene.inputs / "math" / "model.safetensors")[""]
     precious = {"" if kind == "file" else "model.safetensors": weights}
+    if "recipe" in words:
+        assert scene.run("--seed", "7") == 0
+        precious = contents(scene.output)
+        scene.reset()
     meanwhile(monkeypatch, lambda _: put(scene.output, precious))
     assert scene.run() == 1
-    assert "exists and was not made by this tool" in scene.printed
+    assert f"exists and {words}" in scene.printed
     assert contents(scene.output) == precious
     assert scene.besides() == []

@@ -362,7 +362,7 @@ def test_what_defaults_do_to_adapters_is_said_with_the_flags_that_bake_them(
     assert [warning.partition("add ")[2] for warning in said] == [flags] * bool(flags)
     if flags == "--drop-rate 0 --weights 1 1":
         words = [*flags.split(), "-q", "-b", pair[0], "-m", *given, "-o", tmp_path / OUT]
-        run(*words)
+        run(*words, "--force")
         base = load_file(pair[0] / "model.safetensors")["layer.weight"]
         baked = (base.float() + 2 * multiply(LAYER, 2)).to(base.dtype)
         torch.testing.assert_close(load_file(tmp_path / OUT)["layer.weight"], baked)

@@ -397,7 +397,7 @@ def test_rules_from_toml_and_flags_are_the_same_and_flags_come_first(
     flags = ["--rule", f"layer.*{settings}", "--rule", f"scalar{settings}", "-o", str(output)]
     run("-q", "-b", models[0], "-m", models[1], models[2], *flags)
     assert_same(load_file(output), load_file(tmp_path / "out.safetensors"))
-    run("-c", config, "--rule", "*:lambda_coeff=0")
+    run("-c", config, "--rule", "*:lambda_coeff=0", "--force")
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(models[0]))
 
 

@@ -278,7 +278,7 @@ def run_command(models: list[Path], *flags: str) -> int:
     native._loaded.clear()
     engines._refused.clear()
     base, model, output = map(str, (*models[:2], models[0].with_name(OUT)))
-    return dare.main(["-b", base, "-m", model, "-o", output, *flags])
+    return dare.main(["-b", base, "-m", model, "-o", output, "--force", *flags])
 
 
 def test_kernels_are_compiled_once_with_a_note_and_damaged_ones_again(
@@ -381,7 +381,7 @@ def test_after_the_first_merge_other_ways_to_merge_the_same_type_need_no_compile
     models: list[Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "kernels"
-    words = ["-b", models[0], "-m", *models[1:], "-o", tmp_path / "out"]
+    words = ["-b", models[0], "-m", *models[1:], "-o", tmp_path / "out", "--force"]
     for way in (
         "",
         "--method ties --keep-ratio 0.5",

@@ -5,13 +5,14 @@ import html
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dare import ConfigError, DareConfig
 from darelib.config import parse_size
@@ -528,7 +529,7 @@ def test_a_directory_of_this_tool_is_replaced_and_nothing_of_it_survives(
         out.symlink_to(real)
     made = []
     for limit, count in (("100B", 4), ("10kB", 2), ("5GB", 1)):
-        merge_directory(pair, out, "--max-shard-size", limit)
+        merge_directory(pair, out, "--max-shard-size", limit, "--force")
         assert len(list(out.glob("*.safetensors"))) == count
         made.append(tensors_in(out))
         assert_same(made[-1], made[0])
@@ -580,6 +581,93 @@ def test_what_this_tool_did_not_write_is_replaced_only_if_forced(
     merge_directory(pair, out, "--force")
     assert set(list_files(out)) == MADE
     assert snapshot(kept) == before, "what a link leads to is never removed"
+
+
+@pytest.mark.parametrize("output", ["out", "out.safetensors"])
+def test_a_merge_of_another_recipe_is_replaced_only_if_forced(
+    pair: Pair, tmp_path: Path, no_output: Any, output: str
+) -> None:
+    out = tmp_path / output
+    moved = tmp_path / "elsewhere" / "math"
+    shutil.copytree(pair[1], moved)
+    seed = ["--seed", "7"]
+    for model in (pair[1], pair[1], moved):
+        merge_directory((pair[0], model), out, *seed)
+    words = ("has another recipe", "--force")
+    for models, flags, difference in (
+        (pair, [], "dare.seed is 7, not 42"),
+        (pair, ["--dry-run"], "dare.seed is 7, not 42"),
+        (pair, ["--resume"], "dare.seed is 7, not 42"),
+        (pair, ["--part", "1/2"], "dare.seed is 7, not 42"),
+        (pair, [*seed, "--rule", "scalar:drop_rate=0"], "it has no rules"),
+        ((pair[0], pair[0]), seed, "models.merge_files.0 is 'math', not 'base'"),
+    ):
+        no_output(models, out, *words, difference, flags=flags)
+    save_directory(pair[1], random_model(9, BF16))
+    no_output(pair, out, *words, "recipe.inputs.1.content_sha256", flags=seed)
+    merge_directory(pair, out, "--force")
+    assert set(list_files(tmp_path / output)) == (MADE if output == "out" else set())
+
+
+@pytest.mark.parametrize("output", ["out", "out.safetensors"])
+def test_a_packed_model_of_another_recipe_is_replaced_only_if_forced(
+    pair: Pair, tmp_path: Path, no_output: Any, refused: Refusal, output: str
+) -> None:
+    out = tmp_path / output
+    other = save_directory(tmp_path / "code", finetune(random_model(dtype=BF16), 2))
+    packing = ["pack", "-q", "-b", pair[0], "-o", out, "-m"]
+    words = ("has another recipe", "--force")
+    for _ in range(2):
+        run(*packing, pair[1])
+    refused(1, words, *packing, other)
+    refused(1, words, *packing, pair[1], "--seed", "7")
+    no_output(pair, out, *words, "recipe.packed")
+    merge_directory(pair, out, "--force")
+    refused(1, words, *packing, pair[1])
+    run(*packing, pair[1], "--force")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "",
+        "no TOML",
+        "recipe = 1",
+        "[recipe]",
+        "[dare]\nseed = 42",
+        "x = " + "[" * 50_000,
+        f"x = '{'y' * (1 << 20)}'",
+        f"[dare]\nmethod = 0x{'f' * 9000}\n[recipe]",  # more digits than Python writes
+        "[dare]\nsomething_new = 1\n[recipe]",
+    ],
+    ids=lambda recipe: recipe[:30],
+)
+def test_any_recipe_in_a_file_that_is_there_is_another_one(
+    pair: Pair, tmp_path: Path, no_output: Any, recipe: str
+) -> None:
+    out = tmp_path / "out.safetensors"
+    save_file(random_model(), out, {"dare_recipe": recipe})
+    no_output(pair, out, "has another recipe", "--force")
+    merge_directory(pair, out, "--force")
+
+
+def test_a_recipe_of_another_version_is_the_same_unless_it_says_something_else(
+    pair: Pair, tmp_path: Path, no_output: Any
+) -> None:
+    out = tmp_path / "out"
+    merge_directory(pair, out)
+    recipe = (out / "dare_recipe.toml").read_text()
+    version = re.sub('version = ".*"', 'version = "0.1"', recipe)
+    for text, difference in (
+        (version, ""),
+        (version.replace("[dare]", "[dare]\nnews = 1"), "has dare.news"),
+        (version.replace("[recipe]", "[recipe]\nnews = 1"), "has recipe.news"),
+    ):
+        fill(out, {"dare_recipe.toml": text})
+        if difference:
+            no_output(pair, out, "has another recipe", difference)
+        else:
+            merge_directory(pair, out)
 
 
 @pytest.mark.parametrize(

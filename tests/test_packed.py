@@ -56,7 +56,7 @@ TIED: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (50, 8), "lm_he
 
 
 def pack(base: Path, model: Path, output: Path, *flags: Any) -> Path:
-    words = ["pack", "-b", base, "-m", model, "-o", output, *PLAIN, *flags]
+    words = ["pack", "-b", base, "-m", model, "-o", output, *PLAIN, "--force", *flags]
     with contextlib.redirect_stdout(io.StringIO()):
         run(*words)
     return output
@@ -309,7 +309,7 @@ def test_what_an_analysis_suggests_for_packed_models_merges(
         )
         suggested = tomllib.loads((tmp_path / "a.toml").read_text())["dare"]
         assert (suggested["method"], suggested["drop_rate"]) == ("linear", rate)
-        run("--config", tmp_path / "a.toml", *PLAIN, "-q")
+        run("--config", tmp_path / "a.toml", *PLAIN, "-q", "--force")
 
 
 def check_near(estimate: Any, exact: Any, *fields: str, **near: float) -> None:
@@ -327,7 +327,9 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
     packed = pack_all(paths, 0.5, 42, "--rule", "b*:drop_rate=0.1")
     mergers = [make_merger(paths[0], models, engine="plain") for models in (paths[1:], packed)]
     whole, sample = (merger.analyze() for merger in mergers)
-    merged, sampled = (merger.merge(tmp_path / "out.safetensors") for merger in mergers)
+    merged, sampled = (
+        merger.merge(tmp_path / f"out{k}.safetensors") for k, merger in enumerate(mergers)
+    )
     for report, count in ((whole, 0), (sample, 2)):
         assert sum("a random sample" in warning for warning in report.warnings) == count
     for exact, other in zip(whole.models, sample.models, strict=True):

@@ -596,7 +596,8 @@ def test_a_resumed_merge_has_the_bytes_and_the_figures_of_one_that_was_not_inter
 
     def merge(threads: int = 1, resume: bool = True) -> dict[str, Any]:
         merger = make_merger(base, models, threads=threads, **settings)
-        return merger.merge(scene.output, resume=resume).as_dict() | {"seconds": 0}
+        report = merger.merge(scene.output, force=True, resume=resume)
+        return report.as_dict() | {"seconds": 0}
 
     def counting(*arguments: Any, write: Callable[..., None] = Output.write_at) -> None:
         writes.append(arguments)
@@ -640,7 +641,8 @@ def refuse_to_resume(scene: Scene, complaint: str, *flags: str) -> None:
     """
     begun = contents(scene.partial) | {"lock": b""}
     scene.before = snapshot(scene.inputs)  # which may be other inputs by now
-    scene.check("--resume", *flags, status=1, words=complaint, left=[scene.partial])
+    flags = ("--resume", "--force", *flags)
+    scene.check(*flags, status=1, words=complaint, left=[scene.partial])
     assert contents(scene.partial) | {"lock": b""} == begun
 
 
@@ -667,7 +669,7 @@ def test_an_unfinished_merge_of_another_recipe_is_left_alone_with_resume_and_rem
     scene.check("--resume")  # the right recipe still continues it
     scene.reset()
     scene.interrupt(4)
-    assert scene.run(*words) == 0
+    assert scene.run("--force", *words) == 0
     assert f"warning: an unfinished merge in {scene.partial}" in scene.printed
     assert scene.besides() == []
 

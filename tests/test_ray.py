@@ -218,7 +218,7 @@ def test_a_process_that_is_connected_already_makes_several_merges(
         for _ in range(3):
             with pytest.raises(DareError, match="holds nan"):
                 DareMerger(merger.base, models, merger.config).merge(
-                    tmp_path / "third", runner="ray"
+                    tmp_path / "third", force=True, runner="ray"
                 )
             merger.merge(tmp_path / "third", runner="ray")
             assert contents(tmp_path / "third") == whole

@@ -273,6 +273,16 @@ def test_models_are_kept_whatever_the_study_is_called() -> None:
     assert "a%2Fb-trial-0000.safetensors" in os.listdir("kept")
 
 
+def test_a_kept_model_is_replaced_by_none_of_other_settings(tmp_path: Path) -> None:
+    kept = {"folder": "kept", "keep_models": True, "study": "mine"}
+    for _ in range(2):
+        sweep(hill, {"drop_rate": [0.5]}, **kept)
+    before = snapshot(tmp_path)
+    with pytest.raises(DareError, match=r"trial-0000.* has another recipe: its dare.drop_rate"):
+        sweep(hill, {"drop_rate": [0.25]}, **kept)
+    assert snapshot(tmp_path) == before
+
+
 @POSIX
 def test_what_a_killed_sweep_left_is_removed_by_the_next_and_nothing_else_is(
     tmp_path: Path,

@@ -68,7 +68,8 @@ def name_files(word: str) -> Iterator[tuple[Any, ...]]:
         (0, "verify", "--engine=plain", at("out")),
         (1, "verify", at("out"), "-b", at("other")),
         (1, "verify", at("absent")),
-        (0, *merge, at("shape"), "--mismatch", "overlap"),
+        (1, *merge, at("model")),  # of another recipe
+        (0, *merge, at("shape"), "--mismatch", "overlap", "--force"),
         (0, *merge, at("model"), "-o", at("dir", "")),
         (0, *analyze, "--write-config", at("new", ".toml")),
         (0, "verify", "--engine=plain", at("dir", "")),
@@ -78,7 +79,7 @@ def name_files(word: str) -> Iterator[tuple[Any, ...]]:
         (0, *merge, at("model"), "-o", at("no", "/x.safetensors")),
         (2, *merge, at("model"), "-o", at("x", ".bin")),
         (1, *merge, at("model"), "-o", at("nan")),
-        *((1, *merge, path) for path in wrong),
+        *((1, *merge, path, "--force") for path in wrong),
         *((2, "-c", at(name, ".toml")) for name in ("config", "absent")),
     )
 

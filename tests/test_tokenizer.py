@@ -94,9 +94,8 @@ def numbers_of(folder: Path) -> dict[str, int]:
 def merge(family: Models, **config: Any) -> tuple[Path, Tensors]:
     """A union of the models' tokens, and its tensors."""
     output = family[0].parent / "out"
-    DareMerger(family[0], family[1:], DareConfig(verbose=False, **config), tokenizer="union").merge(
-        output
-    )
+    settings = DareConfig(verbose=False, **config)
+    DareMerger(family[0], family[1:], settings, tokenizer="union").merge(output, force=True)
     return output, tensors_in(output)
 
 
@@ -327,7 +326,7 @@ def test_templates_of_any_form_are_kept(family: Models, tmp_path: Path) -> None:
     several = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
     (base / "tokenizer_config.json").unlink()
     write_tokenizer(tool, BASE, {"chat_template": several})
-    flags = ["-q", "-b", base, "-m", tool, "-o", out]
+    flags = ["-q", "-b", base, "-m", tool, "-o", out, "--force"]
     run(*flags)
     assert template_of(out) == several
     (base / "chat_template.json").write_text(json.dumps({"chat_template": "of a processor"}))
@@ -364,7 +363,8 @@ def test_the_chat_template_is_the_base_s_or_that_of_the_first_model_that_has_one
     out = tmp_path / "out"
 
     def check(expected: str | None, *more: Any) -> None:
-        run("-b", base, "-m", chat, tool, "-o", out, "--mismatch", "overlap", *more)
+        words = ["-b", base, "-m", chat, tool, "-o", out, "--mismatch", "overlap"]
+        run(*words, "--force", *more)
         assert template_of(out) == expected
 
     check(None)

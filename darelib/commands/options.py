@@ -177,7 +177,7 @@ SETTINGS: Final[Options] = {
 # What only some commands take; each says in its own words what the last is for.
 FORCE: Final = {
     "action": "store_true",
-    "help": "replace an existing output that this tool did not make",
+    "help": "replace an existing output of another recipe, or that this tool did not make",
 }
 RESUME: Final = {
     "action": "store_true",

@@ -27,8 +27,13 @@ from darelib.models.tensorfile import (
     open_regular,
     peek_header,
 )
+from darelib.output.files import explain_difference
 
 RECIPE_KEY: Final = "dare_recipe"  # in the metadata of a file of tensors
+# Of a recipe: who made an output, and what came out, but not how it was made.
+NOT_COMPARED: Final = ("version", "files")
+# What a recipe that is none leads to: it may be anybody's.
+UNSOUND: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Of the files in a directory, those that say that it is a model.
 MODEL_MARKS: Final = frozenset({WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE})
 # What an output's name ends in where somebody wants a file, and not a directory.
@@ -127,8 +132,12 @@ def describe_overlap(target: Path, used: Path) -> str:
     return "lies inside" if used.is_dir() and any(map(used.samefile, above)) else ""
 
 
-def check_replaceable(destination: Destination, force: bool) -> None:
-    """Refuse to replace what somebody else made and, even with force, what is not a model."""
+def check_replaceable(destination: Destination, force: bool, recipe: str = "") -> None:
+    """Refuse to replace what somebody else or another recipe made and, even with force, what is no
+    model.
+
+    recipe: of what is to be written; empty: it is not known yet.
+    """
     target = destination.path
     shown = f"the output {destination.name!r}"
     if not target.exists():
@@ -143,6 +152,37 @@ def check_replaceable(destination: Destination, force: bool) -> None:
         raise DareError(
             f"{shown} exists and was not made by this tool", "add --force to replace it"
         )
+    if force or not recipe:
+        return
+    made = peek_recipe(target)
+    if destination.directory and not made:  # it is empty, or another merge is just replacing it
+        return
+    if difference := compare_recipes(made, recipe):
+        raise DareError(
+            f"{shown} exists and has another recipe: {difference}",
+            "add --force to replace it, or give another output",
+        )
+
+
+def peek_recipe(output: Path) -> str:
+    """What an output says of how it was made; empty: nothing that can be read."""
+    if not output.is_dir():
+        return peek_header(output)[1].get(RECIPE_KEY, "")
+    with suppress(OSError, ValueError), open_regular(output / RECIPE_FILE) as file:
+        return file.read(MAX_TOML + 1).decode()
+    return ""
+
+
+def compare_recipes(made: str, wanted: str) -> str:
+    """How an output's recipe differs from the one that is wanted, in words; empty: it does not."""
+    try:
+        old, new = map(read_toml, (made, wanted))
+        for key in NOT_COMPARED:
+            old["recipe"].pop(key, None)
+            new["recipe"].pop(key, None)
+        return explain_difference(old, new)
+    except UNSOUND:
+        return "it cannot be read"
 
 
 def _check_directory(target: Path, shown: str, force: bool) -> None:
@@ -179,9 +219,8 @@ def _check_directory(target: Path, shown: str, force: bool) -> None:
 
 def read_digests(folder: Path) -> dict[str, str]:
     """The files of a directory that this tool wrote, with their digests; none without a recipe."""
-    expected = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-    with suppress(*expected), open_regular(folder / RECIPE_FILE) as file:
-        files = read_toml(file.read(MAX_TOML + 1).decode())["recipe"]["files"]
+    with suppress(*UNSOUND):
+        files = read_toml(peek_recipe(folder))["recipe"]["files"]
         return {str(name): str(digest) for name, digest in files.items()}
     return {}
 

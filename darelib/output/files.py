@@ -221,6 +221,10 @@ def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "
             return f"it has no {name}, and this one has"
         if now is None:
             return f"it has {name}, and this one has not"
+        if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+            before, now = (
+                {str(k): each for k, each in enumerate(values)} for values in (before, now)
+            )
         if isinstance(before, dict) and isinstance(now, dict):
             return explain_difference(before, now, f"{name}.")
         return f"its {name} is {before!r}, not {now!r}"

@@ -29,6 +29,7 @@ from darelib.models.checkpoint import (
     part_name,
 )
 from darelib.models.inputs import explain_read_errors
+from darelib.models.source import RECIPE_FILE
 from darelib.models.tensorfile import read_json
 from darelib.models.tensors import Encoding
 from darelib.output.destination import (
@@ -74,7 +75,7 @@ class FilePlan(MergePlan):
 
     output: Destination = dataclasses.field(kw_only=True)
     tokenizer: TokenizerChoice = dataclasses.field(kw_only=True)
-    recipe: str = dataclasses.field(kw_only=True)
+    recipe: str = dataclasses.field(kw_only=True)  # in each file of tensors
     # The other files of a model directory: their content, or what to copy; and the digests of
     # these.
     side: Mapping[str, bytes | Path] = dataclasses.field(default_factory=dict)
@@ -82,6 +83,12 @@ class FilePlan(MergePlan):
     free: int = 0  # bytes on the output's disk
     unfinished: bool = False  # whether an earlier merge to the same place left something
     replaces: Replaced | None = None  # what is at that place
+
+    @property
+    def own_recipe(self) -> str:
+        """That of the output itself, which of a directory also names the files."""
+        written = self.side.get(RECIPE_FILE)
+        return written.decode() if isinstance(written, bytes) else self.recipe
 
     @cached_property
     def size(self) -> int:
@@ -263,7 +270,7 @@ def check_place(plan: FilePlan, inputs: Sequence[Checkpoint], force: bool) -> Fi
         check_apart(
             f"the output {destination.name!r}", destination.path, [*used, *plan.tokenizer.paths]
         )
-        check_replaceable(destination, force)
+        check_replaceable(destination, force, plan.own_recipe)
         begun = [destination.partial / name for name in list_files(destination.partial)]
         free = shutil.disk_usage(folder).free
         for path in begun:

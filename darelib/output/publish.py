@@ -8,7 +8,7 @@ import ctypes
 import io
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +37,7 @@ from darelib.output.files import (
     try_lock,
     write_synced,
 )
+from darelib.output.prepare import FilePlan
 from darelib.output.scratch import make_scratch, remove_abandoned
 from darelib.plan.tensors import PlannedFile
 
@@ -206,30 +207,28 @@ class Output(Files):
 
     def publish(
         self,
-        side: Mapping[str, bytes | Path],
-        digests: Mapping[str, str],
+        plan: FilePlan,
         check_inputs: Callable[[], None],
         force: bool,
         interrupts: Interrupts,
     ) -> None:
         """Complete the output and give it its name.
 
-        side: the files of a model directory besides the tensors; digests: those that copied ones
-        must have. check_inputs: raises an error if an input changed.
+        check_inputs: raises an error if an input changed.
         """
-        for name, content in side.items():
+        for name, content in plan.side.items():
             interrupts.check()
             self.write_file(name, content)
         check_inputs()
-        for name, digest in digests.items():
+        for name, digest in plan.digests.items():
             if digest_of(self.made / name) != digest:
                 raise DareError(
                     f"{name!r} changed while it was merged",
                     "merge again, and change no input meanwhile",
                 )
-        self._commit(force)
+        self._commit(force, plan.own_recipe)
 
-    def _commit(self, force: bool) -> None:
+    def _commit(self, force: bool, recipe: str) -> None:
         """Make the bytes durable, then the name."""
         self._stop(record=False)
         self._sync()
@@ -240,7 +239,8 @@ class Output(Files):
         if self.destination.directory:
             for folder, _, _ in os.walk(self.made, topdown=False):
                 sync_directory(Path(folder))
-        check_replaceable(self.destination, force)  # somebody may have put something there
+        # Somebody may have put something there.
+        check_replaceable(self.destination, force, recipe)
         # From here on what lies in the folder may be the old model, which must not be continued.
         self.journal.path.unlink()
         self.resume = False

@@ -54,13 +54,7 @@ def publish(order: Order, run: Callable[[Output], list[Outcome]]) -> tuple[FileP
     ):
         outcomes = run(output)
         check_related(plan, order.inputs, outcomes)
-        output.publish(
-            plan.side,
-            plan.digests,
-            lambda: check_unchanged(order.inputs),
-            order.force,
-            order.interrupts,
-        )
+        output.publish(plan, lambda: check_unchanged(order.inputs), order.force, order.interrupts)
     return plan, outcomes
 
 

@@ -50,6 +50,8 @@ from darelib.output.directory import (
     card_name,
     check_tables,
     find_side_files,
+    recipe_metadata,
+    recipe_text,
 )
 from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
@@ -123,12 +125,16 @@ def pack(
         check_packable(inputs)
         if not config.any_base:
             check_kinds(inputs)
-        with explain_place_errors(destination.name):  # before there is any work
-            check_replaceable(destination, force)
         with explain_read_errors():
-            plan = plan_files(config, inputs, destination, TokenizerChoice(), with_side_files=False)
+            files: dict[str, str] | None = {} if destination.directory else None
+            choice = TokenizerChoice()
+            recipe = recipe_text(config, inputs, __version__, choice, files, packed=True)
+        with explain_place_errors(destination.name):  # before there is any work
+            check_replaceable(destination, force, recipe)
+        with explain_read_errors():
+            plan = plan_files(config, inputs, destination, choice, with_side_files=False)
             check_sample(plan, inputs)
-            plan = keep_own_tensors(plan, inputs[1])
+            plan = dataclasses.replace(keep_own_tensors(plan, inputs[1]), recipe=recipe)
         worker = Packer(plan, inputs, interrupts)
         worker.count_entries(interrupts)
         with explain_read_errors():
@@ -140,9 +146,7 @@ def pack(
             Output(destination, plan.files, identity, resume) as output,
         ):
             run_merge(plan, worker, output, interrupts)
-            output.publish(
-                plan.side, plan.digests, lambda: check_unchanged(inputs), force, interrupts
-            )
+            output.publish(plan, lambda: check_unchanged(inputs), force, interrupts)
         return PackReport(
             output=str(output_file),
             tensors=len(plan.tensors),
@@ -293,7 +297,8 @@ def place_entries(plan: FilePlan, inputs: Sequence[Checkpoint], packer: Packer) 
     }
     if (tied := ties_embeddings(inputs[1].config)) is not None:
         table["tie_word_embeddings"] = tied
-    metadata = {"format": "pt", PACKED_KEY: json.dumps(table, separators=(",", ":"))}
+    packed = {PACKED_KEY: json.dumps(table, separators=(",", ":"))}
+    metadata = recipe_metadata(plan.recipe) | packed
     name = PACKED_FILE if plan.output.directory else plan.output.path.name
     tensors, files = assign_offsets(kept, sys.maxsize, metadata, name)
     side = make_side_files(plan, inputs, files[0]) if plan.output.directory else {}

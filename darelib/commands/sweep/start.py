@@ -147,10 +147,10 @@ def merge_in_files(
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
         check_unchanged(inputs)  # scores of other models would not be comparable
-        configure(config).merge(path, force=True)
+        configure(config).merge(path, force=not keep)
         return evaluate(path, trial)
 
-    configure(config).plan(folder.absolute() / f"merged{ending}")
+    configure(config).plan(folder.absolute() / f"merged{ending}", force=True)
     return score
 
 

@@ -213,9 +213,9 @@ class DareMerger:
             plan = prepare.plan_files(
                 self.config, inputs, output, choice, self.version, with_side_files=False
             )
-            verify.compare_output(plan, inputs, interrupts)
+            differing = verify.compare_output(plan, inputs, interrupts)
         seconds = time.perf_counter() - started
-        return verify.VerifyReport(output.name, len(plan.tensors), plan.size, seconds)
+        return verify.VerifyReport(output.name, len(plan.tensors), plan.size, seconds, differing)
 
     def sweep(
         self,

@@ -336,9 +336,10 @@ def define(base: Tensors, models: list[Tensors], **config: Any) -> Tensors:
             STORED[tensor.dtype],
             parts,
             STORED[output],
-            Chooser(settings, base, len(models)).choose(name)[1],
+            Chooser(settings, base, len(models)).choose(name, tuple(tensor.shape))[1],
             settings.seed,
             tensor.shape[-1] or 1 if tensor.shape else 1,
+            tuple(tensor.shape),
         )
         stored = torch.from_numpy(made.view(f"i{made.itemsize}").copy())
         merged[name] = stored.view(output).reshape(tensor.shape)

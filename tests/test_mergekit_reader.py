@@ -362,7 +362,7 @@ def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(
         request = read(json.dumps(file))
     config = DareConfig(**request.dare, rules=request.rules)
     for name in names:
-        _, made = Chooser(config, names, 2).choose(name)
+        _, made = Chooser(config, names, 2).choose(name, ())
         plain = DareConfig(
             drop="breadcrumbs",
             rescale="none",
@@ -371,7 +371,7 @@ def test_a_name_gets_of_every_parameter_what_mergekits_first_match_gives(
             drop_rate=[as_rate(expect("density", m, "file")) for m in ("one", "two")],
             lambda_coeff=as_value(expect("lambda", "file")),
         )
-        assert asdict(made) == asdict(Chooser(plain, names, 2).choose(name)[1])
+        assert asdict(made) == asdict(Chooser(plain, names, 2).choose(name, ())[1])
 
 
 def as_value(value: Any) -> Any:

@@ -102,7 +102,7 @@ def test_settings_are_only_asked_where_they_mean_something_and_others_do_not_hin
         ("rules=[{drop_rate=[0.5]}]", "rule 1"),
         ("threads=[1]", "no key 'threads'"),
         ("rules=[{match='*'}]", "sets nothing"),
-        ("rules=[{match='*', method=['ties']}]", "rule 1 has no key 'method'"),
+        ("rules=[{match='*', mismatch=['base']}]", "rule 1 has no key 'mismatch'"),
         ("keep_ratio=[0.5, 0.7]", "keep_ratio means nothing"),
         ("rules=[]", "nothing to search"),
         ("drop_rate", "must be SETTING=VALUES"),
@@ -130,9 +130,11 @@ ENDS: dict[str, tuple[float, float]] = {
     "rescale_q": (0.1, 1),
     "keep_ratio": (0.1, 1),
     "threshold": (1e-6, 1e-3),
+    "ridge": (0.1, 10),
+    "norm_limit": (0, 3),
 }
 VALUES: dict[str, list[Any]] = {
-    "method": ["linear", "ties", "slerp", "ram"],
+    "method": ["linear", "ties", "slerp", "ram", "wudi"],
     "drop": ["random", "magnitude", "breadcrumbs", "della"],
     "drop_rate": [0, 0.5, 0.9, [0.2, 0.8], {"gradient": [0.9, 0.5]}],
     "gamma": [0.01, [0, 0.1]],
@@ -146,6 +148,8 @@ VALUES: dict[str, list[Any]] = {
     "keep_ratio": [0.2, 1],
     "slerp_t": [0, {"gradient": [0, 1]}],
     "threshold": [0, 1e-5],
+    "ridge": [0.3, {"gradient": [0.1, 1]}],
+    "norm_limit": [0, 1.5],
     "mismatch": ["error", "base"],
 }
 CONFIGS = st.fixed_dictionaries(

@@ -132,6 +132,17 @@ SETTINGS: Final[Options] = {
         "type": float,
         "help": "ram: a smaller |delta| counts as none (default 1e-5)",
     },
+    "--ridge": {
+        "metavar": "X",
+        "type": float,
+        "help": "wudi: small keeps the models' deltas apart, large averages them (default 1)",
+    },
+    "--norm-limit": {
+        "metavar": "X",
+        "type": float,
+        "help": "wudi: resize the merged delta, up to X times the models' mean size (default 1.5; "
+        "0: not)",
+    },
     "--dtype": {
         "metavar": "NAME",
         "help": "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 "

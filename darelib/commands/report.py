@@ -21,9 +21,9 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.output.destination import Replaced
 from darelib.output.prepare import FilePlan
 from darelib.plan.tensors import TensorPlan
+from darelib.run.matrices import estimate_matrices, estimate_solving, open_worker
 from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
 from darelib.run.threads import measure_rate
-from darelib.run.worker import Worker
 
 # What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
 # what is known of each tensor of each model.
@@ -159,7 +159,8 @@ class Plan(Report):
     def _how(self) -> str:
         """What is the same for all tensors."""
         words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
-        names = [n for n in ("slerp_t", "threshold", "dtype", "normalize") if n in self.config]
+        shown = ("slerp_t", "threshold", "ridge", "norm_limit", "dtype", "normalize")
+        names = [name for name in shown if name in self.config]
         words += [f"{name} {show_setting(self.config[name])}" for name in names]
         if "weights" in METHODS[self.config["method"]].settings:
             words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")
@@ -235,10 +236,13 @@ def describe_plan(
 
 
 def estimate_time(plan: FilePlan, inputs: Sequence[Checkpoint]) -> Estimate:
+    """By the first jobs, and by what a product of matrices takes here."""
+    entries = dataclasses.replace(plan, tensors=tuple(t for t in plan.tensors if not t.matrices))
     with Interrupts() as interrupts:
-        worker = Worker.for_merge(plan, inputs, interrupts)
-        size, seconds = measure_rate(plan.rounds(), worker, interrupts)
-    return Estimate(seconds * plan.bytes_to_read / max(size, 1), size, seconds)
+        worker = open_worker(entries, inputs, interrupts)
+        size, seconds = measure_rate(entries.rounds(), worker, interrupts)
+    reading = seconds * entries.bytes_to_read / max(size, 1)
+    return Estimate(reading + estimate_solving(plan), size, seconds)
 
 
 def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
@@ -278,7 +282,7 @@ def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: 
     if config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q:
         words.append(f"rescale_q {show_range([each.divisors for each in used])}")
     usual = dataclasses.replace(config.general(len(thinnings)), lambda_coeff=1.0, keep_ratio=1.0)
-    for name in ("lambda_coeff", "keep_ratio", "weights", "normalize", "slerp_t"):
+    for name in ("lambda_coeff", "keep_ratio", "weights", "normalize", "slerp_t", "ridge"):
         values = [getattr(each, name) for each in used]
         if any(value != getattr(usual, name) for value in values):
             words.append(f"{name.removesuffix('_coeff')} {show_range(values)}")
@@ -310,7 +314,8 @@ def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
     )
     waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
     threads = plan.threads * (buffers + held + max(waiting, default=0))
-    return PROCESS_BYTES + TENSOR_BYTES * len(plan.tensors) * len(inputs) + threads
+    known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
+    return PROCESS_BYTES + known + threads + estimate_matrices(plan)
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,14 @@ from darelib.config.settings import (
 )
 from darelib.core.drops import DROP_SETTINGS, DROPS, EXPECTATION, L1, NONE, RANDOM, Drop, Thinning
 from darelib.core.formats import SHORT_DTYPES
+from darelib.core.matrices import find_matrices
 from darelib.core.methods import (
     LINEAR,
     METHOD_SETTINGS,
     METHODS,
     Method,
     TensorSettings,
+    choose_method,
     sum_weights,
 )
 from darelib.core.text import ConfigError
@@ -203,6 +205,8 @@ class Scope:
             keep_ratio=float(values.get("keep_ratio", 1)),
             slerp_t=float(values.get("slerp_t", TensorSettings.slerp_t)),
             threshold=float(values.get("threshold", TensorSettings.threshold)),
+            ridge=float(values.get("ridge", TensorSettings.ridge)),
+            norm_limit=float(values.get("norm_limit", TensorSettings.norm_limit)),
         )
 
 
@@ -213,7 +217,7 @@ class DareConfig:
     Every field is also a key of [dare] in TOML (rules: [[rules]]) and a flag of the command.
     """
 
-    # How the thinned deltas are combined: linear, ties, slerp or ram.
+    # How the thinned deltas are combined: linear, ties, slerp, ram or wudi.
     method: str = LINEAR
     # Share of each delta to drop; one for all models, or one per model.
     drop_rate: Number | Sequence[Number] = 0.9
@@ -239,6 +243,11 @@ class DareConfig:
     epsilon: Number | Sequence[Number] | None = None
     # ram: a model changes an entry if |delta| is at least this; None: 1e-5.
     threshold: float | None = None
+    # wudi: a small one keeps the models' deltas apart, a large one averages them; None: 1.
+    ridge: Number | None = None
+    # wudi: the merged delta has at most so many times the mean size of the models'; None: 1.5;
+    # 0: it is not resized.
+    norm_limit: Number | None = None
     # Output type of float tensors, kept by its long name; None: the base's.
     dtype: str | None = None
     # Tensors of another shape: error; overlap: merge the common rows; base: keep the base's.
@@ -274,7 +283,7 @@ class DareConfig:
         # Settings that mean nothing together are refused, rather than one of them ignored.
         scopes = self._scopes.values()
         given = [name for name in METHOD_SETTINGS if any(name in scope.own for scope in scopes)]
-        check_meaning(given, "method", METHODS, [self.method])
+        check_meaning(given, "method", METHODS, self._methods)
         for where, scope in self._scopes.items():
             with naming(where):
                 scope.check_drops()
@@ -299,14 +308,19 @@ class DareConfig:
     def _drops(self) -> set[str]:
         return {drop for scope in self._scopes.values() for drop in scope.drops}
 
+    @property
+    def _methods(self) -> set[str]:
+        return {scope.values["method"] for scope in self._scopes.values()}
+
     def check_models(self, count: int) -> None:
         """Refuse settings that do not fit this number of models."""
-        wanted = METHODS[self.method].models
-        if wanted not in (None, count):
-            others = " or ".join(name for name, entry in METHODS.items() if entry.models is None)
-            raise ConfigError(
-                f"method {self.method} takes {wanted} models, not {count}", f"use {others}"
-            )
+        for name in sorted(self._methods):
+            wanted = METHODS[name].models
+            if wanted not in (None, count):
+                others = " or ".join(name for name in METHODS if METHODS[name].models is None)
+                raise ConfigError(
+                    f"method {name} takes {wanted} models, not {count}", f"use {others}"
+                )
         self.resolve_all(count)
         if self.weights is not None and not any(self.weights):
             raise ConfigError(
@@ -349,7 +363,10 @@ class DareConfig:
         rescale: Any = rescales.pop() if len(rescales) == 1 else None  # None: each drop's own
         if self._drops == {RANDOM}:
             rescale = {EXPECTATION: True, NONE: False}.get(rescale, rescale)
-        defaults = {"slerp_t": TensorSettings.slerp_t, "threshold": TensorSettings.threshold}
+        defaults = {
+            name: getattr(TensorSettings, name)
+            for name in ("slerp_t", "threshold", "ridge", "norm_limit")
+        }
         chosen: dict[str, Any] = {
             "method": self.method,
             "drop_rate": as_toml(self.drop_rate),
@@ -379,15 +396,18 @@ class Chooser:
         self._config = config
         self._count = count
         self._layers = count_layers(names) if config.has_gradients else {}
-        self._known: dict[tuple[Rule | None, float], TensorSettings] = {}
+        self._known: dict[tuple[Rule | None, float, bool], TensorSettings] = {}
 
-    def choose(self, name: str) -> tuple[Rule | None, TensorSettings]:
+    def choose(self, name: str, shape: tuple[int, ...]) -> tuple[Rule | None, TensorSettings]:
         """The first rule that matches a tensor's name, and its settings.
 
-        These are the same object for all tensors that share them.
+        These are the same object for all tensors that share them. Where the method takes matrices,
+        other tensors are averaged.
         """
         rule = next((rule for rule in self._config.typed_rules if rule.matches(name)), None)
         depth = depth_of(name, self._layers) if self._layers else 0.0
-        if (rule, depth) not in self._known:
-            self._known[rule, depth] = self._config.for_rule(rule, self._count, depth)
-        return rule, self._known[rule, depth]
+        is_matrix = find_matrices(name, shape) is not None
+        if (rule, depth, is_matrix) not in self._known:
+            settings = self._config.for_rule(rule, self._count, depth)
+            self._known[rule, depth, is_matrix] = choose_method(settings, is_matrix)
+        return rule, self._known[rule, depth, is_matrix]

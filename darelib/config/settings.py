@@ -190,6 +190,8 @@ CHECKS: Final = {
     "rescale_q": _one_or_each(_RATIO, "number"),
     "keep_ratio": _RATIO,
     "slerp_t": _number(" from 0 to 1", lambda t: 0 <= t <= 1),
+    "ridge": _number(" above 0", lambda ridge: ridge > 0),
+    "norm_limit": _number(" from 0 up", lambda limit: limit >= 0),
     "threshold": Check("a number from 0 up", lambda value: is_number(value) and value >= 0),
     "dtype": replace(
         _word((*DTYPES, *SHORT_DTYPES)),
@@ -274,6 +276,9 @@ class Rule:
     weights: Sequence[Number] | None = None
     normalize: bool | None = None
     slerp_t: Number | None = None
+    method: str | None = None
+    ridge: Number | None = None
+    norm_limit: Number | None = None
 
     def __post_init__(self) -> None:
         match = (self.match,) if isinstance(self.match, str) else freeze(self.match)
@@ -315,7 +320,7 @@ class Rule:
 # What a rule may set for the tensors that it matches.
 RULE_SETTINGS: Final = tuple(field.name for field in fields(Rule) if field.name != "match")
 # What says how a tensor is merged.
-TENSOR_SETTINGS: Final = ("method", "threshold", *RULE_SETTINGS)
+TENSOR_SETTINGS: Final = ("threshold", *RULE_SETTINGS)
 
 
 def list_given(holder: object) -> dict[str, Any]:

@@ -6,22 +6,15 @@ for all engines.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
 from typing import Any, Final
 
+from darelib.core.arc import slerp_weights
 from darelib.core.drops import Bounds, End, Thinning
 from darelib.core.formats import DIGIT_BITS, NO_PREFIX
-
-# Beyond this cosine two directions count as one, and slerp is linear.
-SLERP_LINEAR: Final = 0.9995
-# Angles, sines and cosines are whole numbers of 2^-FRACTION_BITS where slerp computes with them.
-FRACTION_BITS: Final = 128
-PI: Final = 0x3243F6A8885A308D313198A2E03707344
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +29,9 @@ class TensorSettings:
     keep_ratio: float  # share of the surviving entries that trim keeps
     slerp_t: float = 0.5
     threshold: float = 1e-5  # ram: a smaller |delta| is none
+    ridge: float = 1.0  # wudi: what is added to the Gram matrices, whose mean diagonal is 1
+    # wudi: how large the merged delta may be, in mean sizes of the models'; 0: as it comes.
+    norm_limit: float = 1.5
 
     @property
     def drop_rates(self) -> tuple[float, ...]:
@@ -66,6 +62,7 @@ class Found:
     floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
     # Not by model: squared lengths and scalar product of the ends of slerp's arc.
     products: tuple[float, ...] = (0.0, 0.0, 0.0)
+    change: Any = None  # the merged delta itself, where a method takes matrices as a whole
 
 
 @dataclass(frozen=True)
@@ -100,6 +97,7 @@ class Method:
     normalize: bool = False  # whether weights are divided by their sum, where the user does not say
     # Whether weights that are divided by their sum are shares of a whole: never negative.
     shares_only: bool = False
+    whole: bool = False  # whether it takes whole matrices; all other tensors are averaged
 
 
 def weigh(
@@ -138,6 +136,16 @@ def average_only(settings: TensorSettings) -> TensorSettings:
     )
 
 
+def choose_method(settings: TensorSettings, is_matrix: bool) -> TensorSettings:
+    """The settings of a tensor: what no method for matrices is needed for is averaged, or is the
+    only model's.
+    """
+    needs_matrices = is_matrix and len(settings.weights) > 1 and settings.lambda_coeff != 0
+    if needs_matrices or not METHODS[settings.method].whole:
+        return settings
+    return replace(settings, method=LINEAR)
+
+
 def weigh_for_look(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
     """Looks see the thinned deltas as they are, without weights."""
     return weigh(settings, models, found, (1.0,) * len(settings.divisors))
@@ -159,6 +167,7 @@ class Look:
     # Without types, so that they are no fields: each class has its own.
     kernel = ""
     merges = False  # whether its kernel is the one that merges
+    whole = False  # whether its jobs are whole matrices, which no kernel is for
 
     settings: TensorSettings
     models: Sequence[int]  # those that have the tensor
@@ -305,6 +314,12 @@ class ArcLook(ChunkLook):
         self.found.products = self.fold()
 
 
+class MatrixLook(Look):
+    """The merged delta of a tensor whose matrices are merged as a whole: a job for each."""
+
+    whole = True
+
+
 def choose_looks(settings: TensorSettings, models: Sequence[int]) -> list[type[Look]]:
     """What must be found out about a tensor that these models have, one after the other."""
     thinnings = [settings.thinnings[i] for i in models]
@@ -326,45 +341,6 @@ def fold_neighbours(values: list[float]) -> float:
         values = [*values, 0.0] if len(values) % 2 else values
         values = [values[k] + values[k + 1] for k in range(0, len(values), 2)]
     return values[0]
-
-
-@lru_cache(64)
-def slerp_weights(first: float, second: float, product: float, t: float) -> tuple[float, float]:
-    """The coefficients of two vectors in their slerp at t.
-
-    first, second: their squared lengths; product: their scalar product. Sines are by series in
-    whole numbers: libraries differ in the last bit of theirs, and the output must not.
-    """
-    cosine = product / math.sqrt(first) / math.sqrt(second) if first > 0 and second > 0 else 1.0
-    if not abs(cosine) <= SLERP_LINEAR:  # also where it is no number, which the merge will report
-        return 1 - t, t
-    angle = _fix(math.acos(cosine))
-    wanted = _fix(cosine)
-    one = 1 << FRACTION_BITS
-    whole = math.isqrt(one * one - wanted * wanted)
-    # Newton's method, from the library's angle to one of twice as many digits. By halves of the
-    # angle, as cos x = 1 - 2 (sin x/2)^2.
-    reached = one - (_sine(angle // 2) ** 2 >> FRACTION_BITS - 1)
-    angle += ((reached - wanted) << FRACTION_BITS) // whole
-    share = _fix(t) * angle >> FRACTION_BITS
-    return _sine(angle - share) / whole, _sine(share) / whole
-
-
-def _fix(x: float) -> int:
-    top, bottom = x.as_integer_ratio()
-    return (top << FRACTION_BITS) // bottom
-
-
-def _sine(x: int) -> int:
-    x = min(x, PI - x)
-    square = x * x >> FRACTION_BITS
-    term = total = x
-    n = 1
-    while term:
-        term = (term * square >> FRACTION_BITS) // -((n + 1) * (n + 2))
-        total += term
-        n += 2
-    return total
 
 
 def sum_weights(weights: Sequence[float]) -> Fraction:
@@ -410,7 +386,7 @@ def _weigh_ram(settings: TensorSettings, models: Sequence[int], found: Found) ->
     return replace(weigh(settings, models, found), floors=(settings.threshold,) * len(models))
 
 
-LINEAR, TIES, SLERP, RAM = "linear", "ties", "slerp", "ram"
+LINEAR, TIES, SLERP, RAM, WUDI = "linear", "ties", "slerp", "ram", "wudi"
 METHODS: Final = {
     LINEAR: Method(
         card=lambda _: "summed up by weight and added to the base",
@@ -454,6 +430,20 @@ METHODS: Final = {
         weigh=_weigh_ram,
         normalize=True,
         shares_only=True,
+    ),
+    WUDI: Method(  # after arXiv 2503.08099; darelib.kernels.matrices has the formula
+        card=lambda settings: (
+            "merged matrix by matrix, so that each keeps its effect on its own inputs and outputs "
+            f"(ridge {settings.ridge:g}), and added to the base"
+        ),
+        kernel="sum",
+        settings=("weights", "ridge", "norm_limit"),
+        share=_average,
+        look=lambda _: MatrixLook,
+        weigh=weigh,
+        normalize=True,
+        shares_only=True,
+        whole=True,
     ),
 }
 # The settings that mean something to some methods only.

@@ -31,6 +31,10 @@ class Tuning:
     # can be remembered, so far as there is room, until they are merged.
     ranked_elements: int = 1 << 24
     ranked_bytes: int = 64 << 20
+    # The same where matrices are merged as a whole, each to be held in memory: enough that what is
+    # read and written overlaps with what is solved. And how many may be read or solved at a time.
+    matrix_elements: int = 1 << 26
+    matrices_at_once: int = 2
     # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process
     # stays near 100 MB.
     buffer_bytes: int = 64 << 20

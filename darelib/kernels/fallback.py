@@ -10,7 +10,7 @@ import numpy as np
 from darelib.core.drops import Bounds
 from darelib.core.formats import DIGIT_BITS, FORMATS
 from darelib.core.interrupts import Interrupts
-from darelib.core.mask import TILE
+from darelib.core.mask import KEEP_ALL, TILE
 from darelib.kernels import Kernel, KernelSpec, plain
 from darelib.kernels.records import BINS, FIRST_BIN, Buffers
 
@@ -58,6 +58,8 @@ def open_chunk(
 
 
 def draw_bits(model: Any, count: int, first_tile: int) -> Array:
+    if model["limit"] == KEEP_ALL and not model["ranked"] and not model["bounded"]:
+        return np.zeros(count, np.int32)  # none are above a limit that keeps all
     key = int(model["key_0"]), int(model["key_1"])
     return plain.draw_bits(key, first_tile, -(-count // TILE))[:count]
 
@@ -80,17 +82,28 @@ def note_delta(buffers: Buffers, model: Any, delta: Array) -> None:
     add_sums(model, "size", size)
 
 
-def merge_chunk(
-    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
-) -> None:
+def thin_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int, skipped: int = 0
+) -> tuple[Array, list[Array]]:
+    """The base's values, and each model's thinned deltas; some at the start are not wanted."""
     base, opened = open_chunk(spec, buffers, count, models, first_tile)
-    tensor = buffers.tensor[0]
     rows = []
-    add_sums(tensor, "base_size", np.abs(base))
-    for model, (delta, mask, divisors) in opened:
+    add_sums(buffers.tensor[0], "base_size", np.abs(base[skipped:]))
+    for model, (all_deltas, whole_mask, all_divisors) in opened:
+        delta = all_deltas[skipped:]
+        mask = whole_mask[skipped:]
+        divisors = None if all_divisors is None else all_divisors[skipped:]
         note_delta(buffers, model, delta)
         model["kept"] += np.uint64(np.count_nonzero(mask))
         rows.append(plain.thin(delta, mask, divisors, float(model["scale"]), float(model["floor"])))
+    return base[skipped:], rows
+
+
+def merge_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> None:
+    base, rows = thin_chunk(spec, buffers, count, models, first_tile)
+    tensor = buffers.tensor[0]
     if tensor["exact"]:
         values = read(buffers.finetuned[0], spec.finetuned, spec.real, count)
     else:

@@ -16,12 +16,14 @@ import numpy as np
 from darelib.core.drops import Bounds, End, Thinning
 from darelib.core.formats import FORMATS, widen
 from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
+from darelib.core.matrices import LONGEST_SIDE, Matrices, find_matrices
 from darelib.core.methods import (
     METHODS,
     ArcLook,
     BoundsLook,
     Coefficients,
     Found,
+    MatrixLook,
     SumsLook,
     TensorSettings,
     TrimLook,
@@ -200,6 +202,10 @@ def combine(
     merged = sum(rows, start=base_share * base)
     if kernel != "sum":
         merged = elect(merged, rows, weights, first_share, kernel == "average")
+    return add_change(base, merged, lambda_coeff)
+
+
+def add_change(base: Array, merged: Array, lambda_coeff: float) -> Array:
     change = lambda_coeff * merged
     # base + 0 would turn -0.0 into 0.0
     return library(base).where(change == 0, base, base + change)
@@ -327,6 +333,7 @@ LOOKS: Final = {
     SumsLook: find_sums,
     TrimLook: find_floors,
     ArcLook: find_products,
+    MatrixLook: lambda *_: None,  # it is the merge itself, below
 }
 
 
@@ -336,6 +343,69 @@ def look_up(settings: TensorSettings, models: Sequence[int], pieces: Pieces, cou
     for look in choose_looks(settings, models) if models and count else ():
         LOOKS[look](settings, models, pieces, found)
     return found
+
+
+# --- matrices -------------------------------------------------------------------------------------
+
+
+def merge_matrices(
+    deltas: Sequence[Array], weights: Sequence[float], ridge: float, norm_limit: float
+) -> Array:
+    """Wudi: the merged delta of one matrix, in float64. Deltas may be of 0 only.
+
+    The mean of what the definition gives from the columns' side and from the rows' side, times what
+    makes its projections on the deltas 1 in the mean, within a limit of its size.
+    """
+    wide = [np.asarray(delta, dtype=np.float64) for delta in deltas]
+    sides = []
+    if wide[0].shape[1] <= LONGEST_SIDE:
+        sides.append(solve_columns(wide, weights, ridge))
+    if wide[0].shape[0] <= LONGEST_SIDE:
+        sides.append(solve_columns([delta.T for delta in wide], weights, ridge).T)
+    merged: Array = sum(sides) / len(sides)
+    pairs = [(weight, delta) for weight, delta in zip(weights, wide, strict=True) if delta.any()]
+    if not norm_limit or not merged.any():
+        return merged
+    total = sum(weight for weight, _ in pairs)
+    held = sum(weight * (merged * delta).sum() / (delta**2).sum() for weight, delta in pairs)
+    mean = sum(weight * np.linalg.norm(delta) for weight, delta in pairs) / total
+    most = 1 / max(held / total, 1 / len(pairs))
+    return merged * min(most, norm_limit * mean / np.linalg.norm(merged))
+
+
+def merge_whole(
+    settings: TensorSettings, thinned: Mapping[int, Array], matrices: Matrices | None
+) -> Array:
+    """The merged delta of a tensor, flat. thinned: by number, the deltas of models that have it."""
+    count, rows, columns = matrices or (1, 1, 1)
+    deltas = [
+        thinned[i] if i in thinned else np.zeros(count * rows * columns)
+        for i in range(len(settings.weights))
+    ]
+    shaped = [delta.reshape(count, rows, columns) for delta in deltas]
+    merged = [
+        merge_matrices(
+            [delta[k] for delta in shaped], settings.weights, settings.ridge, settings.norm_limit
+        )
+        for k in range(count)
+    ]
+    return np.concatenate(merged).reshape(-1)
+
+
+def solve_columns(deltas: Sequence[Array], weights: Sequence[float], ridge: float) -> Array:
+    """M = (sum of w_i t_i G_i) (sum of w_i G_i)^-1, where G_i is t_i' t_i with a mean diagonal of
+    1, plus the ridge.
+    """
+    unit = np.eye(deltas[0].shape[1])
+    grams = []
+    for delta in deltas:
+        gram = delta.T @ delta
+        mean = gram.diagonal().mean()
+        grams.append((gram / mean if mean else gram) + ridge * unit)
+    parts = list(zip(weights, deltas, grams, strict=True))
+    total = sum(weight * gram for weight, _, gram in parts)
+    wanted = sum(weight * delta @ gram for weight, delta, gram in parts)
+    return np.linalg.solve(total, wanted.T).T
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -350,10 +420,12 @@ def merge_tensor(
     settings: TensorSettings,
     seed: int,
     width: int,
+    shape: tuple[int, ...] = (),
 ) -> Array:
     """One whole tensor, from stored values to stored values.
 
     finetuned: by number, the models that have it. width: its last dimension, 1 if it has none.
+    shape: all of them, where the method takes whole matrices.
     """
     real = "F64" if "F64" in (dtype, output, *(kind for _, kind in finetuned.values())) else "F32"
     start = decode(base, dtype, real)
@@ -378,4 +450,8 @@ def merge_tensor(
     found = look_up(settings, models, open_whole, len(start))
     coefficients = METHODS[settings.method].weigh(settings, models, found)
     [(_, parts)] = open_whole(models, found)
+    if METHODS[settings.method].whole:
+        thinned = thin_for_look(settings, parts, found)
+        change = merge_whole(settings, thinned, find_matrices(name, shape))
+        return encode(add_change(start, change.astype(start.dtype), settings.lambda_coeff), output)
     return encode(merge_parts(settings, start, parts.values(), coefficients), output)

@@ -6,10 +6,12 @@ from functools import partial
 import torch
 
 from darelib.core.mask import TILE
+from darelib.core.matrices import Matrices
 from darelib.core.methods import METHODS, Found, TensorSettings
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.kernels import plain
+from darelib.kernels.matrices import merge_matrices
 
 Tensor = torch.Tensor
 # The mask's bits, by key, first tile and tiles.
@@ -33,8 +35,9 @@ class TensorMerge:
     """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits
     are the same.
 
-    parts: of the models that have it, by number; flat, with as many elements as the base.
-    keys: of their masks. draw: draws these on the base's device, if not as plain does.
+    parts: of the models that have it, by number; flat, with as many elements as the base. keys: of
+    their masks. draw: draws these on the base's device, if not as plain does. matrices: what it
+    consists of, where these are merged as a whole.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class TensorMerge:
         parts: Mapping[int, Tensor],
         keys: Mapping[int, tuple[int, int]],
         draw: Draw | None = None,
+        matrices: Matrices | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -52,6 +56,7 @@ class TensorMerge:
         self.flat = base.reshape(-1)
         self.parts = parts
         self.keys = keys
+        self.matrices = matrices
         self.draw = draw or partial(
             plain.draw_bits, arange=partial(torch.arange, device=base.device)
         )
@@ -67,9 +72,14 @@ class TensorMerge:
         target = output.view(-1) if at_once else torch.empty_like(self.flat, dtype=self.dtype)
         found = plain.look_up(self.settings, models, self._open_pieces, len(self.flat))
         coefficients = METHODS[self.settings.method].weigh(self.settings, models, found)
+        change = self._solve(found) if self.matrices else None
         for start, base in self._chunks():
             parts = (self._open(i, start, base, found) for i in models)
-            values = plain.merge_parts(self.settings, base, parts, coefficients)
+            if change is None:
+                values = plain.merge_parts(self.settings, base, parts, coefficients)
+            else:
+                own = change[start : start + len(base)]
+                values = plain.add_change(base, own, self.settings.lambda_coeff)
             if models and self.settings.returns_model:
                 values = self._read(self.parts[0], start, start + len(base))
             if self.real == torch.float64 and self.dtype.itemsize == 2:
@@ -81,6 +91,27 @@ class TensorMerge:
             target[start : start + len(base)] = result
         if not at_once:
             output.copy_(target.reshape(output.shape))
+
+    def _solve(self, found: Found) -> Tensor:
+        """The merged change of a tensor whose matrices are merged as a whole."""
+        models = list(self.parts)
+        deltas = torch.empty(
+            (len(models), len(self.flat)), dtype=self.real, device=self.flat.device
+        )
+        place = 0
+        for base, parts in self._open_pieces(models, found):
+            thinned = plain.thin_for_look(self.settings, parts, found)
+            for row, i in enumerate(models):
+                deltas[row, place : place + len(base)] = thinned[i]
+            place += len(base)
+        weights = [self.settings.weights[i] for i in models]
+        count, rows, columns = self.matrices or (1, 1, 1)
+        shaped = deltas.view(len(models), count, rows, columns)
+        merged = [
+            merge_matrices(list(shaped[:, k]), weights, self.settings, self.dtype.itemsize > 2)
+            for k in range(count)
+        ]
+        return torch.stack(merged).view(-1)
 
     def _read(self, flat: Tensor, start: int, stop: int) -> Tensor:
         return flat[start:stop].to(self.real)

@@ -114,6 +114,15 @@ class LoraAdapter(Checkpoint):
             made = np.frombuffer(view, FORMATS[info.dtype].real)
             self._expand(info, start // made.itemsize, made)
 
+    def read_factors(self, info: TensorInfo) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        if not isinstance(info, LowRankTensor) or info.whole:
+            return None
+        rows = slice(0, info.count // info.columns)
+        ranks = slice(0, info.rank)
+        left = self._read_matrix(info.left, rows, ranks, info)
+        right = self._read_matrix(info.right, ranks, slice(0, info.columns), info)
+        return left.astype(np.float64) * info.scale, right.astype(np.float64)
+
     def _expand(self, info: LowRankTensor, start: int, made: NDArray[Any]) -> None:
         """Fill made with elements of a product, by as many ranks at a time as there is room for."""
         kernel = self._kernels[info.spec]

@@ -209,6 +209,10 @@ class Input(Described):
         """
         info.encoding.read(self, info, start, count, into)
 
+    def read_factors(self, info: TensorInfo) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """The two matrices whose product a change is, in float64; None: it is not stored so."""
+        return None
+
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of what is stored, from one of them on."""
         raise NotImplementedError

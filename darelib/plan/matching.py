@@ -104,7 +104,8 @@ class Matcher:
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         encoding = PLAIN if self.config.dtype else info.encoding
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
-        rule, settings = self._chooser.choose(mask_names[0] if len(set(mask_names)) == 1 else owner)
+        chosen_by = mask_names[0] if len(set(mask_names)) == 1 else owner
+        rule, settings = self._chooser.choose(chosen_by, info.shape if finetuned else ())
         if buffer == AVERAGED:
             settings = average_only(settings)
         for i, theirs in finetuned:

@@ -110,13 +110,19 @@ class MergePlan:
         tensors: Sequence[TensorPlan],
         done: Collection[tuple[str, int]] = (),
         look_pass: int | None = None,
+        is_whole: bool = False,
     ) -> Iterator[Job]:
-        """done: the tensors and starts of the jobs that need not be run again."""
+        """done: the tensors and starts of the jobs that need not be run again. is_whole: jobs are
+        whole matrices.
+        """
         number = 0
         for tensor in tensors:
             # Looks add up by chunks, whose starts are the same for all tensors.
-            whole = range(0, tensor.length, TUNING.job_elements)
-            starts = self._starts(tensor) if look_pass is None else whole
+            starts = range(0, tensor.length, TUNING.job_elements)
+            if look_pass is None:
+                starts = self._starts(tensor)
+            elif is_whole and tensor.matrices:
+                starts = range(0, tensor.length, tensor.matrices.size)
             for start in starts:
                 if (tensor.name, start) not in done:
                     stop = min(start + starts.step, tensor.length)
@@ -132,6 +138,8 @@ class MergePlan:
         again, merge.
         """
         enough = TUNING.ranked_elements if self.ranked else TUNING.batch_elements
+        if any(tensor.matrices for tensor in self.tensors):  # whose changes wait in memory
+            enough = min(enough, TUNING.matrix_elements)
         batch: list[TensorPlan] = []
         elements = 0
         for tensor in self.tensors:
@@ -148,7 +156,11 @@ class MergePlan:
         self, batch: Sequence[TensorPlan], done: Collection[tuple[str, int]]
     ) -> Iterator[Iterator[Job]]:
         for k in range(max((self.passes[t.name] for t in batch), default=0)):
-            yield self.jobs([t for t in batch if k < self.passes[t.name]], (), k)
+            own = [tensor for tensor in batch if k < self.passes[tensor.name]]
+            for is_whole in (False, True):
+                chosen = [tensor for tensor in own if tensor.takes_matrices(k) == is_whole]
+                if chosen:
+                    yield self.jobs(chosen, (), k, is_whole)
         if batch:
             yield self.jobs(batch, done)
 

@@ -8,6 +8,7 @@ from typing import Self
 
 from darelib.config import Rule
 from darelib.core.formats import FORMATS, STORED_BITS
+from darelib.core.matrices import Matrices, find_matrices
 from darelib.core.methods import METHODS, Found, Look, TensorSettings, choose_looks
 from darelib.kernels import KernelSpec
 from darelib.models.checkpoint import WEIGHTS_FILE
@@ -69,6 +70,17 @@ class TensorPlan:
         kinds = choose_looks(self.settings, self.models) if self.finetuned else []
         return [*kinds, *self.encoding.looks]
 
+    @property
+    def matrices(self) -> Matrices | None:
+        """What it consists of, where its method takes whole matrices."""
+        is_whole = self.merged and METHODS[self.settings.method].whole
+        return find_matrices(self.mask_names[0], self.base.shape) if is_whole else None
+
+    def takes_matrices(self, look_pass: int) -> bool:
+        """Whether the jobs of a pass are whole matrices."""
+        look, _ = self.list_passes()[look_pass]
+        return look.whole
+
     def list_passes(self) -> list[tuple[Look, int]]:
         """The looks, and the passes of each."""
         found = Found()
@@ -108,7 +120,7 @@ def choose_kernel(
     if any(info.count < base.count for info in finetuned):
         types.add(base.dtype)  # which stands in for the rows that a model lacks
     common = "F64" if "F64" in types | {base.dtype, output} else "F32"
-    if len(types) == 1:
+    if len(types) == 1 and not METHODS[method].whole:  # whose kernel is given the change itself
         [common] = types
     return KernelSpec(METHODS[method].kernel, base.dtype, common, output)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from darelib.config import DareConfig
 from darelib.core.formats import DTYPES
 from darelib.core.mask import mask_key
-from darelib.core.methods import TensorSettings
+from darelib.core.methods import LINEAR, METHODS, TensorSettings
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.kernels.tensors import TensorMerge, explain_broken
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
@@ -116,6 +116,7 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
     plan = plan_merge(config, states)
     base = states[0]
     known = {tensor.name: tensor for tensor in plan.tensors}
+    usual = LINEAR if METHODS[config.method].whole else config.method
     tied = {}
     common = []
     for tensor in plan.tensors:
@@ -127,7 +128,7 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
             is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
             has_names = all(tensor.name in state.state for state in states)
             # One launch merges by one method.
-            is_usual = tensor.settings.method == config.method and len({*tensor.mask_names}) == 1
+            is_usual = tensor.settings.method == usual and len({*tensor.mask_names}) == 1
             if is_whole and has_names and is_usual:
                 common.append(tensor)
     return StatePlan(
@@ -253,7 +254,9 @@ class StateMerge:
         }
         draws = self.gpu and self.gpu.can_merge_on(mine.device)
         draw = partial(self.gpu.draw_bits, device=mine.device) if draws else None
-        merge = TensorMerge(tensor.name, tensor.settings, mine.detach(), parts, keys, draw)
+        merge = TensorMerge(
+            tensor.name, tensor.settings, mine.detach(), parts, keys, draw, tensor.matrices
+        )
         try:
             merge.run(output.detach())
         except DareError:

@@ -69,6 +69,28 @@ class Reader:
             buffers.base[:] = 0
             buffers.finetuned[:] = 0
 
+    def load_change(
+        self,
+        tensor: TensorPlan,
+        start: int,
+        count: int,
+        buffers: Buffers,
+        changes: Mapping[int, NDArray[Any]],
+    ) -> None:
+        """Read a chunk of the base, with its change as the only model's. changes: of whole
+        matrices, by their first element.
+        """
+        read(self._base, tensor.base, start, count, buffers.base)
+        row = buffers.finetuned[0].view(FORMATS[tensor.spec.finetuned].real)
+        stop = start + count
+        for first, change in changes.items():
+            low = max(first, start)
+            high = min(first + len(change), stop)
+            if low < high:
+                row[low - start : high - start] = change[low - first : high - first]
+        if tensor.name in self.kept:
+            buffers.base[:] = 0
+
     def keeps_base(
         self, tensor: TensorPlan, chunks: Iterable[tuple[int, int]], buffers: Buffers
     ) -> bool:

@@ -18,8 +18,9 @@ from darelib.models.inputs import check_unchanged
 from darelib.output.prepare import FilePlan
 from darelib.output.publish import Output, Shard, explain_write_errors, share_folder
 from darelib.plan.plan import Job, MergePlan
+from darelib.run.matrices import open_worker
 from darelib.run.outcomes import Outcome, check_related
-from darelib.run.worker import Abandoned, JobWorker, Worker, Write
+from darelib.run.worker import Abandoned, JobWorker, Write
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     if order.part:
         return run_part(order, *order.part)
     # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
-    worker = Worker.for_merge(order.plan, order.inputs, order.interrupts)
+    worker = open_worker(order.plan, order.inputs, order.interrupts)
     return publish(order, lambda output: run_merge(order.plan, worker, output, order.interrupts))
 
 
@@ -116,7 +117,7 @@ def make_shard(
 
     identity: of the whole merge. Gives what all jobs of the file found.
     """
-    worker = Worker.for_merge(shard, inputs, interrupts)
+    worker = open_worker(shard, inputs, interrupts)
     with Shard(shard.output, shard.files[0], identity) as file:
         outcomes = run_jobs(shard, worker, file, advance, interrupts)
         check_unchanged(inputs)

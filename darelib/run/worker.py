@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.core.mask import MASK_BITS, TILE, mask_key
+from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
 from darelib.core.methods import METHODS, Coefficients, Found, Look, weigh_for_look
 from darelib.core.text import DareError
 from darelib.kernels import KernelSpec
@@ -29,7 +29,6 @@ from darelib.run.reading import Reader, read
 # What jobs write by: the number of a file, what to write, and where; it may also only compare.
 Write: TypeAlias = Callable[[int, memoryview, int], None]
 
-KEEP_ALL: Final = (1 << MASK_BITS) - 1  # the largest mask bits that there are
 # The bit patterns of what is not finite, without its sign, begin there.
 INFINITIES: Final = {32: 0x7F80_0000, 64: 0x7FF0_0000_0000_0000}
 BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
@@ -91,9 +90,10 @@ class Worker(JobWorker):
         self._looked = Counter[str]()  # by tensor: how many elements a pass has seen
         wanted = {spec for model in inputs for spec in model.specs} | {*specs}
         for tensor in plan.tensors:
-            wanted |= {tensor.look_spec(look) for look, _ in passes.get(tensor.name, ())}
+            looks = [look for look, _ in passes.get(tensor.name, ()) if not look.whole]
+            wanted |= {tensor.look_spec(look) for look in looks}
         self.kernels = load_kernels(wanted, plan.config.engine, interrupts)
-        self._reader = Reader(plan, inputs, self.kernels)
+        self.reader = Reader(plan, inputs, self.kernels)
         for model in inputs:
             model.prepare(self.kernels, plan.threads * len(inputs))
 
@@ -111,7 +111,7 @@ class Worker(JobWorker):
 
     def run(self, job: Job, buffers: Buffers, write: Write) -> Outcome | None:
         if job.look_pass is not None:
-            self._look(job, buffers, *self.passes[job.tensor.name][job.look_pass])
+            self.look(job, buffers, *self.passes[job.tensor.name][job.look_pass])
             return None
         if job.tensor.merged:
             return self._merge(job, buffers, write)
@@ -127,19 +127,23 @@ class Worker(JobWorker):
             del self._looked[name]
             look.conclude(number)
 
-    def _look(self, job: Job, buffers: Buffers, look: Look, number: int) -> None:
+    def look(self, job: Job, buffers: Buffers, look: Look, number: int) -> None:
         tensor = job.tensor
         kernel = self.kernels[tensor.look_spec(look)]
-        weigh = METHODS[tensor.settings.method].weigh if look.merges else weigh_for_look
-        self._describe(tensor, buffers, weigh(tensor.settings, tensor.models, look.found))
+        models = len(tensor.finetuned)
+        if look.merges:
+            models = self.describe_merge(tensor, buffers, look.found)
+        else:
+            seen = weigh_for_look(tensor.settings, tensor.models, look.found)
+            self.describe(tensor, buffers, seen)
         look.describe(buffers, number)
         for start, count in self.chunks(job):
-            self._reader.load(tensor, start, count, buffers, tensor.encoding.rereads)
-            kernel(buffers, count, len(tensor.finetuned), start // TILE)
+            self.load(tensor, start, count, buffers, look.found, tensor.encoding.rereads)
+            kernel(buffers, count, models, start // TILE)
             look.add_chunk(start, count, buffers)
-        if not np.isfinite(find_peaks(tensor, buffers)).all():
-            self._keep_base(job, buffers)
-            self._look(job, buffers, look, number)
+        if not np.isfinite(find_peaks(tensor, buffers, models)).all():
+            self.keep_base(job, buffers)
+            self.look(job, buffers, look, number)
 
     def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor = job.tensor
@@ -147,9 +151,7 @@ class Worker(JobWorker):
         if tensor.name in self.passes:
             look, _ = self.passes[tensor.name][-1]
         found = look.found if look else Found()
-        coefficients = METHODS[tensor.settings.method].weigh(tensor.settings, tensor.models, found)
         kernel = self.kernels[tensor.spec]
-        models = len(tensor.finetuned)
 
         def put(name: str, view: memoryview, place: int) -> None:
             output = tensor.outputs[name]
@@ -158,31 +160,53 @@ class Worker(JobWorker):
         target = Target(self.base, tensor.name, tensor.base, tensor.spec.output, put)
         writer = tensor.encoding.open_writer(target, job.start, self.plan.chunk, look)
         infinity = INFINITIES[FORMATS[tensor.spec.real].bits]
-        self._describe(tensor, buffers, coefficients)
-        for row in range(models):
-            if tensor.is_thinned(row):  # what its mask drops is 0, and need not be found again
-                buffers.models[row]["limit"] = KEEP_ALL
+        models = self.describe_merge(tensor, buffers, found)
         for start, count in self.chunks(job):
-            self._reader.load(tensor, start, count, buffers)
+            self.load(tensor, start, count, buffers, found)
             kernel(buffers, count, models, start // TILE)
             if buffers.tensor["peak"][0] >= infinity:  # before it is written
-                self._keep_base(job, buffers)
+                self.keep_base(job, buffers)
                 return self._merge(job, buffers, write)
-            if tensor.name in self._reader.kept:
-                self._reader.take_base(tensor, start, count, buffers)
+            if tensor.name in self.reader.kept:
+                self.reader.take_base(tensor, start, count, buffers)
             writer.add(buffers.output, buffers.base, count)
         writer.finish()
-        peaks = find_peaks(tensor, buffers)
+        peaks = find_peaks(tensor, buffers, models)
         if not np.isfinite(peaks).all():  # of what was dropped
-            self._keep_base(job, buffers)
+            self.keep_base(job, buffers)
             return self._merge(job, buffers, write)
         if not peaks[models] < FORMATS[tensor.spec.output].limit:
             self._explain_non_finite(job, buffers)
-        rows = () if tensor.buffer else tensor.models  # statistics are of weights
-        tallies = {i: make_tally(job, buffers, row, peaks[row]) for row, i in enumerate(rows)}
-        return Outcome(tensor.name, job.start, job.bytes_read, tallies)
+        return Outcome(tensor.name, job.start, job.bytes_read, self.count(job, buffers, found))
 
-    def _describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
+    def describe_merge(self, tensor: TensorPlan, buffers: Buffers, found: Found) -> int:
+        """Set what the kernel that merges must know. Gives how many models it is given."""
+        weigh = METHODS[tensor.settings.method].weigh
+        self.describe(tensor, buffers, weigh(tensor.settings, tensor.models, found))
+        for row in range(len(tensor.finetuned)):
+            if tensor.is_thinned(row):  # what its mask drops is 0, and need not be found again
+                buffers.models[row]["limit"] = KEEP_ALL
+        return len(tensor.finetuned)
+
+    def load(
+        self,
+        tensor: TensorPlan,
+        start: int,
+        count: int,
+        buffers: Buffers,
+        found: Found,
+        remember: bool = False,
+    ) -> None:
+        """Read what the kernel that merges is given of a chunk."""
+        self.reader.load(tensor, start, count, buffers, remember)
+
+    def count(self, job: Job, buffers: Buffers, found: Found) -> dict[int, Tally]:
+        """What kernels have counted in a job, by model. Statistics are of weights."""
+        peaks = find_peaks(job.tensor, buffers, len(job.tensor.finetuned))
+        rows = () if job.tensor.buffer else job.tensor.models
+        return {i: make_tally(job, buffers, row, peaks[row]) for row, i in enumerate(rows)}
+
+    def describe(self, tensor: TensorPlan, buffers: Buffers, found: Coefficients) -> None:
         """Set what the kernels must know, and clear what they found before."""
         settings = tensor.settings
         buffers.clear()
@@ -229,13 +253,13 @@ class Worker(JobWorker):
             raise explain_quantised(tensor, self.models[min(outcome.differing)].name)
         return outcome
 
-    def _keep_base(self, job: Job, buffers: Buffers) -> None:
+    def keep_base(self, job: Job, buffers: Buffers) -> None:
         """Take the base's tensor as it is if it is a mask; any other value that is not finite is an
         error.
         """
         whole = replace(job, start=0, stop=job.tensor.length)
-        kept = self._reader.kept
-        is_mask = self._reader.keeps_base(job.tensor, self.chunks(whole), buffers)
+        kept = self.reader.kept
+        is_mask = self.reader.keeps_base(job.tensor, self.chunks(whole), buffers)
         # Another thread may have found out meanwhile: then zeros were read here.
         if not is_mask and job.tensor.name not in kept:
             self._explain_non_finite(job, buffers)
@@ -269,10 +293,10 @@ class Worker(JobWorker):
         )
 
 
-def find_peaks(tensor: TensorPlan, buffers: Buffers) -> NDArray[np.float64]:
+def find_peaks(tensor: TensorPlan, buffers: Buffers, models: int) -> NDArray[np.float64]:
     """The largest |delta| of each model and, where it is merged, the largest of the result."""
     real = FORMATS[tensor.spec.real]
-    patterns = [*buffers.models["peak"][: len(tensor.finetuned)], buffers.tensor["peak"][0]]
+    patterns = [*buffers.models["peak"][:models], buffers.tensor["peak"][0]]
     return np.array(patterns, real.raw).view(real.real).astype(np.float64)
 
 

@@ -1,0 +1,226 @@
+"""Merges by whole matrices: a job gathers the changes of one, solves, and keeps the merged change
+until it is written like any other.
+"""
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from darelib.core.formats import FORMATS, widen
+from darelib.core.interrupts import Interrupts
+from darelib.core.mask import KEEP_ALL, TILE
+from darelib.core.methods import Found, Look, MatrixLook, weigh_for_look
+from darelib.core.tuning import TUNING
+from darelib.kernels import KernelSpec
+from darelib.kernels.fallback import thin_chunk
+from darelib.kernels.matrices import MatrixEngine, merge_factors
+from darelib.kernels.records import Buffers
+from darelib.models.checkpoint import Checkpoint
+from darelib.plan.plan import Job, MergePlan
+from darelib.plan.tensors import TensorPlan
+from darelib.run.outcomes import Tally, sum_fields
+from darelib.run.reading import read
+from darelib.run.worker import Worker, find_peaks
+
+Factors = tuple[NDArray[Any], NDArray[Any]]
+# Copies that are held at a time while a matrix is solved, as measured: of itself, besides the
+# models' deltas, and of the Gram matrix of its longer side.
+MATRIX_COPIES: Final = 5
+GRAM_COPIES: Final = 3
+# Of a matrix that adapters change: enough to describe their changes.
+SAMPLED_ROWS: Final = 64
+
+
+def open_worker(plan: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts) -> Worker:
+    """What merges a plan."""
+    kind = MatrixWorker if any(tensor.matrices for tensor in plan.tensors) else Worker
+    return kind.for_merge(plan, inputs, interrupts)
+
+
+@dataclass
+class MatrixChange:
+    """The merged change of a tensor, and what was counted in it: by the first element of each
+    matrix.
+    """
+
+    parts: dict[int, NDArray[Any]] = field(default_factory=dict)
+    tallies: dict[int, dict[int, Tally]] = field(default_factory=dict)
+
+
+def estimate_matrices(plan: MergePlan) -> int:
+    """What matrices that are merged as a whole take in memory: one while it is solved, the deltas
+    of the next, and the changes that wait to be written.
+    """
+    most = 0
+    waiting = 0
+    for tensor in plan.tensors:
+        if matrices := tensor.matrices:
+            models = len(tensor.finetuned)
+            item = 4 if FORMATS[tensor.spec.output].bits == 16 else 8
+            grams = GRAM_COPIES * max(side**2 for side in matrices.sides)
+            solved = item * (matrices.size * (models + MATRIX_COPIES) + grams)
+            most = max(most, solved + 4 * models * matrices.size)
+            waiting += 4 * tensor.base.count
+    return most + min(waiting, 4 * TUNING.matrix_elements)
+
+
+def estimate_solving(plan: MergePlan) -> float:
+    """How long it takes to solve all matrices, by the time of a product."""
+    sizes = [(tensor.matrices, len(tensor.finetuned)) for tensor in plan.tensors]
+    operations = sum(each.count_operations(models) for each, models in sizes if each)
+    return operations / MatrixEngine(plan.config.engine).measure_rate() if operations else 0.0
+
+
+class MatrixWorker(Worker):
+    """Also merges whole matrices: few at a time are read, and one is solved, by all cores."""
+
+    def __init__(
+        self,
+        plan: MergePlan,
+        inputs: Sequence[Checkpoint],
+        passes: Mapping[str, Sequence[tuple[Look, int]]],
+        specs: Collection[KernelSpec],
+        interrupts: Interrupts,
+    ) -> None:
+        super().__init__(plan, inputs, passes, specs, interrupts)
+        self._engine = MatrixEngine(plan.config.engine)
+        self._room = threading.Semaphore(TUNING.matrices_at_once)
+        self._solving = threading.Lock()
+        self._written: list[Found] = []  # whose changes are not needed in the next round
+
+    def look(self, job: Job, buffers: Buffers, look: Look, number: int) -> None:
+        if not isinstance(look, MatrixLook):
+            super().look(job, buffers, look, number)
+            return
+        weights = [job.tensor.settings.weights[i] for i in job.tensor.models]
+        with self._room:
+            if factors := self._read_factors(job.tensor):
+                tallies = self._sample(job.tensor, factors, buffers)
+                merge = partial(merge_factors, factors)
+            else:
+                deltas = self._gather(job, buffers, look.found)
+                tallies = super().count(job, buffers, look.found)
+                is_precise = FORMATS[job.tensor.spec.output].bits > 16
+                merge = partial(self._engine.merge, [*deltas], precise=is_precise)
+            with self._solving:
+                while self._written:
+                    self._written.pop().change = None
+                merged = merge(weights=weights, settings=job.tensor.settings)
+                change = look.found.change or MatrixChange()
+                change.parts[job.start] = merged.reshape(-1)
+                change.tallies[job.start] = tallies
+                look.found.change = change
+
+    def _read_factors(self, tensor: TensorPlan) -> list[Factors]:
+        """Of a matrix that only adapters change, and of which nothing is dropped: what they
+        multiply. None, if that is not smaller than the matrix.
+        """
+        matrices = tensor.matrices
+        drops = any(tensor.settings.thinnings[i].drop_rate for i in tensor.models)
+        is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
+        if (
+            drops
+            or not is_whole
+            or not matrices
+            or matrices.number > 1
+            or tensor.spec.real != "F32"
+        ):
+            return []
+        found = [self.models[i].read_factors(info) for i, info in tensor.finetuned]
+        factors = [each for each in found if each is not None]
+        rank = sum(len(right) for _, right in factors)
+        is_small = len(factors) == len(found) and rank < min(matrices.rows, matrices.columns)
+        is_finite = all(np.isfinite(each).all() for pair in factors for each in pair)
+        return factors if is_small and is_finite else []
+
+    def _sample(
+        self, tensor: TensorPlan, factors: Sequence[Factors], buffers: Buffers
+    ) -> dict[int, Tally]:
+        """What is counted, of some rows for all: to multiply out each adapter would take longer
+        than the merge.
+        """
+        rows, columns = len(factors[0][0]), factors[0][1].shape[1]
+        chosen = np.unique(np.linspace(0, rows - 1, SAMPLED_ROWS).astype(int))
+        share = rows / len(chosen)
+        width = min(columns, self.plan.chunk)
+        base_sum = 0.0
+        for row in chosen:
+            raw = read(self.base, tensor.base, int(row) * columns, width, buffers.base)
+            base_sum += float(np.abs(widen(raw, tensor.base.dtype)).sum()) * columns / width
+        tallies = {}
+        for i, (left, right) in zip(tensor.models, factors, strict=True):
+            sizes = np.abs(left[chosen] @ right)
+            tallies[i] = Tally(
+                parameters=tensor.base.count,
+                sum=float(sizes.sum()) * share,
+                peak=float(sizes.max()),
+                above=round(np.count_nonzero(sizes > self.plan.config.delta_threshold) * share),
+                kept=tensor.base.count,
+                expected=float(tensor.base.count),
+                base_sum=base_sum * share,
+            )
+        return tallies
+
+    def _gather(self, job: Job, buffers: Buffers, found: Found) -> NDArray[Any]:
+        """The thinned deltas of one matrix, of each model that has it."""
+        deltas = self._read_deltas(job, buffers, found)
+        if not np.isfinite(find_peaks(job.tensor, buffers, len(deltas))).all():
+            self.keep_base(job, buffers)
+            deltas = self._read_deltas(job, buffers, found)
+        return deltas
+
+    def _read_deltas(self, job: Job, buffers: Buffers, found: Found) -> NDArray[Any]:
+        tensor = job.tensor
+        models = len(tensor.finetuned)
+        self.describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, found))
+        real = FORMATS[tensor.spec.real].real
+        deltas = np.empty((models, job.stop - job.start), real)
+        first = job.start // TILE * TILE  # masks are drawn by whole tiles
+        for start, count in self.chunks(replace(job, start=first)):
+            self.reader.load(tensor, start, count, buffers)
+            skipped = max(0, job.start - start)
+            place = start + skipped - job.start
+            with np.errstate(all="ignore"):  # what is not finite is found afterwards
+                _, rows = thin_chunk(tensor.spec, buffers, count, models, start // TILE, skipped)
+            deltas[:, place : place + count - skipped] = rows
+        return deltas.reshape(models, tensor.matrices.rows, -1) if tensor.matrices else deltas
+
+    def describe_merge(self, tensor: TensorPlan, buffers: Buffers, found: Found) -> int:
+        """What the kernel is given is the change, as if it were the only model's."""
+        if found.change is None:
+            return super().describe_merge(tensor, buffers, found)
+        self.describe(tensor, buffers, weigh_for_look(tensor.settings, tensor.models, Found()))
+        record = buffers.models[0]
+        record["limit"] = KEEP_ALL
+        record["is_delta"] = True
+        record["scale"] = 1.0
+        for name in ("bounded", "ranked", "divided"):
+            record[name] = False
+        return 1
+
+    def load(
+        self,
+        tensor: TensorPlan,
+        start: int,
+        count: int,
+        buffers: Buffers,
+        found: Found,
+        remember: bool = False,
+    ) -> None:
+        if found.change is None:
+            super().load(tensor, start, count, buffers, found, remember)
+        else:
+            self.reader.load_change(tensor, start, count, buffers, found.change.parts)
+
+    def count(self, job: Job, buffers: Buffers, found: Found) -> dict[int, Tally]:
+        """Of a whole tensor, with its first job."""
+        if found.change is None:
+            return super().count(job, buffers, found)
+        self._written.append(found)
+        tallies = found.change.tallies.values() if job.start == 0 else ()
+        return {i: sum_fields(each[i] for each in tallies) for i in job.tensor.models if tallies}

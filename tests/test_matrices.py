@@ -1,0 +1,362 @@
+"""Merging matrix by matrix: the definition, files and memory, adapters, what may differ."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from dare import DareConfig, DareError, dare_merge
+from darelib.kernels import matrices
+from tests.conftest import Capture, Models, Patch, Refusal
+from tests.support import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    Tensors,
+    define,
+    examples,
+    finetune,
+    low_rank,
+    make_merger,
+    merge,
+    merge_paths,
+    random_model,
+    run,
+    run_merge,
+    save,
+    save_directories,
+    tune,
+    write_adapter,
+)
+
+# Wide, tall, square, a row, a column, a convolution, experts that end within a tile; and no matrix.
+SHAPES = {
+    "wide.weight": (12, 50),
+    "tall.weight": (70, 9),
+    "square.weight": (40, 40),
+    "row.weight": (1, 30),
+    "column.weight": (30, 1),
+    "conv.weight": (8, 4, 3, 3),
+    "mlp.experts.weight": (3, 37, 29),
+    "norm.weight": (40,),
+    "empty.weight": (0, 4),
+}
+DROPS = [
+    {"drop_rate": 0},
+    {"drop_rate": 0.6},
+    {"drop_rate": 0.5, "drop": "magnitude", "rescale": "l1"},
+    {"drop_rate": 0.5, "drop": "della"},
+    {"drop_rate": [0.3, 0.9, 0.0], "weights": [1, 2, 0.5], "lambda_coeff": 1.3, "ridge": 0.1},
+]
+
+
+def find_error(merged: Tensors, wanted: Tensors, base: Tensors) -> float:
+    """The largest difference of a tensor, by norm, relative to what was changed in it."""
+    errors = [0.0]
+    for name, tensor in wanted.items():
+        change = (tensor.double() - base[name].double()).norm()
+        if change:
+            difference = (tensor.double() - merged[name].double()).norm()
+            errors.append(float(difference / change))
+    return max(errors)
+
+
+def make_three(dtype: torch.dtype, shapes: dict[str, tuple[int, ...]] = SHAPES) -> list[Tensors]:
+    base = random_model(3, dtype, shapes)
+    return [base, *(finetune(base, seed, 0.01) for seed in range(3))]
+
+
+@pytest.mark.parametrize("config", DROPS)
+@pytest.mark.parametrize(("dtype", "error"), [(F32, 1e-6), (F64, 1e-12), (BF16, 5e-3), (F16, 1e-3)])
+def test_files_and_tensors_are_merged_as_the_definition_says(
+    tmp_path: Path, dtype: torch.dtype, error: float, config: dict[str, Any]
+) -> None:
+    tune(job_elements=2048, min_chunk=1024, max_chunk=1024)
+    base, *models = make_three(dtype)
+    wanted = define(base, models, method="wudi", **config)
+    merged = merge(tmp_path, base, *models, method="wudi", **config)
+    assert find_error(merged, wanted, base) < error
+    in_memory = dare_merge(base, models, DareConfig(method="wudi", verbose=False, **config))
+    assert find_error(in_memory, wanted, base) < error
+
+
+@pytest.mark.parametrize("engine", ["plain", "numba"])
+def test_models_may_lack_a_matrix_or_some_of_its_rows(tmp_path: Path, engine: str) -> None:
+    base, *models = make_three(F32, {"a.weight": (20, 30), "b.weight": (30, 20)})
+    del models[1]["a.weight"]
+    config = {"method": "wudi", "drop_rate": 0, "engine": engine}
+    merged = merge(tmp_path, base, *models, **config)
+    assert find_error(merged, define(base, models, **config), base) < 1e-6
+    models[0]["b.weight"] = models[0]["b.weight"][:25].clone()
+    whole = {**models[0], "b.weight": torch.cat([models[0]["b.weight"], base["b.weight"][25:]])}
+    merged = merge(tmp_path, base, *models, mismatch="overlap", **config)
+    assert find_error(merged, define(base, [whole, *models[1:]], **config), base) < 1e-6
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_changes_of_low_rank_are_as_exact(tmp_path: Path, rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    base = {"a.weight": torch.zeros(300, 200)}
+    models = [
+        {
+            "a.weight": torch.randn(300, rank, generator=generator)
+            @ torch.randn(rank, 200, generator=generator)
+        }
+        for _ in range(2)
+    ]
+    config = {"method": "wudi", "drop_rate": 0, "ridge": 0.01, "any_base": True}
+    wanted = define(base, models, **config)
+    assert find_error(merge(tmp_path, base, *models, **config), wanted, base) < 1e-6
+    # Of 16 bits, in float32 if that is exact enough.
+    deltas = [model["a.weight"].numpy() for model in models]
+    settings = DareConfig(**config).general(2)
+    found = matrices.merge_matrices([d.copy() for d in deltas], (0.5, 0.5), settings, False)
+    error = np.linalg.norm(found - wanted["a.weight"].numpy()) / np.linalg.norm(found)
+    assert error < 1e-4
+
+
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    count=st.integers(1, 4),
+    ridge=st.floats(0.01, 10),
+    seed=st.integers(0, 99),
+)
+@examples(60)
+def test_identities_hold_for_any_shape_and_number_of_models(
+    rows: int, columns: int, count: int, ridge: float, seed: int
+) -> None:
+    base = random_model(seed, F32, {"a.weight": (rows, columns)})
+    model = finetune(base, seed, 0.1)
+    others = [finetune(base, seed + k, 0.1) for k in range(count)]
+
+    def find(models: list[Tensors], **settings: Any) -> torch.Tensor:
+        given = {"method": "wudi", "drop_rate": 0.0, "ridge": ridge, **settings}
+        return dare_merge(base, models, DareConfig(verbose=False, **given))["a.weight"]
+
+    assert torch.equal(find([model]), model["a.weight"]), "one model is itself"
+    torch.testing.assert_close(find([model] * count), model["a.weight"])
+    assert torch.equal(find([base] * count), base["a.weight"]), "the base changes nothing"
+    assert torch.equal(find([*others, base], lambda_coeff=0.0), base["a.weight"])
+    assert find([*others, base]).isfinite().all()
+    averaged = find([*others, base], ridge=1e12, norm_limit=0)
+    linear = DareConfig(drop_rate=0, verbose=False)
+    wanted = dare_merge(base, [*others, base], linear)["a.weight"]
+    torch.testing.assert_close(averaged, wanted)
+
+
+def test_the_merged_change_is_resized_within_its_limit(tmp_path: Path) -> None:
+    base, *models = make_three(F32, {"a.weight": (64, 64)})
+    deltas = [(model["a.weight"] - base["a.weight"]).double() for model in models]
+    mean = sum(float(delta.norm()) for delta in deltas) / 3
+
+    def find(**config: Any) -> torch.Tensor:
+        merged = merge(tmp_path, base, *models, method="wudi", drop_rate=0, **config)
+        return (merged["a.weight"] - base["a.weight"]).double()
+
+    assert float(find(norm_limit=0.5).norm()) == pytest.approx(0.5 * mean, rel=1e-5)
+    held = [float((find(norm_limit=100) * delta).sum() / delta.norm() ** 2) for delta in deltas]
+    assert sum(held) / 3 == pytest.approx(1, rel=1e-5)
+    opposite = [models[0], {"a.weight": 2 * base["a.weight"] - models[0]["a.weight"]}]
+    merged = merge(tmp_path, base, *opposite, method="wudi", drop_rate=0)
+    left = float((merged["a.weight"] - base["a.weight"]).norm())
+    assert left < 1e-3 * mean, "what cancels out is not blown up"
+
+
+def test_a_rule_chooses_another_method_and_gradients_another_ridge(tmp_path: Path) -> None:
+    shapes = {f"layers.{k}.{part}.weight": (12, 16) for k in range(3) for part in ("up", "down")}
+    base, *models = make_three(F32, shapes)
+    ridges = {"gradient": [0.1, 10]}
+    rules = [{"match": "*down*", "method": "linear"}]
+    config = {"method": "wudi", "drop_rate": 0, "ridge": ridges, "rules": rules}
+    merged = merge(tmp_path, base, *models, **config)
+    linear = merge(tmp_path, base, *models, drop_rate=0)
+    for name in shapes:
+        assert torch.equal(merged[name], linear[name]) == ("down" in name)
+    for k, ridge in enumerate((0.1, 5.05, 10.0)):
+        alone = merge(tmp_path, base, *models, method="wudi", drop_rate=0, ridge=ridge)
+        name = f"layers.{k}.up.weight"
+        torch.testing.assert_close(merged[name], alone[name], rtol=0, atol=1e-7)
+
+
+def test_other_methods_are_refused_settings_of_matrices(models: Models, refused: Refusal) -> None:
+    base, *others = models
+    flags = ["-b", base, "-m", *others, "-o", "out.safetensors"]
+    refused(2, ["ridge", "wudi"], *flags, "--ridge", "0.5")
+    refused(2, ["ridge", "above 0"], *flags, "--method", "wudi", "--ridge", "0")
+    refused(2, "negative", *flags, "--method", "wudi", "--weights", "1", "-1")
+
+
+def test_parts_and_resumed_merges_give_the_same_bytes(tmp_path: Path, monkeypatch: Patch) -> None:
+    shapes = {f"layers.{k}.weight": (40, 30) for k in range(6)} | {"x.experts": (4, 10, 20)}
+    paths = save_directories(tmp_path, make_three(BF16, shapes)[:3])
+    flags = ["-q", "-b", paths[0], "-m", *paths[1:], "--method", "wudi", "--drop-rate", "0.3"]
+    flags += ["--max-shard-size", "6kB"]
+    run(*flags, "-o", tmp_path / "whole")
+    wanted = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("*.safetensors")}
+    for more in (["--part", "2/3"], ["--part", "1/3"], ["--resume"]):
+        run(*flags, "-o", tmp_path / "parts", *more)
+    solved = []
+    merge_one = matrices.MatrixEngine.merge
+
+    def fail(self: Any, *arguments: Any, **named: Any) -> Any:
+        solved.append(1)
+        if len(solved) == 5:
+            raise OSError(28, "no space left")
+        return merge_one(self, *arguments, **named)
+
+    tune(matrix_elements=1, journal_seconds=0.0, flush_seconds=0.0)
+    monkeypatch.setattr(matrices.MatrixEngine, "merge", fail)
+    run(*flags, "-o", tmp_path / "again", "--resume", status=1)
+    run(*flags, "-o", tmp_path / "again", "--resume")
+    assert 10 < len(solved) < 15, "nothing was continued"
+    for name in ("parts", "again"):
+        found = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
+        assert found == wanted, name
+
+
+def test_packed_models_are_merged_like_those_that_they_were(tmp_path: Path) -> None:
+    base, *models = save(tmp_path, **dict(zip("abc", make_three(BF16)[:3], strict=True)))
+    packed = []
+    for seed, model in enumerate(models, 42):
+        packed.append(tmp_path / f"packed-{seed}.safetensors")
+        flags = ["-b", base, "-m", model, "-o", packed[-1], "--seed", seed, "--drop-rate", "0.5"]
+        run("pack", "-q", *flags)
+    config = {"method": "wudi", "drop_rate": 0.5}
+    whole = merge_paths(base, models, tmp_path / "whole.safetensors", **config)
+    thin = merge_paths(base, packed, tmp_path / "thin.safetensors", **config)
+    assert find_error(thin, whole, load_file(base)) < 1e-4
+
+
+def test_a_mask_of_infinities_is_no_obstacle_and_a_broken_weight_is_an_error(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base, *models = make_three(F32, {"a.weight": (20, 20), "b.weight": (6, 6)})
+    for model in (base, *models):
+        model["b.weight"] = torch.full((6, 6), -torch.inf).triu(1)
+    merged = merge(tmp_path, base, *models, method="wudi", drop_rate=0)
+    assert torch.equal(merged["b.weight"], base["b.weight"])
+    models[0]["a.weight"][3, 4] = torch.nan
+    paths = save(tmp_path, base=base, one=models[0], two=models[1])
+    with pytest.raises(DareError, match=re.escape("[3, 4]")):
+        run_merge(paths[0], paths[1:], tmp_path / "out.safetensors", method="wudi", drop_rate=0)
+
+
+# --- adapters ------------------------------------------------------------------------------------
+
+
+def write_adapters(folder: Path, ranks: list[int], shape: tuple[int, int]) -> list[Path]:
+    paths = []
+    for seed, rank in enumerate(ranks):
+        tensors = low_rank("one", shape, rank, seed) | low_rank("two", shape[::-1], rank, seed + 9)
+        paths.append(write_adapter(folder / f"lora{seed}", tensors, r=rank, lora_alpha=rank))
+    return paths
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_adapters_are_merged_in_their_own_space_to_the_same_result(
+    tmp_path: Path, monkeypatch: Patch, dtype: torch.dtype
+) -> None:
+    base = random_model(1, dtype, {"one.weight": (48, 80), "two.weight": (80, 48)})
+    [path] = save(tmp_path, base=base)
+    adapters = write_adapters(tmp_path, [4, 2, 8], (48, 80))
+    config = {"method": "wudi", "drop_rate": 0, "weights": [1, 3, 2]}
+    small = merge_paths(path, adapters, tmp_path / "small.safetensors", **config)
+    report = run_merge(path, adapters, tmp_path / "small.safetensors", **config)
+    monkeypatch.setattr("darelib.models.lora.LoraAdapter.read_factors", lambda *_: None)
+    whole = merge_paths(path, adapters, tmp_path / "whole.safetensors", **config)
+    assert find_error(small, whole, base) < (1e-5 if dtype is F32 else 1e-3)
+    counted = run_merge(path, adapters, tmp_path / "whole.safetensors", **config)
+    for mine, theirs in zip(report.models, counted.models, strict=True):
+        assert mine.mean_delta == pytest.approx(theirs.mean_delta, rel=0.2)
+        assert mine.parameters == theirs.parameters
+
+
+def test_adapters_that_are_thinned_or_as_large_as_the_matrix_are_merged_whole(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    base = random_model(1, F32, {"one.weight": (12, 9), "two.weight": (9, 12)})
+    [path] = save(tmp_path, base=base)
+    adapters = write_adapters(tmp_path, [4, 5], (12, 9))
+    monkeypatch.setattr("darelib.run.matrices.merge_factors", None)
+    for config in ({"drop_rate": 0.5}, {"drop_rate": 0}):
+        merged = merge_paths(path, adapters, tmp_path / "o.safetensors", method="wudi", **config)
+        assert not torch.equal(merged["one.weight"], base["one.weight"])
+
+
+# --- what is promised -----------------------------------------------------------------------------
+
+
+def test_verify_allows_the_last_place_of_a_matrix_and_nothing_more(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    shapes = {"a.weight": (60, 40), "norm.weight": (40,)}
+    base, *models = save(tmp_path, **dict(zip("bmn", make_three(BF16, shapes)[:3], strict=True)))
+    out = tmp_path / "out.safetensors"
+    run("-q", "-b", base, "-m", *models, "-o", out, "--method", "wudi", "--drop-rate", "0")
+    run("verify", out)
+    assert "differ" not in capsys.readouterr().out
+    whole = out.read_bytes()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    start = 8 + int.from_bytes(whole[:8], "little")
+
+    def change(name: str, element: int, by: int) -> None:
+        data = bytearray(whole)
+        place = start + header[name]["data_offsets"][0] + 2 * element
+        value = int.from_bytes(data[place : place + 2], "little") + by
+        data[place : place + 2] = value.to_bytes(2, "little")
+        out.write_bytes(data)
+
+    change("a.weight", 17, 1)
+    run("verify", out)
+    assert "1 values differ in the last place" in capsys.readouterr().out
+    change("a.weight", 97, 3)
+    run("verify", out, status=1)
+    assert "[2, 17]" in capsys.readouterr().err
+    change("norm.weight", 5, 1)
+    run("verify", out, status=1)
+    assert "'norm.weight' differs at [5]" in capsys.readouterr().err
+
+
+def test_a_dry_run_knows_what_matrices_take(tmp_path: Path) -> None:
+    base, *models = save(tmp_path, **dict(zip("bmn", make_three(BF16)[:3], strict=True)))
+    plans = [
+        make_merger(base, models, method=method).plan(tmp_path / "o.safetensors", estimate=True)
+        for method in ("linear", "wudi")
+    ]
+    assert plans[1].memory > plans[0].memory
+    assert plans[1].estimate
+    assert plans[1].estimate.seconds > 0
+    assert "method wudi" in str(plans[1])
+    assert "ridge 1" in str(plans[1])
+
+
+def test_torch_solves_as_numpy_does() -> None:
+    generator = np.random.default_rng(0)
+    deltas = [generator.standard_normal((60, 90)).astype(np.float32) for _ in range(3)]
+    settings = DareConfig(method="wudi", drop_rate=0).general(3)
+    weights = (0.5, 0.3, 0.2)
+    for precise in (False, True):
+        mine = matrices.merge_matrices([d.copy() for d in deltas], weights, settings, precise)
+        tensors = [torch.from_numpy(delta.copy()) for delta in deltas]
+        theirs = matrices.merge_matrices(tensors, weights, settings, precise).numpy()
+        assert np.linalg.norm(mine - theirs) < 1e-5 * np.linalg.norm(mine)
+
+
+def test_long_matrices_are_solved_from_the_shorter_side(tmp_path: Path, monkeypatch: Patch) -> None:
+    for room in ("core.matrices", "kernels.matrices", "kernels.plain"):
+        monkeypatch.setattr(f"darelib.{room}.LONGEST_SIDE", 50)
+    base, *models = make_three(F32, {"a.weight": (90, 20), "b.weight": (20, 90), "c": (60, 70)})
+    config = {"method": "wudi", "drop_rate": 0}
+    merged = merge(tmp_path, base, *models, **config)
+    assert find_error(merged, define(base, models, **config), base) < 1e-6
+    linear = merge(tmp_path, base, *models, drop_rate=0)
+    assert torch.equal(merged["c"], linear["c"]), "both sides are too long"

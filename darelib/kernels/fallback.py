@@ -58,8 +58,6 @@ def open_chunk(
 
 
 def draw_bits(model: Any, count: int, first_tile: int) -> Array:
-    if model["limit"] == KEEP_ALL and not model["ranked"] and not model["bounded"]:
-        return np.zeros(count, np.int32)  # none are above a limit that keeps all
     key = int(model["key_0"]), int(model["key_1"])
     return plain.draw_bits(key, first_tile, -(-count // TILE))[:count]
 
@@ -86,17 +84,35 @@ def thin_chunk(
     spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int, skipped: int = 0
 ) -> tuple[Array, list[Array]]:
     """The base's values, and each model's thinned deltas; some at the start are not wanted."""
-    base, opened = open_chunk(spec, buffers, count, models, first_tile)
-    rows = []
+    base = read(buffers.base, spec.base, spec.real, count)
     add_sums(buffers.tensor[0], "base_size", np.abs(base[skipped:]))
-    for model, (all_deltas, whole_mask, all_divisors) in opened:
-        delta = all_deltas[skipped:]
-        mask = whole_mask[skipped:]
-        divisors = None if all_divisors is None else all_divisors[skipped:]
+    rows = []
+    for i, model in enumerate(buffers.models[:models]):
+        if is_whole(model):
+            delta = find_delta(spec, buffers, i, base)[skipped:]
+            row = delta
+            kept = len(delta)
+        else:
+            deltas, mask, divisors = open_model(spec, buffers, i, base, first_tile)
+            thinned = plain.thin(
+                deltas, mask, divisors, float(model["scale"]), float(model["floor"])
+            )
+            row = thinned[skipped:]
+            delta = deltas[skipped:]
+            kept = int(np.count_nonzero(mask[skipped:]))
         note_delta(buffers, model, delta)
-        model["kept"] += np.uint64(np.count_nonzero(mask))
-        rows.append(plain.thin(delta, mask, divisors, float(model["scale"]), float(model["floor"])))
+        model["kept"] += np.uint64(kept)
+        rows.append(row)
     return base[skipped:], rows
+
+
+def is_whole(model: Any) -> bool:
+    """Whether a model's deltas are used as they are: none is dropped, and all are multiplied by
+    1.
+    """
+    chosen = ("ranked", "bounded", "divided", "floor")
+    is_dropped = model["limit"] != KEEP_ALL or any(model[name] for name in chosen)
+    return not is_dropped and model["scale"] == 1
 
 
 def merge_chunk(

@@ -225,6 +225,7 @@ class MatrixEngine:
 
     def __init__(self, engine: str) -> None:
         self._torch = load_gpu() if engine == "auto" else None
+        self.on_gpu = self._torch is not None
 
     def merge(
         self,

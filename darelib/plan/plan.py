@@ -139,7 +139,7 @@ class MergePlan:
         """
         enough = TUNING.ranked_elements if self.ranked else TUNING.batch_elements
         if any(tensor.matrices for tensor in self.tensors):  # whose changes wait in memory
-            enough = min(enough, TUNING.matrix_elements)
+            enough = min(enough, TUNING.matrix_elements * max(1, self.threads // 2))
         batch: list[TensorPlan] = []
         elements = 0
         for tensor in self.tensors:

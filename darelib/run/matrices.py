@@ -66,7 +66,7 @@ def estimate_matrices(plan: MergePlan) -> int:
             solved = item * (matrices.size * (models + MATRIX_COPIES) + grams)
             most = max(most, solved + 4 * models * matrices.size)
             waiting += 4 * tensor.base.count
-    return most + min(waiting, 4 * TUNING.matrix_elements)
+    return most + min(waiting, 4 * TUNING.matrix_elements * max(1, plan.threads // 2))
 
 
 def estimate_solving(plan: MergePlan) -> float:
@@ -89,7 +89,9 @@ class MatrixWorker(Worker):
     ) -> None:
         super().__init__(plan, inputs, passes, specs, interrupts)
         self._engine = MatrixEngine(plan.config.engine)
-        self._room = threading.Semaphore(TUNING.matrices_at_once)
+        # A GPU solves faster than one thread reads.
+        many = min(plan.threads, TUNING.most_matrices)
+        self._room = threading.Semaphore(many if self._engine.on_gpu else TUNING.matrices_at_once)
         self._solving = threading.Lock()
         self._written: list[Found] = []  # whose changes are not needed in the next round
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareError, dare_merge
+from dare import DareConfig, DareError, dare_merge, dare_sweep
 from darelib.kernels import matrices
 from tests.conftest import Capture, Models, Patch, Refusal
 from tests.support import (
@@ -349,6 +350,30 @@ def test_torch_solves_as_numpy_does() -> None:
         tensors = [torch.from_numpy(delta.copy()) for delta in deltas]
         theirs = matrices.merge_matrices(tensors, weights, settings, precise).numpy()
         assert np.linalg.norm(mine - theirs) < 1e-5 * np.linalg.norm(mine)
+
+
+def test_a_search_in_memory_solves_once_for_all_lambdas(monkeypatch: Patch) -> None:
+    base, *models = make_three(F32, {"a.weight": (30, 20), "b.weight": (20, 30)})
+    solved = []
+    solve = matrices.solve
+    monkeypatch.setattr(matrices, "solve", lambda *given: solved.append(1) or solve(*given))
+    scores = {}
+
+    def score(state: Tensors) -> float:
+        change = float((state["a.weight"] - base["a.weight"]).norm())
+        scores[len(scores)] = change
+        return change
+
+    config = DareConfig(method="wudi", drop_rate=0, verbose=False)
+    space = {"lambda_coeff": [0.5, 1.0, 1.5], "ridge": [0.1, 1.0]}
+    found = dare_sweep(base, models, score, space, config, search="grid", confirm=0)
+    assert len(solved) == 4, "once for each matrix and ridge"
+    solved.clear()
+    fixed = dare_sweep(base, models, score, {"lambda_coeff": [0.5, 1.0, 2.0]}, config, confirm=0)
+    assert len(solved) == 2, "once for each matrix"
+    best = dare_merge(base, models, replace(config, lambda_coeff=2.0))
+    assert fixed.best.mean(0) == pytest.approx(float((best["a.weight"] - base["a.weight"]).norm()))
+    assert found.best.params["lambda_coeff"] == 1.5
 
 
 def test_long_matrices_are_solved_from_the_shorter_side(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -84,12 +84,12 @@ def find_way(settings: TensorSettings) -> tuple[str | None, bool, bool] | None:
     method = METHODS[settings.method]
     schemes = [thinning.scheme for thinning in settings.thinnings]
     looks = choose_looks(settings, range(len(schemes)))
-    fits = method.kernel in ("sum", "elect") and {*looks} <= {TrimLook, ArcLook}
+    fits = {*looks} <= {TrimLook, ArcLook}
     if not fits or any(scheme.ends or scheme.thresholds for scheme in schemes):
         return None
     exact = settings.returns_model
     look = None if exact else method.look(settings)
-    counts = method.kernel == "elect" and settings.normalize and set(settings.weights) == {1}
+    counts = method.kernel != "sum" and settings.normalize and set(settings.weights) == {1}
     return look.kernel if look else None, exact, counts and len(settings.weights) <= 5
 
 
@@ -182,8 +182,9 @@ class Batch:
         }
         self.ways = {
             "ELECTS": columns.method.kernel == "elect",
+            "AVERAGES": columns.method.kernel == "average",
             "COUNTS": counts,
-            "TRIMS": self.look == "count",
+            "TRIMS": self.look == "count" or columns.method.kernel == "average",
             "EXACT": exact,
             "OUTPUT": TYPES[output],
         }

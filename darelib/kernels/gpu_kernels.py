@@ -151,6 +151,14 @@ def divide_by_count(total, count, MOST: constexpr):  # compiled
 
 
 @triton.jit
+def divide(total, share, COUNTS: constexpr, MOST: constexpr):  # compiled
+    """A total divided by a share, which may be 0: then it is 0."""
+    if COUNTS:
+        return divide_by_count(total, share, MOST)
+    return tl.where(share > 0, tl.div_rn(total, share), 0.0)
+
+
+@triton.jit
 def merge_kernel(  # compiled
     owners,
     places,
@@ -158,6 +166,7 @@ def merge_kernel(  # compiled
     numbers,
     flags,
     ELECTS: constexpr,
+    AVERAGES: constexpr,
     COUNTS: constexpr,
     TRIMS: constexpr,
     EXACT: constexpr,
@@ -199,12 +208,13 @@ def merge_kernel(  # compiled
                 row = turn(rows[i], sign)
                 total += tl.maximum(row, 0.0)
                 share += tl.where(row > 0, 1.0 if COUNTS else coefficients[i][1], 0.0)
-            merged = (
-                divide_by_count(total, share, N)
-                if COUNTS
-                else tl.where(share > 0, tl.div_rn(total, share), 0.0)
-            )
-            merged = turn(merged, sign)
+            merged = turn(divide(total, share, COUNTS, N), sign)
+        if AVERAGES:
+            total, share = zeros, zeros
+            for i in tl.static_range(N):
+                total += rows[i]
+                share += tl.where(rows[i] != 0, 1.0 if COUNTS else coefficients[i][1], 0.0)
+            merged = divide(total, share, COUNTS, N)
         if not EXACT:
             change = lambda_coeff * merged
             value = tl.where(change == 0, base, base + change)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -17,6 +18,9 @@ Tensor = torch.Tensor
 # The mask's bits, by key, first tile and tiles.
 Draw = Callable[[tuple[int, int], int, int], Tensor]
 
+# Settings whose solutions a search remembers: each takes as much memory as a model in float32.
+MOST_SOLUTIONS: Final = 4
+
 
 def explain_broken(name: str, model: int | None, dtype: torch.dtype) -> DareError:
     """What to say of a value that is not finite: of a model's delta, or of the result."""
@@ -31,13 +35,39 @@ def explain_broken(name: str, model: int | None, dtype: torch.dtype) -> DareErro
     )
 
 
+class Solutions:
+    """The merged changes of matrices, for the next merge of the same tensors: all that differs only
+    in lambda has the same.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[object, dict[str, Tensor]] = {}  # by settings, the latest last
+        self._changes: dict[str, Tensor] = {}
+
+    def open(self, key: object) -> None:
+        """Choose those of some settings."""
+        self._changes = self._known.pop(key, {})
+        self._known[key] = self._changes
+        while len(self._known) > MOST_SOLUTIONS:
+            self._known.pop(next(iter(self._known)))
+
+    def get(self, name: str) -> Tensor | None:
+        return self._changes.get(name)
+
+    def keep(self, name: str, change: Tensor) -> None:
+        """Remember a change, so long as there is room for as much again."""
+        free = torch.cuda.mem_get_info(change.device)[0] if change.is_cuda else change.nbytes * 2
+        if change.nbytes * 2 <= free:
+            self._changes[name] = change
+
+
 class TensorMerge:
     """One tensor's merge: the operations of darelib.kernels.plain in their order, so that the bits
     are the same.
 
     parts: of the models that have it, by number; flat, with as many elements as the base. keys: of
     their masks. draw: draws these on the base's device, if not as plain does. matrices: what it
-    consists of, where these are merged as a whole.
+    consists of, where these are merged as a whole. solutions: where their changes are remembered.
     """
 
     def __init__(
@@ -49,6 +79,7 @@ class TensorMerge:
         keys: Mapping[int, tuple[int, int]],
         draw: Draw | None = None,
         matrices: Matrices | None = None,
+        solutions: Solutions | None = None,
     ) -> None:
         self.name = name
         self.settings = settings
@@ -57,6 +88,7 @@ class TensorMerge:
         self.parts = parts
         self.keys = keys
         self.matrices = matrices
+        self.solutions = solutions or Solutions()
         self.draw = draw or partial(
             plain.draw_bits, arange=partial(torch.arange, device=base.device)
         )
@@ -72,10 +104,13 @@ class TensorMerge:
         target = output.view(-1) if at_once else torch.empty_like(self.flat, dtype=self.dtype)
         found = plain.look_up(self.settings, models, self._open_pieces, len(self.flat))
         coefficients = METHODS[self.settings.method].weigh(self.settings, models, found)
-        change = self._solve(found) if self.matrices else None
+        change = self.solutions.get(self.name)
+        if self.matrices and change is None:
+            change = self._solve(found)
+            self.solutions.keep(self.name, change)
         for start, base in self._chunks():
-            parts = (self._open(i, start, base, found) for i in models)
             if change is None:
+                parts = (self._open(i, start, base, found) for i in models)
                 values = plain.merge_parts(self.settings, base, parts, coefficients)
             else:
                 own = change[start : start + len(base)]

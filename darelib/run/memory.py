@@ -3,7 +3,7 @@ kernels.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from types import ModuleType
 from typing import Any, Final
@@ -17,7 +17,7 @@ from darelib.core.formats import DTYPES
 from darelib.core.mask import mask_key
 from darelib.core.methods import LINEAR, METHODS, TensorSettings
 from darelib.core.text import LOG, ConfigError, DareError
-from darelib.kernels.tensors import TensorMerge, explain_broken
+from darelib.kernels.tensors import Solutions, TensorMerge, explain_broken
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict
 from darelib.plan.buffers import find_buffer
 from darelib.plan.plan import MergePlan, plan_merge
@@ -56,8 +56,12 @@ def merge_tensors(
     config: DareConfig,
     out: Mapping[str, Tensor] | None = None,
     warns: bool = True,
+    solutions: Solutions | None = None,
 ) -> dict[str, Tensor]:
-    """The merged state dict. out: tensors to write it into, which may be the base's."""
+    """The merged state dict. out: tensors to write it into, which may be the base's.
+
+    solutions: of earlier merges of the same tensors, where several are made.
+    """
     if not isinstance(finetuned, Sequence) or isinstance(finetuned, str) or not finetuned:
         raise ConfigError(
             "finetuned must be a list of state dicts with at least one in it", "put it in brackets"
@@ -76,7 +80,7 @@ def merge_tensors(
     for warning in plan.merge.warnings if warns else ():
         LOG.warning(warning)
     with torch.no_grad():
-        return StateMerge(plan, states, out).run()
+        return StateMerge(plan, states, out, solutions).run()
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,11 @@ class StateMerge:
     """
 
     def __init__(
-        self, plan: StatePlan, states: Sequence[StateDict], out: Mapping[str, Tensor] | None
+        self,
+        plan: StatePlan,
+        states: Sequence[StateDict],
+        out: Mapping[str, Tensor] | None,
+        solutions: Solutions | None = None,
     ) -> None:
         self.plan = plan
         self.config = plan.merge.config
@@ -169,6 +177,8 @@ class StateMerge:
         self.base = states[0].state
         self.models = [state.state for state in states[1:]]
         self.out = out
+        self.solutions = solutions or Solutions()
+        self.solutions.open(repr(replace(self.config, lambda_coeff=1.0)))
         self.places = None if out is None else StateDict("out", out)
         self.merged: dict[str, Tensor] = {}
         on_gpu = any(tensor.is_cuda for tensor in self.base.values())
@@ -255,7 +265,14 @@ class StateMerge:
         draws = self.gpu and self.gpu.can_merge_on(mine.device)
         draw = partial(self.gpu.draw_bits, device=mine.device) if draws else None
         merge = TensorMerge(
-            tensor.name, tensor.settings, mine.detach(), parts, keys, draw, tensor.matrices
+            tensor.name,
+            tensor.settings,
+            mine.detach(),
+            parts,
+            keys,
+            draw,
+            tensor.matrices,
+            self.solutions,
         )
         try:
             merge.run(output.detach())

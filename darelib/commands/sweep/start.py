@@ -192,14 +192,15 @@ def search_in_memory(
         raise ConfigError(
             "a command needs models in files", "give a function, or leave out --in-memory"
         )
-    merge = load_memory().merge_tensors
+    memory = load_memory()
+    solutions = memory.Solutions()
     out = None if model is None else model.state_dict()
     own_base, *own = separate([base, *finetuned], out or {})
     nothing = DareConfig(lambda_coeff=0.0, dtype=space.config.dtype)  # which gives the base
 
     def make(config: DareConfig | None) -> Any:
         """What is scored: a merged state dict, or the live model. None: the base."""
-        merged = merge(own_base, own, config or nothing, out)
+        merged = memory.merge_tensors(own_base, own, config or nothing, out, solutions=solutions)
         return merged if model is None else model
 
     def score(config: DareConfig | None, trial: Any, _: str) -> Any:

@@ -39,6 +39,7 @@ from tests.support import (
     run_merge,
     save,
     save_models,
+    slow,
     tune,
     with_header,
 )
@@ -200,8 +201,8 @@ def test_any_other_value_is_refused_or_means_the_same(
     assert_same(load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "sound.safetensors"))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F64], ids=str)
-@pytest.mark.parametrize("elements", [2048, 8192])
+@pytest.mark.parametrize("dtype", [BF16, slow(F64)], ids=str)
+@pytest.mark.parametrize("elements", [2048, slow(8192)])
 def test_a_base_of_which_some_weights_were_changed_is_another_base(
     tmp_path: Path, refused: Refusal, dtype: torch.dtype, elements: int
 ) -> None:

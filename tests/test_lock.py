@@ -149,6 +149,25 @@ def test_a_folder_in_which_others_may_have_put_links_is_refused(
 
 
 @POSIX
+def test_what_another_user_is_making_beside_it_is_no_obstacle(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    scene = Scene(tmp_path, "directory")
+    closed = scene.partial.with_name(f"{scene.partial.name}.0123abcd")
+    closed.mkdir()
+    look = os.stat
+
+    def stat(path: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):  # which root could read
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **how)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert scene.run() == 0, scene.printed
+    assert closed.exists()
+
+
+@POSIX
 @pytest.mark.parametrize("flags", [[], ["--resume"]], ids=str)
 def test_what_an_unfinished_merge_left_is_never_written_through_a_link(
     tmp_path: Path, monkeypatch: Patch, flags: list[str]

@@ -154,6 +154,7 @@ def check_tables(side: SideFiles) -> None:
     """Refuse what loaders could not parse, whether it was copied or put together."""
     for name in filter(side.__contains__, TABLES):
         content = side[name]
+        shown = repr(str(content)) if isinstance(content, Path) else f"{name!r} of the output"
         try:
             if isinstance(content, Path):
                 with open_regular(content) as file:
@@ -161,9 +162,7 @@ def check_tables(side: SideFiles) -> None:
             check_json(content)
         except (ValueError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise DareError(
-                f"{name!r} of the output would be no JSON: {reason}", AGAIN_HINT
-            ) from None
+            raise DareError(f"{shown} is no JSON: {reason}", AGAIN_HINT) from None
 
 
 def check_json(data: bytes) -> None:

@@ -616,7 +616,7 @@ def test_a_merge_of_another_recipe_is_replaced_only_if_forced(
     ):
         no_output(models, out, *words, difference, flags=flags)
     save_directory(pair[1], random_model(9, BF16))
-    no_output(pair, out, *words, "recipe.inputs.1.content_sha256", flags=seed)
+    no_output(pair, out, *words, "recipe.inputs.1 (math).content_sha256", flags=seed)
     merge_directory(pair, out, "--force")
     assert set(list_files(tmp_path / output)) == (MADE if output == "out" else set())
 

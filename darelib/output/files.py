@@ -222,13 +222,19 @@ def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "
         if now is None:
             return f"it has {name}, and this one has not"
         if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-            before, now = (
-                {str(k): each for k, each in enumerate(values)} for values in (before, now)
-            )
+            before, now = map(number, (before, now))
         if isinstance(before, dict) and isinstance(now, dict):
             return explain_difference(before, now, f"{name}.")
         return f"its {name} is {before!r}, not {now!r}"
     return ""
+
+
+def number(values: list[Any]) -> dict[str, Any]:
+    """What a list holds, by its place and, of what belongs to a file, also the file's name."""
+    return {
+        f"{k} ({each['file']})" if isinstance(each, dict) and "file" in each else str(k): each
+        for k, each in enumerate(values)
+    }
 
 
 class Files:

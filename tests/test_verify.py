@@ -450,6 +450,17 @@ def test_a_merged_model_is_a_configuration(pair: Pair, tmp_path: Path, output: s
         assert contents(second) == contents(first)
 
 
+def test_what_a_recipe_becomes_as_toml_finds_the_models(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    first = tmp_path / "results" / "merged"
+    models = ["-b", pair[0], "-m", pair[1]]
+    run("-q", *models, "-o", first, "--drop-rate", "0.5")
+    written = tmp_path / "results" / "again.toml"
+    run("-q", "-c", first, *models, "--write-config", written)
+    run("-q", "-c", written, "-o", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(first)
+
+
 @pytest.mark.parametrize("config", ["first.safetensors", "recipe.toml"])
 def test_a_recipe_refuses_other_inputs(
     models: Models, tmp_path: Path, refused: Refusal, config: str

@@ -149,6 +149,19 @@ def test_a_folder_in_which_others_may_have_put_links_is_refused(
 
 
 @POSIX
+@pytest.mark.parametrize("words", ["another user", "other users"])
+def test_a_folder_that_is_refused_stays_even_if_it_is_empty(
+    tmp_path: Path, monkeypatch: Patch, words: str
+) -> None:
+    scene = Scene(tmp_path, "directory")
+    scene.partial.mkdir()
+    UNSAFE[words](scene.partial, monkeypatch)
+    assert scene.run() == 1
+    assert words in scene.printed
+    assert scene.partial.exists()
+
+
+@POSIX
 def test_what_another_user_is_making_beside_it_is_no_obstacle(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:

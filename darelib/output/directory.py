@@ -106,6 +106,15 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
     return side
 
 
+def find_linked(folder: Path | None) -> list[str]:
+    """The folders in a model's that are links: they may lead anywhere, and are not followed."""
+    return [
+        path.name
+        for path in sorted(folder.iterdir() if folder else ())
+        if path.is_symlink() and path.is_dir() and not NOT_COPIED.fullmatch(path.name)
+    ]
+
+
 def list_tables(config: dict[str, Any]) -> list[dict[str, Any]]:
     """A model's configuration, and those of its parts."""
     tables = [config]

@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -140,7 +141,8 @@ def check_ours(folder: Path) -> None:
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         raise explain_foreign(folder)
-    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+    is_own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+    if not is_own and status.st_uid != find_owner(folder.parent):
         raise explain_unsafe(folder, "belongs to another user")
     names = os.listdir(folder)
     modes = [os.lstat(folder / LOCK_FILE).st_mode] if LOCK_FILE in names else []
@@ -148,6 +150,14 @@ def check_ours(folder: Path) -> None:
         raise explain_foreign(folder)
     if status.st_mode & OTHERS_WRITE and not any(mode & OTHERS_WRITE for mode in modes):
         raise explain_unsafe(folder, "can be written to by other users")
+
+
+def find_owner(folder: Path) -> int:
+    """Whom what this process makes in a folder belongs to: network disks may give it to others, as
+    NFS gives what root makes to nobody.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_uid
 
 
 def explain_unsafe(folder: Path, why: str) -> DareError:

@@ -478,6 +478,17 @@ def test_a_recipe_refuses_other_inputs(
     refused(1, "'code.safetensors'", *arguments)
 
 
+def test_of_the_models_given_the_one_that_differs_is_named(
+    models: Models, tmp_path: Path, refused: Refusal
+) -> None:
+    out = tmp_path / "first.safetensors"
+    run_merge(models[0], models[1:], out)
+    (tmp_path / "elsewhere").mkdir()
+    base, *others = [path.rename(tmp_path / "elsewhere" / path.name) for path in models]
+    save_file(finetune(load_file(base), 9), base)
+    refused(1, f"{str(base)!r} is another one", "verify", out, "-b", base, "-m", *others)
+
+
 ELSEWHERE = {
     "output_file": 'output_file = "victim.safetensors"',
     "secret": 'chat_template = "secret"',

@@ -45,7 +45,7 @@ from darelib import __version__
 from darelib.commands import analyze, convert, merge, pack, sweep, verify
 from darelib.commands.options import COMMON, SHORT_NAMES, Flags, Room
 from darelib.config import DareConfig, Rule
-from darelib.core.interrupts import Interrupts, Terminated, stop_on_signals
+from darelib.core.interrupts import Interrupts, Terminated, ignore_signals, stop_on_signals
 from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.source import UNION, Source
@@ -482,5 +482,12 @@ def explain(error: Exception) -> int:
     return known.status
 
 
+def command() -> NoReturn:
+    """The command as a process of its own: when all is done, no signal changes its status."""
+    status = main()
+    ignore_signals()
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -538,7 +538,7 @@ def test_what_is_nested_too_deeply_is_no_accident(pair: Pair, capsys: Capture) -
     for text in ('{"x":' + "[" * 100_000, '{"added_tokens":[' + "[" * 30_000):
         Path("base/tokenizer.json").write_text(text)
         run(*flags, "--tokenizer", "./base", status=1)
-        assert "'tokenizer.json'" in capsys.readouterr().err
+        assert "'base/tokenizer.json'" in capsys.readouterr().err
     Path("base/tokenizer.json").unlink()
     nested = b"[" * 100_000
     fill(

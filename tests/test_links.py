@@ -7,6 +7,7 @@ import pytest
 from darelib.output.destination import list_files
 from tests.support import (
     POSIX,
+    Capture,
     Pair,
     Patch,
     Refusal,
@@ -82,6 +83,20 @@ def test_links_within_a_model_and_to_its_blobs_are_followed(pair: Pair, tmp_path
         run("-q", "-b", base, "-m", pair[1], "-o", out)
         assert (out / "1_Pooling" / "config.json").read_text() == "{}"
     assert (tmp_path / "out of link" / "1_Pooling" / "licence.txt").read_text() == "{}"
+
+
+def test_a_link_to_a_folder_is_left_out_and_it_is_said(
+    pair: Pair, tmp_path: Path, capsys: Capture
+) -> None:
+    fill(tmp_path, "elsewhere/key.txt")
+    (pair[0] / "code").symlink_to(tmp_path / "elsewhere")
+    (pair[0] / "wandb").symlink_to(tmp_path / "elsewhere")  # which is never copied
+    out = tmp_path / "out"
+    run("-b", pair[0], "-m", pair[1], "-o", out)
+    assert not (out / "code").exists()
+    printed = capsys.readouterr().err
+    assert "'code'" in printed
+    assert "'wandb'" not in printed
 
 
 def test_what_is_copied_or_replaced_is_open_to_nobody_else(pair: Pair, tmp_path: Path) -> None:

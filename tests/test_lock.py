@@ -125,8 +125,20 @@ def test_what_only_happens_to_be_called_partial_is_never_touched(
         assert snapshot(tmp_path) == before
 
 
+def give_away(folder: Path, monkeypatch: Patch) -> None:
+    """Let a folder belong to another user, which only root could do."""
+    look = os.lstat
+
+    def lstat(path: Any, **how: Any) -> os.stat_result:
+        status = look(path, **how)
+        is_given = Path(path) == folder
+        return os.stat_result([*status[:4], 54321, *status[5:]]) if is_given else status
+
+    monkeypatch.setattr(os, "lstat", lstat)
+
+
 UNSAFE: dict[str, Callable[[Path, Patch], object]] = {
-    "another user": lambda _, patch: patch.setattr(os, "geteuid", lambda: 54321),
+    "another user": give_away,
     "other users": lambda folder, _: folder.chmod(0o777),
     "was not made": lambda folder, _: folder.symlink_to(folder.rename(f"{folder}.moved")),
 }
@@ -146,6 +158,51 @@ def test_a_folder_in_which_others_may_have_put_links_is_refused(
     assert words in scene.printed
     assert str(scene.partial) in scene.printed
     assert snapshot(tmp_path) == before
+
+
+@POSIX
+def test_a_disk_that_gives_all_files_to_another_user_is_no_obstacle(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """As NFS gives what root makes to nobody."""
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    scene = Scene(tmp_path, "directory")
+    scene.interrupt(3)
+    for flags in ("--part 1/2", "--part 2/2", "--resume"):
+        assert scene.run(*flags.split()) == 0, scene.printed
+    assert scene.broken(status=0) == []
+
+
+@POSIX
+@pytest.mark.parametrize("words", ["another user", "other users"])
+def test_a_folder_that_is_refused_stays_even_if_it_is_empty(
+    tmp_path: Path, monkeypatch: Patch, words: str
+) -> None:
+    scene = Scene(tmp_path, "directory")
+    scene.partial.mkdir()
+    UNSAFE[words](scene.partial, monkeypatch)
+    assert scene.run() == 1
+    assert words in scene.printed
+    assert scene.partial.exists()
+
+
+@POSIX
+def test_what_another_user_is_making_beside_it_is_no_obstacle(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    scene = Scene(tmp_path, "directory")
+    closed = scene.partial.with_name(f"{scene.partial.name}.0123abcd")
+    closed.mkdir()
+    look = os.stat
+
+    def stat(path: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):  # which root could read
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, **how)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert scene.run() == 0, scene.printed
+    assert closed.exists()
 
 
 @POSIX

@@ -21,6 +21,7 @@ from tests.scene import contents
 from tests.support import (
     BF16,
     INDEX,
+    POSIX,
     Capture,
     Models,
     Pair,
@@ -214,6 +215,17 @@ def test_modules_that_cannot_be_merged_are_the_base_s_and_it_is_said(
     else:
         assert_same(load_file(tmp_path / "out" / name), load_file(base / name))
     run("verify", "-q", tmp_path / "out")
+
+
+@POSIX
+@pytest.mark.parametrize("linked", [0, 1])
+def test_a_module_that_is_a_link_is_refused(
+    encoders: Pair, tmp_path: Path, no_output: Any, linked: int
+) -> None:
+    """Without it the output would not load."""
+    module = encoders[linked] / DENSE
+    module.symlink_to(module.rename(tmp_path / "elsewhere"))
+    no_output(encoders, tmp_path / "out", str(module), "is a link")
 
 
 def test_the_tokenizer_may_come_from_another_model(tmp_path: Path, no_output: Any) -> None:
@@ -604,7 +616,7 @@ def test_a_merge_of_another_recipe_is_replaced_only_if_forced(
     ):
         no_output(models, out, *words, difference, flags=flags)
     save_directory(pair[1], random_model(9, BF16))
-    no_output(pair, out, *words, "recipe.inputs.1.content_sha256", flags=seed)
+    no_output(pair, out, *words, "recipe.inputs.1 (math).content_sha256", flags=seed)
     merge_directory(pair, out, "--force")
     assert set(list_files(tmp_path / output)) == (MADE if output == "out" else set())
 

@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from darelib.output.files import MADE
 from darelib.output.publish import Output
 from tests.scene import BOTH, SLOWLY, Scene, contents, launch, meanwhile, put, stop_after, wait_for
 from tests.support import (
+    HERE,
     POSIX,
     Patch,
     command,
@@ -133,9 +135,9 @@ def test_any_call_to_the_system_may_fail_and_nothing_is_lost(
     "call",
     [
         "open",
-        "write",
-        "ftruncate",
-        *map(slow, ("pwrite", "reserve", "fsync", "rename", "close", "mkdir")),
+        *map(
+            slow, ("write", "ftruncate", "pwrite", "reserve", "fsync", "rename", "close", "mkdir")
+        ),
     ],
 )
 def test_what_is_done_survives_a_failure_with_resume_and_is_continued_to_the_same_bytes(
@@ -406,6 +408,24 @@ def test_a_signal_that_comes_when_the_model_is_published_stops_nothing(
     assert (process.returncode, errors) == (0, "")
     report = json.loads(printed.removeprefix("started\n").removesuffix("ended\n"))
     assert report["output"] == str(scene.output)
+    assert scene.broken(status=0) == []
+
+
+@POSIX
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
+def test_a_signal_that_comes_when_the_process_ends_does_not_change_its_status(
+    tmp_path: Path, sent: str
+) -> None:
+    scene = Scene(tmp_path, "file")
+    program = (
+        "import atexit, os, runpy, signal, sys\n"
+        f"atexit.register(lambda: os.kill(os.getpid(), signal.{sent}))\n"
+        f"sys.argv = {['dare.py', *map(str, scene.arguments)]}\n"
+        f"runpy.run_path({str(HERE / 'dare.py')!r}, run_name='__main__')"
+    )
+    words = [sys.executable, "-c", program]
+    ended = subprocess.run(words, cwd=HERE, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
     assert scene.broken(status=0) == []
 
 

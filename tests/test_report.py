@@ -42,6 +42,7 @@ from tests.support import (
     save_directory,
     save_models,
     save_sharded,
+    slow,
     snapshot,
     tune,
     write_adapter,
@@ -378,7 +379,7 @@ def run_on_terminal(*flags: str, **environment: str) -> tuple[int, str, str]:
     ("environment", "moves", "colours"),
     [
         ({}, True, True),
-        ({"NO_COLOR": ""}, True, True),
+        slow({"NO_COLOR": ""}, True, True),
         ({"NO_COLOR": "1"}, True, False),
         ({"TERM": "dumb"}, False, False),
     ],

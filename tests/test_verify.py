@@ -450,6 +450,17 @@ def test_a_merged_model_is_a_configuration(pair: Pair, tmp_path: Path, output: s
         assert contents(second) == contents(first)
 
 
+def test_what_a_recipe_becomes_as_toml_finds_the_models(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    first = tmp_path / "results" / "merged"
+    models = ["-b", pair[0], "-m", pair[1]]
+    run("-q", *models, "-o", first, "--drop-rate", "0.5")
+    written = tmp_path / "results" / "again.toml"
+    run("-q", "-c", first, *models, "--write-config", written)
+    run("-q", "-c", written, "-o", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(first)
+
+
 @pytest.mark.parametrize("config", ["first.safetensors", "recipe.toml"])
 def test_a_recipe_refuses_other_inputs(
     models: Models, tmp_path: Path, refused: Refusal, config: str
@@ -465,6 +476,17 @@ def test_a_recipe_refuses_other_inputs(
     refused(1, "its size is", *arguments, "--merge", *models[1:])
     models[2].unlink()
     refused(1, "'code.safetensors'", *arguments)
+
+
+def test_of_the_models_given_the_one_that_differs_is_named(
+    models: Models, tmp_path: Path, refused: Refusal
+) -> None:
+    out = tmp_path / "first.safetensors"
+    run_merge(models[0], models[1:], out)
+    (tmp_path / "elsewhere").mkdir()
+    base, *others = [path.rename(tmp_path / "elsewhere" / path.name) for path in models]
+    save_file(finetune(load_file(base), 9), base)
+    refused(1, f"{str(base)!r} is another one", "verify", out, "-b", base, "-m", *others)
 
 
 ELSEWHERE = {

@@ -144,11 +144,14 @@ def find_modules(folder: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # it has no list of modules, or one that nobody can read
     known = {path: folder / path for path in paths if isinstance(path, str) and _is_inside(path)}
-    return [
-        name
-        for name, path in known.items()
-        if path.name == name and path.is_dir() and not path.is_symlink()
-    ]
+    found = {name: path for name, path in known.items() if path.name == name and path.is_dir()}
+    for path in found.values():
+        if path.is_symlink():
+            raise DareError(
+                f"{str(path)!r}, which {MODULES_FILE} names, is a link",
+                "links to folders are not followed; put a copy of the folder in its place",
+            )
+    return list(found)
 
 
 def _find_weights(source: Source) -> Layout:

@@ -106,6 +106,15 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
     return side
 
 
+def find_linked(folder: Path | None) -> list[str]:
+    """The folders in a model's that are links: they may lead anywhere, and are not followed."""
+    return [
+        path.name
+        for path in sorted(folder.iterdir() if folder else ())
+        if path.is_symlink() and path.is_dir() and not NOT_COPIED.fullmatch(path.name)
+    ]
+
+
 def list_tables(config: dict[str, Any]) -> list[dict[str, Any]]:
     """A model's configuration, and those of its parts."""
     tables = [config]
@@ -154,6 +163,7 @@ def check_tables(side: SideFiles) -> None:
     """Refuse what loaders could not parse, whether it was copied or put together."""
     for name in filter(side.__contains__, TABLES):
         content = side[name]
+        shown = repr(str(content)) if isinstance(content, Path) else f"{name!r} of the output"
         try:
             if isinstance(content, Path):
                 with open_regular(content) as file:
@@ -161,9 +171,7 @@ def check_tables(side: SideFiles) -> None:
             check_json(content)
         except (ValueError, RecursionError) as error:
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise DareError(
-                f"{name!r} of the output would be no JSON: {reason}", AGAIN_HINT
-            ) from None
+            raise DareError(f"{shown} is no JSON: {reason}", AGAIN_HINT) from None
 
 
 def check_json(data: bytes) -> None:

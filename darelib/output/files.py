@@ -11,6 +11,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 import threading
 import time
 import zlib
@@ -56,6 +57,7 @@ class Lock:
         self.path = folder / LOCK_FILE
         self.new_parents: list[Path] = []  # that were made for it, the deepest first
         self.descriptor = -1
+        self.is_ours = False  # the folder
         try:
             while not self._lock(destination):
                 self._close()
@@ -74,6 +76,7 @@ class Lock:
                 os.mkdir(self.folder, PRIVATE)
             except FileExistsError:
                 check_ours(self.folder)
+            self.is_ours = True
             self.descriptor = open_own(self.path, os.O_RDWR, 0o600)
             if try_lock(self.descriptor):
                 return os.path.samestat(os.fstat(self.descriptor), os.stat(self.path))
@@ -116,7 +119,8 @@ class Lock:
                     remove(path)
                 if not self.leftovers():  # the lock marks what could not be removed as ours
                     self.path.unlink(missing_ok=True)
-            os.rmdir(self.folder)
+            if self.is_ours:
+                os.rmdir(self.folder)
         for path in self.new_parents:
             with suppress(OSError):  # with an output in it, it stays
                 os.rmdir(path)
@@ -137,7 +141,8 @@ def check_ours(folder: Path) -> None:
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode):
         raise explain_foreign(folder)
-    if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+    is_own = not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+    if not is_own and status.st_uid != find_owner(folder.parent):
         raise explain_unsafe(folder, "belongs to another user")
     names = os.listdir(folder)
     modes = [os.lstat(folder / LOCK_FILE).st_mode] if LOCK_FILE in names else []
@@ -145,6 +150,14 @@ def check_ours(folder: Path) -> None:
         raise explain_foreign(folder)
     if status.st_mode & OTHERS_WRITE and not any(mode & OTHERS_WRITE for mode in modes):
         raise explain_unsafe(folder, "can be written to by other users")
+
+
+def find_owner(folder: Path) -> int:
+    """Whom what this process makes in a folder belongs to: network disks may give it to others, as
+    NFS gives what root makes to nobody.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_uid
 
 
 def explain_unsafe(folder: Path, why: str) -> DareError:
@@ -222,13 +235,19 @@ def explain_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "
         if now is None:
             return f"it has {name}, and this one has not"
         if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-            before, now = (
-                {str(k): each for k, each in enumerate(values)} for values in (before, now)
-            )
+            before, now = map(number, (before, now))
         if isinstance(before, dict) and isinstance(now, dict):
             return explain_difference(before, now, f"{name}.")
         return f"its {name} is {before!r}, not {now!r}"
     return ""
+
+
+def number(values: list[Any]) -> dict[str, Any]:
+    """What a list holds, by its place and, of what belongs to a file, also the file's name."""
+    return {
+        f"{k} ({each['file']})" if isinstance(each, dict) and "file" in each else str(k): each
+        for k, each in enumerate(values)
+    }
 
 
 class Files:

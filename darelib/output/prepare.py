@@ -48,6 +48,7 @@ from darelib.output.directory import (
     TYPE_KEYS,
     add_recipe,
     check_tables,
+    find_linked,
     find_side_files,
     list_tables,
     make_index,
@@ -217,6 +218,11 @@ def make_side_files(
         )
     if copied := list(filter(is_weights, side)):
         notes.append(f"{list_names(copied)} of {base.name} is copied, and not merged")
+    if linked := find_linked(base.folder):
+        notes.append(
+            f"{list_names(linked)} of {base.name} leads to a folder, and is left out: "
+            "links to folders are not followed"
+        )
     if plan.files[0].name != WEIGHTS_FILE:
         outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
         side[INDEX_FILE] = make_index(outputs, plan.files)

@@ -39,7 +39,8 @@ def remove_abandoned(prefix: Path, locked: Path) -> None:
     # As _make names them: what is called otherwise may be an output's. What has no lock is not
     # ours.
     named = prefix.parent.glob(f"{glob.escape(prefix.name)}{'[0-9a-f]' * 8}")
-    left = [folder for folder in named if (folder / LOCK_FILE).exists()]
+    # Not Path.exists, which fails in a folder that is closed to this user.
+    left = [folder for folder in named if os.path.exists(folder / LOCK_FILE)]
     if left and _has_locks(locked):
         for folder in left:
             with suppress(DareError, OSError):  # what is locked is another process's

@@ -125,8 +125,8 @@ def as_literal(value: Any) -> str:
 
 def name_from(folder: Path, source: Source) -> str:
     """A model's name on the Hub, or a path that leads to it from a folder."""
-    if source.recorded or is_on_hub(source):
-        return source.recorded or source.name
+    if source.pinned or is_on_hub(source):
+        return source.pinned or source.name
     return path_from(folder, source.name, source.path)
 
 

@@ -10,7 +10,7 @@ from darelib.core.text import DareError
 from darelib.models.checkpoint import INDEX_FILE
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
-from darelib.models.source import RECIPE_FILE, Source, download
+from darelib.models.source import RECIPE_FILE, Source, download, recorded_name
 from darelib.models.tensorfile import TensorFile
 from darelib.models.vocabulary import digest_tokenizer
 from darelib.output.destination import RECIPE_KEY
@@ -105,6 +105,8 @@ def _find_input(
     candidates = [*map(Source.of, given), *(Source(str(path), path) for path in named)]
     if "@" in name and "/" in name:  # on the Hub
         candidates.append(Source.of(name))
+    # The last one is named where none fits.
+    candidates.sort(key=lambda candidate: recorded_name(candidate) == name)
     looked = " nor in ".join(repr(str(folder)) for folder in dict.fromkeys(folders))
     why = f"it is {'not' if folders[0] == folders[1] else 'neither'} in {looked}"
     fitting: list[Source] = []

@@ -4,13 +4,14 @@ set to its mask.
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from darelib.core.drops import Thinning
 from darelib.core.formats import FORMATS, widen
+from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
 from darelib.kernels.plain import encode
@@ -20,6 +21,7 @@ from darelib.plan.plan import MergePlan
 from darelib.plan.tensors import TensorPlan
 
 Bytes = NDArray[np.uint8]
+BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
 
 
 @lru_cache(16)
@@ -112,6 +114,34 @@ class Reader:
                 return False
             is_mask |= any(values.min() == -np.inf for values in (base, *models))
         return is_mask
+
+    def explain_non_finite(
+        self, tensor: TensorPlan, chunks: Sequence[tuple[int, int]], buffers: Buffers
+    ) -> NoReturn:
+        """Name the first value that no merge can use.
+
+        Off the fast path, so it reads again and looks with NumPy.
+        """
+        inputs = [(self._base, tensor.base)]
+        inputs += [(self._models[i], info) for i, info in tensor.finetuned]
+        for model, info in inputs:
+            for start, count in chunks:
+                present = max(0, min(count, info.count - start))
+                values = widen(read(model, info, start, present, buffers.base), info.dtype)
+                bad = np.flatnonzero(~np.isfinite(values))
+                if bad.size:
+                    place = tensor.base.place_of(start + int(bad[0]))
+                    value = values[bad[0]]
+                    mask = f"--rule '{tensor.name}:lambda_coeff=0' keeps the base's mask; a weight"
+                    raise DareError(
+                        f"{model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
+                        f"{mask} like that is broken" if value == -np.inf else BROKEN_HINT,
+                    )
+        raise DareError(
+            f"merging tensor {tensor.name!r} gives values beyond the range of "
+            f"{tensor.output.dtype}",
+            "lower lambda_coeff, the weights or the drop rate, or choose a wider dtype",
+        )
 
     def take_base(self, tensor: TensorPlan, start: int, count: int, buffers: Buffers) -> None:
         """Put the base's values where a kernel puts its result."""

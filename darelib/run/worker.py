@@ -6,12 +6,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NoReturn, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.core.formats import FORMATS, widen
+from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
 from darelib.core.methods import METHODS, Coefficients, Found, Look, weigh_for_look
@@ -24,14 +24,13 @@ from darelib.models.tensors import Target, TensorInfo
 from darelib.plan.plan import Job, MergePlan
 from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import Outcome, Tally
-from darelib.run.reading import Reader, read
+from darelib.run.reading import Reader
 
 # What jobs write by: the number of a file, what to write, and where; it may also only compare.
 Write: TypeAlias = Callable[[int, memoryview, int], None]
 
 # The bit patterns of what is not finite, without its sign, begin there.
 INFINITIES: Final = {32: 0x7F80_0000, 64: 0x7FF0_0000_0000_0000}
-BROKEN_HINT: Final = "such a model is broken; use a checkpoint from before that happened"
 
 
 class Abandoned(Exception):
@@ -176,7 +175,7 @@ class Worker(JobWorker):
             self.keep_base(job, buffers)
             return self._merge(job, buffers, write)
         if not peaks[models] < FORMATS[tensor.spec.output].limit:
-            self._explain_non_finite(job, buffers)
+            self.reader.explain_non_finite(tensor, [*self.chunks(job)], buffers)
         return Outcome(tensor.name, job.start, job.bytes_read, self.count(job, buffers, found))
 
     def describe_merge(self, tensor: TensorPlan, buffers: Buffers, found: Found) -> int:
@@ -262,35 +261,8 @@ class Worker(JobWorker):
         is_mask = self.reader.keeps_base(job.tensor, self.chunks(whole), buffers)
         # Another thread may have found out meanwhile: then zeros were read here.
         if not is_mask and job.tensor.name not in kept:
-            self._explain_non_finite(job, buffers)
+            self.reader.explain_non_finite(job.tensor, [*self.chunks(job)], buffers)
         kept.add(job.tensor.name)
-
-    def _explain_non_finite(self, job: Job, buffers: Buffers) -> NoReturn:
-        """Name the first value that no merge can use.
-
-        Off the fast path, so it reads again and looks with NumPy.
-        """
-        tensor = job.tensor
-        inputs = [(self.base, tensor.base)]
-        inputs += [(self.models[i], info) for i, info in tensor.finetuned]
-        for model, info in inputs:
-            for start, count in self.chunks(job):
-                present = max(0, min(count, info.count - start))
-                values = widen(read(model, info, start, present, buffers.base), info.dtype)
-                bad = np.flatnonzero(~np.isfinite(values))
-                if bad.size:
-                    place = tensor.base.place_of(start + int(bad[0]))
-                    value = values[bad[0]]
-                    mask = f"--rule '{tensor.name}:lambda_coeff=0' keeps the base's mask; a weight"
-                    raise DareError(
-                        f"{model.name!r}: tensor {tensor.name!r} holds {value} at {place}",
-                        f"{mask} like that is broken" if value == -np.inf else BROKEN_HINT,
-                    )
-        raise DareError(
-            f"merging tensor {tensor.name!r} gives values beyond the range of "
-            f"{tensor.output.dtype}",
-            "lower lambda_coeff, the weights or the drop rate, or choose a wider dtype",
-        )
 
 
 def find_peaks(tensor: TensorPlan, buffers: Buffers, models: int) -> NDArray[np.float64]:

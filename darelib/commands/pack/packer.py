@@ -63,8 +63,9 @@ from darelib.plan.relation import check_sample
 from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
 from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
+from darelib.run.reading import BROKEN_HINT
 from darelib.run.threads import run_merge, run_rounds
-from darelib.run.worker import BROKEN_HINT, JobWorker, Write
+from darelib.run.worker import JobWorker, Write
 
 SETTINGS: Final = ("drop_rate", "seed", "mismatch", "any_base", "threads", "engine", "verbose")
 # The bits that are all set in what is not finite.

@@ -623,6 +623,7 @@ assert look() == before
 """
 
 
+@pytest.mark.slow
 def test_an_analysis_and_its_pictures_leave_the_process_alone(models: Models) -> None:
     words = [sys.executable, "-c", STATE, *map(str, models)]
     subprocess.run(words, check=True, cwd=HERE, timeout=120)

@@ -203,6 +203,7 @@ def test_tensors_are_written_one_after_the_other_and_copied_in_pieces(
     assert_equal(load_file(tmp_path / "new.safetensors"), weights)
 
 
+@pytest.mark.slow
 @POSIX
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, weights: Any) -> None:
     torch.save(weights, tmp_path / "old.bin")

@@ -251,6 +251,7 @@ def test_what_is_chosen_again_is_not_merged_again_and_a_named_study_is_of_one_se
     assert len(merger.sweep(hill, {"drop_rate": [0.9, 0.95]}, search="grid", confirm=0).rows) == 2
 
 
+@pytest.mark.slow
 def test_what_comes_after_the_trials_is_announced_and_in_the_time_that_is_left(
     capsys: Capture,
 ) -> None:
@@ -675,6 +676,7 @@ class Code:
         return os.mkdir, ("unpickled",)
 
 
+@pytest.mark.slow
 def test_nothing_in_a_study_is_unpickled_whatever_the_search(tmp_path: Path) -> None:
     stored: Any = {"search": "cmaes", "storage": "sqlite:///x.db", "study": "x"}
     sweep(hill, TUNED, trials=3, **stored)

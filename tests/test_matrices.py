@@ -376,6 +376,33 @@ def test_a_search_in_memory_solves_once_for_all_lambdas(monkeypatch: Patch) -> N
     assert found.best.params["lambda_coeff"] == 1.5
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_files_are_merged_by_torch_where_there_is_a_gpu(
+    tmp_path: Path, monkeypatch: Patch, dtype: torch.dtype
+) -> None:
+    base, *models = make_three(dtype)
+    config = {"method": "wudi", "drop_rate": 0}
+    wanted = merge(tmp_path, base, *models, **config)
+    paths = [tmp_path / f"{name}.safetensors" for name in ("base", "m0", "m1", "m2")]
+    report = run_merge(paths[0], paths[1:], tmp_path / "merged.safetensors", **config)
+    # The processor stands in for the GPU.
+    monkeypatch.setattr(matrices.MatrixEngine, "device", "cpu")
+    monkeypatch.setattr(matrices, "load_gpu", lambda: torch)
+    for more in ({}, {"drop_rate": 0.5}):
+        merged = merge(tmp_path, base, *models, **config | more)
+        usual = define(base, models, **config | more)
+        assert find_error(merged, usual, base) < (1e-6 if dtype is F32 else 5e-3)
+    again = run_merge(paths[0], paths[1:], tmp_path / "merged.safetensors", **config)
+    assert find_error(load_file(tmp_path / "merged.safetensors"), wanted, base) < 5e-3
+    for mine, theirs in zip(again.models, report.models, strict=True):
+        assert mine.mean_delta == pytest.approx(theirs.mean_delta, rel=1e-5)
+        assert mine.largest_delta == theirs.largest_delta
+        assert mine.share_above_threshold == theirs.share_above_threshold
+    models[0]["square.weight"][1, 2] = torch.inf
+    with pytest.raises(DareError, match=re.escape("[1, 2]")):
+        merge(tmp_path, base, *models, **config)
+
+
 def test_long_matrices_are_solved_from_the_shorter_side(tmp_path: Path, monkeypatch: Patch) -> None:
     for room in ("core.matrices", "kernels.matrices", "kernels.plain"):
         monkeypatch.setattr(f"darelib.{room}.LONGEST_SIDE", 50)

@@ -35,7 +35,7 @@ class Tuning:
     # read and written overlaps with what is solved. And how many may be read or solved at a time.
     matrix_elements: int = 1 << 26
     matrices_at_once: int = 2
-    most_matrices: int = 8  # where a GPU solves them
+    most_matrices: int = 4  # where a GPU solves them
     # All the buffers of all the threads together; with the interpreter, NumPy and LLVM the process
     # stays near 100 MB.
     buffer_bytes: int = 64 << 20

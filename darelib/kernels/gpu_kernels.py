@@ -210,11 +210,10 @@ def merge_kernel(  # compiled
                 share += tl.where(row > 0, 1.0 if COUNTS else coefficients[i][1], 0.0)
             merged = turn(divide(total, share, COUNTS, N), sign)
         if AVERAGES:
-            total, share = zeros, zeros
+            share = zeros
             for i in tl.static_range(N):
-                total += rows[i]
                 share += tl.where(rows[i] != 0, 1.0 if COUNTS else coefficients[i][1], 0.0)
-            merged = divide(total, share, COUNTS, N)
+            merged = divide(merged, share, COUNTS, N)
         if not EXACT:
             change = lambda_coeff * merged
             value = tl.where(change == 0, base, base + change)

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from darelib.core.formats import FORMATS, STORED_BITS, widen
+from darelib.core.formats import DTYPES, FORMATS, STORED_BITS, widen
 from darelib.core.matrices import LONGEST_SIDE
 from darelib.core.methods import TensorSettings
 from darelib.core.text import LOG
@@ -223,9 +223,24 @@ def load_gpu() -> Any:
 class MatrixEngine:
     """Where matrices in NumPy's arrays are merged: on a GPU or, without one, by NumPy."""
 
+    device = "cuda"
+
     def __init__(self, engine: str) -> None:
-        self._torch = load_gpu() if engine == "auto" else None
+        self._torch: Any = load_gpu() if engine == "auto" else None
         self.on_gpu = self._torch is not None
+        self.no_memory: Any = self._torch.OutOfMemoryError if self._torch else MemoryError
+
+    def upload(self, raw: Array, dtype: str) -> Array:
+        """Stored values as float32 on the GPU, flat."""
+        [name] = [name for name, stored in DTYPES.items() if stored == dtype]
+        moved = self._torch.from_numpy(raw).to(self.device)
+        return moved.view(getattr(self._torch, name)).float()
+
+    def describe(self, values: Array, threshold: float = 0.0) -> tuple[float, float, int]:
+        """The sum and the largest of |values| on the GPU, and how many are above a threshold."""
+        sizes = values.abs()
+        total = sizes.sum(dtype=self._torch.float64)
+        return float(total), float(sizes.max()), int((sizes > threshold).sum())
 
     def merge(
         self,
@@ -234,20 +249,26 @@ class MatrixEngine:
         settings: TensorSettings,
         precise: bool,
     ) -> Array:
-        """As merge_matrices."""
-        if self._torch:
-            try:
-                moved = [self._torch.from_numpy(delta).to("cuda") for delta in deltas]
-                return merge_matrices(moved, weights, settings, precise).cpu().numpy()
-            except self._torch.OutOfMemoryError:
-                LOG.warning("the GPU has too little memory for a matrix, so NumPy merges it")
-        return merge_matrices(deltas, weights, settings, precise)
+        """As merge_matrices, into NumPy's memory. Deltas may be on the GPU already."""
+        if not self._torch:
+            return merge_matrices(deltas, weights, settings, precise)
+        try:
+            moved = [self._torch.as_tensor(delta, device=self.device) for delta in deltas]
+            merged = merge_matrices(moved, weights, settings, precise)
+        except self.no_memory:
+            LOG.warning("the GPU has too little memory for a matrix, so NumPy merges it")
+            here = [self._torch.as_tensor(delta).cpu().numpy() for delta in deltas]
+            return merge_matrices(here, weights, settings, precise)
+        # Memory that does not move is written to at the full speed of the bus.
+        pinned = self.device == "cuda"
+        made = self._torch.empty(merged.shape, dtype=merged.dtype, pin_memory=pinned)
+        return made.copy_(merged).numpy()
 
     def measure_rate(self) -> float:
         """Floating-point operations in a second, of a product of matrices."""
         factor: Array = np.ones((MEASURED_SIDE, MEASURED_SIDE), np.float32)
         if self._torch:
-            factor = self._torch.from_numpy(factor).to("cuda")
+            factor = self._torch.from_numpy(factor).to(self.device)
         (factor @ factor)[0, 0].item()  # the first starts threads, or a GPU
         started = time.perf_counter()
         (factor @ factor)[0, 0].item()

@@ -4,6 +4,7 @@ until it is written like any other.
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
@@ -21,12 +22,14 @@ from darelib.kernels.fallback import thin_chunk
 from darelib.kernels.matrices import MatrixEngine, merge_factors
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
+from darelib.models.tensors import TensorInfo
 from darelib.plan.plan import Job, MergePlan
 from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import Tally, sum_fields
 from darelib.run.reading import read
 from darelib.run.worker import Worker, find_peaks
 
+Moved = tuple[dict[int, Tally], list[Any]]
 Factors = tuple[NDArray[Any], NDArray[Any]]
 # Copies that are held at a time while a matrix is solved, as measured: of itself, besides the
 # models' deltas, and of the Gram matrix of its longer side.
@@ -76,6 +79,13 @@ def estimate_solving(plan: MergePlan) -> float:
     return operations / MatrixEngine(plan.config.engine).measure_rate() if operations else 0.0
 
 
+def is_simple(tensor: TensorPlan) -> bool:
+    """Whether all models' changes are used whole, and computed in float32."""
+    is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
+    drops = any(tensor.settings.thinnings[i].drop_rate for i in tensor.models)
+    return is_whole and not drops and tensor.spec.real == "F32"
+
+
 class MatrixWorker(Worker):
     """Also merges whole matrices: few at a time are read, and one is solved, by all cores."""
 
@@ -100,14 +110,17 @@ class MatrixWorker(Worker):
             super().look(job, buffers, look, number)
             return
         weights = [job.tensor.settings.weights[i] for i in job.tensor.models]
+        is_precise = FORMATS[job.tensor.spec.output].bits > 16
         with self._room:
             if factors := self._read_factors(job.tensor):
                 tallies = self._sample(job.tensor, factors, buffers)
                 merge = partial(merge_factors, factors)
+            elif moved := self._try_to_move(job):
+                tallies, on_gpu = moved
+                merge = partial(self._engine.merge, on_gpu, precise=is_precise)
             else:
                 deltas = self._gather(job, buffers, look.found)
                 tallies = super().count(job, buffers, look.found)
-                is_precise = FORMATS[job.tensor.spec.output].bits > 16
                 merge = partial(self._engine.merge, [*deltas], precise=is_precise)
             with self._solving:
                 while self._written:
@@ -123,15 +136,7 @@ class MatrixWorker(Worker):
         multiply. None, if that is not smaller than the matrix.
         """
         matrices = tensor.matrices
-        drops = any(tensor.settings.thinnings[i].drop_rate for i in tensor.models)
-        is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
-        if (
-            drops
-            or not is_whole
-            or not matrices
-            or matrices.number > 1
-            or tensor.spec.real != "F32"
-        ):
+        if not matrices or matrices.number > 1 or not is_simple(tensor):
             return []
         found = [self.models[i].read_factors(info) for i, info in tensor.finetuned]
         factors = [each for each in found if each is not None]
@@ -167,6 +172,49 @@ class MatrixWorker(Worker):
                 base_sum=base_sum * share,
             )
         return tallies
+
+    def _try_to_move(self, job: Job) -> Moved | None:
+        """Where nothing is dropped and there is a GPU with room: the deltas there. None: they are
+        to be gathered here.
+        """
+        is_delta = any(info.is_delta for _, info in job.tensor.finetuned)
+        if not self._engine.on_gpu or is_delta or not is_simple(job.tensor):
+            return None
+        with suppress(self._engine.no_memory):
+            return self._move(job)
+        return None
+
+    def _move(self, job: Job) -> Moved | None:
+        """What is counted, and the deltas on the GPU, to which stored values are sent."""
+        tensor = job.tensor
+        count = job.stop - job.start
+        stored = self._read_stored(self.base, tensor.base, job.start, count)
+        base = self._engine.upload(stored, tensor.base.dtype)
+        base_sum, _, _ = self._engine.describe(base)
+        tallies = {}
+        deltas = []
+        for i, info in tensor.finetuned:
+            known = stored if info.base is tensor.base else None
+            raw = self._read_stored(self.models[i], info, job.start, count, known)
+            delta = self._engine.upload(raw, info.dtype) - base
+            total, peak, above = self._engine.describe(delta, self.plan.config.delta_threshold)
+            if not np.isfinite(peak):
+                return None
+            tallies[i] = Tally(count, total, peak, above, count, float(count), base_sum)
+            deltas.append(delta.reshape(tensor.matrices.rows if tensor.matrices else 1, -1))
+        return tallies, deltas
+
+    def _read_stored(
+        self,
+        model: Checkpoint,
+        info: TensorInfo,
+        start: int,
+        count: int,
+        base: NDArray[np.uint8] | None = None,
+    ) -> NDArray[np.uint8]:
+        raw = np.empty(count * FORMATS[info.dtype].itemsize, np.uint8)
+        model.read(info, start, count, raw, base)
+        return raw
 
     def _gather(self, job: Job, buffers: Buffers, found: Found) -> NDArray[Any]:
         """The thinned deltas of one matrix, of each model that has it."""

@@ -403,6 +403,31 @@ def test_files_are_merged_by_torch_where_there_is_a_gpu(
         merge(tmp_path, base, *models, **config)
 
 
+def test_an_analysis_says_whether_changes_lie_in_the_same_space(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"one.weight": (64, 48), "two.weight": (48, 64), "norm.weight": (48,)}
+    base = random_model(1, F32, shapes)
+    inputs = torch.randn(2, 4, 48, generator=generator)
+    models = []
+    for space in (inputs[0], inputs[0], inputs[1]):
+        change = 0.01 * torch.randn(64, 4, generator=generator) @ space
+        models.append({**base, "one.weight": base["one.weight"] + change})
+    base_file, *files = save(tmp_path, **dict(zip("bcde", [base, *models], strict=True)))
+    alike, apart, _ = make_merger(base_file, files).analyze().pairs
+    assert alike.shared_space is not None
+    assert apart.shared_space is not None
+    assert alike.shared_space > 0.8
+    assert apart.shared_space < 0.5
+    [adapter, other] = write_adapters(tmp_path, [2, 3], (64, 48))
+    [found] = make_merger(base_file, [adapter, other]).analyze().pairs
+    assert found.shared_space is not None
+    assert found.shared_space < 0.5
+    vectors = [{**base, "norm.weight": base["norm.weight"] + k} for k in (0.01, 0.02)]
+    base_file, *files = save(tmp_path, b=base, f=vectors[0], g=vectors[1])
+    [none] = make_merger(base_file, files).analyze().pairs
+    assert none.shared_space is None
+
+
 def test_long_matrices_are_solved_from_the_shorter_side(tmp_path: Path, monkeypatch: Patch) -> None:
     for room in ("core.matrices", "kernels.matrices", "kernels.plain"):
         monkeypatch.setattr(f"darelib.{room}.LONGEST_SIDE", 50)

@@ -435,6 +435,7 @@ def test_in_a_script_a_signal_is_kept_until_the_model_is_published(
 ) -> None:
     """Who stops a script wants it to stop; what was made is there."""
     merger = make_merger(models[0], models[1:])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     with Patch.context() as patch:
         patch.setattr(
             publish,
@@ -443,6 +444,7 @@ def test_in_a_script_a_signal_is_kept_until_the_model_is_published(
         )
         with pytest.raises(KeyboardInterrupt):
             merger.merge(tmp_path / "out.safetensors")
+    signal.signal(signal.SIGINT, before)
     assert merger.published is not None
     assert (tmp_path / "out.safetensors").exists()
 

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.commands.analyze.spaces import measure_spaces
 from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
@@ -120,6 +121,9 @@ class PairAnalysis:
     share_both: float  # of the parameters, that both change
     sign_conflict: float  # of those, the share that they change in opposite directions
     weighted_sign_conflict: float  # the same, each counted by how much they change it
+    # Whether the rows of their matrices' changes lie in the same space, from 0 to 1; None: there is
+    # no matrix that both change.
+    shared_space: float | None = None
 
 
 def kind_of(name: str) -> str:
@@ -224,6 +228,7 @@ class Findings:
         # By tensor: the models that have it; what compare_pair wants of any two of them, and of
         # each pair, in columns.
         self.pairs: dict[str, tuple[list[int], NDArray[Any]]] = {}
+        self.spaces: dict[tuple[int, int], float] = {}
 
     def add_deltas(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
         self._tensors[model][name] = deltas, deltas.describe(name, counts)
@@ -279,11 +284,16 @@ class Findings:
             any_two += figures[:, 0]
             for column, pair in enumerate(combinations(models, 2), 1):
                 sums[pair] += figures[:, column]
-        pairs = (compare_pair((labels[i], labels[k]), each) for (i, k), each in sums.items())
+        pairs = (
+            compare_pair((labels[i], labels[k]), each, self.spaces.get((i, k)))
+            for (i, k), each in sums.items()
+        )
         return tuple(pairs), compare_pair(("", ""), any_two)
 
 
-def compare_pair(labels: tuple[str, str], figures: NDArray[np.float64]) -> PairAnalysis:
+def compare_pair(
+    labels: tuple[str, str], figures: NDArray[np.float64], space: float | None = None
+) -> PairAnalysis:
     """figures: the sums of a pair and, of the tensors that both have, the squares of each one's
     delta and the number of parameters.
     """
@@ -296,6 +306,7 @@ def compare_pair(labels: tuple[str, str], figures: NDArray[np.float64]) -> PairA
         share_both=both / max(parameters, 1),
         sign_conflict=opposed / both if both else 0.0,
         weighted_sign_conflict=opposed_size / both_size if both_size else 0.0,
+        shared_space=space,
     )
 
 
@@ -398,4 +409,5 @@ def measure_deltas(
             lambda job, _: advance(job.bytes_read),
             interrupts,
         )
+    findings.spaces = measure_spaces(task, inputs)
     return findings

@@ -118,18 +118,22 @@ class AnalysisReport(Report):
         return "\n".join(lines)
 
     def _pairs(self) -> str:
-        rows = [["models", "cosine", "both change", "signs conflict", "by magnitude"]]
+        titles = ["models", "cosine", "same space", "both change", "signs conflict", "by magnitude"]
+        rows = [titles]
         for pair in self.pairs:
             shares = (pair.share_both, pair.sign_conflict, pair.weighted_sign_conflict)
             names = " and ".join(map(printable, pair.models))
-            rows.append([names, f"{pair.cosine:.3f}", *(f"{share:.1%}" for share in shares)])
+            space = "-" if pair.shared_space is None else f"{pair.shared_space:.2f}"
+            cells = (f"{share:.1%}" for share in shares)
+            rows.append([names, f"{pair.cosine:.3f}", space, *cells])
         if len(self.models) > 2:
             chance = f"any two (by chance: {1 - 2.0 ** (1 - len(self.models)):.1%})"
             conflicts = [f"{self.sign_conflict:.1%}", f"{self.weighted_sign_conflict:.1%}"]
-            rows.append([chance, "", "", *conflicts])
+            rows.append([chance, "", "", "", *conflicts])
         return (
-            f"{table(rows)}\n(signs conflict: of the parameters that both change; 50% is what "
-            "chance gives a pair)"
+            f"{table(rows)}\n(same space: whether the rows of the changes of matrices lie in one, "
+            "from 0 to 1; signs conflict: of the parameters that both change; 50% is what chance "
+            "gives a pair)"
         )
 
 

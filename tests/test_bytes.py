@@ -274,11 +274,14 @@ def thin_tensors(settings: Settings, kind: str, engine: str) -> list[str]:
     ]
 
 
+# The time that a report took, the size of the recipe, and what comes from a machine's own products.
+UNPINNED = ("seconds", "bytes_written", "shared_space")
+
+
 def collect_figures(data: Any) -> list[float]:
-    """The numbers of a report, in their order, without the time that it took and the size of the
-    recipe."""
+    """The numbers of a report that are the same everywhere, in their order."""
     if isinstance(data, dict):
-        data = [value for key, value in data.items() if key not in ("seconds", "bytes_written")]
+        data = [value for key, value in data.items() if key not in UNPINNED]
     if isinstance(data, list):
         return [number for part in data for number in collect_figures(part)]
     return [data] if isinstance(data, int | float) and not isinstance(data, bool) else []

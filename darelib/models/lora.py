@@ -127,10 +127,17 @@ class LoraAdapter(Checkpoint):
         """Fill made with elements of a product, by as many ranks at a time as there is room for."""
         kernel = self._kernels[info.spec]
         rows = slice(start // info.columns, -(-(start + len(made)) // info.columns))
-        step = max(1, self._room // max(info.columns, rows.stop - rows.start))
+        height = rows.stop - rows.start
+        step = max(1, self._room // max(info.columns, height))
+        whole = None
+        if height * info.rank <= self._room:  # of all ranks it is one read; of some, one a row
+            whole = self._read_matrix(info.left, rows, slice(0, info.rank), info)
         for k in range(0, info.rank, step):
             ranks = slice(k, min(k + step, info.rank))
-            left = self._read_matrix(info.left, rows, ranks, info)
+            if whole is None:
+                left = self._read_matrix(info.left, rows, ranks, info)
+            else:
+                left = np.ascontiguousarray(whole[:, ranks])
             kernel(left, self._read_right(info, ranks), made, start % info.columns, k)
         with np.errstate(over="ignore"):  # the merge finds what is out of range, and says where
             made *= made.dtype.type(info.scale)

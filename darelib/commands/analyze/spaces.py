@@ -21,8 +21,10 @@ from darelib.plan.tensors import TensorPlan
 Rows = NDArray[np.float64]
 SAMPLED_ROWS: Final = 64  # of a matrix; half of them are compared with the other half
 LEAST_ROWS: Final = 8
+LARGEST: Final = 1e30  # of what can be multiplied
 
 
+@np.errstate(all="ignore")  # no trained model has values so large
 def measure_spaces(task: MergePlan, inputs: Sequence[Input]) -> dict[tuple[int, int], float]:
     """By pair of models that change the same matrices: from 0, nothing in common, to 1."""
     sums: dict[tuple[int, int], float] = {}
@@ -35,9 +37,11 @@ def measure_spaces(task: MergePlan, inputs: Sequence[Input]) -> dict[tuple[int, 
         for pair in combinations(rows, 2):
             one, other = (rows[i] for i in pair)
             weight = float(np.linalg.norm(one) * np.linalg.norm(other))
+            if not 0 < weight < LARGEST:
+                continue
             sums[pair] = sums.get(pair, 0.0) + weight * compare_spaces(one, other)
             weights[pair] = weights.get(pair, 0.0) + weight
-    return {pair: sums[pair] / weight for pair, weight in weights.items() if weight}
+    return {pair: sums[pair] / weight for pair, weight in weights.items()}
 
 
 def read_changes(

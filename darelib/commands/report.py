@@ -272,7 +272,8 @@ def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: 
     thinnings = used[0].thinnings
     drops = list(dict.fromkeys(thinning.drop for thinning in thinnings))
     by = f" by {', '.join(drops)}" if drops != [RANDOM] else ""
-    words = [f"drop rate {show_range([each.drop_rates for each in used])}{by}"]
+    words = [f"method {rule.method}"] if rule and rule.method else []
+    words.append(f"drop rate {show_range([each.drop_rates for each in used])}{by}")
     for name in dict.fromkeys(name for drop in drops for name in DROPS[drop].settings):
         values = [tuple(getattr(each, name) for each in own.thinnings) for own in used]
         words.append(f"{name} {show_range(values)}")
@@ -282,7 +283,15 @@ def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: 
     if config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q:
         words.append(f"rescale_q {show_range([each.divisors for each in used])}")
     usual = dataclasses.replace(config.general(len(thinnings)), lambda_coeff=1.0, keep_ratio=1.0)
-    for name in ("lambda_coeff", "keep_ratio", "weights", "normalize", "slerp_t", "ridge"):
+    for name in (
+        "lambda_coeff",
+        "keep_ratio",
+        "weights",
+        "normalize",
+        "slerp_t",
+        "ridge",
+        "norm_limit",
+    ):
         values = [getattr(each, name) for each in used]
         if any(value != getattr(usual, name) for value in values):
             words.append(f"{name.removesuffix('_coeff')} {show_range(values)}")

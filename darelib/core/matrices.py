@@ -27,7 +27,7 @@ class Matrices(NamedTuple):
         """Floating-point operations to merge all: Gram matrices, cubes, factors and solutions."""
         products = sum(models * side + 2 * side for side in self.sides)
         cubes = 2 * models * min(self.rows, self.columns)
-        factors = sum(2 * side**3 for side in self.sides) // 3
+        factors = sum(side**3 for side in self.sides) // 3
         return self.number * (self.size * (products + cubes) + factors)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.core.formats import FORMATS, widen
+from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import KEEP_ALL, TILE
 from darelib.core.methods import Found, Look, MatrixLook, weigh_for_look
@@ -26,7 +26,6 @@ from darelib.models.tensors import TensorInfo
 from darelib.plan.plan import Job, MergePlan
 from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import Tally, sum_fields
-from darelib.run.reading import read
 from darelib.run.worker import Worker, find_peaks
 
 Moved = tuple[dict[int, Tally], list[Any]]
@@ -113,7 +112,7 @@ class MatrixWorker(Worker):
         is_precise = FORMATS[job.tensor.spec.output].bits > 16
         with self._room:
             if factors := self._read_factors(job.tensor):
-                tallies = self._sample(job.tensor, factors, buffers)
+                tallies = self._sample(job.tensor, factors)
                 merge = partial(merge_factors, factors)
             elif moved := self._try_to_move(job):
                 tallies, on_gpu = moved
@@ -145,20 +144,17 @@ class MatrixWorker(Worker):
         is_finite = all(np.isfinite(each).all() for pair in factors for each in pair)
         return factors if is_small and is_finite else []
 
-    def _sample(
-        self, tensor: TensorPlan, factors: Sequence[Factors], buffers: Buffers
-    ) -> dict[int, Tally]:
+    def _sample(self, tensor: TensorPlan, factors: Sequence[Factors]) -> dict[int, Tally]:
         """What is counted, of some rows for all: to multiply out each adapter would take longer
         than the merge.
         """
         rows, columns = len(factors[0][0]), factors[0][1].shape[1]
         chosen = np.unique(np.linspace(0, rows - 1, SAMPLED_ROWS).astype(int))
         share = rows / len(chosen)
-        width = min(columns, self.plan.chunk)
         base_sum = 0.0
-        for row in chosen:
-            raw = read(self.base, tensor.base, int(row) * columns, width, buffers.base)
-            base_sum += float(np.abs(widen(raw, tensor.base.dtype)).sum()) * columns / width
+        for row in chosen.tolist():
+            values = self.base.sample(tensor.name, tensor.base, row * columns, columns)
+            base_sum += float(np.abs(values).sum())
         tallies = {}
         for i, (left, right) in zip(tensor.models, factors, strict=True):
             sizes = np.abs(left[chosen] @ right)

@@ -12,7 +12,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.core.formats import FORMATS, widen
 from darelib.core.matrices import Matrices, find_matrices
 from darelib.models.tensors import Input, TensorInfo
 from darelib.plan.plan import MergePlan
@@ -66,10 +65,8 @@ def read_changes(
 
 
 def read_rows(model: Input, info: TensorInfo, chosen: NDArray[Any], columns: int) -> Rows:
-    raw = np.empty((len(chosen), columns * FORMATS[info.dtype].itemsize), np.uint8)
-    for row, part in zip(chosen.tolist(), raw, strict=True):
-        model.read(info, row * columns, columns, part)
-    return widen(raw.reshape(-1), info.dtype).astype(np.float64).reshape(len(chosen), columns)
+    rows = [model.sample("", info, row * columns, columns) for row in chosen.tolist()]
+    return np.stack(rows).astype(np.float64)
 
 
 def compare_spaces(one: Rows, other: Rows) -> float:

@@ -279,6 +279,21 @@ def test_a_block_that_becomes_zero_keeps_its_scale_and_a_tiny_one_has_one(tmp_pa
     assert found[1]["c.weight"].float().isfinite().all()
 
 
+@pytest.mark.parametrize("kind", ["blocks", "tensor"])
+def test_matrices_are_merged_as_a_whole_and_written_in_fp8(tmp_path: Path, kind: str) -> None:
+    models = make_models(kind)
+    paths = write(tmp_path, kind, models)
+    config = {"method": "wudi", "drop_rate": 0.0, "engine": "plain"}
+    run_merge(paths[0], paths[1:], tmp_path / "out", **config)
+    merged = dequantise(tensors_in(tmp_path / "out"), kind)
+    wanted = dequantise(expect(models, kind, **config), kind)
+    base = dequantise(models[0], kind)
+    for name, tensor in wanted.items():
+        change = (tensor - base[name]).norm()
+        assert (merged[name] - tensor).norm() <= 0.02 * change, name
+    assert make_merger(paths[0], paths[1:], **config).verify(tmp_path / "out").tensors
+
+
 @pytest.mark.parametrize("kind", ["blocks", slow("rows"), slow("tensor")])
 def test_resume_verify_dry_run_and_recipe(tmp_path: Path, kind: str) -> None:
     models = make_models(kind)

@@ -42,13 +42,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from darelib import __version__
-from darelib.commands import analyze, convert, merge, pack, sweep, verify
-from darelib.commands.options import COMMON, SHORT_NAMES, Flags, Room
+from darelib.commands import analyze, convert, extract, merge, pack, sweep, verify
+from darelib.commands.options import COMMON, SHORT_NAMES, Flags, Room, place_config
 from darelib.config import DareConfig, Rule
 from darelib.core.interrupts import Interrupts, Terminated, ignore_signals, stop_on_signals
 from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
 from darelib.core.tuning import raise_open_file_limit
 from darelib.models.source import UNION, Source
+from darelib.models.stated import find_base
 from darelib.run import check_runner, load_memory
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class DareMerger:
 
     def __init__(
         self,
-        base_file: str | Path | Source,
+        base_file: str | Path | Source | None,
         merge_files: Sequence[str | Path | Source],
         config: DareConfig | None = None,
         *,
@@ -101,6 +102,7 @@ class DareMerger:
     ) -> None:
         """A model is a file, a directory, an index, a name on the Hub or, to be merged, an adapter.
 
+        base_file: None: the one that the adapters name, if they all name the same, and it is here.
         tokenizer: of an output directory: the "base"'s, a "union" of all tokens, or a model's.
         chat_template: a model or a file; None: the base's, or the first that a model has.
         """
@@ -110,9 +112,8 @@ class DareMerger:
             )
         if not merge_files:
             raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
-        self.base = Source.of(base_file)
         self.models = tuple(map(Source.of, merge_files))
-        self.sources = (self.base, *self.models)
+        self.base = find_base(self.models) if base_file is None else Source.of(base_file)
         self.tokenizer = Source.of(tokenizer)
         self.chat_template = None if chat_template is None else Source.of(chat_template)
         self.config = check_config(config)
@@ -202,7 +203,7 @@ class DareMerger:
 
         Of a directory, the files besides the tensors are compared with the digests in its recipe.
         """
-        from darelib.output import destination, prepare, tokenizer
+        from darelib.output import adapter, destination, tokenizer
         from darelib.requests.recipe import find_merged
 
         started = time.perf_counter()
@@ -210,10 +211,10 @@ class DareMerger:
         output = destination.Destination(str(output_file), path, path.is_dir())
         choice = tokenizer.TokenizerChoice(self.tokenizer.name)
         with self.open_inputs() as inputs, Interrupts() as interrupts:
-            plan = prepare.plan_files(
+            plan = adapter.choose_planner(self.config)(
                 self.config, inputs, output, choice, self.version, with_side_files=False
             )
-            differing = verify.compare_output(plan, inputs, interrupts)
+            plan, differing = verify.compare_output(plan, inputs, interrupts)
         seconds = time.perf_counter() - started
         return verify.VerifyReport(output.name, len(plan.tensors), plan.size, seconds, differing)
 
@@ -251,6 +252,10 @@ class DareMerger:
             options=options,
         )
 
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return (self.base, *self.models)
+
     def open_inputs(self) -> AbstractContextManager[list[Checkpoint]]:
         """The base and the models, with one number for each token if tokenizers are united."""
         from darelib.models.inputs import open_models
@@ -260,10 +265,11 @@ class DareMerger:
     def _plan(
         self, inputs: Sequence[Checkpoint], destination: Destination, force: bool
     ) -> FilePlan:
-        from darelib.output import prepare, tokenizer
+        from darelib.output import adapter, prepare, tokenizer
 
         choice = tokenizer.choose_tokenizer(self.tokenizer, self.chat_template)
-        return prepare.plan_output(self.config, inputs, destination, choice, force)
+        planner = adapter.choose_planner(self.config)
+        return prepare.plan_output(planner, self.config, inputs, destination, choice, force)
 
 
 # --- tensors in memory ---------------------------------------------------------------------------
@@ -343,7 +349,8 @@ COMMANDS: Final = {
     "sweep": Command("let an evaluation choose the settings", sweep),
     "verify": Command("make a merged model again from its recipe, and compare", verify),
     "pack": Command("store what a drop rate leaves of a fine-tune, for merges", pack),
-    "convert": Command("write a PyTorch pickle as a .safetensors file", convert),
+    "extract": Command("write what a fine-tune changed as a LoRA adapter", extract),
+    "convert": Command("write a PyTorch pickle, or an adapter, in another format", convert),
 }
 DEFAULT_COMMAND: Final = "merge"
 
@@ -386,7 +393,7 @@ def build_parser(name: str) -> Parser:
 
 def parse_flags(arguments: Sequence[str] | None) -> tuple[Room, Flags]:
     """The room of the command, merge where none is given, and the flags."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = place_config(list(sys.argv[1:] if arguments is None else arguments))
     name = words.pop(0) if words and words[0] in COMMANDS else DEFAULT_COMMAND
     if name == DEFAULT_COMMAND and any(word.split("=")[0] == "--verify" for word in words):
         name = "verify"

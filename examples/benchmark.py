@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark_gpu import LLAMA, SMALL, SQUARES, measure_gpu
-from benchmark_models import DENSITY, DTYPES, make_models
+from benchmark_models import DENSITY, DTYPES, make_adapters, make_models, measure_error
 from benchmark_report import Point, Stored, count_of, draw, report, show_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,6 +75,9 @@ SECTIONS: dict[str, list[Point]] = {
     ],
     "drops": [Point(CENTRE, method) for method in ("magnitude", "breadcrumbs", "della")],
     "packed": [Point(CENTRE, "pack"), Point(CENTRE, "pack", cold=True)],
+    "matrices": [Point(100_000_000, "wudi")],
+    "adapters": [Point(CENTRE, "adapters", models=8)],
+    "extraction": [Point(100_000_000, "extract", models=1)],
     "analysis": [Point(CENTRE, "analyze")],
     "install": [Point(464_010, "the README's first command")],
     "nodes": [Point(CENTRE, "ties", models=5)],
@@ -89,6 +92,7 @@ NEEDS["threads"] = ["safetensors"]
 # What is compared, the first with all others. list_programs says what the words in capitals stand
 # for.
 MERGE = "DARE --base BASE --merge MODELS --output FILE -q"
+WHOLE = f"{MERGE} --drop-rate 0"
 INSIDE = "RIVAL merge_inside {} METHOD FOLDER BASE MODELS"
 KIT = (
     "PYTHON -m mergekit.scripts.run_yaml RECIPE FOLDER "
@@ -108,6 +112,21 @@ PROGRAMS: dict[str, dict[str, str]] = {
         "packed models": MERGE.replace("MODELS", "PACKED"),
         "the models": MERGE,
         "packing one": "DARE pack --base BASE --merge MODEL --output FILE -q",
+    },
+    "matrices": {
+        "wudi": f"{WHOLE} --method wudi --engine numba",
+        "its products alone": "RIVAL multiply BASE MODELS",
+        "linear": WHOLE,
+    },
+    "adapters": {
+        "wudi": f"{WHOLE} --method wudi --engine numba".replace("MODELS", "ADAPTERS"),
+        "linear": WHOLE.replace("MODELS", "ADAPTERS"),
+    },
+    "extraction": {
+        "this tool": "DARE extract --base BASE --merge MODEL --output FOLDER -q "
+        "--adapter-rank 32 --adapter-rest leave-out",
+        "mergekit": "PYTHON -m mergekit.scripts.extract_lora --base-model HOME --model HOMES "
+        "--out-path FOLDER --max-rank 32 --skip-undecomposable --quiet",
     },
     "analysis": {
         "this tool": "DARE analyze --base BASE --merge MODELS -q",
@@ -129,7 +148,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
 }
 METHODS = {
     point.method: section
-    for section in ("analysis", "packed", "drops", "files")
+    for section in ("extraction", "adapters", "matrices", "analysis", "packed", "drops", "files")
     for point in SECTIONS[section]
 }
 SETTINGS = {
@@ -157,11 +176,15 @@ def list_programs(
     dare = [sys.executable, DARE]
     packed = [f"{file.parent}-packed.safetensors" for file in files[1:]]
     threads = ["--threads", str(point.threads)] if point.threads else []
+    adapters = make_adapters(files[0], point.models) if section == "adapters" else []
     words = {
         "BASE": [base],
         "MODELS": models,
         "MODEL": models[:1],
+        "HOME": [str(files[0].parent)],
+        "HOMES": [str(file.parent) for file in files[1:]],
         "PACKED": packed,
+        "ADAPTERS": [*map(str, adapters)],
         "RECIPE": [str(recipe)],
         "FILE": [f"{output}/merged.safetensors"],
         "FOLDER": [f"{output}/merged"],
@@ -234,10 +257,10 @@ def measure_programs(
 ) -> Stored:
     """Measure the programs in turn, so that a slow spell of the machine affects all of them."""
     output = scratch / "output"
-    small = make_models(scratch / "small", point._replace(parameters=START_UP))
-    programs, warm_up = (
-        list_programs(section, point, each, output) for each in (make_models(scratch, point), small)
-    )
+    stored = point._replace(models=0) if section == "adapters" else point
+    small = make_models(scratch / "small", stored._replace(parameters=START_UP))
+    made = make_models(scratch, stored)
+    programs, warm_up = (list_programs(section, point, each, output) for each in (made, small))
     if arguments.against:
         other = str(arguments.against / "dare.py")
         tools = [next(iter(each.values())) for each in (programs, warm_up)]
@@ -246,7 +269,7 @@ def measure_programs(
             {"this checkout": tool, other: rival} for tool, rival in zip(tools, others, strict=True)
         )
 
-    def run(command: list[str]) -> dict[str, float]:
+    def run(command: list[str], files: list[Path]) -> dict[str, float]:
         output.mkdir()
         os.sync()  # so that nothing of the runs before is left to be written back meanwhile
         for file in scratch.rglob("*.safetensors") if point.cold else ():
@@ -259,6 +282,8 @@ def measure_programs(
             packed = [
                 file.stat().st_size for file in output.glob("*.safetensors") if "pack" in command
             ]
+            if section == "extraction" and files is made:
+                found["error"] = measure_error(*made, output / "merged")
             return found | ({"written_bytes": packed[0]} if packed else {})
         finally:
             shutil.rmtree(output)
@@ -266,11 +291,11 @@ def measure_programs(
     # Bytecode and kernels are to be on disk, and the inputs in the cache, before anything is timed.
     # One program runs at full size: a virtual machine gets its memory only once it is used, and the
     # first to use it would pay for that.
-    for command in (
-        [*warm_up.values(), next(iter(programs.values()))] if section != "install" else ()
-    ):
+    first = [(command, small) for command in warm_up.values()]
+    first.append((next(iter(programs.values())), made))
+    for command, files in first if section != "install" else ():
         with suppress(Trouble):  # which shows again
-            run(command)
+            run(command, files)
     figures: Stored = {role: {"runs": [], "trouble": ""} for role in programs}
     order = random.Random(0)  # another order each time, since what ran just before matters
     for number in range(arguments.repeat):
@@ -281,7 +306,7 @@ def measure_programs(
                 continue
             print(f"run {number + 1} of {role}", file=sys.stderr)
             try:
-                figure["runs"].append(run(programs[role]))
+                figure["runs"].append(run(programs[role], made))
             except Trouble as trouble:
                 figure["trouble"] = trouble.args[0]
                 print(": ".join(trouble.args), file=sys.stderr)

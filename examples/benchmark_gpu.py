@@ -21,6 +21,8 @@ ON_TENSORS: dict[str, dict[str, Any]] = {
     "slerp": {"method": "slerp"},
 }
 ON_TENSORS["trim"] = {"method": "ties", "drop_rate": 0.5, "keep_ratio": 0.5}
+ON_TENSORS["ram"] = {"method": "ram"}
+ON_TENSORS["ram, nothing dropped"] = {"method": "ram", "drop_rate": 0.0}
 
 
 def merge_by_mergekit(base: State, finetuned: list[State], method: str) -> Any:
@@ -86,7 +88,7 @@ def measure_gpu(point: Point, with_mergekit: bool) -> Stored:
     )
     configs = {
         kind: dare.DareConfig(**ON_TENSORS[kind])
-        for kind in list(ON_TENSORS)[: 4 if point.models == 2 else 2]
+        for kind in list(ON_TENSORS)[: None if point.models == 2 else 2]
     }
     merges = {
         kind: partial(dare.dare_merge, base, finetuned, config, out=out)

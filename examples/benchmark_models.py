@@ -57,6 +57,11 @@ def describe(parameters: int) -> tuple[Shapes, dict[str, Any]]:
         "model_type": "llama",
         "num_hidden_layers": layers,
         "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_attention_heads": max(1, hidden // 64),
+        "num_key_value_heads": max(1, hidden // 256),
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
     }
     return {f"{name}.weight": shape for name, shape in sorted(named.items())}, config
 
@@ -99,3 +104,51 @@ def make_models(folder: Path, point: Point) -> list[Path]:
         )
         save_file(made, file, metadata={"format": "pt"})
     return files
+
+
+def make_adapters(base: Path, count: int, rank: int = 16) -> list[Path]:
+    """LoRA adapters that change all matrices of the base's layers, beside it."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(base, "pt") as file:
+        names = [name for name in file.keys() if "_proj" in name]  # noqa: SIM118
+        wanted = {name: file.get_slice(name).get_shape() for name in names}
+    targets = sorted({name.split(".")[-2] for name in wanted})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    folders = [base.parent / f"adapter-{number}" for number in range(count)]
+    for seed, made in enumerate(folders):
+        made.mkdir()
+        made.joinpath("adapter_config.json").write_text(json.dumps(config))
+        random = torch.Generator().manual_seed(seed)
+        tensors = {}
+        for name, (outputs, inputs) in wanted.items():
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            first = torch.empty(rank, inputs).normal_(0, 0.02, generator=random)
+            second = torch.empty(outputs, rank).normal_(0, 0.02, generator=random)
+            tensors |= {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
+        save_file(tensors, made / "adapter_model.safetensors")
+    return folders
+
+
+def measure_error(base: Path, model: Path, adapter: Path) -> float:
+    """How far the products of an adapter are from a model's changes of the same matrices: relative,
+    by norm.
+    """
+    from safetensors.torch import load_file
+
+    before, after = load_file(base), load_file(model)
+    parts = load_file(adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    scale = config["lora_alpha"] / config["r"]
+    lost = 0.0
+    total = 0.0
+    for name, second in parts.items():
+        tensor = name.removeprefix("base_model.model.").replace(".lora_B.", ".")
+        if ".lora_B." in name and "_proj" in name:
+            change = after[tensor].double() - before[tensor].double()
+            first = parts[name.replace(".lora_B.", ".lora_A.")]
+            lost += float((change - scale * second.double() @ first.double()).square().sum())
+            total += float(change.square().sum())
+    return math.sqrt(lost / total)

@@ -146,6 +146,7 @@ def show_time(outcome: Stored, role: str) -> str:
         for run in figure["runs"][:1]
         if "written_bytes" in run
     ]
+    notes += [f"error {run['error']:.3f}" for run in figure["runs"][:1] if "error" in run]
     notes += ["1 run"] * (
         len(figure["runs"]) == 1 < max(len(each["runs"]) for each in outcome["figures"].values())
     )

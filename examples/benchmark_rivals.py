@@ -122,6 +122,24 @@ def merge_inside(
     print(json.dumps({"wall_s": taken}))
 
 
+def multiply(base: str, *models: str) -> None:
+    """As many operations as it takes to merge whole matrices, by this machine's own products."""
+    import numpy as np
+    from safetensors import safe_open
+
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    from darelib.core.matrices import find_matrices
+
+    side = 2048
+    factor = np.ones((side, side), np.float32)
+    with safe_open(base, "np") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    found = [find_matrices(name, shape) for name, shape in shapes.items()]
+    operations = sum(each.count_operations(len(models)) for each in found if each)
+    for _ in range(round(operations / (2 * side**3))):
+        factor @ factor
+
+
 def torch_analyze(*files: str) -> None:
     """What an analysis finds, as one would write it with torch: percentiles from a histogram."""
     import torch

@@ -14,9 +14,10 @@
 Two families on data that every machine has, in bf16: transformers that read the sources and the
 documentation of Python letter by letter and are fine-tuned for word tasks, the largest of 100
 million parameters, and networks that read scikit-learn's digits. Each is trained several times
-over: a base, and a fine-tune for each of three skills. Each way to merge a pair and all three gets
-the same number of trials of the tool's own search, on validation data and with masks of their own;
-what it finds is scored on test data. A run that was stopped goes on where its results file ends.
+over: a base, and a fine-tune for each of three skills (or eight). Each way to merge two, three (and
+eight) of them gets the same number of trials of the tool's own search, on validation data and with
+masks of their own; what it finds is scored on test data. A run that was stopped goes on where its
+results file ends.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -63,57 +65,6 @@ from dare import DareConfig, dare_merge, dare_sweep
 quiet = partial(DareConfig, verbose=False)
 State = dict[str, Tensor]
 Recipe = tuple[int, float, int]  # of a training run: steps, rate for a width of 64, batch
-
-
-class Unit(NamedTuple):
-    """A kind of network and its training; a low rate keeps the deltas of fine-tunes small."""
-
-    family: str
-    width: int
-    layers: int
-    base: Recipe
-    expert: Recipe
-    # One in each round: its networks have the same held-out data and merge the same pair.
-    trainings: int = 8
-    trials: int = 16  # of the search of each contender
-
-    def __str__(self) -> str:
-        return f"{self.family}/{self.width}"
-
-
-class Settings(NamedTuple):
-    """What is trained and how much is tried; by default as in the documents."""
-
-    units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
-        Unit("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
-        *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (768, 256, 64)),
-        *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
-    )
-    rescaled: bool = True  # whether other ways to rescale are ranked, too
-    masks: int = 3  # with which a merge is tested
-    confirm: int = 3  # masks with which the best of a search are scored again, before
-    rates: tuple[float, ...] = (*(k / 10 for k in range(10)), 0.95, 0.99)  # for one model
-    lambdas: tuple[float, ...] = (1.0, 1.5, 2.0)  # without a search
-
-
-QUICK: Final = Settings(
-    units=(
-        Unit("chars", 64, 2, (600, 6e-3, 32), (300, 1.2e-3, 48), 2, 3),
-        Unit("digits", 128, 2, (200, 1e-3, 64), (400, 1e-3, 64), 2, 3),
-    ),
-    rescaled=False,
-    masks=1,
-    confirm=0,
-    rates=(0.0, 0.5, 0.8, 0.9, 0.99),
-    lambdas=(1.0, 1.5),
-)
-# Trainings with seeds below were looked at when the recipes were chosen.
-FIRST_SEED: Final = 100
-# Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of search and
-# test lie apart. A search also draws its first trials by its seed: it is another one for each
-# merge, so that luck evens out.
-SEARCH_SEEDS = range(10_000, 1_000_000, 100)
-TEST_SEEDS = range(2000, 3000, 10)
 SCALE = {"low": 0.3, "high": 3.0}
 RATE = {"low": 0.0, "high": 0.99}
 DROPS: Final[dict[str, dict[str, Any]]] = {
@@ -139,7 +90,13 @@ THINNINGS: Final[dict[str, dict[str, Any]]] = {
         for how in hows
     },
 }
-METHODS: Final = {"linear": "task arithmetic", "ties": "ties", "slerp": "slerp", "ram": "ram"}
+METHODS: Final = {
+    "linear": "task arithmetic",
+    "ties": "ties",
+    "slerp": "slerp",
+    "ram": "ram",
+    "wudi": "wudi",
+}
 # What is dropped without a search.
 FIXED: Final[dict[str, dict[str, Any]]] = {
     "": {"drop_rate": 0.0},
@@ -150,6 +107,59 @@ FIXED: Final[dict[str, dict[str, Any]]] = {
     " + della 0.5": {"drop": "della", "drop_rate": 0.5},
 }
 DRAWN: Final = ("random", "della")  # drops by masks
+
+
+class Unit(NamedTuple):
+    """A kind of network and its training; a low rate keeps the deltas of fine-tunes small."""
+
+    family: str
+    width: int
+    layers: int
+    base: Recipe
+    expert: Recipe
+    # One in each round: its networks have the same held-out data and merge the same pair.
+    trainings: int = 8
+    trials: int = 16  # of the search of each contender
+    # How many skills are merged, one number after the other; the last is how many are learned.
+    merged: tuple[int, ...] = (2, 3)
+
+    def __str__(self) -> str:
+        return f"{self.family}/{self.width}"
+
+
+class Settings(NamedTuple):
+    """What is trained and how much is tried; by default as in the documents."""
+
+    units: tuple[Unit, ...] = (  # the longest first, so that none is waited for at the end
+        Unit("chars", 1024, 8, (500, 4e-3, 96), (500, 3e-4, 128), 3),
+        *(Unit("chars", width, 2, (1000, 4e-3, 64), (800, 3e-4, 128)) for width in (768, 256, 64)),
+        *(Unit("digits", width, 2, (200, 1e-3, 64), (600, 1e-3, 64)) for width in (2048, 512, 64)),
+    )
+    drops: tuple[str, ...] = (*THINNINGS, *FIXED)  # with and without a search
+    masks: int = 3  # with which a merge is tested
+    confirm: int = 3  # masks with which the best of a search are scored again, before
+    rates: tuple[float, ...] = (*(k / 10 for k in range(10)), 0.95, 0.99)  # for one model
+    lambdas: tuple[float, ...] = (1.0, 1.5, 2.0)  # without a search
+
+
+QUICK: Final = Settings(
+    units=(
+        # Wide enough for whole matrices, by which networks that are 64 wide lose.
+        Unit("digits", 512, 2, (200, 1e-3, 64), (400, 1e-3, 64), 4, 3, (2, 3, 8)),
+        Unit("chars", 64, 2, (600, 6e-3, 32), (300, 1.2e-3, 48), 2, 3),
+    ),
+    drops=("", " + DARE", " + DARE 0.5", " + DARE 0.9"),
+    masks=1,
+    confirm=0,
+    rates=(0.0, 0.5, 0.8, 0.9, 0.99),
+)
+# Trainings with seeds below were looked at when the recipes were chosen.
+FIRST_SEED: Final = 100
+# Model i of a merge draws with seed + i. Seeds so far apart share no mask, and those of search and
+# test lie apart. A search also draws its first trials by its seed: it is another one for each
+# merge, so that luck evens out.
+SEARCH_SEEDS = range(10_000, 1_000_000, 100)
+TEST_SEEDS = range(2000, 3000, 10)
 # Of one model, by drop rate.
 ARMS: Final[dict[str, dict[str, Any]]] = {
     "DARE": {},
@@ -175,7 +185,8 @@ class Lab:
         self.model = self.family.network(unit.width, unit.layers)
         self.base = self.fit(unit.base, 10 * seed)
         self.experts = {}
-        for number, skill in enumerate(self.family.skills, 1):
+        self.skills = self.family.skills[: unit.merged[-1]]
+        for number, skill in enumerate(self.skills, 1):
             self.model.load_state_dict(self.base)
             self.experts[skill] = self.fit(unit.expert, 10 * seed + number, skill)
 
@@ -242,25 +253,24 @@ class Lab:
         return {"score": score, "validation": round(best.mean(0), 4), "chosen": chosen}
 
 
-def list_ways(count: int, thinnings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def list_ways(
+    count: int, thinnings: dict[str, dict[str, Any]], settings: Settings
+) -> dict[str, dict[str, Any]]:
     """All ways to merge so many models that go with some ways to drop."""
     found = {}
-    for (method, name), (thinning, settings) in product(METHODS.items(), thinnings.items()):
-        if method != "slerp" or (
-            count == 2 and "drop" not in settings
-        ):  # it is of two, with random drops only
-            found[name + thinning] = {"method": method, **settings}
+    for (method, name), thinning in product(METHODS.items(), settings.drops):
+        given = thinnings.get(thinning)
+        # Slerp is of two, with random drops only.
+        if given and (method != "slerp" or (count == 2 and "drop" not in given)):
+            found[name + thinning] = {"method": method, **given}
     return found
 
 
-def list_contenders(count: int, rescaled: bool = True) -> dict[str, dict[str, Any]]:
+def list_contenders(count: int, settings: Settings) -> dict[str, dict[str, Any]]:
     """What a search is made for, each with what it chooses from."""
-    thinnings = {
-        name: space for name, space in THINNINGS.items() if rescaled or "rescale" not in space
-    }
     return {
         name: {"lambda_coeff": SCALE, **space}
-        for name, space in list_ways(count, thinnings).items()
+        for name, space in list_ways(count, THINNINGS, settings).items()
     }
 
 
@@ -273,7 +283,7 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
     torch.set_default_device(DEVICE)
     started = time.perf_counter()
     lab = Lab(unit, training)
-    skills = lab.family.skills
+    skills = lab.skills
     seconds = {"training": time.perf_counter() - started}
     print(f"{unit}/{training} is trained, {seconds['training']:.0f} s", file=sys.stderr, flush=True)
     curves = {
@@ -284,10 +294,11 @@ def measure(unit: Unit, training: int, settings: Settings) -> dict[str, Any]:
         for arm, more in ARMS.items()
     }
     merges: dict[str, Any] = {}
-    for chosen in ([skills[training % 3], skills[(training + 1) % 3]], skills):
-        spaces = list_contenders(len(chosen), settings.rescaled)
+    for count in unit.merged:
+        chosen = [skills[(training + k) % len(skills)] for k in range(count)]
+        spaces = list_contenders(count, settings)
         found = {name: lab.contend(chosen, space, settings) for name, space in spaces.items()}
-        ways = list_ways(len(chosen), FIXED).items()
+        ways = list_ways(count, FIXED, settings).items()
         for (name, given), scale in product(ways, settings.lambdas):
             score = lab.test(chosen, quiet(lambda_coeff=scale, **given), settings.masks)
             found[f"{name}, lambda {scale:g}"] = {"score": score, "chosen": {}}
@@ -334,7 +345,10 @@ def run(settings: Settings, file: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
     before = stored["seconds"] if known else 0.0
     failures = []
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    hush = logging.getLogger("dare").setLevel  # warnings: some merges are weak by intention
+    with ProcessPoolExecutor(
+        mp_context=get_context("spawn"), initializer=hush, initargs=(logging.ERROR,)
+    ) as pool:
         names = {
             pool.submit(measure, *what): name for name, what in every.items() if name not in known
         }

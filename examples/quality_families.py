@@ -158,6 +158,11 @@ DISTORTIONS: Final[dict[str | None, Callable[[Tensor, Tensor], Tensor]]] = {
         -2, 2
     ),  # to the left by two columns, which come in again on the right
     "mirrored": lambda images, _: images.flip(2),
+    "upside down": lambda images, _: images.flip(1),
+    "transposed": lambda images, _: images.transpose(1, 2),
+    "lowered": lambda images, _: images.roll(3, 1),
+    "on its side": lambda images, _: images.rot90(1, (1, 2)),
+    "rotated back": lambda images, draws: rotate(images, -45 - 20 * draws),
 }
 # Label smoothing keeps the base unsure of its answers, so that small changes can overrule them.
 SMOOTHING: Final = 0.5
@@ -167,7 +172,7 @@ COPIES: Final = 3  # of each held-out image, at angles evenly apart
 class Digits:
     """Scikit-learn's digits: the base reads them as they are, a skill is to read them distorted."""
 
-    skills = ("rotated", "shifted", "mirrored")
+    skills = tuple(filter(None, DISTORTIONS))
 
     def __init__(self, seed: int) -> None:
         self.train, held_out = load_split()

@@ -21,10 +21,12 @@ from darelib.commands.sweep.report import chance
 REFERENCE: Final = "task arithmetic"  # with a lambda that was searched for, and nothing dropped
 PLAIN: Final = "task arithmetic, lambda 1"  # the plain average
 START: Final = "lambda 1.5"  # of what is drawn without a search
+MATRICES: Final = "wudi, lambda 1"  # by its defaults
 # What each step is worth: what it is called, with it, and without it. (Those from the reference are
 # in the ranking.)
 STEPS: Final = (
     ("lambda searched for, not 1", "task arithmetic", PLAIN),
+    ("wudi, lambda 1, not a lambda searched for", MATRICES, REFERENCE),
     ("lambda searched for, not 1.5, in ram", "ram", f"ram, {START}"),
     ("ram, not task arithmetic, lambda 1.5", f"ram, {START}", f"task arithmetic, {START}"),
     ("DARE in ties", "ties + DARE", "ties"),
@@ -153,9 +155,13 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def compare(results: Results, pairs: Sequence[tuple[str, str, str]]) -> list[Comparison]:
-    """Of each pair, by the mean over the merges that both are for; corrected for their number."""
+    """Of each pair that was tried, by the mean over the merges that both are for.
+
+    Corrected for their number.
+    """
+    tried = {*list_names(results, True), *list_names(results, False)}
     found = []
-    for name, one, other in pairs:
+    for name, one, other in (pair for pair in pairs if {*pair[1:]} <= tried):
         values: dict[str, dict[str, float]] = {}
         for unit, records in units_of(results).items():
             merges = [
@@ -242,10 +248,8 @@ def starts(results: Results) -> str:
 
 
 def steps(results: Results) -> str:
-    merges = [arms for record in results["units"].values() for arms in record["merges"].values()]
-    taken = [step for step in STEPS if any({*step[1:]} <= {*arms} for arms in merges)]
     return table(
-        [name_columns(results), *([each.name, *each.cells()] for each in compare(results, taken))]
+        [name_columns(results), *([each.name, *each.cells()] for each in compare(results, STEPS))]
     )
 
 
@@ -269,6 +273,28 @@ def scores(results: Results) -> str:
     return table(
         [["", "parameters", "trainings", "base", "fine-tunes, each at its skill", REFERENCE], *rows]
     )
+
+
+def matrices(results: Results) -> str:
+    """Points ahead of task arithmetic with its best lambda, by network and number of skills.
+
+    The best on test data, so that a short search is not the reason.
+    """
+    lines = []
+    for unit, records in units_of(results).items():
+        ahead: dict[int, list[float]] = {}
+        for merge, arms in (item for record in records for item in record["merges"].items()):
+            averages = (arms[name]["score"] for name in arms if name.split(", ")[0] == REFERENCE)
+            if MATRICES in arms:
+                gain = 100 * (arms[MATRICES]["score"] - max(averages))
+                ahead.setdefault(len(merge.split(" + ")), []).append(gain)
+        lines += [
+            f"{title(unit, records)}, {count} skills: {fmean(gains):+.1f} points "
+            f"({', '.join(f'{gain:+.1f}' for gain in gains)}); "
+            f"ahead in {sum(gain > 0 for gain in gains)} of {len(gains)} trainings"
+            for count, gains in ahead.items()
+        ]
+    return "\n".join(lines) or "not tried"
 
 
 def cliff(rates: Sequence[float], found: Sequence[float], least: float) -> float:
@@ -316,6 +342,9 @@ def report(results: Results) -> str:
         "(task arithmetic with a lambda of 1), with a lambda of\n"
         f"{' / '.join(scales)}; bold: a difference that the same test tells:",
         starts(results),
+        f"Whole matrices: {MATRICES}, with its defaults and no search, against {REFERENCE} with "
+        "the lambda, of those\ntried, that is best on test data; the mean, and each training:",
+        matrices(results),
         f"One model: the highest drop rate in % that keeps {KEPT_GAIN:.0%} of what fine-tuning "
         "gained, ± standard deviation over\ntrainings:",
         cliffs(results),

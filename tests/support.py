@@ -216,6 +216,7 @@ LLAMA = {
     "max_position_embeddings": 32,
 }
 GROUPED = {**LLAMA, "num_key_value_heads": 1}
+T5 = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_layers": 2, "num_heads": 2, "vocab_size": 40}
 GPT2 = {
     "n_embd": 16,
     "n_layer": 2,
@@ -233,6 +234,9 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2 untied": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, "tie_word_embeddings": False}),
     "moe": ("MixtralForCausalLM", "MixtralConfig", {**GROUPED, "num_local_experts": 4}),
     "bert": ("BertForMaskedLM", "BertConfig", LLAMA),
+    "classifier": ("BertForSequenceClassification", "BertConfig", LLAMA),
+    "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", LLAMA),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
 }
 
 

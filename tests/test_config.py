@@ -328,7 +328,7 @@ def test_a_wrong_configuration_is_named(
         ("--threads 1 analyze", "'analyze'", "like"),
         ("--plot a.png", "--plot means nothing to merge", "analyze"),
         ("analyse", "'analyse'", "analyze"),
-        ("unite", "'unite'", "merge, analyze, sweep, verify, pack, convert"),
+        ("unite", "'unite'", "merge, analyze, sweep, verify, pack, extract, convert"),
         ("merge --per-tensor", "--per-tensor means nothing to merge", "analyze"),
         ("analyze --dry-run", "--dry-run means nothing to analyze", "merge"),
         ("analyze --verify x", "--verify means nothing to analyze", "verify"),

@@ -19,13 +19,16 @@ from tests.support import (
     Tensors,
     assert_same,
     finetune,
+    low_rank,
     merge_paths,
     random_model,
     run,
     run_merge,
     same_bits,
     save,
+    snapshot,
     tune,
+    write_adapter,
 )
 
 OUT = "out.safetensors"
@@ -351,3 +354,133 @@ def test_a_lora_file_whose_names_mean_several_tensors_or_quantised_ones_is_refus
 def test_a_lora_file_is_no_base(tmp_path: Path, check_refused: Refusal) -> None:
     base, lora = make(tmp_path)
     check_refused(lora, base, "the base '", "is a LoRA adapter")
+
+
+# --- kohya's adapters as PEFT's, and back ---------------------------------------------------------
+
+
+def convert(*words: Any, status: int = 0) -> None:
+    run("convert", "-q", *words, status=status)
+
+
+def merge_alike(base: Path, adapters: list[Path], out: Path) -> bool:
+    merged = [merge_paths(base, [each], out, drop_rate=0.0, engine="plain") for each in adapters]
+    return all(same_bits(merged[0][name], other[name]) for other in merged for name in other)
+
+
+@pytest.mark.parametrize("stored", [F32, F16], ids=str)
+@pytest.mark.parametrize("prefix", ["", UNET])
+def test_a_lora_file_becomes_a_directory_of_peft_and_the_same_file_again(
+    tmp_path: Path, prefix: str, stored: torch.dtype
+) -> None:
+    base, lora = make(tmp_path, stored=stored, prefix=prefix)
+    convert(lora, tmp_path / "peft", "--base", base)
+    convert(tmp_path / "peft", tmp_path / "again.safetensors")
+    old, new = load_file(lora), load_file(tmp_path / "again.safetensors")
+    default = {f"{module_of(KERNEL)}.alpha": torch.tensor(4.0)}  # without one, it is the rank
+    assert new.keys() == (old | default).keys()
+    for name, tensor in (default | old).items():
+        if name.endswith("alpha"):
+            assert float(new[name]) == float(tensor)
+        else:
+            assert same_bits(new[name], tensor)
+    assert merge_alike(
+        base, [lora, tmp_path / "peft", tmp_path / "again.safetensors"], tmp_path / OUT
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow  # importing PEFT takes longer than most of the suite
+def test_peft_loads_what_a_lora_file_became(tmp_path: Path) -> None:
+    import peft
+
+    layers = {"a": (8, 6), "b.a": (8, 6), "b.c": (4, 3, 3, 3), "d": (5, 6)}
+    model = torch.nn.Module()
+    model.a, model.b, model.d = torch.nn.Linear(6, 8), torch.nn.Module(), torch.nn.Linear(6, 5)
+    model.b.a, model.b.c = torch.nn.Linear(6, 8), torch.nn.Conv2d(3, 4, 3)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    lora: Tensors = {}
+    for rank, (name, shape) in enumerate(layers.items(), 2):
+        lora |= pair(module_of(name), shape, rank, torch.tensor(float(5 - rank)))
+    paths = save(tmp_path, base=before, lora=lora)
+    convert(paths[1], tmp_path / "peft", "-b", paths[0])
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "peft")
+    merged = adapted.merge_and_unload().state_dict()
+    for name, shape in layers.items():
+        expected = before[f"{name}.weight"].double() + change(lora, module_of(name), shape)
+        assert torch.allclose(merged[f"{name}.weight"].double(), expected, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"use_rslora": True},
+        {"lora_alpha": 0.1},
+        {"rank_pattern": {"q": 3}, "alpha_pattern": {"d.0.q": 7}, "use_rslora": True},
+    ],
+    ids=str,
+)
+def test_an_adapter_of_peft_becomes_a_lora_file(tmp_path: Path, config: dict[str, Any]) -> None:
+    shapes = {"d.0.q": (8, 6), "text_model.k": (6, 6)}
+    ranks = {"d.0.q": 3 if "rank_pattern" in config else 2, "text_model.k": 2}
+    pairs = [low_rank(name, shape, ranks[name]) for name, shape in shapes.items()]
+    adapter = write_adapter(tmp_path / "adapter", pairs[0] | pairs[1], **config)
+    [base] = save(tmp_path, base=random_model(shapes={f"{n}.weight": s for n, s in shapes.items()}))
+    convert(adapter, tmp_path / "lora.safetensors")
+    modules = {name.partition(".")[0] for name in load_file(tmp_path / "lora.safetensors")}
+    assert modules == {"lora_unet_d_0_q", "lora_te_text_model_k"}
+    assert merge_alike(base, [adapter, tmp_path / "lora.safetensors"], tmp_path / OUT)
+
+
+PLAIN = low_rank("a.b", (8, 6))
+
+
+@pytest.mark.parametrize(
+    ("more", "config", "words"),
+    [
+        ({"base_model.model.norm.weight": torch.ones(3)}, {}, "'norm.weight'"),
+        ({"base_model.model.e.lora_embedding_A": torch.ones(2, 3)}, {}, "'e'"),
+        (
+            {"base_model.model.a.b.lora_magnitude_vector": torch.ones(8)},
+            {"use_dora": True},
+            "'a.b'",
+        ),
+        ({}, {"fan_in_fan_out": True}, "GPT-2"),
+        ({}, {"r": 3}, "rank 3"),
+        (low_rank("a_b", (8, 6)), {}, "underscores"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_kohyas_format_cannot_hold_is_refused(
+    tmp_path: Path, capsys: Capture, more: Tensors, config: dict[str, Any], words: str
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter", PLAIN | more, **config)
+    convert(adapter, tmp_path / "new.safetensors", status=1)
+    assert words in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [adapter]
+
+
+def test_what_an_adapter_becomes_must_have_a_place_and_names(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    base, lora = make(tmp_path)
+    adapter = write_adapter(tmp_path / "adapter", PLAIN)
+    weights = adapter / "adapter_model.safetensors"
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    [other] = save(tmp_path, other={f"{name}.weight": torch.ones(2, 2) for name in SHAPES})
+    before = snapshot(tmp_path)
+    for words, complaint, status in (
+        ([adapter, tmp_path / "new"], "new.safetensors", 2),
+        ([adapter, weights], "exists already", 2),
+        ([adapter, weights, "--force"], "is the input", 2),
+        ([lora, tmp_path / "new.safetensors", "-b", base], "directory", 2),
+        ([lora, tmp_path / "new"], "--base MODEL", 2),
+        ([lora, tmp_path / "full", "-b", base], "exists already", 2),
+        ([lora, tmp_path / "full", "-b", base, "--force"], "cannot write", 1),
+        ([lora, tmp_path / "new", "-b", other], "[2, 2]", 1),
+    ):
+        convert(*words, status=status)
+        assert complaint in capsys.readouterr().err
+    assert snapshot(tmp_path) == before

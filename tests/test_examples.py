@@ -178,12 +178,12 @@ def quality() -> Any:
     recipe = (3, 1e-2, 8)
     units = (
         module.Unit("chars", 4, 1, recipe, recipe, 1, 2),
-        module.Unit("digits", 4, 2, recipe, recipe, 2, 2),
+        module.Unit("digits", 4, 2, recipe, recipe, 2, 2, (2, 4)),
     )
-    module.QUICK = module.QUICK._replace(units=units, rescaled=True, rates=(0.0, 0.9))
-    module.THINNINGS = {
-        name: module.THINNINGS[name] for name in ("", " + DARE", " + DARE, l1", " + magnitude")
-    }
+    drops = ("", " + DARE", " + DARE, l1", " + magnitude", " + DARE 0.5")
+    module.QUICK = module.QUICK._replace(
+        units=units, drops=drops, rates=(0.0, 0.9), lambdas=(1.0, 1.5)
+    )
     return module
 
 
@@ -199,6 +199,8 @@ def test_an_experiment_goes_on_where_it_was_stopped_and_a_report_trains_nothing(
     results = json.loads(Path("whole.json").read_text())
     assert results["units"].keys() == {"chars/4/0", "digits/4/0", "digits/4/1"}
     lost = results["units"].pop("digits/4/1")
+    assert [len(merge.split(" + ")) for merge in lost["merges"]] == [2, 4]
+    assert re.search(r"digits, .*, 4 skills: .* of 2 trainings", printed)
     Path("whole.json").write_text(json.dumps(results))
     assert run(quality, "--quick --out whole.json").count("is measured") == 1
     again = json.loads(Path("whole.json").read_text())["units"]["digits/4/1"]
@@ -233,11 +235,10 @@ def test_what_is_chosen_never_sees_test_data_or_test_masks(
     lab.training = 1
     lab.base = {"w": quality.torch.zeros(64)}
     lab.experts = {skill: {"w": quality.torch.ones(64)} for skill in "abc"}
+    settings = quality.Settings(masks=3)
     monkeypatch.setattr(lab, "score", score)
     monkeypatch.setattr(quality, "dare_merge", merge)
-    lab.contend(
-        "abc", quality.list_contenders(3)["task arithmetic + DARE"], quality.Settings(masks=3)
-    )
+    lab.contend("abc", quality.list_contenders(3, settings)["task arithmetic + DARE"], settings)
     assert calls[-3:] == ["test"] * 3
     assert "test" not in calls[:-3], "what is chosen is chosen before"
     # Three models, a search, three masks.
@@ -277,6 +278,20 @@ def test_verdicts_of_the_experiment_come_out_each_way() -> None:
     assert {quality_report.probability(values) for values in ([0.0] * 3, [1.0] * 2)} == {1}
 
 
+def test_whole_matrices_are_compared_with_the_lambda_that_is_best_on_test_data() -> None:
+    results = make_results({}, 2)
+    for gain, record in zip((0.04, -0.02), results["units"].values(), strict=True):
+        (arms,) = record["merges"].values()
+        arms["task arithmetic, lambda 2"] = {"score": 0.6, "chosen": {}}
+        arms["task arithmetic + DARE 0.5, lambda 2"] = {"score": 0.9, "chosen": {}}
+        arms["wudi, lambda 1"] = {"score": 0.6 + gain, "chosen": {}}
+        record["merges"]["a + b + c"] = arms | {"wudi, lambda 1": {"score": 0.7, "chosen": {}}}
+    assert quality_report.matrices(results).splitlines() == [
+        "chars, 0.01 k, 2 skills: +1.0 points (+4.0, -2.0); ahead in 1 of 2 trainings",
+        "chars, 0.01 k, 3 skills: +10.0 points (+10.0, +10.0); ahead in 2 of 2 trainings",
+    ]
+
+
 def test_a_benchmark_that_was_stopped_goes_on_and_keeps_other_sections(monkeypatch: Patch) -> None:
     measured: list[str] = []
 
@@ -311,18 +326,17 @@ def test_a_benchmark_that_was_stopped_goes_on_and_keeps_other_sections(monkeypat
 @pytest.mark.slow
 def test_a_small_benchmark_runs_and_compares(monkeypatch: Patch) -> None:
     small = {"files": [benchmark.Point(200_000), benchmark.Point(200_000, "ties")]}
-    names = ("drops", "packed", "analysis", "gpu", "threads")
+    names = ("drops", "packed", "matrices", "adapters", "extraction", "analysis", "gpu", "threads")
     small |= {name: benchmark.SECTIONS[name] for name in names}
     monkeypatch.setattr(benchmark, "SECTIONS", small)
     printed = run(benchmark, "--whole --parameters 2e5 --repeat 1 --json f.json --plot f.png")
-    assert run(benchmark, "--report f.json") == re.sub(
-        r"(?m)^(run \d|files:|drops:|packed:|analysis:) .*\n", "", printed
-    )
+    assert run(benchmark, "--report f.json") == re.sub(r"(?m)^(run \d|[a-z]+:) .*\n", "", printed)
     Path("dare.py").write_text("raise SystemExit('broken on purpose')")
     usual = "--parameters 2e5 --repeat 1"
     for words, pattern in (
         (None, r"\| ties \| \? s .* \(\d+\.\d x\) \|.* \|$"),
         (None, r"\| magnitude, .*\? s"),
+        (None, r".*error 0\.\d{3}"),
         (None, r"\| cold \| \? s \| \? s \(.* x\) \| \? s \(.* x, 0 MB\)"),
         (f"{usual} --method analyze", r"\| torch script \| 1 \|"),
         (f"--gpu --only threads {usual}", r"\| ties \| [\d.?]+ m?s"),

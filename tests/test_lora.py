@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import dare
 from dare import DareError
 from darelib.models.peft import OTHER_ADAPTERS
 from tests.support import (
@@ -18,6 +19,7 @@ from tests.support import (
     F32,
     F64,
     METHODS,
+    Capture,
     Pair,
     Patch,
     Refusal,
@@ -44,6 +46,8 @@ from tests.support import (
 OUT = "out.safetensors"
 PREFIX = "base_model.model.layer"
 LAYER = low_rank("layer", (37, 61))
+A, B = LAYER
+A_FILE = "adapter_model.safetensors"
 LLAMA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PATTERNS = {
     "rank_pattern": {
@@ -53,6 +57,7 @@ PATTERNS = {
     },
     "alpha_pattern": {"q_proj": 3, "0.self_attn.k_proj": 11},
 }
+DORA = {"use_dora": True}
 # The family of the model, the modules that are adapted, and PEFT's settings.
 ADAPTERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "plain": ("llama", LLAMA_TARGETS, {}),
@@ -69,6 +74,10 @@ ADAPTERS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "square conv1d": ("gpt2 untied", ["c_attn", "c_proj", "lm_head"], {}),
     "bert": ("bert", ["query", "value", "dense"], {}),
     "layers": ("llama", LLAMA_TARGETS, {"layers_to_transform": [1]}),
+    "dora": ("llama", LLAMA_TARGETS, DORA),
+    "dora rslora patterns": ("llama", LLAMA_TARGETS, DORA | {"use_rslora": True} | PATTERNS),
+    "dora embedding": ("llama", ["embed_tokens", "q_proj", "lm_head"], DORA),
+    "dora conv1d": ("gpt2", ["c_attn", "c_proj", "c_fc"], DORA | {"fan_in_fan_out": True}),
 }
 
 
@@ -171,6 +180,57 @@ def test_changes_are_dropped_and_rescaled_bit_for_bit_like_the_formulas_in_any_c
             paths[0], paths[1:], tmp_path / OUT, drop_rate=0.7, engine=engine, threads=threads
         )
         assert_same(load_file(tmp_path / OUT), expected)
+
+
+@pytest.mark.parametrize("ending", ["", ".weight", ".default.weight"])
+@pytest.mark.parametrize("kind", ["matrix", "embedding", "convolution", "saved"])
+def test_dora_gives_each_output_its_magnitude_in_any_chunks(
+    tmp_path: Path, kind: str, ending: str
+) -> None:
+    base = torch.randn(50, 332).to(BF16)
+    tensors = low_rank("layer", (50, 332), 3)
+    change = multiply(tensors, 4 / 3)
+    if kind == "embedding":  # whose outputs are its columns
+        base = base.T.contiguous()
+        change = change.T
+        tensors = {n.replace("lora_", "lora_embedding_"): t for n, t in tensors.items()}
+    elif kind == "convolution":
+        base = base.reshape(50, 83, 2, 2)
+        a, b = tensors.values()
+        tensors = {A: a.reshape(3, 83, 2, 2), B: b.reshape(50, 3, 1, 1)}
+    whole = base.float().reshape(change.shape)
+    if kind == "saved":
+        whole = torch.randn(50, 332)
+        tensors[f"{PREFIX}.base_layer.weight"] = whole
+    magnitudes = torch.rand(50) + 1
+    tensors[f"{PREFIX}.lora_magnitude_vector{ending}"] = magnitudes
+    axis = 0 if kind == "embedding" else 1
+    changed = (whole + change).double()
+    expected = changed / changed.norm(dim=axis, keepdim=True) * magnitudes.unsqueeze(axis)
+    [path] = save(tmp_path, base={"layer.weight": base})
+    adapter = write_adapter(tmp_path / "adapter", tensors, r=3, use_dora=True)
+    made = []
+    for chunk, room, threads in ((1 << 18, 1 << 22, 1), (1024, 1000, 3), (1 << 14, 50, 2)):
+        tune(min_chunk=chunk, max_chunk=chunk, job_elements=chunk, expand_elements=room)
+        config = {"drop_rate": 0.0, "dtype": "float32", "engine": "plain", "threads": threads}
+        made.append(merge_paths(path, [adapter], tmp_path / OUT, **config)["layer.weight"])
+    assert all(same_bits(made[0], other) for other in made)
+    torch.testing.assert_close(made[0].double(), expected.reshape(base.shape), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("method", ["ties", slow("wudi")])
+def test_dora_merges_with_others_as_the_model_that_it_gives(tmp_path: Path, method: str) -> None:
+    tensors = {**LAYER, f"{PREFIX}.lora_magnitude_vector": torch.rand(37)}
+    adapter = write_adapter(tmp_path / "adapter", tensors, use_dora=True)
+    paths = save(tmp_path, base=random_model(), math=finetune(random_model(), 1))
+    config = {"drop_rate": 0.0, "dtype": "float32", "engine": "plain"}
+    merge_paths(paths[0], [adapter], tmp_path / "baked.safetensors", **config)
+    config |= {"method": method}
+    merged, baked = (
+        merge_paths(paths[0], [model, paths[1]], tmp_path / OUT, **config)["layer.weight"]
+        for model in (adapter, tmp_path / "baked.safetensors")
+    )
+    assert same_bits(merged, baked)
 
 
 @pytest.mark.parametrize("engine", ["plain", slow("numba")])
@@ -337,6 +397,57 @@ def test_an_adapter_that_was_trained_on_another_base_is_warned_about(
         assert words in "".join(warnings)
 
 
+@pytest.mark.parametrize("way", ["flags", "dry run", "TOML", "class"])
+def test_without_a_base_the_one_that_all_adapters_name_is_taken(
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, capsys: Capture, way: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stated = (str(pair[0]), "base")[way == "flags"]  # from where we are
+    names = ("first", "second")
+    adapters = [
+        write_adapter(tmp_path / name, LAYER, base_model_name_or_path=stated) for name in names
+    ]
+    run_merge(pair[0], adapters, tmp_path / "expected", engine="plain")
+    if way == "class":
+        dare.DareMerger(None, adapters, dare.DareConfig(engine="plain")).merge(tmp_path / "out")
+    elif way == "TOML":
+        text = f'dare.engine = "plain"\n[models]\nmerge_files = {[*names]}\noutput_file = "out"\n'
+        Path("c.toml").write_text(text)
+        run("-c", "c.toml")
+    else:
+        dry = ["--dry-run"] * (way == "dry run")
+        run("-m", adapters[0], adapters[1] / A_FILE, "-o", "out", "--engine", "plain", *dry)
+    written = capsys.readouterr().err
+    assert written.count(f"base: {stated} (named by the adapters)") == (way != "class")
+    if way != "dry run":
+        assert_same(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "expected"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "complaints"),
+    [
+        (["base", "other"], ["'first' was trained on 'base', and 'second' on 'other'"]),
+        (["base", ...], ["no base model", "'second' is no adapter that names one"]),
+        (["base", 3], ["no base model", "'second' is no adapter that names one"]),
+        (["gone", "gone"], ["'gone', is neither a directory here"]),
+        (["org/gone", "org/gone"], ["'org/gone', is neither a directory here", "cache"]),
+        (["//base", "//base"], ["'//base', is neither a directory here"]),
+        (["base", None], ["no base model", "'math' is no adapter that names one"]),
+    ],
+    ids=str,
+)
+def test_without_a_base_adapters_that_name_none_that_is_here_are_refused(
+    pair: Pair, tmp_path: Path, monkeypatch: Patch, capsys: Capture, stated: Any, complaints: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in zip(("first", "second"), stated, strict=True):
+        write_adapter(tmp_path / name, LAYER, base_model_name_or_path=value)
+    run("-m", "first", "second" if stated[1] else "math", "-o", "out", status=2)
+    error = capsys.readouterr().err
+    assert all(words in error for words in (*complaints, "--base MODEL"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("models", "config", "flags"),
     [
@@ -498,6 +609,7 @@ def test_settings_that_are_null_have_their_defaults(pair: Pair, tmp_path: Path) 
                 ("lora_alpha", math.inf),
                 ("use_rslora", 1),
                 ("use_rslora", "true"),
+                ("use_dora", "yes"),
                 ("fan_in_fan_out", "no"),
                 ("rank_pattern", ["layer"]),
                 ("rank_pattern", {"layer": "4"}),
@@ -558,7 +670,6 @@ def test_an_adapters_settings_that_cannot_be_read_are_named(
         check_refused(pair[0], source, f"{str(config)!r} is not valid")
 
 
-A, B = LAYER
 NO_PART = ("lora_magnitude_vector", "lora_magnitude_vector.weight", "lora_B.bias", "lora_C.weight")
 NO_PAIR = ({B: None}, {A: None}, {f"{PREFIX}.lora_embedding_A": torch.ones(2, 61)})
 
@@ -608,6 +719,32 @@ def test_an_adapter_whose_tensors_do_not_fit_is_refused(
     assert error.splitlines()[-1].rstrip() == error.splitlines()[-1], "the hint is a whole sentence"
 
 
+@pytest.mark.parametrize(
+    ("magnitudes", "shape", "complaints"),
+    [
+        (None, (37, 61), ["no pair of matrices A and B with magnitudes for 'layer'"]),
+        (torch.ones(36), (37, 61), ["'layer' has 36 magnitudes and 37 outputs"]),
+        (torch.ones(30), (30, 61), ["'layer' of", "another shape than in the base"]),
+        (torch.zeros(37, dtype=torch.int8), (37, 61), ["lora_magnitude_vector", "is I8"]),
+        (torch.full((37,), math.nan), (37, 61), ["tensor 'layer.weight' holds nan at [0, 0]"]),
+    ],
+    ids=str,
+)
+def test_dora_that_does_not_fit_is_refused(
+    pair: Pair,
+    tmp_path: Path,
+    check_refused: Refusal,
+    magnitudes: torch.Tensor | None,
+    shape: tuple[int, int],
+    complaints: list[str],
+) -> None:
+    tensors = low_rank("layer", shape)
+    if magnitudes is not None:
+        tensors[f"{PREFIX}.lora_magnitude_vector.weight"] = magnitudes
+    adapter = write_adapter(tmp_path / "adapter", tensors, use_dora=True)
+    check_refused(pair[0], adapter, "adapter'", *complaints)
+
+
 def test_an_adapter_that_lacks_a_file_or_a_base_says_so(
     pair: Pair, tmp_path: Path, check_refused: Refusal
 ) -> None:
@@ -648,11 +785,13 @@ def test_a_model_with_an_adapter_inside_is_a_model(tmp_path: Path) -> None:
     run_merge(paths[0], paths[1:], tmp_path / OUT, engine="plain")
 
 
+@pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn, torch.int32])
 def test_an_adapter_on_a_quantised_base_is_refused(
-    tmp_path: Path, check_refused: Refusal, dtype: Any
+    tmp_path: Path, check_refused: Refusal, dtype: Any, dora: bool
 ) -> None:
-    adapter = write_adapter(tmp_path / "adapter", LAYER)
+    more = {f"{PREFIX}.lora_magnitude_vector": torch.ones(37)} if dora else {}
+    adapter = write_adapter(tmp_path / "adapter", LAYER | more, use_dora=dora)
     name = "layer.qweight" if dtype == torch.int32 else "layer.weight"
     [base] = save(
         tmp_path, base={name: torch.ones(37, 61).to(dtype), "norm.weight": torch.ones(61)}

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from dare import DareConfig, DareError, dare_merge, dare_sweep
-from darelib.kernels import matrices
+from darelib.kernels import matrices, plain
 from tests.conftest import Capture, Models, Patch, Refusal
 from tests.support import (
     BF16,
@@ -122,6 +123,29 @@ def test_changes_of_low_rank_are_as_exact(tmp_path: Path, rank: int) -> None:
     found = matrices.merge_matrices([d.copy() for d in deltas], (0.5, 0.5), settings, False)
     error = np.linalg.norm(found - wanted["a.weight"].numpy()) / np.linalg.norm(found)
     assert error < 1e-4
+
+
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 70),
+    count=st.integers(1, 3),
+    block=st.integers(1, 9),
+    product=st.integers(1, 30),
+    seed=st.integers(0, 99),
+)
+@examples(60)
+def test_matrices_are_solved_as_defined_in_any_blocks(
+    rows: int, columns: int, count: int, block: int, product: int, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    deltas = [generator.normal(size=(rows, columns)) for _ in range(count)]
+    weights = generator.dirichlet(np.ones(count)).tolist()
+    settings = DareConfig(method="wudi", ridge=0.1).general(max(count, 2))
+    wanted = plain.merge_matrices(deltas, weights, 0.1, settings.norm_limit)
+    sizes = {"BLOCK_SIDE": block, "PRODUCT_SIDE": product}
+    with mock.patch.multiple(matrices, **sizes):
+        found = matrices.merge_matrices([d.copy() for d in deltas], weights, settings, True)
+    assert np.linalg.norm(found - wanted) < 1e-9 * np.linalg.norm(wanted)
 
 
 @given(

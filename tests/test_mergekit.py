@@ -259,6 +259,13 @@ models: [{model: $b+$l1}, {model: $m1}]
 parameters: {weight: 0.5, normalize: false}
 dtype: float32
 """
+RAM = """
+name: named
+merge_method: ram
+base_model: $b
+parameters: {epsilon: 0.003}
+models: [{model: $m1}, {model: $m2}, {model: $m3}]
+"""
 EXACT = {
     "task arithmetic": "merge_method: task_arithmetic" + TWO,
     "task arithmetic, filters": "merge_method: task_arithmetic" + FILTERS,
@@ -300,6 +307,8 @@ EXACT = {
     "linear, with a base": LINEAR_BASE,
     "linear, filters": LINEAR_FILTERS,
     "linear, adapters": LINEAR_ADAPTERS,
+    "ram": RAM,
+    "ram, as an only module": RAM.replace("models:", "modules: {default: {models:") + "}}",
     "slerp": SLERP.replace("$models", ARC).replace("$t", "0.3"),
     "slerp, filters and gradients": SLERP.replace("$models", ARC).replace("$t", GRADIENT),
     "slerp, one slice": SLERP.replace("$models", SLICED_ARC).replace("$t", GRADIENT),

@@ -83,6 +83,41 @@ def with_method(method: str, parameters: str = "", models: str = MODELS) -> dict
 # --- what a file means
 
 
+def test_a_name_what_is_not_about_the_merge_and_an_only_module_change_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = read(f"merge_method: ties\n{MODELS}parameters: {{lambda: 0.5, density: 0.5}}")
+    base, models = MODELS.splitlines()
+    inner = f"modules: {{default: {{{models}, parameters: {{lambda: 0.5}}}}}}"
+    wrapped = read(f"name: x\nmerge_method: ties\n{base}\n{inner}\nparameters: {{density: 0.5}}")
+    assert wrapped == plain
+    assert not caplog.records
+    said = read(f"license: mit\nrandom_seed: 3\nmerge_method: ties\n{MODELS}")
+    assert said == read(f"merge_method: ties\n{MODELS}")
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == [
+        "license does nothing",
+        "random_seed does nothing",
+    ]
+
+
+def test_a_configuration_and_an_output_may_be_the_first_words(folder: Path) -> None:
+    (folder / "merge.yaml").write_text(f"merge_method: ties\n{MODELS}")
+    run("merge.yaml", "there", "-q")
+    run("--config", "merge.yaml", "--output", "here", "-q")
+    assert_same(tensors_in(folder / "there"), tensors_in(folder / "here"))
+    run("merge.yaml", "--write-config", "merge.toml")
+    run("merge.toml", "--output", "again", "-q")
+    assert_same(tensors_in(folder / "there"), tensors_in(folder / "again"))
+
+
+def test_ram_is_ours_with_its_threshold_by_another_name() -> None:
+    models = "base_model: base\nmodels: [{model: one}, {model: two}]\n"
+    wanted = {"method": "ram", "drop_rate": 0.0, "threshold": 1e-5}
+    assert with_method("ram", models=models) == wanted
+    given = with_method("ram", "parameters: {epsilon: 0.002}", models)
+    assert given == wanted | {"threshold": 0.002}
+
+
 @pytest.mark.parametrize(
     ("method", "expected"),
     {
@@ -550,8 +585,12 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
             f"merge_method: ties\n{MODELS}".replace("model: two", "model: one"),
             "models[1]: 'one' is there twice",
         ),
-        (f"merge_method: ties\n{MODELS}name: x", "'name'"),
-        (f"merge_method: ties\n{MODELS}modules: {{a: {{}}}}", "modules"),
+        (f"merge_method: ties\n{MODELS}lamda: 1", "'lamda'"),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{license: 1}}".replace("license", "dype"),
+            "dype",
+        ),
+        (f"merge_method: ties\n{MODELS}modules: {{a: {{}}, b: {{}}}}", "modules"),
         (
             f"merge_method: ties\n{MODELS}parameters: {{gamma: 1}}",
             "'gamma'",

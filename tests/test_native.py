@@ -70,7 +70,7 @@ def write_code(wrong: str, name: str) -> str:
     return WRONG[wrong][0].format(f"define i32 @{name}({ARGUMENTS})")
 
 
-@pytest.fixture(params=[*list(WRONG)[:3], *map(slow, list(WRONG)[3:])])
+@pytest.fixture(params=[*list(WRONG)[:2], *map(slow, list(WRONG)[2:])])
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     """A copy of the program beside a compiler that makes something wrong."""
     folder = copy_house(tmp_path)

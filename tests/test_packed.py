@@ -343,6 +343,8 @@ def test_analyze_and_warnings_take_the_entries_for_a_sample(tmp_path: Path) -> N
     conflicts = ("cosine", "share_both", "sign_conflict", "weighted_sign_conflict")
     check_near(sample.pairs[0], whole.pairs[0], *conflicts, abs=0.02)
     assert whole.pairs[0].cosine > 0.6
+    assert all(model.energy for model in whole.models)
+    assert not any(model.energy for model in sample.models), "what was dropped hides the rank"
     for exact, other in zip(merged.models, sampled.models, strict=True):
         check_near(other, exact, "mean_delta", rel=0.02)
         check_near(other, exact, "share_above_threshold", rel=0.05)

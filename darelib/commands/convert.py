@@ -1,4 +1,7 @@
-"""`dare.py convert`: PyTorch pickles as safetensors files, without running what is in them."""
+"""`dare.py convert`: PyTorch pickles as safetensors files, without running what is in them.
+
+Adapters, which it converts between the formats of two programs, have a room of their own.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from darelib.core.text import (
     list_names,
     printable,
 )
+from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo, header_bytes, open_regular, read_json
 from darelib.output.scratch import write_new_file
 
@@ -35,9 +39,15 @@ if TYPE_CHECKING:
 OPTIONS: Final[Options] = {
     "old": {
         "metavar": "OLD",
-        "help": "a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin",
+        "help": "a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin; or a LoRA "
+        "adapter of PEFT's or kohya's",
     },
-    "new": {"metavar": "NEW", "nargs": "?", "help": "the .safetensors file to write"},
+    "new": {
+        "metavar": "NEW",
+        "nargs": "?",
+        "help": "the .safetensors file to write; of kohya's adapters, the directory",
+    },
+    "--base": {"metavar": "MODEL", "help": "whose names the modules of kohya's adapters have"},
     "--force": {"action": "store_true", "help": "replace an existing file"},
 }
 # Where training scripts put the weights, beside optimizer states and counters.
@@ -74,10 +84,25 @@ class ConvertReport(Report):
 
 
 def run(flags: Flags, _: MergerClass) -> None:
-    check_old(Path(os.path.expanduser(flags["old"])))
+    from darelib.commands.kohya import convert_adapter, is_adapter
+
+    old = Source.of(flags["old"])
+    has_adapter = is_adapter(old)
+    if not has_adapter:
+        check_old(old.path)
     if "new" not in flags:
         raise ConfigError("the file to write, NEW, is missing", "like convert OLD NEW.safetensors")
-    report = convert(flags["old"], flags["new"], force="force" in flags)
+    force = "force" in flags
+    if has_adapter:
+        started = time.perf_counter()
+        new = check_new(flags["new"], force)
+        base = Source.of(flags["base"]) if "base" in flags else None
+        tensors = convert_adapter(old, new, base)
+        size = sum(path.stat().st_size for path in ([new] if new.is_file() else new.iterdir()))
+        seconds = time.perf_counter() - started
+        report = ConvertReport(flags["new"], tensors, size, (), seconds)
+    else:
+        report = convert(flags["old"], flags["new"], force=force)
     show(report, flags, flags.get("verbose", True))
 
 
@@ -94,17 +119,11 @@ class Inert:
 def convert(old: str | Path, new: str | Path, *, force: bool = False) -> ConvertReport:
     """Write the tensors of a pickled file, or of a directory of them, as one safetensors file."""
     started = time.perf_counter()
-    target = Path(os.path.expanduser(new))
+    target = check_new(new, force)
     folder = target.absolute().parent
     if target.suffix != ".safetensors":
         raise ConfigError(
             f"{str(new)!r} does not end in .safetensors", "give the name of the new file last"
-        )
-    if not folder.is_dir():
-        raise ConfigError(f"there is no directory for {str(new)!r}", "make it first")
-    if not force and os.path.lexists(target):
-        raise ConfigError(
-            f"{str(new)!r} exists already", "choose another name, or add --force to replace it"
         )
     weights: dict[str, torch.Tensor] = {}
     left_out: list[str] = []
@@ -140,6 +159,18 @@ def convert(old: str | Path, new: str | Path, *, force: bool = False) -> Convert
         left_out=tuple(left_out),
         seconds=time.perf_counter() - started,
     )
+
+
+def check_new(new: str | Path, force: bool) -> Path:
+    """Where to write, which must be free and in a folder."""
+    target = Path(os.path.expanduser(new))
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"there is no directory for {str(new)!r}", "make it first")
+    if not force and os.path.lexists(target):
+        raise ConfigError(
+            f"{str(new)!r} exists already", "choose another name, or add --force to replace it"
+        )
+    return target
 
 
 def check_old(path: Path) -> None:

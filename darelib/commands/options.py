@@ -13,6 +13,7 @@ from darelib.config import DareConfig
 from darelib.core.drops import DROPS
 from darelib.core.methods import METHODS
 from darelib.core.text import LOG, ConfigError, print_result
+from darelib.models.stated import BASE_HINT
 from darelib.requests.readers import load_request
 from darelib.requests.request import Request, layer_flags
 
@@ -32,7 +33,10 @@ SHORT_NAMES: Final = {
 }
 # What every command that computes takes.
 MODELS: Final[Options] = {
-    "--base": {"metavar": "MODEL", "help": "the model that the others were fine-tuned from"},
+    "--base": {
+        "metavar": "MODEL",
+        "help": "the model that the others were fine-tuned from; adapters may name it",
+    },
     "--merge": {
         "metavar": "MODEL",
         "nargs": "+",
@@ -49,6 +53,24 @@ MODELS: Final[Options] = {
         "help": "what computes: auto (default), numba, or plain (NumPy: the same, but slow)",
     },
 }
+
+
+def place_config(words: list[str]) -> list[str]:
+    """A configuration and perhaps an output as the first words, as mergekit has them, as flags."""
+    if not words or not words[0].endswith((".yaml", ".yml", ".toml")):
+        return words
+    config, *rest = words
+    output = ["--output"] if rest and not rest[0].startswith("-") else []
+    return ["--config", config, *output, *rest]
+
+
+def parse_rank(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 NUMBERS: Final[dict[str, Any]] = {"type": float, "nargs": "+"}  # one for all models, or one each
 # The models and the settings: what has a key in TOML, too.
 SETTINGS: Final[Options] = {
@@ -148,6 +170,16 @@ SETTINGS: Final[Options] = {
         "help": "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 "
         "(default: the base's)",
     },
+    "--adapter-rank": {
+        "metavar": "R",
+        "type": parse_rank,
+        "help": "write a LoRA adapter of rank R (full: exact for adapters; 0.95: a share of the "
+        "energy)",
+    },
+    "--adapter-rest": {
+        "metavar": "HOW",
+        "help": "in it, what changed and no low rank holds: save (default) or leave-out",
+    },
     "--mismatch": {
         "metavar": "HOW",
         "help": "tensors of other shapes: error (default), overlap (merge common rows) or base",
@@ -239,7 +271,8 @@ def make_merger(flags: Flags, merger_class: MergerClass) -> tuple[Merger, Reques
         from darelib.requests.recipe import locate_inputs
 
         request = locate_inputs(request, list_models(flags), path)
-    return merger_for(request, merger_class), request
+    merger = merger_for(request, merger_class)
+    return merger, dataclasses.replace(request, base=merger.base)  # which adapters may name
 
 
 def list_models(flags: Flags) -> list[str]:
@@ -251,11 +284,8 @@ def list_models(flags: Flags) -> list[str]:
 def merger_for(request: Request, merger_class: MergerClass) -> Merger:
     config = DareConfig(**request.dare, rules=request.rules)
     LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
-    if request.base is None:
-        raise ConfigError(
-            "there is no base model",
-            "give --base MODEL, or base_file in [models] of a --config file",
-        )
+    if request.base is None and not request.merge:
+        raise ConfigError("there is no base model", BASE_HINT)
     if not request.merge:
         raise ConfigError(
             "there are no models to merge", "give --merge MODEL..., or merge_files in [models]"

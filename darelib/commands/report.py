@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import Any, Final, Self
 
+from darelib.commands.fit import AdapterFit
+from darelib.commands.memory import estimate_memory
 from darelib.commands.options import Report
 from darelib.config import DareConfig, Rule
 from darelib.core.drops import DROPS, EXPECTATION, NONE, RANDOM
@@ -16,19 +18,16 @@ from darelib.core.mask import MASK_BITS
 from darelib.core.methods import METHODS, TensorSettings
 from darelib.core.text import LISTED, clip, count_of, duration, human, printable, table
 from darelib.core.tuning import TUNING
-from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
+from darelib.output.adapter import AdapterPlan, is_share
 from darelib.output.destination import Replaced
 from darelib.output.prepare import FilePlan
 from darelib.plan.tensors import TensorPlan
-from darelib.run.matrices import estimate_matrices, estimate_solving, open_worker
+from darelib.run.adapters import RankFinder, open_worker
+from darelib.run.matrices import estimate_solving
 from darelib.run.outcomes import Outcome, Tally, explain_copied, sum_fields
-from darelib.run.threads import measure_rate
+from darelib.run.rounds import measure_rate
 
-# What a merge holds besides its buffers, as measured: the process with all that it has loaded, and
-# what is known of each tensor of each model.
-PROCESS_BYTES: Final = 92_000_000
-TENSOR_BYTES: Final = 900
 # A fine-tune's delta is a small part of its weights; two unrelated models differ by more than
 # either weighs, which is refused.
 DOUBTFUL_RATIO: Final = 0.5
@@ -117,6 +116,7 @@ class Plan(Report):
     memory: int
     threads: int
     estimate: Estimate | None
+    adapter: AdapterFit | None  # of a sample, where one would be written
     warnings: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -188,6 +188,13 @@ class Plan(Report):
             yield "", f"... and {len(self.files) - MAX_FILES:,} more"
         names = ", ".join(map(printable, self.side_files))
         yield from (("", line) for line in textwrap.wrap(names, LINE_WIDTH, break_on_hyphens=False))
+        if self.adapter:
+            most = (
+                "; its size is for the largest ranks"
+                if is_share(self.config["adapter_rank"])
+                else ""
+            )
+            yield "adapter", f"{self.adapter} (a sample{most})"
         if self.replaces:
             yield "replace", str(self.replaces)
         if self.unfinished and self.resume:
@@ -207,6 +214,7 @@ def describe_plan(
     plan: FilePlan, inputs: Sequence[Checkpoint], resume: bool, estimate: bool
 ) -> Plan:
     """resume: to continue an unfinished merge; estimate: whether to run some jobs."""
+    taken, fit = estimate_merge(plan, inputs) if estimate else (None, None)
     return Plan(
         output=plan.output.name,
         directory=plan.output.directory,
@@ -230,19 +238,27 @@ def describe_plan(
         bytes_free=plan.free,
         memory=estimate_memory(plan, inputs),
         threads=plan.threads,
-        estimate=estimate_time(plan, inputs) if estimate else None,
+        estimate=taken,
+        adapter=fit,
         warnings=plan.warnings,
     )
 
 
-def estimate_time(plan: FilePlan, inputs: Sequence[Checkpoint]) -> Estimate:
-    """By the first jobs, and by what a product of matrices takes here."""
+def estimate_merge(
+    plan: FilePlan, inputs: Sequence[Checkpoint]
+) -> tuple[Estimate, AdapterFit | None]:
+    """How long it takes, by the first jobs and by what a product of matrices takes here; and how an
+    adapter fits what they change.
+    """
     entries = dataclasses.replace(plan, tensors=tuple(t for t in plan.tensors if not t.matrices))
     with Interrupts() as interrupts:
-        worker = open_worker(entries, inputs, interrupts)
-        size, seconds = measure_rate(entries.rounds(), worker, interrupts)
+        worker = open_worker(entries, inputs, interrupts, settles_ranks=True)
+        size, seconds, outcomes = measure_rate(entries.rounds(), worker, interrupts)
     reading = seconds * entries.bytes_to_read / max(size, 1)
-    return Estimate(reading + estimate_solving(plan), size, seconds)
+    if isinstance(worker, RankFinder) and isinstance(plan, AdapterPlan):
+        plan = dataclasses.replace(plan, modules={**plan.modules, **worker.modules})
+    estimate = Estimate(reading + estimate_solving(plan), size, seconds)
+    return estimate, AdapterFit.of(plan, outcomes)
 
 
 def describe_rules(plan: FilePlan) -> Iterator[PlannedRule]:
@@ -314,19 +330,6 @@ def show_setting(value: Any) -> str:
     return str(value).lower()
 
 
-def estimate_memory(plan: FilePlan, inputs: Sequence[Checkpoint]) -> int:
-    """About what the process will hold: itself, what is known of the tensors, and the buffers."""
-    kinds = {look.kernel for tensor in plan.tensors for look in tensor.looks}
-    buffers = Buffers(len(plan.models), plan.chunk * plan.itemsize, kinds, plan.ranked).nbytes
-    held = min(
-        sum(model.held_bytes for model in inputs), TUNING.expand_elements * 4 // plan.threads
-    )
-    waiting = [tensor.encoding.count_held(tensor.base, plan.chunk) for tensor in plan.tensors]
-    threads = plan.threads * (buffers + held + max(waiting, default=0))
-    known = TENSOR_BYTES * len(plan.tensors) * len(inputs)
-    return PROCESS_BYTES + known + threads + estimate_matrices(plan)
-
-
 @dataclass(frozen=True)
 class ModelReport:
     """What the merge found in one fine-tune and did with it."""
@@ -383,16 +386,18 @@ class MergeReport(Report):
     delta_threshold: float
     models: tuple[ModelReport, ...]
     warnings: tuple[str, ...]
+    adapter: AdapterFit | None  # where one was written
 
     def __str__(self) -> str:
         titles = "model,seed,parameters,drop rate,dropped,mean |delta|,largest,above"
         rows = [titles.split(","), *(model.cells for model in self.models)]
         copied = f" ({self.copied_tensors:,} copied)" if self.copied_tensors else ""
+        fit = f"{self.adapter}\n" if self.adapter else ""
         moved = self.bytes_read + self.bytes_written
         rate = f" ({human(moved / self.seconds)}/s)" if moved > TUNING.least_for_rate else ""
         return (
             f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
-            f"above: share of parameters with |delta| > {self.delta_threshold:g})\n"
+            f"above: share of parameters with |delta| > {self.delta_threshold:g})\n{fit}"
             f"merged {count_of(len(self.models), 'model')} into {printable(self.output)}: "
             f"{count_of(self.tensors, 'tensor')}{copied}, {human(self.bytes_read)} read, "
             f"{human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
@@ -434,6 +439,7 @@ def report_merge(
         delta_threshold=plan.config.delta_threshold,
         models=tuple(report_model(plan, i, total) for i, total in enumerate(totals)),
         warnings=tuple(warnings),
+        adapter=AdapterFit.of(plan, outcomes),
     )
 
 

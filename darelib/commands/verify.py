@@ -100,14 +100,18 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     show(merger.verify(path), flags, merger.config.verbose)
 
 
-def compare_output(plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts) -> int:
+def compare_output(
+    plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
+) -> tuple[FilePlan, int]:
     """Make an output again and compare it with what is there; the first difference is an error.
 
-    Gives how many values of matrices differ by next to nothing, as the libraries of machines do.
+    Gives the plan as it was carried out, and how many values of matrices differ by next to nothing,
+    as the libraries of machines do.
     """
-    from darelib.run.matrices import open_worker
-    from darelib.run.threads import run_rounds
+    from darelib.run.adapters import open_worker, settle_ranks
+    from darelib.run.rounds import run_rounds
 
+    plan = settle_ranks(plan, inputs, interrupts)
     with Comparison(plan) as comparison:
         for file in plan.files:
             comparison.open_file(file)
@@ -121,7 +125,7 @@ def compare_output(plan: FilePlan, inputs: Sequence[Checkpoint], interrupts: Int
                 lambda job, _: advance(job.bytes_read),
                 interrupts,
             )
-        return comparison.differing
+        return plan, comparison.differing
 
 
 class Comparison(ExitStack):
@@ -219,10 +223,8 @@ class Comparison(ExitStack):
         )
         bits = STORED_BITS[info.dtype]
         beyond: int | None = first * 8 // bits
-        if tensor.matrices:
-            from darelib.kernels.matrices import compare_values
-
-            count, beyond = compare_values(stored, made, info.dtype)
+        if compare := self.plan.find_comparison(tensor):
+            count, beyond = compare(stored, made, info.dtype)
             with self._lock:
                 self.differing += count
         if beyond is not None:

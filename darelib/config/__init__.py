@@ -250,6 +250,11 @@ class DareConfig:
     norm_limit: Number | None = None
     # Output type of float tensors, kept by its long name; None: the base's.
     dtype: str | None = None
+    # Write a LoRA adapter: of this rank, of what keeps this share of each change's energy, or full
+    # (the ranks of adapters added up); None: a model.
+    adapter_rank: float | str | None = None
+    # In it, what changed and is no matrix: save (whole modules) or leave-out; None: save.
+    adapter_rest: str | None = None
     # Tensors of another shape: error; overlap: merge the common rows; base: keep the base's.
     mismatch: str = "error"
     # True: merge even where the base is another kind of model, by config.json, names or weights.
@@ -273,6 +278,10 @@ class DareConfig:
         check_fields(self)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
+        if self.adapter_rest is not None and self.adapter_rank is None:
+            raise ConfigError(
+                "adapter_rest means nothing without adapter_rank", "add that, or leave it out"
+            )
         if not isinstance(self.rules, tuple):
             raise ConfigError(
                 f"rules must be a list, not {self.rules!r}",
@@ -376,6 +385,7 @@ class DareConfig:
             **{name: value for name, value in defaults.items() if name in method.settings},
         }
         optional = (*defaults, "weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS)
+        optional += ("adapter_rank", "adapter_rest")
         is_written = {name: getattr(self, name) is not None for name in optional} | {
             "drop": set(self._scopes[""].drops) != {RANDOM},
             "normalize": self._is_normalized != method.normalize,

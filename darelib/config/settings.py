@@ -166,6 +166,11 @@ _RATIO: Final = _number(" above 0 and at most 1", lambda ratio: 0 < ratio <= 1)
 _SHARES: Final = _one_or_each(
     _number(" from 0 up to but not including 1", lambda share: 0 <= share < 1), "number"
 )
+# Of an adapter that is written: as many ranks as its inputs have together; and what happens to
+# changes that are no product of matrices.
+FULL: Final = "full"
+SAVE: Final = "save"
+LEAVE_OUT: Final = "leave-out"
 # The noise of the masks, and what does not change what is merged, is nothing to search for.
 CHECKS: Final = {
     "method": _word(tuple(METHODS)),
@@ -197,6 +202,16 @@ CHECKS: Final = {
         _word((*DTYPES, *SHORT_DTYPES)),
         wanted=f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})",
     ),
+    "adapter_rank": Check(
+        "a whole number from 1 up, a share of the energy between 0 and 1, or full",
+        lambda value: (
+            value == FULL
+            or (is_number(value) and (0 < value < 1 or (value >= 1 and float(value).is_integer())))
+        ),
+        (FULL,),
+        searched=False,
+    ),
+    "adapter_rest": replace(_word((SAVE, LEAVE_OUT)), searched=False),
     "mismatch": _word(("error", "overlap", "base")),
     "any_base": replace(_FLAG, searched=False),
     "max_shard_size": Check(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from darelib.core.drops import BREADCRUMBS, DELLA, DROPS, MAGNITUDE, RANDOM
-from darelib.core.methods import LINEAR, SLERP, TIES
+from darelib.core.methods import LINEAR, RAM, SLERP, TIES
 
 
 @dataclass(frozen=True)
@@ -14,11 +14,14 @@ class Family:
     normalize: bool = False
     rescale: bool = False
     average: bool = False  # of models, the base's among them
+    epsilon: float = 0.15
 
     def list_parameters(self) -> tuple[tuple[str, ...], ...]:
         """Those of each model, those that there is one of, and those without effect."""
         if self.method == SLERP:
             return (), ("t",), ("int8_mask",)
+        if self.method == RAM:
+            return (), ("epsilon",), ("int8_mask",)
         if self.average:
             return ("weight",), ("normalize",), ("int8_mask",)
         if not self.drop:
@@ -41,6 +44,7 @@ FAMILIES: Final = {
     "della_linear": Family(LINEAR, DELLA, rescale=True),
     "linear": Family(LINEAR, normalize=True, average=True),
     "slerp": Family(SLERP),
+    "ram": Family(RAM, epsilon=1e-5),
 }
 
 

@@ -98,6 +98,8 @@ class Method:
     # Whether weights that are divided by their sum are shares of a whole: never negative.
     shares_only: bool = False
     whole: bool = False  # whether it takes whole matrices; all other tensors are averaged
+    # Whether the merged delta's rank is at most those of the models' together.
+    adds_ranks: bool = False
 
 
 def weigh(
@@ -396,6 +398,7 @@ METHODS: Final = {
         look=lambda _: None,
         weigh=weigh,
         averages=lambda normalize: normalize,
+        adds_ranks=True,
     ),
     TIES: Method(
         card=_describe_ties,
@@ -444,6 +447,7 @@ METHODS: Final = {
         normalize=True,
         shares_only=True,
         whole=True,
+        adds_ranks=True,
     ),
 }
 # The settings that mean something to some methods only.

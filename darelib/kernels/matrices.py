@@ -20,24 +20,29 @@ t_i t_i' t_i is the one product of three in either.
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from darelib.core.formats import DTYPES, FORMATS, STORED_BITS, widen
+from darelib.core.formats import DTYPES
 from darelib.core.matrices import LONGEST_SIDE
 from darelib.core.methods import TensorSettings
 from darelib.core.text import LOG
 from darelib.kernels.plain import library
 
 Array = Any  # of NumPy or torch, of two dimensions
+Factors: TypeAlias = tuple[Array, Array]
 # In float32, what lies where no change is comes out too large, by about this times the unit
 # roundoff, times the mean eigenvalue (by size) of the Gram matrix, divided by the ridge: measured.
 ERROR_FACTOR: Final = 4 * 2.0**-24
-BLOCK_SIDE: Final = 256  # of the blocks that are solved by themselves
+BLOCK_SIDE: Final = 128  # of the blocks that are inverted by themselves
+PRODUCT_SIDE: Final = 512  # of the largest in which rows are multiplied by each other
+# Of the largest eigenvalue, as float64 gives it: below that, it is rounding.
+LEAST_SHARE: Final = 1e-13
 LARGEST_ERROR: Final = 5e-5  # relative, by norm; where more is expected, float64 is used
 
 
@@ -79,25 +84,48 @@ def merge_matrices(
 
 
 def merge_factors(
-    factors: Sequence[tuple[Array, Array]], weights: Sequence[float], settings: TensorSettings
+    factors: Sequence[Factors], weights: Sequence[float], settings: TensorSettings
 ) -> Array:
-    """The same of changes that are products of two factors, as adapters have them, in float64.
+    """The same of changes that are products of two factors, as adapters have them."""
+    left, right = merge_spaces(factors, weights, settings)
+    return left.astype(np.float32) @ right.astype(np.float32)
+
+
+def merge_spaces(
+    factors: Sequence[Factors], weights: Sequence[float], settings: TensorSettings
+) -> Factors:
+    """The merged change itself as such a product, in float64.
 
     All that happens, happens in the space that the factors span together: nothing there is larger
     than the sum of the ranks (Panariello et al., NeurIPS 2025), and the result is the same.
     """
-    left_space, left_parts = np.linalg.qr(np.hstack([left for left, _ in factors]))
-    right_space, right_parts = np.linalg.qr(np.hstack([right.T for _, right in factors]))
-    ends = np.cumsum([left.shape[1] for left, _ in factors])[:-1]
-    lefts = np.split(left_parts, ends, axis=1)
-    rights = np.split(right_parts, ends, axis=1)
+    left_space, lefts = find_span([left for left, _ in factors])
+    right_space, rights = find_span([right.T for _, right in factors])
     cores = [left @ right.T for left, right in zip(lefts, rights, strict=True)]
     changes = [change for change in map(measure, cores, weights) if change.square]
     shape = (len(left_space), len(right_space))
     if not changes:
-        return np.zeros(shape, np.float32)
-    core = solve(changes, shape, settings, np.inf)
-    return (left_space @ core).astype(np.float32) @ right_space.T.astype(np.float32)
+        return np.zeros((shape[0], 0)), np.zeros((0, shape[1]))
+    return left_space @ solve(changes, shape, settings, np.inf), right_space.T
+
+
+def find_span(parts: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """The space of all columns, as orthonormal ones, and each part's columns in it.
+
+    By the eigenvectors of their products, which takes a fifth of a factorisation's time; what is
+    below a millionth of a part's size is not seen. A part of nothing but zeros spans nothing.
+    """
+    sizes = [float(np.linalg.norm(part)) or 1.0 for part in parts]
+    columns = np.hstack([part / size for part, size in zip(parts, sizes, strict=True)])
+    values, vectors = np.linalg.eigh(columns.T @ columns)
+    is_kept = values > LEAST_SHARE * max(values[-1], LEAST_SHARE)
+    roots = np.sqrt(values[is_kept])
+    vectors = vectors[:, is_kept]
+    ends = np.cumsum([part.shape[1] for part in parts])[:-1]
+    found = np.split((vectors * roots).T, ends, axis=1)
+    return columns @ (vectors / roots), [
+        part * size for part, size in zip(found, sizes, strict=True)
+    ]
 
 
 def measure(delta: Array, weight: float) -> Change:
@@ -140,67 +168,146 @@ def solve(
 
     shape: of the matrix; that of the units is smaller where they are its cores in another space.
     """
-    is_tall = shape[0] >= shape[1]
-    units = [each.unit if is_tall else each.unit.T for each in changes]  # tall, all of them
-    long, short = max(shape), min(shape)
-    gram: Any = 0
-    means: Any = 0
-    cubes: Any = 0
-    for each, unit in zip(changes, units, strict=True):
-        own = unit.T @ unit
+    lib = library(changes[0].unit)
+    short = int(shape[0] >= shape[1])  # the axis of the shorter side
+    means = lib.zeros_like(changes[0].unit)
+    cubes = lib.zeros_like(means)
+    gram = make_gram(means, short)
+    for each in changes:
+        own = make_gram(means, short)
+        add_products(own, each.unit, short)
+        mirror(own)
         weight = each.weight * each.scale
-        means = means + weight * unit
-        cubes = cubes + weight / each.square * (unit @ own)
-        own *= each.weight * short / each.square
-        gram = gram + own
-    merged = solve_side(gram, short * cubes + settings.ridge * means, settings, largest_error)
-    if long <= LONGEST_SIDE:
-        gram = 0
-        for each, unit in zip(changes, units, strict=True):
-            own = unit @ unit.T
-            own *= each.weight * long / each.square
-            gram = gram + own
-        wanted = long * cubes + settings.ridge * means
-        merged = (merged + solve_side(gram, wanted.T, settings, largest_error).T) / 2
-    merged = merged if is_tall else merged.T
-    return merged * find_factor(merged, changes, settings.norm_limit)
+        means += weight * each.unit
+        cubes += weight / each.square * multiply(own, each.unit, short)
+        own *= each.weight * shape[short] / each.square
+        gram += own
+    del own
+    merged = shape[short] * cubes
+    merged += settings.ridge * means
+    solve_side(gram, merged, short, settings.ridge, largest_error)
+    long = 1 - short
+    if shape[long] <= LONGEST_SIDE:
+        gram = make_gram(means, long)
+        for each in changes:
+            add_products(gram, each.unit, long, each.weight * shape[long] / each.square)
+        cubes *= shape[long]
+        means *= settings.ridge
+        cubes += means
+        solve_side(gram, cubes, long, settings.ridge, largest_error)
+        merged += cubes
+        merged /= 2
+    merged *= find_factor(merged, changes, settings.norm_limit)
+    return merged
 
 
-def solve_side(gram: Array, wanted: Array, settings: TensorSettings, largest_error: float) -> Array:
-    """wanted times the inverse of a weighted sum of Gram matrices, plus the ridge. gram is
-    overwritten.
+def make_gram(matrix: Array, axis: int) -> Array:
+    """Zeros, for the products of all rows (axis 0) or columns of a matrix."""
+    side = matrix.shape[axis]
+    lib = library(matrix)
+    return lib.zeros_like(matrix, shape=(side, side)) if lib is np else matrix.new_zeros(side, side)
+
+
+def list_blocks(side: int) -> Iterator[tuple[int, int]]:
+    """Where blocks of rows start and end: of a small matrix, many, to compute little twice."""
+    step = max(BLOCK_SIDE, min(PRODUCT_SIDE, side // 8))
+    starts = range(0, side, step)
+    return ((start, min(start + step, side)) for start in starts)
+
+
+def add_products(gram: Array, matrix: Array, axis: int, weight: float = 1.0) -> None:
+    """Add the products of all rows (axis 0) or columns: those on and below the diagonal, which are
+    half, and some above.
     """
+    rows = matrix if axis == 0 else matrix.T
+    for start, end in list_blocks(len(rows)):
+        own = rows[start:end] if weight == 1 else weight * rows[start:end]
+        gram[start:end, :end] += own @ rows[:end].T
+
+
+def mirror(gram: Array) -> None:
+    """Fill in what is above the diagonal."""
+    for start, end in list_blocks(len(gram)):
+        gram[:start, start:end] = gram[start:end, :start].T
+
+
+def sum_squares(gram: Array) -> float:
+    """Of all entries; what is above the diagonal is not looked at."""
+    total: Any = 0
+    for start, end in list_blocks(len(gram)):
+        below = gram[start:end, :start]
+        own = gram[start:end, start:end]
+        total = total + 2 * (below**2).sum() + (own**2).sum()
+    return float(total)
+
+
+def multiply(factor: Array, matrix: Array, axis: int) -> Array:
+    """factor matrix, or of the transposed matrix (axis 1), transposed back."""
+    return factor @ matrix if axis == 0 else matrix @ factor.T
+
+
+def solve_side(gram: Array, right: Array, axis: int, ridge: float, largest_error: float) -> None:
+    """Divide by a weighted sum of Gram matrices plus the ridge, in place. gram is overwritten."""
     side = len(gram)
-    flat = gram.reshape(-1)
-    if ERROR_FACTOR * float(flat @ flat) / side / settings.ridge > largest_error:
+    if ERROR_FACTOR * sum_squares(gram) / side / ridge > largest_error:
         raise TooRough
-    flat[:: side + 1] += settings.ridge
+    gram.reshape(-1)[:: side + 1] += ridge
     lib = library(gram)
     if lib is np:
-        return solve_blocks(gram, np.ascontiguousarray(wanted.T)).T
-    return lib.cholesky_solve(wanted.T, lib.linalg.cholesky(gram)).T
+        inverses = factorise(gram)
+        divide(gram, inverses, right, axis)
+        divide(gram, inverses, right, axis, backwards=True)
+        return
+    mirror(gram)
+    rows = right if axis == 0 else right.T
+    rows.copy_(lib.cholesky_solve(rows, lib.linalg.cholesky(gram)))
 
 
-def solve_blocks(gram: Array, right: Array) -> Array:
-    """gram^-1 right, by Cholesky's factors, block by block; both are overwritten.
+# Cholesky's factor L, and what is solved by it, by NumPy's products of halves: its own way to solve
+# takes four times as long.
 
-    By NumPy's products: its own way to solve takes four times as long.
-    """
+
+def factorise(gram: Array) -> list[Array]:
+    """L, into what is below gram's diagonal, and the inverses of the blocks on it."""
     side = len(gram)
-    inverses = []
-    for k in range(0, side, BLOCK_SIDE):
-        end = min(k + BLOCK_SIDE, side)
-        own = slice(k, end)
-        gram[k:, own] -= gram[k:, :k] @ gram[own, :k].T
-        inverse = np.linalg.inv(np.linalg.cholesky(gram[own, own]))
-        inverses.append(inverse)
-        gram[end:, own] = gram[end:, own] @ inverse.T
-        right[own] = inverse @ (right[own] - gram[own, :k] @ right[:k])
-    for k in reversed(range(0, side, BLOCK_SIDE)):
-        end = min(k + BLOCK_SIDE, side)
-        own = slice(k, end)
-        right[own] = inverses.pop().T @ (right[own] - gram[end:, own].T @ right[end:])
-    return right
+    if side <= BLOCK_SIDE:
+        return [np.linalg.inv(np.linalg.cholesky(gram))]
+    half = find_half(side)
+    above = factorise(gram[:half, :half])
+    below = gram[half:, :half]
+    divide(gram[:half, :half], above, below, axis=1)
+    add_products(gram[half:, half:], below, axis=0, weight=-1.0)
+    return above + factorise(gram[half:, half:])
+
+
+def divide(
+    gram: Array, inverses: Sequence[Array], right: Array, axis: int, backwards: bool = False
+) -> None:
+    """Solve L X = right, or L' X = right (backwards), in place; axis 1: of right transposed."""
+    side = len(gram)
+    if side <= BLOCK_SIDE:
+        [inverse] = inverses
+        right[...] = multiply(inverse.T if backwards else inverse, right, axis)
+        return
+    half = find_half(side)
+    first = right[:half] if axis == 0 else right[:, :half]
+    second = right[half:] if axis == 0 else right[:, half:]
+    below = gram[half:, :half]
+    above = inverses[: half // BLOCK_SIDE]
+    others = inverses[half // BLOCK_SIDE :]
+    if backwards:
+        divide(gram[half:, half:], others, second, axis, backwards)
+        first -= multiply(below.T, second, axis)
+        divide(gram[:half, :half], above, first, axis, backwards)
+    else:
+        divide(gram[:half, :half], above, first, axis)
+        second -= multiply(below, first, axis)
+        divide(gram[half:, half:], others, second, axis)
+
+
+def find_half(side: int) -> int:
+    """About half of a side: whole blocks."""
+    return -(-side // (2 * BLOCK_SIDE)) * BLOCK_SIDE
 
 
 MEASURED_SIDE: Final = 1024  # of the product that tells how fast this machine multiplies
@@ -242,6 +349,13 @@ class MatrixEngine:
         total = sizes.sum(dtype=self._torch.float64)
         return float(total), float(sizes.max()), int((sizes > threshold).sum())
 
+    def move(self, matrix: Array) -> Array:
+        """A matrix to where it is computed with; here, if it has no room there."""
+        if self._torch:
+            with suppress(self.no_memory):
+                return self._torch.as_tensor(matrix, device=self.device)
+        return matrix
+
     def merge(
         self,
         deltas: Sequence[Array],
@@ -273,32 +387,3 @@ class MatrixEngine:
         started = time.perf_counter()
         (factor @ factor)[0, 0].item()
         return 2.0 * MEASURED_SIDE**3 / (time.perf_counter() - started)
-
-
-# --- what is made again, elsewhere ---------------------------------------------------------------
-
-# Of the mean |value|, by bits: below that, values may differ that were solved on another machine.
-TOLERANCES: Final = {8: 0.0, 16: 2.0**-16, 32: 2.0**-22, 64: 2.0**-22}
-
-
-def compare_values(stored: Array, made: Array, dtype: str) -> tuple[int, int | None]:
-    """How many stored values differ, and the first that differs by more than one unit in the last
-    place, and more than next to nothing of the mean.
-    """
-    bits = STORED_BITS[dtype]
-    raw = np.dtype(f"u{bits // 8}")
-    first, second = (np.frombuffer(each, raw) for each in (stored, made))
-    places = [order_patterns(each, bits) for each in (first, second)]
-    is_far = np.abs(places[0] - places[1]) > 1
-    if dtype in FORMATS:
-        values = [widen(each.view(np.uint8), dtype).astype(np.float64) for each in (first, second)]
-        is_far &= np.abs(values[0] - values[1]) > TOLERANCES[bits] * np.abs(values[1]).mean()
-    beyond = np.flatnonzero(is_far)
-    return int(np.count_nonzero(first != second)), int(beyond[0]) if len(beyond) else None
-
-
-def order_patterns(raw: Array, bits: int) -> Array:
-    """Bit patterns of floats as numbers in the order of the values: neighbours differ by 1."""
-    sign = raw >> raw.dtype.type(bits - 1)
-    size = (raw & raw.dtype.type((1 << (bits - 1)) - 1)).astype(np.int64)
-    return np.where(sign, -size, size)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Self
 
 from darelib.core.text import DareError, InputChanged, as_text, list_names
@@ -75,6 +76,7 @@ ROPE_KEYS: Final = (
 )  # fmt: skip
 WINDOW_FLAG: Final = "use_sliding_window"  # which Qwen's have; without it, a window's size is used
 OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
+ARCHITECTURE: Final = "architecture"  # the first of a list: a model's class
 NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 # The output heads that share the input embedding's values where a model's configuration ties them,
@@ -280,6 +282,9 @@ class Checkpoint(Input):
     tokenizer_sha256: str | None = None  # where that decides which rows are merged
     keeps_metadata: ClassVar[bool] = False  # of its files
     note: str = ""  # about its kind, for tables
+    # Of an adapter: what it calls the modules of the base's tensors, and the base, on the Hub.
+    modules: Mapping[str, str] = MappingProxyType({})
+    stated: str = ""
     specs: frozenset[KernelSpec] = frozenset()  # the kernels that read needs
     held_bytes: int = 0  # what a thread that reads it holds, at most
 
@@ -392,10 +397,8 @@ class Checkpoint(Input):
         """
         return {} if self.partial else read_config(self.folder or self.files[0].path.parent)
 
-    def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
-        """Called once, before the first read. readers: how many readers share the memory for what
-        read makes.
-        """
+    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
+        """Called once, before the first read. inputs: how many share the memory of what is made."""
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Read bytes of a stored tensor, from one of them on."""
@@ -439,6 +442,8 @@ def _pick_settings(table: Any) -> dict[str, Any]:
     if not isinstance(table, dict):
         return {}
     found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
+    named = table.get("architectures")
+    found[ARCHITECTURE] = named[0] if isinstance(named, list) and named else None
     if "sliding_window" in table and not (found["sliding_window"] and table.get(WINDOW_FLAG, True)):
         found["sliding_window"] = "off"
     return {

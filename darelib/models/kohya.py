@@ -26,6 +26,7 @@ PREFIXES: Final = {
     "lora_te2_": ("conditioner.embedders.1.transformer.", "text_encoder_2."),
 }
 KEY: Final = re.compile(r"lora_(?:unet|te\d*)_[^.]+\..", re.DOTALL)  # a tensor of such a file
+TEXT_MODULES: Final = "text_model."  # how they begin in a text encoder by itself
 DOWN: Final = "lora_down.weight"
 UP: Final = "lora_up.weight"
 ALPHA: Final = "alpha"
@@ -166,6 +167,20 @@ def _list_modules(name: str) -> Iterator[str]:
         for prefix in prefixes:
             if name.startswith(prefix) and name.endswith(".weight"):
                 yield kind + name[len(prefix) : -len(".weight")].replace(".", "_")
+
+
+def name_module(module: str) -> str:
+    """What such a file calls a module. A text encoder by itself is the only one."""
+    known = [
+        (prefix, kind)
+        for kind, prefixes in PREFIXES.items()
+        for prefix in prefixes
+        if module.startswith(prefix)
+    ]
+    prefix, kind = max(known, key=lambda pair: len(pair[0]))
+    if module.startswith(TEXT_MODULES):
+        kind = "lora_te_"
+    return kind + module[len(prefix) :].replace(".", "_")
 
 
 def _strip_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

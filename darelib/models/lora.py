@@ -1,13 +1,16 @@
 """LoRA adapters: two small matrices for each tensor that they change, seen as tensors of the base.
 
 An element is scale * (left @ right), with the products added in the order of the rank, so that it
-has the same bits whatever range of elements is read.
+has the same bits whatever range of elements is read. An adapter of DoRA also sets how long what
+each output is made of is, its magnitude: then an element is one of the changed tensor,
+magnitude / length * (base + scale * (left @ right)).
 """
 
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +26,8 @@ from darelib.models.tensorfile import TensorInfo
 UNLOAD_HINT: Final = (
     "merge it into the base with PEFT's merge_and_unload, and use the result as a model"
 )
+# Elements at a time whose squares are added. The sums' last bits depend on it.
+SQUARED_ELEMENTS: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +40,24 @@ class LowRankTensor(TensorInfo):
     columns: int
     transposed: bool
     scale: float
-    # The tensor that it changes, where that was saved with it; None: the base's.
+    # The tensor that it changes, where that was saved with it or the lengths of DoRA are its; None:
+    # it is the change alone.
     whole: TensorInfo | None = None
+    whole_is_base: bool = False  # and not the adapter's
+    magnitudes: TensorInfo | None = None  # of DoRA, one for each output
+
+    @property
+    def added_rank(self) -> int:
+        return 0 if self.whole else self.rank
 
     @property
     def stored_bytes(self) -> int:
-        return self.left.nbytes + self.right.nbytes + (self.whole.nbytes if self.whole else 0)
+        parts = (self.left, self.right, self.whole, self.magnitudes)
+        return sum(part.stored_bytes for part in parts if part)
 
     @property
     def held_bytes(self) -> int:
-        """What a thread that reads it keeps: all of the right matrix."""
+        """What is held to read it: all of the right matrix."""
         return self.rank * self.columns * FORMATS[self.dtype].itemsize
 
     @property
@@ -67,8 +80,10 @@ class LoraAdapter(Checkpoint):
         super().__init__(source, layout)
         self._base = base
         self._kernels: Mapping[KernelSpec, Kernel] = {}
-        self._room = 0  # elements of a matrix that a thread may hold
-        self._held = threading.local()
+        self._room = 0  # elements of the matrices that are kept
+        self._kept: dict[tuple[LowRankTensor, int], NDArray[Any]] = {}
+        self._keeping = threading.Lock()
+        self._factors: dict[LowRankTensor, NDArray[Any]] = {}
         try:
             changes = self._find_changes(base)
         except BaseException:
@@ -87,9 +102,11 @@ class LoraAdapter(Checkpoint):
         pairs = [info for info in self.tensors.values() if isinstance(info, LowRankTensor)]
         self.specs = frozenset(pair.spec for pair in pairs)
         self.held_bytes = max((pair.held_bytes for pair in pairs), default=0)
+        self._locks = {pair: threading.Lock() for pair in pairs if pair.magnitudes}
         ranks = sorted({pair.rank for pair in pairs})
         ends = " to ".join(map(str, sorted({*ranks[:1], *ranks[-1:]})))
-        kind = f"LoRA of rank {ends}" if ends else "LoRA"
+        kind = "DoRA" if self._locks else "LoRA"
+        kind += f" of rank {ends}" if ends else ""
         self.note = f"{kind}, changes {count_of(len(self.tensors), 'tensor')}"
         whole = [
             name
@@ -102,9 +119,9 @@ class LoraAdapter(Checkpoint):
                 "too: both change, where PEFT would leave the head as it was",
             )
 
-    def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
+    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
         self._kernels = kernels
-        self._room = TUNING.expand_elements // readers
+        self._room = TUNING.expand_elements // inputs
 
     def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
         """Of a product, the bytes that it would have if it were stored."""
@@ -112,7 +129,10 @@ class LoraAdapter(Checkpoint):
             super().read_bytes(view, info, start)
         elif view:
             made = np.frombuffer(view, FORMATS[info.dtype].real)
-            self._expand(info, start // made.itemsize, made)
+            first = start // made.itemsize
+            self._expand(info, first, made)
+            if info.magnitudes is not None:
+                made *= self._spread_factors(info, first, made.size)
 
     def read_factors(self, info: TensorInfo) -> tuple[NDArray[Any], NDArray[Any]] | None:
         if not isinstance(info, LowRankTensor) or info.whole:
@@ -127,31 +147,65 @@ class LoraAdapter(Checkpoint):
         """Fill made with elements of a product, by as many ranks at a time as there is room for."""
         kernel = self._kernels[info.spec]
         rows = slice(start // info.columns, -(-(start + len(made)) // info.columns))
-        height = rows.stop - rows.start
-        step = max(1, self._room // max(info.columns, height))
-        whole = None
-        if height * info.rank <= self._room:  # of all ranks it is one read; of some, one a row
-            whole = self._read_matrix(info.left, rows, slice(0, info.rank), info)
+        step = max(1, self._room // max(info.columns, rows.stop - rows.start))
         for k in range(0, info.rank, step):
             ranks = slice(k, min(k + step, info.rank))
-            if whole is None:
-                left = self._read_matrix(info.left, rows, ranks, info)
-            else:
-                left = np.ascontiguousarray(whole[:, ranks])
+            left = self._read_matrix(info.left, rows, ranks, info)
             kernel(left, self._read_right(info, ranks), made, start % info.columns, k)
         with np.errstate(over="ignore"):  # the merge finds what is out of range, and says where
             made *= made.dtype.type(info.scale)
         if info.whole is not None:
             raw = np.empty(made.size * STORED_BITS[info.whole.dtype] // 8, np.uint8)
-            self.read(info.whole, start, made.size, raw)
+            model = self._base if info.whole_is_base else self
+            model.read(info.whole, start, made.size, raw)
             made += widen(raw, info.whole.dtype)
 
+    def _spread_factors(self, info: LowRankTensor, start: int, count: int) -> NDArray[Any]:
+        """For each element, what makes its output as long as it is to be."""
+        with self._locks[info]:  # the first one to need them finds them
+            if info not in self._factors:
+                self._factors[info] = self._find_factors(info)
+        factors = self._factors[info]
+        rows = slice(start // info.columns, -(-(start + count) // info.columns))
+        if info.transposed:
+            spread = np.tile(factors, rows.stop - rows.start)
+        else:
+            spread = np.repeat(factors[rows], info.columns)
+        return spread[start % info.columns :][:count]
+
+    def _find_factors(self, info: LowRankTensor) -> NDArray[Any]:
+        """For each output, its magnitude through its length, which is found by some whole rows at
+        a time. An output is a row; of a transposed tensor, a column.
+        """
+        assert info.magnitudes is not None
+        raw = np.empty(info.magnitudes.nbytes, np.uint8)
+        self.read_bytes(raw.data, info.magnitudes, 0)
+        squares = np.zeros(info.magnitudes.count)
+        step = max(1, SQUARED_ELEMENTS // info.columns) * info.columns
+        for start, stop in pairwise([*range(0, info.count, step), info.count]):
+            made = np.empty(stop - start, FORMATS[info.dtype].real)
+            self._expand(info, start, made)
+            squared = np.square(made.reshape(-1, info.columns), dtype=np.float64)
+            if info.transposed:
+                squares += squared.sum(axis=0)
+            else:
+                squares[start // info.columns : stop // info.columns] = squared.sum(axis=1)
+        with np.errstate(all="ignore"):  # the merge finds what is not finite, and says where
+            factors = widen(raw, info.magnitudes.dtype) / np.sqrt(squares)
+            return factors.astype(FORMATS[info.dtype].real)
+
     def _read_right(self, info: LowRankTensor, ranks: slice) -> NDArray[Any]:
-        """Kept while a thread reads the same tensor: its next chunk needs the same matrix."""
-        if getattr(self._held, "key", None) != (info, ranks):
-            self._held.right = self._read_matrix(info.right, ranks, slice(0, info.columns), info)
-            self._held.key = info, ranks
-        return cast("NDArray[Any]", self._held.right)
+        """Kept for a while: the next chunks of a tensor, in any thread, need the same matrix."""
+        key = (info, ranks.start)
+        with self._keeping:
+            right = self._kept.get(key)
+        if right is None:
+            right = self._read_matrix(info.right, ranks, slice(0, info.columns), info)
+            with self._keeping:
+                self._kept[key] = right
+                while sum(each.size for each in self._kept.values()) > self._room:
+                    del self._kept[next(iter(self._kept))]
+        return right
 
     def _read_matrix(
         self, stored: TensorInfo, rows: slice, columns: slice, info: LowRankTensor

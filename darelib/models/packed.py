@@ -240,7 +240,7 @@ class PackedModel(Checkpoint):
             digests=digests,
         )
 
-    def prepare(self, kernels: Mapping[KernelSpec, Kernel], readers: int) -> None:
+    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
         self._kernels = kernels
 
     def read(

@@ -3,13 +3,11 @@
 import math
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final, Self, TypeGuard
+from typing import Any, Final, Self
 
 from darelib.config import is_count, is_number
 from darelib.core.formats import FORMATS
@@ -31,9 +29,11 @@ from darelib.models.checkpoint import (
     quantised_modules,
     read_config,
 )
+from darelib.models.layout import Ways, find_transposed, find_ways
 from darelib.models.lora import UNLOAD_HINT, LoraAdapter, LowRankTensor
 from darelib.models.patterns import match_patterns
-from darelib.models.source import Source
+from darelib.models.source import HUB_NAME, Source
+from darelib.models.stated import STATED_KEY, is_folder, is_name
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
@@ -45,7 +45,6 @@ from darelib.models.tensorfile import (
 
 # Settings that make an adapter something else than scale * B @ A, and what people call them.
 OTHER_ADAPTERS: Final = {
-    "use_dora": "DoRA",
     "use_qalora": "QA-LoRA",
     "use_bdlora": "BD-LoRA",
     "kasa_config": "KaSA",
@@ -73,8 +72,11 @@ PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
 # Where transformers keeps the class of a kind of model.
 CLASS_MODULE: Final = re.compile(r"transformers\.models\.(?:deprecated\.)?(\w+)\.modeling_\w+")
 LORA_KEY: Final = re.compile(
-    r"(.+)\.(lora_(?:embedding_)?[AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?", re.DOTALL
+    r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)"
+    r"(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?",
+    re.DOTALL,
 )
+MAGNITUDES: Final = "lora_magnitude_vector"  # of DoRA
 # What stands in the names of modules that were saved whole.
 WRAPPER: Final = re.compile(r"\.base_layer(?=\.)|\.modules_to_save(\.default)?(?=\.)")
 # The settings that determine the weights, and what each may be.
@@ -82,6 +84,7 @@ SETTINGS: Final[dict[str, Callable[[Any], bool]]] = {
     "r": lambda rank: is_count(rank, 1),
     "lora_alpha": is_number,
     "use_rslora": lambda flag: isinstance(flag, bool),
+    "use_dora": lambda flag: isinstance(flag, bool),
     "fan_in_fan_out": lambda flag: isinstance(flag, bool),
     "rank_pattern": lambda table: (
         isinstance(table, dict) and all(is_count(rank, 1) for rank in table.values())
@@ -97,6 +100,7 @@ class LoraConfig:
     r: int = 8
     lora_alpha: float = 8
     use_rslora: bool = False
+    use_dora: bool = False
     fan_in_fan_out: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
@@ -115,7 +119,7 @@ class LoraConfig:
 
 
 def read_settings(table: dict[str, Any], name: str) -> LoraConfig:
-    """The configuration of a plain LoRA; every other kind is refused. name: of the adapter."""
+    """The configuration of a LoRA or DoRA; every other kind is refused. name: of the adapter."""
     kind = table.get("peft_type")
     if kind != "LORA":
         hint = UNLOAD_HINT if kind in MERGED_BY_PEFT else "only LoRA adapters can be merged"
@@ -182,13 +186,37 @@ def check_not_adapter(source: Source) -> None:
         )
 
 
-def is_name(stated: object) -> TypeGuard[str]:
-    return isinstance(stated, str) and 0 < len(stated) <= 1000
-
-
-def is_folder(stated: str) -> bool:
-    """Whether a path of an adapter's is here. No adapter may have another machine asked."""
-    return not re.match(r"[/\\]{2}", stated) and os.path.isdir(stated)
+def sort_keys(
+    tensors: Mapping[str, TensorInfo], adapter: str, use_dora: bool
+) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo]]:
+    """The pairs of matrices by module, and the tensors that are stored whole."""
+    pairs: dict[str, dict[str, TensorInfo]] = {}
+    whole: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        key = name.removeprefix("base_model.model.")
+        if ".original_module." in key:  # the base's, beside the one that replaces it
+            continue
+        matched = LORA_KEY.fullmatch(key)
+        if matched and (use_dora or matched[2] != MAGNITUDES):
+            if info.dtype not in FORMATS:
+                raise DareError(
+                    f"tensor {name!r} of the adapter {adapter!r} is {info.dtype}",
+                    QUANTISE_HINT,
+                )
+            module, part = matched.groups()
+            if part in pairs.setdefault(module, {}):
+                raise DareError(
+                    f"{adapter!r} holds several adapters: see {name!r}", "save each by itself"
+                )
+            pairs[module][part] = info
+        elif "lora_" in key or "trainable_tokens" in key:
+            raise DareError(
+                f"the adapter {adapter!r} holds {name!r}, which is not a part of a plain LoRA",
+                UNLOAD_HINT,
+            )
+        else:
+            whole[WRAPPER.sub("", key)] = info
+    return pairs, whole
 
 
 def read_stated(stated: object) -> dict[str, Any]:
@@ -253,11 +281,11 @@ class PeftAdapter(LoraAdapter):
         self._config_path = self.files[0].path.with_name(ADAPTER_CONFIG)
         table = read_json(self._config_path, part_name(self.source, self._config_path))
         self._config_sha256 = file_sha256(self._config_path)
-        stated = table.get("base_model_name_or_path")
+        stated = table.get(STATED_KEY)
         self.base_config = read_stated(stated) or find_kind(table, base)
         self.warnings = tuple(find_other_base(self.name, stated, base))
         self._settings = read_settings(table, self.name)
-        pairs, whole = self._sort_keys()
+        pairs, whole = sort_keys(self.tensors, self.name, self._settings.use_dora)
         if not pairs and not whole:
             raise DareError(f"the adapter {self.name!r} is empty", AGAIN_HINT)
         self._settings = self._settings.match(list(pairs), self.name)
@@ -269,6 +297,9 @@ class PeftAdapter(LoraAdapter):
             if name not in base.tensors:
                 raise self._explain_missing(name, target)
             changes[name] = self._make_tensor(module, pairs[module], name, changes.get(name))
+        if is_name(stated) and HUB_NAME.fullmatch(stated) and not is_folder(stated):
+            self.stated = stated
+        self.modules = {to_base(target): module for target, module in targets.items()}
         return changes
 
     @property
@@ -279,36 +310,6 @@ class PeftAdapter(LoraAdapter):
         super().check_unchanged()
         if file_sha256(self._config_path) != self._config_sha256:
             raise InputChanged(f"{self.name!r} changed while it was merged", CHANGED_HINT)
-
-    def _sort_keys(self) -> tuple[dict[str, dict[str, TensorInfo]], dict[str, TensorInfo]]:
-        """The pairs of matrices by module, and the tensors that are stored whole."""
-        pairs: dict[str, dict[str, TensorInfo]] = {}
-        whole: dict[str, TensorInfo] = {}
-        for name, info in self.tensors.items():
-            key = name.removeprefix("base_model.model.")
-            if ".original_module." in key:  # the base's, beside the one that replaces it
-                continue
-            if matched := LORA_KEY.fullmatch(key):
-                if info.dtype not in FORMATS:
-                    raise DareError(
-                        f"tensor {name!r} of the adapter {self.name!r} is {info.dtype}",
-                        QUANTISE_HINT,
-                    )
-                module, part = matched.groups()
-                if part in pairs.setdefault(module, {}):
-                    raise DareError(
-                        f"{self.name!r} holds several adapters: see {name!r}", "save each by itself"
-                    )
-                pairs[module][part] = info
-            elif "lora_" in key or "trainable_tokens" in key:
-                raise DareError(
-                    f"the adapter {self.name!r} holds {name!r}, which is not a part of a plain "
-                    "LoRA",
-                    UNLOAD_HINT,
-                )
-            else:
-                whole[WRAPPER.sub("", key)] = info
-        return pairs, whole
 
     def _explain_missing(self, name: str, target: str) -> DareError:
         base = self._base.tensors
@@ -334,9 +335,11 @@ class PeftAdapter(LoraAdapter):
         base = self._base.tensors[name]
         is_embedding = "lora_embedding_A" in parts
         names = {"lora_embedding_A", "lora_embedding_B"} if is_embedding else {"lora_A", "lora_B"}
-        if parts.keys() != names:
+        is_dora = self._settings.use_dora
+        if parts.keys() != names | ({MAGNITUDES} if is_dora else set()):
+            more = " with magnitudes" if is_dora else ""
             raise DareError(
-                f"{self.name!r} has no pair of matrices A and B for {module!r}",
+                f"{self.name!r} has no pair of matrices A and B{more} for {module!r}",
                 "save the adapter again",
             )
         a, b = (parts[part] for part in sorted(names))
@@ -364,6 +367,12 @@ class PeftAdapter(LoraAdapter):
                 f"{whole.dtype}",
                 "save it again",
             )
+        magnitudes = parts.get(MAGNITUDES)
+        if magnitudes:
+            self._check_magnitudes(
+                module, magnitudes, outputs, shape == in_base or whole is not None
+            )
+            whole = whole or base
         return LowRankTensor(
             dtype="F64" if base.dtype == "F64" else "F32",
             shape=base.shape if shape == in_base else shape,
@@ -375,7 +384,26 @@ class PeftAdapter(LoraAdapter):
             transposed=transposed,
             scale=self._settings.scale(module, rank),
             whole=whole,
+            whole_is_base=whole is base,
+            magnitudes=magnitudes,
         )
+
+    def _check_magnitudes(
+        self, module: str, magnitudes: TensorInfo, outputs: int, fits: bool
+    ) -> None:
+        """Refuse what is no DoRA. fits: whether the tensor that it changes is here."""
+        if magnitudes.count != outputs:
+            raise DareError(
+                f"{module!r} has {magnitudes.count:,} magnitudes and {outputs:,} outputs in "
+                f"{self.name!r}",
+                "save it again",
+            )
+        if not fits:
+            raise DareError(
+                f"{module!r} of {self.name!r} has another shape than in the base, and DoRA sets "
+                "the magnitudes of what it changes",
+                "give the model that it was trained on",
+            )
 
     def _is_transposed(self, name: str) -> bool:
         """Whether a square matrix is stored as inputs x outputs, as are its neighbours.
@@ -383,22 +411,44 @@ class PeftAdapter(LoraAdapter):
         The configuration has a setting for it, but PEFT writes there what is true of the last
         module it looked at.
         """
-        ways = self._ways[name.removesuffix(".weight").rpartition(".")[0]]
-        return True in ways if len(ways) == 1 else self._settings.fan_in_fan_out
+        is_known = find_transposed(name, self._ways)
+        return self._settings.fan_in_fan_out if is_known is None else is_known
 
     @cached_property
-    def _ways(self) -> dict[str, set[bool]]:
-        """By module: whether the matrices in it are stored as inputs x outputs, as biases show.
+    def _ways(self) -> Ways:
+        return find_ways(self._base.tensors)
 
-        A bias has a value for each output; of a square matrix, that shows nothing.
-        """
-        ways = defaultdict[str, set[bool]](set)
-        for name, info in self._base.tensors.items():
-            bias = self._base.tensors.get(f"{name.removesuffix('weight')}bias")
-            if bias and len(info.shape) == 2 and info.shape[0] != info.shape[1]:
-                for module in accumulate(name.split("."), "{}.{}".format):
-                    ways[module].add(bias.shape == info.shape[1:])
-        return ways
+
+def describe_lora(
+    base: str, ranks: Mapping[str, int], alphas: Mapping[str, float], **others: Any
+) -> dict[str, Any]:
+    """The configuration of an adapter that changes these modules. base: what it is called."""
+    whole = {
+        module: int(alpha) if float(alpha).is_integer() else alpha
+        for module, alpha in alphas.items()
+    }
+    return {
+        "peft_type": "LORA",
+        STATED_KEY: base or None,
+        "r": max(ranks.values(), default=1),
+        "lora_alpha": max(whole.values(), default=1),
+        "rank_pattern": make_patterns(ranks),
+        "alpha_pattern": make_patterns(whole),
+        "target_modules": list(ranks),
+        "bias": "none",
+        "inference_mode": True,
+        **others,
+    }
+
+
+def make_patterns(values: Mapping[str, float]) -> dict[str, float]:
+    """A pattern for each module where they differ, the longest first: PEFT takes the first one
+    that matches the end of a name.
+    """
+    if len(set(values.values())) == 1:
+        return {}
+    longest = sorted(values, key=len, reverse=True)
+    return {module.replace(".", r"\."): values[module] for module in longest}
 
 
 def _match_names(targets: Sequence[str], base: Mapping[str, TensorInfo]) -> Callable[[str], str]:

@@ -89,10 +89,13 @@ def path_hint(source: Source) -> str:
     )
 
 
-def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
+def download(
+    source: Source, wanted: Sequence[str] | None = None, *, is_cached: bool = False
+) -> Source:
     """The model on this machine: itself or, where there is no such path, the Hub's of that name.
 
     wanted: patterns of the files that are needed; None: all but weights of other frameworks.
+    is_cached: only what was downloaded before.
     """
     if not is_on_hub(source):
         return source
@@ -112,6 +115,7 @@ def download(source: Source, wanted: Sequence[str] | None = None) -> Source:
             revision=revision or None,
             allow_patterns=list(wanted) if wanted else None,
             ignore_patterns=[*sorted(others), "original/*", "consolidated*"],
+            local_files_only=is_cached,
         )
     except Exception as error:  # of the network, its libraries, the Hub: there are dozens of kinds
         reason = re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__

@@ -140,6 +140,11 @@ class TensorInfo:
         return 0.0
 
     @property
+    def added_rank(self) -> int:
+        """Of a change that is a product of two thin matrices: their rank; else 0."""
+        return 0
+
+    @property
     def base(self) -> TensorInfo | None:
         """What it was thinned against: where its mask drops, it has the values of this."""
         return None

@@ -11,6 +11,7 @@ import os
 import re
 import string
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,19 +49,21 @@ NOT_COPIED: Final = re.compile(
     r"(?i)\..*|README\.md|dare_recipe\.toml|adapter_config\.json|trainer_state\.json"
     r"|checkpoint-\d+|global_step\d+|runs|wandb|__pycache__"
 )
+EQUAL: Final = "byte for byte"
+NEARLY_EQUAL: Final = "byte for byte on the same machine and nearly so on others"
 # As the Hugging Face Hub wants it.
 CARD: Final = """\
 ---
 base_model:
 {models}
-base_model_relation: merge
-library_name: transformers
+base_model_relation: {relation}
+library_name: {library}
 tags:
 - merge
 - dare
----
+{tags}---
 
-# A DARE merge of {count}
+# A DARE merge of {count}{kind}
 
 Merged from {base} and models fine-tuned from it by {drops} {method}.
 
@@ -70,7 +73,7 @@ Merged from {base} and models fine-tuned from it by {drops} {method}.
 
 The merged delta is multiplied by {lambda_coeff:g} and added to the base.
 {remarks}
-This recipe makes the same tensors again, byte for byte, from the same inputs:
+This recipe makes the same tensors again, {equal}, from the same inputs:
 
 ```toml
 {recipe}
@@ -292,7 +295,24 @@ def add_recipe(
     side[RECIPE_FILE] = seal(recipe.encode())
 
 
-def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) -> str:
+@dataclass(frozen=True)
+class CardKind:
+    """What a card says of the kind of an output."""
+
+    relation: str = "merge"  # to the base
+    library: str = "transformers"
+    tags: tuple[str, ...] = ()
+    words: str = ""  # in the title
+    is_exact: bool = True  # whether it has the same bytes everywhere
+    names_all: bool = True  # whether it is made of all inputs, and not only for the base
+
+
+MODEL_CARD: Final = CardKind()
+
+
+def model_card(
+    config: DareConfig, inputs: Sequence[Checkpoint], recipe: str, kind: CardKind = MODEL_CARD
+) -> str:
     """A README.md with the recipe in words and as it is."""
     method = METHODS[config.method]
     seeds = find_seeds(config, inputs)
@@ -322,8 +342,15 @@ def model_card(config: DareConfig, inputs: Sequence[Checkpoint], recipe: str) ->
             f"\nIn the words of [mergekit](https://github.com/arcee-ai/mergekit): {mergekit}.\n",
         ),
     )
+    is_whole = any(METHODS[own.method].whole for own in config.resolve_all(len(models)))
+    named = [base, *models] if kind.names_all else [base]
     return CARD.format(
-        models="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys([base, *models])),
+        models="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys(named)),
+        relation=kind.relation,
+        library=kind.library,
+        tags="".join(f"- {tag}\n" for tag in kind.tags),
+        kind=kind.words,
+        equal=EQUAL if kind.is_exact and not is_whole else NEARLY_EQUAL,
         count=count_of(len(models), "model"),
         base=as_code(base),
         drops=describe_drops(used),

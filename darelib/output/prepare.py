@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from darelib import __version__
 from darelib.config import DareConfig, parse_size
 from darelib.core.text import ConfigError, DareError, human, list_names
 from darelib.core.tuning import TUNING
+from darelib.kernels.comparison import Comparison, compare_values
 from darelib.models.checkpoint import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -95,6 +96,10 @@ class FilePlan(MergePlan):
     def size(self) -> int:
         sizes = [s.stat().st_size if isinstance(s, Path) else len(s) for s in self.side.values()]
         return sum(sizes) + sum(file.size for file in self.files)
+
+    def find_comparison(self, tensor: TensorPlan) -> Comparison | None:
+        """How values of a tensor are compared that are not the same everywhere; None: they are."""
+        return compare_values if tensor.matrices else None
 
     def shards(self, numbers: Collection[int]) -> Iterator[Self]:
         """Some of the files, each as a plan of its own: a tensor lies in one file, and files share
@@ -248,17 +253,21 @@ def list_changes(
 
 
 def plan_output(
+    planner: Callable[..., FilePlan],
     config: DareConfig,
     inputs: Sequence[Checkpoint],
     destination: Destination,
     tokenizer: TokenizerChoice,
     force: bool,
 ) -> FilePlan:
-    """A plan for an output that may be written, on a disk that has room for it."""
+    """A plan for an output that may be written, on a disk that has room for it.
+
+    planner: of the kind of output, as plan_files is.
+    """
     if not config.any_base:
         check_kinds(inputs)
     with explain_read_errors():
-        plan = plan_files(config, inputs, destination, tokenizer)
+        plan = planner(config, inputs, destination, tokenizer)
         check_sample(plan, inputs)
     return check_place(plan, inputs, force)
 

@@ -5,13 +5,13 @@ left.
 import glob
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from darelib.core.text import DareError
 from darelib.models.tensorfile import BINARY
-from darelib.output.files import LOCK_FILE, Lock, limit_mode, try_lock
+from darelib.output.files import LOCK_FILE, Lock, limit_mode, sync_directory, try_lock
 
 
 @contextmanager
@@ -54,6 +54,22 @@ def _has_locks(locked: Path) -> bool:
         return not try_lock(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_new_folder(path: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> None:
+    """Write a folder beside its name and then give it that name, which nothing has yet."""
+    try:
+        with make_scratch(path.with_name(f"{path.name[:50]}.partial-")) as scratch:
+            folder = scratch / "output"
+            folder.mkdir()
+            for name, pieces in files.items():
+                write_new_file(folder / name, pieces)
+            sync_directory(folder)
+            folder.rename(path)
+    except OSError as error:
+        raise DareError(
+            f"cannot write {str(path)!r}: {error.strerror}", "choose another place for it"
+        ) from None
 
 
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:

@@ -63,6 +63,21 @@ class TensorPlan:
         return info.base == self.base and is_random and info.drop_rate == thinning.drop_rate
 
     @property
+    def is_simple(self) -> bool:
+        """Whether all models' changes are used whole, and computed in float32."""
+        is_whole = all(info.shape == self.base.shape for _, info in self.finetuned)
+        drops = any(self.settings.thinnings[i].drop_rate for i in self.models)
+        return is_whole and not drops and self.spec.real == "F32"
+
+    @property
+    def adds_ranks(self) -> bool:
+        """Whether its change is of no higher rank than the models' changes together, which are
+        products of adapters.
+        """
+        are_products = all(info.added_rank for _, info in self.finetuned)
+        return are_products and self.is_simple and METHODS[self.settings.method].adds_ranks
+
+    @property
     def looks(self) -> list[type[Look]]:
         """What must be known of it before it is merged, one after the other."""
         if not self.merged or not self.base.count:

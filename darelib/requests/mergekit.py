@@ -29,15 +29,15 @@ from darelib.config import (
 )
 from darelib.core.drops import DROPS, L1, NONE, complement
 from darelib.core.formats import DTYPES
-from darelib.core.methods import METHODS, SLERP
+from darelib.core.methods import METHODS, RAM, SLERP
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models
 from darelib.models.source import AUTO, BASE, UNION, Source, is_template
 from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Table, load_yaml
 from darelib.requests.request import Request
 
-# Of the parameters that need not be given; normalize and rescale are the family's.
-DEFAULTS: Final = {"density": 1.0, "gamma": 0.01, "epsilon": 0.15, "lambda": 1.0}
+# Of the parameters that need not be given; the others' are the family's.
+DEFAULTS: Final = {"density": 1.0, "gamma": 0.01, "lambda": 1.0}
 FLAGS: Final = ("normalize", "rescale", "int8_mask")
 YES, NO = (("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0"))
 # Tensors outside the layers that mergekit counts to the first slice; the others are in the last.
@@ -228,6 +228,8 @@ def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
     made: Table = {"method": family.method, "drop_rate": 0.0}
     if family.method == SLERP:
         return made | {"slerp_t": values["t", -1]}
+    if family.method == RAM:
+        return made | {"threshold": values["epsilon", -1]}
     made |= {"weights": each("weight"), "normalize": values["normalize", -1]}
     if family.average:
         numbers = [weight for weight in each("weight") if not isinstance(weight, Gradient)]

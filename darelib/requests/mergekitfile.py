@@ -13,10 +13,11 @@ import yaml
 from darelib.config import is_count
 from darelib.core.families import FAMILIES
 from darelib.core.methods import SLERP
-from darelib.core.text import ConfigError, nearest
+from darelib.core.text import LOG, ConfigError, nearest
 from darelib.models.lora import UNLOAD_HINT
 
 KEYS: Final = (
+    "name",
     "merge_method",
     "base_model",
     "models",
@@ -28,9 +29,15 @@ KEYS: Final = (
     "chat_template",
     "parameters",
 )
+# What mergekit does not know either, and people write nevertheless: none of it is about the merge.
+HARMLESS: Final = frozenset(
+    {
+        *("author", "comment", "date", "description", "language", "library_name", "license"),
+        *("notes", "pipeline_tag", "random_seed", "tags", "version"),
+    }
+)
 # What mergekit can do and this tool cannot.
 REFUSED: Final = {
-    "modules": "all parts of a model are merged alike",
     "residual_weight": "layers are not scaled",
     "override_architecture": "the architecture is the base's",
     "tokens": "no token gets an embedding of its own",
@@ -70,7 +77,7 @@ class Part:
 class MergekitFile:
     def __init__(self, path: str, content: Any) -> None:
         self.path = path
-        self.content = self.read_table(content, "", KEYS)
+        self.content = self.read_table(unwrap_module(self, content), "", KEYS)
         self.method = str(self.content.get("merge_method"))
         self.check(
             "merge_method" in self.content,
@@ -108,7 +115,9 @@ class MergekitFile:
             f"it must be a mapping, not {str(value)[:60]!r}",
             f"with {', '.join(known)}",
         )
-        given = {key: entry for key, entry in value.items() if entry is not None and entry != []}
+        ignored = HARMLESS - {*known}
+        wanted = {key: entry for key, entry in value.items() if key not in ignored}
+        given = {key: entry for key, entry in wanted.items() if entry is not None and entry != []}
         for key in value:
             if key in REFUSED:
                 self.check(
@@ -117,6 +126,8 @@ class MergekitFile:
                     f"{key} is not supported: {REFUSED[key]}",
                     "leave it out, or use mergekit",
                 )
+            elif key in ignored:
+                LOG.warning(f"{': '.join(filter(None, (self.path, where)))}: {key} does nothing")
             elif key not in known:
                 raise self.error(where, f"there is no key {str(key)!r}", nearest(str(key), known))
         return given
@@ -261,6 +272,25 @@ class MergekitFile:
             "leave the others out" if others else "list what is to be merged",
         )
         return [self.base, *others] if is_arc else others
+
+
+def unwrap_module(file: MergekitFile, content: Any) -> Any:
+    """The content without the level of an only module, as mergekit itself writes its models."""
+    modules = content.get("modules") if isinstance(content, dict) else None
+    if not modules:
+        return content
+    file.check(
+        isinstance(modules, dict) and len(modules) == 1,
+        "modules",
+        "all parts of a model are merged alike",
+        "leave one of them, or use mergekit",
+    )
+    [(name, module)] = modules.items()
+    own = file.read_table(module, f"modules.{name}", ("models", "slices", "parameters"))
+    outer = {key: value for key, value in content.items() if key != "modules"}
+    tables = [each.get("parameters") or {} for each in (outer, own)]
+    both = {"parameters": {**tables[0], **tables[1]}} if all(tables) else {}
+    return {**outer, **own, **both}
 
 
 def load_yaml(text: str, path: str) -> Any:

@@ -19,7 +19,7 @@ from darelib.core.methods import Found, Look, MatrixLook, weigh_for_look
 from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
 from darelib.kernels.fallback import thin_chunk
-from darelib.kernels.matrices import MatrixEngine, merge_factors
+from darelib.kernels.matrices import Factors, MatrixEngine, merge_factors
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.tensors import TensorInfo
@@ -29,19 +29,12 @@ from darelib.run.outcomes import Tally, sum_fields
 from darelib.run.worker import Worker, find_peaks
 
 Moved = tuple[dict[int, Tally], list[Any]]
-Factors = tuple[NDArray[Any], NDArray[Any]]
 # Copies that are held at a time while a matrix is solved, as measured: of itself, besides the
 # models' deltas, and of the Gram matrix of its longer side.
-MATRIX_COPIES: Final = 5
-GRAM_COPIES: Final = 3
+MATRIX_COPIES: Final = 4
+GRAM_COPIES: Final = 1
 # Of a matrix that adapters change: enough to describe their changes.
 SAMPLED_ROWS: Final = 64
-
-
-def open_worker(plan: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts) -> Worker:
-    """What merges a plan."""
-    kind = MatrixWorker if any(tensor.matrices for tensor in plan.tensors) else Worker
-    return kind.for_merge(plan, inputs, interrupts)
 
 
 @dataclass
@@ -78,13 +71,6 @@ def estimate_solving(plan: MergePlan) -> float:
     return operations / MatrixEngine(plan.config.engine).measure_rate() if operations else 0.0
 
 
-def is_simple(tensor: TensorPlan) -> bool:
-    """Whether all models' changes are used whole, and computed in float32."""
-    is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
-    drops = any(tensor.settings.thinnings[i].drop_rate for i in tensor.models)
-    return is_whole and not drops and tensor.spec.real == "F32"
-
-
 class MatrixWorker(Worker):
     """Also merges whole matrices: few at a time are read, and one is solved, by all cores."""
 
@@ -97,11 +83,11 @@ class MatrixWorker(Worker):
         interrupts: Interrupts,
     ) -> None:
         super().__init__(plan, inputs, passes, specs, interrupts)
-        self._engine = MatrixEngine(plan.config.engine)
+        self.engine = MatrixEngine(plan.config.engine)
         # A GPU solves faster than one thread reads.
         many = min(plan.threads, TUNING.most_matrices)
-        self._room = threading.Semaphore(many if self._engine.on_gpu else TUNING.matrices_at_once)
-        self._solving = threading.Lock()
+        self.room = threading.Semaphore(many if self.engine.on_gpu else TUNING.matrices_at_once)
+        self.solving = threading.Lock()
         self._written: list[Found] = []  # whose changes are not needed in the next round
 
     def look(self, job: Job, buffers: Buffers, look: Look, number: int) -> None:
@@ -110,18 +96,18 @@ class MatrixWorker(Worker):
             return
         weights = [job.tensor.settings.weights[i] for i in job.tensor.models]
         is_precise = FORMATS[job.tensor.spec.output].bits > 16
-        with self._room:
-            if factors := self._read_factors(job.tensor):
-                tallies = self._sample(job.tensor, factors)
+        with self.room:
+            if factors := self.read_factors(job.tensor):
+                tallies = self.sample(job.tensor, factors)
                 merge = partial(merge_factors, factors)
             elif moved := self._try_to_move(job):
                 tallies, on_gpu = moved
-                merge = partial(self._engine.merge, on_gpu, precise=is_precise)
+                merge = partial(self.engine.merge, on_gpu, precise=is_precise)
             else:
                 deltas = self._gather(job, buffers, look.found)
                 tallies = super().count(job, buffers, look.found)
-                merge = partial(self._engine.merge, [*deltas], precise=is_precise)
-            with self._solving:
+                merge = partial(self.engine.merge, [*deltas], precise=is_precise)
+            with self.solving:
                 while self._written:
                     self._written.pop().change = None
                 merged = merge(weights=weights, settings=job.tensor.settings)
@@ -130,21 +116,20 @@ class MatrixWorker(Worker):
                 change.tallies[job.start] = tallies
                 look.found.change = change
 
-    def _read_factors(self, tensor: TensorPlan) -> list[Factors]:
+    def read_factors(self, tensor: TensorPlan) -> list[Factors]:
         """Of a matrix that only adapters change, and of which nothing is dropped: what they
         multiply. None, if that is not smaller than the matrix.
         """
-        matrices = tensor.matrices
-        if not matrices or matrices.number > 1 or not is_simple(tensor):
+        rows = tensor.base.shape[0]
+        rank = sum(info.added_rank for _, info in tensor.finetuned)
+        if not tensor.adds_ranks or rank >= min(rows, tensor.base.count // rows):
             return []
         found = [self.models[i].read_factors(info) for i, info in tensor.finetuned]
         factors = [each for each in found if each is not None]
-        rank = sum(len(right) for _, right in factors)
-        is_small = len(factors) == len(found) and rank < min(matrices.rows, matrices.columns)
         is_finite = all(np.isfinite(each).all() for pair in factors for each in pair)
-        return factors if is_small and is_finite else []
+        return factors if is_finite else []
 
-    def _sample(self, tensor: TensorPlan, factors: Sequence[Factors]) -> dict[int, Tally]:
+    def sample(self, tensor: TensorPlan, factors: Sequence[Factors]) -> dict[int, Tally]:
         """What is counted, of some rows for all: to multiply out each adapter would take longer
         than the merge.
         """
@@ -174,9 +159,9 @@ class MatrixWorker(Worker):
         to be gathered here.
         """
         is_delta = any(info.is_delta for _, info in job.tensor.finetuned)
-        if not self._engine.on_gpu or is_delta or not is_simple(job.tensor):
+        if not self.engine.on_gpu or is_delta or not job.tensor.is_simple:
             return None
-        with suppress(self._engine.no_memory):
+        with suppress(self.engine.no_memory):
             return self._move(job)
         return None
 
@@ -185,15 +170,15 @@ class MatrixWorker(Worker):
         tensor = job.tensor
         count = job.stop - job.start
         stored = self._read_stored(self.base, tensor.base, job.start, count)
-        base = self._engine.upload(stored, tensor.base.dtype)
-        base_sum, _, _ = self._engine.describe(base)
+        base = self.engine.upload(stored, tensor.base.dtype)
+        base_sum, _, _ = self.engine.describe(base)
         tallies = {}
         deltas = []
         for i, info in tensor.finetuned:
             known = stored if info.base is tensor.base else None
             raw = self._read_stored(self.models[i], info, job.start, count, known)
-            delta = self._engine.upload(raw, info.dtype) - base
-            total, peak, above = self._engine.describe(delta, self.plan.config.delta_threshold)
+            delta = self.engine.upload(raw, info.dtype) - base
+            total, peak, above = self.engine.describe(delta, self.plan.config.delta_threshold)
             if not np.isfinite(peak):
                 return None
             tallies[i] = Tally(count, total, peak, above, count, float(count), base_sum)

@@ -67,6 +67,8 @@ def merge_tensors(
             "finetuned must be a list of state dicts with at least one in it", "put it in brackets"
         )
     config.check_models(len(finetuned))
+    if config.adapter_rank is not None:
+        raise ConfigError("adapter_rank is for files", "leave it out, or use DareMerger")
     given = {"the base": base} | {f"model {i}": model for i, model in enumerate(finetuned)}
     for what, state in given.items() if out is None else [*given.items(), ("out", out)]:
         check_state_dict(what, state)

@@ -51,17 +51,21 @@ class Outcome:
     bytes_read: int
     tallies: dict[int, Tally] = field(default_factory=dict)
     differing: set[int] = field(default_factory=set)
+    # Of a change that was written as a product: the sums of squares that it keeps, and of all.
+    energy: tuple[float, float] | None = None
 
     def as_entry(self) -> list[Any]:
         """For the journal."""
         tallies = {str(i): list(tally) for i, tally in self.tallies.items()}
-        return [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
+        entry = [self.tensor, self.start, self.bytes_read, tallies, sorted(self.differing)]
+        return [*entry, *([self.energy] if self.energy else [])]
 
     @classmethod
     def of_entry(cls, entry: list[Any]) -> Self:
-        tensor, start, bytes_read, tallies, differing = entry
+        tensor, start, bytes_read, tallies, differing, *energy = entry
         read = {int(i): Tally(*tally) for i, tally in tallies.items()}
-        return cls(tensor, start, bytes_read, read, set(differing))
+        kept = (float(energy[0][0]), float(energy[0][1])) if energy else None
+        return cls(tensor, start, bytes_read, read, set(differing), kept)
 
 
 def check_related(

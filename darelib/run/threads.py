@@ -2,25 +2,21 @@
 which the kernels let run side by side.
 """
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from darelib.core.interrupts import Interrupts
 from darelib.core.text import LOG, ConfigError, count_of, human, progress
-from darelib.core.tuning import TUNING
-from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import check_unchanged
 from darelib.output.prepare import FilePlan
 from darelib.output.publish import Output, Shard, explain_write_errors, share_folder
 from darelib.plan.plan import Job, MergePlan
-from darelib.run.matrices import open_worker
+from darelib.run.adapters import open_worker, settle_ranks
 from darelib.run.outcomes import Outcome, check_related
-from darelib.run.worker import Abandoned, JobWorker, Write
+from darelib.run.rounds import run_rounds
+from darelib.run.worker import JobWorker
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,7 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     """Make what is asked for. Gives the plan of what was made, and what all jobs of it found."""
     if order.part:
         return run_part(order, *order.part)
+    order = replace(order, plan=settle_ranks(order.plan, order.inputs, order.interrupts))
     # Kernels are compiled first: so long as nothing is written, there is nothing to tidy up.
     worker = open_worker(order.plan, order.inputs, order.interrupts)
     return publish(order, lambda output: run_merge(order.plan, worker, output, order.interrupts))
@@ -166,76 +163,3 @@ def run_jobs(
     done = {(outcome.tensor, outcome.start) for outcome in outcomes}
     run_rounds(plan.rounds(done), worker, output.write_at, note, interrupts)
     return outcomes
-
-
-def run_rounds(
-    rounds: Iterable[Iterator[Job]],
-    worker: JobWorker,
-    write: Write,
-    note: Callable[[Job, Outcome | None], None],
-    interrupts: Interrupts,
-) -> None:
-    """Run all jobs of a round before the next. note is called with each and what it found, one at a
-    time.
-
-    There are buffers for each thread. Of several failures, the first in the jobs' order is raised.
-    """
-    buffers = [worker.make_buffers() for _ in range(worker.plan.threads)]
-    lock = threading.Lock()
-    stop = threading.Event()
-    failures: dict[int, BaseException] = {}
-
-    def loop(jobs: Iterator[Job], own: Buffers) -> None:
-        number = -1
-        try:
-            while not stop.is_set():
-                with lock:
-                    job = next(jobs, None)
-                if job is None:
-                    return
-                number = job.number
-                outcome = worker.run(job, own, write)
-                with lock:
-                    if outcome is None:
-                        worker.finish_look(job, own)
-                    note(job, outcome)
-        except Abandoned:
-            pass
-        except BaseException as error:
-            failures[number] = error
-            stop.set()
-
-    with ThreadPoolExecutor(len(buffers)) as pool:
-        try:
-            for jobs in rounds:
-                running = {pool.submit(loop, jobs, own) for own in buffers}
-                while running:
-                    running = wait(running, TUNING.poll_seconds).not_done
-                    interrupts.check()
-                if failures:
-                    raise failures[min(failures)]
-        except BaseException:
-            stop.set()
-            worker.abandoned.set()
-            raise
-
-
-def measure_rate(
-    rounds: Iterable[Iterator[Job]], worker: JobWorker, interrupts: Interrupts
-) -> tuple[int, float]:
-    """Bytes read, and seconds taken, by the first jobs. Where one fails, so would the merge."""
-    sizes: list[int] = []
-    first = next(iter(rounds), iter(()))
-    started = time.perf_counter()
-
-    def list_some() -> Iterator[Job]:
-        for job in first:
-            yield job
-            if time.perf_counter() - started > TUNING.sample_seconds:
-                return
-
-    def note(job: Job, _: Outcome | None) -> None:
-        sizes.append(job.bytes_read)
-
-    run_rounds([list_some()], worker, lambda *_: None, note, interrupts)
-    return sum(sizes), time.perf_counter() - started

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, TypeAlias
+from typing import Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,12 +94,12 @@ class Worker(JobWorker):
         self.kernels = load_kernels(wanted, plan.config.engine, interrupts)
         self.reader = Reader(plan, inputs, self.kernels)
         for model in inputs:
-            model.prepare(self.kernels, plan.threads * len(inputs))
+            model.prepare(self.kernels, len(inputs))
 
     @classmethod
     def for_merge(
         cls, plan: MergePlan, inputs: Sequence[Checkpoint], interrupts: Interrupts
-    ) -> Worker:
+    ) -> Self:
         return cls(plan, inputs, plan.list_passes(), plan.specs(), interrupts)
 
     def make_buffers(self) -> Buffers:

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.commands.analyze.energy import measure_energy
 from darelib.commands.analyze.spaces import measure_spaces
 from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import FORMATS
@@ -25,7 +26,7 @@ from darelib.models.checkpoint import Checkpoint, module_of
 from darelib.plan.plan import MergePlan
 from darelib.plan.tensors import TensorPlan
 from darelib.run.outcomes import sum_fields
-from darelib.run.threads import run_rounds
+from darelib.run.rounds import run_rounds
 from darelib.run.worker import Worker
 
 # What tensors do, by their names: the first pattern that is found in one.
@@ -109,6 +110,9 @@ class ModelAnalysis:
     cells: Mapping[str, Mapping[str, float]]  # mean |delta| by layer and kind
     # Where a bin of |delta| begins, and how many are in it; zeros apart.
     histogram: tuple[tuple[float, int], ...]
+    # By rank: of the sum of squares of the changes of some matrices, the share that a product of
+    # two thin ones would keep. Nothing: it changes none, or not all is known.
+    energy: Mapping[str, float]
     tensors: tuple[DeltaStats, ...]
 
 
@@ -229,11 +233,18 @@ class Findings:
         # each pair, in columns.
         self.pairs: dict[str, tuple[list[int], NDArray[Any]]] = {}
         self.spaces: dict[tuple[int, int], float] = {}
+        self.energy: list[dict[str, float]] = [{} for _ in task.models]
 
     def add_deltas(self, model: int, name: str, deltas: Deltas, counts: NDArray[np.int64]) -> None:
         self._tensors[model][name] = deltas, deltas.describe(name, counts)
         for group in groups_of(name)[1:]:
             self._counts[model][group] = self._counts[model].get(group, 0) + counts
+
+    def list_squares(self) -> list[dict[str, float]]:
+        """Of each model's deltas, the sums of squares by tensor."""
+        return [
+            {name: deltas.squares for name, (deltas, _) in found.items()} for found in self._tensors
+        ]
 
     def describe_model(self, model: int, label: str, is_adapter: bool) -> ModelAnalysis:
         settings = self.task.config.general(len(self.task.models))
@@ -273,6 +284,7 @@ class Findings:
             histogram=tuple(
                 (EDGES[k] if k else 0.0, int(changed[k])) for k in np.flatnonzero(changed)
             ),
+            energy=self.energy[model],
             tensors=tuple(found[name][1] for name in names),
         )
 
@@ -410,4 +422,5 @@ def measure_deltas(
             interrupts,
         )
     findings.spaces = measure_spaces(task, inputs)
+    findings.energy = measure_energy(task, inputs, findings.list_squares(), interrupts)
     return findings

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from darelib.commands.analyze.advice import RULES, Advice, Evidence, judge_confidence, suggest
+from darelib.commands.analyze.energy import RANKS
 from darelib.commands.analyze.measure import DeltaStats, Findings, ModelAnalysis, PairAnalysis
 from darelib.commands.options import Report
 from darelib.core.drops import RANDOM
@@ -87,6 +88,8 @@ class AnalysisReport(Report):
             groups = [("kind", model.kinds), ("layer", model.layers), ("tensor", model.tensors)]
             for what, stats in groups if per_tensor else groups[:2]:
                 parts.append(f"{printable(model.label)}, by {what}\n{stats_table(what, stats)}")
+        if any(model.energy for model in self.models):
+            parts.append(self._energy())
         if self.pairs:
             parts.append(self._pairs())
         advice = "\n".join(f"- {printable(advice.text)}" for advice in self.advice)
@@ -116,6 +119,17 @@ class AnalysisReport(Report):
                 f"{model.total.relative_noise:.3g} of the weights"
             )
         return "\n".join(lines)
+
+    def _energy(self) -> str:
+        ranks = [str(rank) for rank in RANKS]
+        rows = [["kept at rank", *ranks]]
+        for model in self.models:
+            cells = [f"{model.energy[rank]:.0%}" if model.energy else "-" for rank in ranks]
+            rows.append([printable(model.label), *cells])
+        return (
+            f"{table(rows)}\n(how much of the changes of matrices, by squares, an adapter of a "
+            "rank would keep; from a sample, and rather too low than too high)"
+        )
 
     def _pairs(self) -> str:
         titles = ["models", "cosine", "same space", "both change", "signs conflict", "by magnitude"]
@@ -237,16 +251,23 @@ def load_figure(path: Path) -> Any:
 
 
 def plot_analysis(report: AnalysisReport, path: str | Path) -> None:
-    """Draw |delta| by size, where in the models it is, and how the models' signs conflict."""
+    """Draw |delta| by size, where in the models it is, how much of it a low rank would keep, and
+    how the models' signs conflict.
+    """
     figure_class = load_figure(Path(path))
     models = report.models[: len(COLOURS)]
-    heights = [3.2, *(0.7 + 0.27 * len(model.kinds) for model in models)]
+    has_energy = any(model.energy for model in models)
+    top = [3.2, 2.4] if has_energy else [3.2]
+    heights = [*top, *(0.7 + 0.27 * len(model.kinds) for model in models)]
     figure = figure_class(figsize=(11, sum(heights) + 0.6), layout="constrained")
     grid = figure.add_gridspec(len(heights), 3, height_ratios=heights)
     _plot_sizes(figure.add_subplot(grid[0, : 2 if len(models) > 1 else 3]), report, models)
     if len(models) > 1:
         _plot_conflicts(figure, figure.add_subplot(grid[0, 2]), report, models)
-    _plot_layers(figure, [figure.add_subplot(grid[1 + k, :]) for k in range(len(models))], models)
+    if has_energy:
+        _plot_energy(figure.add_subplot(grid[1, :]), models)
+    rows = range(len(top), len(heights))
+    _plot_layers(figure, [figure.add_subplot(grid[row, :]) for row in rows], models)
     title = f"What was fine-tuned: {report.parameters:,} parameters"
     if len(report.models) > len(models):
         title += f" (the first {len(models)} of {len(report.models)} models)"
@@ -298,6 +319,26 @@ def _plot_sizes(axis: Any, report: AnalysisReport, models: Sequence[ModelAnalysi
     )
     axis.grid(alpha=0.3)
     axis.legend(loc="upper left", fontsize=9)
+
+
+def _plot_energy(axis: Any, models: Sequence[ModelAnalysis]) -> None:
+    for k, model in enumerate(models):
+        axis.plot(
+            list(model.energy),
+            [100 * share for share in model.energy.values()],
+            marker="o",
+            label=make_label(model.label),
+            color=COLOURS[k],
+            linestyle=LINES[k % len(LINES)],
+        )
+    axis.set(
+        xlabel="rank",
+        ylabel="% of the squares",
+        title="How much of the changes of matrices a low rank would keep",
+        ylim=(0, 105),
+    )
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right", fontsize=9)
 
 
 def _draw_map(axis: Any, rows: Any, style: str, **how: Any) -> Any:

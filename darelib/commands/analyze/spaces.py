@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from darelib.core.formats import FORMATS, widen
 from darelib.core.matrices import Matrices, find_matrices
 from darelib.models.tensors import Input, TensorInfo
 from darelib.plan.plan import MergePlan
@@ -30,7 +31,7 @@ def measure_spaces(task: MergePlan, inputs: Sequence[Input]) -> dict[tuple[int, 
     weights: dict[tuple[int, int], float] = {}
     for tensor in task.changed:
         matrices = find_matrices(tensor.name, tensor.base.shape)
-        if matrices is None or matrices.rows < LEAST_ROWS:
+        if matrices is None or matrices.rows < LEAST_ROWS or len(tensor.finetuned) < 2:
             continue
         rows = read_changes(tensor, matrices, inputs)
         for pair in combinations(rows, 2):
@@ -65,8 +66,10 @@ def read_changes(
 
 
 def read_rows(model: Input, info: TensorInfo, chosen: NDArray[Any], columns: int) -> Rows:
-    rows = [model.sample("", info, row * columns, columns) for row in chosen.tolist()]
-    return np.stack(rows).astype(np.float64)
+    raw = np.empty((len(chosen), columns * FORMATS[info.dtype].itemsize), np.uint8)
+    for row, part in zip(chosen.tolist(), raw, strict=True):
+        model.read(info, row * columns, columns, part)
+    return widen(raw.reshape(-1), info.dtype).reshape(-1, columns).astype(np.float64)
 
 
 def compare_spaces(one: Rows, other: Rows) -> float:

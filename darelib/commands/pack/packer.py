@@ -64,7 +64,8 @@ from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
 from darelib.requests.request import Request
 from darelib.run.outcomes import Outcome
 from darelib.run.reading import BROKEN_HINT
-from darelib.run.threads import run_merge, run_rounds
+from darelib.run.rounds import run_rounds
+from darelib.run.threads import run_merge
 from darelib.run.worker import JobWorker, Write
 
 SETTINGS: Final = ("drop_rate", "seed", "mismatch", "any_base", "threads", "engine", "verbose")

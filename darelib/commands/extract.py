@@ -1,0 +1,49 @@
+"""`dare.py extract`: what a fine-tune changed, as a LoRA adapter."""
+
+from typing import Final
+
+from darelib.commands.merge import run as run_merge
+from darelib.commands.options import FORCE, RESUME, SETTINGS, Flags, MergerClass, Options
+from darelib.core.text import ConfigError
+
+# Those of merge that mean something to one whole model, in other words.
+CHANGES: Final[Options] = {
+    "--base": {"help": "the model that it was fine-tuned from"},
+    "--merge": {"action": "store", "nargs": None, "help": "the fine-tuned model"},
+    "--output": {"help": "the directory to write the adapter to"},
+    "--adapter-rank": {"help": "of the adapter; or 0.95: what keeps that share of the energy"},
+    "--adapter-rest": {},
+    "--dtype": {"help": "type of the adapter (default float32)"},
+    "--mismatch": {},
+    "--any-base": {},
+    "--threads": {},
+    "--engine": {},
+}
+OPTIONS: Final[Options] = {
+    **{name: SETTINGS[name] | changes for name, changes in CHANGES.items()},
+    "--match": {
+        "metavar": "PATTERN",
+        "nargs": "+",
+        "help": "only tensors whose names match one of these, like '*q_proj*' (default all)",
+    },
+    "--force": FORCE,
+    "--resume": RESUME,
+    "--dry-run": {"action": "store_true", "help": "print the plan, and write nothing"},
+}
+
+
+def run(flags: Flags, merger_class: MergerClass) -> None:
+    """The merge of one model, of which nothing is dropped; what is not matched is the base's."""
+    for name in ("merge", "output", "adapter_rank"):
+        if name not in flags:
+            raise ConfigError(
+                f"extract needs --{name.replace('_', '-')}",
+                "give --base MODEL --merge MODEL --adapter-rank 64 --output PATH",
+            )
+    wanted = dict(flags)
+    patterns = wanted.pop("match", [])
+    wanted |= {"merge": [wanted["merge"]], "drop_rate": 0.0}
+    if patterns:
+        chosen = [f"{pattern}:lambda_coeff=1.0" for pattern in patterns]
+        wanted["rules"] = [*chosen, "*:lambda_coeff=0.0"]
+    run_merge(wanted, merger_class)

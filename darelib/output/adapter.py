@@ -1,0 +1,432 @@
+"""An adapter as the output: which modules it changes, and at which rank; what is saved whole; and
+what lies beside that, as PEFT loads it.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from darelib import __version__
+from darelib.config import DareConfig
+from darelib.config.settings import FULL, LEAVE_OUT
+from darelib.core.formats import DTYPES, FORMATS, widen
+from darelib.core.text import ConfigError, DareError, count_of, list_names
+from darelib.core.tuning import TUNING
+from darelib.kernels.comparison import Comparison, compare_factors
+from darelib.models.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    ARCHITECTURE,
+    EMBEDDINGS,
+    HEADS,
+    Checkpoint,
+    module_of,
+)
+from darelib.models.layout import find_transposed, find_ways
+from darelib.models.lora import LowRankTensor
+from darelib.models.peft import describe_lora, last_part
+from darelib.models.tensors import PLAIN, TensorInfo
+from darelib.output.destination import Destination
+from darelib.output.directory import (
+    CARD_FILE,
+    CardKind,
+    add_recipe,
+    card_name,
+    model_card,
+    recipe_metadata,
+)
+from darelib.output.prepare import FilePlan, plan_files
+from darelib.output.tokenizer import SideFiles, TokenizerChoice
+from darelib.plan.matching import ties_embeddings
+from darelib.plan.tensors import TensorPlan, assign_offsets
+
+# Tables of vectors, of which a change is no product of matrices: tokens', positions', distances'.
+TABLE: Final = re.compile(
+    r"(.*\.)?(w[tp]e|shared|[^.]*emb|[^.]*embed[^.]*|relative_attention_bias)\.weight"
+)
+# Of these kinds of models, PEFT has no factors for these modules, whose kernels read the weights.
+STATE_SPACES: Final = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+FUSED: Final = (".out_proj.weight", ".dt_proj.weight", ".conv1d.weight")
+# The first names in models that see, which transformers keeps one level deeper than it stores them.
+SEEING: Final = ("visual.", "vision_tower.", "language_model.", "multi_modal_projector.")
+PREFIX: Final = "base_model.model."
+WITH_HEADS: Final = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+# Models that are stored without the name under which a model with a head holds them.
+BARE: Final = {"gpt2": "transformer.", "bloom": "transformer."}
+CARD_KIND: Final = CardKind(
+    "adapter", "peft", ("lora",), ", as a LoRA adapter", is_exact=False, names_all=False
+)
+REST_HINT: Final = "add --adapter-rest leave-out, or merge into a model"
+
+
+class Module(NamedTuple):
+    """A matrix of the base that the adapter changes by a product of two thin ones."""
+
+    name: str  # as the adapter calls it
+    rank: int
+    is_transposed: bool  # whether it is stored as inputs x outputs
+
+    def list_outputs(self, shape: tuple[int, ...], dtype: str) -> dict[str, TensorInfo]:
+        """The two factors, as PEFT has them: of a convolution, with its kernel in the first."""
+        outputs, *inputs = reversed(shape) if self.is_transposed else shape
+        points = (1,) * (len(shape) - 2)
+        return {
+            f"{PREFIX}{self.name}.lora_A.weight": TensorInfo(dtype, (self.rank, *inputs)),
+            f"{PREFIX}{self.name}.lora_B.weight": TensorInfo(dtype, (outputs, self.rank, *points)),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterPlan(FilePlan):
+    """A merge into an adapter. Each tensor is one job, which makes all that is written for it."""
+
+    modules: Mapping[str, Module]  # by tensor; the others are held whole
+    version: str
+
+    def _starts(self, tensor: TensorPlan) -> range:
+        return range(0, tensor.length, max(1, tensor.length))
+
+    def find_comparison(self, tensor: TensorPlan) -> Comparison | None:
+        is_product = tensor.name in self.modules
+        return compare_factors if is_product else super().find_comparison(tensor)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the ranks depend on what the changes are like."""
+        return is_share(self.config.adapter_rank)
+
+
+def is_share(rank: float | str | None) -> bool:
+    """Whether a rank stands for a share of the energy."""
+    return isinstance(rank, float) and rank < 1
+
+
+def choose_planner(config: DareConfig) -> Callable[..., FilePlan]:
+    return plan_files if config.adapter_rank is None else plan_adapter
+
+
+def plan_adapter(
+    config: DareConfig,
+    inputs: Sequence[Checkpoint],
+    destination: Destination,
+    tokenizer: TokenizerChoice,
+    version: str = __version__,
+    with_side_files: bool = True,
+) -> AdapterPlan:
+    """What of the merge goes where. Ranks that depend on the changes are the largest there can be.
+
+    with_side_files: as plan_files has it; here they are few, and always made.
+    """
+    if not destination.directory:
+        raise ConfigError("an adapter is a directory, not a file", "name a directory")
+    if tokenizer.settings:
+        [setting, *_] = tokenizer.settings
+        raise ConfigError(f"{setting} means nothing to an adapter", "leave it out")
+    whole = plan_files(config, inputs, destination, tokenizer, version, with_side_files=False)
+    changed = [tensor for tensor in whole.tensors if is_changed(tensor, inputs)]
+    if not changed:
+        raise DareError(
+            "no model changes anything, so there is nothing to put in an adapter",
+            "check the inputs and, if there are any, the patterns of --match and of rules",
+        )
+    names = NameMap(inputs)
+    modules = find_modules(changed, inputs, names, config)
+    if not modules:
+        raise DareError(
+            f"no matrix changes, only {list_names([tensor.name for tensor in changed])}, and PEFT "
+            "loads no adapter without one",
+            "merge into a model",
+        )
+    others = [tensor for tensor in changed if tensor.name not in modules]
+    rest = [tensor.name for tensor in others if not is_beyond(tensor)]
+    is_saved = config.adapter_rest != LEAVE_OUT
+    saved = find_saved(rest, modules, inputs[0]) if is_saved else set()
+    chosen = []
+    for tensor in whole.tensors:
+        if tensor.name in modules:
+            output = "F64" if tensor.spec.real == "F64" else "F32"
+            spec = dataclasses.replace(tensor.spec, output=output)
+            chosen.append(dataclasses.replace(tensor, spec=spec, encoding=PLAIN))
+        elif module_of(tensor.name) in saved or (is_saved and tensor.name in rest):
+            chosen.append(hold(tensor, names, modules, inputs[0]))
+    held = {tensor.name for tensor in chosen}
+    notes = [
+        f"{count_of(len(some), 'tensor')} that changed, and that no low rank holds, {how}: "
+        f"{list_names(some)}"
+        for some, how in (
+            ([tensor.name for tensor in others if tensor.name in held], "are saved whole"),
+            ([tensor.name for tensor in others if tensor.name not in held], "are left out"),
+        )
+        if some
+    ]
+    known = {field.name: getattr(whole, field.name) for field in dataclasses.fields(whole)}
+    warnings = (*whole.warnings, *notes, *find_renamed(inputs))
+    known |= {"tensors": tuple(chosen), "warnings": warnings}
+    plan = AdapterPlan(**known, modules=modules, version=version)
+    return place_factors(plan, inputs)
+
+
+def is_beyond(tensor: TensorPlan) -> bool:
+    """Whether an adapter has a tensor at most beside others of its module, or not at all."""
+    return bool(tensor.buffer or tensor.base.folder)
+
+
+def hold(
+    tensor: TensorPlan, names: "NameMap", modules: Mapping[str, Module], base: Checkpoint
+) -> TensorPlan:
+    """A tensor that is held whole, under all names that PEFT gives it."""
+    own = names.find(tensor.name)
+    if f"{module_of(tensor.name)}.weight" in modules:
+        own = own.replace(".bias", ".base_layer.bias")
+    twins = [own, *map(names.find, list_twins(tensor.name, base))]
+    head = find_tied_head(base) if own.endswith(EMBEDDINGS) else ""
+    if HEADS[-1] in (own, head):  # which has a bias, too, that is another tensor
+        raise DareError(
+            f"{tensor.name!r} changed, and no adapter can hold the head that is tied to it",
+            REST_HINT,
+        )
+    twins += [head] if head else []
+    # Newer versions of transformers call all heads so, whatever they are stored as.
+    twins += HEADS[:1] if HEADS[1] in twins else ()
+    info = TensorInfo(tensor.spec.output, tensor.base.shape)
+    outputs = {f"{PREFIX}{name}": info for name in twins}
+    return dataclasses.replace(tensor, outputs=outputs, encoding=PLAIN)
+
+
+class NameMap:
+    """What an adapter calls the base's modules: as those among the inputs do, if there are any, or
+    as transformers does, since a base may lack the name under which a model with a head holds it.
+    """
+
+    def __init__(self, inputs: Sequence[Checkpoint]) -> None:
+        pairs = [pair for model in inputs[1:] for pair in model.modules.items()]
+        self._old = ""
+        self._new = find_bare(inputs[0])
+        for name, module in pairs[:1]:
+            target = f"{module}.weight"
+            self._old = name.removesuffix(target) if name.endswith(target) else ""
+            self._new = "" if name.endswith(target) else target.removesuffix(name)
+
+    def find(self, name: str) -> str:
+        is_head = f"{name.removesuffix('.weight')}.weight" in HEADS
+        return name if is_head else self._new + name.removeprefix(self._old)
+
+
+def find_bare(base: Checkpoint) -> str:
+    """What the names of a base lack that its class has; empty: nothing, as far as is known."""
+    prefix = BARE.get(str(base.config.get("model_type")), "")
+    is_inner = base.config.get(ARCHITECTURE) in (None, "GPT2Model", "BloomModel")
+    is_named = any(name.startswith(prefix) for name in base.tensors)
+    return "" if is_inner or is_named else prefix
+
+
+def find_renamed(inputs: Sequence[Checkpoint]) -> Iterator[str]:
+    """What to warn of where PEFT may look for modules by other names, and no input knows them."""
+    base, *models = inputs
+    found = [name for name in base.tensors if name.startswith(SEEING)]
+    if found and not any(model.modules for model in models):
+        yield (
+            f"transformers may call modules of {base.name} otherwise than it stores them (see "
+            f"{found[0]!r}): use the adapter only if PEFT loads it without a word of missing keys"
+        )
+
+
+def find_tied_head(base: Checkpoint) -> str:
+    """The output head that is the input embedding, and has no tensor of its own: PEFT would leave
+    it as it was. Empty: there is none.
+    """
+    kind = base.config.get(ARCHITECTURE)  # without one: PEFT ignores what a model does not have
+    is_model = kind is None or str(kind).endswith(WITH_HEADS)
+    is_stored = any(name.endswith(HEADS) for name in base.tensors)
+    if not is_model or is_stored or ties_embeddings(base.config) is False:
+        return ""
+    roots = {name.partition(".")[0] for name in base.tensors}
+    return next((head for head in HEADS if head.partition(".")[0] in roots), HEADS[0])
+
+
+def list_twins(name: str, base: Checkpoint) -> list[str]:
+    """The embeddings of an encoder and a decoder that are a shared one, and have no tensor of their
+    own.
+    """
+    stem = name.removesuffix("shared.weight")
+    if stem == name:
+        return []
+    parts = [
+        f"{stem}{part}."
+        for part in ("encoder", "decoder")
+        if any(other.startswith(f"{stem}{part}.") for other in base.tensors)
+    ]
+    twins = [f"{part}embed_tokens.weight" for part in parts]
+    return [twin for twin in twins if twin not in base.tensors]
+
+
+def is_changed(tensor: TensorPlan, inputs: Sequence[Checkpoint]) -> bool:
+    """Whether a merge changes a tensor: models that have the base's values do not."""
+    if not tensor.merged or not tensor.base.count or not tensor.settings.lambda_coeff:
+        return False
+    for i, info in tensor.finetuned:
+        if type(info) is not TensorInfo or info.is_delta or info.shape != tensor.base.shape:
+            return True
+        if differs((inputs[0], tensor.base), (inputs[1 + i], info)):
+            return True
+    return False
+
+
+def differs(*tensors: tuple[Checkpoint, TensorInfo]) -> bool:
+    """Whether two tensors of one shape differ: all but equal ones do so at once."""
+    [count] = {info.count for _, info in tensors}
+    is_plain = len({info.dtype for _, info in tensors}) == 1
+    step = TUNING.max_chunk // 8
+    for start in range(0, count, step):
+        values = []
+        for model, info in tensors:
+            size = min(step, count - start)
+            raw = np.empty(size * FORMATS[info.dtype].itemsize, np.uint8)
+            model.read(info, start, size, raw)
+            values.append(raw if is_plain else widen(raw, info.dtype))
+        first, second = values
+        if not np.array_equal(first, second):
+            return True
+    return False
+
+
+def find_modules(
+    changed: Sequence[TensorPlan],
+    inputs: Sequence[Checkpoint],
+    names: NameMap,
+    config: DareConfig,
+) -> dict[str, Module]:
+    """The matrices that get factors. Heads do only where adapters change them; convolutions of
+    which each output has an input of its own do not, since PEFT's factors see all inputs.
+    """
+    ways = find_ways(inputs[0].tensors)
+    is_fused = inputs[0].config.get("model_type") in STATE_SPACES
+    modules = {}
+    for tensor in changed:
+        shape = tensor.base.shape
+        is_head = tensor.name.endswith(HEADS) and not tensor.adds_ranks
+        is_matrix = tensor.name.endswith(".weight") and len(shape) > 1
+        is_apart = len(shape) > 2 and shape[1] == 1
+        is_apart |= is_fused and tensor.name.endswith(FUSED)
+        is_table = TABLE.fullmatch(tensor.name) or is_beyond(tensor)
+        if not is_matrix or is_head or is_apart or is_table:
+            continue
+        low = [info for _, info in tensor.finetuned if isinstance(info, LowRankTensor)]
+        stored = low[0].transposed if low else find_transposed(tensor.name, ways)
+        rank = choose_rank(tensor, config.adapter_rank)
+        modules[tensor.name] = Module(names.find(module_of(tensor.name)), rank, bool(stored))
+    if is_share(config.adapter_rank):
+        return modules
+    # One rank for all, where a smaller one would do, too: not all that load adapters, and PEFT not
+    # for all experts, know of others.
+    rank = max((module.rank for module in modules.values()), default=1)
+    return {name: module._replace(rank=rank) for name, module in modules.items()}
+
+
+def choose_rank(tensor: TensorPlan, wanted: float | str | None) -> int:
+    """The rank of a tensor's factors; where it depends on the change, the largest it can be."""
+    rows = tensor.base.shape[0]
+    most = min(rows, tensor.base.count // rows)
+    if tensor.adds_ranks:
+        most = min(most, sum(info.added_rank for _, info in tensor.finetuned))
+    elif wanted == FULL:
+        raise DareError(
+            f"the change of {tensor.name!r} is of no low rank: {FULL} is for adapters of which "
+            "nothing is dropped, merged by linear or wudi",
+            "give a number like --adapter-rank 64, or a share of the energy like 0.95",
+        )
+    if isinstance(wanted, float | int) and wanted >= 1:
+        return min(most, int(wanted))
+    return most
+
+
+def find_saved(rest: Sequence[str], modules: Mapping[str, Module], base: Checkpoint) -> set[str]:
+    """The modules that are held whole. A bias beside factors, or of a module with others inside,
+    is held by itself.
+    """
+    above = {".".join(parts[:-2]) for parts in (name.split(".") for name in base.tensors)}
+    saved = set()
+    for name in rest:
+        module = module_of(name)
+        is_inner = module in above
+        if not name.endswith((".weight", ".bias")) or (is_inner and not name.endswith(".bias")):
+            raise DareError(f"{name!r} changed, and no adapter can hold it", REST_HINT)
+        if not is_inner and f"{module}.weight" not in modules:
+            saved.add(module)
+    return saved
+
+
+def place_factors(plan: AdapterPlan, inputs: Sequence[Checkpoint]) -> AdapterPlan:
+    """Where everything goes, by the ranks of the modules."""
+    dtype = DTYPES[plan.config.dtype] if plan.config.dtype else "F32"
+    outputs = {
+        tensor.name: plan.modules[tensor.name].list_outputs(tensor.base.shape, dtype)
+        for tensor in plan.tensors
+        if tensor.name in plan.modules
+    }
+    wanted = [
+        dataclasses.replace(tensor, outputs=outputs.get(tensor.name, tensor.outputs))
+        for tensor in plan.tensors
+    ]
+    metadata = recipe_metadata(plan.recipe)
+    tensors, files = assign_offsets(wanted, sys.maxsize, metadata, ADAPTER_FILE)
+    plan = dataclasses.replace(plan, tensors=tuple(tensors), files=tuple(files))
+    table = json.dumps(describe_adapter(plan, inputs), indent=2).encode() + b"\n"
+    side: SideFiles = {
+        ADAPTER_CONFIG: table,
+        CARD_FILE: model_card(plan.config, inputs, plan.recipe, CARD_KIND).encode(),
+    }
+    add_recipe(side, plan.config, inputs, plan.version, TokenizerChoice(), files)
+    return dataclasses.replace(plan, side=dict(sorted(side.items())))
+
+
+def describe_adapter(plan: AdapterPlan, inputs: Sequence[Checkpoint]) -> dict[str, Any]:
+    """The adapter_config.json: alpha is the rank, so that the product is the change itself."""
+    base = inputs[0]
+    ranks = {module.name: module.rank for module in plan.modules.values()}
+    whole = [tensor for tensor in plan.tensors if tensor.name not in plan.modules]
+    held = [name.removeprefix(PREFIX) for tensor in whole for name in tensor.outputs]
+    modules = {module_of(name) for name in held if name.endswith(".weight")}
+    biases = [n for n in held if n.endswith(".bias") and module_of(n) not in modules]
+    saved = dict.fromkeys(module_of(name) for name in held if name not in biases)
+    own = name_base(base)
+    stated = {model.stated for model in inputs[1:]} - {""}
+    same = [name for name in stated if last_part(name) == last_part(own)]
+    is_causal = str(base.config.get(ARCHITECTURE)).endswith(("ForCausalLM", "LMHeadModel"))
+    return describe_lora(
+        min(same, default=own),
+        ranks,
+        ranks,
+        bias="all" if biases else "none",
+        fan_in_fan_out=any(module.is_transposed for module in plan.modules.values()),
+        modules_to_save=[*saved] or None,
+        target_modules=shorten(list(ranks), base),
+        # With the task of a classifier, PEFT insists on holding its head whole.
+        task_type="CAUSAL_LM" if is_causal else None,
+    )
+
+
+def name_base(base: Checkpoint) -> str:
+    """The base's name on the Hub, also where it was given as a path into its cache; or its own."""
+    path = base.folder or base.files[0].path
+    cached = re.search(r"(?:^|[/\\])models--([^/\\]+)[/\\]snapshots[/\\]", os.path.abspath(path))
+    return cached[1].replace("--", "/") if cached else card_name(base.source)
+
+
+def shorten(modules: Sequence[str], base: Checkpoint) -> list[str]:
+    """Modules by the last parts of their names, where these mean all that are called so."""
+    paths = [module_of(name).split(".") for name in base.tensors]
+    chosen = {module.rpartition(".")[2] for module in modules}
+    inner = {part for path in paths for part in path[:-1]}
+    counts = {part: len({tuple(path) for path in paths if path[-1] == part}) for part in chosen}
+    own = [module.rpartition(".")[2] for module in modules]
+    short = {part for part in chosen - inner if own.count(part) == counts[part]}
+    is_short = [part in short and not part.isdigit() for part in own]
+    listed = zip(modules, own, is_short, strict=True)
+    return list(dict.fromkeys(part if fits else module for module, part, fits in listed))

@@ -1,0 +1,90 @@
+"""Jobs in threads, which the kernels let run side by side: all of a round before the next."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+
+from darelib.core.interrupts import Interrupts
+from darelib.core.tuning import TUNING
+from darelib.kernels.records import Buffers
+from darelib.plan.plan import Job
+from darelib.run.outcomes import Outcome
+from darelib.run.worker import Abandoned, JobWorker, Write
+
+
+def run_rounds(
+    rounds: Iterable[Iterator[Job]],
+    worker: JobWorker,
+    write: Write,
+    note: Callable[[Job, Outcome | None], None],
+    interrupts: Interrupts,
+) -> None:
+    """Run all jobs of a round before the next. note is called with each and what it found, one at a
+    time.
+
+    There are buffers for each thread. Of several failures, the first in the jobs' order is raised.
+    """
+    buffers = [worker.make_buffers() for _ in range(worker.plan.threads)]
+    lock = threading.Lock()
+    stop = threading.Event()
+    failures: dict[int, BaseException] = {}
+
+    def loop(jobs: Iterator[Job], own: Buffers) -> None:
+        number = -1
+        try:
+            while not stop.is_set():
+                with lock:
+                    job = next(jobs, None)
+                if job is None:
+                    return
+                number = job.number
+                outcome = worker.run(job, own, write)
+                with lock:
+                    if outcome is None:
+                        worker.finish_look(job, own)
+                    note(job, outcome)
+        except Abandoned:
+            pass
+        except BaseException as error:
+            failures[number] = error
+            stop.set()
+
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        try:
+            for jobs in rounds:
+                running = {pool.submit(loop, jobs, own) for own in buffers}
+                while running:
+                    running = wait(running, TUNING.poll_seconds).not_done
+                    interrupts.check()
+                if failures:
+                    raise failures[min(failures)]
+        except BaseException:
+            stop.set()
+            worker.abandoned.set()
+            raise
+
+
+def measure_rate(
+    rounds: Iterable[Iterator[Job]], worker: JobWorker, interrupts: Interrupts
+) -> tuple[int, float, list[Outcome]]:
+    """Bytes read, and seconds taken, by the first jobs, and what they found. Where one fails, so
+    would the merge.
+    """
+    sizes: list[int] = []
+    outcomes: list[Outcome] = []
+    first = next(iter(rounds), iter(()))
+    started = time.perf_counter()
+
+    def list_some() -> Iterator[Job]:
+        for job in first:
+            yield job
+            if time.perf_counter() - started > TUNING.sample_seconds:
+                return
+
+    def note(job: Job, outcome: Outcome | None) -> None:
+        sizes.append(job.bytes_read)
+        outcomes.extend([outcome] if outcome else [])
+
+    run_rounds([list_some()], worker, lambda *_: None, note, interrupts)
+    return sum(sizes), time.perf_counter() - started, outcomes

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS
 from darelib.core.methods import METHODS
+from darelib.core.settings import BASE, ZERO
 from darelib.core.text import LOG, ConfigError, print_result
 from darelib.models.stated import BASE_HINT
 from darelib.requests.readers import load_request
@@ -117,6 +118,10 @@ SETTINGS: Final[Options] = {
         "action": argparse.BooleanOptionalAction,
         "help": "divide by the sum of the weights, in ties of the models that agree "
         "(default: ties yes, linear no)",
+    },
+    "--origin": {
+        "choices": (BASE, ZERO),
+        "help": "combine the models' deltas (base) or their values (zero); default: by method",
     },
     "--lambda": {
         "dest": "lambda_coeff",

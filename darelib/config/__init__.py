@@ -33,13 +33,14 @@ from darelib.core.formats import SHORT_DTYPES
 from darelib.core.matrices import find_matrices
 from darelib.core.methods import (
     LINEAR,
+    METHOD_NUMBERS,
     METHOD_SETTINGS,
     METHODS,
     Method,
-    TensorSettings,
     choose_method,
     sum_weights,
 )
+from darelib.core.settings import ZERO, TensorSettings
 from darelib.core.text import ConfigError
 
 __all__ = [
@@ -202,11 +203,8 @@ class Scope:
             weights=method.share(None if are_zero else weights, count, normalize),
             normalize=normalize,
             lambda_coeff=0.0 if are_zero else float(values["lambda_coeff"]),
-            keep_ratio=float(values.get("keep_ratio", 1)),
-            slerp_t=float(values.get("slerp_t", TensorSettings.slerp_t)),
-            threshold=float(values.get("threshold", TensorSettings.threshold)),
-            ridge=float(values.get("ridge", TensorSettings.ridge)),
-            norm_limit=float(values.get("norm_limit", TensorSettings.norm_limit)),
+            origin=values.get("origin", method.origin),
+            **{name: float(values[name]) for name in METHOD_NUMBERS if name in values},
         )
 
 
@@ -225,6 +223,8 @@ class DareConfig:
     weights: Sequence[Number] | None = None
     # Divide by the sum of the weights (ties: of those that agree); None: ties only.
     normalize: bool | None = None
+    # What is combined: base (the models' deltas) or zero (their values); None: by method.
+    origin: str | None = None
     # Scale of the merged delta.
     lambda_coeff: Number = 1.0
     # Of what is kept: expectation (True), l1, none (False); None: by drop.
@@ -351,7 +351,8 @@ class DareConfig:
     @property
     def averages(self) -> bool:
         """Whether the base itself may be one of the models: it then counts."""
-        return METHODS[self.method].averages(self._is_normalized)
+        method = METHODS[self.method]
+        return (self.origin or method.origin) == ZERO or method.averages(self._is_normalized)
 
     @cached_property
     def has_gradients(self) -> bool:

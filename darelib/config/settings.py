@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias, TypeGuard
 from darelib.core.drops import DROPS, RESCALES
 from darelib.core.formats import DTYPES, SHORT_DTYPES
 from darelib.core.methods import METHODS
+from darelib.core.settings import BASE, ZERO
 from darelib.core.text import ConfigError, as_text, count_of, nearest
 
 SIZE_UNITS: Final = {"": 1, "B": 1} | {
@@ -186,6 +187,7 @@ CHECKS: Final = {
         per_model=True,
     ),
     "normalize": _FLAG,
+    "origin": _word((BASE, ZERO)),
     "lambda_coeff": _ANY,
     "rescale": Check(
         f"one of {', '.join(RESCALES)}, or true or false",
@@ -290,6 +292,7 @@ class Rule:
     rescale: bool | str | None = None
     weights: Sequence[Number] | None = None
     normalize: bool | None = None
+    origin: str | None = None
     slerp_t: Number | None = None
     method: str | None = None
     ridge: Number | None = None

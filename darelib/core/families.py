@@ -1,59 +1,91 @@
 """mergekit's merge methods: what each is made of here, and mergekit's defaults for it."""
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from darelib.core.drops import BREADCRUMBS, DELLA, DROPS, MAGNITUDE, RANDOM
 from darelib.core.methods import LINEAR, RAM, SLERP, TIES
+from darelib.core.settings import ZERO
+
+# What the base is to a method: what deltas are taken from, which must or may be given; one of the
+# models; or the first of two.
+NEEDED, OPTIONAL, COUNTED, FIRST = "needed", "optional", "counted", "first"
+Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Family:
     method: str
+    # Parameters of each model and those that there is one of, with the settings that they become.
+    each: Mapping[str, str]
+    shared: Mapping[str, str]
+    ignored: tuple[str, ...] = ("int8_mask",)  # parameters without effect
+    # Parameters that can only have this value here, with the reason.
+    only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     drop: str = ""  # none: it drops nothing
-    normalize: bool = False
-    rescale: bool = False
-    average: bool = False  # of models, the base's among them
-    epsilon: float = 0.15
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of parameters
+    base: str = NEEDED
+    others: tuple[int, int | None] = (1, None)  # models beside the base: at least, at most
+    # The settings of a tensor, from those that its parameters have become.
+    finish: Callable[[Settings], Settings] = lambda made: made
 
-    def list_parameters(self) -> tuple[tuple[str, ...], ...]:
-        """Those of each model, those that there is one of, and those without effect."""
-        if self.method == SLERP:
-            return (), ("t",), ("int8_mask",)
-        if self.method == RAM:
-            return (), ("epsilon",), ("int8_mask",)
-        if self.average:
-            return ("weight",), ("normalize",), ("int8_mask",)
-        if not self.drop:
-            return ("weight",), ("lambda", "normalize"), ("density", "rescale", "int8_mask")
-        return (
-            ("weight", "density", *DROPS[self.drop].settings),
-            ("lambda", "normalize", "rescale"),
-            ("int8_mask",),
-        )
+
+def make_task_family(
+    method: str, drop: str = "", *, normalize: bool = False, rescale: bool = False
+) -> Family:
+    """Deltas, perhaps thinned, times their weights."""
+    own = {name: name for name in DROPS[drop].settings} if drop else {}
+    return Family(
+        method,
+        each={"weight": "weights", **({"density": "drop_rate"} if drop else {}), **own},
+        shared={
+            "lambda": "lambda_coeff",
+            "normalize": "normalize",
+            **({"rescale": "rescale"} if drop else {}),
+        },
+        ignored=("int8_mask",) if drop else ("density", "rescale", "int8_mask"),
+        drop=drop,
+        defaults={
+            "density": 1.0,
+            "gamma": 0.01,
+            "epsilon": 0.15,
+            "lambda": 1.0,
+            "normalize": normalize,
+            "rescale": rescale,
+        },
+    )
+
+
+def finish_average(made: Settings) -> Settings:
+    """Weights that are not divided by their sum multiply values, not deltas."""
+    return made if made["normalize"] else made | {"origin": ZERO}
 
 
 FAMILIES: Final = {
-    "task_arithmetic": Family(LINEAR),
-    "ties": Family(TIES, MAGNITUDE, normalize=True),
-    "dare_linear": Family(LINEAR, RANDOM, rescale=True),
-    "dare_ties": Family(TIES, RANDOM, rescale=True),
-    "breadcrumbs": Family(LINEAR, BREADCRUMBS),
-    "breadcrumbs_ties": Family(TIES, BREADCRUMBS),
-    "della": Family(TIES, DELLA, normalize=True, rescale=True),
-    "della_linear": Family(LINEAR, DELLA, rescale=True),
-    "linear": Family(LINEAR, normalize=True, average=True),
-    "slerp": Family(SLERP),
-    "ram": Family(RAM, epsilon=1e-5),
+    "linear": Family(
+        LINEAR,
+        each={"weight": "weights"},
+        shared={"normalize": "normalize"},
+        defaults={"normalize": True},
+        base=COUNTED,
+        finish=finish_average,
+    ),
+    "task_arithmetic": make_task_family(LINEAR),
+    "ties": make_task_family(TIES, MAGNITUDE, normalize=True),
+    "dare_linear": make_task_family(LINEAR, RANDOM, rescale=True),
+    "dare_ties": make_task_family(TIES, RANDOM, rescale=True),
+    "breadcrumbs": make_task_family(LINEAR, BREADCRUMBS),
+    "breadcrumbs_ties": make_task_family(TIES, BREADCRUMBS),
+    "della": make_task_family(TIES, DELLA, normalize=True, rescale=True),
+    "della_linear": make_task_family(LINEAR, DELLA, rescale=True),
+    "slerp": Family(SLERP, each={}, shared={"t": "slerp_t"}, base=FIRST, others=(1, 1)),
+    "ram": Family(RAM, each={}, shared={"epsilon": "threshold"}, defaults={"epsilon": 1e-5}),
 }
 
 
 def find_merge_method(method: str, drop: str) -> str | None:
     """What mergekit calls a method and a drop (none: "") together."""
-    known = {
-        (family.method, family.drop): name
-        for name, family in FAMILIES.items()
-        if not family.average
-    }
+    known = {(family.method, family.drop): name for name, family in FAMILIES.items()}
     known[TIES, ""] = "ties"
     return known.get((method, drop))

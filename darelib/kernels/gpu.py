@@ -17,18 +17,10 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from darelib.core.formats import DTYPES, FORMATS
+from darelib.core.looks import ArcLook, Found, TrimLook
 from darelib.core.mask import TILE, mask_key
-from darelib.core.methods import (
-    METHODS,
-    SLERP,
-    ArcLook,
-    Coefficients,
-    Found,
-    TensorSettings,
-    TrimLook,
-    choose_looks,
-    weigh_for_look,
-)
+from darelib.core.methods import METHODS, Coefficients, choose_looks, returns_model, weigh_for_look
+from darelib.core.settings import TensorSettings
 from darelib.kernels.gpu_kernels import (
     BINS,
     COPIES,
@@ -54,6 +46,7 @@ WARPS: Final = 4  # of a program
 # Trim looks for its floor some bits at a time: from which bit on it counts in each pass, and how
 # many.
 DIGITS: Final = ((20, 11), (10, 10), (0, 10))
+MERGED: Final = ("sum", "elect", "average")  # ways to combine that there is a kernel for
 COUNTED_ROWS: Final = 64  # models of tensors in one launch that counts: 32 MB
 
 
@@ -84,10 +77,10 @@ def find_way(settings: TensorSettings) -> tuple[str | None, bool, bool] | None:
     method = METHODS[settings.method]
     schemes = [thinning.scheme for thinning in settings.thinnings]
     looks = choose_looks(settings, range(len(schemes)))
-    fits = {*looks} <= {TrimLook, ArcLook}
+    fits = {*looks} <= {TrimLook, ArcLook} and method.kernel in MERGED
     if not fits or any(scheme.ends or scheme.thresholds for scheme in schemes):
         return None
-    exact = settings.returns_model
+    exact = returns_model(settings)
     look = None if exact else method.look(settings)
     counts = method.kernel != "sum" and settings.normalize and set(settings.weights) == {1}
     return look.kernel if look else None, exact, counts and len(settings.weights) <= 5
@@ -131,7 +124,7 @@ class Columns:
         self.method = METHODS[settings[0].method]
         self.models = range(len(columns) - 2)
         # Tiles of a program, whose sums slerp folds.
-        self.group = 4 if settings[0].method == SLERP else 2
+        self.group = 4 if self.method.look(settings[0]) is ArcLook else 2
         self.table = np.array([column.addresses for column in columns], np.uint64)
         self.counts = np.array(list(map(Tensor.numel, columns[0].values)))
         even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(0)

@@ -30,7 +30,7 @@ import numpy as np
 
 from darelib.core.formats import DTYPES
 from darelib.core.matrices import LONGEST_SIDE
-from darelib.core.methods import TensorSettings
+from darelib.core.settings import TensorSettings
 from darelib.core.text import LOG
 from darelib.kernels.plain import library
 

@@ -15,25 +15,22 @@ import numpy as np
 
 from darelib.core.drops import Bounds, End, Thinning
 from darelib.core.formats import FORMATS, widen
-from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
-from darelib.core.matrices import LONGEST_SIDE, Matrices, find_matrices
-from darelib.core.methods import (
-    METHODS,
+from darelib.core.looks import (
     ArcLook,
     BoundsLook,
-    Coefficients,
     Found,
     MatrixLook,
     SumsLook,
-    TensorSettings,
     TrimLook,
-    choose_looks,
     find_factors,
     fold_columns,
     fold_neighbours,
     rank_of_floor,
-    weigh_for_look,
 )
+from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
+from darelib.core.matrices import LONGEST_SIDE, Matrices, find_matrices
+from darelib.core.methods import METHODS, Coefficients, choose_looks, returns_model, weigh_for_look
+from darelib.core.settings import TensorSettings
 
 Array = Any  # of one dimension
 # A model's delta, what is kept of it, and what each entry is divided by.
@@ -430,7 +427,7 @@ def merge_tensor(
     real = "F64" if "F64" in (dtype, output, *(kind for _, kind in finetuned.values())) else "F32"
     start = decode(base, dtype, real)
     models = list(finetuned)
-    if models and settings.returns_model:
+    if models and returns_model(settings):
         raw, kind = finetuned[0]
         return encode(decode(raw, kind, real), output)
 

@@ -6,9 +6,11 @@ from typing import Final
 
 import torch
 
+from darelib.core.looks import Found
 from darelib.core.mask import TILE
 from darelib.core.matrices import Matrices
-from darelib.core.methods import METHODS, Found, TensorSettings
+from darelib.core.methods import METHODS, returns_model
+from darelib.core.settings import TensorSettings
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
 from darelib.kernels import plain
@@ -115,7 +117,7 @@ class TensorMerge:
             else:
                 own = change[start : start + len(base)]
                 values = plain.add_change(base, own, self.settings.lambda_coeff)
-            if models and self.settings.returns_model:
+            if models and returns_model(self.settings):
                 values = self._read(self.parts[0], start, start + len(base))
             if self.real == torch.float64 and self.dtype.itemsize == 2:
                 # On its own, torch goes by way of float32, and rounds twice.

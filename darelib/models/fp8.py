@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from darelib.config import is_count
 from darelib.core.formats import FORMATS, widen
+from darelib.core.looks import Look
 from darelib.core.mask import TILE
-from darelib.core.methods import METHODS, Look
+from darelib.core.methods import METHODS
 from darelib.core.text import DareError, clip
 from darelib.kernels import fp8, plain
 from darelib.models.checkpoint import (

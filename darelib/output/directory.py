@@ -17,9 +17,10 @@ from typing import Any, Final
 
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS, L1, NONE, RANDOM, Thinning
-from darelib.core.families import find_merge_method
+from darelib.core.families import FAMILIES, find_merge_method
 from darelib.core.mask import MASK_NAME
-from darelib.core.methods import METHODS, TensorSettings
+from darelib.core.methods import METHODS
+from darelib.core.settings import TensorSettings
 from darelib.core.text import ConfigError, DareError, as_text, count_of, printable
 from darelib.core.tomlfile import MAX_TOML
 from darelib.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, find_modules
@@ -403,14 +404,16 @@ def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> s
     trimmed = settings.keep_ratio < 1  # which is all the dropping that its ties does
     if others or name is None or (trimmed and drop):
         return ""
-    if name == "slerp":
-        return "`merge_method: slerp`"
     kept = [settings.keep_ratio if trimmed else 1 - rate for rate in settings.drop_rates]
-    densities = ", ".join(dict.fromkeys(f"{density:.4g}" for density in kept))
-    return (
-        f"`merge_method: {name}`, `density: {densities}`, `lambda: {settings.lambda_coeff:g}`, "
-        f"`normalize: {str(settings.normalize).lower()}`"
-    )
+    shown = {
+        "density": ", ".join(dict.fromkeys(f"{density:.4g}" for density in kept)),
+        "lambda": f"{settings.lambda_coeff:g}",
+        "normalize": str(settings.normalize).lower(),
+    }
+    family = FAMILIES[name]
+    known = (*family.each, *family.shared, *family.ignored)
+    words = [f"`{key}: {value}`" for key, value in shown.items() if key in known]
+    return ", ".join([f"`merge_method: {name}`", *words])
 
 
 def card_name(source: Source) -> str:

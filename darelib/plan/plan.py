@@ -9,7 +9,7 @@ from functools import cached_property
 
 from darelib.config import DareConfig
 from darelib.core.formats import FORMATS
-from darelib.core.methods import Look
+from darelib.core.looks import Look
 from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import KernelSpec
 from darelib.models.tensors import Described

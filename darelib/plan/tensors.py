@@ -8,8 +8,10 @@ from typing import Self
 
 from darelib.config import Rule
 from darelib.core.formats import FORMATS, STORED_BITS
+from darelib.core.looks import Found, Look
 from darelib.core.matrices import Matrices, find_matrices
-from darelib.core.methods import METHODS, Found, Look, TensorSettings, choose_looks
+from darelib.core.methods import METHODS, choose_looks
+from darelib.core.settings import BASE, TensorSettings
 from darelib.kernels import KernelSpec
 from darelib.models.checkpoint import WEIGHTS_FILE
 from darelib.models.tensorfile import header_bytes
@@ -75,7 +77,8 @@ class TensorPlan:
         products of adapters.
         """
         are_products = all(info.added_rank for _, info in self.finetuned)
-        return are_products and self.is_simple and METHODS[self.settings.method].adds_ranks
+        adds = METHODS[self.settings.method].adds_ranks and self.settings.origin == BASE
+        return are_products and self.is_simple and adds
 
     @property
     def looks(self) -> list[type[Look]]:

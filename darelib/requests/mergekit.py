@@ -27,17 +27,16 @@ from darelib.config import (
     freeze,
     value_at,
 )
-from darelib.core.drops import DROPS, L1, NONE, complement
+from darelib.core.drops import L1, NONE, complement
 from darelib.core.formats import DTYPES
-from darelib.core.methods import METHODS, RAM, SLERP
+from darelib.core.methods import METHODS
+from darelib.core.settings import ZERO
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models
 from darelib.models.source import AUTO, BASE, UNION, Source, is_template
 from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Table, load_yaml
 from darelib.requests.request import Request
 
-# Of the parameters that need not be given; the others' are the family's.
-DEFAULTS: Final = {"density": 1.0, "gamma": 0.01, "lambda": 1.0}
 FLAGS: Final = ("normalize", "rescale", "int8_mask")
 YES, NO = (("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0"))
 # Tensors outside the layers that mergekit counts to the first slice; the others are in the last.
@@ -81,8 +80,7 @@ class Parameters:
 
     def look_up(self, name: str, levels: Sequence[Table]) -> Entries:
         """A parameter by filter: the nearest level first, the default last."""
-        default = DEFAULTS.get(name, getattr(self.file.family, name, None))
-        values = [*(level.get(name) for level in levels), default]
+        values = [*(level.get(name) for level in levels), self.file.family.defaults.get(name)]
         parsed = [self.parse_entries(name, value) for value in values if value is not None]
         entries = list(itertools.chain.from_iterable(parsed))
         end = next((k for k, (word, _) in enumerate(entries, 1) if not word), len(entries))
@@ -220,38 +218,35 @@ def check_slices(file: MergekitFile, layers: Mapping[str, int]) -> None:
 
 def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:
     """mergekit's parameters of a tensor as our settings."""
-
-    def each(name: str) -> list[Any]:
-        return [values[name, i] for i in range(len(file.models))]
-
     family = file.family
     made: Table = {"method": family.method, "drop_rate": 0.0}
-    if family.method == SLERP:
-        return made | {"slerp_t": values["t", -1]}
-    if family.method == RAM:
-        return made | {"threshold": values["epsilon", -1]}
-    made |= {"weights": each("weight"), "normalize": values["normalize", -1]}
-    if family.average:
-        numbers = [weight for weight in each("weight") if not isinstance(weight, Gradient)]
-        is_whole = len(numbers) == len(file.models) and abs(math.fsum(numbers) - 1) < 1e-9
-        file.check(
-            made["normalize"] or is_whole,
-            "normalize",
-            "the weights of an average must add up to 1",
-            "set it to true",
-        )
-        return made | {"normalize": True}
-    made["lambda_coeff"] = values["lambda", -1]
+    if file.from_zero:
+        made["origin"] = ZERO
     if family.drop:
-        made |= {"drop": family.drop, "rescale": L1 if values["rescale", -1] else NONE}
-        made["drop_rate"] = one_or_each(list(map(drop_rate_of, each("density"))))
-        made |= {name: one_or_each(each(name)) for name in DROPS[family.drop].settings}
-    return made
+        made["drop"] = family.drop
+    for name, setting in family.each.items():
+        numbers = [convert(name, values[name, i]) for i in range(len(file.models))]
+        made[setting] = numbers if setting == "weights" else one_or_each(numbers)
+    for name, setting in family.shared.items():
+        made[setting] = convert(name, values[name, -1])
+    for name, (value, reason) in family.only.items():
+        file.check(
+            values[name, -1] == value,
+            name,
+            f"it can only be {value} here: {reason}",
+            "leave it out",
+        )
+    return family.finish(made)
 
 
-def drop_rate_of(density: Any) -> Any:
-    is_gradient = isinstance(density, Gradient)
-    return Gradient(tuple(map(complement, density.numbers))) if is_gradient else complement(density)
+def convert(name: str, value: Any) -> Any:
+    """What mergekit means by a parameter, as a setting has it."""
+    if name == "rescale":
+        return L1 if value else NONE
+    if name != "density":
+        return value
+    is_gradient = isinstance(value, Gradient)
+    return Gradient(tuple(map(complement, value.numbers))) if is_gradient else complement(value)
 
 
 def one_or_each(values: list[Any]) -> Any:
@@ -264,10 +259,9 @@ def explain_defaults(file: MergekitFile, dare: Table) -> dict[str, str]:
     notes = {}
     if not family.drop:
         notes["drop_rate"] = f"{file.method} drops nothing"
-    if dare.get("normalize", family.normalize) != METHODS[family.method].normalize:
-        notes["normalize"] = (
-            f"mergekit's default for {file.method} is {str(family.normalize).lower()}"
-        )
+    usual = family.defaults.get("normalize")
+    if usual is not None and dare["normalize"] != METHODS[family.method].normalize:
+        notes["normalize"] = f"mergekit's default for {file.method} is {str(usual).lower()}"
     if dare.get("rescale") == L1:
         notes["rescale"] = 'what mergekit calls rescale; the papers do what is "expectation" here'
     return notes

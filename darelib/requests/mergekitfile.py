@@ -11,8 +11,7 @@ from typing import Any, Final
 import yaml
 
 from darelib.config import is_count
-from darelib.core.families import FAMILIES
-from darelib.core.methods import SLERP
+from darelib.core.families import COUNTED, FAMILIES, FIRST, OPTIONAL
 from darelib.core.text import LOG, ConfigError, nearest
 from darelib.models.lora import UNLOAD_HINT
 
@@ -92,10 +91,12 @@ class MergekitFile:
             nearest(self.method, FAMILIES),
         )
         self.family = FAMILIES[self.method]
-        self.each, self.shared, ignored = self.family.list_parameters()
-        self.own = (*self.each, *ignored)  # what a model may have
+        self.each = tuple(self.family.each)
+        self.shared = (*self.family.shared, *self.family.only)
+        self.own = (*self.each, *self.family.ignored)  # what a model may have
         self.parameters = self.read_parameters(self.content, "", (*self.own, *self.shared))
         self.parts = self.read_parts()
+        self.from_zero = False  # whether values are combined, since there is no base
         self.base = self.choose_base()
         self.models = self.choose_models()
 
@@ -233,15 +234,16 @@ class MergekitFile:
         models = self.parts[0].models
         self.check(not others, "slices", "they have different base models", STACKED)
         self.check(
-            base or self.family.average,
+            base or self.family.base in (OPTIONAL, COUNTED),
             "base_model",
             "it is missing",
             "name the model that the others were made from",
         )
-        if base is None:  # an average does not depend on it, but adapters can only be put on it
+        if base is None:  # the result does not depend on it, but adapters can only be put on it
+            self.from_zero = self.family.base == OPTIONAL
             first, *_ = sorted(models, key=lambda model: not model.lora)
             return Reference(first.path)
-        if self.family.average and "models" in self.content:
+        if self.family.base == COUNTED and "models" in self.content:
             models.setdefault(base, {})
         self.check(
             not base.lora, "base_model", "the base cannot have an adapter on top", UNLOAD_HINT
@@ -260,18 +262,19 @@ class MergekitFile:
                 f"{model}: adapters can only be put on the base, {self.base}",
                 UNLOAD_HINT,
             )
-        if self.family.average:
-            return models
-        others = [model for model in models if model != self.base]
-        is_arc = self.family.method == SLERP
-        wanted = "one model" if is_arc else "models"
+        if self.family.base == COUNTED or self.from_zero:
+            others = models
+        else:
+            others = [model for model in models if model != self.base]
+        least, most = self.family.others
+        wanted = "one model" if most == 1 else f"{least} models" if most == least else "models"
         self.check(
-            len(others) == 1 if is_arc else others,
+            least <= len(others) <= (most or len(others)),
             "models",
             f"{self.method} merges {wanted} besides the base, not {len(others)}",
-            "leave the others out" if others else "list what is to be merged",
+            "list what is to be merged" if len(others) < least else "leave the others out",
         )
-        return [self.base, *others] if is_arc else others
+        return [self.base, *others] if self.family.base == FIRST else others
 
 
 def unwrap_module(file: MergekitFile, content: Any) -> Any:

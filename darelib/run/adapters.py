@@ -11,7 +11,8 @@ import numpy as np
 
 from darelib.core.formats import FORMATS, widen
 from darelib.core.interrupts import Interrupts
-from darelib.core.methods import METHODS, Found, Look, MatrixLook
+from darelib.core.looks import Found, Look, MatrixLook
+from darelib.core.methods import METHODS
 from darelib.core.tuning import TUNING
 from darelib.kernels.lowrank import (
     Array,

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
+from darelib.core.looks import Found, Look, MatrixLook
 from darelib.core.mask import KEEP_ALL, TILE
-from darelib.core.methods import Found, Look, MatrixLook, weigh_for_look
+from darelib.core.methods import weigh_for_look
 from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
 from darelib.kernels.fallback import thin_chunk

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from darelib.config import DareConfig
 from darelib.core.formats import DTYPES
 from darelib.core.mask import mask_key
-from darelib.core.methods import LINEAR, METHODS, TensorSettings
+from darelib.core.methods import LINEAR, METHODS
+from darelib.core.settings import TensorSettings
 from darelib.core.text import LOG, ConfigError, DareError
 from darelib.kernels.tensors import Solutions, TensorMerge, explain_broken
 from darelib.models.memory import STATE_DICT_HINT, StateDict, check_state_dict

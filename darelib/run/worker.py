@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
+from darelib.core.looks import Found, Look
 from darelib.core.mask import KEEP_ALL, MASK_BITS, TILE, mask_key
-from darelib.core.methods import METHODS, Coefficients, Found, Look, weigh_for_look
+from darelib.core.methods import METHODS, Coefficients, returns_model, weigh_for_look
 from darelib.core.text import DareError
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
@@ -231,7 +232,7 @@ class Worker(JobWorker):
         whole["first_share"] = found.first_share
         whole["threshold"] = self.plan.config.delta_threshold
         has_values = any(not info.is_delta for _, info in tensor.finetuned)
-        whole["exact"] = settings.returns_model and has_values
+        whole["exact"] = returns_model(settings) and has_values
 
     def _copy(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor = job.tensor

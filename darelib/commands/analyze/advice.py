@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 from darelib.commands.analyze.measure import DeltaStats, ModelAnalysis, PairAnalysis, kind_of
 from darelib.config import DareConfig, Gradient, Rule, as_toml
 from darelib.core.drops import EXPECTATION, is_random
-from darelib.core.methods import LINEAR, METHODS, RAM, TensorSettings
+from darelib.core.methods import LINEAR, METHODS, RAM
+from darelib.core.settings import TensorSettings
 from darelib.core.text import count_of, list_names
 from darelib.core.tuning import TUNING
 from darelib.plan.plan import MergePlan

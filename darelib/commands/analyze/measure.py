@@ -18,8 +18,9 @@ from darelib.commands.analyze.spaces import measure_spaces
 from darelib.core.drops import L1, RANDOM
 from darelib.core.formats import FORMATS
 from darelib.core.interrupts import Interrupts
+from darelib.core.looks import Found, Look
 from darelib.core.mask import TILE
-from darelib.core.methods import Found, Look, TensorSettings
+from darelib.core.settings import TensorSettings
 from darelib.core.text import DareError, progress
 from darelib.kernels.records import BINS, FIRST_BIN, LANES
 from darelib.models.checkpoint import Checkpoint, module_of

@@ -1,0 +1,204 @@
+"""What must be found out about a whole tensor before it is merged, in passes over its chunks."""
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from darelib.core.drops import Bounds, End
+from darelib.core.formats import DIGIT_BITS, NO_PREFIX
+from darelib.core.settings import TensorSettings
+
+
+@dataclass
+class Found:
+    """What looks have found out about one tensor so far, for each model that has it."""
+
+    # Of the |delta| that the drop keeps, where it is by size.
+    bounds: tuple[Bounds | None, ...] = ()
+    factors: tuple[float, ...] = ()  # that restore the sum of |delta|
+    floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
+    # Not by model: squared lengths and scalar product of the ends of slerp's arc.
+    products: tuple[float, ...] = (0.0, 0.0, 0.0)
+    change: Any = None  # the merged delta itself, where a method takes matrices as a whole
+
+
+def rank_of_floor(keep_ratio: float, survivors: int) -> int:
+    """How many surviving entries trim keeps: the largest, and all that equal the last of them."""
+    return max(1, int(keep_ratio * survivors))
+
+
+@dataclass(eq=False)
+class Look:
+    """Finds out what must be known of one whole tensor before it is merged.
+
+    In passes, each of them jobs in any order. buffers are the kernels' (see darelib.kernels); jobs
+    are added one at a time, chunks from any thread.
+    """
+
+    # Without types, so that they are no fields: each class has its own.
+    kernel = ""
+    merges = False  # whether its kernel is the one that merges
+    whole = False  # whether its jobs are whole matrices, which no kernel is for
+
+    settings: TensorSettings
+    models: Sequence[int]  # those that have the tensor
+    count: int  # of its entries
+    bits: int  # of the floats to compute in
+    found: Found  # what earlier looks have found, and where this one adds to it
+
+    @classmethod
+    def count_passes(cls, bits: int) -> int:
+        return 1
+
+    def describe(self, buffers: Any, number: int) -> None:
+        """Set what its kernel must know in this pass."""
+
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        """Add what the kernel found in so many entries from there on."""
+
+    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+        """Add what the kernel found in a job."""
+
+    def conclude(self, number: int) -> None:
+        """Draw the conclusion of this pass, of which all jobs have been added."""
+
+
+@dataclass
+class Digits:
+    """The bit pattern of one entry that is looked for, as far as it is known."""
+
+    number: int  # of the entry, counted from the largest down, among those that begin like it
+    prefix: int = 0
+    equal: int = 0  # how many begin like it
+
+    def find_next(self, counts: Any) -> None:
+        """counts: by the next digit, of the entries that begin like it."""
+        downwards = counts[::-1].cumsum()
+        place = int(downwards.searchsorted(self.number))
+        self.number -= int(downwards[place - 1]) if place else 0
+        self.equal = int(counts[len(counts) - 1 - place])
+        self.prefix = self.prefix << DIGIT_BITS | (len(counts) - 1 - place)
+
+    def as_end(self, bits: int) -> End:
+        integer, real = "Qd" if bits == 64 else "If"
+        [size] = struct.unpack(f"<{real}", struct.pack(f"<{integer}", self.prefix))
+        return End(size, self.number, self.equal)
+
+
+@dataclass(eq=False)
+class BoundsLook(Look):
+    """The smallest and the largest |delta| that each model's drop keeps, where that is by size.
+
+    They are known by their numbers in order of size. Each pass finds one more digit of them.
+    """
+
+    kernel = "count"
+    _wanted: list[list[Digits]] = field(default_factory=list)
+    _counts: Any = 0
+
+    @classmethod
+    def count_passes(cls, bits: int) -> int:
+        return bits // DIGIT_BITS
+
+    def describe(self, buffers: Any, number: int) -> None:
+        buffers.tensor["shift"] = self.bits - (number + 1) * DIGIT_BITS
+        for record, wanted in zip(buffers.models, self._wanted, strict=False):
+            prefixes = [*(digits.prefix for digits in wanted), NO_PREFIX, NO_PREFIX]
+            record["prefix"], record["prefix_2"] = prefixes[:2]
+
+    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+        self._counts = self._counts + buffers.counts[: len(self.models)].astype("i8")
+
+    def conclude(self, number: int) -> None:
+        counts = self._counts.reshape(len(self.models), 2, -1)
+        self._counts = 0
+        if number == 0:
+            numbers = map(self.number, self.models, counts[:, 0].sum(axis=1).tolist())
+            self._wanted = [list(map(Digits, each)) for each in numbers]
+        for wanted, halves in zip(self._wanted, counts, strict=True):
+            alike = len({digits.prefix for digits in wanted}) == 1  # both were counted together
+            for digits, half in zip(wanted, halves[[0, 0]] if alike else halves, strict=False):
+                digits.find_next(half)
+        if number == self.count_passes(self.bits) - 1:
+            self.record([[digits.as_end(self.bits) for digits in each] for each in self._wanted])
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        """Which entries of a model to find, of so many, counted from the largest down."""
+        return self.settings.thinnings[model].list_ends(self.count)
+
+    def record(self, found: list[list[End]]) -> None:
+        pairs = zip(self.models, found, strict=True)
+        self.found.bounds = tuple(self.settings.thinnings[i].find_bounds(ends) for i, ends in pairs)
+
+
+class TrimLook(BoundsLook):
+    """The smallest |delta| that trim keeps of what survives the drop, found in the same way."""
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        return (rank_of_floor(self.settings.keep_ratio, survivors),) if survivors else ()
+
+    def record(self, found: list[list[End]]) -> None:
+        self.found.floors = tuple(ends[0].size if ends else 0.0 for ends in found)
+
+
+@dataclass(eq=False)
+class ChunkLook(Look):
+    """Adds up what a kernel finds in each chunk, in the chunks' order."""
+
+    _chunks: dict[int, tuple[float, ...]] = field(default_factory=dict)
+
+    def fold(self) -> tuple[float, ...]:
+        return fold_columns([self._chunks.pop(start) for start in sorted(self._chunks)])
+
+
+class SumsLook(ChunkLook):
+    """The sums of |delta| before and after the drop, for each model."""
+
+    kernel = "sums"
+
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        records = buffers.models[: len(self.models)]
+        self._chunks[start] = (*records["size"].tolist(), *records["kept_size"].tolist())
+
+    def conclude(self, number: int) -> None:
+        self.found.factors = find_factors(self.settings, self.models, self.fold())
+
+
+def find_factors(
+    settings: TensorSettings, models: Sequence[int], sums: Sequence[float]
+) -> tuple[float, ...]:
+    """sums: of |delta|, for each model, then of what is kept of it, for each model."""
+    triples = zip(models, sums[: len(models)], sums[len(models) :], strict=True)
+    return tuple(settings.thinnings[i].find_factor(size, kept) for i, size, kept in triples)
+
+
+class ArcLook(ChunkLook):
+    """The squared lengths and the scalar product of the two thinned models, the ends of an arc."""
+
+    kernel = "products"
+
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        names = ("square_0", "square_1", "product")
+        self._chunks[start] = tuple(float(buffers.tensor[name][0]) for name in names)
+
+    def conclude(self, number: int) -> None:
+        self.found.products = self.fold()
+
+
+class MatrixLook(Look):
+    """The merged delta of a tensor whose matrices are merged as a whole: a job for each."""
+
+    whole = True
+
+
+def fold_columns(chunks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    return tuple(fold_neighbours(list(column)) for column in zip(*chunks, strict=True))
+
+
+def fold_neighbours(values: list[float]) -> float:
+    """A sum by pairs of neighbours: of 2^k values each, it is the same in pieces as in one."""
+    while len(values) > 1:
+        values = [*values, 0.0] if len(values) % 2 else values
+        values = [values[k] + values[k + 1] for k in range(0, len(values), 2)]
+    return values[0]

@@ -1,0 +1,36 @@
+"""How to merge one tensor, all rules considered."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from darelib.core.drops import Thinning
+
+# Where what is combined starts: deltas from the base, or values from zero.
+BASE: Final = "base"
+ZERO: Final = "zero"
+
+
+@dataclass(frozen=True, eq=False)
+class TensorSettings:
+    """How to merge one tensor, all rules considered; what is per model, in the models' order."""
+
+    method: str
+    thinnings: tuple[Thinning, ...]
+    weights: tuple[float, ...]
+    normalize: bool  # whether weights are divided by their sum
+    lambda_coeff: float
+    keep_ratio: float = 1.0  # share of the surviving entries that trim keeps
+    origin: str = BASE
+    slerp_t: float = 0.5
+    threshold: float = 1e-5  # ram: a smaller |delta| is none
+    ridge: float = 1.0  # wudi: what is added to the Gram matrices, whose mean diagonal is 1
+    # wudi: how large the merged delta may be, in mean sizes of the models'; 0: as it comes.
+    norm_limit: float = 1.5
+
+    @property
+    def drop_rates(self) -> tuple[float, ...]:
+        return tuple(thinning.drop_rate for thinning in self.thinnings)
+
+    @property
+    def divisors(self) -> tuple[float, ...]:
+        return tuple(thinning.divisor for thinning in self.thinnings)

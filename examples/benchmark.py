@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -74,6 +75,11 @@ SECTIONS: dict[str, list[Point]] = {
         *(Point(size) for size in (START_UP, 100_000_000, 3_840_000_000)),
     ],
     "drops": [Point(CENTRE, method) for method in ("magnitude", "breadcrumbs", "della")],
+    "methods": [
+        *(Point(CENTRE, method) for method in ("model_stock", "nuslerp", "multislerp", "karcher")),
+        *(Point(CENTRE, method) for method in ("sce", "ramplus_tl", "passthrough")),
+        *(Point(CENTRE, method, models=1) for method in ("nearswap", "arcee_fusion")),
+    ],
     "packed": [Point(CENTRE, "pack"), Point(CENTRE, "pack", cold=True)],
     "matrices": [Point(100_000_000, "wudi")],
     "adapters": [Point(CENTRE, "adapters", models=8)],
@@ -108,6 +114,11 @@ PROGRAMS: dict[str, dict[str, str]] = {
         "linear": MERGE,
     },
     "drops": {"this tool": "DARE --config RECIPE --output FOLDER -q", "mergekit": KIT},
+    "methods": {
+        "this tool": "DARE --config RECIPE --output FOLDER -q",
+        "mergekit": KIT,
+        "copy of one model": "COPY CORES FILE MODEL",
+    },
     "packed": {
         "packed models": MERGE.replace("MODELS", "PACKED"),
         "the models": MERGE,
@@ -148,7 +159,10 @@ PROGRAMS: dict[str, dict[str, str]] = {
 }
 METHODS = {
     point.method: section
-    for section in ("extraction", "adapters", "matrices", "analysis", "packed", "drops", "files")
+    for section in (
+        *("extraction", "adapters", "matrices", "analysis", "packed", "methods", "drops"),
+        "files",
+    )
     for point in SECTIONS[section]
 }
 SETTINGS = {
@@ -159,6 +173,15 @@ SETTINGS = {
 # mergekit's names. Its slerp drops nothing, so it does less.
 KIT_METHODS = {"linear": "dare_linear", "ties": "dare_ties", "slerp": "slerp", "magnitude": "ties"}
 KIT_METHODS |= {"breadcrumbs": "breadcrumbs", "della": "della_linear"}
+KIT_METHODS |= {point.method: point.method for point in SECTIONS["methods"]}
+# The parameters of methods that drop nothing.
+KIT_PARAMETERS: dict[str, dict[str, float]] = {
+    **{point.method: {} for point in SECTIONS["methods"]},
+    **{method: {"weight": 0.5} for method in ("nuslerp", "multislerp")},
+    "sce": {"select_topk": 0.5},
+    "nearswap": {"t": 0.001},
+    "slerp": {"t": 0.5},
+}
 # What Python, C++ and torch print when there is no memory left.
 STARVED = ("MemoryError", "std::bad_alloc", "DefaultCPUAllocator", "Cannot allocate memory")
 
@@ -199,18 +222,8 @@ def list_programs(
         "SETTINGS": [*SETTINGS.get(point.method, "").split(), *threads],
         "ROOT": [str(ROOT)],
     }
-    if kit_method := KIT_METHODS.get(point.method):
-        dares = kit_method != "slerp"
-        listed = [{"model": str(file.parent)} for file in files]
-        parameters = {"density": 0.5 if section == "drops" else DENSITY, "weight": 1 / len(models)}
-        wanted = {
-            "merge_method": kit_method,
-            "dtype": DTYPES[point.dtype][0],
-            "models": listed[1:],
-            "base_model": listed[0 if dares else 1]["model"],
-            "parameters": parameters if dares else {"t": 0.5},
-        }
-        recipe.write_text(json.dumps(wanted))  # JSON is YAML, too
+    if point.method in KIT_METHODS:
+        recipe.write_text(json.dumps(write_recipe(section, point, files)))  # JSON is YAML, too
     # With the seeds of a merge of the models.
     for number, file in enumerate(packed if section == "packed" else ()):
         flags = ["--base", base, "--merge", models[number], "--output", file, "-q"]
@@ -222,6 +235,28 @@ def list_programs(
         role: [each for word in line for each in words.get(word, [word])]
         for role, line in lines.items()
     }
+
+
+def write_recipe(section: str, point: Point, files: list[Path]) -> dict[str, Any]:
+    """A configuration for mergekit."""
+    method = KIT_METHODS[point.method]
+    homes = [str(file.parent) for file in files]
+    density = 0.5 if section == "drops" else DENSITY
+    thinned = {"density": density, "weight": 1 / point.models}
+    made = {
+        "merge_method": method,
+        "dtype": DTYPES[point.dtype][0],
+        "parameters": KIT_PARAMETERS.get(method, thinned),
+    }
+    if method == "passthrough":  # half of one model, and the other half of another
+        config = json.loads(files[0].with_name("config.json").read_text())
+        layers = config["num_hidden_layers"]
+        bounds = (0, layers // 2, layers)
+        ranges = zip(homes[1:], itertools.pairwise(bounds), strict=False)
+        sources = ({"model": home, "layer_range": [*span]} for home, span in ranges)
+        return made | {"slices": [{"sources": [source]} for source in sources]}
+    listed = [{"model": home} for home in homes[1:]]
+    return made | {"models": listed, "base_model": homes[1 if method == "slerp" else 0]}
 
 
 def measure(command: list[str], environment: dict[str, str]) -> dict[str, float]:

@@ -14,6 +14,10 @@ from tests import support
 from tests.support import BF16, Capture, Models, Pair, Patch, Refusal
 
 
+# Tests run on all cores already: more threads for matrices would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and config.cache:
         # Programs are started hundreds of times, and would compile their modules each time.

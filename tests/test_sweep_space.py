@@ -141,6 +141,7 @@ VALUES: dict[str, list[Any]] = {
     "epsilon": [0.1, 0.2],
     "weights": [[0.3, 0.7], [{"gradient": [0, 1]}, 1]],
     "normalize": [True, False],
+    "origin": ["base", "zero"],
     "dtype": ["float32", "bf16"],
     "lambda_coeff": [1, {"gradient": [1, 2]}],
     "rescale": [True, False, "none", "l1", "expectation"],

@@ -13,7 +13,6 @@ from darelib.core.tuning import TUNING, Tuning
 from tests import support
 from tests.support import BF16, Capture, Models, Pair, Patch, Refusal
 
-
 # Tests run on all cores already: more threads for matrices would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

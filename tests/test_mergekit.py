@@ -307,7 +307,9 @@ EXACT = {
     "linear, with a base": LINEAR_BASE,
     "linear, filters": LINEAR_FILTERS,
     "linear, adapters": LINEAR_ADAPTERS,
-    "linear, not normalized": LINEAR_BASE.replace("parameters: {", "parameters: {normalize: false, "),
+    "linear, not normalized": LINEAR_BASE.replace(
+        "parameters: {", "parameters: {normalize: false, "
+    ),
     "ram": RAM,
     "ram, as an only module": RAM.replace("models:", "modules: {default: {models:") + "}}",
     "slerp": SLERP.replace("$models", ARC).replace("$t", "0.3"),

@@ -112,8 +112,8 @@ class DareMerger:
             )
         if not merge_files:
             raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
-        self.models = tuple(map(Source.of, merge_files))
-        self.base = find_base(self.models) if base_file is None else Source.of(base_file)
+        self.models = tuple(map(Source.of_model, merge_files))
+        self.base = find_base(self.models) if base_file is None else Source.of_model(base_file)
         self.tokenizer = Source.of(tokenizer)
         self.chat_template = None if chat_template is None else Source.of(chat_template)
         self.config = check_config(config)

@@ -256,6 +256,19 @@ SLERP = "merge_method: slerp\nbase_model: one\nparameters: {t: 0.3}\nmodels: "
             "x l",
             {},
         ),
+        (
+            "merge_method: linear\nmodels: [{model: a+x}, {model: b+x}]\nparameters: {weight: 2}",
+            "a",
+            "x b+x",
+            {},
+        ),
+        (
+            "merge_method: ties\nbase_model: b+x\nparameters: {weight: 1}\n"
+            "models: [{model: b}, {model: b+x}, {model: b+y}, {model: {model: c, lora: d+e}}]",
+            "b+x",
+            "b b+y c+d+e",
+            {},
+        ),
     ],
 )
 def test_what_is_the_base_and_what_is_merged(
@@ -574,14 +587,6 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
             "merges one model besides",
         ),
         (
-            "merge_method: ties\nbase_model: base+x\nmodels: [{model: one}]",
-            "base cannot have an adapter",
-        ),
-        (
-            f"merge_method: ties\n{MODELS}".replace("model: one", "model: other+x"),
-            "'other+x': adapters can only",
-        ),
-        (
             f"merge_method: ties\n{MODELS}".replace("model: two", "model: one"),
             "models[1]: 'one' is there twice",
         ),
@@ -648,10 +653,6 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
         (
             "merge_method: ties\nbase_model: base\nmodels: [{model: one, parameters: {lambda: 1}}]",
             "no key 'lambda'",
-        ),
-        (
-            "merge_method: linear\nmodels: [{model: a+x}, {model: b+x}]\nparameters: {weight: 2}",
-            "adapters can only",
         ),
         ("merge_method: slerp\nbase_model: base\nmodels: [{model: one}]", "t: "),
         (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from darelib.core.text import DareError, as_text
+from darelib.models.adapted import AdaptedModel
 from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint
 from darelib.models.fp8 import recognise_fp8
 from darelib.models.kohya import KohyaAdapter, find_kohya
@@ -83,6 +84,26 @@ def find_own(folder: Path, weights: Collection[Path]) -> Iterator[Path]:
             yield path
 
 
+def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
+    """A model, open for reading. base: None: it is to be the base."""
+    if not source.joined:
+        open_files, layout = find_files(source)
+        return open_files(source, layout, base)
+    below, top = source.joined
+    if base and not base.source.joined and is_same_path(base.source.path, below.path):
+        return open_source(top, base)  # an adapter on the base, which is an input by itself
+    with ExitStack() as opened:
+        model = opened.enter_context(closing(open_source(below, None)))
+        adapter = opened.enter_context(closing(open_source(top, model)))
+        adapted = AdaptedModel(source, model, adapter)
+        opened.pop_all()
+    return adapted
+
+
+def is_same_path(one: Path, other: Path) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
 @contextmanager
 def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list[Checkpoint]]:
     """The inputs, open for reading: the base, which is the first, and the models. Downloads those
@@ -93,8 +114,7 @@ def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list
     inputs: list[Checkpoint] = []
     with ExitStack() as opened:
         for source in map(download, sources):
-            open_files, layout = find_files(source)
-            model = open_files(source, layout, inputs[0] if inputs else None)
+            model = open_source(source, inputs[0] if inputs else None)
             inputs.append(opened.enter_context(closing(model)))
         if unite:
             from darelib.models.rows import unite_tokens

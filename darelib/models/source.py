@@ -1,10 +1,12 @@
 """A model as the user named it, and where it is: on this machine, or on the Hugging Face Hub."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -34,6 +36,12 @@ class Source:
     path: Path
     # What recipes call it, where that is not the last part of its path: its name on the Hub.
     recorded: str = ""
+    # Of a model with an adapter on top: the two. Its path is the model's.
+    joined: tuple[Source, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Source, ...]:
+        return self.joined or (self,)
 
     @property
     def pinned(self) -> str:
@@ -59,16 +67,53 @@ class Source:
             path = Path(os.path.expanduser(given))
         return cls(name, Path(folder or "", path))
 
+    @classmethod
+    def join(cls, model: Source, adapter: Source) -> Self:
+        """A model with an adapter on top."""
+        return cls(f"{model.name}+{adapter.name}", model.path, joined=(model, adapter))
+
+    @classmethod
+    def of_model(cls, given: str | Path | Self, folder: Path | None = None) -> Self:
+        """The same of what may have an adapter on top: where there is no such path, MODEL+ADAPTER
+        means both.
+        """
+        whole = cls.of(given, folder)
+        if isinstance(given, cls) or os.path.lexists(whole.path):
+            return whole
+        pairs = [[cls.of(part, folder) for part in pair] for pair in list_splits(str(given))]
+        here = [pair for pair in pairs if all(os.path.lexists(part.path) for part in pair)]
+        if len(here or pairs) > 1:
+            raise ConfigError(
+                f"there is no file or directory {whole.name!r}, and a model can have one adapter "
+                "on top, not several",
+                "write MODEL+ADAPTER, or merge the adapters as models of their own",
+            )
+        return cls.join(*(here or pairs)[0]) if pairs else whole
+
     @property
     def is_word(self) -> bool:
         """Whether a tokenizer or a chat template is a word or the template itself, not a path."""
         return self.name in (BASE, UNION, AUTO) or is_template(self.name)
 
 
+def list_splits(name: str) -> list[tuple[str, str]]:
+    """The ways to read a name as that of a model and of an adapter on top."""
+    marks = [k for k, sign in enumerate(name) if sign == "+" and 0 < k < len(name) - 1]
+    return [(name[:k], name[k + 1 :]) for k in marks]
+
+
 def is_last_part(name: object) -> bool:
     """Whether a name is the last part of a path, or that of a commit on the Hub."""
     is_pinned = HUB_NAME.fullmatch(str(name)) and str(name).count("/") == 1
     return isinstance(name, str) and (Path(name).name == name != ".." or bool(is_pinned))
+
+
+def list_last_parts(name: object) -> list[tuple[str, ...]]:
+    """The ways to read what a recipe calls a model: by the last part of its path, or by those of
+    a model and an adapter.
+    """
+    ways = [(name,), *list_splits(name)] if isinstance(name, str) else []
+    return [way for way in ways if all(map(is_last_part, way))]
 
 
 def is_template(text: str) -> bool:
@@ -79,7 +124,8 @@ def is_template(text: str) -> bool:
 def recorded_name(source: Source) -> str:
     """What a recipe calls a model: its name and commit on the Hub, or the last part of its path."""
     path = Path(os.path.abspath(source.path))
-    return source.recorded or as_text(path.parent.name if path.name in MODEL_FILES else path.name)
+    last = as_text(path.parent.name if path.name in MODEL_FILES else path.name)
+    return source.recorded or "+".join(map(recorded_name, source.joined)) or last
 
 
 def path_hint(source: Source) -> str:
@@ -97,6 +143,9 @@ def download(
     wanted: patterns of the files that are needed; None: all but weights of other frameworks.
     is_cached: only what was downloaded before.
     """
+    if source.joined:
+        parts = tuple(download(part, wanted, is_cached=is_cached) for part in source.joined)
+        return replace(source, path=parts[0].path, joined=parts)
     if not is_on_hub(source):
         return source
     repository, _, revision = source.name.partition("@")

@@ -6,6 +6,7 @@ import codecs
 import errno
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -344,9 +345,11 @@ def model_card(
         ),
     )
     is_whole = any(METHODS[own.method].whole for own in config.resolve_all(len(models)))
-    named = [base, *models] if kind.names_all else [base]
+    listed = zip(inputs, [base, *models] if kind.names_all else [base], strict=False)
+    # Of a model with an adapter on top, both: the Hub knows no others.
+    named = [name.split("+") if model.source.joined else [name] for model, name in listed]
     return CARD.format(
-        models="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys(named)),
+        models="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys(itertools.chain(*named))),
         relation=kind.relation,
         library=kind.library,
         tags="".join(f"- {tag}\n" for tag in kind.tags),
@@ -419,7 +422,7 @@ def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> s
 def card_name(source: Source) -> str:
     """What a card calls a model: its name on the Hub, or the last part of its path."""
     name = printable(recorded_name(source))
-    return name.partition("@")[0] if "/" in name else name.removesuffix(".safetensors")
+    return re.sub("@[^+]*", "", name) if "/" in name else name.removesuffix(".safetensors")
 
 
 def as_code(name: str) -> str:

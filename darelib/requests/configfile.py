@@ -43,7 +43,8 @@ def write_request(request: Request, path: Path, force: bool) -> None:
     """Write what a request asks for as a configuration that asks for the same."""
     check_new_config(path, force)
     sources = [source for source in (request.base, *request.merge) if source]
-    inputs = [(source.name, source.path) for source in sources if source.path.exists()]
+    parts = [part for source in sources for part in source.parts]
+    inputs = [(part.name, part.path) for part in parts if part.path.exists()]
     check_apart(repr(str(path)), path, inputs if path != STDOUT else ())
     write_config(path, format_settings(request.dare, request.rules, request.notes), request)
 
@@ -125,6 +126,8 @@ def as_literal(value: Any) -> str:
 
 def name_from(folder: Path, source: Source) -> str:
     """A model's name on the Hub, or a path that leads to it from a folder."""
+    if source.joined:
+        return "+".join(name_from(folder, part) for part in source.joined)
     if source.pinned or is_on_hub(source):
         return source.pinned or source.name
     return path_from(folder, source.name, source.path)

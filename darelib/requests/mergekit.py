@@ -34,7 +34,7 @@ from darelib.core.settings import ZERO
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models
 from darelib.models.source import AUTO, BASE, UNION, Source, is_template
-from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Table, load_yaml
+from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Reference, Table, load_yaml
 from darelib.requests.request import Request
 
 FLAGS: Final = ("normalize", "rescale", "int8_mask")
@@ -54,13 +54,22 @@ def parse_yaml(text: str, path: str, folder: Path) -> Request:
     dare, rules = Parameters(file).as_settings()
     return Request(
         dare=dare | read_dtype(file),
-        base=Source.of(file.base.path),
-        merge=tuple(Source.of(model.lora or model.path) for model in file.models),
+        base=find_source(file.base, None),
+        merge=tuple(find_source(model, file.base) for model in file.models),
         tokenizer=read_tokenizer(file),
         chat_template=read_chat_template(file),
         rules=rules,
         notes=explain_defaults(file, dare),
     )
+
+
+def find_source(model: Reference, base: Reference | None) -> Source:
+    """A model, perhaps with an adapter on top; an adapter on the base is an input by itself."""
+    if not model.lora:
+        return Source.of(model.path)
+    adapter = Source.of(model.lora)
+    is_on_base = base == Reference(model.path)
+    return adapter if is_on_base else Source.join(Source.of(model.path), adapter)
 
 
 class Parameters:

@@ -13,7 +13,6 @@ import yaml
 from darelib.config import is_count
 from darelib.core.families import COUNTED, FAMILIES, FIRST, OPTIONAL
 from darelib.core.text import LOG, ConfigError, nearest
-from darelib.models.lora import UNLOAD_HINT
 
 KEYS: Final = (
     "name",
@@ -239,15 +238,12 @@ class MergekitFile:
             "it is missing",
             "name the model that the others were made from",
         )
-        if base is None:  # the result does not depend on it, but adapters can only be put on it
+        if base is None:  # the result does not depend on it; adapters are cheapest on it
             self.from_zero = self.family.base == OPTIONAL
             first, *_ = sorted(models, key=lambda model: not model.lora)
             return Reference(first.path)
         if self.family.base == COUNTED and "models" in self.content:
             models.setdefault(base, {})
-        self.check(
-            not base.lora, "base_model", "the base cannot have an adapter on top", UNLOAD_HINT
-        )
         return base
 
     def choose_models(self) -> list[Reference]:
@@ -255,13 +251,6 @@ class MergekitFile:
         models = list(self.parts[0].models)
         are_alike = all({*part.models, self.base} == {*models, self.base} for part in self.parts)
         self.check(are_alike, "slices", "they merge different models", STACKED)
-        for model in models:
-            self.check(
-                not model.lora or model.path == self.base.path,
-                "models",
-                f"{model}: adapters can only be put on the base, {self.base}",
-                UNLOAD_HINT,
-            )
         if self.family.base == COUNTED or self.from_zero:
             others = models
         else:

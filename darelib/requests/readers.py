@@ -9,7 +9,7 @@ from darelib.config import CHECKS, RULE_SETTINGS, SWEEP_SETTINGS, Rule, check_se
 from darelib.core.mask import MASK_NAME
 from darelib.core.text import ConfigError, DareError
 from darelib.core.tomlfile import MAX_TOML, TOO_LONG, read_toml
-from darelib.models.source import RECIPE_FILE, Source, is_last_part, is_template
+from darelib.models.source import RECIPE_FILE, Source, is_template, list_last_parts
 from darelib.requests.request import Request, explain_key
 
 YAML_SUFFIXES: Final = (".yaml", ".yml")  # of mergekit's configurations
@@ -85,6 +85,8 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
     inputs = _parse_fingerprints(path, recipe)
     if "recipe" in tables:
         _check_names(path, names, [*files, *(entry.get("file") for entry in inputs)])
+    # What a recipe names is looked for later.
+    read_model = Source.of if "recipe" in tables else Source.of_model
     sources = {
         key: replace(Source.of(name, folder), recorded=name if "recipe" in tables else "")
         for key, name in names.items()
@@ -93,8 +95,8 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
     rules = enumerate(tables.get("rules", ()), 1)
     return Request(
         dare=dare,
-        base=sources.get("base_file"),
-        merge=tuple(Source.of(file, folder) for file in files),
+        base=read_model(names["base_file"], folder) if "base_file" in names else None,
+        merge=tuple(read_model(file, folder) for file in files),
         output=output.path if output else None,
         tokenizer=sources.get("tokenizer"),
         chat_template=sources.get("chat_template"),
@@ -154,7 +156,7 @@ def _check_names(path: str, names: Mapping[str, str], files: Sequence[Any]) -> N
     if "output_file" in names:
         raise ConfigError(f"{path}: a recipe names no output_file", hint)
     for name in (*files, *names.values()):
-        if not is_last_part(name) and not (isinstance(name, str) and is_template(name)):
+        if not list_last_parts(name) and not (isinstance(name, str) and is_template(name)):
             raise ConfigError(
                 f"{path}: a recipe names models by the last part of their path, not {name!r}", hint
             )

@@ -1,8 +1,9 @@
 """The recipe of a merged model as a request: its settings, and its inputs where they are now."""
 
 import dataclasses
+import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from darelib.core.text import DareError
 from darelib.models.checkpoint import INDEX_FILE
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
-from darelib.models.source import RECIPE_FILE, Source, download, recorded_name
+from darelib.models.source import RECIPE_FILE, Source, download, list_last_parts, recorded_name
 from darelib.models.tensorfile import TensorFile
 from darelib.models.vocabulary import digest_tokenizer
 from darelib.output.destination import RECIPE_KEY
@@ -100,11 +101,7 @@ def _find_input(
 ) -> list[Source]:
     """What is an input of a recipe: all such models that are given, or else one by its name."""
     name = str(entry.get("file", ""))
-    paths = [path for folder in folders for path in (folder / name, folder)]
-    named = [path for path in paths if name and path.name == name and os.path.exists(path)]
-    candidates = [*map(Source.of, given), *(Source(str(path), path) for path in named)]
-    if "@" in name and "/" in name:  # on the Hub
-        candidates.append(Source.of(name))
+    candidates = [*map(Source.of_model, given), *_find_named(name, folders)]
     # The last one is named where none fits.
     candidates.sort(key=lambda candidate: recorded_name(candidate) == name)
     looked = " nor in ".join(repr(str(folder)) for folder in dict.fromkeys(folders))
@@ -127,13 +124,31 @@ def _find_input(
     return fitting
 
 
+def _find_named(name: str, folders: Sequence[Path]) -> Iterator[Source]:
+    """What has the name of an input, on the Hub or in these folders; also a model and an adapter
+    that have it together.
+    """
+    for way in list_last_parts(name):
+        found = [_find_part(part, folders) for part in way]
+        for sources in itertools.product(*found):
+            yield Source.join(*sources) if len(sources) > 1 else sources[0]
+
+
+def _find_part(name: str, folders: Sequence[Path]) -> list[Source]:
+    paths = [path for folder in folders for path in (folder / name, folder)]
+    named = [path for path in paths if name and path.name == name and os.path.exists(path)]
+    is_on_hub = "@" in name and "/" in name
+    return [*(Source(str(path), path) for path in named), *([Source.of(name)] if is_on_hub else ())]
+
+
 def _locate(what: str, source: Source | None, inputs: Sequence[Source]) -> Source | None:
     """Whose tokenizer or chat template a recipe asks for: an input's, or what a flag names."""
     if source is None or source.is_word or not source.recorded:
         return source
     for model in inputs:
-        if model.recorded == source.name:
-            return model
+        for part in (model, *model.joined):
+            if recorded_name(part) == source.name:
+                return part
     raise DareError(
         f"the {what} of the recipe, {source.name!r}, is none of its inputs",
         f"say where it is with --{what.replace('_', '-')}",

@@ -67,10 +67,12 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
             [value] = value
         check_setting(name, value, f"--{name.removesuffix('_coeff').replace('_', '-')}")
         dare[name] = value
-    names = ("base", "tokenizer", "chat_template")
+    names = ("tokenizer", "chat_template")
     changes: dict[str, Any] = {name: Source.of(flags[name]) for name in names if name in flags}
+    if "base" in flags:
+        changes["base"] = Source.of_model(flags["base"])
     if "merge" in flags:
-        changes["merge"] = tuple(map(Source.of, flags["merge"]))
+        changes["merge"] = tuple(map(Source.of_model, flags["merge"]))
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)

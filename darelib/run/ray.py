@@ -85,6 +85,7 @@ def name_for_all(source: Source) -> Source:
     cache, or its path.
     """
     pinned = source.pinned
+    source = replace(source, joined=tuple(map(name_for_all, source.joined)))
     return Source(pinned, Path(pinned)) if pinned else replace(source, path=source.path.absolute())
 
 

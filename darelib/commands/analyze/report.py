@@ -212,7 +212,7 @@ def check_places(
             "the picture and the configuration have the same name", "choose another name for one"
         )
     new = [path for path in (plot, config) if path and path != STDOUT]
-    for source in sources if new else ():
+    for source in [part for each in sources for part in each.parts] if new else ():
         _, layout = find_files(download(source))
         used = [(source.name, place) for place in (layout.folder, *layout.files) if place]
         for path in new:

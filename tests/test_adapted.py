@@ -1,0 +1,331 @@
+"""A model with an adapter on top, MODEL+ADAPTER, merges like the model that the two give."""
+
+import contextlib
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import dare
+from tests.support import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    Capture,
+    Patch,
+    Refusal,
+    Tensors,
+    assert_same,
+    examples,
+    family_model,
+    finetune,
+    low_rank,
+    merge_paths,
+    random_model,
+    run,
+    same_bits,
+    save_directory,
+    slow,
+    tensors_in,
+    to_hub_cache,
+    tune,
+    write_adapter,
+)
+from tests.test_lora import ADAPTERS, multiply
+
+ADAPTER = low_rank("layer", (37, 61))
+NORM = {"base_model.model.layer.bias": torch.linspace(0, 1, 61)}  # what is saved whole
+
+
+def bake(model: Tensors, seed: int, dtype: torch.dtype) -> Tensors:
+    """What write_pair puts on a model, put on it: one rounding, to the model's type."""
+    real = F64 if dtype == F64 else F32
+    adapter = low_rank("layer", (37, 61), seed=seed)
+    change = multiply(adapter, 2, np.float64 if dtype == F64 else np.float32)
+    whole = NORM["base_model.model.layer.bias"].to(dtype)
+    return model | {
+        "layer.weight": (model["layer.weight"].to(real) + change).to(dtype),
+        "layer.bias": whole,
+    }
+
+
+def write_all(folder: Path, dtype: torch.dtype) -> None:
+    """A base and a fine-tune, an adapter for each, and what the adapters make of them."""
+    models = {"base": random_model(dtype=dtype), "tuned": finetune(random_model(dtype=dtype), 1)}
+    for number, (name, model) in enumerate(models.items()):
+        save_directory(folder / name, model, model_type="llama", name=name)
+        adapter = low_rank("layer", (37, 61), seed=number) | NORM
+        write_adapter(folder / f"on_{name}", adapter)
+        baked = bake(model, number, dtype)
+        save_directory(folder / f"baked_{name}", baked, model_type="llama", name=name)
+
+
+@pytest.mark.parametrize("adapted", [("base",), ("tuned",), ("base", "tuned")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "engine"),
+    [(BF16, "plain"), (F32, "numba"), (F64, "plain"), slow(F16, "numba"), slow(BF16, "numba")],
+    ids=str,
+)
+def test_a_model_with_an_adapter_is_the_model_that_they_give(
+    tmp_path: Path, adapted: tuple[str, ...], dtype: torch.dtype, engine: str
+) -> None:
+    """As the base and as a fine-tune, in chunks of any size."""
+    write_all(tmp_path, dtype)
+    names = {name: f"{tmp_path}/{name}+{tmp_path}/on_{name}" for name in adapted}
+    joined, baked = (
+        [Path(given.get(name, tmp_path / name)) for name in ("base", "tuned")]
+        for given in (names, {name: f"{tmp_path}/baked_{name}" for name in adapted})
+    )
+    config = {"drop_rate": 0.4, "engine": engine}
+    expected = merge_paths(baked[0], baked[1:], tmp_path / "expected", **config)
+    for chunk, threads in ((1 << 18, 1), (1024, 2)):
+        tune(min_chunk=chunk, max_chunk=chunk, job_elements=chunk)
+        made = merge_paths(joined[0], joined[1:], tmp_path / "made", threads=threads, **config)
+        assert_same(made, expected)
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["name"] == "base"
+    run("verify", "-q", tmp_path / "made", "--engine", engine)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.slow  # importing PEFT takes longer than most of the suite
+def test_it_is_what_peft_makes_of_them(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
+    """To the last bit, but for the order of the ranks in a sum, and for embeddings, whose change
+    PEFT rounds too."""
+    import peft
+
+    family, targets, settings = ADAPTERS[kind]
+    model = family_model(family, dtype)
+    model.save_pretrained(tmp_path / "base")
+    known = {"r": 4, "lora_alpha": 6, "target_modules": targets, **settings}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**known))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter += (torch.randn(parameter.shape, generator=generator) * 0.05).to(dtype)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = type(model).from_pretrained(tmp_path / "base")  # as mergekit does it
+    loaded = peft.PeftModel.from_pretrained(loaded, tmp_path / "adapter").merge_and_unload()
+    expected = loaded.state_dict()
+    base = tensors_in(tmp_path / "base")
+    merged = merge_paths(
+        Path(f"{tmp_path}/base+{tmp_path}/adapter"), [tmp_path / "base"], tmp_path / "out",
+        lambda_coeff=0.0,
+    )  # fmt: skip
+    assert merged.keys() == base.keys()
+    other = 0
+    for name, tensor in merged.items():
+        far = expected[name].to(dtype).double()
+        step = torch.maximum(tensor.double().abs(), far.abs()) * torch.finfo(dtype).eps
+        near = (tensor.double() - far).abs()
+        is_embedding = name.endswith(("embed_tokens.weight", "wte.weight"))
+        if is_embedding:
+            step += (far - base[name].double()).abs() * torch.finfo(dtype).eps
+        assert bool((near <= step + 1e-7 * (dtype == F32)).all()), name
+        other += 0 if is_embedding else int((near > 0).sum())
+    count = sum(tensor.numel() for tensor in merged.values())
+    assert dtype == F32 or other / count < 0.002
+    assert sum(not same_bits(tensor, base[name]) for name, tensor in merged.items()) >= 2
+
+
+def test_on_the_base_itself_the_adapter_alone_is_the_input(tmp_path: Path) -> None:
+    write_all(tmp_path, BF16)
+    base, adapter = tmp_path / "base", tmp_path / "on_base"
+    link = tmp_path / "link"
+    link.symlink_to(base)
+    alone = merge_paths(base, [adapter], tmp_path / "alone", engine="plain")
+    recipe = (tmp_path / "alone" / "dare_recipe.toml").read_bytes()
+    for model in (base, link):
+        both = merge_paths(base, [Path(f"{model}+{adapter}")], tmp_path / "both", engine="plain")
+        assert_same(both, alone)
+        assert (tmp_path / "both" / "dare_recipe.toml").read_bytes() == recipe
+
+
+@pytest.mark.parametrize("output", ["out", "out.safetensors"])
+def test_recipes_name_both_and_make_the_same_again_wherever_they_are(
+    tmp_path: Path, refused: Refusal, output: str, monkeypatch: Patch
+) -> None:
+    write_all(tmp_path, BF16)
+    monkeypatch.chdir(tmp_path)
+    run("-q", "-b", "base+on_base", "-m", "tuned+on_tuned", "-o", output, "--engine", "plain")
+    made = load_file(output) if "." in output else tensors_in(Path(output))
+    if output == "out":
+        recipe = tomllib.loads(Path("out/dare_recipe.toml").read_text())
+        assert recipe["models"]["base_file"] == "base+on_base"
+        assert recipe["models"]["merge_files"] == ["tuned+on_tuned"]
+        keys = {"file", "size", "adapter_size", "adapter_config_sha256", "adapter_content_sha256"}
+        assert all(keys <= entry.keys() for entry in recipe["recipe"]["inputs"])
+        card = Path("out/README.md").read_text()
+        listed = 'base_model:\n- "base"\n- "on_base"\n- "tuned"\n- "on_tuned"\n'
+        assert listed in card
+        assert "`tuned+on_tuned`" in card
+    plain = ("-q", "--engine", "plain")
+    run("verify", *plain, output)
+    again = f"again{output}"
+    run(*plain, "-c", output, "-o", again)
+    assert_same(load_file(again) if "." in output else tensors_in(Path(again)), made)
+    for wrong in ("base", "base+on_tuned", "tuned+on_base"):
+        refused(1, "is none of the models", "verify", output, "-b", wrong)
+    Path("moved").mkdir()
+    for name in ("base", "on_base", "tuned", "on_tuned"):
+        shutil.move(name, f"moved/{name}_2")
+    refused(1, ("cannot find 'base+on_base'", "--base and --merge"), "verify", output)
+    where = ("-b", "moved/base_2+moved/on_base_2", "-m", "moved/tuned_2+moved/on_tuned_2")
+    run("verify", *plain, output, *where)
+    adapter = load_file("moved/on_base_2/adapter_model.safetensors")
+    other = {name: tensor + 1 for name, tensor in adapter.items()}
+    write_adapter(Path("moved/on_base_2"), other)
+    refused(1, ("another one", "adapter_content_sha256"), "verify", output, *where[:2])
+
+
+def test_names_are_read_the_same_from_toml_and_written_so_that_they_can_be_read(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    write_all(tmp_path / "models", BF16)
+    shutil.copytree(tmp_path / "models", tmp_path / "c++")
+    monkeypatch.chdir(tmp_path)
+    run("-q", "-b", "models/base+models/on_base", "-m", "models/tuned", "-o", "out", "--engine",
+        "plain")  # fmt: skip
+    for folder in ("models", "c++"):
+        config = f"[models]\nbase_file = '{folder}/base+{folder}/on_base'\n"
+        config += f"merge_files = ['{folder}/tuned']\n[dare]\nengine = 'plain'\n"
+        Path("merge.toml").write_text(config)
+        (tmp_path / "sub").mkdir(exist_ok=True)
+        run("-q", "-c", "merge.toml", "--write-config", "sub/new.toml", "--force")
+        written = tomllib.loads(Path("sub/new.toml").read_text())["models"]
+        assert written["base_file"] == f"../{folder}/base+../{folder}/on_base"
+        run("-q", "-c", "sub/new.toml", "-o", "again", "--force")
+        assert_same(tensors_in(Path("again")), tensors_in(Path("out")))
+        recipe = Path("out/dare_recipe.toml").read_bytes()
+        assert Path("again/dare_recipe.toml").read_bytes() == recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("nowhere+on_tuned", "there is no file or directory 'nowhere'"),
+        ("tuned+nowhere", "there is no file or directory 'nowhere'"),
+        ("tuned+on_tuned+on_base", "one adapter on top, not several"),
+        ("tuned+baked_tuned", "'baked_tuned' is not an adapter that could be put on 'tuned'"),
+        ("on_tuned+on_base", "'on_tuned' is a LoRA adapter"),
+        ("tuned+wider", "the adapter 'wider'"),
+        ("tuned+elsewhere", "the adapter 'elsewhere' changes 'other.weight'"),
+        ("whole+on_tuned", "'layer.weight' of 'whole' is I32"),
+        ("tuned+", "there is no file or directory 'tuned+'"),
+        ("+on_tuned", "there is no file or directory '+on_tuned'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, refused: Refusal, given: str, words: str, monkeypatch: Patch
+) -> None:
+    write_all(tmp_path, BF16)
+    write_adapter(tmp_path / "wider", low_rank("layer", (38, 61)))
+    write_adapter(tmp_path / "elsewhere", low_rank("other", (37, 61)))
+    integers = random_model() | {"layer.weight": torch.ones(37, 61, dtype=torch.int32)}
+    save_directory(tmp_path / "whole", integers)
+    monkeypatch.chdir(tmp_path)
+    status = 2 if "several" in words else 1
+    refused(status, words, "-b", "base", "-m", given, "-o", "out")
+    refused(status, words, "-b", given, "-m", "tuned", "-o", "out")
+
+
+def test_a_path_with_a_plus_in_it_is_that_path(tmp_path: Path, monkeypatch: Patch) -> None:
+    write_all(tmp_path, BF16)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree("baked_tuned", "tuned+on_tuned")
+    run("-q", "-b", "base", "-m", "tuned+on_tuned", "-o", "a+b", "--engine", "plain")
+    recipe = tomllib.loads(Path("a+b/dare_recipe.toml").read_text())["recipe"]
+    assert "adapter_size" not in recipe["inputs"][1]
+    run("verify", "-q", "a+b", "--engine", "plain")
+    shutil.rmtree("tuned+on_tuned")  # the two are not what was merged, though they have its name
+    run("verify", "-q", "a+b", status=1)
+
+
+def test_a_recipe_does_not_choose_what_is_read(tmp_path: Path, refused: Refusal) -> None:
+    write_all(tmp_path, BF16)
+    for name in ("../base+on_base", "base+/etc/on_base", "a/b/c+d"):
+        recipe = f"[models]\nbase_file = '{name}'\nmerge_files = ['tuned']\n"
+        recipe += f"[recipe]\ninputs = [{{file = '{name}'}}, {{file = 'tuned'}}]\n"
+        (tmp_path / "recipe.toml").write_text(recipe)
+        words = "names models by the last part"
+        refused(2, words, "-c", tmp_path / "recipe.toml", "-o", tmp_path / "out")
+    (tmp_path / "recipe.toml").write_text(recipe.replace("a/b/c+d", "..+.."))
+    refused(1, "cannot find '..+..'", "-c", tmp_path / "recipe.toml", "-o", tmp_path / "out")
+
+
+def test_both_parts_may_be_on_the_hub(tmp_path: Path, monkeypatch: Patch) -> None:
+    write_all(tmp_path / "made", BF16)
+    commits = {"tuned": "a" * 40, "on_tuned": "b" * 40}
+    for name, commit in commits.items():
+        to_hub_cache(tmp_path / "hub", f"org/{name}", tmp_path / "made" / name, commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    for number, base in enumerate(("made/base", "org/tuned+made/on_tuned")):
+        out = f"out{number}"
+        given = ("-b", base, "-m", "org/tuned@main+org/on_tuned", "made/baked_tuned")
+        run("-q", *given, "-o", out, "--engine", "plain")
+        models = tomllib.loads(Path(out, "dare_recipe.toml").read_text())["models"]
+        pinned = [f"org/{name}@{commit}" for name, commit in commits.items()]
+        assert models["merge_files"][0] == "+".join(pinned)
+        assert '- "org/tuned"\n' in (card := Path(out, "README.md").read_text())
+        assert '- "org/on_tuned"\n' in card
+        merged = tensors_in(Path(out))
+        run("verify", "-q", out, "-b", base, "-m", "made/baked_tuned", "--engine", "plain")
+    baked = tensors_in(tmp_path / "made" / "baked_tuned")
+    assert_same(merged, baked)
+
+
+def test_fp8_under_an_adapter_is_refused(tmp_path: Path, check_refused: Refusal) -> None:
+    scaled = {"layer.weight": torch.ones(37, 61).to(torch.float8_e4m3fn)}
+    scaled["layer.weight_scale"] = torch.ones(())
+    save_directory(tmp_path / "small", scaled)
+    write_all(tmp_path, F32)
+    write_adapter(tmp_path / "adapter", ADAPTER)
+    small = f"{tmp_path}/small+{tmp_path}/adapter"
+    check_refused(small, tmp_path / "tuned", "'layer.weight' of", "is FP8", "no adapter")
+
+
+@pytest.mark.parametrize("command", ["analyze", "pack", "dry run"])
+def test_other_commands_take_it_as_the_model_that_they_give(
+    tmp_path: Path, command: str, capsys: Capture
+) -> None:
+    write_all(tmp_path, BF16)
+    shown = []
+    for model in (f"{tmp_path}/tuned+{tmp_path}/on_tuned", f"{tmp_path}/baked_tuned"):
+        base = f"{tmp_path}/base+{tmp_path}/on_base" if "+" in model else f"{tmp_path}/baked_base"
+        given = ("-b", base, "-m", model, "--engine", "plain", "-q")
+        if command == "pack":
+            run("pack", *given, "-o", tmp_path / "packed", "--force")
+            merged = merge_paths(
+                Path(base), [tmp_path / "packed"], tmp_path / "out", engine="plain"
+            )
+            shown.append({name: tensor.tolist() for name, tensor in merged.items()})
+        elif command == "analyze":
+            run("analyze", *given, "--json")
+            [model_found] = json.loads(capsys.readouterr().out)["models"]
+            model_found["name"] = model_found["label"] = model_found["total"]["name"] = ""
+            shown.append(model_found)
+        else:
+            run(*given, "-o", tmp_path / "new", "--dry-run", "--json")
+            table = json.loads(capsys.readouterr().out)
+            assert ("changes 2 tensors" in table["models"][1]["note"]) == ("+" in model)
+            shown.append({key: table[key] for key in ("rules", "missing_tensors")})
+    assert shown[0] == shown[1]
+
+
+@examples(60)
+@given(name=st.text("ab+./@", min_size=1, max_size=9))
+def test_any_name_is_one_path_or_two_or_has_more_than_one_plus(name: str) -> None:
+    with contextlib.suppress(dare.ConfigError) if name.count("+") > 1 else contextlib.nullcontext():
+        dare.DareMerger(name, [name])

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import dare
+from dare import DareConfig, DareMerger
+from tests import test_tokenizer
 from tests.support import (
     BF16,
     F16,
@@ -40,6 +42,7 @@ from tests.support import (
     write_adapter,
 )
 from tests.test_lora import ADAPTERS, multiply
+from tests.test_tokenizer import EMBEDDING, HEAD
 
 ADAPTER = low_rank("layer", (37, 61))
 NORM = {"base_model.model.layer.bias": torch.linspace(0, 1, 61)}  # what is saved whole
@@ -294,6 +297,52 @@ def test_fp8_under_an_adapter_is_refused(tmp_path: Path, check_refused: Refusal)
     write_adapter(tmp_path / "adapter", ADAPTER)
     small = f"{tmp_path}/small+{tmp_path}/adapter"
     check_refused(small, tmp_path / "tuned", "'layer.weight' of", "is FP8", "no adapter")
+
+
+def on_embedding(folder: Path, rows: int) -> Path:
+    parts = low_rank("model.embed_tokens", (test_tokenizer.WIDTH, rows))
+    return write_adapter(
+        folder, {n.replace("lora_", "lora_embedding_")[: -len(".weight")]: parts[n] for n in parts}
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_tied_follows_the_embedding_that_an_adapter_changes(
+    tmp_path: Path, tied: bool
+) -> None:
+    tensors = random_model(0, BF16, {EMBEDDING: (12, test_tokenizer.WIDTH), "rest": (3,)})
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+    base = save_directory(tmp_path / "base", tensors, tie_word_embeddings=tied)
+    adapter = on_embedding(tmp_path / "adapter", 12)
+    given = Path(f"{base}+{adapter}")
+    merged = merge_paths(given, [base], tmp_path / "out", lambda_coeff=0.0, engine="plain")
+    assert not same_bits(merged[EMBEDDING], tensors[EMBEDDING])
+    assert same_bits(merged[HEAD], (merged if tied else tensors)[EMBEDDING])
+
+
+def test_tokens_of_models_with_adapters_are_united(tmp_path: Path) -> None:
+    tokens = {"base": test_tokenizer.BASE, "chat": test_tokenizer.BASE | test_tokenizer.CHAT}
+    config = DareConfig(drop_rate=0.3, engine="plain", verbose=False)
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for seed, (name, added) in enumerate(tokens.items()):
+        rows = 12 + 2 * seed
+        model = tmp_path / name
+        test_tokenizer.write_model(model, rows, added, seed)
+        table = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False}
+        (model / "config.json").write_text(json.dumps(table))
+        adapter = on_embedding(tmp_path / f"on_{name}", rows)
+        baked = tmp_path / f"baked_{name}"
+        merge_paths(Path(f"{model}+{adapter}"), [model], baked, lambda_coeff=0.0, engine="plain")
+        names[True].append(f"{model}+{adapter}")
+        names[False].append(str(baked))
+    made = {}
+    for adapted, (base, chat) in names.items():
+        output = tmp_path / f"out{adapted}"
+        DareMerger(base, [chat], config, tokenizer="union").merge(output)
+        made[adapted] = tensors_in(output)
+    assert_same(made[True], made[False])
+    assert made[True][EMBEDDING].shape[0] == 12
+    run("verify", "-q", tmp_path / "outTrue", "--engine", "plain")
 
 
 @pytest.mark.parametrize("command", ["analyze", "pack", "dry run"])

@@ -14,7 +14,13 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError, count_of, list_names
 from darelib.kernels import Kernel, KernelSpec, fallback
 from darelib.kernels.plain import encode
-from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
+from darelib.models.checkpoint import (
+    EMBEDDINGS,
+    HEADS,
+    QUANTISE_HINT,
+    Checkpoint,
+    ties_embeddings,
+)
 from darelib.models.lora import LoraAdapter, LowRankTensor
 from darelib.models.rows import choose_real, read_values
 from darelib.models.source import Source
@@ -30,13 +36,7 @@ class AdaptedTensor(TensorInfo):
 
     @property
     def stored_bytes(self) -> int:
-        own = self.stored.stored_bytes if self.change.is_delta else 0
-        return own + self.change.stored_bytes
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether it has the adapter's very bytes."""
-        return not self.change.is_delta and self.change.dtype == self.dtype
+        return self.change.stored_bytes + self.change.is_delta * self.stored.stored_bytes
 
 
 class AdaptedModel(Checkpoint):
@@ -58,7 +58,8 @@ class AdaptedModel(Checkpoint):
         self._model = model
         self._adapter = adapter
         changed = {name: self._adapt(name, info) for name, info in adapter.tensors.items()}
-        self.tensors = model.tensors | changed
+        tied = self._find_tied(changed) if ties_embeddings(self.config) else {}
+        self.tensors = model.tensors | tied | changed
         self.specs = adapter.specs
         self.held_bytes = adapter.held_bytes
         self.note = f"with {adapter.note}"
@@ -97,6 +98,13 @@ class AdaptedModel(Checkpoint):
             change=change,
         )
 
+    def _find_tied(self, changed: Mapping[str, AdaptedTensor]) -> dict[str, AdaptedTensor]:
+        """The heads that are stored beside an embedding that is changed, as that embedding."""
+        stored = self._model.tensors
+        embeddings = [info for name, info in changed.items() if name.endswith(EMBEDDINGS)]
+        heads = [name for name in stored if name.endswith(HEADS)]
+        return {name: e for name in heads for e in embeddings if e.shape == stored[name].shape}
+
     @cached_property
     def _digests(self) -> dict[str, Any]:
         """The model's, and the adapter's by other names. The size is that of both, so that neither
@@ -112,7 +120,7 @@ class AdaptedModel(Checkpoint):
         """Of what the adapter changes, the bytes that it would have if it were stored."""
         if not isinstance(info, AdaptedTensor):
             self._model.read_bytes(view, info, start)
-        elif info.is_copied:
+        elif not info.change.is_delta and info.change.dtype == info.dtype:
             self._adapter.read_bytes(view, info.change, start)
         else:
             item = FORMATS[info.dtype].itemsize

@@ -466,6 +466,16 @@ def _pick_rope(table: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
+    """Whether a model's configuration says that its output head is its input embedding; None: it
+    does not say.
+    """
+    for table in (config, config.get("text_config")):
+        if isinstance(table, dict) and isinstance(table.get("tie_word_embeddings"), bool):
+            return bool(table["tie_word_embeddings"])
+    return None
+
+
 def compare_configs(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
 ) -> dict[str, str]:

@@ -90,18 +90,15 @@ def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
         open_files, layout = find_files(source)
         return open_files(source, layout, base)
     below, top = source.joined
-    if base and not base.source.joined and is_same_path(base.source.path, below.path):
-        return open_source(top, base)  # an adapter on the base, which is an input by itself
+    plain = base and not base.source.joined and os.path.realpath(base.source.path)
+    if plain == os.path.realpath(below.path):
+        return open_source(top, base)  # an adapter on the base is an input by itself
     with ExitStack() as opened:
         model = opened.enter_context(closing(open_source(below, None)))
         adapter = opened.enter_context(closing(open_source(top, model)))
         adapted = AdaptedModel(source, model, adapter)
         opened.pop_all()
     return adapted
-
-
-def is_same_path(one: Path, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 @contextmanager

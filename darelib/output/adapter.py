@@ -27,6 +27,7 @@ from darelib.models.checkpoint import (
     HEADS,
     Checkpoint,
     module_of,
+    ties_embeddings,
 )
 from darelib.models.layout import find_transposed, find_ways
 from darelib.models.lora import LowRankTensor
@@ -43,7 +44,6 @@ from darelib.output.directory import (
 )
 from darelib.output.prepare import FilePlan, plan_files
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
-from darelib.plan.matching import ties_embeddings
 from darelib.plan.tensors import TensorPlan, assign_offsets
 
 # Tables of vectors, of which a change is no product of matrices: tokens', positions', distances'.

@@ -1,13 +1,12 @@
 """Which models change which tensors of the base, and how: by their names, and tied heads."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from darelib.config import Chooser, DareConfig
 from darelib.core.formats import DTYPES, FORMATS
 from darelib.core.methods import average_only
 from darelib.core.text import LISTED
-from darelib.models.checkpoint import EMBEDDINGS, HEADS
+from darelib.models.checkpoint import EMBEDDINGS, HEADS, ties_embeddings
 from darelib.models.tensors import PLAIN, Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED, find_buffer
 from darelib.plan.checks import Refusals
@@ -159,13 +158,3 @@ class Matcher:
         return next(
             (other for other in names if self.base.tensors[other].shape == info.shape), None
         )
-
-
-def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
-    """Whether a model's configuration says that its output head is its input embedding; None: it
-    does not say.
-    """
-    for table in (config, config.get("text_config")):
-        if isinstance(table, dict) and isinstance(table.get("tie_word_embeddings"), bool):
-            return bool(table["tie_word_embeddings"])
-    return None

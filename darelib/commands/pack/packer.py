@@ -24,7 +24,7 @@ from darelib.core.tuning import TUNING
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
 from darelib.kernels.records import Buffers
-from darelib.models.checkpoint import Checkpoint
+from darelib.models.checkpoint import Checkpoint, ties_embeddings
 from darelib.models.inputs import check_unchanged, explain_read_errors, open_models
 from darelib.models.packed import (
     COUNTED_BLOCK,
@@ -57,7 +57,6 @@ from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.checks import check_kinds
-from darelib.plan.matching import ties_embeddings
 from darelib.plan.plan import Job
 from darelib.plan.relation import check_sample
 from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets

@@ -100,7 +100,7 @@ class DareMerger:
         tokenizer: str | Path | Source = "base",
         chat_template: str | Path | Source | None = None,
     ) -> None:
-        """A model is a file, a directory, an index, a name on the Hub or, to be merged, an adapter.
+        """A model is a file, a directory, an index, a name on the Hub, MODEL+ADAPTER or an adapter.
 
         base_file: None: the one that the adapters name, if they all name the same, and it is here.
         tokenizer: of an output directory: the "base"'s, a "union" of all tokens, or a model's.

@@ -34,6 +34,7 @@ from tests.support import (
     random_model,
     run,
     same_bits,
+    save,
     save_directory,
     slow,
     tensors_in,
@@ -343,6 +344,18 @@ def test_tokens_of_models_with_adapters_are_united(tmp_path: Path) -> None:
     assert_same(made[True], made[False])
     assert made[True][EMBEDDING].shape[0] == 12
     run("verify", "-q", tmp_path / "outTrue", "--engine", "plain")
+
+
+def test_a_file_of_kohyas_trainer_can_be_the_adapter(tmp_path: Path) -> None:
+    a, b = ADAPTER.values()
+    start = "lora_unet_layer"
+    tensors = {f"{start}.lora_down.weight": a, f"{start}.lora_up.weight": b}
+    base = random_model(dtype=BF16)
+    paths = save(tmp_path, base=base, kohya=tensors | {f"{start}.alpha": torch.tensor(4.0)})
+    given = Path("+".join(map(str, paths)))
+    merged = merge_paths(given, paths[:1], tmp_path / "out", lambda_coeff=0.0, engine="plain")
+    expected = (base["layer.weight"].float() + multiply(ADAPTER, 2)).to(BF16)
+    assert_same(merged, base | {"layer.weight": expected})
 
 
 @pytest.mark.parametrize("command", ["analyze", "pack", "dry run"])

@@ -415,7 +415,9 @@ def test_an_adapter_is_put_on_a_model_in_the_models_type(
     save_directory(tmp_path / "half", half, **config)
     file = tmp_path / "merge.yaml"
     text = "merge_method: task_arithmetic\nbase_model: $h+$l1\nmodels: [{model: $h}]\n"
-    text = Template(text + "parameters: {weight: 1, lambda: 0}").substitute(zoo, h=tmp_path / "half")
+    text = Template(text + "parameters: {weight: 1, lambda: 0}").substitute(
+        zoo, h=tmp_path / "half"
+    )
     file.write_text(text)
     theirs = run_theirs(file, tmp_path / "theirs", adapter_dtype=None)
     other = 0

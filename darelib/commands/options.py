@@ -42,7 +42,7 @@ MODELS: Final[Options] = {
         "metavar": "MODEL",
         "nargs": "+",
         "action": "extend",
-        "help": "the fine-tuned models, or LoRA adapters",
+        "help": "the fine-tuned models, LoRA adapters, or MODEL+ADAPTER",
     },
     "--threads": {
         "metavar": "N",

@@ -409,7 +409,7 @@ def test_the_same_file_gives_the_same_tensors(
 def test_an_adapter_is_put_on_a_model_in_the_models_type(
     zoo: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Their sums are in another order, which decides a rounding in one place of hundreds."""
+    """Their sums are in another order, which rarely decides a rounding."""
     config = {**CONFIG, "num_hidden_layers": LAYERS, "torch_dtype": "bfloat16"}
     half = {name: tensor.bfloat16() for name, tensor in tensors_in(zoo["m1"]).items()}
     save_directory(tmp_path / "half", half, **config)

@@ -1,7 +1,8 @@
 """`dare.py merge`: its options, and what they ask for: a merge, a plan or a configuration."""
 
 import re
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from darelib.commands.options import (
     CONTINUES,
@@ -10,6 +11,7 @@ from darelib.commands.options import (
     SETTINGS,
     WRITE_CONFIG,
     Flags,
+    Merger,
     MergerClass,
     Options,
     make_merger,
@@ -17,6 +19,7 @@ from darelib.commands.options import (
 )
 from darelib.core.interrupts import Terminated, ignore_signals
 from darelib.core.text import LOG, ConfigError
+from darelib.requests.request import SeveralDocuments
 from darelib.run import check_runner
 
 
@@ -53,7 +56,13 @@ OPTIONS: Final[Options] = {
 def run(flags: Flags, merger_class: MergerClass) -> None:
     runner = {name: flags[name] for name in ("part", "runner", "ray_address") if name in flags}
     check_runner(**runner)
-    merger, request = make_merger(flags, merger_class)
+    try:
+        merger, request = make_merger(flags, merger_class)
+    except SeveralDocuments as several:
+        from darelib.commands.documents import merge_documents
+
+        merge_documents(several.files, flags, merger_class)
+        return
     if "write_config" in flags:
         from darelib.requests.configfile import write_request
 
@@ -68,13 +77,20 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
             LOG.warning(warning)
         show(plan, flags, True)
         return
+    continues = flags.keys() & {"resume", "part"}
+    hint = CONTINUES if continues else "with --resume, a merge can go on"
+    report = merge_to_end(merger, request.output, hint, **how, **runner)
+    show(report, flags, merger.config.verbose)
+
+
+def merge_to_end(merger: Merger, output: Path, hint: str, **how: Any) -> Any:
+    """Merge, and give the report. hint: after an interrupt."""
     try:
-        report = merger.merge(request.output, **how, **runner)
+        report = merger.merge(output, **how)
         ignore_signals()
     except (KeyboardInterrupt, Terminated) as stopped:
         if merger.published is None:
-            continues = flags.keys() & {"resume", "part"}
-            stopped.add_note(CONTINUES if continues else "with --resume, a merge can go on")
+            stopped.add_note(hint)
             raise
         report = merger.published  # it came too late to stop anything
-    show(report, flags, merger.config.verbose)
+    return report

@@ -15,7 +15,8 @@ from darelib.core.methods import METHODS
 from darelib.core.settings import BASE, ZERO
 from darelib.core.text import LOG, ConfigError, print_result
 from darelib.models.stated import BASE_HINT
-from darelib.requests.readers import load_request
+from darelib.models.templates import TEMPLATES
+from darelib.requests.readers import YAML_SUFFIXES, load_request
 from darelib.requests.request import Request, layer_flags
 
 Options: TypeAlias = dict[str, dict[str, Any]]  # by name: what argparse's add_argument is given
@@ -79,6 +80,10 @@ SETTINGS: Final[Options] = {
         "metavar": "FILE",
         "type": Path,
         "help": "TOML configuration, mergekit's YAML, or a merged model: its recipe",
+    },
+    "--lenient": {
+        "action": "store_true",
+        "help": "of mergekit's YAML, ignore the keys that mergekit ignores, with warnings",
     },
     **MODELS,
     "--output": {
@@ -203,7 +208,8 @@ SETTINGS: Final[Options] = {
     },
     "--chat-template": {
         "metavar": "WHICH",
-        "help": "of a model, or a file (default: the base's, else a model's)",
+        "help": f"of a model, a file, or {', '.join(TEMPLATES)} (default: the base's, else a "
+        "model's)",
     },
     "--rule": {
         "dest": "rules",
@@ -263,6 +269,11 @@ class Room(Protocol):
 def make_merger(flags: Flags, merger_class: MergerClass) -> tuple[Merger, Request]:
     """The merger that a configuration, or the recipe of a merged model, and flags ask for."""
     path = Path(os.path.expanduser(flags.get("config", "")))
+    if "lenient" in flags and path.suffix not in YAML_SUFFIXES:
+        raise ConfigError(
+            "--lenient means nothing without a configuration of mergekit's",
+            "leave it out; a key that is not known is an error in TOML",
+        )
     if "config" not in flags:
         request = Request()
     elif path.suffix == ".safetensors" or path.is_dir():
@@ -270,7 +281,8 @@ def make_merger(flags: Flags, merger_class: MergerClass) -> tuple[Merger, Reques
 
         request = read_recipe(path)
     else:
-        request = load_request(path)
+        options = {"lenient": True} if "lenient" in flags else {}
+        request = load_request(path, **options)
     request = layer_flags(request, flags)
     if request.inputs:
         from darelib.requests.recipe import locate_inputs

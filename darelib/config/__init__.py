@@ -56,6 +56,7 @@ __all__ = [
     "as_toml",
     "check_setting",
     "count_layers",
+    "depth_of",
     "freeze",
     "is_count",
     "is_number",
@@ -331,7 +332,7 @@ class DareConfig:
                     f"method {name} takes {wanted} models, not {count}", f"use {others}"
                 )
         self.resolve_all(count)
-        if self.weights is not None and not any(self.weights):
+        if not any(any(scope.values.get("weights", [1])) for scope in self._scopes.values()):
             raise ConfigError(
                 "all weights are 0, so nothing would be merged", "give the models weights above 0"
             )

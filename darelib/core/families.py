@@ -1,5 +1,6 @@
 """mergekit's merge methods: what each is made of here, and mergekit's defaults for it."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,6 +13,7 @@ from darelib.core.settings import ZERO
 # models; or the first of two.
 NEEDED, OPTIONAL, COUNTED, FIRST = "needed", "optional", "counted", "first"
 Settings = dict[str, Any]
+LEAST_DIVISOR: Final = 1e-8  # a smaller sum of weights is none to mergekit: it divides by 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,30 @@ def make_task_family(
             "normalize": normalize,
             "rescale": rescale,
         },
+        finish=leave_out,
     )
+
+
+def leave_out(made: Settings) -> Settings:
+    """With the weight 0 for models of which nothing is kept: any drop rate will do for them.
+
+    They have no sign that could be elected; but where all weights are divided by, theirs count.
+    """
+    weights = made["weights"]
+    given = made["drop_rate"]
+    rates = given if isinstance(given, list) else [given] * len(weights)
+    if 1 not in rates:
+        return made
+    divisor = 1.0
+    if made["normalize"] and made["method"] == LINEAR:
+        total = math.fsum(weights)
+        divisor = total if abs(total) >= LEAST_DIVISOR else 1.0
+        made = made | {"normalize": False}
+    kept = [rate != 1 for rate in rates]
+    return made | {
+        "weights": [weight / divisor if own else 0.0 for weight, own in zip(weights, kept, strict=True)],
+        "drop_rate": [rate if own else 0.0 for rate, own in zip(rates, kept, strict=True)],
+    }
 
 
 def finish_average(made: Settings) -> Settings:

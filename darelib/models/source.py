@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from darelib.core.text import ConfigError, DareError, as_text, install_hint, nearest
+from darelib.models.templates import TEMPLATES
 from darelib.models.tensorfile import PICKLE_SUFFIXES, WEIGHT_SUFFIXES
 
 # The files that a model in a directory is named by; the directory's name says more.
@@ -93,7 +94,8 @@ class Source:
     @property
     def is_word(self) -> bool:
         """Whether a tokenizer or a chat template is a word or the template itself, not a path."""
-        return self.name in (BASE, UNION, AUTO) or is_template(self.name)
+        has_template = self.name in TEMPLATES and is_missing(self.path)
+        return has_template or self.name in (BASE, UNION, AUTO) or is_template(self.name)
 
 
 def list_splits(name: str) -> list[tuple[str, str]]:

@@ -20,9 +20,9 @@ from darelib.models.source import (
     Source,
     check_links,
     download,
-    is_template,
     recorded_name,
 )
+from darelib.models.templates import TEMPLATES
 from darelib.models.tensorfile import explain_os_error, open_regular, read_json
 from darelib.models.vocabulary import (
     ADDED_START,
@@ -63,7 +63,7 @@ SPECIAL_LISTS: Final = ("additional_special_tokens", "extra_special_tokens")
 # What a text begins and ends with, and what fills it up.
 SPECIAL_TOKENS: Final = ("bos_token", "eos_token", "pad_token")
 TOKENIZER_HINT: Final = "tokenizer wants base, union or a model"
-TEMPLATE_HINT: Final = "chat_template wants a model or a file"
+TEMPLATE_HINT: Final = f"chat_template wants a model, a file or one of {', '.join(TEMPLATES)}"
 
 SideFiles = dict[str, bytes | Path]  # the content of each file, or what to copy
 
@@ -169,7 +169,7 @@ class TokenizerChoice:
 
 def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> TokenizerChoice:
     name = tokenizer.name if tokenizer else BASE
-    if name == AUTO or is_template(name):
+    if tokenizer and tokenizer.is_word and name not in (BASE, UNION):
         raise DareError(f"there is no tokenizer {name!r}", TOKENIZER_HINT)
     if template and template.name == UNION:
         raise ConfigError("chat templates have no union", TEMPLATE_HINT)
@@ -194,7 +194,7 @@ def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> Token
         home = find_folder(source)
         speaker = Owner(source.name, home) if home else None
     elif template and template.name != BASE:
-        text = settings["chat_template"] = template.name
+        text = settings["chat_template"] = TEMPLATES.get(template.name, template.name)
     paths = tuple((source.name, source.path) for source in sources.values())
     return TokenizerChoice(name, folder, text, speaker, settings, paths)
 

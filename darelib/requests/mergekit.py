@@ -24,6 +24,7 @@ from darelib.config import (
     as_toml,
     check_setting,
     count_layers,
+    depth_of,
     freeze,
     value_at,
 )
@@ -34,8 +35,10 @@ from darelib.core.settings import ZERO
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models
 from darelib.models.source import AUTO, BASE, UNION, Source, is_template
-from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Reference, Table, load_yaml
-from darelib.requests.request import Request
+from darelib.models.templates import TEMPLATES
+from darelib.requests.documents import read_documents
+from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Reference, Table
+from darelib.requests.request import Request, SeveralDocuments
 
 FLAGS: Final = ("normalize", "rescale", "int8_mask")
 YES, NO = (("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0"))
@@ -48,14 +51,20 @@ Entries = list[tuple[str, Value]]  # by filter; the last filter is empty, which 
 Key = tuple[str, int]  # a parameter and the number of the model that it is for; -1: for all
 
 
-def parse_yaml(text: str, path: str, folder: Path) -> Request:
+def parse_yaml(text: str, path: str, folder: Path, lenient: bool = False) -> Request:
     """A mergekit configuration from its text; as there, paths are from the working directory."""
-    file = MergekitFile(path, load_yaml(text, path))
+    files = read_documents(text, path, lenient)
+    if len(files) > 1:
+        raise SeveralDocuments(path, files)
+    return make_request(files[0])
+
+
+def make_request(file: MergekitFile) -> Request:
     dare, rules = Parameters(file).as_settings()
     return Request(
         dare=dare | read_dtype(file),
-        base=find_source(file.base, None),
-        merge=tuple(find_source(model, file.base) for model in file.models),
+        base=find_source(file, file.base, None),
+        merge=tuple(find_source(file, model, file.base) for model in file.models),
         tokenizer=read_tokenizer(file),
         chat_template=read_chat_template(file),
         rules=rules,
@@ -63,13 +72,13 @@ def parse_yaml(text: str, path: str, folder: Path) -> Request:
     )
 
 
-def find_source(model: Reference, base: Reference | None) -> Source:
+def find_source(file: MergekitFile, model: Reference, base: Reference | None) -> Source:
     """A model, perhaps with an adapter on top; an adapter on the base is an input by itself."""
     if not model.lora:
-        return Source.of(model.path)
-    adapter = Source.of(model.lora)
+        return file.find(model.path)
+    adapter = file.find(model.lora)
     is_on_base = base == Reference(model.path)
-    return adapter if is_on_base else Source.join(Source.of(model.path), adapter)
+    return adapter if is_on_base else Source.join(file.find(model.path), adapter)
 
 
 class Parameters:
@@ -78,6 +87,7 @@ class Parameters:
     def __init__(self, file: MergekitFile) -> None:
         self.file = file
         self.tables = [self.look_up_all(part) for part in file.parts]
+        self.layers: dict[str, int] = {}  # those of the base, where each tensor is looked at
 
     def look_up_all(self, part: Part) -> dict[Key, Entries]:
         levels = (part.parameters, self.file.parameters)
@@ -134,10 +144,10 @@ class Parameters:
             "or such values with filters",
         )
         self.file.check(
-            name != "density" or all(0 < number <= 1 for number in numbers),
+            name != "density" or all(0 <= number <= 1 for number in numbers),
             name,
-            f"it must be above 0 and at most 1, not {value!r}",
-            "weight 0 leaves a model out",
+            f"it must be from 0 to 1, not {value!r}",
+            "it is the share of a model's changes that is kept",
         )
         return Gradient(tuple(numbers)) if len(numbers) > 1 else numbers[0]
 
@@ -160,9 +170,9 @@ class Parameters:
         """The base's, if they matter; else one that stands for all."""
         parameters = itertools.chain.from_iterable(table.values() for table in self.tables)
         words = dict.fromkeys(word for entries in parameters for word, _ in entries)
-        if "slices" not in self.file.content and not any(words):
+        if "slices" not in self.file.content and not any(words) and not self.fades_out():
             return [""]
-        with open_models([Source.of(self.file.base.path)]) as [base]:
+        with open_models([self.file.find(self.file.base.path)]) as [base]:
             names = list(base.tensors)
         for word in words:
             if not any(word in name for name in names):
@@ -172,12 +182,28 @@ class Parameters:
                 )
         if "slices" in self.file.content:
             check_slices(self.file, count_layers(names))
+        if self.fades_out():
+            self.layers = count_layers(names)
         return names
+
+    def fades_out(self) -> bool:
+        """Whether a density is 0 somewhere, and something changes over the layers."""
+        values = [
+            (name, value)
+            for table in self.tables
+            for (name, _), entries in table.items()
+            for _, value in entries
+        ]
+        gradients = [(name, value.numbers) for name, value in values if isinstance(value, Gradient)]
+        numbers = [*gradients, *((name, (value,)) for name, value in values)]
+        return bool(gradients) and any(name == "density" and 0 in each for name, each in numbers)
 
     def choose_all(self, name: str) -> dict[Key, Value]:
         """The parameters of a tensor. Where there is but one part, gradients stay what they are."""
         part, depth = (0, None) if len(self.tables) == 1 else self.locate(name)
         values = {key: self.choose(key, each, name) for key, each in self.tables[part].items()}
+        if depth is None and self.layers:
+            depth = depth_of(name, self.layers)
         if depth is None:
             return values
         return {key: value_at(value, depth) for key, value in values.items()}
@@ -303,18 +329,20 @@ def read_tokenizer(file: MergekitFile) -> Source | None:
     if given in (None, BASE, UNION):
         return Source.of(given) if given else None
     path = file.read_reference(given, "tokenizer").path
-    return Source.of(BASE if path == file.base.path else path)
+    return Source.of(BASE) if path == file.base.path else file.find(path)
 
 
 def read_chat_template(file: MergekitFile) -> Source | None:
     given = file.content.get("chat_template", "")
+    is_named = given in ("", AUTO, *TEMPLATES)
     file.check(
-        isinstance(given, str) and (given in ("", AUTO) or is_template(given)),
+        is_named or (isinstance(given, str) and is_template(given)),
         "chat_template",
-        f"{str(given)[:60]!r} is neither auto nor the text of a template",
-        "of mergekit's own templates, give the text",
+        f"{str(given)[:60]!r} is neither the name nor the text of a template",
+        f"named are {', '.join((AUTO, *TEMPLATES))}",
     )
-    return Source.of(given) if given else None
+    # A file or folder of that name is none of mergekit's.
+    return Source.of(TEMPLATES.get(given) or given) if given else None
 
 
 def find_patterns(groups: Mapping[str, str], usual: str) -> dict[str, list[str]]:

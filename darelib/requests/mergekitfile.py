@@ -1,18 +1,15 @@
-"""mergekit's configurations as they are written: YAML, which is read without surprises or refused;
-the method, the models, the slices, the base.
-"""
+"""mergekit's configurations as they are written: the method, the models, the slices, the base."""
 
 import os
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
-
-import yaml
 
 from darelib.config import is_count
 from darelib.core.families import COUNTED, FAMILIES, FIRST, OPTIONAL
 from darelib.core.text import LOG, ConfigError, nearest
+from darelib.models.source import Source
 
 KEYS: Final = (
     "name",
@@ -27,16 +24,28 @@ KEYS: Final = (
     "chat_template",
     "parameters",
 )
-# What mergekit does not know either, and people write nevertheless: none of it is about the merge.
+# What mergekit does not use either, and people write nevertheless: what is said of a model, options
+# of mergekit's commands, a method or a name where it counts for nothing.
 HARMLESS: Final = frozenset(
     {
-        *("author", "comment", "date", "description", "language", "library_name", "license"),
-        *("notes", "pipeline_tag", "random_seed", "tags", "version"),
+        *("author", "authors", "base_model_relation", "comment", "comments", "contributors"),
+        *("credits", "datasets", "date", "description", "language", "library_name", "license"),
+        *("license_link", "license_name", "metadata", "metrics", "model_name", "model_type"),
+        *("name", "notes", "output_path", "pipeline_tag", "purpose", "summary", "tags", "title"),
+        *("version", "widget"),
+        *("allow_crimes", "clone_tensors", "copy_tokenizer", "cuda", "device", "lazy_unpickle"),
+        *("low_cpu_memory", "multi_gpu", "num_threads", "out_shard_size", "quiet", "random_seed"),
+        *("read_to_gpu", "trust_remote_code", "verbose", "write_model_card"),
+        *("merge_method", "residual_weight"),
     }
+)
+LENIENT: Final = "--lenient ignores it, as mergekit does"
+# What any of the methods takes.
+PARAMETERS: Final = frozenset(
+    name for family in FAMILIES.values() for names in family.list_parameters() for name in names
 )
 # What mergekit can do and this tool cannot.
 REFUSED: Final = {
-    "residual_weight": "layers are not scaled",
     "override_architecture": "the architecture is the base's",
     "tokens": "no token gets an embedding of its own",
     "pad_to_multiple_of": "vocabularies are not padded",
@@ -45,9 +54,6 @@ STACKED: Final = (
     "only the layers of the base, in their order and merged with the same ones of all models, "
     "can be sliced"
 )
-MAX_YAML: Final = 1 << 18  # bytes: PyYAML takes seconds for more
-MAX_DIGITS: Final = 100  # of a whole number: Python does not print large ones
-MAX_VALUES: Final = 50_000  # of a file with its aliases written out
 Table = dict[str, Any]
 
 
@@ -73,9 +79,13 @@ class Part:
 
 
 class MergekitFile:
-    def __init__(self, path: str, content: Any) -> None:
+    def __init__(self, path: str, content: Any, lenient: bool = False) -> None:
         self.path = path
+        self.lenient = lenient  # keys that mergekit ignores are no errors
+        self.places: dict[str, Path] = {}  # of the models that other documents made, by name
+        check_kind(self, content)
         self.content = self.read_table(unwrap_module(self, content), "", KEYS)
+        self.name = str(self.content.get("name", ""))
         self.method = str(self.content.get("merge_method"))
         self.check(
             "merge_method" in self.content,
@@ -115,22 +125,11 @@ class MergekitFile:
             f"it must be a mapping, not {str(value)[:60]!r}",
             f"with {', '.join(known)}",
         )
-        ignored = HARMLESS - {*known}
-        wanted = {key: entry for key, entry in value.items() if key not in ignored}
-        given = {key: entry for key, entry in wanted.items() if entry is not None and entry != []}
-        for key in value:
-            if key in REFUSED:
-                self.check(
-                    given.get(key, {}) == {},
-                    where,
-                    f"{key} is not supported: {REFUSED[key]}",
-                    "leave it out, or use mergekit",
-                )
-            elif key in ignored:
-                LOG.warning(f"{': '.join(filter(None, (self.path, where)))}: {key} does nothing")
-            elif key not in known:
-                raise self.error(where, f"there is no key {str(key)!r}", nearest(str(key), known))
-        return given
+        return keep_known(self, value, where, known)
+
+    def find(self, name: str) -> Source:
+        """A model by its name: what another document made, or any other."""
+        return Source(name, self.places[name]) if name in self.places else Source.of(name)
 
     def read_parameters(self, table: Table, where: str, known: Collection[str]) -> Table:
         where = f"{where}.parameters".removeprefix(".")
@@ -285,47 +284,42 @@ def unwrap_module(file: MergekitFile, content: Any) -> Any:
     return {**outer, **own, **both}
 
 
-def load_yaml(text: str, path: str) -> Any:
-    """What a YAML text says; what would take long, or can be read in two ways, is refused."""
-    hint = "it must be one YAML document, as mergekit-yaml takes it"
-    try:
-        if len(text.encode(errors="replace")) > MAX_YAML:
-            raise ValueError(f"it is longer than {MAX_YAML:,} bytes")
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        _count_values(node, {})
-        return node and loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        line = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        reason = f"{error.problem or error.context}{line}"
-        if error.context == "expected a single document in the stream":
-            reason = "it holds several documents"
-        if "\\t" in reason:
-            hint = "YAML is indented with spaces, not with tabs"
-    except (ValueError, OverflowError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-    except RecursionError:
-        reason = "it is nested too deeply"
-    except (LookupError, AttributeError, TypeError):  # as PyYAML comes to know it
-        reason = "a value is not what its tag, like !!int, says"
-    raise ConfigError(f"{path} cannot be read: {reason}", hint)
+def check_kind(file: MergekitFile, content: Any) -> None:
+    """Refuse what is for another of mergekit's commands."""
+    is_mixture = isinstance(content, dict) and "experts" in content
+    file.check(
+        not is_mixture or "merge_method" in content,
+        "experts",
+        "it asks for a mixture of experts with a router, which mergekit-moe makes",
+        "this tool merges models of one shape into one; use mergekit-moe, or list the experts' "
+        "models under models, with a merge_method",
+    )
 
 
-def _count_values(node: Any, counts: dict[int, int]) -> int:
-    """How many values a node holds, aliases written out."""
-    if id(node) not in counts:
-        counts[id(node)] = 0  # until it is known
-        line = f"(line {node.start_mark.line + 1})" if node else ""
-        is_integer = isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int")
-        if is_integer and len(node.value) > MAX_DIGITS:
-            raise ValueError(f"a number has {len(node.value):,} digits {line}")
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        if isinstance(node, yaml.MappingNode):
-            for key, times in Counter(str(key.value) for key, _ in children).most_common(1):
-                if times > 1:
-                    raise ValueError(f"the key {key[:60]!r} is there {times} times {line}")
-            children = [child for pair in children for child in pair]
-        counts[id(node)] = 1 + sum(_count_values(child, counts) for child in children)
-    if not 0 < counts[id(node)] <= MAX_VALUES:
-        raise ValueError(f"with its aliases written out, it holds more than {MAX_VALUES:,} values")
-    return counts[id(node)]
+def keep_known(file: MergekitFile, table: Table, where: str, known: Collection[str]) -> Table:
+    """What of a mapping is to be read, less what is null. Any other key is an error, unless it does
+    no harm.
+    """
+    kept: Table = {}
+    for key, entry in table.items():
+        is_given = entry is not None and entry != []
+        if key in known:
+            kept |= {key: entry} if is_given else {}
+        elif key in REFUSED:
+            file.check(
+                not is_given or entry == {},
+                where,
+                f"{key} is not supported: {REFUSED[key]}",
+                "leave it out, or use mergekit",
+            )
+        elif key in HARMLESS or file.lenient:
+            LOG.warning(f"{': '.join(filter(None, (file.path, where)))}: {key} does nothing")
+        else:
+            raise file.error(where, f"there is no key {str(key)!r}", explain_unknown(key, known))
+    return kept
+
+
+def explain_unknown(key: Any, known: Collection[str]) -> str:
+    is_misplaced = key in PARAMETERS and "parameters" in known
+    hint = "put it under parameters" if is_misplaced else nearest(str(key), known)
+    return f"{hint.removesuffix('?')}; {LENIENT}"

@@ -24,8 +24,11 @@ TABLES: Final[dict[str, tuple[str, ...]]] = {
 }
 
 
-def load_request(path: Path) -> Request:
-    """Read a configuration, or the recipe of a merged file; its paths are relative to it."""
+def load_request(path: Path, **options: bool) -> Request:
+    """Read a configuration, or the recipe of a merged file; its paths are relative to it.
+
+    options: of what reads it.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_TOML + 1)
@@ -45,7 +48,7 @@ def load_request(path: Path) -> Request:
         raise ConfigError(
             f"{path} is not valid {kind}: {error}", "see merge_config.toml for an example"
         ) from None
-    request = READERS.get(path.suffix, parse_request)(text, str(path), path.parent)
+    request = READERS.get(path.suffix, parse_request)(text, str(path), path.parent, **options)
     if path.name == RECIPE_FILE:
         check_recipe(request, path)
     return request
@@ -108,14 +111,14 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
     )
 
 
-def _parse_yaml(text: str, path: str, folder: Path) -> Request:
+def _parse_yaml(text: str, path: str, folder: Path, lenient: bool = False) -> Request:
     from darelib.requests.mergekit import parse_yaml  # which looks at models
 
-    return parse_yaml(text, path, folder)
+    return parse_yaml(text, path, folder, lenient)
 
 
 # What reads a configuration, by the suffix of its file; any other suffix is read as TOML.
-READERS: Final[Mapping[str, Callable[[str, str, Path], Request]]] = {
+READERS: Final[Mapping[str, Callable[..., Request]]] = {
     ".toml": parse_request,
     **dict.fromkeys(YAML_SUFFIXES, _parse_yaml),
 }

@@ -1,15 +1,20 @@
 """What a user asks for, before any model is opened, and flags over it."""
 
+from __future__ import annotations
+
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import CHECKS, Rule, check_setting
 from darelib.core.text import ConfigError, nearest
 from darelib.core.tomlfile import read_toml
 from darelib.models.source import Source
+
+if TYPE_CHECKING:
+    from darelib.requests.mergekitfile import MergekitFile
 
 # What other tools and the papers call our settings.
 FOREIGN_KEYS: Final = {
@@ -48,6 +53,17 @@ class Request:
     sweep: Mapping[str, Any] = field(default_factory=dict)  # what a search may choose
     # On settings: what a written configuration says of them.
     notes: Mapping[str, str] = field(default_factory=dict)
+
+
+class SeveralDocuments(ConfigError):
+    """A file of several merges, which is no single request."""
+
+    def __init__(self, path: str, files: Sequence[MergekitFile]) -> None:
+        super().__init__(
+            f"{path} holds {len(files)} documents, each a merge of its own",
+            "merge takes such a file; for anything else, give it a file with one of them",
+        )
+        self.files = files  # each after those that it refers to
 
 
 def explain_key(key: str, known: Collection[str]) -> str:

@@ -1,0 +1,107 @@
+"""Several merges in one file: each is made in a folder beside the output, and the last is it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from darelib.commands.merge import merge_to_end
+from darelib.commands.options import Flags, MergerClass, Report, merger_for, show
+from darelib.core.text import LOG, ConfigError, DareError
+from darelib.models.inputs import explain_path
+from darelib.models.source import Source, is_on_hub
+from darelib.output.scratch import make_scratch
+from darelib.requests.configfile import check_new_file
+from darelib.requests.mergekit import make_request
+from darelib.requests.mergekitfile import MergekitFile
+from darelib.requests.request import layer_flags
+
+# Flags that mean the same to every merge, or are about the output; the others are one merge's.
+FITTING: Final = frozenset(
+    {
+        *("config", "lenient", "output", "force", "dry_run", "json", "verbose"),
+        *("threads", "engine", "seed", "any_base", "mismatch", "max_shard_size"),
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One of the merges."""
+
+    name: str
+    method: str
+    base: str
+    models: tuple[str, ...]
+
+    @classmethod
+    def of(cls, file: MergekitFile) -> Step:
+        models = tuple(str(model).strip("'") for model in file.models)
+        return cls(file.name, file.method, file.base.path, models)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps(Report):
+    """What would be merged, in which order. Prints as a list."""
+
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{k}. {step.name or 'the output'}: {step.method} of {', '.join(step.models)} "
+            f"(base: {step.base})"
+            for k, step in enumerate(self.steps, 1)
+        ]
+        end = "a document is planned when those before it are merged; give one its own file to see"
+        return "\n".join([*lines, end])
+
+
+def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: MergerClass) -> None:
+    """Merge documents, each after those that it refers to."""
+    unfit = next((name for name in flags if name not in FITTING), None)
+    if unfit:
+        raise ConfigError(
+            f"--{unfit.replace('_', '-')} means nothing to a file of several documents",
+            "write it into the document that it is for, or give that a file of its own",
+        )
+    check_models(files)
+    if "dry_run" in flags:
+        show(Steps(tuple(map(Step.of, files))), flags, True)
+        return
+    if "output" not in flags:
+        raise ConfigError("there is no output", "give --output PATH")
+    output = Source.of(flags["output"]).path
+    check_new_file(output, "merged model", "force" in flags)
+    places: dict[str, Path] = {}
+    with ExitStack() as stack:
+        try:
+            prefix = output.with_name(f".{output.name[:50]}.documents-")
+            folder = stack.enter_context(make_scratch(prefix))
+        except OSError as error:
+            raise DareError(
+                f"cannot make a folder beside {str(output)!r}: {error.strerror}",
+                "choose another place for the output",
+            ) from None
+        for k, file in enumerate(files, 1):
+            file.places = places
+            merger = merger_for(layer_flags(make_request(file), flags), merger_class)
+            if k < len(files):
+                LOG.info(f"merging {file.name!r}, {k} of {len(files)}")
+                places[file.name] = folder / "models" / file.name
+                merger.merge(places[file.name])
+        report = merge_to_end(merger, output, "it begins anew", force="force" in flags)
+    show(report, flags, merger.config.verbose)
+
+
+def check_models(files: Sequence[MergekitFile]) -> None:
+    """Refuse models that are not there, before the first document takes its time."""
+    made = {file.name for file in files}
+    for file in files:
+        names = {file.base.path, *(model.lora or model.path for model in file.models)}
+        for source in map(Source.of, sorted(names - made)):
+            if not is_on_hub(source):
+                with explain_path(source):
+                    pass

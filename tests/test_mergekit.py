@@ -9,6 +9,7 @@ import torch
 import yaml
 
 import dare
+from darelib.models.templates import TEMPLATES
 from tests import support
 from tests.support import (
     F32,
@@ -293,6 +294,17 @@ EXACT = {
     "ties, slices": "merge_method: ties" + SLICES,
     "ties, adapters": "merge_method: ties\nparameters: {density: 0.41}" + LORAS,
     "ties, adapters on models": "merge_method: ties\nparameters: {density: 0.41}" + ADAPTED,
+    "ties, density 0": "merge_method: ties" + TWO.replace("0.31", "0"),
+    "ties, density 0 by a filter and a gradient": "merge_method: ties"
+    + FILTERS.replace("density: 0.33", "density: [{filter: mlp, value: 0}, {value: [0.6, 0, 1]}]"),
+    "breadcrumbs, density 0, normalized": "merge_method: breadcrumbs\n"
+    "parameters: {normalize: true}" + FILTERS.replace("0.47", "0").replace("0.13", "0"),
+    "dare_linear, density 0 and 1": "merge_method: dare_linear\nparameters: {normalize: true}"
+    + TWO.replace("0.53", "0").replace("0.31", "1"),
+    "della, density 0 and 1": "merge_method: della"
+    + TWO.replace("0.53", "0.0").replace("0.31", "1"),
+    "ties, weight 0 for most": "merge_method: ties"
+    + TWO.replace("0.7", "[{filter: mlp, value: 1}, {value: 0}]").replace("0.4", "0"),
     "ties, not normalized": "merge_method: ties\n"
     "parameters: {normalize: false, int8_mask: true, lambda: 0.7}" + TWO,
     "ties, rescaled": "merge_method: ties\nparameters: {rescale: true}" + FILTERS,
@@ -473,6 +485,60 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
         }
     for name in theirs:
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.slow
+def test_several_documents_make_what_mergekits_make(zoo: dict[str, Path], tmp_path: Path) -> None:
+    from click.testing import CliRunner
+    from mergekit.scripts.multimerge import main
+
+    first = "name: first\nmerge_method: slerp\nbase_model: $m1\nmodels: [{model: $m2}]\n"
+    text = f"{first}parameters: {{t: 0.3}}\n---\nmerge_method: ties" + TWO.replace("$m1", "first")
+    file = tmp_path / "all.yaml"
+    file.write_text(Template(text).substitute(zoo))
+    theirs = tmp_path / "theirs"
+    words = [str(file), "--out-path", str(theirs), "-I", str(tmp_path / "between"), "--quiet"]
+    made = CliRunner().invoke(main, words, catch_exceptions=False)
+    assert made.exit_code == 0, made.output
+    ours = run_ours(file, tmp_path / "ours")
+    for name, tensor in tensors_in(theirs).items():
+        np.testing.assert_allclose(ours[name], tensor, rtol=2e-6, atol=1e-7, err_msg=name)
+
+
+ASKED = [("user", " What?\n")]
+TALK = [*ASKED, ("assistant", "That. "), ("user", "And?")]
+
+
+@pytest.mark.parametrize("talk", [ASKED, TALK, TALK[:2]])
+@pytest.mark.parametrize("system", [[], [("system", "Be brief. ")]])
+@pytest.mark.parametrize("speaks", [False, True])
+def test_chat_templates_say_what_mergekits_say(
+    talk: list[tuple[str, str]], system: list[tuple[str, str]], speaks: bool
+) -> None:
+    from importlib.resources import files
+
+    from mergekit._data import chat_templates
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    theirs = {
+        path.name.removesuffix(".jinja"): path.read_text()
+        for path in files(chat_templates).iterdir()
+        if path.name.endswith(".jinja")
+    }
+    assert theirs.keys() == TEMPLATES.keys()
+    messages = [{"role": role, "content": content} for role, content in (*system, *talk)]
+    for name in theirs:
+        ours, other = (
+            render_jinja_template(
+                conversations=[messages],
+                chat_template=template,
+                add_generation_prompt=speaks,
+                bos_token="<s>",
+                eos_token="</s>",
+            )[0]
+            for template in (TEMPLATES[name], theirs[name])
+        )
+        assert ours == other, name
 
 
 # --- what is random: the same distribution

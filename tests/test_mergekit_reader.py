@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from dare import DareConfig
 from darelib.config import Chooser, Rule, freeze
+from darelib.models.templates import TEMPLATES
 from darelib.requests.mergekit import parse_yaml
 from darelib.requests.readers import load_request
 from darelib.requests.request import Request
@@ -98,6 +99,67 @@ def test_a_name_what_is_not_about_the_merge_and_an_only_module_change_nothing(
         "license does nothing",
         "random_seed does nothing",
     ]
+
+
+def test_what_mergekit_ignores_is_a_warning_if_lenient(folder: Path, refused: Refusal) -> None:
+    """What it reads and does not use, and a method where there can be none, is one in any case."""
+    models = MODELS.replace("weight: 0.4", "weight: 0.4, select_topk: 1, lambda: 3")
+    text = f"merge_method: ties\n{models}lamda: 2\nevaluation: {{tasks: [a]}}\n"
+    slices = "base_model: base\nslices: [{sources: [{model: one, layer_range: [0, 4]}], "
+    known = f"merge_method: ties\n{slices}merge_method: slerp, residual_weight: 1}}]\n"
+    (folder / "typos.yaml").write_text(text)
+    (folder / "known.yaml").write_text(known + "parameters: {weight: 1}")
+    (folder / "plain.yaml").write_text(f"merge_method: ties\n{MODELS}")
+    refused(2, "--lenient", "-c", "typos.yaml", "-o", "out")
+    refused(2, "--lenient means nothing", "-b", "base", "-m", "one", "-o", "out", "--lenient")
+    flags = ("-q", "--engine", "plain")
+    run("-c", "plain.yaml", "-o", "plain", *flags)
+    run("-c", "known.yaml", "-o", "known", *flags)
+    run("-c", "typos.yaml", "-o", "typos", "--lenient", *flags)
+    run("analyze", "-c", "typos.yaml", "--lenient", *flags)
+    assert_same(tensors_in(folder / "plain"), tensors_in(folder / "typos"))
+
+
+def test_each_ignored_key_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    models = MODELS.replace("weight: 0.4", "weight: 0.4, select_topk: 1")
+    text = f"merge_method: ties\n{models}lamda: 2\ncuda: true\n"
+    assert parse_yaml(text, "m.yaml", Path(), lenient=True).dare == with_method("ties")
+    said = [record.message for record in caplog.records]
+    assert said == [
+        "m.yaml: lamda does nothing",
+        "m.yaml: cuda does nothing",
+        "m.yaml: models[1].parameters: select_topk does nothing",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters", "weights", "normalize"),
+    [
+        ("ties", "", [0.7, 0.0], True),
+        ("breadcrumbs", "", [0.7, 0.0], False),
+        ("dare_linear", "parameters: {normalize: true}", [0.7 / 1.1, 0.0], False),
+        ("della", "", [0.7, 0.0], True),
+    ],
+)
+def test_a_model_of_density_0_has_no_weight_but_counts_where_all_do(
+    method: str, parameters: str, weights: list[float], normalize: bool
+) -> None:
+    models = MODELS.replace("0.4", "0.4, density: 0").replace("0.7", "0.7, density: 0.5")
+    made = with_method(method, parameters, models)
+    assert (made["weights"], made["normalize"]) == (weights, normalize)
+    assert made["drop_rate"] == [0.5, 0.0]
+
+
+def test_a_density_may_fall_to_0_over_the_layers(folder: Path) -> None:
+    models = MODELS.replace("0.7", "[0.1, 0.4], density: [1, 0.5, 0, 0]")
+    request = read(f"merge_method: ties\n{models}")
+    config = DareConfig(**request.dare, rules=request.rules)
+    chosen = [
+        Chooser(config, SHAPES, 2).choose(f"model.layers.{k}.mlp.up_proj.weight", (8, 8))[1]
+        for k in range(4)
+    ]
+    assert [settings.drop_rates[0] for settings in chosen] == [0.0, 0.5, 0.0, 0.0]
+    assert [bool(settings.weights[0]) for settings in chosen] == [True, True, False, False]
 
 
 def test_a_configuration_and_an_output_may_be_the_first_words(folder: Path) -> None:
@@ -529,7 +591,12 @@ def test_weights_of_0_leave_the_bases_tensor(method: str, folder: Path, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [("auto", "{{ b }}"), ("'{% c %}{{ d }}'", "{% c %}{{ d }}")]
+    ("words", "expected"),
+    [
+        ("auto", "{{ b }}"),
+        ("'{% c %}{{ d }}'", "{% c %}{{ d }}"),
+        ("chatml", TEMPLATES["chatml"]),
+    ],
 )
 def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> None:
     """auto is what most models have; a text is itself, and a recipe makes it again."""
@@ -546,7 +613,381 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
     run("-c", "m.toml", "-q")
     for name in ("out", "again", "m_merged"):
         assert (folder / name / "chat_template.jinja").read_text() == expected
-    run("-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", "auto", status=1)
+    for word in ("auto", "chatml"):
+        run("-b", "base", "-m", "one", "-o", "x", "-q", "--tokenizer", word, status=1)
+
+
+def test_chat_templates_by_name_from_flags_and_toml(folder: Path) -> None:
+    """A file of that name is that file; mergekit's file means its template anyway."""
+    for name in ("base", "one", "two"):
+        (folder / name / "tokenizer.json").write_text("{}")
+    (folder / "llama3").write_text("{{ mine }}")
+    (folder / "sub").mkdir()
+    models = ("-b", "base", "-m", "one", "-q")
+    run(*models, "-o", "flag", "--chat-template", "chatml")
+    run(*models, "--chat-template", "chatml", "--write-config", "sub/m.toml")
+    run("-c", "sub/m.toml", "-q", "-o", "toml")
+    run(*models, "-o", "path", "--chat-template", "llama3")
+    (folder / "m.yaml").write_text(f"merge_method: ties\n{MODELS}chat_template: llama3\n")
+    run("-c", "m.yaml", "-q", "-o", "yaml")
+    made = {
+        name: (folder / name / "chat_template.jinja").read_text()
+        for name in ("flag", "toml", "path", "yaml")
+    }
+    chatml, llama3 = TEMPLATES["chatml"], TEMPLATES["llama3"]
+    assert made == {"flag": chatml, "toml": chatml, "path": "{{ mine }}", "yaml": llama3}
+    run("verify", "flag", "-q")
+
+
+# --- files as people publish them, over tiny models
+
+# By what is special about each. The names are those of the models in the zoo.
+PUBLISHED = {
+    "dare_ties with three models": """
+models:
+  - model: base
+    # No parameters necessary for base model
+  - model: one
+    parameters:
+      density: 0.53
+      weight: 0.4
+  - model: two
+    parameters:
+      density: 0.53
+      weight: 0.3
+  - model: three
+    parameters:
+      density: 0.53
+      weight: 0.3
+merge_method: dare_ties
+base_model: base
+parameters:
+  int8_mask: true
+dtype: bfloat16
+""",
+    "slerp with filters of t": """
+slices:
+  - sources:
+      - model: one
+        layer_range: [0, 4]
+      - model: two
+        layer_range: [0, 4]
+merge_method: slerp
+base_model: one
+parameters:
+  t:
+    - filter: self_attn
+      value: [0, 0.5, 0.3, 0.7, 1]
+    - filter: mlp
+      value: [1, 0.5, 0.7, 0.3, 0]
+    - value: 0.5
+dtype: bfloat16
+""",
+    "slerp of models": """
+models:
+  - model: one
+  - model: two
+merge_method: slerp
+base_model: two
+dtype: float16
+parameters:
+  t: [0, 0.5, 1, 0.5, 0] # V shaped curve
+""",
+    "ties with a mask in 8 bits": """
+models:
+  - model: one
+    parameters:
+      density: [1, 0.7, 0.1] # density gradient
+      weight: 1.0
+  - model: two
+    parameters:
+      density: 0.5
+      weight: [0, 0.3, 0.7, 1] # weight gradient
+  - model: three
+    parameters:
+      density: 0.33
+      weight:
+        - filter: mlp
+          value: 0.5
+        - value: 0
+merge_method: ties
+base_model: base
+parameters:
+  normalize: true
+  int8_mask: true
+dtype: float16
+""",
+    "task arithmetic that takes something away": """
+base_model: base
+models:
+  - model: one
+    parameters: {weight: 1.0}
+  - model: two
+    parameters: {weight: -0.5}
+merge_method: task_arithmetic
+dtype: float32
+""",
+    "breadcrumbs": """
+models:
+  - model: one
+    parameters:
+      weight: 0.65
+      density: 0.9
+      gamma: 0.01
+  - model: two
+    parameters: {weight: 0.35, density: 0.9, gamma: 0.03}
+merge_method: breadcrumbs
+base_model: base
+parameters: {normalize: false, lambda: 1.1}
+""",
+    "breadcrumbs_ties, words for numbers": """
+merge_method: breadcrumbs_ties
+base_model: base
+models:
+  - {model: one, parameters: {weight: "0.3", density: "0.8"}}
+  - {model: two, parameters: {weight: 3e-1}}
+parameters: {gamma: "1e-2", normalize: "true"}
+""",
+    "della": """
+models:
+  - model: one
+    parameters:
+      weight: 1
+      density: 0.5
+      epsilon: 0.1
+  - model: two
+    parameters: {weight: 0.5, density: 0.6}
+merge_method: della
+base_model: base
+parameters:
+  epsilon: 0.05
+  lambda: 1
+tokenizer_source: base
+""",
+    "della_linear": """
+merge_method: della_linear
+base_model: base
+dtype: bfloat16
+parameters: {epsilon: 0.1, lambda: 1.0, normalize: true, int8_mask: true}
+models:
+  - {model: one, parameters: {weight: [0.3, 0.7], density: [0.4, 0.6]}}
+  - {model: two, parameters: {weight: 0.5, density: 0.5}}
+""",
+    "dare_linear without a rescale": """
+merge_method: dare_linear
+base_model: base
+models:
+  - {model: one, parameters: {weight: 0.5, density: 0.6}}
+  - {model: two, parameters: {weight: 0.5, density: 0.6}}
+parameters: {rescale: false}
+""",
+    "a linear soup": """
+models:
+  - model: one
+    parameters:
+      weight: 1.0
+  - model: two
+    parameters:
+      weight: 0.3
+merge_method: linear
+dtype: float16
+""",
+    "linear with all tokens": """
+merge_method: linear
+models: [{model: base, parameters: {weight: 0.2}}, {model: one, parameters: {weight: 0.8}}]
+tokenizer_source: union
+parameters: {normalize: true}
+""",
+    "linear in one slice": """
+slices:
+- sources:
+  - {model: one, layer_range: [0, 4], parameters: {weight: 0.6}}
+  - {model: two, layer_range: [0, 4], parameters: {weight: 0.4}}
+merge_method: linear
+dtype: float32
+""",
+    "ram": """
+merge_method: ram
+base_model: base
+models: [{model: one}, {model: two}]
+""",
+    "a module, as mergekit writes it": """
+base_model: base
+dtype: float32
+merge_method: ties
+modules:
+  default:
+    slices:
+    - sources:
+      - layer_range: [0, 4]
+        model: one
+        parameters:
+          density: 0.5
+          weight: 0.5
+      - layer_range: [0, 4]
+        model: base
+parameters:
+  int8_mask: 1.0
+  normalize: 1.0
+out_dtype: bfloat16
+tokenizer: {source: base}
+""",
+    "a chat template and a tokenizer of a model": """
+merge_method: task_arithmetic
+base_model: base
+models: [{model: one, parameters: {weight: 0.5}}]
+tokenizer_source: one
+chat_template: chatml
+""",
+    "a tokenizer with nothing special": """
+merge_method: dare_ties
+base_model: base
+models: [{model: one, parameters: {weight: 0.5, density: 0.4}}]
+tokenizer: {source: union, tokens: {}, pad_to_multiple_of: null}
+chat_template: auto
+""",
+    "what a card says": """
+license: apache-2.0
+tags: [merge, mergekit]
+merge_method: ties
+base_model: base
+models:
+  - model: one
+    parameters:
+  - model: two
+    name: the second
+parameters: {weight: 0.5, density: 0.5}
+random_seed: 0
+trust_remote_code: true
+""",
+    "a method in a slice": """
+slices:
+  - sources: [{model: base, layer_range: [0, 2]}, {model: one, layer_range: [0, 2]}]
+    merge_method: slerp
+  - sources: [{model: base, layer_range: [2, 4]}, {model: one, layer_range: [2, 4]}]
+    parameters: {t: 0.9}
+merge_method: slerp
+base_model: base
+parameters: {t: 0.2}
+""",
+    "density 0": """
+merge_method: dare_ties
+base_model: base
+models:
+  - {model: one, parameters: {weight: 0.5, density: 0.5}}
+  - {model: two, parameters: {weight: 0.5, density: 0}}
+""",
+    "weight and density by filter": """
+merge_method: ties
+base_model: base
+models:
+  - model: one
+    parameters:
+      weight: [{filter: mlp, value: [0.1, 0.9]}, {filter: self_attn, value: 0.4}, {value: 0.2}]
+      density: [{filter: lm_head, value: 1}, {filter: "*", value: 0.6}]
+  - model: two
+parameters: {weight: 0.3, density: 0.2}
+""",
+    "one reference many ways": """
+merge_method: task_arithmetic
+base_model: {model: {path: base}}
+models:
+  - model: {model: {path: one}}
+    parameters: {weight: 0.2}
+  - model: {model: two}
+    parameters: {weight: 0.2}
+""",
+    "the base listed with parameters": """
+merge_method: ties
+base_model: base
+models:
+  - {model: base, parameters: {weight: 1, density: 1}}
+  - {model: one, parameters: {weight: 0.5, density: 0.5}}
+""",
+    "weights for the file": """
+merge_method: dare_linear
+base_model: base
+models: [{model: one}, {model: two}, {model: three}]
+parameters: {weight: 0.33, density: 0.26}
+dtype: torch.bfloat16
+""",
+    "anchors": """
+merge_method: ties
+base_model: base
+models:
+  - {model: one, parameters: &usual {weight: 0.5, density: 0.5}}
+  - {model: two, parameters: *usual}
+  - {model: three, parameters: {<<: *usual, weight: 0.1}}
+""",
+    "several documents": """
+name: chat
+merge_method: slerp
+base_model: one
+models: [{model: two}]
+parameters: {t: 0.5}
+---
+merge_method: task_arithmetic
+base_model: base
+models: [{model: chat, parameters: {weight: 0.5}}, {model: three, parameters: {weight: 0.5}}]
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of four layers and three fine-tunes of it, all with one tokenizer."""
+    folder = tmp_path_factory.mktemp("zoo")
+    words = {f"w{number}": number for number in range(12)}
+    added = {"id": 11, "content": "w11", "special": True}
+    names = ("base", "one", "two", "three")
+    for name, tensors in zip(names, make_models(3, F32, SHAPES), strict=True):
+        save_directory(folder / name, tensors, model_type="llama", vocab_size=12)
+        table = {"added_tokens": [added], "model": {"vocab": words}}
+        (folder / name / "tokenizer.json").write_text(json.dumps(table))
+        (folder / name / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.mark.parametrize("what", PUBLISHED)
+def test_files_as_they_are_published_run(
+    what: str, zoo: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.chdir(zoo)
+    (tmp_path / "merge.yaml").write_text(PUBLISHED[what])
+    run(tmp_path / "merge.yaml", tmp_path / "out", "-q", "--engine", "plain")
+    made = tensors_in(tmp_path / "out")
+    base = load_file(zoo / "base" / "model.safetensors")
+    assert made.keys() == base.keys()
+    assert any(not made[name].equal(base[name]) for name in base)
+
+
+@pytest.mark.parametrize("trims", [False, True])
+def test_chat_templates_render_their_formats(trims: bool) -> None:
+    """Whether lines that hold nothing but a tag are left out, as transformers does, or not."""
+    jinja2 = pytest.importorskip("jinja2")
+    environment = jinja2.Environment(trim_blocks=trims, lstrip_blocks=trims)
+    talk = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user")]
+
+    def render(name: str) -> str:
+        return environment.from_string(TEMPLATES[name]).render(
+            messages=talk, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+        )
+
+    assert (
+        render("chatml")
+        == "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in talk)
+        + "<|im_start|>assistant\n"
+    )
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    turns = [header.format(each["role"]) + f"{each['content']}<|eot_id|>\n" for each in talk]
+    assert render("llama3") == "<s>" + "".join(turns) + header.format("assistant")
+    assert render("mistral") == "<s> [INST] s\n\nu [/INST] a</s> [INST] u [/INST]"
+    assert render("alpaca") == (
+        "s\n\n### Instruction:\nu\n\n### Response:\na\n\n### Instruction:\nu### Response:\n"
+    )
+    assert "".join(render("exaone").split()) == (
+        "[|system|]s[|endofturn|][|user|]u[|assistant|]a[|endofturn|][|user|]u[|assistant|]"
+    )
 
 
 # --- what is refused
@@ -600,7 +1041,8 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
             f"merge_method: ties\n{MODELS}parameters: {{gamma: 1}}",
             "'gamma'",
         ),
-        (f"merge_method: ties\n{MODELS}parameters: {{density: 0}}", "density: "),
+        (f"merge_method: ties\n{MODELS}parameters: {{density: 0}}", "nothing would be merged"),
+        (f"merge_method: ties\n{MODELS}parameters: {{density: -0.1}}", "density: "),
         (
             f"merge_method: ties\n{MODELS}parameters: {{density: [0.5, 1.5]}}",
             "density: ",
@@ -688,9 +1130,22 @@ def test_chat_templates_of_a_file(folder: Path, words: str, expected: str) -> No
             f"merge_method: ties\n{MODELS}parameters:\n\tlambda: 1",
             "indented with spaces, not with tabs",
         ),
-        (f"merge_method: ties\n{MODELS}chat_template: chatml", "'chatml' is neither auto nor"),
+        (f"merge_method: ties\n{MODELS}chat_template: chatlm", "'chatlm' is neither the name"),
         (f"merge_method: ties\n{MODELS}chat_template: [1]", "chat_template"),
-        (f"merge_method: ties\n{MODELS}---\nmerge_method: ties", "it holds several documents"),
+        (f"merge_method: ties\n{MODELS}---\nmerge_method: ties", "document 2: models: "),
+        (
+            f"merge_method: ties\n{MODELS}tokenzer_source: base",
+            "did you mean tokenizer_source; --l",
+        ),
+        (f"merge_method: ties\n{MODELS}weight: 1", "put it under parameters; --lenient"),
+        (
+            f"merge_method: ties\n{MODELS}parameters: {{nomalize: 1}}",
+            "did you mean normalize; --lenient ignores it, as mergekit does",
+        ),
+        (
+            "base_model: base\ngate_mode: hidden\nexperts: [{source_model: one}]",
+            "a mixture of experts with a router, which mergekit-moe makes",
+        ),
         (
             f"merge_method: ties\nmerge_method: dare_ties\n{MODELS}",
             "the key 'merge_method' is there 2 times (line 1)",
@@ -756,8 +1211,6 @@ def test_slices_must_merge_the_same_models(check: Refusal) -> None:
     check(text + f"- sources: [{source.format('two', 2, 4)}]\n", "they merge different models")
     same = f"- sources: [{source.format('one', 2, 4)}]\n"
     check(text + same + "  base_model: two\n", "they have different base models")
-    for weight in ("0.5", "0"):
-        check(text + same + f"  residual_weight: {weight}\n", "residual_weight is not supported")
     check(text + "- sources: []\n", "slices[1].sources: it must be a list")
 
 

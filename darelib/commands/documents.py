@@ -50,10 +50,10 @@ class Steps(Report):
     steps: tuple[Step, ...]
 
     def __str__(self) -> str:
+        names = [*(step.name for step in self.steps[:-1]), "the output"]
         lines = [
-            f"{k}. {step.name or 'the output'}: {step.method} of {', '.join(step.models)} "
-            f"(base: {step.base})"
-            for k, step in enumerate(self.steps, 1)
+            f"{k}. {name}: {step.method} of {', '.join(step.models)} (base: {step.base})"
+            for k, (name, step) in enumerate(zip(names, self.steps, strict=True), 1)
         ]
         end = "a document is planned when those before it are merged; give one its own file to see"
         return "\n".join([*lines, end])

@@ -55,6 +55,8 @@ def parse_yaml(text: str, path: str, folder: Path, lenient: bool = False) -> Req
     """A mergekit configuration from its text; as there, paths are from the working directory."""
     files = read_documents(text, path, lenient)
     if len(files) > 1:
+        for file in files:
+            Parameters(file)  # which refuses what is wrong now, not after the merges before it
         raise SeveralDocuments(path, files)
     return make_request(files[0])
 
@@ -154,6 +156,12 @@ class Parameters:
     def as_settings(self) -> tuple[Table, tuple[Rule, ...]]:
         """[dare], which is what most tensors get, and the rules for the others."""
         settings = {name: translate(self.file, self.choose_all(name)) for name in self.list_names()}
+        self.file.check(
+            any(any(own.get("weights", [1])) for own in settings.values()),
+            "models",
+            "none has both a weight and a density, so nothing would be merged",
+            "let them be above 0",
+        )
         groups = {name: repr(own) for name, own in settings.items()}
         by_group = {groups[name]: own for name, own in settings.items()}
         [(usual, _)] = Counter(groups.values()).most_common(1)

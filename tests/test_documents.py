@@ -1,0 +1,154 @@
+"""Several merges in one file, as mergekit-multi takes them."""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from dare import DareMerger
+from tests.support import (
+    F32,
+    Capture,
+    Patch,
+    Refusal,
+    assert_same,
+    make_models,
+    read_json,
+    run,
+    save_directory,
+    tensors_in,
+)
+
+SHAPES = {"model.layers.0.mlp.weight": (8, 8), "model.layers.1.mlp.weight": (8, 8)}
+FIRST = """name: first
+merge_method: slerp
+base_model: base
+models: [{model: one}]
+parameters: {t: 0.3}
+"""
+SECOND = """name: second
+merge_method: task_arithmetic
+base_model: first
+models: [{model: two, parameters: {weight: {filter: mlp, value: 0.5}}}]
+"""
+LAST = """merge_method: ties
+base_model: base
+models: [{model: second}, {model: {model: {path: first}}}]
+parameters: {weight: 0.5, density: 0.7}
+"""
+QUIET = ("-q", "--engine", "plain")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, tensors in zip(("base", "one", "two"), make_models(2, F32, SHAPES), strict=True):
+        save_directory(tmp_path / name, tensors, model_type="llama")
+    return tmp_path
+
+
+def write(*documents: str) -> None:
+    Path("all.yaml").write_text("---\n".join(documents))
+
+
+@pytest.mark.parametrize("last", [LAST, f"name: third\n{LAST}"])
+def test_documents_are_merged_in_the_order_of_their_references(folder: Path, last: str) -> None:
+    """The one that no other refers to is the output; by hand, the same is made, and verified."""
+    write(last, SECOND, FIRST, "")
+    before = set(os.listdir())
+    run("all.yaml", "out", *QUIET)
+    assert set(os.listdir()) == before | {"out"}
+    for name, text in (("first", FIRST), ("second", SECOND), ("by_hand", last)):
+        Path("one.yaml").write_text(text)
+        run("one.yaml", name, *QUIET)
+    assert_same(tensors_in(folder / "out"), tensors_in(folder / "by_hand"))
+    assert Path("out/dare_recipe.toml").read_text() == Path("by_hand/dare_recipe.toml").read_text()
+    run("verify", "out", *QUIET)
+
+
+def test_a_recipe_names_what_is_gone(folder: Path, refused: Refusal) -> None:
+    write(FIRST, SECOND, LAST)
+    run("all.yaml", "out", *QUIET)
+    assert str(folder) not in Path("out/dare_recipe.toml").read_text()
+    refused(1, "cannot find 'second', which the recipe was made with", "verify", "out")
+
+
+def test_a_dry_run_lists_the_merges(folder: Path, capsys: Capture) -> None:
+    write(LAST, FIRST, SECOND)
+    before = set(os.listdir())
+    run("all.yaml", "out", "--dry-run")
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "1. first: slerp of base, one (base: base)",
+        "2. second: task_arithmetic of two (base: first)",
+        "3. the output: ties of second, first (base: base)",
+    ]
+    run("all.yaml", "out", "--dry-run", "--json")
+    Path("plan.json").write_text(capsys.readouterr().out)
+    assert [step["name"] for step in read_json(folder / "plan.json")["steps"]] == [
+        "first",
+        "second",
+        "",
+    ]
+    assert set(os.listdir()) == before | {"plan.json"}
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, MemoryError])
+def test_nothing_is_left_behind(folder: Path, stop: type[BaseException]) -> None:
+    write(FIRST, SECOND, LAST)
+    before = set(os.listdir())
+    merge = DareMerger.merge
+    made: list[Path] = []
+
+    def fail_at_last(merger: DareMerger, output: Path, **how: bool) -> object:
+        if len(made) == 2:
+            assert all(path.is_dir() for path in made)
+            raise stop
+        made.append(output)
+        return merge(merger, output, **how)
+
+    with mock.patch.object(DareMerger, "merge", fail_at_last):
+        run("all.yaml", "out", *QUIET, status=130 if stop is KeyboardInterrupt else 1)
+    assert len(made) == 2
+    assert set(os.listdir()) == before
+    assert made[0].parts[-3].startswith(".out.documents-")
+
+
+def test_what_a_killed_merge_left_goes_with_the_next(folder: Path) -> None:
+    left = folder / ".out.documents-0123abcd"
+    left.mkdir(0o700)
+    (left / "lock").write_text("dare is merging here: process 1\n")
+    (left / "models").mkdir()
+    write(FIRST, SECOND, LAST)
+    run("all.yaml", "out", *QUIET)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("documents", "words"),
+    [
+        ([FIRST, SECOND, FIRST], "another document is called 'first'"),
+        ([LAST, LAST], "another one has none either"),
+        ([FIRST, LAST.replace("second", "one"), SECOND], "'', 'second' are used by no other"),
+        ([FIRST.replace("model: one", "model: second"), SECOND, LAST], "first -> second -> first"),
+        ([FIRST.replace("name: first", "name: a/b"), LAST], "'a/b' is no name for a folder"),
+        ([FIRST.replace("name: first", "name: .."), LAST], "'..' is no name for a folder"),
+        ([FIRST, SECOND.replace("model: two", "model: nowhere"), LAST], "'nowhere'"),
+        ([FIRST, SECOND.replace("0.5", "x"), LAST], "document 2: weight: it must be"),
+    ],
+)
+def test_what_is_refused(folder: Path, refused: Refusal, documents: list[str], words: str) -> None:
+    write(*documents)
+    refused(1 if "nowhere" in words else 2, words, "all.yaml", "out", *QUIET)
+
+
+def test_what_is_for_one_merge_is_refused(folder: Path, refused: Refusal) -> None:
+    write(FIRST, SECOND, LAST)
+    for flag in ("--resume", "--write-config=x.toml", "--drop-rate=0.5", "--merge=one"):
+        words = f"{flag.partition('=')[0]} means nothing to a file of several documents"
+        refused(2, words, "all.yaml", "out", flag)
+    refused(2, "holds 3 documents, each a merge of its own", "analyze", "-c", "all.yaml")
+    refused(2, "there is no output", "all.yaml")
+    refused(2, "no directory", "all.yaml", "nowhere/out")
+    (folder / "out").mkdir()
+    refused(2, "'out' exists already", "all.yaml", "out")

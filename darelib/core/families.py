@@ -75,10 +75,10 @@ def leave_out(made: Settings) -> Settings:
         total = math.fsum(weights)
         divisor = total if abs(total) >= LEAST_DIVISOR else 1.0
         made = made | {"normalize": False}
-    kept = [rate != 1 for rate in rates]
+    pairs = list(zip(weights, rates, strict=True))
     return made | {
-        "weights": [weight / divisor if own else 0.0 for weight, own in zip(weights, kept, strict=True)],
-        "drop_rate": [rate if own else 0.0 for rate, own in zip(rates, kept, strict=True)],
+        "weights": [0.0 if rate == 1 else weight / divisor for weight, rate in pairs],
+        "drop_rate": [0.0 if rate == 1 else rate for rate in rates],
     }
 
 

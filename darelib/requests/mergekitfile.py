@@ -42,7 +42,9 @@ HARMLESS: Final = frozenset(
 LENIENT: Final = "--lenient ignores it, as mergekit does"
 # What any of the methods takes.
 PARAMETERS: Final = frozenset(
-    name for family in FAMILIES.values() for names in family.list_parameters() for name in names
+    name
+    for family in FAMILIES.values()
+    for name in (*family.each, *family.shared, *family.ignored, *family.only)
 )
 # What mergekit can do and this tool cannot.
 REFUSED: Final = {

@@ -48,7 +48,7 @@ from darelib.config import DareConfig, Rule
 from darelib.core.interrupts import Interrupts, Terminated, ignore_signals, stop_on_signals
 from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
 from darelib.core.tuning import raise_open_file_limit
-from darelib.models.source import UNION, Source
+from darelib.models.source import Source, recorded_name
 from darelib.models.stated import find_base
 from darelib.run import check_runner, load_memory
 
@@ -209,7 +209,7 @@ class DareMerger:
         started = time.perf_counter()
         path = find_merged(output_file).resolve()
         output = destination.Destination(str(output_file), path, path.is_dir())
-        choice = tokenizer.TokenizerChoice(self.tokenizer.name)
+        choice = tokenizer.TokenizerChoice(recorded_name(self.tokenizer))
         with self.open_inputs() as inputs, Interrupts() as interrupts:
             plan = adapter.choose_planner(self.config)(
                 self.config, inputs, output, choice, self.version, with_side_files=False
@@ -257,10 +257,10 @@ class DareMerger:
         return (self.base, *self.models)
 
     def open_inputs(self) -> AbstractContextManager[list[Checkpoint]]:
-        """The base and the models, with one number for each token if tokenizers are united."""
+        """The base and the models, with one number for each token if the tokenizer asks for it."""
         from darelib.models.inputs import open_models
 
-        return open_models(self.sources, self.tokenizer.name == UNION)
+        return open_models(self.sources, self.tokenizer)
 
     def _plan(
         self, inputs: Sequence[Checkpoint], destination: Destination, force: bool

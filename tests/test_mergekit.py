@@ -441,8 +441,9 @@ def test_an_adapter_is_put_on_a_model_in_the_models_type(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", ["union", "base", "$m2"])
 @pytest.mark.parametrize("method", ["task_arithmetic", "linear"])
-def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> None:
+def test_rows_are_those_of_mergekits_tokens(method: str, source: str, tmp_path: Path) -> None:
     """Each model has a token of its own, which keeps the row that it has there."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -470,7 +471,9 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
         f"{{model: $m2}}]\n"
     )
     file.write_text(
-        Template(text + "parameters: {weight: 0.4}\ntokenizer_source: union\n").substitute(paths)
+        Template(text + f"parameters: {{weight: 0.4}}\ntokenizer_source: {source}\n").substitute(
+            paths
+        )
     )
     ours = run_ours(file, tmp_path / "ours")
     theirs = run_theirs(file, tmp_path / "theirs")
@@ -479,7 +482,8 @@ def test_a_union_of_tokens_has_mergekits_rows(method: str, tmp_path: Path) -> No
         (theirs, "theirs"),
     ):  # mergekit adds the tokens in any order
         added = PreTrainedTokenizerFast.from_pretrained(tmp_path / folder).get_added_vocab()
-        rows = [*range(VOCABULARY), added["<m1>"], added["<m2>"]]
+        rows = [*range(VOCABULARY), *(added[token] for token in sorted(added) if token != "<unk>")]
+        assert len(made["lm_head.weight"]) == len(rows)
         made |= {
             table: made[table][rows] for table in ("model.embed_tokens.weight", "lm_head.weight")
         }

@@ -250,8 +250,7 @@ def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: P
         (tool, (str(family[2]), "('</s>', '<s>')", "('<b>', '<c>')")),
     ):
         assert [name for name in names if name not in warning] == []
-    assert str(family[2]) in warn(tokenizer=family[2])[0]
-    assert warn(tokenizer="union") == []
+    assert warn(tokenizer="union") == warn(tokenizer=family[2]) == []
     for folder in family[1:]:  # the same tokens, written otherwise
         (folder / "tokenizer.json").write_text(json.dumps(read_json(family[0] / "tokenizer.json")))
     assert warn() == []
@@ -259,6 +258,50 @@ def test_other_tokens_are_told_with_what_will_happen(family: Models, tmp_path: P
         (folder / "tokenizer.json").unlink()
         (folder / "vocab.txt").write_text(words)
     assert ["'vocab.txt'" in warning for warning in warn()] == [True]
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_with_the_tokenizer_of_an_input_rows_follow_its_tokens(
+    family: Models, tmp_path: Path, owner: int, refused: Refusal
+) -> None:
+    """A token that the base lacks has the mean of the rows of the models that have it."""
+    flags = ("-q", "--drop-rate", 0, "--engine", "plain")
+    models = ("-b", family[0], "-m", *family[1:], "--tokenizer", family[owner])
+    run(*models, "-o", tmp_path / "out", *flags)
+    stored = [tensors_in(folder)[HEAD].double() for folder in family]
+    known = [numbers_of(folder) for folder in family]
+    made = tensors_in(tmp_path / "out")[HEAD].double()
+    assert len(made) == len(known[owner]) == read_json(tmp_path / "out/config.json")["vocab_size"]
+    for token, number in known[owner].items():
+        rows = {k: stored[k][own[token]] for k, own in enumerate(known) if token in own}
+        rows.setdefault(0, sum(rows.values()) / len(rows))
+        deltas = [rows.get(k, rows[0]) - rows[0] for k in (1, 2)] if token in known[0] else [0]
+        torch.testing.assert_close(made[number], rows[0] + sum(deltas) / 2, rtol=0.01, atol=1e-4)
+    run("verify", tmp_path / "out", "-q", "--engine", "plain")
+    run("-c", tmp_path / "out", "-o", tmp_path / "again", "-q", "--engine", "plain")
+    assert_same(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "again"))
+    (family[2] / "tokenizer.json").write_text((family[1] / "tokenizer.json").read_text())
+    refused(1, "its tokenizer_sha256 is", "verify", tmp_path / "out")
+
+
+@pytest.mark.parametrize("owner", ["base", "chat"])
+def test_mergekits_tokenizer_source_moves_rows_too(
+    family: Models, tmp_path: Path, owner: str, monkeypatch: Patch
+) -> None:
+    """Also where a folder has the name of a word, and as TOML."""
+    monkeypatch.chdir(tmp_path)
+    Path("m.yaml").write_text(
+        "merge_method: task_arithmetic\nbase_model: base\nparameters: {weight: 0.5}\n"
+        f"models: [{{model: chat}}, {{model: tool}}]\ntokenizer_source: {owner}\n"
+    )
+    run("-c", "m.yaml", "-o", "yaml", "-q", "--engine", "plain")
+    run("-c", "m.yaml", "--write-config", "m.toml", "-q")
+    run("-c", "m.toml", "-o", "toml", "-q", "--engine", "plain")
+    models = ("-b", "base", "-m", "chat", "tool", "--drop-rate", 0, "--tokenizer", f"./{owner}")
+    run(*models, "-o", "flags", "-q", "--engine", "plain")
+    for name in ("toml", "flags"):
+        assert_same(tensors_in(Path("yaml")), tensors_in(Path(name)))
+    assert len(tensors_in(Path("yaml"))[HEAD]) == len(numbers_of(Path(owner)))
 
 
 def test_unigram_vocabularies_are_read(family: Models) -> None:

@@ -87,12 +87,13 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     path = find_merged(flags["path"])
     request = read_recipe(path)
     own = {name: flags[name] for name in ("threads", "engine", "verbose") if name in flags}
-    united = request.tokenizer and request.tokenizer.name == UNION
+    names = {UNION, *(entry.get("file") for entry in request.inputs)}
+    may_move = request.tokenizer and request.tokenizer.name in names  # rows
     # Files besides the tensors are held to their digests, whatever they were made from.
     request = dataclasses.replace(
         request,
         dare=request.dare | own,
-        tokenizer=request.tokenizer if united else None,
+        tokenizer=request.tokenizer if may_move else None,
         chat_template=None,
     )
     merger = merger_for(locate_inputs(request, list_models(flags), path), merger_class)

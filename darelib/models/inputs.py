@@ -14,8 +14,9 @@ from darelib.models.fp8 import recognise_fp8
 from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
-from darelib.models.source import Source, check_links, download, path_hint
+from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
+from darelib.models.vocabulary import TOKENIZER_FILE
 
 # Gives tensors that are stored in an encoding of their own that encoding.
 ENCODINGS: Final[tuple[Callable[[Checkpoint], None], ...]] = (recognise_fp8,)
@@ -102,22 +103,34 @@ def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
 
 
 @contextmanager
-def open_models(sources: Sequence[Source], unite: bool = False) -> Iterator[list[Checkpoint]]:
+def open_models(
+    sources: Sequence[Source], tokenizer: Source | None = None
+) -> Iterator[list[Checkpoint]]:
     """The inputs, open for reading: the base, which is the first, and the models. Downloads those
     of the Hub.
 
-    unite: with the same number for each token, since their tokenizers are to be united.
+    tokenizer: of what is made of them: if it is all tokens together, or those of an input that has
+    others than the base, each token has the same number everywhere.
     """
     inputs: list[Checkpoint] = []
     with ExitStack() as opened:
         for source in map(download, sources):
             model = open_source(source, inputs[0] if inputs else None)
             inputs.append(opened.enter_context(closing(model)))
-        if unite:
+        owner = next((m for m in inputs if tokenizer and is_of(tokenizer, m)), None)
+        if owner or (tokenizer and tokenizer.name == UNION):
             from darelib.models.rows import unite_tokens
 
-            unite_tokens(inputs)
+            unite_tokens(inputs, owner)
         yield inputs
+
+
+def is_of(tokenizer: Source, model: Checkpoint) -> bool:
+    """Whether a tokenizer is a model's own, and a tokenizer.json says which tokens it has."""
+    if tokenizer.is_word or not model.folder or not (model.folder / TOKENIZER_FILE).exists():
+        return False
+    is_there = os.path.realpath(tokenizer.path) == os.path.realpath(model.folder)
+    return is_there or tokenizer.name == model.source.name
 
 
 @contextmanager

@@ -16,7 +16,14 @@ from darelib.core.text import DareError, list_names
 from darelib.kernels.plain import decode, encode
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
 from darelib.models.tensors import Encoding, Input, TensorInfo
-from darelib.models.vocabulary import Union, Vocabulary, digest_tokenizer, read_vocabulary, unite
+from darelib.models.vocabulary import (
+    Union,
+    Vocabulary,
+    check_gaps,
+    digest_tokenizer,
+    read_vocabulary,
+    unite,
+)
 
 Values: TypeAlias = NDArray[Any]  # floats
 Fill: TypeAlias = Callable[[int, int, str], Values]  # makes up elements, by start, count and type
@@ -92,24 +99,38 @@ def make_zeros(_: int, count: int, real: str) -> Values:
     return np.zeros(count, FORMATS[real].real)
 
 
-def unite_tokens(inputs: Sequence[Checkpoint]) -> None:
-    """Give the base and its fine-tunes the tokens of all of them, each token with the same number
-    everywhere.
+def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) -> None:
+    """Give the base and its fine-tunes the same tokens, each token with the same number everywhere:
+    the tokens of all of them, or (owner) of one.
     """
     base, *models = inputs
-    vocabulary = read_vocabulary(base.folder, base.name)
+    names = [n for n, info in base.tensors.items() if n.endswith(EMBEDDINGS) and info.count]
+    try:
+        vocabulary, *others = (read_vocabulary(model.folder, model.name) for model in inputs)
+    except DareError:
+        if owner:  # rows are merged by their numbers, with a warning
+            return
+        raise
+    if owner and not (vocabulary and names):
+        return
     if vocabulary is None:
         raise DareError(
             f"{base.name!r} has no tokenizer.json",
             "for --tokenizer union, give a base with a tokenizer",
         )
-    others = [(model.name, read_vocabulary(model.folder, model.name)) for model in models]
-    union = unite(vocabulary, others)
-    names = [n for n, info in base.tensors.items() if n.endswith(EMBEDDINGS) and info.count]
     if not names:
         raise DareError(
             f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
         )
+    named = [(model.name, tokens) for model, tokens in zip(models, others, strict=True)]
+    check_gaps([("the base", vocabulary), *named])
+    if owner:
+        own = [vocabulary, *others][inputs.index(owner)]
+        union = Union(vocabulary, tuple(others), owner=own)
+    else:
+        union = unite(vocabulary, named)
+    if not union.moves:
+        return
     embedding = names[0]
     height = base.tensors[embedding].shape[0]
     for name, info in dict(base.tensors).items():
@@ -143,10 +164,10 @@ class Arrangement:
         self.union = union
         self.base, *self.models = inputs
         self.info = self.base.tensors[name]
-        self.height = max(self.info.shape[0], union.size)
+        self.height = union.size if union.owner else max(self.info.shape[0], union.size)
         self.width = self.info.count // self.info.shape[0]
         self.givers: list[tuple[Checkpoint, Rows]] = []  # the models with rows for new tokens
-        self.new = [entry["id"] for entry in union.added]
+        self.new = [n for n, token in union.tokens.items() if token not in union.base.numbers]
         # A head may be tied.
         self.names = (name, embedding) if name.endswith(HEADS) else (name,)
 

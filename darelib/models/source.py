@@ -95,7 +95,9 @@ class Source:
     def is_word(self) -> bool:
         """Whether a tokenizer or a chat template is a word or the template itself, not a path."""
         has_template = self.name in TEMPLATES and is_missing(self.path)
-        return has_template or self.name in (BASE, UNION, AUTO) or is_template(self.name)
+        # A recipe does not say that a tokenizer is the base's: this is an input called base.
+        is_base = self.name == BASE and not self.recorded
+        return has_template or is_base or self.name in (UNION, AUTO) or is_template(self.name)
 
 
 def list_splits(name: str) -> list[tuple[str, str]]:

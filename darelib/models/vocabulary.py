@@ -144,33 +144,46 @@ def _compare(base: Mapping[str, int], model: Mapping[str, int]) -> Iterator[str]
 
 @dataclass(frozen=True)
 class Union:
-    """The base's tokens and what the models added, each token with one number."""
+    """The tokens of an output, each with one number: the base's and what the models added, or those
+    of one of them.
+    """
 
     base: Vocabulary
     # None: a model without a tokenizer of its own has the base's.
     models: tuple[Vocabulary | None, ...]
-    # The tokens that the base lacks, with their new numbers, in their order.
-    added: tuple[dict[str, Any], ...]
+    # The tokens that the base's tokenizer gets, with their new numbers, in their order.
+    added: tuple[dict[str, Any], ...] = ()
+    owner: Vocabulary | None = None  # whose tokens these are; None: everybody's
 
     @property
     def size(self) -> int:
-        return max(self.base.size, 1 + max((entry["id"] for entry in self.added), default=-1))
+        return 1 + max(self.tokens, default=-1)
 
     @cached_property
     def tokens(self) -> dict[int, str]:
-        numbers = self.base.numbers | {entry["content"]: entry["id"] for entry in self.added}
+        added = {entry["content"]: entry["id"] for entry in self.added}
+        numbers = self.owner.numbers if self.owner else self.base.numbers | added
         return {number: token for token, number in numbers.items()}
 
+    @property
+    def moves(self) -> bool:
+        """Whether any model has other tokens, or other numbers for them."""
+        known = (self.base, *filter(None, self.models))
+        return self.owner is None or any(each.numbers != self.owner.numbers for each in known)
 
-def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> Union:
-    """Number the tokens that models added after the base's, by the order of models and numbers."""
-    for name, vocabulary in (("the base", base), *models):
+
+def check_gaps(vocabularies: Sequence[tuple[str, Vocabulary | None]]) -> None:
+    for name, vocabulary in vocabularies:
         # Loaders number added tokens one after the other, whatever the file says.
         if vocabulary is not None and vocabulary.size != len(set(vocabulary.numbers.values())):
             raise DareError(
                 f"the numbers of the tokens of {name} have gaps, so its rows are unknown",
                 UNITE_HINT,
             )
+
+
+def unite(base: Vocabulary, models: Sequence[tuple[str, Vocabulary | None]]) -> Union:
+    """Number the tokens that models added after the base's, by the order of models and numbers."""
     known = set(base.numbers)
     entries: list[dict[str, Any]] = []
     for name, model in models:

@@ -230,8 +230,8 @@ def recipe_text(
             {"file": name, **model.fingerprint} for name, model in zip(names, inputs, strict=True)
         ],
     }
-    if tokenizer.unites:
-        models["tokenizer"] = tokenizer.name
+    if inputs[0].heights[1]:  # it decides which rows are merged
+        models["tokenizer"] = tokenizer.settings.get("tokenizer", tokenizer.name)
     if files is not None:
         models |= tokenizer.settings
         dare["max_shard_size"] = config.max_shard_size

@@ -244,7 +244,7 @@ def list_changes(
     changes: dict[str, tuple[Any, Any]] = {
         key: (None, None) for encoding in lost for key in encoding.config_keys
     }
-    if plan.tokenizer.unites:
+    if base.heights[1]:
         changes["vocab_size"] = base.heights
     stated = [each[key] for each in list_tables(config) for key in TYPE_KEYS if key in each]
     if plan.config.dtype and any(dtype != plan.config.dtype for dtype in stated or [None]):

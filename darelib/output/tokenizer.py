@@ -166,6 +166,10 @@ class TokenizerChoice:
     def unites(self) -> bool:
         return self.name == UNION
 
+    @property
+    def source(self) -> Source:
+        return Source(self.name, self.folder or Path(self.name))
+
 
 def choose_tokenizer(tokenizer: Source | None, template: Source | None) -> TokenizerChoice:
     name = tokenizer.name if tokenizer else BASE
@@ -400,7 +404,7 @@ def compare_tokenizers(
     others = {(model.name, model.folder): None for model in models}
     if choice.folder:
         others[choice.name, choice.folder] = None
-    for name, folder in () if choice.unites else others:
+    for name, folder in () if base.heights[1] else others:
         try:
             differences = describe_differences(base.folder, folder, base.name, name)
         except DareError as error:

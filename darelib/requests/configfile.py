@@ -139,6 +139,7 @@ def path_from(folder: Path, given: str, path: Path) -> str:
         return given
     physical = path.parent.resolve() / path.name  # a link itself is kept: what it leads to may move
     try:
-        return as_text(Path(os.path.relpath(physical, folder)).as_posix())
+        relative = as_text(Path(os.path.relpath(physical, folder)).as_posix())
+        return f"./{relative}" if Source.of(relative).is_word else relative
     except ValueError:  # on another drive
         return as_text(physical)

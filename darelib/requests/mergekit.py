@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -34,8 +35,9 @@ from darelib.core.methods import METHODS
 from darelib.core.settings import ZERO
 from darelib.core.text import LOG, nearest
 from darelib.models.inputs import open_models
-from darelib.models.source import AUTO, BASE, UNION, Source, is_template
+from darelib.models.source import AUTO, BASE, UNION, Source, is_missing, is_on_hub, is_template
 from darelib.models.templates import TEMPLATES
+from darelib.models.vocabulary import TOKENIZER_FILE
 from darelib.requests.documents import read_documents
 from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Reference, Table
 from darelib.requests.request import Request, SeveralDocuments
@@ -334,10 +336,15 @@ def read_tokenizer(file: MergekitFile) -> Source | None:
         )
         table = file.read_table(file.content["tokenizer"], "tokenizer", ("source",))
         given = table.get("source", UNION)
-    if given in (None, BASE, UNION):
+    if given in (None, UNION):
         return Source.of(given) if given else None
-    path = file.read_reference(given, "tokenizer").path
-    return Source.of(BASE) if path == file.base.path else file.find(path)
+    path = file.base.path if given == BASE else file.read_reference(given, "tokenizer").path
+    source = file.find(path)
+    if source.is_word:  # and here it is a folder
+        source = replace(source, name=f"./{source.name}")
+    # What has no tokenizer is merged by the numbers of its rows.
+    is_bare = path == file.base.path and is_missing(source.path / TOKENIZER_FILE)
+    return Source.of(BASE) if is_bare and not is_on_hub(source) else source
 
 
 def read_chat_template(file: MergekitFile) -> Source | None:

@@ -123,7 +123,6 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
             f"{base.name!r} has no embedding that is known by its name", "use --tokenizer base"
         )
     named = [(model.name, tokens) for model, tokens in zip(models, others, strict=True)]
-    check_gaps([("the base", vocabulary), *named])
     if owner:
         own = [vocabulary, *others][inputs.index(owner)]
         union = Union(vocabulary, tuple(others), owner=own)
@@ -131,6 +130,7 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
         union = unite(vocabulary, named)
     if not union.moves:
         return
+    check_gaps([("the base", vocabulary), *named])
     embedding = names[0]
     height = base.tensors[embedding].shape[0]
     for name, info in dict(base.tensors).items():

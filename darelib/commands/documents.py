@@ -39,7 +39,7 @@ class Step:
 
     @classmethod
     def of(cls, file: MergekitFile) -> Step:
-        models = tuple(str(model).strip("'") for model in file.models)
+        models = tuple("+".join(filter(None, (each.path, each.lora))) for each in file.models)
         return cls(file.name, file.method, file.base.path, models)
 
 
@@ -55,7 +55,7 @@ class Steps(Report):
             f"{k}. {name}: {step.method} of {', '.join(step.models)} (base: {step.base})"
             for k, (name, step) in enumerate(zip(names, self.steps, strict=True), 1)
         ]
-        end = "a document is planned when those before it are merged; give one its own file to see"
+        end = "each is planned when those before it are merged; to plan one, give it its own file"
         return "\n".join([*lines, end])
 
 
@@ -63,8 +63,9 @@ def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: M
     """Merge documents, each after those that it refers to."""
     unfit = next((name for name in flags if name not in FITTING), None)
     if unfit:
+        flag = f"--{unfit.removesuffix('_coeff').replace('_', '-')}"
         raise ConfigError(
-            f"--{unfit.replace('_', '-')} means nothing to a file of several documents",
+            f"{flag} means nothing to a file of several documents",
             "write it into the document that it is for, or give that a file of its own",
         )
     check_models(files)
@@ -92,7 +93,7 @@ def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: M
                 LOG.info(f"merging {file.name!r}, {k} of {len(files)}")
                 places[file.name] = folder / "models" / file.name
                 merger.merge(places[file.name])
-        report = merge_to_end(merger, output, "it begins anew", force="force" in flags)
+        report = merge_to_end(merger, output, "the next run begins anew", force="force" in flags)
     show(report, flags, merger.config.verbose)
 
 

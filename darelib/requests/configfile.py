@@ -84,7 +84,7 @@ def write_config(path: Path, settings: str, request: Request) -> None:
     }
     others = {"tokenizer": request.tokenizer, "chat_template": request.chat_template}
     models |= {
-        key: source.name if source.is_word else name_from(folder, source)
+        key: source.name if source.is_word else avoid_word(name_from(folder, source))
         for key, source in others.items()
         if source
     }
@@ -133,13 +133,17 @@ def name_from(folder: Path, source: Source) -> str:
     return path_from(folder, source.name, source.path)
 
 
+def avoid_word(path: str) -> str:
+    """The path of a tokenizer or a chat template, for what might be read as a word."""
+    return f"./{path}" if Source.of(path).is_word else path
+
+
 def path_from(folder: Path, given: str, path: Path) -> str:
     """A path that leads from a folder to another one, if the user did not give an absolute one."""
     if os.path.isabs(os.path.expanduser(given)):
         return given
     physical = path.parent.resolve() / path.name  # a link itself is kept: what it leads to may move
     try:
-        relative = as_text(Path(os.path.relpath(physical, folder)).as_posix())
-        return f"./{relative}" if Source.of(relative).is_word else relative
+        return as_text(Path(os.path.relpath(physical, folder)).as_posix())
     except ValueError:  # on another drive
         return as_text(physical)

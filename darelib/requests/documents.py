@@ -27,7 +27,10 @@ def read_documents(text: str, path: str, lenient: bool) -> list[MergekitFile]:
         whose = f"another document is called {name!r}" if name else "another one has none either"
         file.check(name not in by_name, "name", whose, "give each but the output a name of its own")
         by_name[name] = file
-    needs = {name: list_references(file.content) & by_name.keys() for name, file in by_name.items()}
+    needs = {
+        name: sorted(list_references(file.content) & by_name.keys())
+        for name, file in by_name.items()
+    }
     try:
         order = list(TopologicalSorter(needs).static_order())
     except CycleError as error:

@@ -979,14 +979,14 @@ def test_chat_templates_render_their_formats(trims: bool) -> None:
         + "<|im_start|>assistant\n"
     )
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    turns = [header.format(each["role"]) + f"{each['content']}<|eot_id|>\n" for each in talk]
+    turns = [header.format(each["role"]) + f"{each['content']}<|eot_id|>" for each in talk]
     assert render("llama3") == "<s>" + "".join(turns) + header.format("assistant")
     assert render("mistral") == "<s> [INST] s\n\nu [/INST] a</s> [INST] u [/INST]"
     assert render("alpaca") == (
-        "s\n\n### Instruction:\nu\n\n### Response:\na\n\n### Instruction:\nu### Response:\n"
+        "s\n\n### Instruction:\nu\n\n### Response:\na\n\n### Instruction:\nu\n\n### Response:\n"
     )
-    assert "".join(render("exaone").split()) == (
-        "[|system|]s[|endofturn|][|user|]u[|assistant|]a[|endofturn|][|user|]u[|assistant|]"
+    assert render("exaone") == (
+        "[|system|]s[|endofturn|]\n[|user|]u\n[|assistant|]a[|endofturn|]\n[|user|]u\n[|assistant|]"
     )
 
 

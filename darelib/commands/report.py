@@ -15,7 +15,7 @@ from darelib.config import DareConfig, Rule
 from darelib.core.drops import DROPS, EXPECTATION, NONE, RANDOM
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_BITS
-from darelib.core.methods import METHOD_NUMBERS, METHODS
+from darelib.core.methods import METHODS
 from darelib.core.settings import TensorSettings
 from darelib.core.text import LISTED, clip, count_of, duration, human, printable, table
 from darelib.core.tuning import TUNING

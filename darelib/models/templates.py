@@ -1,8 +1,7 @@
 """Chat templates by the names that mergekit gives them, written from what the formats are.
 
-They render, white space included, what mergekit's own render: llama3 with a line end after each
-turn, exaone with indented turns, alpaca with its last heading right after the question. What the
-makers of those models publish has no such white space; --chat-template MODEL takes theirs.
+Where mergekit's own have white space that the formats have not (a line end after each turn of
+llama3, indented turns of exaone), models have not seen it in training, so it is not here.
 """
 
 from typing import Final
@@ -17,7 +16,7 @@ def _make(turn: str, opening: str, condition: str = "add_generation_prompt") -> 
 def _make_llama3() -> str:
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     start = "{% if loop.first %}{{ bos_token }}{% endif %}"
-    turn = header.format("{{ message.role }}") + "{{ message.content | trim }}<|eot_id|>\n"
+    turn = header.format("{{ message.role }}") + "{{ message.content | trim }}<|eot_id|>"
     return _make(start + turn, header.format("assistant"))
 
 
@@ -25,7 +24,7 @@ def _make_alpaca() -> str:
     """Without system messages but for the last, which comes first."""
     system = (
         "{% for message in messages if message.role == 'system' %}"
-        "{% if loop.last %}{{ message.content | trim }}{% endif %}{% endfor %}{{ '\n\n' }}"
+        "{% if loop.last %}{{ message.content | trim }}{{ '\n\n' }}{% endif %}{% endfor %}"
     )
     titles = "{'user': 'Instruction', 'user_context': 'Input', 'assistant': 'Response'}"
     turn = (
@@ -33,7 +32,8 @@ def _make_alpaca() -> str:
         "{{ message.content | trim }}{{ '' if loop.last else '\n\n' }}{% endif %}"
     )
     asked = "add_generation_prompt and messages[-1].role != 'assistant'"
-    return "{% set titles = " + titles + " %}" + system + _make(turn, "### Response:\n", asked)
+    turns = _make(turn, "{{ '\n\n' }}### Response:\n", asked)
+    return "{% set titles = " + titles + " %}" + system + turns
 
 
 def _make_mistral() -> str:
@@ -53,12 +53,12 @@ def _make_mistral() -> str:
 
 def _make_exaone() -> str:
     """A conversation without a system message begins with an empty one."""
-    empty = "{{ '        [|system|][|endofturn|]\n\n' if loop.first and message.role != 'system' }}"
+    empty = "{{ '[|system|][|endofturn|]\n' if loop.first and message.role != 'system' }}"
     turn = (
-        "    [|{{ message.role }}|]{{ message.content }}\n"
-        "        {{ '[|endofturn|]' if message.role != 'user' }}\n\n"
+        "[|{{ message.role }}|]{{ message.content }}"
+        "{{ '\n' if message.role == 'user' else '[|endofturn|]\n' }}"
     )
-    return _make(empty + turn, "    [|assistant|]\n")
+    return _make(empty + turn, "[|assistant|]")
 
 
 TEMPLATES: Final = {

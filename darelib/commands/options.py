@@ -122,7 +122,7 @@ SETTINGS: Final[Options] = {
     "--normalize": {
         "action": argparse.BooleanOptionalAction,
         "help": "divide by the sum of the weights, in ties of the models that agree "
-        "(default: ties yes, linear no)",
+        "(default: ties, multislerp yes, linear no)",
     },
     "--origin": {
         "choices": (BASE, ZERO),
@@ -158,6 +158,16 @@ SETTINGS: Final[Options] = {
         "metavar": "T",
         "type": float,
         "help": "slerp: position between the two models (default 0.5)",
+    },
+    "--max-iter": {
+        "metavar": "N",
+        "type": int,
+        "help": "karcher: steps it may take (default 10)",
+    },
+    "--tol": {
+        "metavar": "X",
+        "type": float,
+        "help": "karcher: a shorter step is the last (default 1e-5)",
     },
     "--threshold": {
         "metavar": "X",

@@ -160,7 +160,8 @@ class Plan(Report):
     def _how(self) -> str:
         """What is the same for all tensors."""
         words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
-        shown = ("slerp_t", "threshold", "ridge", "norm_limit", "dtype", "normalize")
+        numbers = ("slerp_t", "max_iter", "tol", "threshold", "ridge", "norm_limit")
+        shown = (*numbers, "dtype", "origin", "normalize")
         names = [name for name in shown if name in self.config]
         words += [f"{name} {show_setting(self.config[name])}" for name in names]
         if "weights" in METHODS[self.config["method"]].settings:

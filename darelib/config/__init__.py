@@ -216,13 +216,14 @@ class DareConfig:
     Every field is also a key of [dare] in TOML (rules: [[rules]]) and a flag of the command.
     """
 
-    # How the thinned deltas are combined: linear, ties, slerp, ram or wudi.
+    # How the thinned deltas are combined: linear, ties, slerp, ram, wudi, model_stock, nuslerp,
+    # multislerp or karcher.
     method: str = LINEAR
     # Share of each delta to drop; one for all models, or one per model.
     drop_rate: Number | Sequence[Number] = 0.9
     # None: 1/n each, or equal shares where ties normalizes.
     weights: Sequence[Number] | None = None
-    # Divide by the sum of the weights (ties: of those that agree); None: ties only.
+    # Divide by the sum of the weights (ties: of those that agree); None: ties and multislerp only.
     normalize: bool | None = None
     # What is combined: base (the models' deltas) or zero (their values); None: by method.
     origin: str | None = None
@@ -236,6 +237,10 @@ class DareConfig:
     keep_ratio: Number | None = None
     # slerp: position between the two models; None: 0.5.
     slerp_t: Number | None = None
+    # karcher: how many steps it may take; None: 10.
+    max_iter: int | None = None
+    # karcher: it ends with a step shorter than this; None: 1e-5.
+    tol: float | None = None
     # What to drop: random, magnitude, breadcrumbs or della; one, or one per model.
     drop: str | Sequence[str] = RANDOM
     # breadcrumbs: share of the largest to drop; None: 0.01.
@@ -325,9 +330,12 @@ class DareConfig:
     def check_models(self, count: int) -> None:
         """Refuse settings that do not fit this number of models."""
         for name in sorted(self._methods):
-            wanted = METHODS[name].models
-            if wanted not in (None, count):
-                others = " or ".join(name for name in METHODS if METHODS[name].models is None)
+            least, most = METHODS[name].models
+            if not least <= count <= (most or count):
+                wanted = f"{least}" if most == least else f"at least {least}"
+                others = " or ".join(
+                    name for name in METHODS if METHODS[name].models == Method.models
+                )
                 raise ConfigError(
                     f"method {name} takes {wanted} models, not {count}", f"use {others}"
                 )
@@ -375,8 +383,7 @@ class DareConfig:
         if self._drops == {RANDOM}:
             rescale = {EXPECTATION: True, NONE: False}.get(rescale, rescale)
         defaults = {
-            name: getattr(TensorSettings, name)
-            for name in ("slerp_t", "threshold", "ridge", "norm_limit")
+            name: getattr(TensorSettings, name) for name in METHOD_NUMBERS if name != "keep_ratio"
         }
         chosen: dict[str, Any] = {
             "method": self.method,
@@ -386,7 +393,15 @@ class DareConfig:
             **({} if rescale is None else {"rescale": rescale}),
             **{name: value for name, value in defaults.items() if name in method.settings},
         }
-        optional = (*defaults, "weights", "rescale_q", "keep_ratio", "dtype", *DROP_SETTINGS)
+        optional = (
+            *defaults,
+            "origin",
+            "weights",
+            "rescale_q",
+            "keep_ratio",
+            "dtype",
+            *DROP_SETTINGS,
+        )
         optional += ("adapter_rank", "adapter_rest")
         is_written = {name: getattr(self, name) is not None for name in optional} | {
             "drop": set(self._scopes[""].drops) != {RANDOM},

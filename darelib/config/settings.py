@@ -199,6 +199,11 @@ CHECKS: Final = {
     "slerp_t": _number(" from 0 to 1", lambda t: 0 <= t <= 1),
     "ridge": _number(" above 0", lambda ridge: ridge > 0),
     "norm_limit": _number(" from 0 up", lambda limit: limit >= 0),
+    "max_iter": Check(
+        "a whole number from 0 up",
+        lambda value: is_number(value) and value >= 0 and float(value).is_integer(),
+    ),
+    "tol": Check("a number above 0", lambda value: is_number(value) and value > 0),
     "threshold": Check("a number from 0 up", lambda value: is_number(value) and value >= 0),
     "dtype": replace(
         _word((*DTYPES, *SHORT_DTYPES)),
@@ -338,7 +343,7 @@ class Rule:
 # What a rule may set for the tensors that it matches.
 RULE_SETTINGS: Final = tuple(field.name for field in fields(Rule) if field.name != "match")
 # What says how a tensor is merged.
-TENSOR_SETTINGS: Final = ("threshold", *RULE_SETTINGS)
+TENSOR_SETTINGS: Final = ("threshold", "max_iter", "tol", *RULE_SETTINGS)
 
 
 def list_given(holder: object) -> dict[str, Any]:

@@ -6,7 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from darelib.core.drops import BREADCRUMBS, DELLA, DROPS, MAGNITUDE, RANDOM
-from darelib.core.methods import LINEAR, RAM, SLERP, TIES
+from darelib.core.methods import (
+    KARCHER,
+    LINEAR,
+    MULTISLERP,
+    NUSLERP,
+    RAM,
+    SLERP,
+    STOCK,
+    TIES,
+)
 from darelib.core.settings import ZERO
 
 # What the base is to a method: what deltas are taken from, which must or may be given; one of the
@@ -106,6 +115,39 @@ FAMILIES: Final = {
     "della_linear": make_task_family(LINEAR, DELLA, rescale=True),
     "slerp": Family(SLERP, each={}, shared={"t": "slerp_t"}, base=FIRST, others=(1, 1)),
     "ram": Family(RAM, each={}, shared={"epsilon": "threshold"}, defaults={"epsilon": 1e-5}),
+    "model_stock": Family(
+        STOCK,
+        each={},
+        shared={},
+        only={"filter_wise": (False, "a tensor is one vector, not one by row")},
+        defaults={"filter_wise": False},
+        others=(2, None),
+    ),
+    "nuslerp": Family(
+        NUSLERP,
+        each={"weight": "weights"},
+        shared={},
+        ignored=("int8_mask", "nuslerp_row_wise"),  # which means nothing to flat tensors
+        only={"nuslerp_flatten": (True, "a tensor is one vector, not one by row or column")},
+        defaults={"nuslerp_flatten": True},
+        base=OPTIONAL,
+        others=(2, 2),
+    ),
+    "multislerp": Family(
+        MULTISLERP,
+        each={"weight": "weights"},
+        shared={"normalize_weights": "normalize"},
+        ignored=("int8_mask", "eps"),
+        defaults={"normalize_weights": True},
+        base=OPTIONAL,
+    ),
+    "karcher": Family(
+        KARCHER,
+        each={},
+        shared={"max_iter": "max_iter", "tol": "tol"},
+        defaults={"max_iter": 10, "tol": 1e-5},
+        base=COUNTED,
+    ),
 }
 
 

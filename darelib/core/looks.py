@@ -7,7 +7,7 @@ from typing import Any
 
 from darelib.core.drops import Bounds, End
 from darelib.core.formats import DIGIT_BITS, NO_PREFIX
-from darelib.core.settings import TensorSettings
+from darelib.core.settings import ZERO, TensorSettings
 
 
 @dataclass
@@ -18,8 +18,8 @@ class Found:
     bounds: tuple[Bounds | None, ...] = ()
     factors: tuple[float, ...] = ()  # that restore the sum of |delta|
     floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
-    # Not by model: squared lengths and scalar product of the ends of slerp's arc.
-    products: tuple[float, ...] = (0.0, 0.0, 0.0)
+    # Not by model: the scalar products of all thinned models, each with itself first.
+    products: tuple[float, ...] = ()
     change: Any = None  # the merged delta itself, where a method takes matrices as a whole
 
 
@@ -173,17 +173,24 @@ def find_factors(
     return tuple(settings.thinnings[i].find_factor(size, kept) for i, size, kept in triples)
 
 
-class ArcLook(ChunkLook):
-    """The squared lengths and the scalar product of the two thinned models, the ends of an arc."""
+class GramLook(ChunkLook):
+    """The scalar products of all thinned models, or of their deltas: each with itself first."""
 
     kernel = "products"
 
+    def describe(self, buffers: Any, number: int) -> None:
+        buffers.tensor["ends"] = len(self.settings.weights)
+        buffers.tensor["from_zero"] = self.settings.origin == ZERO
+
     def add_chunk(self, start: int, count: int, buffers: Any) -> None:
-        names = ("square_0", "square_1", "product")
-        self._chunks[start] = tuple(float(buffers.tensor[name][0]) for name in names)
+        self._chunks[start] = tuple(buffers.find_products(count).tolist())
 
     def conclude(self, number: int) -> None:
         self.found.products = self.fold()
+
+
+class ArcLook(GramLook):
+    """Those of two, the ends of an arc: a GPU has a kernel of its own for them."""
 
 
 class MatrixLook(Look):

@@ -6,13 +6,31 @@ for all engines.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Final
 
 from darelib.core.arc import slerp_weights
+from darelib.core.combinations import (
+    LEAST_PRODUCT,
+    Products,
+    find_arc,
+    find_direction,
+    find_karcher,
+    find_stock,
+)
 from darelib.core.drops import Bounds, Thinning
-from darelib.core.looks import ArcLook, BoundsLook, Found, Look, MatrixLook, SumsLook, TrimLook
+from darelib.core.looks import (
+    ArcLook,
+    BoundsLook,
+    Found,
+    GramLook,
+    Look,
+    MatrixLook,
+    SumsLook,
+    TrimLook,
+)
 from darelib.core.settings import BASE, ZERO, TensorSettings
 
 
@@ -29,6 +47,9 @@ class Coefficients:
     first_share: float = 0.0
 
 
+Weigh = Callable[[TensorSettings, Sequence[int], Found], Coefficients]
+
+
 @dataclass(frozen=True)
 class Method:
     card: Callable[[TensorSettings], str]  # what happens to the thinned deltas, for a model card
@@ -38,12 +59,12 @@ class Method:
     share: Callable[[Sequence[float] | None, int, bool], tuple[float, ...]]
     # What must be found out first, beside what drops want.
     look: Callable[[TensorSettings], type[Look] | None]
-    weigh: Callable[[TensorSettings, Sequence[int], Found], Coefficients]
+    weigh: Weigh
     # Of a model, for a model card.
     show_weight: Callable[[TensorSettings, int], str] = lambda own, i: f"{own.weights[i]:.4g}"
     # The models' shares of what can only be averaged.
     shares: Callable[[TensorSettings], tuple[float, ...]] = lambda own: own.weights
-    models: int | None = None  # how many it takes, where it does not take any number
+    models: tuple[int, int | None] = (1, None)  # how many it takes: at least, at most
     any_drop: bool = True  # whether it goes with other drops than random
     # Whether the base may be one of the models, by whether weights are normalized.
     averages: Callable[[bool], bool] = lambda _: False
@@ -178,7 +199,7 @@ def _describe_ties(settings: TensorSettings) -> str:
 
 def _weigh_slerp(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
     """The arc goes from base + kept_0 to base + kept_1; what is merged is added to a whole base."""
-    weights = slerp_weights(*found.products, settings.slerp_t)
+    weights = slerp_weights(*(found.products or (0.0,) * 3), settings.slerp_t)
     return weigh_from_origin(settings, models, found, weights)
 
 
@@ -186,7 +207,32 @@ def _weigh_ram(settings: TensorSettings, models: Sequence[int], found: Found) ->
     return replace(weigh(settings, models, found), floors=(settings.threshold,) * len(models))
 
 
+def weigh_by_products(find: Callable[[TensorSettings, Products], Products]) -> Weigh:
+    """The weights are found by the scalar products of the thinned models, or of their deltas."""
+
+    def weigh_found(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+        weights = settings.weights
+        # What no float can hold gives values that are not finite, which the merge will report.
+        if found.products and all(map(math.isfinite, found.products)):
+            with suppress(ArithmeticError, ValueError):
+                weights = find(settings, found.products)
+        return weigh_from_origin(settings, models, found, weights)
+
+    return weigh_found
+
+
+def _place(settings: TensorSettings) -> str:
+    return ", with the base in each" if settings.origin == ZERO else ", and added to the base"
+
+
+def _share_arc(given: Sequence[float] | None, count: int, normalize: bool) -> tuple[float, ...]:
+    """The middle, where weights add up to 0."""
+    adds_up = given is not None and abs(sum_weights(given)) >= LEAST_PRODUCT
+    return _average(given if adds_up else None, count, True)
+
+
 LINEAR, TIES, SLERP, RAM, WUDI = "linear", "ties", "slerp", "ram", "wudi"
+STOCK, NUSLERP, MULTISLERP, KARCHER = "model_stock", "nuslerp", "multislerp", "karcher"
 METHODS: Final = {
     LINEAR: Method(
         card=lambda _: "summed up by weight and added to the base",
@@ -217,7 +263,7 @@ METHODS: Final = {
         weigh=_weigh_slerp,
         show_weight=lambda settings, _: f"slerp at {settings.slerp_t:g}",
         shares=lambda settings: (1 - settings.slerp_t, settings.slerp_t),
-        models=2,
+        models=(2, 2),
         any_drop=False,
         origin=ZERO,
     ),
@@ -248,6 +294,55 @@ METHODS: Final = {
         shares_only=True,
         whole=True,
         adds_ranks=True,
+    ),
+    STOCK: Method(
+        card=lambda _: (
+            "averaged, scaled, tensor by tensor, by how far their directions agree (Model Stock), "
+            "and added to the base"
+        ),
+        kernel="sum",
+        settings=(),
+        share=_average,
+        look=lambda _: GramLook,
+        weigh=weigh_by_products(lambda own, found: find_stock(found, len(own.weights))),
+        show_weight=lambda *_: "by tensor",
+        models=(2, None),
+    ),
+    NUSLERP: Method(
+        card=lambda settings: f"interpolated along the arc between the two{_place(settings)}",
+        kernel="sum",
+        settings=("weights", "origin"),
+        share=_share_arc,
+        look=lambda _: GramLook,
+        weigh=weigh_by_products(lambda own, found: find_arc(found, own.weights[1])),
+        models=(2, 2),
+    ),
+    MULTISLERP: Method(
+        card=lambda settings: (
+            "merged as the weighted mean of their directions, with the weighted mean of their "
+            f"lengths{_place(settings)}"
+        ),
+        kernel="sum",
+        settings=("weights", "normalize", "origin"),
+        share=_average,
+        look=lambda _: GramLook,
+        weigh=weigh_by_products(lambda own, found: find_direction(found, own.weights)),
+        normalize=True,
+    ),
+    KARCHER: Method(
+        card=lambda settings: (
+            "merged as the Karcher mean of their directions, with the mean of their lengths"
+            f"{_place(settings)}"
+        ),
+        kernel="sum",
+        settings=("origin", "max_iter", "tol"),
+        share=_average,
+        look=lambda _: GramLook,
+        weigh=weigh_by_products(
+            lambda own, found: find_karcher(found, len(own.weights), int(own.max_iter), own.tol)
+        ),
+        show_weight=lambda *_: "by tensor",
+        origin=ZERO,
     ),
 }
 # The settings that mean something to some methods only, and those of them that are just numbers.

@@ -22,6 +22,8 @@ class TensorSettings:
     keep_ratio: float = 1.0  # share of the surviving entries that trim keeps
     origin: str = BASE
     slerp_t: float = 0.5
+    max_iter: float = 10.0  # karcher: so many steps at most
+    tol: float = 1e-5  # karcher: a shorter step is none, and so is a shorter vector
     threshold: float = 1e-5  # ram: a smaller |delta| is none
     ridge: float = 1.0  # wudi: what is added to the Gram matrices, whose mean diagonal is 1
     # wudi: how large the merged delta may be, in mean sizes of the models'; 0: as it comes.

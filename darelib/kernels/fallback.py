@@ -139,7 +139,8 @@ def multiply_chunk(
         int(model["number"]): plain.thin(*part, float(model["scale"])) for model, part in opened
     }
     tensor = buffers.tensor[0]
-    tensor["square_0"], tensor["square_1"], tensor["product"] = plain.multiply_ends(base, kept)
+    origin = base if tensor["from_zero"] else np.zeros_like(base)
+    buffers.find_products(count)[:] = plain.multiply_ends(origin, kept, int(tensor["ends"]))
 
 
 def count_chunk(

@@ -218,8 +218,8 @@ def add_chunk(
 ) -> None:  # compiled
     """Adds up what must be known of a whole tensor. way: MULTIPLY or ADD_SIZES.
 
-    For slerp, |end 0|^2, |end 1|^2 and end 0 . end 1, where an end of the arc is base + kept. Or,
-    for each model, |delta| and what is kept of it.
+    The scalar products of all ends, each with itself first: an end is kept, or base + kept. Or, for
+    each model, |delta| and what is kept of it.
     """
     tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
         base_at,
@@ -233,29 +233,29 @@ def add_chunk(
         models,
     )
     tensor = tensors[0]
-    sums = carray(output_at, (3, tiles), np.float64)
-    products = carray(scratch_at, (SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)[
-        SCRATCH_ROWS + models
-    ]
+    ends: Any = np.int64(tensor.ends)
+    sums = carray(output_at, (max(2, ends * (ends + 1) // 2), tiles), np.float64)
+    last = SCRATCH_ROWS + max(models, ends)
+    products = carray(scratch_at, (last + 1, SCRATCH_WIDTH), np.float64)[last]
+    rows = carray(scratch_at, (last, SCRATCH_WIDTH), real)
     base = scratch[BASE_ROW]
+    origin = scratch[BASE_ROW if tensor.from_zero else ZERO_ROW]
     size = scratch[SIZE_ROW]
-    kept = scratch[SCRATCH_ROWS]
     ones = scratch[MERGED_ROW]
     left, right = scratch[LEFT_ROW], scratch[RIGHT_ROW]
-    by_left, by_right = (ones, ones) if way == ADD_SIZES else (left, right)
     for j in range(TILE):
         ones[j] = 1
-    # An arc has two models at most. There is room for the sums of one model's sizes.
+    # Ends are multiplied when all are there. There is room for the sums of one model's sizes.
     step = models if way == MULTIPLY else 1
     for first in range(0, models, step):
         for tile in range(tiles):
             start = tile * TILE
             raw = base_all[start : start + TILE]
             for j in range(TILE):
-                value = decode(raw[j])
-                base[j] = value
-                left[j] = value
-                right[j] = value
+                base[j] = decode(raw[j])
+            for i in range(ends):
+                for j in range(TILE):
+                    rows[SCRATCH_ROWS + i, j] = origin[j]
             for i in range(first, first + step):
                 model = records[i]
                 thin_model(
@@ -268,25 +268,29 @@ def add_chunk(
                     limits[i, start : start + TILE],
                     size,
                     scratch[DIVISOR_ROW],
-                    kept,
-                    right if model.number else left,
+                    right,
+                    rows[SCRATCH_ROWS + np.int64(model.number) if way == MULTIPLY else LEFT_ROW],
                     real(0),
                     way == ADD_SIZES,
                 )
+            row = ends
+            for i in range(ends):
+                end = rows[SCRATCH_ROWS + i]
+                sums[i, tile] = multiply(end, end, products)
+                for k in range(i + 1, ends):
+                    sums[row, tile] = multiply(end, rows[SCRATCH_ROWS + k], products)
+                    row += 1
             if way == ADD_SIZES:
                 for j in range(TILE):
                     left[j] = size[j]
-                    right[j] = abs(kept[j])
-            sums[0, tile] = multiply(left, by_left, products)
-            sums[1, tile] = multiply(right, by_right, products)
-            sums[2, tile] = multiply(left, right, products)
+                    right[j] = abs(right[j])
+                sums[0, tile] = multiply(left, ones, products)
+                sums[1, tile] = multiply(right, ones, products)
         if way == ADD_SIZES:
             records[first].size = fold_neighbours(sums[0])
             records[first].kept_size = fold_neighbours(sums[1])
-    if way == MULTIPLY:
-        tensor.square_0 = fold_neighbours(sums[0])
-        tensor.square_1 = fold_neighbours(sums[1])
-        tensor.product = fold_neighbours(sums[2])
+    for i in range(ends * (ends + 1) // 2):  # in place, each before what is left of its tiles
+        fold_neighbours(sums[i])
 
 
 def rank_rows(

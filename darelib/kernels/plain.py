@@ -9,6 +9,7 @@ that ask for an array's library do the same to torch's tensors.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from darelib.core.looks import (
     ArcLook,
     BoundsLook,
     Found,
+    GramLook,
     MatrixLook,
     SumsLook,
     TrimLook,
@@ -30,7 +32,7 @@ from darelib.core.looks import (
 from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
 from darelib.core.matrices import LONGEST_SIDE, Matrices, find_matrices
 from darelib.core.methods import METHODS, Coefficients, choose_looks, returns_model, weigh_for_look
-from darelib.core.settings import TensorSettings
+from darelib.core.settings import ZERO, TensorSettings
 
 Array = Any  # of one dimension
 # A model's delta, what is kept of it, and what each entry is divided by.
@@ -219,7 +221,7 @@ def merge_parts(
     return combine(kernel, base, rows, found.weights, *shares, settings.lambda_coeff)
 
 
-# --- what slerp and trim must know of a whole tensor ----------------------------------------------
+# --- what methods must know of a whole tensor ----------------------------------------------
 
 
 def fold_tiles(values: Array) -> Array:
@@ -239,12 +241,16 @@ def add_up(values: Array) -> float:
     return fold_neighbours(fold_tiles(lib.asarray(values, dtype=lib.float64)).tolist())
 
 
-def multiply_ends(base: Array, kept: Mapping[int, Array]) -> tuple[float, ...]:
-    """|end 0|^2, |end 1|^2 and end 0 . end 1, where an end of slerp's arc is base + kept."""
-    lib = library(base)
-    ends = (base + kept[i] if i in kept else base for i in range(2))
-    one, other = (lib.asarray(end, dtype=lib.float64) for end in ends)
-    return add_up(one * one), add_up(other * other), add_up(one * other)
+def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> tuple[float, ...]:
+    """The scalar products of so many ends, each with itself, then each with all behind it.
+
+    An end is origin + kept, where the origin is the base, or 0.
+    """
+    lib = library(origin)
+    ends = (origin + kept[i] if i in kept else origin for i in range(count))
+    wide = [lib.asarray(end, dtype=lib.float64) for end in ends]
+    pairs = [*zip(wide, wide, strict=True), *combinations(wide, 2)]
+    return tuple(add_up(one * other) for one, other in pairs)
 
 
 def add_sizes(parts: Iterable[Part], kept: Iterable[Array]) -> tuple[float, ...]:
@@ -318,10 +324,12 @@ def find_floors(
 def find_products(
     settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
 ) -> None:
-    products = [
-        multiply_ends(base, thin_for_look(settings, parts, found))
-        for base, parts in pieces(models, found)
-    ]
+    """Those of all models: one without the tensor has the base's."""
+    products = []
+    for base, parts in pieces(models, found):
+        origin = base if settings.origin == ZERO else library(base).zeros_like(base)
+        kept = thin_for_look(settings, parts, found)
+        products.append(multiply_ends(origin, kept, len(settings.weights)))
     found.products = fold_columns(products)
 
 
@@ -329,6 +337,7 @@ LOOKS: Final = {
     BoundsLook: find_bounds,
     SumsLook: find_sums,
     TrimLook: find_floors,
+    GramLook: find_products,
     ArcLook: find_products,
     MatrixLook: lambda *_: None,  # it is the merge itself, below
 }

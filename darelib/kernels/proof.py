@@ -82,8 +82,13 @@ BROKEN: Final = {310: math.inf, 311: math.nan, 312: -math.inf, TILE + 400: 6e4}
 # By kernel: models, a tensor, and whether some of their values are not finite.
 Case = tuple[Sequence[Record], Record, bool]
 ENDS: Final = [({**one, "number": 0}, {**other, "number": 1}) for one, other in pairwise(DENSE)]
+NUMBERED: Final = [{**model, "number": k} for k, model in enumerate(DENSE)]
 CASES: Final[Mapping[str, Sequence[Case]]] = {
-    "products": [(ends, {}, False) for ends in ENDS],
+    "products": [
+        *((ends, {"ends": 2, "from_zero": 1}, False) for ends in ENDS),
+        (NUMBERED, {"ends": len(DENSE)}, False),
+        (NUMBERED[1:3], {"ends": 4, "from_zero": 1}, False),  # others lack the tensor
+    ],
     "sums": [(DENSE, {}, False)],
     "measure": [
         ((WHOLE, ADAPTER, DROPPED), TENSOR, False),
@@ -102,7 +107,7 @@ MERGES: Final[Sequence[Case]] = [
 # What kernels find, of each model or of the tensor; and whether in the output.
 MERGED: Final = ("peak", "above", "kept", "size", "base_size", "output")
 FOUND: Final[Mapping[str, tuple[str, ...]]] = {
-    "products": ("square_0", "square_1", "product"),
+    "products": (),
     "sums": ("size", "kept_size"),
     "count": (),
     "measure": ("peak", "above", "zeros", "size", "squares", "base_squares"),
@@ -180,7 +185,8 @@ def _count_cases(real: Format) -> Iterator[Case]:
 def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bool) -> Buffers:
     """What a kernel is given; the same every time."""
     rng = np.random.default_rng(0)
-    buffers = Buffers(len(models), 3 * TILE * WIDEST, [spec.kind], ranked=1)
+    numbers = max(len(models), int(tensor.get("ends", 0)))
+    buffers = Buffers(numbers, 3 * TILE * WIDEST, [spec.kind], ranked=1)
     for used in (buffers.base, buffers.finetuned, buffers.output, buffers.scratch, buffers.limits):
         used.view(np.uint8)[:] = rng.integers(0, 256, used.view(np.uint8).shape, np.uint8)
     base = rng.normal(0, 0.02, COUNT)
@@ -228,6 +234,7 @@ def _list_found(spec: KernelSpec, buffers: Buffers, broken: bool) -> Results:
                     yield name, records[name]
     if "output" in names:
         yield "output", output
+    yield "product", buffers.find_products(COUNT)
     yield "count", counts
     if not broken:
         yield "pair", buffers.pairs

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from darelib.core.mask import TILE
 
 # What the kernels merge and totals can do: add the thinned deltas, average those of the elected
-# sign, or all; multiply the ends of an arc, or add up sizes.
+# sign, or all; multiply all models by each other, or add up sizes.
 ADD, ELECT, AVERAGE = range(3)
 MULTIPLY, ADD_SIZES = range(2)
 
@@ -25,12 +25,12 @@ MODEL: Final = np.dtype(
     + [(name, "f8") for name in ("size", "kept_size", "squares")]
 )
 # One record for the tensor. first_share: what ties adds weights to before it divides. exact: the
-# only model is used as it is. shift: which bits sizes are counted by. square_0, square_1 and
-# product: of the ends of slerp's arc.
+# only model is used as it is. shift: which bits sizes are counted by. ends: how many vectors are
+# multiplied by each other; from_zero: they are values, not deltas.
 TENSOR: Final = np.dtype(
     [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "threshold")]
-    + [(name, "u8") for name in ("exact", "shift", "peak")]
-    + [(name, "f8") for name in ("base_size", "base_squares", "square_0", "square_1", "product")]
+    + [(name, "u8") for name in ("exact", "shift", "peak", "ends", "from_zero")]
+    + [(name, "f8") for name in ("base_size", "base_squares")]
 )
 # For an analysis, a record for all models together (any two of them), then one for each pair.
 PAIR: Final = np.dtype(
@@ -64,6 +64,12 @@ SORT_COUNTERS: Final = 64 // (SORT_BITS - 1) + 1 << SORT_BITS
 WIDEST: Final = 8  # bytes of an element
 # Counters per model, by kernel.
 COUNTERS: Final = {"count": 2 << 16, "measure": LANES * BINS}
+NARROWEST: Final = 2  # bytes of an element
+
+
+def count_products(ends: int) -> int:
+    """Of so many vectors: those of each with itself, then of each with all behind it."""
+    return ends * (ends + 1) // 2
 
 
 def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
@@ -86,14 +92,16 @@ class Buffers:
     ) -> None:
         self.base = align((row_bytes,), np.uint8)
         self.finetuned = align((models, row_bytes), np.uint8)
-        self.output = align((row_bytes,), np.uint8)
+        # What is multiplied is added up by tiles, where a merge puts its result.
+        tiles = -(-row_bytes // (TILE * NARROWEST)) if "products" in kernels else 0
+        self.output = align((max(row_bytes, 8 * tiles * count_products(models)),), np.uint8)
         self.models = align((models,), MODEL)
         self.tensor = align((1,), TENSOR)
         self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
         counters = max((COUNTERS.get(kind, 0) for kind in kernels), default=0)
         self.counts = align((models, counters), np.uint32)
         self.pairs = align((1 + models * (models - 1) // 2,), PAIR)
-        self.limits = align((models, row_bytes // 2 if ranked else 0), np.uint16)
+        self.limits = align((models, row_bytes // NARROWEST if ranked else 0), np.uint16)
         # In the order of a kernel's arguments.
         self._all: list[NDArray[Any]] = list(vars(self).values())
         self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
@@ -107,6 +115,14 @@ class Buffers:
         """Forget what kernels have found, and what they had to know."""
         for records in (self.models, self.tensor, self.counts, self.pairs):
             records.view(np.uint8).fill(0)  # field by field it takes many times as long
+
+    def find_products(self, count: int) -> NDArray[np.float64]:
+        """Where the kernel products puts those of a chunk of so many elements: each before what is
+        left of its tiles' sums.
+        """
+        tiles = -(-count // TILE)
+        rows = count_products(int(self.tensor["ends"][0]))
+        return self.output.view(np.float64)[: rows * tiles : tiles]
 
     @property
     def nbytes(self) -> int:

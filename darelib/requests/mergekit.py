@@ -42,7 +42,10 @@ from darelib.requests.documents import read_documents
 from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Reference, Table
 from darelib.requests.request import Request, SeveralDocuments
 
-FLAGS: Final = ("normalize", "rescale", "int8_mask")
+FLAGS: Final = (
+    *("normalize", "normalize_weights", "rescale", "int8_mask"),
+    *("filter_wise", "nuslerp_flatten", "nuslerp_row_wise"),
+)
 YES, NO = (("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0"))
 # Tensors outside the layers that mergekit counts to the first slice; the others are in the last.
 BEFORE_LAYERS: Final = re.compile(r"emb(?!ed_out)|\bw[tp]e\b")

@@ -1,0 +1,133 @@
+"""Sums of vectors, by coefficients that follow from their scalar products: to the bit, everywhere.
+
+Of floats, only what every machine rounds alike is used: + - * / and square roots; core/arc has the
+angles. Vectors are lists of coefficients here; products: of the vectors to be summed up, each with
+itself, then each with all behind it.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import combinations
+from typing import Final
+
+from darelib.core.arc import ONE, divide_arc, find_angle, find_cosine, find_sine, fix
+
+# What mergekit takes for zero: a product of two lengths, a length, the square of a sine, and what
+# is added to a length before something is divided by it.
+LEAST_PRODUCT: Final = 1e-6
+LEAST_LENGTH: Final = 1e-7
+LEAST_SQUARE: Final = 1e-16
+LEAST_ADDED: Final = 1e-8
+
+Vector = Sequence[float]
+Products = tuple[float, ...]
+
+
+class Space:
+    """What some vectors span."""
+
+    def __init__(self, products: Products, count: int) -> None:
+        self.lengths = [math.sqrt(square) for square in products[:count]]
+        self.rows = [[0.0] * count for _ in range(count)]
+        pairs = [*((i, i) for i in range(count)), *combinations(range(count), 2)]
+        for (i, k), product in zip(pairs, products, strict=True):
+            self.rows[i][k] = self.rows[k][i] = product
+
+    def multiply(self, vector: Vector) -> list[float]:
+        """Its scalar products with all vectors that span the space."""
+        return [math.fsum(map(float.__mul__, row, vector)) for row in self.rows]
+
+    def measure(self, vector: Vector) -> float:
+        """Its length."""
+        return math.sqrt(max(0.0, math.fsum(map(float.__mul__, self.multiply(vector), vector))))
+
+
+def clip(cosine: float) -> float:
+    return max(-1.0, min(1.0, cosine))
+
+
+@lru_cache(64)
+def find_stock(products: Products, count: int) -> Products:
+    """Model Stock (arXiv 2403.19522): the mean, times a share that grows as the angles shrink."""
+    lengths = Space(products, count).lengths
+    sizes = [one * other for one, other in combinations(lengths, 2)]
+    pairs = zip(products[count:], sizes, strict=True)
+    cosines = [clip(product / max(size, LEAST_PRODUCT)) for product, size in pairs]
+    mean = math.fsum(cosines) / len(cosines)
+    divisor = 1 + (count - 1) * mean
+    share = 0.0 if abs(divisor) < LEAST_PRODUCT else mean / divisor
+    return (share,) * count
+
+
+@lru_cache(64)
+def find_arc(products: Products, t: float) -> Products:
+    """Slerp of two; unlike that of core/arc, up to the smallest angles, and from a vector of 0."""
+    first, second = (max(length, LEAST_LENGTH) for length in Space(products, 2).lengths)
+    cosine = clip(products[2] / first / second)
+    is_line = (1 - cosine) * (1 + cosine) <= LEAST_SQUARE
+    return (1 - t, t) if is_line else divide_arc(cosine, t)
+
+
+@lru_cache(64)
+def find_direction(products: Products, weights: Products) -> Products:
+    """The weighted mean of the directions, with the weighted mean of the lengths.
+
+    What multislerp adds to it is 0: distances from a mean add up to that. Where the mean is 0, the
+    vectors themselves are summed up, as mergekit does with two.
+    """
+    space = Space(products, len(weights))
+    pairs = list(zip(weights, space.lengths, strict=True))
+    mean = [weight / (length + LEAST_ADDED) for weight, length in pairs]
+    size = space.measure(mean)
+    if size < LEAST_ADDED:
+        return weights
+    scale = math.fsum(weight * length for weight, length in pairs) / size
+    return tuple(scale * coefficient for coefficient in mean)
+
+
+@lru_cache(64)
+def find_karcher(products: Products, count: int, max_iter: int, tol: float) -> Products:
+    """The Karcher mean of the directions, which is nearest to all of them along the sphere, with
+    the mean of the lengths. Vectors no longer than tol have no direction.
+    """
+    space = Space(products, count)
+    lengths = space.lengths
+    used = [i for i, length in enumerate(lengths) if length > tol]
+    if not used:
+        return (0.0,) * count
+    units = [1 / length if length > tol else 0.0 for length in lengths]
+    mean = [unit / len(used) for unit in units]
+    size = space.measure(mean)
+    if size < tol:
+        mean = [unit if i == used[0] else 0.0 for i, unit in enumerate(units)]
+        size = 1.0
+    mean = [coefficient / size for coefficient in mean]
+    for _ in range(max_iter):
+        tangent = find_tangent(space, units, mean, tol)
+        size = space.measure(tangent)
+        if size < tol:
+            break
+        ahead = find_cosine(fix(size)) / ONE
+        aside = find_sine(fix(size)) / ONE / size
+        mean = [ahead * one + aside * other for one, other in zip(mean, tangent, strict=True)]
+        size = space.measure(mean)
+        mean = [coefficient / size for coefficient in mean] if size > tol else mean
+    scale = math.fsum(lengths) / count
+    return tuple(scale * coefficient for coefficient in mean)
+
+
+def find_tangent(space: Space, units: Vector, mean: Vector, tol: float) -> list[float]:
+    """The mean, over all directions, of the way there from a point on the sphere."""
+    products = space.multiply(mean)
+    count = len(units) - units.count(0.0)
+    ways = []
+    cosines = []
+    for unit, product in zip(units, products, strict=True):
+        cosine = clip(unit * product)
+        angle, sine = find_angle(cosine) if unit and abs(cosine) < 1 else (0, 1)
+        way = angle / sine / count if angle / ONE >= tol else 0.0
+        ways.append(way * unit)
+        cosines.append(way * cosine)
+    back = math.fsum(cosines)
+    return [way - back * coefficient for way, coefficient in zip(ways, mean, strict=True)]

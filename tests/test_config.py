@@ -247,8 +247,8 @@ def test_a_recipe_says_how_it_rescales_and_means_it(config: dict[str, Any], reco
     [
         ("method", "tie", "ties?"),
         ("method", "Linear", "linear?"),
-        ("method", "dare", "linear, ram, slerp, ties"),
-        ("method", "nuslerp", "known here: linear, ram, slerp, ties"),
+        ("method", "dare", "known here: karcher, linear, model_stock, "),
+        ("method", "nuslrp", "nuslerp?"),
         ("dtype", "bfloat", "bfloat16?"),
         ("dtype", "BF16", "bf16?"),
         ("drop", "magnitud", "magnitude?"),

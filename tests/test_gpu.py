@@ -62,6 +62,8 @@ CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "ram of five": (5, {"method": "ram", "drop_rate": 0.0, "threshold": 0}),
     "ram with shares": (3, {"method": "ram", "weights": [1, 2, 3], "lambda_coeff": 1.5}),
     "della": (2, {"drop": "della", "drop_rate": 0.5, "rescale": "l1"}),
+    "karcher": (3, {"method": "karcher", "drop_rate": 0.5}),
+    "multislerp": (3, {"method": "multislerp", "drop": "magnitude", "drop_rate": 0.5}),
 }
 # Runs a merge as on a GPU, with kernels that are interpreted; torch is told that its tensors are
 # there.
@@ -92,7 +94,8 @@ for name, (count, settings) in CONFIGS.items():
     given = dare.dare_merge(base, models, dare.DareConfig(**settings))
     torch.Tensor.is_cuda = there
     assert all(same_bits(given[n], wanted[n]) for n in base), name
-    assert bool(launched) == (name not in ("magnitude", "sums", "della")), name
+    others = ("magnitude", "sums", "della", "karcher", "multislerp")
+    assert bool(launched) == (name not in others), name
     assert drawn or launched, name
     launched.clear(), drawn.clear()
 base, *models = make_models(2, dtype)

@@ -341,6 +341,67 @@ EXACT = {
     "slerp, two slices": SLERP.replace("$models", HALVES).replace("$t", GRADIENT),
 }
 
+# --- sums whose coefficients follow from scalar products
+
+STOCK = """
+merge_method: model_stock
+base_model: $b
+models: [{model: $m1}, {model: $m2}, {model: $m3}]
+dtype: float32
+"""
+NUSLERP = """
+merge_method: nuslerp
+base_model: $b
+models:
+  - {model: $m1, parameters: {weight: [{filter: mlp, value: [0.2, 1.4]}, {value: 0.4}]}}
+  - {model: $m2, parameters: {weight: [0.3, 0.6, 0.9]}}
+dtype: float32
+"""
+MULTISLERP = NUSLERP.replace("nuslerp", "multislerp").replace(
+    "models:", "models:\n  - {model: $m3, parameters: {weight: 0.7}}"
+)
+SPANNED = {
+    "model_stock": STOCK,
+    "model_stock of two": STOCK.replace(", {model: $m3}", ""),
+    "model_stock, no filters": STOCK + "parameters: {filter_wise: false}",
+    "nuslerp": NUSLERP,
+    "nuslerp, no base": NUSLERP.replace("base_model: $b", ""),
+    "nuslerp, weights that add up to 0": NUSLERP.replace("[0.3, 0.6, 0.9]", "[-0.4, 0.2]"),
+    "nuslerp, beyond the ends": NUSLERP.replace("[0.3, 0.6, 0.9]", "-0.15"),
+    "nuslerp, rows of flat tensors": NUSLERP + "parameters: {nuslerp_row_wise: true}",
+    "multislerp": MULTISLERP,
+    "multislerp, no base": MULTISLERP.replace("base_model: $b", ""),
+    "multislerp, not normalized": MULTISLERP + "parameters: {normalize_weights: false, eps: 1e-8}",
+    "karcher": STOCK.replace("model_stock", "karcher"),
+    "karcher, no base": STOCK.replace("model_stock", "karcher").replace("base_model: $b", ""),
+    "karcher, one step": STOCK.replace("model_stock", "karcher")
+    + "parameters: {max_iter: 1, tol: 1e-9}",
+}
+EXACT |= SPANNED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SPANNED)
+def test_what_is_stored_in_16_bits_is_mergekits_within_one_rounding(
+    case: str, zoo: dict[str, Path], tmp_path: Path
+) -> None:
+    config = {**CONFIG, "num_hidden_layers": LAYERS, "torch_dtype": "bfloat16"}
+    narrow = {
+        name: save_directory(
+            tmp_path / name,
+            {key: tensor.bfloat16() for key, tensor in tensors_in(zoo[name]).items()},
+            **config,
+        )
+        for name in ("b", "m1", "m2", "m3")
+    }
+    file = tmp_path / "merge.yaml"
+    file.write_text(Template(SPANNED[case] + "\nout_dtype: bfloat16").substitute(narrow))
+    ours = run_ours(file, tmp_path / "ours")
+    for name, theirs in run_theirs(file, tmp_path / "theirs").items():
+        assert ours[name].dtype == theirs.dtype == torch.bfloat16
+        assert (ours[name] != theirs).float().mean() < 0.01, name
+        torch.testing.assert_close(ours[name], theirs, rtol=2**-7, atol=1e-7)
+
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

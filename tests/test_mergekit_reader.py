@@ -283,6 +283,10 @@ models:
 """
 AVERAGE = {"method": "linear", "drop_rate": 0.0, "weights": [1.0, 3.0], "normalize": True}
 SLERP = "merge_method: slerp\nbase_model: one\nparameters: {t: 0.3}\nmodels: "
+STOCK = "merge_method: model_stock\nbase_model: base\nmodels: "
+KARCHER = (
+    "merge_method: karcher\nbase_model: base\nmodels: [{model: one}, {model: two}]\nparameters: {"
+)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +314,26 @@ SLERP = "merge_method: slerp\nbase_model: one\nparameters: {t: 0.3}\nmodels: "
                 "[{model: one}, {model: two}]",
                 "[{model: two}, {model: one}]",
             )
+        ),
+        (
+            f"merge_method: nuslerp{WEIGHTED}",
+            "one",
+            "one two",
+            {"method": "nuslerp", "drop_rate": 0, "weights": [1.0, 3.0], "origin": "zero"},
+        ),
+        (
+            f"merge_method: multislerp\nbase_model: base{WEIGHTED}"
+            "parameters: {normalize_weights: false, eps: 1e-6}",
+            "base",
+            "one two",
+            {"method": "multislerp", "weights": [1.0, 3.0], "normalize": False},
+        ),
+        (
+            "merge_method: karcher\nmodels: [{model: one}, {model: two}]\n"
+            "parameters: {max_iter: 3}",
+            "one",
+            "one two",
+            {"method": "karcher", "max_iter": 3.0, "tol": 1e-5},
         ),
         (REFERENCES, "org/base@v1", "org/lora@main org/other@abc dir/with+plus dir/x", {}),
         (
@@ -1101,6 +1125,21 @@ def test_chat_templates_render_their_formats(trims: bool) -> None:
             "merge_method: slerp\nbase_model: base\nmodels: [{model: one}]\nparameters: {t: 1.5}",
             "slerp_t must be",
         ),
+        (
+            f"{STOCK}[{{model: one}}]",
+            "model_stock merges at least 2 models besides the base, not 1",
+        ),
+        (
+            f"{STOCK}[{{model: one}}, {{model: two}}]\nparameters: {{filter_wise: true}}",
+            "False here",
+        ),
+        (f"merge_method: nuslerp\n{MODELS}parameters: {{nuslerp_flatten: no}}", "True here"),
+        (
+            "merge_method: nuslerp\nmodels: [{model: one, parameters: {weight: 1}}]",
+            "nuslerp merges 2 models",
+        ),
+        (f"{KARCHER}max_iter: [1, 5]}}", "max_iter must be a whole number"),
+        (f"{KARCHER}max_iter: [{{filter: mlp, value: 2}}, {{value: 5}}]}}", "no key 'max_iter'"),
         (f"merge_method: ties\n{MODELS}dtype: int8", ": dtype: "),
         (
             f"merge_method: ties\n{MODELS}dtype: float32\nout_dtype: int8",

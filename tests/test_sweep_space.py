@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dare import ConfigError, DareConfig, DareMerger
 from darelib.commands.sweep.space import Space
 from darelib.config import PER_MODEL, RULE_SETTINGS, SWEEP_SETTINGS
+from darelib.core.methods import METHODS
 from tests.support import Models, Refusal, examples, write_config
 
 
@@ -134,7 +135,8 @@ ENDS: dict[str, tuple[float, float]] = {
     "norm_limit": (0, 3),
 }
 VALUES: dict[str, list[Any]] = {
-    "method": ["linear", "ties", "slerp", "ram", "wudi"],
+    "method": [*METHODS],
+    "origin": ["base", "zero"],
     "drop": ["random", "magnitude", "breadcrumbs", "della"],
     "drop_rate": [0, 0.5, 0.9, [0.2, 0.8], {"gradient": [0.9, 0.5]}],
     "gamma": [0.01, [0, 0.1]],

@@ -202,8 +202,9 @@ CHECKS: Final = {
     "max_iter": Check(
         "a whole number from 0 up",
         lambda value: is_number(value) and value >= 0 and float(value).is_integer(),
+        searched=False,
     ),
-    "tol": Check("a number above 0", lambda value: is_number(value) and value > 0),
+    "tol": Check("a number above 0", lambda value: is_number(value) and value > 0, searched=False),
     "threshold": Check("a number from 0 up", lambda value: is_number(value) and value >= 0),
     "dtype": replace(
         _word((*DTYPES, *SHORT_DTYPES)),

@@ -257,7 +257,9 @@ class MergekitFile:
         else:
             others = [model for model in models if model != self.base]
         least, most = self.family.others
-        wanted = "one model" if most == 1 else f"{least} models" if most == least else "models"
+        wanted = f"at least {least} models" if least > 1 else "models"
+        if most == least:
+            wanted = "one model" if most == 1 else f"{least} models"
         self.check(
             least <= len(others) <= (most or len(others)),
             "models",

@@ -136,7 +136,6 @@ ENDS: dict[str, tuple[float, float]] = {
 }
 VALUES: dict[str, list[Any]] = {
     "method": [*METHODS],
-    "origin": ["base", "zero"],
     "drop": ["random", "magnitude", "breadcrumbs", "della"],
     "drop_rate": [0, 0.5, 0.9, [0.2, 0.8], {"gradient": [0.9, 0.5]}],
     "gamma": [0.01, [0, 0.1]],

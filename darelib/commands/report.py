@@ -329,7 +329,7 @@ def show_range(values: Sequence[Any]) -> str:
 def show_setting(value: Any) -> str:
     if isinstance(value, dict):
         return f"{', '.join(f'{number:g}' for number in value['gradient'])} over the layers"
-    return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from darelib.config import DareConfig
 from darelib.core.drops import DROPS, L1, NONE, RANDOM, Thinning
-from darelib.core.families import FAMILIES, find_merge_method
+from darelib.core.families import FAMILIES, OPTIONAL, find_merge_method
 from darelib.core.mask import MASK_NAME
 from darelib.core.methods import METHODS
 from darelib.core.settings import TensorSettings
@@ -407,13 +407,16 @@ def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> s
     trimmed = settings.keep_ratio < 1  # which is all the dropping that its ties does
     if others or name is None or (trimmed and drop):
         return ""
+    family = FAMILIES[name]
+    usual = METHODS[settings.method].origin
+    if settings.origin != usual and family.base != OPTIONAL:  # there, it has one origin only
+        return ""
     kept = [settings.keep_ratio if trimmed else 1 - rate for rate in settings.drop_rates]
     shown = {
         "density": ", ".join(dict.fromkeys(f"{density:.4g}" for density in kept)),
         "lambda": f"{settings.lambda_coeff:g}",
         "normalize": str(settings.normalize).lower(),
     }
-    family = FAMILIES[name]
     known = (*family.each, *family.shared, *family.ignored)
     words = [f"`{key}: {value}`" for key, value in shown.items() if key in known]
     return ", ".join([f"`merge_method: {name}`", *words])

@@ -274,6 +274,21 @@ def test_half_way_between_two_of_equal_length_all_are_slerp(
 
 
 @few
+@given(seeds, st.integers(1, 4))
+def test_opposite_directions_are_no_way_to_large_values(seed: int, pairs: int) -> None:
+    """What is left of their sum is rounding."""
+    random = np.random.default_rng(seed)
+    base, *ends = random.normal(size=(1 + pairs, 500))
+    models = np.concatenate([base + np.stack(ends), base - 2 * np.stack(ends)])
+    config = {"origin": "base"}
+    merged = merge_vectors(base, models, method="multislerp", **config)
+    np.testing.assert_allclose(merged, models.mean(0), rtol=1e-11, atol=1e-11)
+    merged = merge_vectors(base, models, method="karcher", tol=1e-12, **config)
+    length = np.linalg.norm(models - base, axis=1).mean()
+    assert np.linalg.norm(merged - base) == pytest.approx(length)
+
+
+@few
 @given(seeds, sizes, st.sampled_from(["nuslerp", "multislerp", "karcher"]))
 def test_from_zero_the_base_does_not_matter(seed: int, size: float, method: str) -> None:
     random = np.random.default_rng(seed)

@@ -13,14 +13,13 @@ from typing import Final
 
 from darelib.core.arc import ONE, divide_arc, find_angle, find_cosine, find_sine, fix
 
-# What mergekit takes for zero: a product of two lengths, a length, the square of a sine, and what
-# is added to a length before something is divided by it.
+# What mergekit takes for zero: a product of two lengths, a length (below which products have lost
+# all digits of a sum, too), and the square of a sine.
 LEAST_PRODUCT: Final = 1e-6
 LEAST_LENGTH: Final = 1e-7
 LEAST_SQUARE: Final = 1e-16
-LEAST_ADDED: Final = 1e-8
+ADDED: Final = 1e-8  # what multislerp adds to lengths, so that it can divide by them
 
-Vector = Sequence[float]
 Products = tuple[float, ...]
 
 
@@ -34,13 +33,18 @@ class Space:
         for (i, k), product in zip(pairs, products, strict=True):
             self.rows[i][k] = self.rows[k][i] = product
 
-    def multiply(self, vector: Vector) -> list[float]:
+    def multiply(self, vector: Sequence[float]) -> list[float]:
         """Its scalar products with all vectors that span the space."""
         return [math.fsum(map(float.__mul__, row, vector)) for row in self.rows]
 
-    def measure(self, vector: Vector) -> float:
+    def measure(self, vector: Sequence[float]) -> float:
         """Its length."""
         return math.sqrt(max(0.0, math.fsum(map(float.__mul__, self.multiply(vector), vector))))
+
+    def normalize(self, vector: Sequence[float]) -> list[float]:
+        """Its direction."""
+        length = self.measure(vector)
+        return [coefficient / length for coefficient in vector]
 
 
 def clip(cosine: float) -> float:
@@ -78,9 +82,9 @@ def find_direction(products: Products, weights: Products) -> Products:
     """
     space = Space(products, len(weights))
     pairs = list(zip(weights, space.lengths, strict=True))
-    mean = [weight / (length + LEAST_ADDED) for weight, length in pairs]
+    mean = [weight / (length + ADDED) for weight, length in pairs]
     size = space.measure(mean)
-    if size < LEAST_ADDED:
+    if size < LEAST_LENGTH:
         return weights
     scale = math.fsum(weight * length for weight, length in pairs) / size
     return tuple(scale * coefficient for coefficient in mean)
@@ -92,42 +96,44 @@ def find_karcher(products: Products, count: int, max_iter: int, tol: float) -> P
     the mean of the lengths. Vectors no longer than tol have no direction.
     """
     space = Space(products, count)
-    lengths = space.lengths
-    used = [i for i, length in enumerate(lengths) if length > tol]
+    units = [1 / length if length > tol else 0.0 for length in space.lengths]
+    used = [i for i, unit in enumerate(units) if unit]
     if not used:
-        return (0.0,) * count
-    units = [1 / length if length > tol else 0.0 for length in lengths]
-    mean = [unit / len(used) for unit in units]
-    size = space.measure(mean)
-    if size < tol:
+        return tuple(units)
+    mean = units
+    if space.measure(units) < len(used) * max(tol, LEAST_LENGTH):
         mean = [unit if i == used[0] else 0.0 for i, unit in enumerate(units)]
-        size = 1.0
-    mean = [coefficient / size for coefficient in mean]
     for _ in range(max_iter):
-        tangent = find_tangent(space, units, mean, tol)
+        mean = space.normalize(mean)
+        tangent = [part / len(used) for part in add_ways(space, units, mean, tol)]
         size = space.measure(tangent)
         if size < tol:
             break
         ahead = find_cosine(fix(size)) / ONE
         aside = find_sine(fix(size)) / ONE / size
         mean = [ahead * one + aside * other for one, other in zip(mean, tangent, strict=True)]
-        size = space.measure(mean)
-        mean = [coefficient / size for coefficient in mean] if size > tol else mean
-    scale = math.fsum(lengths) / count
-    return tuple(scale * coefficient for coefficient in mean)
+    scale = math.fsum(space.lengths) / count
+    return tuple(scale * coefficient for coefficient in space.normalize(mean))
 
 
-def find_tangent(space: Space, units: Vector, mean: Vector, tol: float) -> list[float]:
-    """The mean, over all directions, of the way there from a point on the sphere."""
-    products = space.multiply(mean)
-    count = len(units) - units.count(0.0)
-    ways = []
-    cosines = []
-    for unit, product in zip(units, products, strict=True):
-        cosine = clip(unit * product)
-        angle, sine = find_angle(cosine) if unit and abs(cosine) < 1 else (0, 1)
-        way = angle / sine / count if angle / ONE >= tol else 0.0
-        ways.append(way * unit)
-        cosines.append(way * cosine)
-    back = math.fsum(cosines)
-    return [way - back * coefficient for way, coefficient in zip(ways, mean, strict=True)]
+def add_ways(
+    space: Space, units: Sequence[float], start: Sequence[float], tol: float
+) -> list[float]:
+    """The sum of the ways from a point on the sphere to all directions, each as long as its angle.
+
+    A way is angle / sine * (direction - cosine * start).
+    """
+    both = zip(units, space.multiply(start), strict=True)
+    cosines = [clip(unit * product) for unit, product in both]
+    factors = [find_factor(cosine, tol) for cosine in cosines]
+    back = math.fsum(map(float.__mul__, factors, cosines))
+    all_three = zip(factors, units, start, strict=True)
+    return [factor * unit - back * coefficient for factor, unit, coefficient in all_three]
+
+
+def find_factor(cosine: float, tol: float) -> float:
+    """An angle over its sine; 0 where the way is too short, or goes in no direction."""
+    if abs(cosine) == 1:
+        return 0.0
+    angle, sine = find_angle(cosine)
+    return angle / sine if angle / ONE >= tol else 0.0

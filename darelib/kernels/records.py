@@ -67,11 +67,6 @@ COUNTERS: Final = {"count": 2 << 16, "measure": LANES * BINS}
 NARROWEST: Final = 2  # bytes of an element
 
 
-def count_products(ends: int) -> int:
-    """Of so many vectors: those of each with itself, then of each with all behind it."""
-    return ends * (ends + 1) // 2
-
-
 def align(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """Zeros that start a cache line: vectors across two of them would halve the kernels' speed."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
@@ -92,9 +87,9 @@ class Buffers:
     ) -> None:
         self.base = align((row_bytes,), np.uint8)
         self.finetuned = align((models, row_bytes), np.uint8)
-        # What is multiplied is added up by tiles, where a merge puts its result.
+        # Where a merge puts its result, all models' products are added up by tiles, in float64.
         tiles = -(-row_bytes // (TILE * NARROWEST)) if "products" in kernels else 0
-        self.output = align((max(row_bytes, 8 * tiles * count_products(models)),), np.uint8)
+        self.output = align((max(row_bytes, 4 * models * (models + 1) * tiles),), np.uint8)
         self.models = align((models,), MODEL)
         self.tensor = align((1,), TENSOR)
         self.scratch = align((SCRATCH_ROWS + models + 1, SCRATCH_WIDTH), np.float64)
@@ -121,8 +116,8 @@ class Buffers:
         left of its tiles' sums.
         """
         tiles = -(-count // TILE)
-        rows = count_products(int(self.tensor["ends"][0]))
-        return self.output.view(np.float64)[: rows * tiles : tiles]
+        ends = int(self.tensor["ends"][0])
+        return self.output.view(np.float64)[: ends * (ends + 1) // 2 * tiles : tiles]
 
     @property
     def nbytes(self) -> int:

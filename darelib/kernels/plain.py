@@ -9,7 +9,6 @@ that ask for an array's library do the same to torch's tensors.
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
@@ -247,10 +246,14 @@ def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> tuple
     An end is origin + kept, where the origin is the base, or 0.
     """
     lib = library(origin)
-    ends = (origin + kept[i] if i in kept else origin for i in range(count))
-    wide = [lib.asarray(end, dtype=lib.float64) for end in ends]
-    pairs = [*zip(wide, wide, strict=True), *combinations(wide, 2)]
-    return tuple(add_up(one * other) for one, other in pairs)
+    ends = [origin + kept[i] if i in kept else origin for i in range(count)]
+    squares: list[float] = []
+    products: list[float] = []
+    for i, end in enumerate(ends):
+        wide = lib.asarray(end, dtype=lib.float64)  # one at a time: they take memory
+        squares.append(add_up(wide * wide))
+        products += [add_up(wide * other) for other in ends[i + 1 :]]
+    return (*squares, *products)
 
 
 def add_sizes(parts: Iterable[Part], kept: Iterable[Array]) -> tuple[float, ...]:

@@ -161,7 +161,7 @@ RESULTS = {
     "sum": (2, 2 * 100),
     "elect": (2, 2 * 2084),
     "average": (4, TENSOR.fields["base_size"][1]),
-    "products": (4, TENSOR.fields["square_1"][1]),
+    "products": (2, 8 * 3),  # the second, behind the sums of three tiles
     "sums": (3, MODEL.fields["kept_size"][1]),
     "count": (6, 4 * 0x3A80),
     "measure": (7, 0),
@@ -207,6 +207,8 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
         ("merge", "parts", "model.kept -= np.uint64(bits[j] <= limit)", "pass"),
         ("merge", "cpu", "value = base[j] if change == 0 else sum_", "value = sum_"),
         ("totals", "parts", "pad_rows(base, count, tiles * TILE)", "pass"),
+        ("totals", "looks", "BASE_ROW if tensor.from_zero else ZERO_ROW", "BASE_ROW"),
+        ("totals", "looks", "rows[SCRATCH_ROWS + i, j] = origin[j]", "pass"),
         ("rank", "looks", "passes = max(1, ", "passes = ("),
         ("count", "looks", "elif prefix == model.prefix_2:", "elif prefix == model.prefix:"),
         (

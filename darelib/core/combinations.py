@@ -132,8 +132,10 @@ def add_ways(
 
 
 def find_factor(cosine: float, tol: float) -> float:
-    """An angle over its sine; 0 where the way is too short, or goes in no direction."""
-    if abs(cosine) == 1:
+    """An angle over its sine; 0 where the way is too short, or goes in no direction: products do
+    not tell a smaller sine from rounding.
+    """
+    if (1 - cosine) * (1 + cosine) < LEAST_LENGTH**2:
         return 0.0
     angle, sine = find_angle(cosine)
     return angle / sine if angle / ONE >= tol else 0.0

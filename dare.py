@@ -48,7 +48,7 @@ from darelib.config import DareConfig, Rule
 from darelib.core.interrupts import Interrupts, Terminated, ignore_signals, stop_on_signals
 from darelib.core.text import LOG, ConfigError, DareError, Messages, label, nearest
 from darelib.core.tuning import raise_open_file_limit
-from darelib.models.source import Source, recorded_name
+from darelib.models.source import Given, Source, recorded_name
 from darelib.models.stated import find_base
 from darelib.run import check_runner, load_memory
 
@@ -93,14 +93,15 @@ class DareMerger:
 
     def __init__(
         self,
-        base_file: str | Path | Source | None,
-        merge_files: Sequence[str | Path | Source],
+        base_file: Given | None,
+        merge_files: Sequence[Given],
         config: DareConfig | None = None,
         *,
         tokenizer: str | Path | Source = "base",
         chat_template: str | Path | Source | None = None,
     ) -> None:
-        """A model is a file, a directory, an index, a name on the Hub, MODEL+ADAPTER or an adapter.
+        """A model is a file, a directory, an index, a name on the Hub, MODEL+ADAPTER or an adapter;
+        or layers of models: [{"model": "a", "layers": [0, 16]}, {"model": "b", "layers": [8, 24]}].
 
         base_file: None: the one that the adapters name, if they all name the same, and it is here.
         tokenizer: of an output directory: the "base"'s, a "union" of all tokens, or a model's.
@@ -110,14 +111,12 @@ class DareMerger:
             raise ConfigError(
                 "merge_files must be a list of files, not a single path", "put it in brackets"
             )
-        if not merge_files:
-            raise ConfigError("there are no models to merge", "name at least one fine-tuned model")
         self.models = tuple(map(Source.of_model, merge_files))
+        self.config = check_config(config)
+        self.config.check_models(len(self.models))
         self.base = find_base(self.models) if base_file is None else Source.of_model(base_file)
         self.tokenizer = Source.of(tokenizer)
         self.chat_template = None if chat_template is None else Source.of(chat_template)
-        self.config = check_config(config)
-        self.config.check_models(len(self.models))
         self.version = __version__  # that recipes name
         self.published: MergeReport | None = None  # what merge has made, interrupted or not
 

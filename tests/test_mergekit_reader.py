@@ -1023,7 +1023,12 @@ def test_chat_templates_render_their_formats(trims: bool) -> None:
         ("", "must be a mapping"),
         ("[1]", "must be a mapping"),
         ("a: b: c", "mapping values are not allowed"),
-        ("merge_method: passthrough\n" + MODELS, "merge_method: this tool has no 'passthrough'"),
+        ("merge_method: linar\n" + MODELS, "merge_method: this tool has no 'linar'"),
+        ("merge_method: passthrough\n" + MODELS, "'weight'"),
+        (
+            "merge_method: passthrough\nmodels: [{model: one}, {model: two}]",
+            "models: passthrough takes one model, not 2",
+        ),
         (MODELS, "merge_method: "),
         ("merge_method: ties", "either models or slices"),
         ("merge_method: ties\nslices: []\nmodels: null", "either models or slices"),
@@ -1220,37 +1225,70 @@ def test_a_filter_that_no_name_contains_is_a_warning(folder: Path, capsys: Captu
 @pytest.mark.parametrize(
     ("ranges", "complaint"),
     [
-        ([("[0, 2]", "[0, 2]")], "[0, 2] are not the 4 layers of 'base'"),
-        ([("[0, 2]", "[2, 4]")], "different layers: [[0, 2], [2, 4]]"),
-        ([("[0, 3]", "[0, 3]"), ("[2, 4]", "[2, 4]")], "[0, 3], [2, 4] are not the 4 layers"),
-        ([("[2, 4]", "[2, 4]"), ("[0, 2]", "[0, 2]")], "[2, 4], [0, 2] are not the 4 layers"),
-        ([("[0, 4]", "[0, 4]"), ("[4, 4]", "[4, 4]")], "are not the 4 layers"),
-        ([("[0, 4, 5]", "[0, 4, 5]")], "layer_range must be two whole numbers"),
-        ([("4", "4")], "two whole numbers"),
+        (("[0, 2]", "[1, 2]"), "different numbers of layers, or none: [[0, 2], [1, 2]]"),
+        (("[2, 0]", "[2, 0]"), "different numbers of layers, or none"),
+        (("[0, 2]", "[2, 4]"), "'base', the base, is not a source"),
+        (("[0, 4, 5]", "[0, 4, 5]"), "layer_range must be two whole numbers"),
+        (("4", "4"), "two whole numbers"),
+        (("[-1, 4]", "[-1, 4]"), "two whole numbers"),
     ],
 )
-def test_slices_must_be_the_bases_own_layers(
-    check: Refusal, ranges: list[tuple[str, str]], complaint: str
+def test_what_is_wrong_with_a_slice_is_said(
+    check: Refusal, ranges: tuple[str, str], complaint: str
 ) -> None:
-    text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
-    for first, second in ranges:
-        text += (
-            f"- sources: [{{model: one, layer_range: {first}}}, {{model: two, layer_range: "
-            f"{second}}}]\n"
-        )
-    check(text, complaint)
-
-
-def test_slices_must_merge_the_same_models(check: Refusal) -> None:
-    source = "{{model: {}, layer_range: [{}, {}]}}"
-    text = (
+    first, second = ranges
+    check(
         "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\nslices:\n"
-        f"- sources: [{source.format('one', 0, 2)}]\n"
+        f"- sources: [{{model: one, layer_range: {first}}}, {{model: two, layer_range: {second}}}]",
+        complaint,
     )
-    check(text + f"- sources: [{source.format('two', 2, 4)}]\n", "they merge different models")
-    same = f"- sources: [{source.format('one', 2, 4)}]\n"
-    check(text + same + "  base_model: two\n", "they have different base models")
+
+
+def test_what_is_wrong_with_slices_is_said(check: Refusal, refused: Refusal, folder: Path) -> None:
+    source = "{{model: {}, layer_range: [{}, {}]}}"
+    one = f"- sources: [{source.format('one', 0, 2)}]\n"
+    text = f"merge_method: ties\nbase_model: base\nparameters: {{weight: 1}}\nslices:\n{one}"
+    for weight in ("0.5", "0"):
+        check(text + f"  residual_weight: {weight}\n", "residual_weight is not supported")
     check(text + "- sources: []\n", "slices[1].sources: it must be a list")
+    check(text.replace("base_model: base\n", ""), "base_model: it is missing")
+    two = f"- sources: [{source.format('one', 2, 4)}, {source.format('two', 2, 4)}]\n"
+    check(text.replace("ties", "ram").replace("weight: 1", "") + two, "of models: [1, 2]")
+    both = text.replace("ties", "passthrough").replace("weight: 1", "") + two
+    check(both, "passthrough takes one model, not 2")
+    (folder / "merge.yaml").write_text(text + f"- sources: [{source.format('one', 2, 5)}]\n")
+    words = "'base' has 4 layers, so there is no layer 4"
+    refused(1, words, "-c", "merge.yaml", "-o", "out")
+    (folder / "merge.yaml").write_text(text.replace("layer_range: [0, 2]", "layer_range: [2, 2]"))
+    refused(1, "would have no layers", "-c", "merge.yaml", "-o", "out")
+
+
+def test_slices_make_models_of_layers_of_others(folder: Path) -> None:
+    """Each slice gives a layer range of one model to the base, and of one to each model."""
+    text = """
+merge_method: linear
+slices:
+- sources: [{model: one, layer_range: [0, 2]}, {model: two, layer_range: [2, 4]}]
+- sources: [{model: two, layer_range: [1, 2]}]
+parameters: {weight: [{filter: layers.2.mlp, value: 3}, {filter: layers.3, value: 5}, {value: 1}]}
+"""
+    request = read(text)
+    assert request.base is not None
+    assert [source.name for source in (request.base, *request.merge)] == [
+        "one[0:2] + two[1:2]",
+        "one[0:2] + two[1:2]",
+        "two[2:4] + two[1:2]",
+    ]
+    assert request.dare["any_base"]
+    # A model's parameters are by its own names: its layers 2 and 3 are the first two here.
+    found = {
+        name: next(
+            (rule.weights for rule in request.rules if rule.matches(name)),
+            tuple(request.dare["weights"]),
+        )
+        for name in (f"model.layers.{k}.mlp.up_proj.weight" for k in range(3))
+    }
+    assert [*found.values()] == [(1, 3), (1, 5), (1, 0)]
 
 
 @pytest.mark.slow
@@ -1272,9 +1310,12 @@ def test_aliases_are_allowed_and_bombs_are_not(check: Refusal) -> None:
     check("a: [" + "1," * 60_000 + "]", "more than 50,000 values")
 
 
-def test_several_stacks_of_layers_cannot_be_sliced(check: Refusal, folder: Path) -> None:
+def test_several_stacks_of_layers_cannot_be_sliced(refused: Refusal, folder: Path) -> None:
     save(
         folder / "base", model=random_model(0, F32, {"encoder.0.w": (4, 4), "decoder.0.w": (4, 4)})
     )
-    text = "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"
-    check(text + "slices: [{sources: [{model: one, layer_range: [0, 1]}]}]", "2 stacks of layers")
+    (folder / "merge.yaml").write_text(
+        "merge_method: ties\nbase_model: base\nparameters: {weight: 1}\n"
+        "slices: [{sources: [{model: one, layer_range: [0, 1]}]}]"
+    )
+    refused(1, "'base' has 2 stacks of layers", "-c", "merge.yaml", "-o", "out")

@@ -185,6 +185,11 @@ SETTINGS: Final[Options] = {
         "help": "wudi: resize the merged delta, up to X times the models' mean size (default 1.5; "
         "0: not)",
     },
+    "--scale": {
+        "metavar": "X",
+        "type": float,
+        "help": "passthrough: what tensors are multiplied by (default 1)",
+    },
     "--dtype": {
         "metavar": "NAME",
         "help": "output type: float32, float16, bfloat16 or float64, or fp32, fp16, bf16, fp64 "
@@ -313,10 +318,6 @@ def merger_for(request: Request, merger_class: MergerClass) -> Merger:
     LOG.setLevel(logging.INFO if config.verbose else logging.WARNING)
     if request.base is None and not request.merge:
         raise ConfigError("there is no base model", BASE_HINT)
-    if not request.merge:
-        raise ConfigError(
-            "there are no models to merge", "give --merge MODEL..., or merge_files in [models]"
-        )
     return merger_class(
         request.base,
         request.merge,

@@ -61,7 +61,7 @@ class PlannedInput:
 
     @classmethod
     def of(cls, model: Checkpoint) -> Self:
-        stored = [info for file in model.files for info in file.tensors.values()]
+        stored = model.stored
         return cls(
             name=model.name,
             size=model.size,
@@ -130,7 +130,7 @@ class Plan(Report):
 
     def __str__(self) -> str:
         parts = [
-            f"would merge {count_of(len(self.models) - 1, 'model')} into {printable(self.output)}",
+            f"would {say_what('merge', len(self.models) - 1)} {printable(self.output)}",
             self._models_table(),
             self._how(),
             self._rules_table(),
@@ -159,8 +159,10 @@ class Plan(Report):
 
     def _how(self) -> str:
         """What is the same for all tensors."""
-        words = [f"method {self.config['method']}", f"seeds {', '.join(map(str, self.seeds))}"]
-        numbers = ("slerp_t", "max_iter", "tol", "threshold", "ridge", "norm_limit")
+        words = [f"method {self.config['method']}"]
+        if self.seeds:
+            words.append(f"seeds {', '.join(map(str, self.seeds))}")
+        numbers = ("slerp_t", "max_iter", "tol", "threshold", "ridge", "norm_limit", "scale")
         shown = (*numbers, "dtype", "origin", "normalize")
         names = [name for name in shown if name in self.config]
         words += [f"{name} {show_setting(self.config[name])}" for name in names]
@@ -291,7 +293,8 @@ def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: 
     drops = list(dict.fromkeys(thinning.drop for thinning in thinnings))
     by = f" by {', '.join(drops)}" if drops != [RANDOM] else ""
     words = [f"method {rule.method}"] if rule and rule.method else []
-    words.append(f"drop rate {show_range([each.drop_rates for each in used])}{by}")
+    if thinnings:
+        words.append(f"drop rate {show_range([each.drop_rates for each in used])}{by}")
     for name in dict.fromkeys(name for drop in drops for name in DROPS[drop].settings):
         values = [tuple(getattr(each, name) for each in own.thinnings) for own in used]
         words.append(f"{name} {show_range(values)}")
@@ -301,15 +304,8 @@ def describe_settings(used: Sequence[TensorSettings], config: DareConfig, rule: 
     if config.rescale_q if rule is None or rule.rescale_q is None else rule.rescale_q:
         words.append(f"rescale_q {show_range([each.divisors for each in used])}")
     usual = dataclasses.replace(config.general(len(thinnings)), lambda_coeff=1.0, keep_ratio=1.0)
-    for name in (
-        "lambda_coeff",
-        "keep_ratio",
-        "weights",
-        "normalize",
-        "slerp_t",
-        "ridge",
-        "norm_limit",
-    ):
+    shown = ("lambda_coeff", "keep_ratio", "weights", "normalize")
+    for name in (*shown, "slerp_t", "ridge", "norm_limit", "scale"):
         values = [getattr(each, name) for each in used]
         if any(value != getattr(usual, name) for value in values):
             words.append(f"{name.removesuffix('_coeff')} {show_range(values)}")
@@ -397,13 +393,21 @@ class MergeReport(Report):
         fit = f"{self.adapter}\n" if self.adapter else ""
         moved = self.bytes_read + self.bytes_written
         rate = f" ({human(moved / self.seconds)}/s)" if moved > TUNING.least_for_rate else ""
-        return (
+        found = (
             f"{table(rows)}\n(method {self.method}, lambda {self.lambda_coeff:g}; "
             f"above: share of parameters with |delta| > {self.delta_threshold:g})\n{fit}"
-            f"merged {count_of(len(self.models), 'model')} into {printable(self.output)}: "
+        )
+        return (
+            f"{found if self.models else ''}"
+            f"{say_what('merged', len(self.models))} {printable(self.output)}: "
             f"{count_of(self.tensors, 'tensor')}{copied}, {human(self.bytes_read)} read, "
             f"{human(self.bytes_written)} written in {self.seconds:.2f} s{rate}"
         )
+
+
+def say_what(verb: str, models: int) -> str:
+    """What is done to so many models, up to where they go."""
+    return f"{verb} {count_of(models, 'model')} into" if models else f"{verb} layers into"
 
 
 def add_tallies(plan: FilePlan, outcomes: Sequence[Outcome]) -> list[dict[str, Tally]]:

@@ -60,6 +60,7 @@ __all__ = [
     "freeze",
     "is_count",
     "is_number",
+    "naming",
     "parse_size",
     "value_at",
 ]
@@ -217,7 +218,7 @@ class DareConfig:
     """
 
     # How the thinned deltas are combined: linear, ties, slerp, ram, wudi, model_stock, nuslerp,
-    # multislerp or karcher.
+    # multislerp or karcher; passthrough takes no models.
     method: str = LINEAR
     # Share of each delta to drop; one for all models, or one per model.
     drop_rate: Number | Sequence[Number] = 0.9
@@ -254,6 +255,8 @@ class DareConfig:
     # wudi: the merged delta has at most so many times the mean size of the models'; None: 1.5;
     # 0: it is not resized.
     norm_limit: Number | None = None
+    # passthrough, which takes no models: what the base is multiplied by; None: 1.
+    scale: Number | None = None
     # Output type of float tensors, kept by its long name; None: the base's.
     dtype: str | None = None
     # Write a LoRA adapter: of this rank, of what keeps this share of each change's energy, or full
@@ -331,7 +334,12 @@ class DareConfig:
         """Refuse settings that do not fit this number of models."""
         for name in sorted(self._methods):
             least, most = METHODS[name].models
-            if not least <= count <= (most or count):
+            if not count and least:
+                raise ConfigError(
+                    "there are no models to merge",
+                    "give --merge MODEL..., or merge_files in [models]",
+                )
+            if count < least or (most is not None and count > most):
                 wanted = f"{least}" if most == least else f"at least {least}"
                 others = " or ".join(
                     name for name in METHODS if METHODS[name].models == Method.models

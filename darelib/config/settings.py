@@ -205,6 +205,7 @@ CHECKS: Final = {
         searched=False,
     ),
     "tol": Check("a number above 0", lambda value: is_number(value) and value > 0, searched=False),
+    "scale": _ANY,
     "threshold": Check("a number from 0 up", lambda value: is_number(value) and value >= 0),
     "dtype": replace(
         _word((*DTYPES, *SHORT_DTYPES)),
@@ -303,6 +304,7 @@ class Rule:
     method: str | None = None
     ridge: Number | None = None
     norm_limit: Number | None = None
+    scale: Number | None = None
 
     def __post_init__(self) -> None:
         match = (self.match,) if isinstance(self.match, str) else freeze(self.match)

@@ -11,6 +11,7 @@ from darelib.core.methods import (
     LINEAR,
     MULTISLERP,
     NUSLERP,
+    PASSTHROUGH,
     RAM,
     SLERP,
     STOCK,
@@ -19,8 +20,8 @@ from darelib.core.methods import (
 from darelib.core.settings import ZERO
 
 # What the base is to a method: what deltas are taken from, which must or may be given; one of the
-# models; or the first of two.
-NEEDED, OPTIONAL, COUNTED, FIRST = "needed", "optional", "counted", "first"
+# models; the first of two; or the only one.
+NEEDED, OPTIONAL, COUNTED, FIRST, ONLY = "needed", "optional", "counted", "first", "only"
 Settings = dict[str, Any]
 LEAST_DIVISOR: Final = 1e-8  # a smaller sum of weights is none to mergekit: it divides by 1
 
@@ -114,6 +115,14 @@ FAMILIES: Final = {
     "della": make_task_family(TIES, DELLA, normalize=True, rescale=True),
     "della_linear": make_task_family(LINEAR, DELLA, rescale=True),
     "slerp": Family(SLERP, each={}, shared={"t": "slerp_t"}, base=FIRST, others=(1, 1)),
+    "passthrough": Family(
+        PASSTHROUGH,
+        each={"scale": "scale"},
+        shared={},
+        defaults={"scale": 1.0},
+        base=ONLY,
+        others=(0, 0),
+    ),
     "ram": Family(RAM, each={}, shared={"epsilon": "threshold"}, defaults={"epsilon": 1e-5}),
     "model_stock": Family(
         STOCK,

@@ -28,6 +28,7 @@ class TensorSettings:
     ridge: float = 1.0  # wudi: what is added to the Gram matrices, whose mean diagonal is 1
     # wudi: how large the merged delta may be, in mean sizes of the models'; 0: as it comes.
     norm_limit: float = 1.5
+    scale: float = 1.0  # passthrough: what the base is multiplied by
 
     @property
     def drop_rates(self) -> tuple[float, ...]:

@@ -436,7 +436,8 @@ def merge_tensor(
     finetuned: by number, the models that have it. width: its last dimension, 1 if it has none.
     shape: all of them, where the method takes whole matrices.
     """
-    real = "F64" if "F64" in (dtype, output, *(kind for _, kind in finetuned.values())) else "F32"
+    types = (dtype, output, *(kind for _, kind in finetuned.values()))
+    real = "F64" if "F64" in types or METHODS[settings.method].wide else "F32"
     start = decode(base, dtype, real)
     models = list(finetuned)
     if models and returns_model(settings):

@@ -3,12 +3,14 @@
 Finds their files and reads their tensors.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -348,6 +350,20 @@ class Checkpoint(Input):
                 )
 
     @property
+    def parts(self) -> Sequence[Checkpoint]:
+        """The models that it is made of: itself, unless those are others."""
+        return (self,)
+
+    @property
+    def stored(self) -> list[TensorInfo]:
+        """Its tensors as they are in files."""
+        return [info for file in self.files for info in file.tensors.values()]
+
+    def list_changes(self, tables: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+        """Settings of its configuration that are no longer true: the old value and the new one."""
+        return {}
+
+    @property
     def size(self) -> int:
         return sum(file.status.st_size for file in self.files)
 
@@ -413,7 +429,9 @@ class Checkpoint(Input):
             )
 
     def is_same_as(self, other: Self) -> bool:
-        """Whether it is the very same files."""
+        """Whether it is the very same files, and the same of them."""
+        if self.source.arrangement != other.source.arrangement:
+            return False
         pairs = zip(self.files, other.files, strict=False)
         return len(self.files) == len(other.files) and all(
             os.path.samestat(mine.status, theirs.status) for mine, theirs in pairs
@@ -474,20 +492,3 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool | None:
         if isinstance(table, dict) and isinstance(table.get("tie_word_embeddings"), bool):
             return bool(table["tie_word_embeddings"])
     return None
-
-
-def compare_configs(
-    mine: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
-) -> dict[str, str]:
-    """What two configurations both state, but differently: by key, in words.
-
-    What only one states is no difference.
-    """
-    compared = mine.keys() & theirs.keys() - {"text_config", NAME_KEY}
-    found = {
-        prefix + key: f"its {prefix}{key} is {theirs[key]!r}, not {value!r}"
-        for key, value in mine.items()
-        if key in compared and value != theirs[key]
-    }
-    parts = (mine.get("text_config", {}), theirs.get("text_config", {}))
-    return found | (compare_configs(*parts, "text_config.") if all(parts) else {})

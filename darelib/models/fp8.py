@@ -7,7 +7,7 @@ that share a scale are there.
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
@@ -79,6 +79,13 @@ class Fp8(Encoding):
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
         return {name: TensorInfo(FP8, info.shape), self.scale_name: self.scales}
+
+    def move(self, files: int, rename: Callable[[str], str]) -> Encoding:
+        stored, scales = (
+            dataclasses.replace(info, file=info.file + files) for info in (self.stored, self.scales)
+        )
+        name = rename(self.scale_name)
+        return dataclasses.replace(self, stored=stored, scales=scales, scale_name=name)
 
     def find_step(self, info: TensorInfo) -> int:
         """Rows of blocks that are whole tiles, so that each job finds its scales alone."""

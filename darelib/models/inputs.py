@@ -15,6 +15,7 @@ from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
 from darelib.models.source import UNION, Source, check_links, download, path_hint
+from darelib.models.stack import Stack
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
 from darelib.models.vocabulary import TOKENIZER_FILE
 
@@ -87,11 +88,14 @@ def find_own(folder: Path, weights: Collection[Path]) -> Iterator[Path]:
 
 def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
     """A model, open for reading. base: None: it is to be the base."""
+    if source.slices:
+        return open_stack(source)
     if not source.joined:
         open_files, layout = find_files(source)
         return open_files(source, layout, base)
     below, top = source.joined
-    plain = base and not base.source.joined and os.path.realpath(base.source.path)
+    is_plain = base and not base.source.joined and not base.source.slices
+    plain = base and is_plain and os.path.realpath(base.source.path)
     if plain == os.path.realpath(below.path):
         return open_source(top, base)  # an adapter on the base is an input by itself
     with ExitStack() as opened:
@@ -100,6 +104,21 @@ def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
         adapted = AdaptedModel(source, model, adapter)
         opened.pop_all()
     return adapted
+
+
+def open_stack(source: Source) -> Checkpoint:
+    with ExitStack() as opened:
+        models = []
+        for each in source.models:
+            if not each.joined and find_files(each)[0] is not open_checkpoint:
+                raise DareError(
+                    f"{each.name!r} is no whole model, so layers of it cannot be used",
+                    "write MODEL+ADAPTER, or merge it with its base first",
+                )
+            models.append(opened.enter_context(closing(open_source(each, None))))
+        stack = Stack(source, models)
+        opened.pop_all()
+        return stack
 
 
 @contextmanager

@@ -23,12 +23,12 @@ from darelib.models.checkpoint import (
     WEIGHTS_FILE,
     Checkpoint,
     Layout,
-    compare_configs,
     module_of,
     part_name,
     quantised_modules,
     read_config,
 )
+from darelib.models.differences import compare_configs
 from darelib.models.layout import Ways, find_transposed, find_ways
 from darelib.models.lora import UNLOAD_HINT, LoraAdapter, LowRankTensor
 from darelib.models.patterns import match_patterns

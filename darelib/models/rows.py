@@ -106,6 +106,8 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
     base, *models = inputs
     names = [n for n, info in base.tensors.items() if n.endswith(EMBEDDINGS) and info.count]
     try:
+        for model in inputs:
+            check_alike(model)
         vocabulary, *others = (read_vocabulary(model.folder, model.name) for model in inputs)
     except DareError:
         if owner:  # rows are merged by their numbers, with a warning
@@ -147,6 +149,14 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
         model.added = union.added
         model.tokenizer_sha256 = digest_tokenizer(model.folder)
     base.heights = height, base.tensors[embedding].shape[0]
+
+
+def check_alike(model: Checkpoint) -> None:
+    """Refuse layers of models whose tokens have other numbers: the head may be another one's."""
+    if len({digest_tokenizer(part.folder) for part in model.parts}) > 1:
+        raise DareError(
+            f"the models of {model.name!r} have different tokenizers", "use --tokenizer base"
+        )
 
 
 class Arrangement:

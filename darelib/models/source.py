@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self, TypeAlias
 
-from darelib.core.text import ConfigError, DareError, as_text, install_hint, nearest
+from darelib.config import is_count
+from darelib.core.text import LISTED, ConfigError, DareError, as_text, install_hint, nearest
 from darelib.models.templates import TEMPLATES
 from darelib.models.tensorfile import PICKLE_SUFFIXES, WEIGHT_SUFFIXES
 
@@ -25,6 +26,7 @@ RECIPE_FILE: Final = "dare_recipe.toml"  # in the directory of a merged model
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.
 BASE, UNION = ("base", "union")
 AUTO: Final = "auto"  # the chat template that most models have
+SLICE: Final = '{model = "models/a", layers = [0, 16]}'
 # org/name, or org/name@revision
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
@@ -39,10 +41,18 @@ class Source:
     recorded: str = ""
     # Of a model with an adapter on top: the two. Its path is the model's.
     joined: tuple[Source, ...] = ()
+    # Of a model that is made of layers of others: these. Its path is the first one's.
+    slices: tuple[Slice, ...] = ()
 
     @property
     def parts(self) -> tuple[Source, ...]:
-        return self.joined or (self,)
+        """All that must be opened for it."""
+        return tuple(part for model in self.models for part in model.joined or (model,))
+
+    @property
+    def models(self) -> tuple[Source, ...]:
+        """The models that it is made of, each once; itself, unless it is made of others."""
+        return tuple(dict.fromkeys(each.source for each in self.slices)) or (self,)
 
     @property
     def pinned(self) -> str:
@@ -50,13 +60,15 @@ class Source:
         return self.recorded if self.recorded.endswith(f"@{self.path.name}") else ""
 
     @classmethod
-    def of(cls, given: str | Path | Self, folder: Path | None = None) -> Self:
+    def of(cls, given: Given, folder: Path | None = None) -> Self:
         if isinstance(given, cls):
             return given
+        if isinstance(given, list | tuple) and given:
+            return cls.stack([Slice.of(entry, folder, cls.of) for entry in given])
         if not isinstance(given, str | Path):
             raise ConfigError(
                 f"a model must be a path or a name, not {type(given).__name__}",
-                "like 'models/base'",
+                f"like 'models/base', or layers of models: [{SLICE}, ...]",
             )
         if not str(given):
             raise ConfigError(
@@ -74,10 +86,12 @@ class Source:
         return cls(f"{model.name}+{adapter.name}", model.path, joined=(model, adapter))
 
     @classmethod
-    def of_model(cls, given: str | Path | Self, folder: Path | None = None) -> Self:
+    def of_model(cls, given: Given, folder: Path | None = None) -> Self:
         """The same of what may have an adapter on top: where there is no such path, MODEL+ADAPTER
         means both.
         """
+        if isinstance(given, list | tuple) and given:
+            return cls.stack([Slice.of(entry, folder, cls.of_model) for entry in given])
         whole = cls.of(given, folder)
         if isinstance(given, cls) or os.path.lexists(whole.path):
             return whole
@@ -90,6 +104,25 @@ class Source:
                 "write MODEL+ADAPTER, or merge the adapters as models of their own",
             )
         return cls.join(*(here or pairs)[0]) if pairs else whole
+
+    @classmethod
+    def stack(cls, slices: Sequence[Slice]) -> Self:
+        """What is made of layers of models, one after the other."""
+        name = " + ".join(map(str, slices[:LISTED]))
+        more = f" + {len(slices) - LISTED} more" if len(slices) > LISTED else ""
+        return cls(name + more, slices[0].source.path, slices=tuple(slices))
+
+    @property
+    def arrangement(self) -> list[tuple[int, int, int]]:
+        """Which layers of which of its models follow one another."""
+        return [(self.models.index(each.source), each.start, each.stop) for each in self.slices]
+
+    def find_models(self, find: Callable[[Source], Source]) -> Source:
+        """The same, with its models as they are found."""
+        if not self.slices:
+            return find(self)
+        known = {model: find(model) for model in self.models}
+        return Source.stack([replace(each, source=known[each.source]) for each in self.slices])
 
     @property
     def is_word(self) -> bool:
@@ -104,6 +137,40 @@ def list_splits(name: str) -> list[tuple[str, str]]:
     """The ways to read a name as that of a model and of an adapter on top."""
     marks = [k for k, sign in enumerate(name) if sign == "+" and 0 < k < len(name) - 1]
     return [(name[:k], name[k + 1 :]) for k in marks]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some layers of a model: from a number on, up to another one, which is left out."""
+
+    source: Source
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, given: Any, folder: Path | None, read: Callable[..., Source]) -> Self:
+        """read: what gives the source of a model by its name."""
+        table = given if isinstance(given, dict) else {}
+        layers = table.get("layers")
+        numbers = layers if isinstance(layers, list | tuple) else []
+        is_range = len(numbers) == 2 and all(is_count(number, 0) for number in numbers)
+        if table.keys() != {"model", "layers"} or not is_range or numbers[0] > numbers[1]:
+            raise ConfigError(f"{given!r} does not name layers of a model", f"write {SLICE}")
+        source = read(table["model"], folder)
+        if source.slices:
+            raise ConfigError("layers of layers are not a model", f"write {SLICE}")
+        return cls(source, *numbers)
+
+    def as_table(self, name: str) -> dict[str, Any]:
+        """name: what to call its model."""
+        return {"model": name, "layers": [self.start, self.stop]}
+
+    def __str__(self) -> str:
+        return f"{self.source.name}[{self.start}:{self.stop}]"
+
+
+# A model as a script may give it; a list is one of slices.
+Given: TypeAlias = str | Path | Source | Sequence[Mapping[str, Any]]
 
 
 def is_last_part(name: object) -> bool:
@@ -127,6 +194,11 @@ def is_template(text: str) -> bool:
 
 def recorded_name(source: Source) -> str:
     """What a recipe calls a model: its name and commit on the Hub, or the last part of its path."""
+    if source.slices:
+        raise DareError(
+            f"{source.name!r} is made of layers of models, and has no name to refer to it by",
+            "merge the layers first, by passthrough, and give the result",
+        )
     path = Path(os.path.abspath(source.path))
     last = as_text(path.parent.name if path.name in MODEL_FILES else path.name)
     return source.recorded or "+".join(map(recorded_name, source.joined)) or last
@@ -150,6 +222,8 @@ def download(
     if source.joined:
         parts = tuple(download(part, wanted, is_cached=is_cached) for part in source.joined)
         return replace(source, path=parts[0].path, joined=parts)
+    if source.slices:
+        return source.find_models(lambda model: download(model, wanted, is_cached=is_cached))
     if not is_on_hub(source):
         return source
     repository, _, revision = source.name.partition("@")

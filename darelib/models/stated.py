@@ -29,6 +29,8 @@ def find_base(adapters: Sequence[Source]) -> Source:
     """The base that all adapters name, which must be on this machine, or in its cache of the Hub:
     what nobody asked for is not downloaded.
     """
+    if not adapters:
+        raise ConfigError("there is no base model", BASE_HINT)
     trained = {_read_name(adapter): adapter.name for adapter in adapters}
     if len(trained) > 1:
         (one, first), (other, second), *_ = trained.items()

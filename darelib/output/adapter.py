@@ -32,6 +32,7 @@ from darelib.models.checkpoint import (
 from darelib.models.layout import find_transposed, find_ways
 from darelib.models.lora import LowRankTensor
 from darelib.models.peft import describe_lora, last_part
+from darelib.models.source import recorded_name
 from darelib.models.tensors import PLAIN, TensorInfo
 from darelib.output.destination import Destination
 from darelib.output.directory import (
@@ -128,6 +129,7 @@ def plan_adapter(
     if tokenizer.settings:
         [setting, *_] = tokenizer.settings
         raise ConfigError(f"{setting} means nothing to an adapter", "leave it out")
+    recorded_name(inputs[0].source)  # layers of several models are no base that has one
     whole = plan_files(config, inputs, destination, tokenizer, version, with_side_files=False)
     changed = [tensor for tensor in whole.tensors if is_changed(tensor, inputs)]
     if not changed:

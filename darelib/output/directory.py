@@ -65,15 +65,9 @@ tags:
 - dare
 {tags}---
 
-# A DARE merge of {count}{kind}
+# {title}{kind}
 
-Merged from {base} and models fine-tuned from it by {drops} {method}.
-
-| model | seed | dropped | kept deltas are divided by | weight |
-| --- | --- | --- | --- | --- |
-{table}
-
-The merged delta is multiplied by {lambda_coeff:g} and added to the base.
+{story}
 {remarks}
 This recipe makes the same tensors again, {equal}, from the same inputs:
 
@@ -81,6 +75,17 @@ This recipe makes the same tensors again, {equal}, from the same inputs:
 {recipe}
 ```
 """
+
+STORY: Final = """\
+Merged from {base} and models fine-tuned from it by {drops} {method}.
+
+| model | seed | dropped | kept deltas are divided by | weight |
+| --- | --- | --- | --- | --- |
+{table}
+
+The merged delta is multiplied by {lambda_coeff:g} and added to the base."""
+STACK_STORY: Final = """\
+Made of {base}: layers one after the other, {method}."""
 
 
 def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, Path]:
@@ -219,15 +224,17 @@ def recipe_text(
     """
     import tomli_w
 
-    names = [recorded_name(model.source) for model in inputs]
     dare = config.recipe_settings()
-    models: dict[str, Any] = {"base_file": names[0], "merge_files": names[1:]}
+    base, *others = [describe_source(model.source) for model in inputs]
+    models: dict[str, Any] = {"base_file": base, "merge_files": others}
     recipe: dict[str, Any] = {
         "version": version,
         "mask": MASK_NAME,
         "seeds": list(find_seeds(config, inputs)),
         "inputs": [
-            {"file": name, **model.fingerprint} for name, model in zip(names, inputs, strict=True)
+            {"file": name, **part.fingerprint}
+            for model in inputs
+            for name, part in zip(name_parts(model.source).values(), model.parts, strict=True)
         ],
     }
     if inputs[0].heights[1]:  # it decides which rows are merged
@@ -247,6 +254,22 @@ def recipe_text(
             "give fewer rules, or larger shards",
         )
     return text
+
+
+def name_parts(source: Source) -> dict[Source, str]:
+    """What a recipe calls the models that another is made of: no two by the same name."""
+    names: dict[Source, str] = {}
+    for part in source.models:
+        name = recorded_name(part)
+        same = [known for known in names if recorded_name(known) == name]
+        names[part] = f"{name}~{len(same) + 1}" if same else name
+    return names
+
+
+def describe_source(source: Source) -> Any:
+    """A model as a recipe has it: its name, or the layers that it is made of."""
+    names = name_parts(source)
+    return [each.as_table(names[each.source]) for each in source.slices] or names[source]
 
 
 def recipe_metadata(recipe: str) -> dict[str, str]:
@@ -345,9 +368,11 @@ def model_card(
         ),
     )
     is_whole = any(METHODS[own.method].whole for own in config.resolve_all(len(models)))
-    listed = zip(inputs, [base, *models] if kind.names_all else [base], strict=False)
+    own = inputs if kind.names_all else inputs[:1]
+    listed = [pair for model in own for pair in name_parts(model.source).items()]
     # Of a model with an adapter on top, both: the Hub knows no others.
-    named = [name.split("+") if model.source.joined else [name] for model, name in listed]
+    named = [show_name(n).split("+") if each.joined else [show_name(n)] for each, n in listed]
+    story = STORY if models else STACK_STORY
     return CARD.format(
         models="\n".join(f"- {as_yaml(name)}" for name in dict.fromkeys(itertools.chain(*named))),
         relation=kind.relation,
@@ -355,12 +380,16 @@ def model_card(
         tags="".join(f"- {tag}\n" for tag in kind.tags),
         kind=kind.words,
         equal=EQUAL if kind.is_exact and not is_whole else NEARLY_EQUAL,
-        count=count_of(len(models), "model"),
-        base=as_code(base),
-        drops=describe_drops(used),
-        method=method.card(settings),
-        table="\n".join(rows),
-        lambda_coeff=settings.lambda_coeff,
+        title=f"A DARE merge of {count_of(len(models), 'model')}"
+        if models
+        else f"Layers of {count_of(len(listed), 'model')}",
+        story=story.format(
+            base=as_code(base),
+            drops=describe_drops(used),
+            method=method.card(settings),
+            table="\n".join(rows),
+            lambda_coeff=settings.lambda_coeff,
+        ),
         remarks="".join(text for applies, text in remarks if applies),
         recipe=recipe.rstrip("\n"),
     )
@@ -423,8 +452,15 @@ def describe_for_mergekit(settings: TensorSettings, drops: Collection[str]) -> s
 
 
 def card_name(source: Source) -> str:
+    """What a card calls a model, or the layers that it is made of."""
+    names = {part: show_name(name) for part, name in name_parts(source).items()}
+    slices = [f"{names[each.source]}[{each.start}:{each.stop}]" for each in source.slices]
+    return " + ".join(slices) or names[source]
+
+
+def show_name(recorded: str) -> str:
     """What a card calls a model: its name on the Hub, or the last part of its path."""
-    name = printable(recorded_name(source))
+    name = printable(recorded)
     return re.sub("@[^+]*", "", name) if "/" in name else name.removesuffix(".safetensors")
 
 

@@ -147,7 +147,8 @@ class FilePlan(MergePlan):
 def describe_files(inputs: Sequence[Checkpoint]) -> dict[str, dict[str, int]]:
     """Size and time of each file of the inputs, by where it is."""
     statuses: dict[str, dict[str, int]] = {}
-    for model in inputs:
+    parts = [part for model in inputs for part in model.parts]
+    for model in parts:
         pinned = model.source.pinned
         for file in model.files:
             # What the Hub has pinned is the same in every cache; all else is where it really is.
@@ -244,6 +245,7 @@ def list_changes(
     changes: dict[str, tuple[Any, Any]] = {
         key: (None, None) for encoding in lost for key in encoding.config_keys
     }
+    changes |= base.list_changes(list_tables(config))
     if base.heights[1]:
         changes["vocab_size"] = base.heights
     stated = [each[key] for each in list_tables(config) for key in TYPE_KEYS if key in each]

@@ -401,7 +401,8 @@ def compare_tokenizers(
 ) -> Iterator[str]:
     """Which models number their tokens otherwise than the base, and what that means."""
     base, *models = inputs
-    others = {(model.name, model.folder): None for model in models}
+    parts = [part for model in (base, *models) for part in model.parts]
+    others = {(model.name, model.folder): None for model in parts if model.folder != base.folder}
     if choice.folder:
         others[choice.name, choice.folder] = None
     for name, folder in () if base.heights[1] else others:

@@ -14,10 +14,10 @@ from darelib.core.methods import LINEAR
 from darelib.core.text import DareError, count_of, list_names
 from darelib.models.checkpoint import (
     QUANTISE_HINT,
-    compare_configs,
     module_of,
     quantised_modules,
 )
+from darelib.models.differences import compare_configs
 from darelib.models.fp8 import UNREAD_HINTS
 from darelib.models.tensors import Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED
@@ -167,6 +167,12 @@ class Refusals:
                     f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}",
                     QUANTISE_HINT,
                 )
+
+    def refuse_scale(self, name: str) -> None:
+        raise DareError(
+            f"tensor {name!r} of {self.base.name!r} is quantised, so it cannot be scaled",
+            "leave its scale out, or scale the model before it is quantised",
+        )
 
     def check_plain(self) -> None:
         """Refuse to write half of a quantised model in another type: it would be neither one nor

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from darelib.config import Chooser, DareConfig
 from darelib.core.formats import DTYPES, FORMATS
-from darelib.core.methods import average_only
+from darelib.core.methods import METHODS, average_only
 from darelib.core.text import LISTED
 from darelib.models.checkpoint import EMBEDDINGS, HEADS, ties_embeddings
 from darelib.models.tensors import PLAIN, Described, TensorInfo
@@ -99,14 +99,20 @@ class Matcher:
             finetuned = []
         others = [theirs for _, theirs in finetuned]
         is_float = all(each.dtype in FORMATS for each in (info, *others))
-        merged = is_float and not quantised and buffer != COPIED
+        # Where there are no models, there is nothing to average.
+        is_copied = quantised or buffer == COPIED or (buffer and not self.models)
+        merged = is_float and not is_copied
         dtype = DTYPES[self.config.dtype] if merged and self.config.dtype else info.dtype
         encoding = PLAIN if self.config.dtype else info.encoding
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
         chosen_by = mask_names[0] if len(set(mask_names)) == 1 else owner
         rule, settings = self._chooser.choose(chosen_by, info.shape if finetuned else ())
-        if buffer == AVERAGED:
+        if buffer == AVERAGED and self.models:
             settings = average_only(settings)
+        if METHODS[settings.method].keeps_base(settings):
+            merged &= dtype != info.dtype or info.encoding is not PLAIN
+        elif quantised and not self.models:
+            self._refusals.refuse_scale(name)
         for i, theirs in finetuned:
             self._refusals.check_drop(name, theirs, self.models[i], settings.thinnings[i])
         return TensorPlan(

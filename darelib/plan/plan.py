@@ -10,6 +10,7 @@ from functools import cached_property
 from darelib.config import DareConfig
 from darelib.core.formats import FORMATS
 from darelib.core.looks import Look
+from darelib.core.text import ConfigError
 from darelib.core.tuning import TUNING, count_cores
 from darelib.kernels import KernelSpec
 from darelib.models.tensors import Described
@@ -171,8 +172,12 @@ def plan_merge(
     """looks_only: nothing is merged, so that settings need not fit."""
     matcher = Matcher(config, inputs)
     base, *models = inputs
+    if looks_only and not models:
+        raise ConfigError("there are no models to look at", "give --merge MODEL...")
     seeds = find_seeds(config, inputs)
-    missing, extra = zip(*map(matcher.compare_names, range(len(models))), strict=True)
+    compared = [matcher.compare_names(i) for i in range(len(models))]
+    missing = tuple(lacking for lacking, _ in compared)
+    extra = tuple(unknown for _, unknown in compared)
     warnings = [*base.warnings, *find_odd_inputs(config, inputs)]
     for model, lacking, unknown in zip(models, missing, extra, strict=True):
         warnings += find_odd_names(model.name, lacking, unknown)

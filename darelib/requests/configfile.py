@@ -124,8 +124,10 @@ def as_literal(value: Any) -> str:
     return tomli_w.dumps({"x": value}).removeprefix("x = ").rstrip("\n")
 
 
-def name_from(folder: Path, source: Source) -> str:
-    """A model's name on the Hub, or a path that leads to it from a folder."""
+def name_from(folder: Path, source: Source) -> Any:
+    """A model's name on the Hub, or a path that leads to it from a folder; or its slices."""
+    if source.slices:
+        return [each.as_table(name_from(folder, each.source)) for each in source.slices]
     if source.joined:
         return "+".join(name_from(folder, part) for part in source.joined)
     if source.pinned or is_on_hub(source):

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import (
-    LAYER,
     Gradient,
     Rule,
     as_toml,
@@ -39,7 +38,8 @@ from darelib.models.source import AUTO, BASE, UNION, Source, is_missing, is_on_h
 from darelib.models.templates import TEMPLATES
 from darelib.models.vocabulary import TOKENIZER_FILE
 from darelib.requests.documents import read_documents
-from darelib.requests.mergekitfile import STACKED, MergekitFile, Part, Reference, Table
+from darelib.requests.mergekitfile import MergekitFile, Part, Table
+from darelib.requests.mergekitslices import allow_other_layers, find_source, list_sources, locate
 from darelib.requests.request import Request, SeveralDocuments
 
 FLAGS: Final = (
@@ -47,8 +47,6 @@ FLAGS: Final = (
     *("filter_wise", "nuslerp_flatten", "nuslerp_row_wise"),
 )
 YES, NO = (("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0"))
-# Tensors outside the layers that mergekit counts to the first slice; the others are in the last.
-BEFORE_LAYERS: Final = re.compile(r"emb(?!ed_out)|\bw[tp]e\b")
 NUMBER: Final = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a part of a name
 
 Value = float | bool | Gradient
@@ -61,17 +59,19 @@ def parse_yaml(text: str, path: str, folder: Path, lenient: bool = False) -> Req
     files = read_documents(text, path, lenient)
     if len(files) > 1:
         for file in files:
-            Parameters(file)  # which refuses what is wrong now, not after the merges before it
+            # Which refuses what is wrong now, not after the merges before it.
+            Parameters(file, find_source(file, file.base))
         raise SeveralDocuments(path, files)
     return make_request(files[0])
 
 
 def make_request(file: MergekitFile) -> Request:
-    dare, rules = Parameters(file).as_settings()
+    base, *models = list_sources(file)
+    dare, rules = Parameters(file, base).as_settings()
     return Request(
-        dare=dare | read_dtype(file),
-        base=find_source(file, file.base, None),
-        merge=tuple(find_source(file, model, file.base) for model in file.models),
+        dare=dare | read_dtype(file) | allow_other_layers(file),
+        base=base,
+        merge=tuple(models),
         tokenizer=read_tokenizer(file),
         chat_template=read_chat_template(file),
         rules=rules,
@@ -79,29 +79,23 @@ def make_request(file: MergekitFile) -> Request:
     )
 
 
-def find_source(file: MergekitFile, model: Reference, base: Reference | None) -> Source:
-    """A model, perhaps with an adapter on top; an adapter on the base is an input by itself."""
-    if not model.lora:
-        return file.find(model.path)
-    adapter = file.find(model.lora)
-    is_on_base = base == Reference(model.path)
-    return adapter if is_on_base else Source.join(file.find(model.path), adapter)
-
-
 class Parameters:
     """The parameters of a file, as settings and rules."""
 
-    def __init__(self, file: MergekitFile) -> None:
+    def __init__(self, file: MergekitFile, base: Source) -> None:
         self.file = file
+        self.base = base
         self.tables = [self.look_up_all(part) for part in file.parts]
         self.layers: dict[str, int] = {}  # those of the base, where each tensor is looked at
 
     def look_up_all(self, part: Part) -> dict[Key, Entries]:
         levels = (part.parameters, self.file.parameters)
         table = {(name, -1): self.look_up(name, levels) for name in self.file.shared}
-        for i, model in enumerate(self.file.models):
-            own = part.models.get(model, {})
-            table |= {(name, i): self.look_up(name, (own, *levels)) for name in self.file.each}
+        for i in range(len(self.file.models)):
+            own: tuple[Table, ...] = ({"weight": 0},)  # where the base stands in for a model
+            if i + 1 < len(part.columns):
+                own = (part.models.get(part.choose(i + 1), {}), *levels)
+            table |= {(name, i): self.look_up(name, own) for name in self.file.each}
         return table
 
     def look_up(self, name: str, levels: Sequence[Table]) -> Entries:
@@ -185,16 +179,15 @@ class Parameters:
         words = dict.fromkeys(word for entries in parameters for word, _ in entries)
         if "slices" not in self.file.content and not any(words) and not self.fades_out():
             return [""]
-        with open_models([self.file.find(self.file.base.path)]) as [base]:
+        with open_models([self.base]) as [base]:
             names = list(base.tensors)
+        own = {each for name in names for each in locate(self.file.parts, name).names} | {*names}
         for word in words:
-            if not any(word in name for name in names):
+            if not any(word in name for name in own):
                 LOG.warning(
                     f"{self.file.path}: filter {word!r} is part of no tensor's name, "
                     "so it does nothing"
                 )
-        if "slices" in self.file.content:
-            check_slices(self.file, count_layers(names))
         if self.fades_out():
             self.layers = count_layers(names)
         return names
@@ -213,55 +206,30 @@ class Parameters:
 
     def choose_all(self, name: str) -> dict[Key, Value]:
         """The parameters of a tensor. Where there is but one part, gradients stay what they are."""
-        part, depth = (0, None) if len(self.tables) == 1 else self.locate(name)
-        values = {key: self.choose(key, each, name) for key, each in self.tables[part].items()}
-        if depth is None and self.layers:
-            depth = depth_of(name, self.layers)
-        if depth is None:
+        place = locate(self.file.parts, name)
+        values = {}
+        for key, entries in self.tables[place.part].items():
+            # mergekit compares a model's own parameters with its own names.
+            own = place.names[key[1]] if 0 <= key[1] < len(place.names) else name
+            values[key] = self.choose(key, entries, own, self.file.parts[place.part])
+        if len(self.tables) == 1 and self.layers:
+            return {
+                key: value_at(value, depth_of(name, self.layers)) for key, value in values.items()
+            }
+        if len(self.tables) == 1:
             return values
-        return {key: value_at(value, depth) for key, value in values.items()}
+        return {key: value_at(value, place.depth) for key, value in values.items()}
 
-    def locate(self, name: str) -> tuple[int, float]:
-        """The part that a tensor is in, and how deep in it."""
-        parts = self.file.parts
-        match = LAYER.match(name)
-        if not match:
-            return (0 if BEFORE_LAYERS.search(name) else len(parts) - 1), 0.0
-        layer = int(match[2])
-        number = next(k for k, part in enumerate(parts) if layer < part.layers[1])
-        start, stop = parts[number].layers
-        return number, (layer - start) / (stop - start - 1) if stop - start > 1 else 1.0
-
-    def choose(self, key: Key, entries: Entries, name: str) -> Value:
+    def choose(self, key: Key, entries: Entries, name: str, part: Part) -> Value:
         for word, value in entries:
             if word in name:
                 return value
         parameter, model = key
         raise self.file.error(
-            f"{parameter} of {self.file.models[model]}" if model >= 0 else parameter,
+            f"{parameter} of {part.choose(model + 1)}" if model >= 0 else parameter,
             f"there is none for {name!r}" if name and entries else "it is missing",
             f"{self.file.method} needs one for every tensor",
         )
-
-
-def check_slices(file: MergekitFile, layers: Mapping[str, int]) -> None:
-    """Refuse slices that are not the base's own layers, of these kinds, in their order."""
-    file.check(
-        len(layers) == 1,
-        "slices",
-        f"{file.base} has {len(layers)} stacks of layers",
-        "use models: instead",
-    )
-    [count] = layers.values()
-    starts = [part.layers[0] for part in file.parts]
-    bounds = [0, *(part.layers[1] for part in file.parts)]
-    ranges = ", ".join(str(list(part.layers)) for part in file.parts)
-    file.check(
-        [*starts, count] == bounds and bounds == sorted(set(bounds)),
-        "slices",
-        f"{ranges} are not the {count} layers of {file.base}",
-        STACKED,
-    )
 
 
 def translate(file: MergekitFile, values: Mapping[Key, Any]) -> Table:

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from darelib.config import is_count
-from darelib.core.families import COUNTED, FAMILIES, FIRST, OPTIONAL
+from darelib.core.families import COUNTED, FAMILIES, FIRST, ONLY, OPTIONAL
 from darelib.core.text import LOG, ConfigError, nearest
 from darelib.models.source import Source
 
@@ -52,10 +52,6 @@ REFUSED: Final = {
     "tokens": "no token gets an embedding of its own",
     "pad_to_multiple_of": "vocabularies are not padded",
 }
-STACKED: Final = (
-    "only the layers of the base, in their order and merged with the same ones of all models, "
-    "can be sliced"
-)
 Table = dict[str, Any]
 
 
@@ -77,7 +73,18 @@ class Part:
     models: dict[Reference, Table]  # with each one's own parameters
     parameters: Table = field(default_factory=dict)
     base: Reference | None = None
-    layers: tuple[int, int] = (0, 0)
+    ranges: dict[Reference, tuple[int, int]] = field(default_factory=dict)  # of each one's layers
+    # The base, and those that parameters are for, in order.
+    columns: tuple[Reference, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """How many layers it makes."""
+        return next((stop - start for start, stop in self.ranges.values()), 0)
+
+    def choose(self, column: int) -> Reference:
+        """The base stands in for what a slice lacks that others have."""
+        return self.columns[column if column < len(self.columns) else 0]
 
 
 class MergekitFile:
@@ -106,10 +113,11 @@ class MergekitFile:
         self.shared = (*self.family.shared, *self.family.only)
         self.own = (*self.each, *self.family.ignored)  # what a model may have
         self.parameters = self.read_parameters(self.content, "", (*self.own, *self.shared))
-        self.parts = self.read_parts()
         self.from_zero = False  # whether values are combined, since there is no base
-        self.base = self.choose_base()
-        self.models = self.choose_models()
+        self.parts = [self.choose_models(part) for part in self.read_parts()]
+        self.base = self.parts[0].choose(0)
+        _, *self.models = max((part.columns for part in self.parts), key=len)
+        check_columns(self)
 
     def error(self, where: str, what: str, hint: str) -> ConfigError:
         return ConfigError(": ".join(filter(None, (self.path, where, what))), hint)
@@ -180,28 +188,7 @@ class MergekitFile:
         if "models" in self.content:
             return [Part(self.read_models(self.content["models"], "models"))]
         slices = self.read_list(self.content["slices"], "slices")
-        return [self.read_slice(entry, where) for where, entry in slices]
-
-    def read_slice(self, value: Any, where: str) -> Part:
-        table = self.read_table(value, where, ("sources", "base_model", "parameters"))
-        models = self.read_models(table.get("sources"), f"{where}.sources", "layer_range")
-        layers, *others = (source.get("layer_range") for source in table["sources"])
-        self.check(
-            all(other == layers for other in others),
-            where,
-            f"its sources have different layers: {[layers, *others]}",
-            STACKED,
-        )
-        is_pair = isinstance(layers, list) and len(layers) == 2
-        self.check(
-            is_pair and all(is_count(number, 0) for number in layers),
-            where,
-            f"layer_range must be two whole numbers, not {layers!r}",
-            "like [0, 32]",
-        )
-        base = self.read_base(table, f"{where}.base_model")
-        parameters = self.read_parameters(table, where, (*self.own, *self.shared))
-        return Part(models, parameters, base, (layers[0], layers[1]))
+        return [read_slice(self, entry, where) for where, entry in slices]
 
     def read_list(self, value: Any, where: str) -> list[tuple[str, Any]]:
         """The entries of a list, after what to call them."""
@@ -228,45 +215,102 @@ class MergekitFile:
         given = table.get("base_model")
         return None if given is None else self.read_reference(given, where)
 
-    def choose_base(self) -> Reference:
-        given = self.read_base(self.content, "base_model")
-        base, *others = {part.base or given for part in self.parts}
-        models = self.parts[0].models
-        self.check(not others, "slices", "they have different base models", STACKED)
+    def choose_base(self, part: Part) -> Reference:
+        base = part.base or self.read_base(self.content, "base_model")
+        role = self.family.base
+        models = part.models
+        if role == ONLY:
+            [base, *others] = models
+            self.check(
+                not others,
+                "slices" if part.ranges else "models",
+                f"{self.method} takes one model, not {len(models)}",
+                "give each model a slice of its own",
+            )
+        if role == COUNTED and part.ranges and base not in models:
+            base = None
         self.check(
-            base or self.family.base in (OPTIONAL, COUNTED),
+            base or role in (OPTIONAL, COUNTED),
             "base_model",
             "it is missing",
             "name the model that the others were made from",
         )
         if base is None:  # the result does not depend on it; adapters are cheapest on it
-            self.from_zero = self.family.base == OPTIONAL
+            self.from_zero = role == OPTIONAL
             first, *_ = sorted(models, key=lambda model: not model.lora)
             return Reference(first.path)
-        if self.family.base == COUNTED and "models" in self.content:
+        if role == COUNTED and "models" in self.content:
             models.setdefault(base, {})
         return base
 
-    def choose_models(self) -> list[Reference]:
-        """What is merged: of an average or an arc, the base is a part."""
-        models = list(self.parts[0].models)
-        are_alike = all({*part.models, self.base} == {*models, self.base} for part in self.parts)
-        self.check(are_alike, "slices", "they merge different models", STACKED)
+    def choose_models(self, part: Part) -> Part:
+        """A part with its base and what is merged: of an average or an arc, the base is one."""
+        base = self.choose_base(part)
+        models = list(part.models)
         if self.family.base == COUNTED or self.from_zero:
             others = models
         else:
-            others = [model for model in models if model != self.base]
+            others = [model for model in models if model != base]
         least, most = self.family.others
         wanted = f"at least {least} models" if least > 1 else "models"
         if most == least:
             wanted = "one model" if most == 1 else f"{least} models"
         self.check(
-            least <= len(others) <= (most or len(others)),
+            least <= len(others) and (most is None or len(others) <= most),
             "models",
             f"{self.method} merges {wanted} besides the base, not {len(others)}",
             "list what is to be merged" if len(others) < least else "leave the others out",
         )
-        return [self.base, *others] if self.family.base == FIRST else others
+        merged = [base, *others] if self.family.base in (FIRST, ONLY) else others
+        if part.ranges and base not in part.ranges:
+            same = {*part.ranges.values()}
+            words = f"{base}, the base, is not a source, and the sources' layers are not the same"
+            self.check(len(same) == 1, "slices", words, "add it with its own layer_range")
+            part.ranges[base] = min(same)
+        return replace(part, columns=(base, *merged))
+
+
+def read_slice(file: MergekitFile, value: Any, where: str) -> Part:
+    table = file.read_table(value, where, ("sources", "base_model", "parameters"))
+    models = file.read_models(table.get("sources"), f"{where}.sources", "layer_range")
+    given = [source.get("layer_range") for source in table["sources"]]
+    for layers in given:
+        is_pair = isinstance(layers, list) and len(layers) == 2
+        file.check(
+            is_pair and all(is_count(number, 0) for number in layers),
+            where,
+            f"layer_range must be two whole numbers, not {layers!r}",
+            "like [0, 32]",
+        )
+    lengths = {stop - start for start, stop in given}
+    file.check(
+        len(lengths) == 1 and min(lengths) >= 0,
+        where,
+        f"its sources have different numbers of layers, or none: {given}",
+        "give ranges of the same length",
+    )
+    base = file.read_base(table, f"{where}.base_model")
+    parameters = file.read_parameters(table, where, (*file.own, *file.shared))
+    ranges = {model: (own[0], own[1]) for model, own in zip(models, given, strict=True)}
+    return Part(models, parameters, base, ranges)
+
+
+def check_columns(file: MergekitFile) -> None:
+    """Refuse slices with fewer models than others, where no weight of 0 can leave one out."""
+    counts = [len(part.columns) - 1 for part in file.parts]
+    file.check(
+        len({*counts}) == 1 or "weight" in file.family.each,
+        "slices",
+        f"they merge different numbers of models: {counts}",
+        f"{file.method} needs the same number in each",
+    )
+    own = [entry.get("base_model") for entry in file.content.get("slices", [])]
+    file.check(
+        not file.from_zero or not any(own),
+        "slices",
+        "some have a base and some have none",
+        "give base_model once, for all",
+    )
 
 
 def unwrap_module(file: MergekitFile, content: Any) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from darelib.config import CHECKS, RULE_SETTINGS, SWEEP_SETTINGS, Rule, check_setting
+from darelib.config import CHECKS, RULE_SETTINGS, SWEEP_SETTINGS, Rule, check_setting, naming
 from darelib.core.mask import MASK_NAME
 from darelib.core.text import ConfigError, DareError
 from darelib.core.tomlfile import MAX_TOML, TOO_LONG, read_toml
@@ -74,32 +74,35 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         check_setting(key, value, f"{path}: [dare] {key}")
     names = {key: name for key, name in models.items() if key != "merge_files"}
     for key, name in names.items():
-        if not isinstance(name, str):
+        if not isinstance(name, str) and not (key == "base_file" and is_stack(name)):
             raise ConfigError(
                 f"{path}: [models] {key} must be a path in quotes, not {name!r}",
                 f'write it as {key} = "PATH"',
             )
     files = models.get("merge_files", [])
-    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+    is_list = isinstance(files, list) and not is_stack(files)
+    if not is_list or not all(isinstance(file, str) or is_stack(file) for file in files):
         raise ConfigError(
             f"{path}: [models] merge_files must be a list of paths, not {files!r}",
             'write it as merge_files = ["first.safetensors", "second.safetensors"]',
         )
     inputs = _parse_fingerprints(path, recipe)
-    if "recipe" in tables:
-        _check_names(path, names, [*files, *(entry.get("file") for entry in inputs)])
     # What a recipe names is looked for later.
     read_model = Source.of if "recipe" in tables else Source.of_model
-    sources = {
-        key: replace(Source.of(name, folder), recorded=name if "recipe" in tables else "")
-        for key, name in names.items()
-    }
+    with naming(f"{path}: [models] "):
+        sources = {key: Source.of(name, folder) for key, name in names.items()}
+        base = read_model(names["base_file"], folder) if "base_file" in names else None
+        merge = tuple(read_model(file, folder) for file in files)
+    if "recipe" in tables:
+        parts = [model.name for source in (*sources.values(), *merge) for model in source.models]
+        _check_names(path, names, [*parts, *(entry.get("file") for entry in inputs)])
+        sources = {key: replace(own, recorded=own.name) for key, own in sources.items()}
     output = sources.get("output_file")
     rules = enumerate(tables.get("rules", ()), 1)
     return Request(
         dare=dare,
-        base=read_model(names["base_file"], folder) if "base_file" in names else None,
-        merge=tuple(read_model(file, folder) for file in files),
+        base=base,
+        merge=merge,
         output=output.path if output else None,
         tokenizer=sources.get("tokenizer"),
         chat_template=sources.get("chat_template"),
@@ -109,6 +112,11 @@ def parse_request(text: str, path: str, folder: Path) -> Request:
         packed=bool(recipe.get("packed")),
         sweep=tables.get("sweep", {}),
     )
+
+
+def is_stack(value: object) -> bool:
+    """Whether a model is a list of layers of others, which are checked where it is read."""
+    return isinstance(value, list) and any(isinstance(entry, dict) for entry in value)
 
 
 def _parse_yaml(text: str, path: str, folder: Path, lenient: bool = False) -> Request:
@@ -158,7 +166,7 @@ def _check_names(path: str, names: Mapping[str, str], files: Sequence[Any]) -> N
     hint = "do not use it; a configuration of your own, without [recipe], may name any path"
     if "output_file" in names:
         raise ConfigError(f"{path}: a recipe names no output_file", hint)
-    for name in (*files, *names.values()):
+    for name in files:
         if not list_last_parts(name) and not (isinstance(name, str) and is_template(name)):
             raise ConfigError(
                 f"{path}: a recipe names models by the last part of their path, not {name!r}", hint

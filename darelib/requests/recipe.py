@@ -12,7 +12,7 @@ from darelib.models.checkpoint import INDEX_FILE
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
 from darelib.models.source import RECIPE_FILE, Source, download, list_last_parts, recorded_name
-from darelib.models.tensorfile import TensorFile
+from darelib.models.tensorfile import AGAIN_HINT, TensorFile
 from darelib.models.vocabulary import digest_tokenizer
 from darelib.output.destination import RECIPE_KEY
 from darelib.output.directory import (
@@ -81,6 +81,11 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
         used |= {source.name for source in fitting}
         name = str(entry.get("file", ""))
         inputs.append(dataclasses.replace(download(fitting[0]), recorded=name))
+    sources = [source for source in (request.base, *request.merge) if source]
+    if sum(len(source.models) for source in sources) != len(inputs):
+        raise DareError(f"the recipe of {str(path)!r} names other models than inputs", AGAIN_HINT)
+    found = iter(inputs)
+    base, *merge = [source.find_models(lambda _: next(found)) for source in sources]
     for name in given:
         if name not in used:
             raise DareError(
@@ -89,8 +94,8 @@ def locate_inputs(request: Request, given: Sequence[str], path: Path) -> Request
             )
     return dataclasses.replace(
         request,
-        base=inputs[0],
-        merge=tuple(inputs[1:]),
+        base=base,
+        merge=tuple(merge),
         tokenizer=_locate("tokenizer", request.tokenizer, inputs),
         chat_template=_locate("chat_template", request.chat_template, inputs),
     )

@@ -32,6 +32,8 @@ FOREIGN_KEYS: Final = {
     "tokenizer_source": "tokenizer under [models]",
     "tokenizer_from": "tokenizer",
     "q": "rescale_q",
+    "slices": 'base_file under [models]: [{model = "models/a", layers = [0, 16]}, ...]',
+    "passthrough": 'method = "passthrough"',
 }
 
 
@@ -85,9 +87,10 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         dare[name] = value
     names = ("tokenizer", "chat_template")
     changes: dict[str, Any] = {name: Source.of(flags[name]) for name in names if name in flags}
-    if "base" in flags:
+    # Models that are given with a recipe say where its own are.
+    if "base" in flags and not request.inputs:
         changes["base"] = Source.of_model(flags["base"])
-    if "merge" in flags:
+    if "merge" in flags and not request.inputs:
         changes["merge"] = tuple(map(Source.of_model, flags["merge"]))
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path

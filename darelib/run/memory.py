@@ -63,10 +63,8 @@ def merge_tensors(
 
     solutions: of earlier merges of the same tensors, where several are made.
     """
-    if not isinstance(finetuned, Sequence) or isinstance(finetuned, str) or not finetuned:
-        raise ConfigError(
-            "finetuned must be a list of state dicts with at least one in it", "put it in brackets"
-        )
+    if not isinstance(finetuned, Sequence) or isinstance(finetuned, str):
+        raise ConfigError("finetuned must be a list of state dicts", "put it in brackets")
     config.check_models(len(finetuned))
     if config.adapter_rank is not None:
         raise ConfigError("adapter_rank is for files", "leave it out, or use DareMerger")
@@ -131,7 +129,7 @@ def make_plan(config: DareConfig, states: Sequence[StateDict]) -> StatePlan:
         is_like = {*tensor.mask_names} <= {first.name} and tensor.models == first.models
         if first is not tensor and is_like:
             tied[tensor.name] = first.name
-        elif tensor.merged and len(tensor.finetuned) == len(states) - 1:
+        elif tensor.merged and tensor.finetuned and len(tensor.finetuned) == len(states) - 1:
             is_whole = all(info.shape == tensor.base.shape for _, info in tensor.finetuned)
             has_names = all(tensor.name in state.state for state in states)
             # One launch merges by one method.

@@ -52,7 +52,7 @@ def run(order: Order) -> tuple[FilePlan, list[Outcome]]:
     ray = load_ray()
     plan = order.plan
     check_shards(plan, "--runner ray")
-    sources = tuple(name_for_all(model.source) for model in order.inputs)
+    sources = tuple(model.source.find_models(name_for_all) for model in order.inputs)
     identity = plan.identity(order.inputs)
     task = Task(sources, plan.config, plan.tokenizer, plan.output, identity)
 

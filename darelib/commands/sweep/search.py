@@ -366,7 +366,8 @@ class Search:
                 row.confirmed.extend(self._try_again(f"trial {row.number} seed {seed}", config))
         lambdas = {equal_lambda(row.config, self.space.count) for row in finalists}
         averages = []
-        for scale in sorted(lambdas.union(self.space.list_lambdas())):
+        scales = sorted(lambdas.union(self.space.list_lambdas()))
+        for scale in scales if self.space.count else ():  # of no models, there is no average
             config = self.space.plain_average(scale)
             for scores in self._try_again(f"plain average lambda {scale!r}", config):
                 averages.append(Row(None, {"lambda_coeff": scale}, config, scores))

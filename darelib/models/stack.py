@@ -1,0 +1,217 @@
+"""A model made of layers of other models, one after the other: an input like any other.
+
+What comes before the layers is the first model's, what comes after them the last one's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Final
+
+from darelib.config import LAYER, count_layers
+from darelib.core.text import DareError, count_of
+from darelib.kernels import Kernel, KernelSpec
+from darelib.models.checkpoint import CONFIG_FILE, Checkpoint, part_name
+from darelib.models.differences import compare_configs
+from darelib.models.source import Source
+from darelib.models.tensorfile import MAX_TENSORS, read_json
+from darelib.models.tensors import TensorInfo
+
+# Tensors outside the layers that come before them; all others come after.
+BEFORE_LAYERS: Final = re.compile(r"emb(?!ed_out)|\bw[tp]e\b")
+# What configurations call the number of layers, and the lists in them that are not by layer.
+COUNTS: Final = re.compile(r"(num|n)_(\w+_)?layers?")
+NOT_BY_LAYER: Final = re.compile(r"architectures|\w*token_ids?")
+MAX_LAYERS: Final = 10_000  # no model has nearly as many
+# What must be equal for one model's layers to fit another's.
+FITTING: Final = re.compile(r"(text_config\.)?(model_type|hidden_size|n_embd|d_model)")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model that layers are taken of."""
+
+    model: Checkpoint
+    files: int  # how many files of others come before its own
+    kind: str  # what is before the number of a layer in a name
+    depth: int
+    layers: dict[int, dict[str, TensorInfo]] = field(default_factory=dict)
+    before: dict[str, TensorInfo] = field(default_factory=dict)
+    after: dict[str, TensorInfo] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Checkpoint, files: int) -> Part:
+        counts = count_layers(model.tensors)
+        if len(counts) != 1:
+            raise DareError(
+                f"{model.name!r} has {count_of(len(counts), 'stack')} of layers",
+                "layers can only be taken of a model that has one",
+            )
+        [(kind, depth)] = counts.items()
+        part = cls(model, files, kind, depth)
+        for name, info in model.tensors.items():
+            group = part.before if BEFORE_LAYERS.search(name) else part.after
+            if match := LAYER.match(name):
+                group = part.layers.setdefault(int(match[2]), {})
+            group[name] = info
+        return part
+
+    @cached_property
+    def tables(self) -> list[dict[str, Any]]:
+        """Its whole configuration, and that of its text model."""
+        path = (self.model.folder or self.model.files[0].path.parent) / CONFIG_FILE
+        table = read_json(path, part_name(self.model.source, path)) if path.is_file() else {}
+        return [each for each in (table, table.get("text_config")) if isinstance(each, dict)]
+
+    def find_entry(self, key: str, layer: int) -> Any:
+        """What its configuration says of one of its layers."""
+        for listed in (table.get(key) for table in self.tables):
+            if isinstance(listed, list) and len(listed) == self.depth:
+                return listed[layer]
+        raise DareError(
+            f"{CONFIG_FILE} of {self.model.name!r} does not say what {key} of its layers is",
+            "save the model again with the version of transformers that saved the others",
+        )
+
+
+class Stack(Checkpoint):
+    def __init__(self, source: Source, models: Sequence[Checkpoint]) -> None:
+        self.source = source
+        self.name = source.name
+        self.folder = models[0].folder
+        self.paths = tuple(path for model in models for path in model.paths)
+        self.files = []
+        self.tensors = {}
+        own: dict[Source, Part] = {}
+        for model in models:
+            own[model.source] = Part.of(model, len(self.files))
+            self.files += model.files
+        self._own = own
+        self.specs = frozenset(spec for model in models for spec in model.specs)
+        self.held_bytes = max(model.held_bytes for model in models)
+        self._home = home = own[source.slices[0].source]
+        self.warnings = (*(words for model in models for words in model.warnings), *self._compare())
+        last = own[source.slices[-1].source]
+        if lacking := [name for name in home.after if name not in last.after]:
+            raise DareError(
+                f"{last.model.name!r}, whose layers come last, has no {lacking[0]!r}",
+                "let the last layers be those of a model that has it",
+            )
+        self._add(home, home.before, str)
+        for place, (part, layer) in enumerate(self._order):
+            self._add(part, part.layers.get(layer, {}), partial(put_layer, place))
+        self._add(last, last.after, str)
+
+    @property
+    def parts(self) -> list[Checkpoint]:
+        return [part.model for part in self._own.values()]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        own = [part.fingerprint for part in self.parts]
+        return {"layers": self.source.arrangement, "models": own}
+
+    def prepare(self, kernels: Mapping[KernelSpec, Kernel], inputs: int) -> None:
+        for model in self.parts:
+            model.prepare(kernels, inputs)
+
+    def read_bytes(self, view: memoryview, info: TensorInfo, start: int) -> None:
+        part = [part for part in self._own.values() if part.files <= info.file][-1]
+        part.model.read_bytes(view, replace(info, file=info.file - part.files), start)
+
+    def check_unchanged(self) -> None:
+        for model in self.parts:
+            model.check_unchanged()
+
+    @property
+    def stored(self) -> list[TensorInfo]:
+        return list(self.tensors.values())
+
+    @cached_property
+    def _order(self) -> list[tuple[Part, int]]:
+        """The layers, one after the other: whose they are, and their numbers there."""
+        order: list[tuple[Part, int]] = []
+        for own in self.source.slices:
+            part = self._own[own.source]
+            if own.stop > part.depth:
+                raise DareError(
+                    f"{part.model.name!r} has {count_of(part.depth, 'layer')}, so there is no "
+                    f"layer {own.stop - 1}",
+                    "layers are counted from 0, and the end of a range is left out",
+                )
+            # A range may be long, and be given often.
+            layers = range(own.start, min(own.stop, own.start + MAX_LAYERS))
+            order += [(part, layer) for layer in layers]
+            if len(order) > MAX_LAYERS:
+                break
+        if not 0 < len(order) <= MAX_LAYERS:
+            raise DareError(
+                f"{self.name!r} would have {'too many' if order else 'no'} layers",
+                "give other ranges of layers",
+            )
+        return order
+
+    def _compare(self) -> Iterator[str]:
+        """Refuse layers that do not fit one another, and tell of other differences."""
+        home = self._home
+        for part in self._own.values():
+            differences = compare_configs(home.model.config, part.model.config)
+            odd = [words for key, words in differences.items() if FITTING.fullmatch(key)]
+            if part.kind != home.kind:
+                odd = [f"its layers are called {part.kind!r}, not {home.kind!r}"]
+            if odd:
+                raise DareError(
+                    f"layers of {part.model.name!r} do not fit {home.model.name!r}: {odd[0]}",
+                    "stack layers of models of one kind and size",
+                )
+            words = [text for key, text in differences.items() if not COUNTS.search(key)]
+            if words:
+                yield (
+                    f"{part.model.name} is configured differently from {home.model.name}, whose "
+                    f"configuration the output has: {', '.join(words)}"
+                )
+
+    def _add(
+        self, part: Part, tensors: dict[str, TensorInfo], rename: Callable[[str], str]
+    ) -> None:
+        for name, info in tensors.items():
+            encoding = info.encoding.move(part.files, rename)
+            moved = replace(info, file=info.file + part.files, encoding=encoding)
+            self.tensors[rename(name)] = moved
+        if len(self.tensors) > MAX_TENSORS:
+            raise DareError(
+                f"{self.name!r} would have more than {MAX_TENSORS:,} tensors",
+                "give fewer layers",
+            )
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The first model's, but for the number of its layers."""
+        config = self._home.model.config
+        text = hide_counts(config.get("text_config", {}))
+        return {**hide_counts(config), "text_config": text} if config else {}
+
+    def list_changes(self, tables: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+        depth = self._home.depth
+        changes: dict[str, tuple[Any, Any]] = {}
+        for key, value in (entry for table in tables for entry in table.items()):
+            is_list = isinstance(value, list) and len(value) == depth
+            if COUNTS.fullmatch(key) and value == depth:
+                changes[key] = value, len(self._order)
+            elif is_list and not NOT_BY_LAYER.fullmatch(key):
+                own = [part.find_entry(key, layer) for part, layer in self._order]
+                changes[key] = value, own
+        return changes
+
+
+def hide_counts(table: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if not COUNTS.fullmatch(key)}
+
+
+def put_layer(place: int, name: str) -> str:
+    """The same tensor in another layer."""
+    match = LAYER.match(name)
+    return f"{match[1] or ''}{place}{name[match.end(2) :]}" if match else name

@@ -1248,8 +1248,6 @@ def test_what_is_wrong_with_slices_is_said(check: Refusal, refused: Refusal, fol
     source = "{{model: {}, layer_range: [{}, {}]}}"
     one = f"- sources: [{source.format('one', 0, 2)}]\n"
     text = f"merge_method: ties\nbase_model: base\nparameters: {{weight: 1}}\nslices:\n{one}"
-    for weight in ("0.5", "0"):
-        check(text + f"  residual_weight: {weight}\n", "residual_weight is not supported")
     check(text + "- sources: []\n", "slices[1].sources: it must be a list")
     check(text.replace("base_model: base\n", ""), "base_model: it is missing")
     two = f"- sources: [{source.format('one', 2, 4)}, {source.format('two', 2, 4)}]\n"

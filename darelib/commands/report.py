@@ -159,9 +159,8 @@ class Plan(Report):
 
     def _how(self) -> str:
         """What is the same for all tensors."""
-        words = [f"method {self.config['method']}"]
-        if self.seeds:
-            words.append(f"seeds {', '.join(map(str, self.seeds))}")
+        seeds = [f"seeds {', '.join(map(str, self.seeds))}"] if self.seeds else []
+        words = [f"method {self.config['method']}", *seeds]
         numbers = ("slerp_t", "max_iter", "tol", "threshold", "ridge", "norm_limit", "scale")
         shown = (*numbers, "dtype", "origin", "normalize")
         names = [name for name in shown if name in self.config]

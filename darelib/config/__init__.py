@@ -210,6 +210,19 @@ class Scope:
         )
 
 
+def explain_count(name: str, count: int) -> ConfigError:
+    """What is wrong with so many models for a method."""
+    if not count:
+        hint = "give --merge MODEL..., or merge_files in [models]"
+        return ConfigError("there are no models to merge", hint)
+    least, most = METHODS[name].models
+    wanted = f"{least}" if most == least else f"at least {least}"
+    others = [name for name in METHODS if METHODS[name].models == Method.models]
+    return ConfigError(
+        f"method {name} takes {wanted} models, not {count}", f"use {' or '.join(others)}"
+    )
+
+
 @dataclass(frozen=True)
 class DareConfig:
     """How to merge.
@@ -334,19 +347,8 @@ class DareConfig:
         """Refuse settings that do not fit this number of models."""
         for name in sorted(self._methods):
             least, most = METHODS[name].models
-            if not count and least:
-                raise ConfigError(
-                    "there are no models to merge",
-                    "give --merge MODEL..., or merge_files in [models]",
-                )
             if count < least or (most is not None and count > most):
-                wanted = f"{least}" if most == least else f"at least {least}"
-                others = " or ".join(
-                    name for name in METHODS if METHODS[name].models == Method.models
-                )
-                raise ConfigError(
-                    f"method {name} takes {wanted} models, not {count}", f"use {others}"
-                )
+                raise explain_count(name, count)
         self.resolve_all(count)
         if not any(any(scope.values.get("weights", [1])) for scope in self._scopes.values()):
             raise ConfigError(

@@ -77,7 +77,6 @@ class Method:
     # Whether the merged delta's rank is at most those of the models' together.
     adds_ranks: bool = False
     returns_model: bool = True  # whether it merges one model of weight 1 into that model
-    wide: bool = False  # whether it is computed in float64, whatever is stored
     # Whether it leaves the base's tensor as it is, so that its bytes can be copied.
     keeps_base: Callable[[TensorSettings], bool] = lambda _: False
 
@@ -234,13 +233,6 @@ def _share_arc(given: Sequence[float] | None, count: int, normalize: bool) -> tu
     return _average(given if adds_up else None, count, True)
 
 
-def _weigh_passthrough(
-    settings: TensorSettings, models: Sequence[int], found: Found
-) -> Coefficients:
-    """In float64, base + (scale - 1) * base is scale * base to more digits than are stored."""
-    return weigh(settings, models, found, base_share=settings.scale - 1)
-
-
 LINEAR, TIES, SLERP, RAM, WUDI = "linear", "ties", "slerp", "ram", "wudi"
 STOCK, NUSLERP, MULTISLERP, KARCHER = "model_stock", "nuslerp", "multislerp", "karcher"
 PASSTHROUGH: Final = "passthrough"
@@ -361,9 +353,8 @@ METHODS: Final = {
         settings=("scale",),
         share=lambda *_: (),
         look=lambda _: None,
-        weigh=_weigh_passthrough,
+        weigh=lambda own, models, found: weigh(own, models, found, base_share=own.scale - 1),
         models=(0, 0),
-        wide=True,
         keeps_base=lambda settings: settings.scale == 1,
     ),
 }

@@ -437,7 +437,7 @@ def merge_tensor(
     shape: all of them, where the method takes whole matrices.
     """
     types = (dtype, output, *(kind for _, kind in finetuned.values()))
-    real = "F64" if "F64" in types or METHODS[settings.method].wide else "F32"
+    real = "F64" if "F64" in types else "F32"
     start = decode(base, dtype, real)
     models = list(finetuned)
     if models and returns_model(settings):

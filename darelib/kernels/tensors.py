@@ -98,8 +98,7 @@ class TensorMerge:
     def run(self, output: Tensor) -> None:
         self.dtype = output.dtype
         types = {self.dtype, self.base.dtype, *(part.dtype for part in self.parts.values())}
-        is_wide = torch.float64 in types or METHODS[self.settings.method].wide
-        self.real = torch.float64 if is_wide else torch.float32
+        self.real = torch.float64 if torch.float64 in types else torch.float32
         models = list(self.parts)
         # The output may be the base, of which ranks need whole rows.
         ranked = any(thinning.scheme.thresholds for thinning in self.settings.thinnings)

@@ -135,8 +135,6 @@ def choose_kernel(
     floats.
     """
     types = {info.dtype for info in finetuned} or {base.dtype}
-    if METHODS[method].wide:
-        types.add("F64")
     if any(info.count < base.count for info in finetuned):
         types.add(base.dtype)  # which stands in for the rows that a model lacks
     common = "F64" if "F64" in types | {base.dtype, output} else "F32"

@@ -152,7 +152,8 @@ SETTINGS: Final[Options] = {
     "--keep-ratio": {
         "metavar": "R",
         "type": float,
-        "help": "ties: share of the surviving entries that trim keeps (default 1)",
+        "help": "ties: share of the surviving entries that trim keeps; sce: of those in which the "
+        "models differ (default 1)",
     },
     "--slerp-t": {
         "metavar": "T",
@@ -172,7 +173,22 @@ SETTINGS: Final[Options] = {
     "--threshold": {
         "metavar": "X",
         "type": float,
-        "help": "ram: a smaller |delta| counts as none (default 1e-5)",
+        "help": "ram, ramplus: a smaller |delta| counts as none (default 1e-5)",
+    },
+    "--swap-t": {
+        "metavar": "T",
+        "type": float,
+        "help": "nearswap: how far an entry may move (default 0.0001)",
+    },
+    "--boost": {
+        "metavar": "R",
+        "type": float,
+        "help": "ramplus: what one model changes gains R * (shared / own entries) (default 0.1)",
+    },
+    "--boost-limit": {
+        "metavar": "A",
+        "type": float,
+        "help": "ramplus: that ratio is at most A (default 0.2)",
     },
     "--ridge": {
         "metavar": "X",

@@ -15,7 +15,7 @@ from darelib.config import DareConfig, Rule
 from darelib.core.drops import DROPS, EXPECTATION, NONE, RANDOM
 from darelib.core.interrupts import Interrupts
 from darelib.core.mask import MASK_BITS
-from darelib.core.methods import METHODS
+from darelib.core.methods import METHOD_NUMBERS, METHODS
 from darelib.core.settings import TensorSettings
 from darelib.core.text import LISTED, clip, count_of, duration, human, printable, table
 from darelib.core.tuning import TUNING
@@ -161,9 +161,8 @@ class Plan(Report):
         """What is the same for all tensors."""
         seeds = [f"seeds {', '.join(map(str, self.seeds))}"] if self.seeds else []
         words = [f"method {self.config['method']}", *seeds]
-        numbers = ("slerp_t", "max_iter", "tol", "threshold", "ridge", "norm_limit", "scale")
-        shown = (*numbers, "dtype", "origin", "normalize")
-        names = [name for name in shown if name in self.config]
+        shown = (*METHOD_NUMBERS, "dtype", "origin", "normalize")
+        names = [name for name in shown if name in self.config and name != "keep_ratio"]
         words += [f"{name} {show_setting(self.config[name])}" for name in names]
         if "weights" in METHODS[self.config["method"]].settings:
             words.append(f"weights {', '.join(f'{weight:.4g}' for weight in self.weights)}")

@@ -231,7 +231,7 @@ class DareConfig:
     """
 
     # How the thinned deltas are combined: linear, ties, slerp, ram, wudi, model_stock, nuslerp,
-    # multislerp or karcher; passthrough takes no models.
+    # multislerp, karcher, nearswap, sce, ramplus or arcee_fusion; passthrough takes no models.
     method: str = LINEAR
     # Share of each delta to drop; one for all models, or one per model.
     drop_rate: Number | Sequence[Number] = 0.9
@@ -247,7 +247,8 @@ class DareConfig:
     rescale: bool | str | None = None
     # DAREx-q: divide by this instead of by the keep rate.
     rescale_q: Number | Sequence[Number] | None = None
-    # ties: share of the surviving entries that trim keeps; None: all.
+    # ties: share of the surviving entries that trim keeps; sce: of those in which the models
+    # differ; None: all.
     keep_ratio: Number | None = None
     # slerp: position between the two models; None: 0.5.
     slerp_t: Number | None = None
@@ -261,8 +262,14 @@ class DareConfig:
     gamma: Number | Sequence[Number] | None = None
     # della: keep with 1 - drop_rate +- this, by size; None: 0.15.
     epsilon: Number | Sequence[Number] | None = None
-    # ram: a model changes an entry if |delta| is at least this; None: 1e-5.
+    # nearswap: how far an entry may move; None: 0.0001.
+    swap_t: Number | None = None
+    # ram, ramplus: a model changes an entry if |delta| is at least this; None: 1e-5.
     threshold: float | None = None
+    # ramplus: what only one model changes is multiplied by 1 + boost * (entries that it shares /
+    # entries that are its own, at most boost_limit); None: 0.1 and 0.2.
+    boost: Number | None = None
+    boost_limit: Number | None = None
     # wudi: a small one keeps the models' deltas apart, a large one averages them; None: 1.
     ridge: Number | None = None
     # wudi: the merged delta has at most so many times the mean size of the models'; None: 1.5;

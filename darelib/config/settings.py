@@ -197,6 +197,9 @@ CHECKS: Final = {
     "rescale_q": _one_or_each(_RATIO, "number"),
     "keep_ratio": _RATIO,
     "slerp_t": _number(" from 0 to 1", lambda t: 0 <= t <= 1),
+    "swap_t": _number(" from 0 up", lambda t: t >= 0),
+    "boost": _number(" from 0 up", lambda boost: boost >= 0),
+    "boost_limit": _number(" from 0 up", lambda limit: limit >= 0),
     "ridge": _number(" above 0", lambda ridge: ridge > 0),
     "norm_limit": _number(" from 0 up", lambda limit: limit >= 0),
     "max_iter": Check(
@@ -301,6 +304,9 @@ class Rule:
     normalize: bool | None = None
     origin: str | None = None
     slerp_t: Number | None = None
+    swap_t: Number | None = None
+    boost: Number | None = None
+    boost_limit: Number | None = None
     method: str | None = None
     ridge: Number | None = None
     norm_limit: Number | None = None

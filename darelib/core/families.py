@@ -7,12 +7,16 @@ from typing import Any, Final
 
 from darelib.core.drops import BREADCRUMBS, DELLA, DROPS, MAGNITUDE, RANDOM
 from darelib.core.methods import (
+    FUSION,
     KARCHER,
     LINEAR,
     MULTISLERP,
+    NEARSWAP,
     NUSLERP,
     PASSTHROUGH,
     RAM,
+    RAMPLUS,
+    SCE,
     SLERP,
     STOCK,
     TIES,
@@ -97,6 +101,12 @@ def finish_average(made: Settings) -> Settings:
     return made if made["normalize"] else made | {"origin": ZERO}
 
 
+def finish_selection(made: Settings) -> Settings:
+    """Where nothing is selected, the base stays as it is."""
+    selects = made["keep_ratio"] != 0
+    return made | {"keep_ratio": made["keep_ratio"] or 1.0, "lambda_coeff": float(selects)}
+
+
 FAMILIES: Final = {
     "linear": Family(
         LINEAR,
@@ -157,6 +167,21 @@ FAMILIES: Final = {
         defaults={"max_iter": 10, "tol": 1e-5},
         base=COUNTED,
     ),
+    "nearswap": Family(NEARSWAP, each={}, shared={"t": "swap_t"}, others=(1, 1)),
+    "sce": Family(
+        SCE,
+        each={},
+        shared={"select_topk": "keep_ratio"},
+        defaults={"select_topk": 1.0},
+        finish=finish_selection,
+    ),
+    "ramplus_tl": Family(
+        RAMPLUS,
+        each={},
+        shared={"r": "boost", "alpha": "boost_limit", "epsilon": "threshold"},
+        defaults={"r": 0.1, "alpha": 0.2, "epsilon": 1e-5},
+    ),
+    "arcee_fusion": Family(FUSION, each={}, shared={}, others=(1, 1)),
 }
 
 

@@ -1,9 +1,10 @@
 """What must be found out about a whole tensor before it is merged, in passes over its chunks."""
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from darelib.core.drops import Bounds, End
 from darelib.core.formats import DIGIT_BITS, NO_PREFIX
@@ -20,6 +21,12 @@ class Found:
     floors: tuple[float, ...] = ()  # the smallest |delta| that trim keeps
     # Not by model: the scalar products of all thinned models, each with itself first.
     products: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()  # of the models, where these follow from the deltas
+    boosts: tuple[float, ...] = ()  # what only this model changes is multiplied by
+    bound: float = 0.0  # not by model: what the score of an entry must reach
+    # A number for each row: its divergence, then the smallest |delta| that is kept.
+    by_row: Any = None
+    width: int = 1  # of a row
     change: Any = None  # the merged delta itself, where a method takes matrices as a whole
 
 
@@ -40,6 +47,7 @@ class Look:
     kernel = ""
     merges = False  # whether its kernel is the one that merges
     whole = False  # whether its jobs are whole matrices, which no kernel is for
+    of_rows = False  # whether its kernel is given whole rows
 
     settings: TensorSettings
     models: Sequence[int]  # those that have the tensor
@@ -86,6 +94,13 @@ class Digits:
         return End(size, self.number, self.equal)
 
 
+PREFIXES: Final = ("prefix", "prefix_2", "prefix_3")  # of a record
+
+
+def list_prefixes(wanted: Sequence[Digits]) -> list[int]:
+    return list(dict.fromkeys(digits.prefix for digits in wanted))
+
+
 @dataclass(eq=False)
 class BoundsLook(Look):
     """The smallest and the largest |delta| that each model's drop keeps, where that is by size.
@@ -94,6 +109,7 @@ class BoundsLook(Look):
     """
 
     kernel = "count"
+    ends = 2  # how many entries of a model it can look for
     _wanted: list[list[Digits]] = field(default_factory=list)
     _counts: Any = 0
 
@@ -103,23 +119,27 @@ class BoundsLook(Look):
 
     def describe(self, buffers: Any, number: int) -> None:
         buffers.tensor["shift"] = self.bits - (number + 1) * DIGIT_BITS
-        for record, wanted in zip(buffers.models, self._wanted, strict=False):
-            prefixes = [*(digits.prefix for digits in wanted), NO_PREFIX, NO_PREFIX]
-            record["prefix"], record["prefix_2"] = prefixes[:2]
+        for row in range(len(self.models)):
+            prefixes = list_prefixes(self._wanted[row]) if number else [0]
+            prefixes += [NO_PREFIX] * len(PREFIXES)
+            for name, prefix in zip(PREFIXES, prefixes, strict=False):
+                buffers.models[name][row] = prefix
 
     def add_job(self, start: int, stop: int, buffers: Any) -> None:
-        self._counts = self._counts + buffers.counts[: len(self.models)].astype("i8")
+        counts = buffers.counts[: len(self.models), : self.ends << DIGIT_BITS]
+        self._counts = self._counts + counts.astype("i8")
 
     def conclude(self, number: int) -> None:
-        counts = self._counts.reshape(len(self.models), 2, -1)
+        counts = self._counts.reshape(len(self.models), self.ends, -1)
         self._counts = 0
         if number == 0:
             numbers = map(self.number, self.models, counts[:, 0].sum(axis=1).tolist())
             self._wanted = [list(map(Digits, each)) for each in numbers]
-        for wanted, halves in zip(self._wanted, counts, strict=True):
-            alike = len({digits.prefix for digits in wanted}) == 1  # both were counted together
-            for digits, half in zip(wanted, halves[[0, 0]] if alike else halves, strict=False):
-                digits.find_next(half)
+        for wanted, parts in zip(self._wanted, counts, strict=True):
+            prefixes = list_prefixes(wanted)  # those that begin alike were counted together
+            places = [prefixes.index(digits.prefix) for digits in wanted]
+            for digits, place in zip(wanted, places, strict=True):
+                digits.find_next(parts[place])
         if number == self.count_passes(self.bits) - 1:
             self.record([[digits.as_end(self.bits) for digits in each] for each in self._wanted])
 
@@ -209,3 +229,127 @@ def fold_neighbours(values: list[float]) -> float:
         values = [*values, 0.0] if len(values) % 2 else values
         values = [values[k] + values[k + 1] for k in range(0, len(values), 2)]
     return values[0]
+
+
+# --- methods that decide about single entries ----------------------------------------------------
+
+LEAST_SHARE: Final = 1e-6  # sce: what weights are divided by is not smaller
+
+
+class VarianceLook(BoundsLook):
+    """Sce: the smallest variance over the models that is among the largest."""
+
+    kernel = "variance"
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        """All models have one variance together, which is noted with the first."""
+        chosen = int(self.settings.keep_ratio * survivors)
+        return (chosen,) if chosen and model == self.models[0] else ()
+
+    def record(self, found: list[list[End]]) -> None:
+        self.found.bound = found[0][0].size if found[0] else math.inf
+
+
+class SquaresLook(ChunkLook):
+    """Sce: the models' shares, by the squares of what is chosen of them."""
+
+    kernel = "squares"
+
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        self._chunks[start] = tuple(buffers.models["squares"][: len(self.models)].tolist())
+
+    def describe(self, buffers: Any, number: int) -> None:
+        buffers.tensor["bound"] = self.found.bound
+
+    def conclude(self, number: int) -> None:
+        self.found.shares = find_shares(self.fold(), self.count)
+
+
+def find_shares(squares: Sequence[float], count: int) -> tuple[float, ...]:
+    """squares: the sums of them, over so many entries."""
+    means = [square / count for square in squares]
+    total = math.fsum(means)
+    if total < LEAST_SHARE:
+        return (1 / len(means),) * len(means)
+    return tuple(mean / total for mean in means)
+
+
+@dataclass(eq=False)
+class OverlapLook(Look):
+    """Ramplus: how many entries a model changes alone, and how many with others."""
+
+    kernel = "overlap"
+    _alone: Any = 0
+    _shared: Any = 0
+
+    def describe(self, buffers: Any, number: int) -> None:
+        buffers.models["floor"][: len(self.models)] = self.settings.threshold
+
+    def add_job(self, start: int, stop: int, buffers: Any) -> None:
+        records = buffers.models[: len(self.models)]
+        self._alone = self._alone + records["alone"]
+        self._shared = self._shared + records["shared"]
+
+    def conclude(self, number: int) -> None:
+        counts = zip(self._alone.tolist(), self._shared.tolist(), strict=True)
+        self.found.boosts = find_boosts(self.settings, counts)
+
+
+def find_boosts(settings: TensorSettings, counts: Iterable[Sequence[int]]) -> tuple[float, ...]:
+    """counts: by model, of the entries that it changes alone, and with others."""
+    ratios = [shared / max(alone, settings.threshold) if alone else 0.0 for alone, shared in counts]
+    return tuple(1 + settings.boost * min(ratio, settings.boost_limit) for ratio in ratios)
+
+
+@dataclass(eq=False)
+class DivergenceLook(Look):
+    """Fusion: how far the fine-tune's softmax of each row is from the base's."""
+
+    kernel = "diverge"
+    of_rows = True
+    _rows: dict[int, Any] = field(default_factory=dict)
+
+    def add_chunk(self, start: int, count: int, buffers: Any) -> None:
+        """count: of rows."""
+        self._rows[start] = buffers.by_entry[:count].copy()
+
+    def conclude(self, number: int) -> None:
+        import numpy as np
+
+        self.found.by_row = np.concatenate([self._rows.pop(start) for start in sorted(self._rows)])
+
+
+class ImportanceLook(BoundsLook):
+    """Fusion: the smallest |delta| that is important enough, in each row.
+
+    mergekit takes the quartiles of a million entries at random, where a tensor has more; these are
+    of all.
+    """
+
+    kernel = "importance"
+    ends = 3
+
+    def number(self, model: int, survivors: int) -> tuple[int, ...]:
+        return number_quartiles(survivors)
+
+    def record(self, found: list[list[End]]) -> None:
+        quartiles = [end.size for end in found[0]]
+        self.found.by_row = find_row_floors(self.found.by_row, quartiles)
+
+
+def number_quartiles(count: int) -> tuple[int, ...]:
+    """Of so many entries, counted from the largest down."""
+    return tuple(count - int(share * (count - 1)) for share in (0.25, 0.5, 0.75))
+
+
+def find_row_floors(divergences: Any, quartiles: Sequence[float]) -> Any:
+    """The |delta| from which |delta| * divergence is an outlier; in float32."""
+    import numpy as np
+
+    low, middle, high = quartiles
+    least = middle + 1.5 * (high - low)
+    if least == 0:  # which all entries reach
+        return divergences * 0
+    with np.errstate(divide="ignore", over="ignore"):
+        # A number over an array of torch's would be a product with the inverse.
+        return (divergences * 0 + least) / divergences

@@ -24,12 +24,17 @@ from darelib.core.drops import Bounds, Thinning
 from darelib.core.looks import (
     ArcLook,
     BoundsLook,
+    DivergenceLook,
     Found,
     GramLook,
+    ImportanceLook,
     Look,
     MatrixLook,
+    OverlapLook,
+    SquaresLook,
     SumsLook,
     TrimLook,
+    VarianceLook,
 )
 from darelib.core.settings import BASE, ZERO, TensorSettings
 
@@ -45,6 +50,8 @@ class Coefficients:
     floors: tuple[float, ...]  # trim and ram keep what is at least as large
     base_share: float = 0.0  # how much of the base itself the merged delta gets
     first_share: float = 0.0
+    bound: float = 0.0  # what the score of an entry must reach; nearswap: how far one may move
+    boosts: tuple[float, ...] = ()  # of what only this model changes
 
 
 Weigh = Callable[[TensorSettings, Sequence[int], Found], Coefficients]
@@ -60,6 +67,8 @@ class Method:
     # What must be found out first, beside what drops want.
     look: Callable[[TensorSettings], type[Look] | None]
     weigh: Weigh
+    # What that look must know in turn.
+    look_before: Callable[[TensorSettings], type[Look] | None] = lambda _: None
     # Of a model, for a model card.
     show_weight: Callable[[TensorSettings, int], str] = lambda own, i: f"{own.weights[i]:.4g}"
     # The models' shares of what can only be averaged.
@@ -97,6 +106,8 @@ def weigh(
         bounds=found.bounds or (None,) * len(models),
         floors=found.floors or (0.0,) * len(models),
         base_share=base_share,
+        bound=found.bound,
+        boosts=found.boosts or (1.0,) * len(models),
     )
 
 
@@ -161,6 +172,7 @@ def choose_looks(settings: TensorSettings, models: Sequence[int]) -> list[type[L
     looks: list[type[Look] | None] = [
         BoundsLook if any(thinning.scheme.ends for thinning in thinnings) else None,
         SumsLook if any(thinning.restores_sum for thinning in thinnings) else None,
+        METHODS[settings.method].look_before(settings),
         METHODS[settings.method].look(settings),
     ]
     return [look for look in looks if look]
@@ -233,9 +245,24 @@ def _share_arc(given: Sequence[float] | None, count: int, normalize: bool) -> tu
     return _average(given if adds_up else None, count, True)
 
 
+def _weigh_near(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    return replace(weigh(settings, models, found), bound=settings.swap_t)
+
+
+def _weigh_sce(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    return replace(weigh_for_look(settings, models, found), weights=found.shares)
+
+
+def _weigh_fusion(settings: TensorSettings, models: Sequence[int], found: Found) -> Coefficients:
+    """Floors are of deltas as they are: the bound scales them like what is kept."""
+    weighed = weigh(settings, models, found)
+    return replace(weighed, bound=weighed.scales[0] if models else 0.0)
+
+
 LINEAR, TIES, SLERP, RAM, WUDI = "linear", "ties", "slerp", "ram", "wudi"
 STOCK, NUSLERP, MULTISLERP, KARCHER = "model_stock", "nuslerp", "multislerp", "karcher"
 PASSTHROUGH: Final = "passthrough"
+NEARSWAP, SCE, RAMPLUS, FUSION = "nearswap", "sce", "ramplus", "arcee_fusion"
 METHODS: Final = {
     LINEAR: Method(
         card=lambda _: "summed up by weight and added to the base",
@@ -356,6 +383,64 @@ METHODS: Final = {
         weigh=lambda own, models, found: weigh(own, models, found, base_share=own.scale - 1),
         models=(0, 0),
         keeps_base=lambda settings: settings.scale == 1,
+    ),
+    NEARSWAP: Method(
+        card=lambda settings: (
+            f"added to the base, at most {settings.swap_t:g} of each entry: what lies near is "
+            "swapped"
+        ),
+        kernel="near",
+        settings=("swap_t",),
+        share=_average,
+        look=lambda _: None,
+        weigh=_weigh_near,
+        show_weight=lambda settings, _: f"nearswap at {settings.swap_t:g}",
+        models=(1, 1),
+        returns_model=False,
+    ),
+    SCE: Method(  # arXiv 2408.07990
+        card=lambda settings: (
+            "averaged, by their squares, over the models that agree on a sign, where they differ "
+            f"most (a share of {settings.keep_ratio:g}), and added to the base"
+        ),
+        kernel="select",
+        settings=("keep_ratio",),
+        share=_average,
+        look=lambda _: SquaresLook,
+        look_before=lambda settings: VarianceLook if settings.keep_ratio < 1 else None,
+        weigh=_weigh_sce,
+        show_weight=lambda *_: "by squares",
+    ),
+    RAMPLUS: Method(  # arXiv 2601.13572
+        card=lambda settings: (
+            f"averaged where they are at least {settings.threshold:g}, what only one model changes "
+            f"up to {1 + settings.boost * settings.boost_limit:g}-fold, and added to the base"
+        ),
+        kernel="boost",
+        settings=("weights", "threshold", "boost", "boost_limit"),
+        share=_equal_shares,
+        look=lambda _: OverlapLook,
+        weigh=_weigh_ram,
+        normalize=True,
+        shares_only=True,
+        returns_model=False,
+    ),
+    # Its importance is that of the fine-tune as it is: a drop thins what is chosen.
+    FUSION: Method(
+        card=lambda _: (
+            "added to the base where their size, times how far the row's softmax moves, is an "
+            "outlier"
+        ),
+        kernel="fuse",
+        settings=(),
+        share=_average,
+        look=lambda _: ImportanceLook,
+        look_before=lambda _: DivergenceLook,
+        weigh=_weigh_fusion,
+        show_weight=lambda *_: "by importance",
+        models=(1, 1),
+        any_drop=False,
+        returns_model=False,
     ),
 }
 # The settings that mean something to some methods only, and those of them that are just numbers.

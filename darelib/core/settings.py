@@ -24,7 +24,10 @@ class TensorSettings:
     slerp_t: float = 0.5
     max_iter: float = 10.0  # karcher: so many steps at most
     tol: float = 1e-5  # karcher: a shorter step is none, and so is a shorter vector
-    threshold: float = 1e-5  # ram: a smaller |delta| is none
+    swap_t: float = 1e-4  # nearswap: how far an entry may move
+    threshold: float = 1e-5  # ram, ramplus: a smaller |delta| is none
+    boost: float = 0.1  # ramplus: how much of the ratio below what one model changes gains
+    boost_limit: float = 0.2  # ramplus: of the entries it shares to those that are its own
     ridge: float = 1.0  # wudi: what is added to the Gram matrices, whose mean diagonal is 1
     # wudi: how large the merged delta may be, in mean sizes of the models'; 0: as it comes.
     norm_limit: float = 1.5

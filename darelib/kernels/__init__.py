@@ -15,10 +15,12 @@ class EngineUnavailable(Exception):
 class KernelSpec:
     """Which kernel: what it does, and the stored types that it reads and writes."""
 
-    # sum, elect or average: merge a chunk; products: what arcs and spheres must know of it; count:
-    # what drops by size and trim must; sums: what restores them; rank: the limits of its elements'
-    # mask bits; measure: what an analysis wants to know; expand: multiply an adapter's matrices;
-    # pack: what the mask keeps; unpack: put that in its places.
+    # sum, elect, average, near, select, boost or fuse: merge a chunk; products: what arcs and
+    # spheres must know of it; count: what drops by size and trim must; sums: what restores them;
+    # variance, squares, overlap, diverge, importance: what methods that decide about single entries
+    # must; rank: the limits of its elements' mask bits; measure: what an analysis wants to know;
+    # expand: multiply an adapter's matrices; pack: what the mask keeps; unpack: put that in its
+    # places.
     kind: str
     base: str
     finetuned: str

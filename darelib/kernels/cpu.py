@@ -1,20 +1,20 @@
 """The kernels for the CPU, written for Numba: each is one loop over the tiles of a chunk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import llvmlite.binding as llvm
 import numpy as np
 
 from darelib.core.mask import TILE
-from darelib.kernels import EngineUnavailable, KernelSpec, looks
+from darelib.kernels import EngineUnavailable, KernelSpec, looks, tiles
 from darelib.kernels.parts import (
     build,
     carray,
+    combine,
     decode,
     decode_finetuned,
     draw,
-    elect,
     encode,
     finetuned_raw,
     fold,
@@ -29,13 +29,10 @@ from darelib.kernels.parts import (
 )
 from darelib.kernels.records import (
     ADD,
-    AVERAGE,
     BASE_ROW,
     DIVISOR_ROW,
-    LEFT_ROW,
     MERGED_ROW,
     MODEL,
-    RIGHT_ROW,
     SCRATCH_ROWS,
     SIZE_ROW,
     ZERO_ROW,
@@ -60,7 +57,7 @@ def merge_chunk(
 ) -> None:  # compiled
     """Merges one chunk: decode, subtract, mask, combine, encode.
 
-    way: ADD, ELECT or AVERAGE.
+    way: ADD, ELECT or AVERAGE; anything but ADD where another function combines.
     """
     tiles, base_all, finetuned_all, records, tensors, scratch, bits, limits = open_buffers(
         base_at,
@@ -79,6 +76,7 @@ def merge_chunk(
     merged = scratch[MERGED_ROW]
     size = scratch[SIZE_ROW]
     kept = scratch[SCRATCH_ROWS:]
+    by_entry = carray(limits_at, (1, tiles * TILE), np.float32)[0]
     lambda_coeff = real(tensor.lambda_coeff)
     base_share = real(tensor.base_share)
     for tile in range(tiles):
@@ -108,16 +106,8 @@ def merge_chunk(
                 way != ADD,
             )
             model.size += fold(size)
-        if way != ADD:
-            elect(
-                kept,
-                records,
-                merged,
-                scratch[LEFT_ROW],
-                scratch[RIGHT_ROW],
-                real(tensor.first_share),
-                way == AVERAGE,
-            )
+        own = by_entry[start : start + TILE]
+        combine(kept, records, tensor, merged, scratch, own, way)
         if tensor.exact:
             raw_finetuned = finetuned_all[0, start : start + TILE]
             for j in range(TILE):
@@ -259,7 +249,9 @@ def unpack_chunk(
 FROM_C: Final = frozenset({"memset", "memcpy", "memmove", "bzero", "memset_pattern16"})
 
 TEMPLATES: Final = {
-    "merge": merge_chunk,
+    **dict.fromkeys(tiles.COMBINERS, merge_chunk),
+    **dict.fromkeys(tiles.NOTERS, tiles.note_chunk),
+    "diverge": tiles.diverge_rows,
     "expand": expand_chunk,
     "pack": pack_chunk,
     "unpack": unpack_chunk,
@@ -270,9 +262,21 @@ TEMPLATES: Final = {
 }
 
 
+# What is filled in where a template calls it.
+PARTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    **{kind: {"combine": part} for kind, part in tiles.COMBINERS.items()},
+    **{kind: {"note": part} for kind, part in tiles.NOTERS.items()},
+    "diverge": {"order_bits": tiles.order_bits, "restore_bits": tiles.restore_bits},
+}
+
+
+def build_kernel(code: KernelSpec) -> Any:
+    return build(TEMPLATES[code.kind], code, PARTS.get(code.kind, {}))
+
+
 def run_here(code: KernelSpec) -> Callable[..., None]:
     """The kernel as a function of this process, which Numba owns."""
-    compiled = build(TEMPLATES[code.kind], code)
+    compiled = build_kernel(code)
 
     def call(*arguments: int) -> None:
         compiled.ctypes(*arguments)
@@ -287,7 +291,7 @@ def compile_object(code: KernelSpec, machine: Any) -> bytes:
     is kept is the bare function, without its wrappers for Python:
     status = kernel(return slot, exception slot, arguments...).
     """
-    function = build(TEMPLATES[code.kind], code)
+    function = build_kernel(code)
     module = llvm.parse_assembly(function.inspect_llvm())
     bare = function.native_name.removeprefix("cfunc.")
     for other in module.functions:

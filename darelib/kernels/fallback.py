@@ -10,11 +10,12 @@ import numpy as np
 from darelib.core.drops import Bounds
 from darelib.core.formats import DIGIT_BITS, FORMATS
 from darelib.core.interrupts import Interrupts
+from darelib.core.looks import PREFIXES
 from darelib.core.mask import KEEP_ALL, TILE
-from darelib.kernels import Kernel, KernelSpec, plain
-from darelib.kernels.records import BINS, FIRST_BIN, Buffers
-
-Array = plain.Array
+from darelib.core.methods import Coefficients
+from darelib.kernels import Kernel, KernelSpec, entries, plain
+from darelib.kernels.arrays import Array, add_up, fold_tiles
+from darelib.kernels.records import BINS, FIRST_BIN, SINGLE, Buffers
 
 
 def load_kernels(specs: Collection[KernelSpec], interrupts: Interrupts) -> dict[KernelSpec, Kernel]:
@@ -64,7 +65,7 @@ def draw_bits(model: Any, count: int, first_tile: int) -> Array:
 
 def add_sums(record: Any, name: str, values: Array) -> None:
     """A running sum of tiles, in the kernels' order."""
-    record[name] = np.cumsum([record[name], *plain.fold_tiles(values)], dtype=np.float64)[-1]
+    record[name] = np.cumsum([record[name], *fold_tiles(values)], dtype=np.float64)[-1]
 
 
 def find_peak(values: Array, so_far: Any) -> int:
@@ -123,12 +124,29 @@ def merge_chunk(
     if tensor["exact"]:
         values = read(buffers.finetuned[0], spec.finetuned, spec.real, count)
     else:
-        names = ("base_share", "first_share", "lambda_coeff")
-        weights = buffers.models["weight"][:models].tolist()
-        values = plain.combine(spec.kind, base, rows, weights, *(float(tensor[n]) for n in names))
+        found = read_coefficients(buffers, models)
+        lambda_coeff = float(tensor["lambda_coeff"])
+        by_entry = buffers.by_entry[:count].astype(base.dtype)
+        values = plain.combine(spec.kind, base, rows, found, lambda_coeff, by_entry)
     tensor["peak"] = find_peak(values, tensor["peak"])
     stored = plain.encode(values, spec.output)
     buffers.output[: stored.nbytes] = stored.view(np.uint8)
+
+
+def read_coefficients(buffers: Buffers, models: int) -> Coefficients:
+    """What the deltas are combined by, once they are thinned."""
+    records = buffers.models[:models]
+    tensor = buffers.tensor[0]
+    return Coefficients(
+        scales=(),
+        weights=tuple(records["weight"].tolist()),
+        bounds=(),
+        floors=(),
+        base_share=float(tensor["base_share"]),
+        first_share=float(tensor["first_share"]),
+        bound=float(tensor["bound"]),
+        boosts=tuple(records["boost"].tolist()),
+    )
 
 
 def multiply_chunk(
@@ -149,12 +167,16 @@ def count_chunk(
     _, opened = open_chunk(spec, buffers, count, models, first_tile)
     shift = buffers.tensor["shift"][0]
     for counts, (model, (delta, mask, _)) in zip(buffers.counts, opened, strict=False):
-        patterns = np.abs(delta[mask]).view(f"u{delta.itemsize}").astype(np.uint64) >> shift
-        # Once, where they are equal.
-        prefixes = dict.fromkeys((int(model["prefix"]), int(model["prefix_2"])))
-        for half, prefix in zip(counts.reshape(2, -1), prefixes, strict=False):
-            fitting = patterns[patterns >> np.uint64(DIGIT_BITS) == np.uint64(prefix)]
-            add_counts(half, fitting & np.uint64(0xFFFF))
+        count_digits(np.abs(delta[mask]), shift, model, counts)
+
+
+def count_digits(sizes: Array, shift: Any, model: Any, counts: Array) -> None:
+    patterns = sizes.view(f"u{sizes.itemsize}").astype(np.uint64) >> shift
+    # Once, where they are equal.
+    prefixes = dict.fromkeys(int(model[name]) for name in PREFIXES)
+    for part, prefix in zip(counts.reshape(-1, 1 << DIGIT_BITS), prefixes, strict=False):
+        fitting = patterns[patterns >> np.uint64(DIGIT_BITS) == np.uint64(prefix)]
+        add_counts(part, fitting & np.uint64(0xFFFF))
 
 
 def add_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int) -> None:
@@ -162,6 +184,43 @@ def add_chunk(spec: KernelSpec, buffers: Buffers, count: int, models: int, first
     for model, part in opened:
         kept = plain.thin(*part, float(model["scale"]))
         model["size"], model["kept_size"] = plain.add_sizes([part], [kept])
+
+
+def note_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> None:
+    """What methods that decide about single entries must know of a whole tensor."""
+    _, rows = thin_chunk(spec, buffers, count, models, first_tile)
+    records = buffers.models[:models]
+    tensor = buffers.tensor[0]
+    if spec.kind == "variance":
+        scores = entries.find_variance(rows)
+        count_digits(scores[scores > 0], tensor["shift"], records[0], buffers.counts[0])
+    if spec.kind == "squares":
+        chosen = entries.select_rows(rows, float(tensor["bound"]))
+        records["squares"] = [add_up(row * row) for row in chosen]
+    if spec.kind == "overlap":
+        counts = entries.count_overlap(rows)
+        records["alone"] += counts[:, 0]
+        records["shared"] += counts[:, 1]
+
+
+def weigh_chunk(
+    spec: KernelSpec, buffers: Buffers, count: int, models: int, first_tile: int
+) -> None:
+    """The same of the importance of all entries, also of those that are dropped."""
+    base = read(buffers.base, spec.base, spec.real, count)
+    delta = find_delta(spec, buffers, 0, base)
+    note_delta(buffers, buffers.models[0], delta)
+    scores = np.abs(delta) * buffers.by_entry[:count].astype(base.dtype)
+    count_digits(scores, buffers.tensor["shift"][0], buffers.models[0], buffers.counts[0])
+
+
+def diverge(spec: KernelSpec, buffers: Buffers, rows: int, width: int, is_delta: bool) -> None:
+    base = read(buffers.rows[0], spec.base, spec.real, rows * width)
+    values = read(buffers.rows[1], spec.finetuned, spec.real, rows * width)
+    delta = values if is_delta else values - base
+    buffers.by_entry[:rows] = entries.find_divergences(base, delta, width)
 
 
 def rank(
@@ -263,6 +322,10 @@ def unpack(
 
 
 KERNELS: Final[dict[str, Kernel]] = {
+    **dict.fromkeys(SINGLE, merge_chunk),
+    **dict.fromkeys(("variance", "squares", "overlap"), note_chunk),
+    "importance": weigh_chunk,
+    "diverge": diverge,
     "sum": merge_chunk,
     "elect": merge_chunk,
     "average": merge_chunk,

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from darelib.kernels.arrays import library
 from darelib.kernels.matrices import LEAST_SHARE, find_span
-from darelib.kernels.plain import library
 
 Array = Any  # of NumPy or torch, of two dimensions
 # A random sketch has so many columns more than are wanted, and is multiplied by the matrix and its

@@ -32,7 +32,7 @@ from darelib.core.formats import DTYPES
 from darelib.core.matrices import LONGEST_SIDE
 from darelib.core.settings import TensorSettings
 from darelib.core.text import LOG
-from darelib.kernels.plain import library
+from darelib.kernels.arrays import library
 
 Array = Any  # of NumPy or torch, of two dimensions
 Factors: TypeAlias = tuple[Array, Array]

@@ -38,7 +38,15 @@ from darelib.kernels.objects import (
     read_objects,
     store,
 )
-from darelib.kernels.records import ADD, ADD_SIZES, AVERAGE, ELECT, MODEL, MULTIPLY
+from darelib.kernels.records import (
+    ADD,
+    ADD_SIZES,
+    AVERAGE,
+    ELECT,
+    MODEL,
+    MULTIPLY,
+    SINGLE,
+)
 
 # Kinds of kernels that share one function: its name, and what it is asked for.
 SHARED: Final = {
@@ -47,6 +55,7 @@ SHARED: Final = {
     "average": ("merge", AVERAGE),
     "products": ("totals", MULTIPLY),
     "sums": ("totals", ADD_SIZES),
+    **{kind: (kind, AVERAGE) for kind in SINGLE},
 }
 # Kernels that merge a type in other ways, or show what a merge would do: who needs one of them soon
 # wants another. On two cores a process compiles merge, count, pack and unpack, another the rest:
@@ -86,9 +95,9 @@ def load_kernels(
 
 
 def find_code(spec: KernelSpec) -> KernelSpec:
-    """The function that a kernel is in. All but one write no values of the output's type."""
+    """The function that a kernel is in. Only those that merge write values of the output's type."""
     kind, _ = SHARED.get(spec.kind, (spec.kind, None))
-    output = spec.output if kind == "merge" else spec.real
+    output = spec.output if kind in ("merge", *SINGLE) else spec.real
     return KernelSpec(kind, spec.base, spec.finetuned, output)
 
 
@@ -254,6 +263,11 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
         addresses = [array.ctypes.data for array in (base, values, by_rank, order, limits)]
         function(*addresses, 0, 0, 0, 0, len(limits), len(by_rank), skipped, is_delta)
 
+    def diverge(buffers: Any, rows: int, width: int, is_delta: bool) -> None:
+        places = (*buffers.rows, buffers.order, buffers.limits)
+        addresses = [array.ctypes.data for array in places]
+        function(*addresses, 0, 0, 0, 0, 0, rows, width, is_delta, 0)
+
     def unpack(
         base: Any, entries: Any, values: Any, key: tuple[int, int], threshold: int, first_tile: int
     ) -> int:
@@ -266,5 +280,10 @@ def bind(spec: KernelSpec, function: Function) -> Kernel:
         function(*addresses, len(values), len(entries), 1, first_tile)
         return int(model["kept"][0])
 
-    others: dict[str, Kernel] = {"expand": expand, "rank": rank, "unpack": unpack}
+    others: dict[str, Kernel] = {
+        "expand": expand,
+        "rank": rank,
+        "diverge": diverge,
+        "unpack": unpack,
+    }
     return others.get(spec.kind, run_chunk)

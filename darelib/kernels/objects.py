@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.kernels import EngineUnavailable, KernelSpec
+from darelib.kernels.records import SINGLE
 
 # What the machine code and its proof depend on; an edit elsewhere recompiles nothing.
 SOURCES: Final = (
     "kernels/__init__.py",
+    "kernels/arrays.py",
     "kernels/cpu.py",
+    "kernels/entries.py",
     "kernels/fallback.py",
     "kernels/looks.py",
     "kernels/native.py",
@@ -26,6 +29,7 @@ SOURCES: Final = (
     "kernels/plain.py",
     "kernels/proof.py",
     "kernels/records.py",
+    "kernels/tiles.py",
     "core/formats.py",
     "core/mask.py",
 )
@@ -100,7 +104,7 @@ def load_object(code: KernelSpec, machine_code: bytes) -> Function:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()
-    numbers = 5 if code.kind in ("merge", "totals") else 4
+    numbers = 5 if code.kind in ("merge", "totals", *SINGLE) else 4
     prototype = ctypes.CFUNCTYPE(
         ctypes.c_int, *[ctypes.c_void_p] * 11, *[ctypes.c_ssize_t] * numbers
     )

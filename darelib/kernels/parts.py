@@ -259,7 +259,7 @@ def pad_rows(rows: Any, start: int, stop: int) -> None:  # compiled
 # of stored values, and how these become values and back; variants of thin_row.
 FILLED_IN: Final[Any] = None
 real = unsigned = base_raw = finetuned_raw = output_raw = FILLED_IN
-decode = decode_finetuned = narrow = encode = FILLED_IN
+decode = decode_finetuned = narrow = encode = combine = FILLED_IN
 thin_apart = thin_rare = is_apart = is_rare = FILLED_IN
 
 
@@ -402,6 +402,8 @@ def list_names(base: str, finetuned: str, is_wide: bool) -> dict[str, Any]:
     names: dict[str, Any] = {
         "real": np.float64 if is_wide else np.float32,
         "unsigned": np.uint64 if is_wide else np.uint32,
+        "signed": np.int64 if is_wide else np.int32,
+        "highest": np.int64((1 << 63) - 1) if is_wide else np.int32((1 << 31) - 1),
         "base_raw": find_raw(base),
         "finetuned_raw": find_raw(finetuned),
         "decode": DECODERS[base],
@@ -421,9 +423,14 @@ def find_raw(dtype: str) -> Any:
     return np.dtype(FORMATS[dtype].raw).type
 
 
-def build(template: Any, spec: KernelSpec) -> Any:
-    """A kernel for some types. All are given nine addresses, then four whole numbers or five."""
-    names = list_names(spec.base, spec.finetuned, spec.real == "F64")
+def build(template: Any, spec: KernelSpec, parts: Mapping[str, Any]) -> Any:
+    """A kernel for some types. All are given nine addresses, then four whole numbers or five.
+
+    parts: functions that are filled in, by name, with their own names filled in.
+    """
+    names = dict(list_names(spec.base, spec.finetuned, spec.real == "F64"))
+    for name, part in parts.items():
+        names[name] = inline(fill_in(part, names))
     rounds_twice = spec.real == "F64" and FORMATS[spec.output].bits == 16
     output = {
         "encode": ENCODERS[spec.output],

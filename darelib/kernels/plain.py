@@ -6,10 +6,10 @@ and there is one rounding at the very end, to nearest even. A tensor is a flat a
 that ask for an array's library do the same to torch's tensors.
 """
 
-import sys
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -18,31 +18,35 @@ from darelib.core.formats import FORMATS, widen
 from darelib.core.looks import (
     ArcLook,
     BoundsLook,
+    DivergenceLook,
     Found,
     GramLook,
+    ImportanceLook,
     MatrixLook,
+    OverlapLook,
+    SquaresLook,
     SumsLook,
     TrimLook,
+    VarianceLook,
+    find_boosts,
     find_factors,
+    find_row_floors,
+    find_shares,
     fold_columns,
-    fold_neighbours,
+    number_quartiles,
     rank_of_floor,
 )
 from darelib.core.mask import MASK_BITS, ROUNDS, TILE, mask_key
 from darelib.core.matrices import LONGEST_SIDE, Matrices, find_matrices
 from darelib.core.methods import METHODS, Coefficients, choose_looks, returns_model, weigh_for_look
 from darelib.core.settings import ZERO, TensorSettings
+from darelib.kernels import entries
+from darelib.kernels.arrays import Array, add_up, library
 
-Array = Any  # of one dimension
 # A model's delta, what is kept of it, and what each entry is divided by.
 Part = tuple[Array, Array, Array | None]
 # A tensor in pieces of 2^k tiles: the base's values there, and the parts of some of the models.
 Pieces = Callable[[Sequence[int], Found], Iterator[tuple[Array, dict[int, Part]]]]
-
-
-def library(array: Array) -> Any:
-    """NumPy or torch: the names that are used here mean the same in both."""
-    return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]
 
 
 # --- the mask -------------------------------------------------------------------------------------
@@ -162,44 +166,21 @@ def thin(
     return library(delta).where(mask & (abs(delta) >= floor), scaled, 0.0)
 
 
-def elect(
-    merged: Array,
-    rows: Sequence[Array],
-    weights: Sequence[float],
-    first_share: float,
-    any_sign: bool = False,
-) -> Array:
-    """Ties: the sum's sign is elected at each position, positive at 0, and its models are averaged.
-
-    Ram, of any sign: all that have a delta there.
-    Or summed up: where the first share is 1 and all weights are 0, the division changes nothing.
-    """
-    lib = library(merged)
-    total, share = lib.zeros_like(merged), lib.full_like(merged, first_share)
-    for row, weight in zip(rows, weights, strict=True):
-        agrees = row != 0 if any_sign else lib.where(merged >= 0, row > 0, row < 0)
-        total = lib.where(agrees, total + row, total)
-        share = lib.where(agrees, share + weight, share)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return lib.where(share > 0, total / share, 0.0)
-
-
 def combine(
     kernel: str,
     base: Array,
     rows: Sequence[Array],
-    weights: Sequence[float],
-    base_share: float,
-    first_share: float,
+    found: Coefficients,
     lambda_coeff: float,
+    by_entry: Array | None = None,
 ) -> Array:
     """base + lambda * merged, which is the sum of the models' kept deltas, in order.
 
-    Or an average of them, perhaps by that sum's sign.
+    Or what a method makes of them and of that sum. by_entry: a number for each entry.
     """
-    merged = sum(rows, start=base_share * base)
+    merged = sum(rows, start=found.base_share * base)
     if kernel != "sum":
-        merged = elect(merged, rows, weights, first_share, kernel == "average")
+        merged = entries.COMBINERS[kernel](merged, rows, found, by_entry)
     return add_change(base, merged, lambda_coeff)
 
 
@@ -210,34 +191,20 @@ def add_change(base: Array, merged: Array, lambda_coeff: float) -> Array:
 
 
 def merge_parts(
-    settings: TensorSettings, base: Array, parts: Iterable[Part], found: Coefficients
+    settings: TensorSettings,
+    base: Array,
+    parts: Iterable[Part],
+    found: Coefficients,
+    by_entry: Array | None = None,
 ) -> Array:
     """The merged values of a tensor, or of a piece of it. parts: of each model that has it."""
     each = zip(parts, found.scales, found.floors, strict=True)
     rows = [thin(*part, scale, floor) for part, scale, floor in each]
-    shares = (found.base_share, found.first_share)
     kernel = METHODS[settings.method].kernel
-    return combine(kernel, base, rows, found.weights, *shares, settings.lambda_coeff)
+    return combine(kernel, base, rows, found, settings.lambda_coeff, by_entry)
 
 
 # --- what methods must know of a whole tensor ----------------------------------------------
-
-
-def fold_tiles(values: Array) -> Array:
-    """The sum of each tile, by halves: first with second half, until one value is left."""
-    lib = library(values)
-    padding = lib.zeros_like(values[:1]).repeat(-len(values) % TILE)
-    tiles = lib.concatenate([values, padding]).reshape(-1, TILE)
-    while tiles.shape[1] > 1:
-        half = tiles.shape[1] // 2
-        tiles = tiles[:, :half] + tiles[:, half:]
-    return tiles[:, 0]
-
-
-def add_up(values: Array) -> float:
-    """The sum, in float64: tiles by halves, then their sums by pairs of neighbours."""
-    lib = library(values)
-    return fold_neighbours(fold_tiles(lib.asarray(values, dtype=lib.float64)).tolist())
 
 
 def multiply_ends(origin: Array, kept: Mapping[int, Array], count: int) -> tuple[float, ...]:
@@ -336,7 +303,66 @@ def find_products(
     found.products = fold_columns(products)
 
 
+def find_variance(
+    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
+) -> None:
+    """Sce: what the variance of an entry over the models must reach."""
+    opened = (thin_for_look(settings, parts, found) for _, parts in pieces(models, found))
+    found_in = [entries.find_variance(list(rows.values())) for rows in opened]
+    scores = library(found_in[0]).concatenate(found_in)
+    scores = scores[scores > 0]
+    chosen = int(settings.keep_ratio * len(scores))
+    found.bound = find_size(scores, chosen) if chosen else math.inf
+
+
+def find_squares(
+    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
+) -> None:
+    sums = []
+    count = 0
+    for base, parts in pieces(models, found):
+        rows = list(thin_for_look(settings, parts, found).values())
+        chosen = entries.select_rows(rows, found.bound)
+        sums.append(tuple(add_up(row * row) for row in chosen))
+        count += len(base)
+    found.shares = find_shares(fold_columns(sums), count)
+
+
+def find_overlap(
+    settings: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
+) -> None:
+    counts = np.zeros((len(models), 2), np.uint64)
+    for _, parts in pieces(models, found):
+        scales = weigh_for_look(settings, models, found).scales
+        pairs = zip(parts.values(), scales, strict=True)
+        rows = [thin(*part, scale, settings.threshold) for part, scale in pairs]
+        counts += entries.count_overlap(rows)
+    found.boosts = find_boosts(settings, counts.tolist())
+
+
+def find_divergences(
+    _: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found
+) -> None:
+    opened = [(base, parts[models[0]][0]) for base, parts in pieces(models, found)]
+    lib = library(opened[0][0])
+    base, delta = (lib.concatenate(each) for each in zip(*opened, strict=True))
+    found.by_row = entries.find_divergences(base, delta, found.width)
+
+
+def find_importance(_: TensorSettings, models: Sequence[int], pieces: Pieces, found: Found) -> None:
+    opened = [abs(parts[models[0]][0]) for _, parts in pieces(models, found)]
+    sizes = library(opened[0]).concatenate(opened)
+    scores = sizes * entries.spread(found.by_row, found.width, 0, len(sizes), sizes)
+    quartiles = [find_size(scores, number) for number in number_quartiles(len(scores))]
+    found.by_row = find_row_floors(found.by_row, quartiles)
+
+
 LOOKS: Final = {
+    VarianceLook: find_variance,
+    SquaresLook: find_squares,
+    OverlapLook: find_overlap,
+    DivergenceLook: find_divergences,
+    ImportanceLook: find_importance,
     BoundsLook: find_bounds,
     SumsLook: find_sums,
     TrimLook: find_floors,
@@ -346,9 +372,11 @@ LOOKS: Final = {
 }
 
 
-def look_up(settings: TensorSettings, models: Sequence[int], pieces: Pieces, count: int) -> Found:
+def look_up(
+    settings: TensorSettings, models: Sequence[int], pieces: Pieces, count: int, width: int
+) -> Found:
     """What must be known of a whole tensor, of so many entries, before it is merged."""
-    found = Found()
+    found = Found(width=width)
     for look in choose_looks(settings, models) if models and count else ():
         LOOKS[look](settings, models, pieces, found)
     return found
@@ -457,11 +485,12 @@ def merge_tensor(
             parts[i] = keep(delta, bits, thresholds, bounds.get(i), thinning.divides_each)
         yield start, parts
 
-    found = look_up(settings, models, open_whole, len(start))
+    found = look_up(settings, models, open_whole, len(start), width)
     coefficients = METHODS[settings.method].weigh(settings, models, found)
     [(_, parts)] = open_whole(models, found)
     if METHODS[settings.method].whole:
         thinned = thin_for_look(settings, parts, found)
         change = merge_whole(settings, thinned, find_matrices(name, shape))
         return encode(add_change(start, change.astype(start.dtype), settings.lambda_coeff), output)
-    return encode(merge_parts(settings, start, parts.values(), coefficients), output)
+    by_entry = entries.spread(found.by_row, width, 0, len(start), start)
+    return encode(merge_parts(settings, start, parts.values(), coefficients, by_entry), output)

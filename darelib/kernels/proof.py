@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from darelib.core.formats import DIGIT_BITS, FORMATS, NO_PREFIX, Format
+from darelib.core.looks import PREFIXES
 from darelib.core.mask import TILE
 from darelib.kernels import EngineUnavailable, Kernel, KernelSpec, fallback, plain
 from darelib.kernels.native import bind, list_kinds
@@ -70,6 +71,7 @@ TENSOR: Final[Record] = {
     "lambda_coeff": 0.9,
     "base_share": 0.25,
     "first_share": 0.3,
+    "bound": 0.001,
     "threshold": 0.001,
 }
 # Zeros of either sign, and values whose differences are the bounds above, in all types.
@@ -96,6 +98,8 @@ CASES: Final[Mapping[str, Sequence[Case]]] = {
         ((WHOLE, ADAPTER), TENSOR, True),
     ],
     "pack": [((DROPPED,), {}, False)],
+    "squares": [(DENSE, {"bound": 1e-4}, False)],
+    "overlap": [((*DENSE, TRIMMED), {}, False), ((TRIMMED, DROPPED), {}, False)],
 }
 MERGES: Final[Sequence[Case]] = [
     ((*DENSE, TRIMMED), TENSOR, False),
@@ -110,6 +114,10 @@ FOUND: Final[Mapping[str, tuple[str, ...]]] = {
     "products": (),
     "sums": ("size", "kept_size"),
     "count": (),
+    "variance": (),
+    "importance": (),
+    "squares": ("squares",),
+    "overlap": ("alone", "shared"),
     "measure": ("peak", "above", "zeros", "size", "squares", "base_squares"),
     "pack": ("kept", "output"),
 }
@@ -165,8 +173,10 @@ def prove_function(code: KernelSpec, function: Function) -> None:
 def _try_chunks(spec: KernelSpec, run: Kernel) -> Results:
     """Chunks that take all branches of a kernel."""
     cases = CASES.get(spec.kind, MERGES)
-    if spec.kind == "count":
+    if spec.kind in ("count", "variance", "importance"):
         cases = list(_count_cases(FORMATS[spec.real]))
+    if spec.kind == "importance":  # of one model
+        cases = [([model], tensor, broken) for models, tensor, broken in cases for model in models]
     for models, tensor, broken in cases:
         buffers = _fill(spec, models, tensor, broken)
         run(buffers, COUNT, len(models), FIRST_TILE)
@@ -174,11 +184,11 @@ def _try_chunks(spec: KernelSpec, run: Kernel) -> Results:
 
 
 def _count_cases(real: Format) -> Iterator[Case]:
-    """The first pass, and one that looks for two beginnings."""
-    sizes = np.array([0.001, 0.005], real.real).view(real.raw)
-    first, second = (int(size) >> (real.bits - DIGIT_BITS) for size in sizes)
-    for digits, prefix, prefix_2 in ((1, 0, NO_PREFIX), (2, first, second)):
-        models = [{**model, "prefix": prefix, "prefix_2": prefix_2} for model in COUNTED]
+    """The first pass, and one that looks for several beginnings."""
+    sizes = np.array([0.001, 0.005, 0.0001], real.real).view(real.raw)
+    prefixes = [int(size) >> (real.bits - DIGIT_BITS) for size in sizes]
+    for digits, known in ((1, [0, NO_PREFIX, NO_PREFIX]), (2, prefixes)):
+        models = [{**model, **dict(zip(PREFIXES, known, strict=True))} for model in COUNTED]
         yield models, {"shift": real.bits - digits * DIGIT_BITS}, True
 
 
@@ -204,6 +214,8 @@ def _fill(spec: KernelSpec, models: Sequence[Record], tensor: Record, broken: bo
         buffers.limits[i, :COUNT] = rng.integers(0, 1 << 16, COUNT)
         for name, value in {"key_0": 7 * i, "key_1": 1234567890 + i, **model}.items():
             buffers.models[name][i] = value
+    if models and spec.kind in ("fuse", "importance"):
+        buffers.by_entry[:COUNT] = rng.random(COUNT, np.float32) / 64
     for name, value in tensor.items():
         buffers.tensor[name] = value
     return buffers
@@ -264,6 +276,23 @@ def _try_ranks(spec: KernelSpec, rank: Kernel) -> Results:
             yield "order", limits
 
 
+def _try_rows(spec: KernelSpec, diverge: Kernel) -> Results:
+    """Rows of one entry, of an odd number, and of more than a tile; equal ones, and far apart."""
+    rng = np.random.default_rng(0)
+    for width in (1, 7, TILE + 5):
+        buffers = Buffers(1, 8 * TILE * WIDEST, ["importance"], width)
+        base = rng.normal(0, 1, (5, width)) * [[0.01], [0.1], [1], [100], [1000]]
+        values = base + rng.normal(0, 0.01, (5, width))
+        values[0] = base[0]
+        stored = ((base, spec.base), (values, spec.finetuned))
+        for row, (array, dtype) in zip(buffers.rows, stored, strict=True):
+            raw = plain.encode(array.reshape(-1), dtype).view(np.uint8)
+            row[: len(raw)] = raw
+        for is_delta in (False, True):
+            diverge(buffers, 5, width, is_delta)
+            yield "divergence", buffers.by_entry[:5].copy()
+
+
 def _try_products(spec: KernelSpec, expand: Kernel) -> Results:
     """A first piece of an adapter's ranks, and another; their number is no multiple of four."""
     rng = np.random.default_rng(0)
@@ -293,5 +322,6 @@ def _try_entries(spec: KernelSpec, unpack: Kernel) -> Results:
 TRIALS: Final[Mapping[str, Callable[[KernelSpec, Kernel], Results]]] = {
     "rank": _try_ranks,
     "expand": _try_products,
+    "diverge": _try_rows,
     "unpack": _try_entries,
 }

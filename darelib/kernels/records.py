@@ -13,22 +13,29 @@ from darelib.core.mask import TILE
 # sign, or all; multiply all models by each other, or add up sizes.
 ADD, ELECT, AVERAGE = range(3)
 MULTIPLY, ADD_SIZES = range(2)
+# Kernels that merge by what they know of single entries: each is a function of its own, so that
+# who does not need it does not compile it.
+SINGLE: Final = ("near", "select", "boost", "fuse")
 
 # A record for each model. peak is the bit pattern of the largest |delta|. bounded: what lies
 # between low and high is kept, and of what equals them, what has mask bits below at_low or at_high.
-# ranked: each element has a limit of its own; divided: by which it is rescaled, too.
+# ranked: each element has a limit of its own; divided: by which it is rescaled, too. boost: what
+# only this model changes is multiplied by it. alone, shared: how many entries it changes alone, and
+# with others.
 MODEL: Final = np.dtype(
     [(name, "u8") for name in ("key_0", "key_1", "limit", "number", "prefix", "prefix_2")]
+    + [(name, "u8") for name in ("prefix_3", "alone", "shared")]
     + [(name, "u8") for name in ("is_delta", "bounded", "at_low", "at_high", "ranked", "divided")]
-    + [(name, "f8") for name in ("scale", "weight", "floor", "low", "high")]
+    + [(name, "f8") for name in ("scale", "weight", "boost", "floor", "low", "high")]
     + [(name, "u8") for name in ("peak", "above", "kept", "zeros")]
     + [(name, "f8") for name in ("size", "kept_size", "squares")]
 )
 # One record for the tensor. first_share: what ties adds weights to before it divides. exact: the
 # only model is used as it is. shift: which bits sizes are counted by. ends: how many vectors are
-# multiplied by each other; from_zero: they are values, not deltas.
+# multiplied by each other; from_zero: they are values, not deltas. bound: what the score of an
+# entry must reach.
 TENSOR: Final = np.dtype(
-    [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "threshold")]
+    [(name, "f8") for name in ("lambda_coeff", "base_share", "first_share", "bound", "threshold")]
     + [(name, "u8") for name in ("exact", "shift", "peak", "ends", "from_zero")]
     + [(name, "f8") for name in ("base_size", "base_squares")]
 )
@@ -63,7 +70,13 @@ SORT_BITS: Final = 11
 SORT_COUNTERS: Final = 64 // (SORT_BITS - 1) + 1 << SORT_BITS
 WIDEST: Final = 8  # bytes of an element
 # Counters per model, by kernel.
-COUNTERS: Final = {"count": 2 << 16, "measure": LANES * BINS}
+SUMMED: Final = {"products", "squares"}  # kernels whose sums, by tiles, are in the output's place
+COUNTERS: Final = {
+    "count": 2 << 16,
+    "variance": 2 << 16,
+    "importance": 3 << 16,
+    "measure": LANES * BINS,
+}
 NARROWEST: Final = 2  # bytes of an element
 
 
@@ -88,7 +101,7 @@ class Buffers:
         self.base = align((row_bytes,), np.uint8)
         self.finetuned = align((models, row_bytes), np.uint8)
         # Where a merge puts its result, all models' products are added up by tiles, in float64.
-        tiles = -(-row_bytes // (TILE * NARROWEST)) if "products" in kernels else 0
+        tiles = -(-row_bytes // (TILE * NARROWEST)) if {*kernels} & SUMMED else 0
         self.output = align((max(row_bytes, 4 * models * (models + 1) * tiles),), np.uint8)
         self.models = align((models,), MODEL)
         self.tensor = align((1,), TENSOR)
@@ -96,7 +109,9 @@ class Buffers:
         counters = max((COUNTERS.get(kind, 0) for kind in kernels), default=0)
         self.counts = align((models, counters), np.uint32)
         self.pairs = align((1 + models * (models - 1) // 2,), PAIR)
-        self.limits = align((models, row_bytes // NARROWEST if ranked else 0), np.uint16)
+        # A number for each element takes twice the room of a limit; no kernel wants both.
+        room = row_bytes if "importance" in kernels else row_bytes // NARROWEST
+        self.limits = align((models, room if ranked else 0), np.uint16)
         # In the order of a kernel's arguments.
         self._all: list[NDArray[Any]] = list(vars(self).values())
         self.addresses = tuple(buffer.ctypes.data for buffer in self._all)
@@ -105,6 +120,7 @@ class Buffers:
         # For each entry of a row two patterns and two places, then counters.
         self.order = align((3 * ranked + SORT_COUNTERS // 2 if ranked else 0,), np.uint64)
         self._all += [self.rows, self.order]
+        self.by_entry = self.limits.reshape(-1).view(np.float32)
 
     def clear(self) -> None:
         """Forget what kernels have found, and what they had to know."""

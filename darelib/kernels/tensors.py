@@ -13,7 +13,7 @@ from darelib.core.methods import METHODS, returns_model
 from darelib.core.settings import TensorSettings
 from darelib.core.text import DareError
 from darelib.core.tuning import TUNING
-from darelib.kernels import plain
+from darelib.kernels import entries, plain
 from darelib.kernels.matrices import merge_matrices
 
 Tensor = torch.Tensor
@@ -104,7 +104,8 @@ class TensorMerge:
         ranked = any(thinning.scheme.thresholds for thinning in self.settings.thinnings)
         at_once = output.is_contiguous() and not ranked
         target = output.view(-1) if at_once else torch.empty_like(self.flat, dtype=self.dtype)
-        found = plain.look_up(self.settings, models, self._open_pieces, len(self.flat))
+        width = self._width
+        found = plain.look_up(self.settings, models, self._open_pieces, len(self.flat), width)
         coefficients = METHODS[self.settings.method].weigh(self.settings, models, found)
         change = self.solutions.get(self.name)
         if self.matrices and change is None:
@@ -113,7 +114,8 @@ class TensorMerge:
         for start, base in self._chunks():
             if change is None:
                 parts = (self._open(i, start, base, found) for i in models)
-                values = plain.merge_parts(self.settings, base, parts, coefficients)
+                by_entry = entries.spread(found.by_row, width, start, len(base), base)
+                values = plain.merge_parts(self.settings, base, parts, coefficients, by_entry)
             else:
                 own = change[start : start + len(base)]
                 values = plain.add_change(base, own, self.settings.lambda_coeff)
@@ -150,6 +152,10 @@ class TensorMerge:
         ]
         return torch.stack(merged).view(-1)
 
+    @property
+    def _width(self) -> int:
+        return self.base.shape[-1] if self.base.shape else 1
+
     def _read(self, flat: Tensor, start: int, stop: int) -> Tensor:
         return flat[start:stop].to(self.real)
 
@@ -173,7 +179,7 @@ class TensorMerge:
         bits = self.draw(self.keys[i], start // TILE, -(-len(base) // TILE))[: len(base)]
         thresholds = thinning.threshold
         if thinning.scheme.thresholds:  # by ranks, which whole rows decide
-            width = self.base.shape[-1] if self.base.shape else 1
+            width = self._width
             first = start // width * width
             last = -(-stop // width) * width
             whole = self._read(self.parts[i], first, last) - self._read(self.flat, first, last)

@@ -80,8 +80,8 @@ class MergePlan:
 
     @cached_property
     def ranked(self) -> int:
-        """Elements of the longest row that entries are ranked in, if any."""
-        return max((t.base.width for t in self.tensors if t.rank_spec), default=0)
+        """Elements of the longest row that must be read as a whole, if any."""
+        return max((t.base.width for t in self.tensors if t.needs_rows), default=0)
 
     @cached_property
     def changed(self) -> tuple[TensorPlan, ...]:

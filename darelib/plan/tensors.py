@@ -101,7 +101,7 @@ class TensorPlan:
 
     def list_passes(self) -> list[tuple[Look, int]]:
         """The looks, and the passes of each."""
-        found = Found()
+        found = Found(width=self.base.width)
         bits = FORMATS[self.spec.real].bits
         passes: list[tuple[Look, int]] = []
         for kind in self.looks:
@@ -116,6 +116,11 @@ class TensorPlan:
         if not self.merged or not any(thinning.scheme.thresholds for thinning in thinnings):
             return None
         return KernelSpec("rank", self.base.dtype, self.spec.finetuned, self.spec.real)
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether whole rows of it must be read at once."""
+        return self.rank_spec is not None or any(look.of_rows for look in self.looks)
 
     @property
     def length(self) -> int:

@@ -71,6 +71,19 @@ class Reader:
             buffers.base[:] = 0
             buffers.finetuned[:] = 0
 
+    def measure_rows(
+        self, kernel: Kernel, tensor: TensorPlan, start: int, count: int, buffers: Buffers
+    ) -> int:
+        """Let a kernel see all rows that start in a chunk. Gives how many they are."""
+        width = tensor.base.width
+        first = -(-start // width)
+        rows = -(-(start + count) // width) - first
+        base = read(self._base, tensor.base, first * width, rows * width, buffers.rows[0])
+        _, info = tensor.finetuned[0]
+        self._load_model(tensor, 0, first * width, base, buffers.rows[1], rows * width)
+        kernel(buffers, rows, width, info.is_delta)
+        return rows
+
     def load_change(
         self,
         tensor: TensorPlan,

@@ -19,6 +19,7 @@ from darelib.core.methods import METHODS, Coefficients, returns_model, weigh_for
 from darelib.core.text import DareError
 from darelib.kernels import KernelSpec
 from darelib.kernels.engines import load_kernels
+from darelib.kernels.entries import spread
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
 from darelib.models.tensors import Target, TensorInfo
@@ -105,7 +106,7 @@ class Worker(JobWorker):
 
     def make_buffers(self) -> Buffers:
         kinds = {look.kernel for passes in self.passes.values() for look, _ in passes}
-        ranks = any(spec.kind == "rank" for spec in self.kernels)
+        ranks = any(spec.kind in ("rank", "diverge") for spec in self.kernels)
         row_bytes = self.plan.chunk * self.plan.itemsize
         return Buffers(len(self.models), row_bytes, kinds, self.plan.ranked if ranks else 0)
 
@@ -138,6 +139,10 @@ class Worker(JobWorker):
             self.describe(tensor, buffers, seen)
         look.describe(buffers, number)
         for start, count in self.chunks(job):
+            if look.of_rows:
+                rows = self.reader.measure_rows(kernel, tensor, start, count, buffers)
+                look.add_chunk(start, rows, buffers)
+                continue
             self.load(tensor, start, count, buffers, look.found, tensor.encoding.rereads)
             kernel(buffers, count, models, start // TILE)
             look.add_chunk(start, count, buffers)
@@ -199,6 +204,9 @@ class Worker(JobWorker):
     ) -> None:
         """Read what the kernel that merges is given of a chunk."""
         self.reader.load(tensor, start, count, buffers, remember)
+        if found.by_row is not None:
+            own = buffers.by_entry
+            own[:count] = spread(found.by_row, found.width, start, count, own)
 
     def count(self, job: Job, buffers: Buffers, found: Found) -> dict[int, Tally]:
         """What kernels have counted in a job, by model. Statistics are of weights."""
@@ -226,10 +234,12 @@ class Worker(JobWorker):
             record["scale"] = found.scales[row]
             record["weight"] = found.weights[row]
             record["floor"] = found.floors[row]
+            record["boost"] = found.boosts[row]
         whole = buffers.tensor[0]
         whole["lambda_coeff"] = settings.lambda_coeff
         whole["base_share"] = found.base_share
         whole["first_share"] = found.first_share
+        whole["bound"] = found.bound
         whole["threshold"] = self.plan.config.delta_threshold
         has_values = any(not info.is_delta for _, info in tensor.finetuned)
         whole["exact"] = returns_model(settings) and has_values

@@ -476,6 +476,28 @@ def test_what_is_stored_in_16_bits_is_mergekits_within_one_rounding(
         assert ours[name].dtype == theirs.dtype == torch.bfloat16
         assert (ours[name] != theirs).float().mean() < 0.01, name
         torch.testing.assert_close(ours[name], theirs, rtol=2**-7, atol=1e-7)
+# Methods that decide about single entries.
+ONE = "\nbase_model: $b\nmodels: [{model: $m1}]\ndtype: float32\n"
+THREE = ONE.replace("{model: $m1}", "{model: $m1}, {model: $m2}, {model: $m3}")
+EXACT |= {
+    "nearswap": "merge_method: nearswap\nparameters: {t: 0.01}" + ONE,
+    "nearswap, the base listed": "merge_method: nearswap\nparameters: {t: 0.01}"
+    + ONE.replace("[{", "[{model: $b}, {"),
+    "nearswap, filters and gradients": "merge_method: nearswap\nparameters:\n  t:\n"
+    "    - {filter: mlp, value: [0, 0.004, 0.03]}\n    - {filter: norm, value: 1}\n"
+    "    - value: 0.008" + ONE,
+    "sce": "merge_method: sce" + THREE,
+    "sce, some": "merge_method: sce\nparameters: {select_topk: 0.3, int8_mask: true}" + THREE,
+    "sce, nothing": "merge_method: sce\nparameters: {select_topk: 0}" + THREE,
+    "sce, filters and gradients": "merge_method: sce\nparameters:\n  select_topk:\n"
+    "    - {filter: mlp, value: [0.1, 0.9]}\n    - {filter: norm, value: 0}\n"
+    "    - value: 0.5" + THREE,
+    "ramplus_tl": "merge_method: ramplus_tl" + THREE,
+    "ramplus_tl, boosted": "merge_method: ramplus_tl\n"
+    "parameters: {r: 0.4, alpha: 0.9, epsilon: 0.02}" + THREE,
+    "ramplus_tl, filters": "merge_method: ramplus_tl\nparameters: {epsilon: 0.02, alpha: 2, "
+    "r: [{filter: attn, value: [0.1, 0.7]}, {value: 0.3}]}" + THREE,
+}
 
 
 @pytest.fixture(scope="module")
@@ -815,3 +837,44 @@ def test_della_keeps_entries_with_mergekits_probabilities(
     most = WIDTH + 6 * (2 * WIDTH) ** 0.5
     for made in draw(text, paths, tmp_path, 2):
         assert distance(made, expected) < most < distance(made, expected * 1.02)
+
+
+@pytest.mark.slow
+def test_fusion_chooses_what_mergekit_chooses(zoo: dict[str, Path], tmp_path: Path) -> None:
+    """Its divergences, in float32, are right to some digits: what lies on the edge may differ."""
+    file = tmp_path / "merge.yaml"
+    file.write_text(Template("merge_method: arcee_fusion" + ONE).substitute(zoo))
+    ours = run_ours(file, tmp_path / "ours")
+    theirs = run_theirs(file, tmp_path / "theirs")
+    base = tensors_in(zoo["b"])
+    assert ours.keys() == theirs.keys()
+    differing = chosen = 0
+    for name, mine in ours.items():
+        near = torch.isclose(mine, theirs[name], rtol=2e-6, atol=1e-7)
+        differing += int((~near).sum())
+        chosen += int((mine != base[name]).sum())
+    assert chosen > 1000
+    assert differing <= chosen / 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["nearswap", "sce", "sce, some", "ramplus_tl, boosted"])
+def test_methods_of_single_entries_round_to_16_bits_as_mergekit_does(
+    case: str, tmp_path: Path
+) -> None:
+    """Models in bf16: many variances are equal, of which mergekit takes some, and we all."""
+    base = random_model(0, BF16, SHAPES)
+    models = {"b": base} | {f"m{k}": finetune(base, k, 0.02) for k in (1, 2, 3)}
+    config = {**CONFIG, "torch_dtype": "bfloat16"}
+    paths = {name: save_directory(tmp_path / name, each, **config) for name, each in models.items()}
+    file = tmp_path / "merge.yaml"
+    file.write_text(Template(EXACT[case] + "out_dtype: bfloat16\n").substitute(paths))
+    ours = run_ours(file, tmp_path / "ours")
+    theirs = run_theirs(file, tmp_path / "theirs")
+    differing = total = 0
+    for name, mine in ours.items():
+        assert mine.dtype == theirs[name].dtype == BF16
+        near = torch.isclose(mine, theirs[name], rtol=2**-7, atol=1e-6)
+        differing += int((~near).sum())
+        total += mine.numel()
+    assert differing <= (total / 500 if "some" in case else 0)

@@ -476,6 +476,8 @@ def test_what_is_stored_in_16_bits_is_mergekits_within_one_rounding(
         assert ours[name].dtype == theirs.dtype == torch.bfloat16
         assert (ours[name] != theirs).float().mean() < 0.01, name
         torch.testing.assert_close(ours[name], theirs, rtol=2**-7, atol=1e-7)
+
+
 # Methods that decide about single entries.
 ONE = "\nbase_model: $b\nmodels: [{model: $m1}]\ndtype: float32\n"
 THREE = ONE.replace("{model: $m1}", "{model: $m1}, {model: $m2}, {model: $m3}")

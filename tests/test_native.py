@@ -169,6 +169,11 @@ RESULTS = {
     "pack": (2, 7),
     "unpack": (2, 7),
     "expand": (2, 99),
+    **dict.fromkeys(("near", "select", "boost", "fuse"), (2, 2 * 100)),
+    **dict.fromkeys(("variance", "importance"), (6, 0)),
+    "squares": (3, MODEL.fields["squares"][1]),
+    "overlap": (3, MODEL.fields["shared"][1]),
+    "diverge": (3, 1),
 }
 
 
@@ -222,6 +227,10 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
         ("unpack", "parts", "flags[j] = 0", "pass"),
         ("merge", "parts", "drops_some = model.ranked or limit", "drops_some = limit"),
         ("expand", "cpu", "while k < rank:", "while k < rank - 1:"),
+        ("select", "tiles", "averaged if variance[j] >= bound else real(0)", "averaged"),
+        ("overlap", "tiles", "np.uint32(number[j] > 1)", "np.uint32(number[j] > 0)"),
+        ("importance", "tiles", "min(count - start, TILE)", "TILE"),
+        ("diverge", "tiles", "bits if bits >= 0 else bits ^ HIGHEST", "bits"),
     ],
 )
 def test_what_a_compiler_might_get_wrong_is_found(

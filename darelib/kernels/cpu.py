@@ -266,7 +266,6 @@ TEMPLATES: Final = {
 PARTS: Final[Mapping[str, Mapping[str, Any]]] = {
     **{kind: {"combine": part} for kind, part in tiles.COMBINERS.items()},
     **{kind: {"note": part} for kind, part in tiles.NOTERS.items()},
-    "diverge": {"order_bits": tiles.order_bits, "restore_bits": tiles.restore_bits},
 }
 
 

@@ -402,8 +402,6 @@ def list_names(base: str, finetuned: str, is_wide: bool) -> dict[str, Any]:
     names: dict[str, Any] = {
         "real": np.float64 if is_wide else np.float32,
         "unsigned": np.uint64 if is_wide else np.uint32,
-        "signed": np.int64 if is_wide else np.int32,
-        "highest": np.int64((1 << 63) - 1) if is_wide else np.int32((1 << 31) - 1),
         "base_raw": find_raw(base),
         "finetuned_raw": find_raw(finetuned),
         "decode": DECODERS[base],

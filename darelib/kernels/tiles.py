@@ -54,7 +54,8 @@ from darelib.kernels.records import (
     ZERO_ROW,
 )
 
-note = signed = highest = FILLED_IN
+note = FILLED_IN
+HIGHEST: Final = np.int64((1 << 63) - 1)
 
 # --- combining ------------------------------------------------------------------------------------
 
@@ -134,13 +135,13 @@ def boost_alone(
     elect(kept, models, merged, number, factor, real(tensor.first_share), True)
     for j in range(TILE):
         number[j] = 0
-        factor[j] = 1
+        factor[j] = 0
     for i in range(len(models)):
         row = kept[i]
         boost = real(models[i].boost)
         for j in range(TILE):
-            number[j] += real(row[j] != 0)
-            factor[j] = boost if row[j] != 0 else factor[j]
+            number[j] += real(1) if row[j] != 0 else real(0)
+            factor[j] += boost if row[j] != 0 else real(0)
     for j in range(TILE):
         merged[j] *= factor[j] if number[j] == 1 else real(1)
 
@@ -212,8 +213,9 @@ def note_overlap(kept: Any, models: Any, _tensor: Any, scratch: Any, *_: Any) ->
         alone = np.uint32(0)
         shared = np.uint32(0)
         for j in range(TILE):
-            alone = np.uint32(alone + np.uint32(row[j] != 0 and number[j] == 1))
-            shared = np.uint32(shared + np.uint32(row[j] != 0 and number[j] > 1))
+            changed = np.uint32(row[j] != 0)
+            alone = np.uint32(alone + (changed & np.uint32(number[j] == 1)))
+            shared = np.uint32(shared + (changed & np.uint32(number[j] > 1)))
         models[i].alone += np.uint64(alone)
         models[i].shared += np.uint64(shared)
 
@@ -363,22 +365,36 @@ def add_row(values: Any) -> Any:  # compiled
 
 
 @inline
-def raise_row(values: Any, top: Any, powers: Any) -> Any:  # compiled
-    """Powers of e, in place of the values. Gives their sum."""
+def find_largest(values: Any) -> Any:  # compiled
+    """As integers of the same order, since a loop over those vectorises."""
+    top = ~HIGHEST
     for j in range(len(values)):
-        values[j] = raise_e(values[j] - top)
-        powers[j] = values[j]
-    return add_row(powers)
+        bits = np.float64(values[j]).view(np.int64)
+        top = max(top, bits if bits >= 0 else bits ^ HIGHEST)
+    return np.int64(top if top >= 0 else top ^ HIGHEST).view(np.float64)
 
 
-def order_bits(value: Any) -> Any:  # compiled
-    """An integer of the same order."""
-    bits = real(value).view(signed)
-    return bits if bits >= 0 else signed(bits ^ highest)
+@inline
+def take_softmax(values: Any, powers: Any) -> None:  # compiled
+    """In place of the values. Overwrites powers."""
+    largest = find_largest(values)
+    for j in range(len(values)):
+        powers[j] = raise_e(values[j] - largest)
+    for j in range(len(values)):
+        values[j] = powers[j]
+    total = add_row(powers)
+    for j in range(len(values)):
+        values[j] = values[j] / total + SOFTMAX_EPSILON
 
 
-def restore_bits(ordered: Any) -> Any:  # compiled
-    return signed(ordered if ordered >= 0 else signed(ordered ^ highest)).view(real)
+@inline
+def multiply_logs(before: Any, after: Any, terms: Any) -> None:  # compiled
+    for j in range(len(terms)):
+        terms[j] = after[j] / before[j]
+    for j in range(len(terms)):
+        terms[j] = find_log(terms[j])
+    for j in range(len(terms)):
+        terms[j] *= after[j]
 
 
 def diverge_rows(
@@ -405,22 +421,14 @@ def diverge_rows(
     for row in range(rows):
         base = base_all[row]
         values = values_all[row]
-        # As integers, of the same order, the loop vectorises.
-        top_before = signed(~highest)
-        top_after = signed(~highest)
         for j in range(width):
-            start = real(decode(base[j]))
+            before[j] = real(decode(base[j]))
+        for j in range(width):
+            start = real(before[j])
             value = real(decode_finetuned(values[j]))
-            moved = real(start + (value if is_delta else value - start))
-            before[j] = start
-            after[j] = moved
-            top_before = max(top_before, order_bits(start))
-            top_after = max(top_after, order_bits(moved))
-        sum_before = raise_row(before, np.float64(restore_bits(top_before)), terms)
-        sum_after = raise_row(after, np.float64(restore_bits(top_after)), terms)
-        for j in range(width):
-            share = after[j] / sum_after + SOFTMAX_EPSILON
-            base_share = before[j] / sum_before + SOFTMAX_EPSILON
-            terms[j] = share * find_log(share / base_share)
+            after[j] = real(start + (value if is_delta else value - start))
+        take_softmax(before, terms)
+        take_softmax(after, terms)
+        multiply_logs(before, after, terms)
         total = add_row(terms)
         found[row] = 0 if total < 0 else total

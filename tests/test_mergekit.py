@@ -409,6 +409,9 @@ EXACT = STACKED | {
         "parameters: {", "parameters: {normalize: false, "
     ),
     "ram": RAM,
+    "ram, filters and gradients": RAM.replace(
+        "0.003", "[{filter: mlp, value: [0.001, 0.004]}, {value: 0.002}]"
+    ),
     "ram, as an only module": RAM.replace("models:", "modules: {default: {models:") + "}}",
     "slerp": SLERP.replace("$models", ARC).replace("$t", "0.3"),
     "slerp, filters and gradients": SLERP.replace("$models", ARC).replace("$t", GRADIENT),

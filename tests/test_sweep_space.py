@@ -149,9 +149,13 @@ VALUES: dict[str, list[Any]] = {
     "rescale_q": [0.1, [0.5, 1]],
     "keep_ratio": [0.2, 1],
     "slerp_t": [0, {"gradient": [0, 1]}],
+    "swap_t": [0.001, {"gradient": [0, 1]}],
+    "boost": [0, 0.1],
+    "boost_limit": [0.2, 1],
     "threshold": [0, 1e-5],
     "ridge": [0.3, {"gradient": [0.1, 1]}],
     "norm_limit": [0, 1.5],
+    "scale": [0.5, {"gradient": [0, 1]}],
     "mismatch": ["error", "base"],
 }
 CONFIGS = st.fixed_dictionaries(

@@ -265,7 +265,7 @@ class DareConfig:
     # nearswap: how far an entry may move; None: 0.0001.
     swap_t: Number | None = None
     # ram, ramplus: a model changes an entry if |delta| is at least this; None: 1e-5.
-    threshold: float | None = None
+    threshold: Number | None = None
     # ramplus: what only one model changes is multiplied by 1 + boost * (entries that it shares /
     # entries that are its own, at most boost_limit); None: 0.1 and 0.2.
     boost: Number | None = None

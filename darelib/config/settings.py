@@ -209,7 +209,7 @@ CHECKS: Final = {
     ),
     "tol": Check("a number above 0", lambda value: is_number(value) and value > 0, searched=False),
     "scale": _ANY,
-    "threshold": Check("a number from 0 up", lambda value: is_number(value) and value >= 0),
+    "threshold": _number(" from 0 up", lambda threshold: threshold >= 0),
     "dtype": replace(
         _word((*DTYPES, *SHORT_DTYPES)),
         wanted=f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})",
@@ -308,6 +308,7 @@ class Rule:
     boost: Number | None = None
     boost_limit: Number | None = None
     method: str | None = None
+    threshold: Number | None = None
     ridge: Number | None = None
     norm_limit: Number | None = None
     scale: Number | None = None
@@ -352,7 +353,7 @@ class Rule:
 # What a rule may set for the tensors that it matches.
 RULE_SETTINGS: Final = tuple(field.name for field in fields(Rule) if field.name != "match")
 # What says how a tensor is merged.
-TENSOR_SETTINGS: Final = ("threshold", "max_iter", "tol", *RULE_SETTINGS)
+TENSOR_SETTINGS: Final = ("max_iter", "tol", *RULE_SETTINGS)
 
 
 def list_given(holder: object) -> dict[str, Any]:

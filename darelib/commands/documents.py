@@ -29,34 +29,19 @@ FITTING: Final = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One of the merges."""
+class Order(Report):
+    """What would be merged, one after the other."""
 
-    name: str
-    method: str
-    base: str
-    models: tuple[str, ...]
-
-    @classmethod
-    def of(cls, file: MergekitFile) -> Step:
-        models = tuple("+".join(filter(None, (each.path, each.lora))) for each in file.models)
-        return cls(file.name, file.method, file.base.path, models)
-
-
-@dataclasses.dataclass(frozen=True)
-class Steps(Report):
-    """What would be merged, in which order. Prints as a list."""
-
-    steps: tuple[Step, ...]
+    merges: tuple[str, ...]
 
     def __str__(self) -> str:
-        names = [*(step.name for step in self.steps[:-1]), "the output"]
-        lines = [
-            f"{k}. {name}: {step.method} of {', '.join(step.models)} (base: {step.base})"
-            for k, (name, step) in enumerate(zip(names, self.steps, strict=True), 1)
-        ]
         end = "each is planned when those before it are merged; to plan one, give it its own file"
-        return "\n".join([*lines, end])
+        return "\n".join([*(f"{k}. {words}" for k, words in enumerate(self.merges, 1)), end])
+
+
+def describe(file: MergekitFile, name: str) -> str:
+    models = ", ".join(str(model).strip("'") for model in file.models)
+    return f"{name}: {file.method} of {models} (base: {file.base.path})"
 
 
 def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: MergerClass) -> None:
@@ -70,7 +55,8 @@ def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: M
         )
     check_models(files)
     if "dry_run" in flags:
-        show(Steps(tuple(map(Step.of, files))), flags, True)
+        names = [*(file.name for file in files[:-1]), "the output"]
+        show(Order(tuple(map(describe, files, names))), flags, True)
         return
     if "output" not in flags:
         raise ConfigError("there is no output", "give --output PATH")

@@ -133,8 +133,16 @@ class Stack(Checkpoint):
     @cached_property
     def _order(self) -> list[tuple[Part, int]]:
         """The layers, one after the other: whose they are, and their numbers there."""
+        slices = self.source.slices
+        # Before any is listed: a range may be long, and be given often.
+        total = sum(own.stop - own.start for own in slices)
+        if not 0 < total <= MAX_LAYERS:
+            raise DareError(
+                f"{self.name!r} would have {'too many' if total else 'no'} layers",
+                "give other ranges of layers",
+            )
         order: list[tuple[Part, int]] = []
-        for own in self.source.slices:
+        for own in slices:
             part = self._own[own.source]
             if own.stop > part.depth:
                 raise DareError(
@@ -142,16 +150,7 @@ class Stack(Checkpoint):
                     f"layer {own.stop - 1}",
                     "layers are counted from 0, and the end of a range is left out",
                 )
-            # A range may be long, and be given often.
-            layers = range(own.start, min(own.stop, own.start + MAX_LAYERS))
-            order += [(part, layer) for layer in layers]
-            if len(order) > MAX_LAYERS:
-                break
-        if not 0 < len(order) <= MAX_LAYERS:
-            raise DareError(
-                f"{self.name!r} would have {'too many' if order else 'no'} layers",
-                "give other ranges of layers",
-            )
+            order += [(part, layer) for layer in range(own.start, own.stop)]
         return order
 
     def _compare(self) -> Iterator[str]:

@@ -293,7 +293,7 @@ def test_layers_may_be_of_a_model_with_an_adapter_on_top(tmp_path: Path) -> None
         ("[]", 2, "base_file must be a path"),
         ('["a", "b"]', 2, "base_file must be a path"),
         ('[{model = "none", layers = [0, 1]}]', 1, "there is no file or directory 'none'"),
-        ('[{model = "lora", layers = [0, 1]}]', 1, "'lora' is no whole model"),
+        ('[{model = "lora", layers = [0, 1]}]', 1, "'lora' is a LoRA adapter"),
         (
             '[{model = "a", layers = [0, 1]}, {model = "wide", layers = [0, 1]}]',
             1,

@@ -64,11 +64,9 @@ class Method:
     settings: tuple[str, ...]  # those of the optional settings that mean something to it
     # The weights, from those given, if any, for so many models, perhaps to be normalized.
     share: Callable[[Sequence[float] | None, int, bool], tuple[float, ...]]
-    # What must be found out first, beside what drops want.
-    look: Callable[[TensorSettings], type[Look] | None]
     weigh: Weigh
-    # What that look must know in turn.
-    look_before: Callable[[TensorSettings], type[Look] | None] = lambda _: None
+    # What must be found out first, beside what drops want, one after the other.
+    looks: Callable[[TensorSettings], tuple[type[Look], ...]] = lambda _: ()
     # Of a model, for a model card.
     show_weight: Callable[[TensorSettings, int], str] = lambda own, i: f"{own.weights[i]:.4g}"
     # The models' shares of what can only be averaged.
@@ -169,13 +167,12 @@ def weigh_for_look(settings: TensorSettings, models: Sequence[int], found: Found
 def choose_looks(settings: TensorSettings, models: Sequence[int]) -> list[type[Look]]:
     """What must be found out about a tensor that these models have, one after the other."""
     thinnings = [settings.thinnings[i] for i in models]
-    looks: list[type[Look] | None] = [
-        BoundsLook if any(thinning.scheme.ends for thinning in thinnings) else None,
-        SumsLook if any(thinning.restores_sum for thinning in thinnings) else None,
-        METHODS[settings.method].look_before(settings),
-        METHODS[settings.method].look(settings),
-    ]
-    return [look for look in looks if look]
+    looks: list[type[Look]] = []
+    if any(thinning.scheme.ends for thinning in thinnings):
+        looks.append(BoundsLook)
+    if any(thinning.restores_sum for thinning in thinnings):
+        looks.append(SumsLook)
+    return [*looks, *METHODS[settings.method].looks(settings)]
 
 
 def sum_weights(weights: Sequence[float]) -> Fraction:
@@ -269,7 +266,6 @@ METHODS: Final = {
         kernel="sum",
         settings=("weights", "normalize", "origin"),
         share=_average,
-        look=lambda _: None,
         weigh=weigh_from_origin,
         averages=lambda normalize: normalize,
         adds_ranks=True,
@@ -279,7 +275,7 @@ METHODS: Final = {
         kernel="elect",
         settings=("weights", "normalize", "keep_ratio"),
         share=_equal_shares,
-        look=lambda settings: TrimLook if settings.keep_ratio < 1 else None,
+        looks=lambda settings: (TrimLook,) if settings.keep_ratio < 1 else (),
         weigh=_weigh_ties,
         normalize=True,
         shares_only=True,
@@ -289,7 +285,7 @@ METHODS: Final = {
         kernel="sum",
         settings=("slerp_t",),
         share=_average,
-        look=lambda _: ArcLook,
+        looks=lambda _: (ArcLook,),
         weigh=_weigh_slerp,
         show_weight=lambda settings, _: f"slerp at {settings.slerp_t:g}",
         shares=lambda settings: (1 - settings.slerp_t, settings.slerp_t),
@@ -304,7 +300,6 @@ METHODS: Final = {
         kernel="average",
         settings=("weights", "threshold"),
         share=_equal_shares,
-        look=lambda _: None,
         weigh=_weigh_ram,
         normalize=True,
         shares_only=True,
@@ -318,7 +313,7 @@ METHODS: Final = {
         kernel="sum",
         settings=("weights", "ridge", "norm_limit"),
         share=_average,
-        look=lambda _: MatrixLook,
+        looks=lambda _: (MatrixLook,),
         weigh=weigh,
         normalize=True,
         shares_only=True,
@@ -333,7 +328,7 @@ METHODS: Final = {
         kernel="sum",
         settings=(),
         share=_average,
-        look=lambda _: GramLook,
+        looks=lambda _: (GramLook,),
         weigh=weigh_by_products(lambda own, found: find_stock(found, len(own.weights))),
         show_weight=lambda *_: "by tensor",
         models=(2, None),
@@ -343,7 +338,7 @@ METHODS: Final = {
         kernel="sum",
         settings=("weights", "origin"),
         share=_share_arc,
-        look=lambda _: GramLook,
+        looks=lambda _: (GramLook,),
         weigh=weigh_by_products(lambda own, found: find_arc(found, own.weights[1])),
         models=(2, 2),
     ),
@@ -355,7 +350,7 @@ METHODS: Final = {
         kernel="sum",
         settings=("weights", "normalize", "origin"),
         share=_average,
-        look=lambda _: GramLook,
+        looks=lambda _: (GramLook,),
         weigh=weigh_by_products(lambda own, found: find_direction(found, own.weights)),
         normalize=True,
     ),
@@ -367,7 +362,7 @@ METHODS: Final = {
         kernel="sum",
         settings=("origin", "max_iter", "tol"),
         share=_average,
-        look=lambda _: GramLook,
+        looks=lambda _: (GramLook,),
         weigh=weigh_by_products(
             lambda own, found: find_karcher(found, len(own.weights), int(own.max_iter), own.tol)
         ),
@@ -379,7 +374,6 @@ METHODS: Final = {
         kernel="sum",
         settings=("scale",),
         share=lambda *_: (),
-        look=lambda _: None,
         weigh=lambda own, models, found: weigh(own, models, found, base_share=own.scale - 1),
         models=(0, 0),
         keeps_base=lambda settings: settings.scale == 1,
@@ -392,7 +386,6 @@ METHODS: Final = {
         kernel="near",
         settings=("swap_t",),
         share=_average,
-        look=lambda _: None,
         weigh=_weigh_near,
         show_weight=lambda settings, _: f"nearswap at {settings.swap_t:g}",
         models=(1, 1),
@@ -406,8 +399,9 @@ METHODS: Final = {
         kernel="select",
         settings=("keep_ratio",),
         share=_average,
-        look=lambda _: SquaresLook,
-        look_before=lambda settings: VarianceLook if settings.keep_ratio < 1 else None,
+        looks=lambda settings: (
+            (VarianceLook, SquaresLook) if settings.keep_ratio < 1 else (SquaresLook,)
+        ),
         weigh=_weigh_sce,
         show_weight=lambda *_: "by squares",
     ),
@@ -419,7 +413,7 @@ METHODS: Final = {
         kernel="boost",
         settings=("weights", "threshold", "boost", "boost_limit"),
         share=_equal_shares,
-        look=lambda _: OverlapLook,
+        looks=lambda _: (OverlapLook,),
         weigh=_weigh_ram,
         normalize=True,
         shares_only=True,
@@ -434,8 +428,7 @@ METHODS: Final = {
         kernel="fuse",
         settings=(),
         share=_average,
-        look=lambda _: ImportanceLook,
-        look_before=lambda _: DivergenceLook,
+        looks=lambda _: (DivergenceLook, ImportanceLook),
         weigh=_weigh_fusion,
         show_weight=lambda *_: "by importance",
         models=(1, 1),

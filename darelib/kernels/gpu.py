@@ -81,7 +81,7 @@ def find_way(settings: TensorSettings) -> tuple[str | None, bool, bool] | None:
     if not fits or any(scheme.ends or scheme.thresholds for scheme in schemes):
         return None
     exact = returns_model(settings)
-    look = None if exact else method.look(settings)
+    look = None if exact or not looks else looks[0]
     counts = method.kernel != "sum" and settings.normalize and set(settings.weights) == {1}
     return look.kernel if look else None, exact, counts and len(settings.weights) <= 5
 
@@ -124,7 +124,7 @@ class Columns:
         self.method = METHODS[settings[0].method]
         self.models = range(len(columns) - 2)
         # Tiles of a program, whose sums slerp folds.
-        self.group = 4 if self.method.look(settings[0]) is ArcLook else 2
+        self.group = 4 if ArcLook in self.method.looks(settings[0]) else 2
         self.table = np.array([column.addresses for column in columns], np.uint64)
         self.counts = np.array(list(map(Tensor.numel, columns[0].values)))
         even = (self.counts % (self.group * TILE) == 0) & (self.table % 16 == 0).all(0)

@@ -94,9 +94,8 @@ def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
         open_files, layout = find_files(source)
         return open_files(source, layout, base)
     below, top = source.joined
-    is_plain = base and not base.source.joined and not base.source.slices
-    plain = base and is_plain and os.path.realpath(base.source.path)
-    if plain == os.path.realpath(below.path):
+    is_plain = base and base.source.parts == (base.source,)
+    if base and is_plain and os.path.realpath(base.source.path) == os.path.realpath(below.path):
         return open_source(top, base)  # an adapter on the base is an input by itself
     with ExitStack() as opened:
         model = opened.enter_context(closing(open_source(below, None)))
@@ -108,14 +107,7 @@ def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
 
 def open_stack(source: Source) -> Checkpoint:
     with ExitStack() as opened:
-        models = []
-        for each in source.models:
-            if not each.joined and find_files(each)[0] is not open_checkpoint:
-                raise DareError(
-                    f"{each.name!r} is no whole model, so layers of it cannot be used",
-                    "write MODEL+ADAPTER, or merge it with its base first",
-                )
-            models.append(opened.enter_context(closing(open_source(each, None))))
+        models = [opened.enter_context(closing(open_source(m, None))) for m in source.models]
         stack = Stack(source, models)
         opened.pop_all()
         return stack

@@ -6,8 +6,9 @@ What comes before the layers is the first model's, what comes after them the las
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -38,9 +39,8 @@ class Part:
     files: int  # how many files of others come before its own
     kind: str  # what is before the number of a layer in a name
     depth: int
-    layers: dict[int, dict[str, TensorInfo]] = field(default_factory=dict)
-    before: dict[str, TensorInfo] = field(default_factory=dict)
-    after: dict[str, TensorInfo] = field(default_factory=dict)
+    # Its tensors, by layer; those before the layers have the number -1, those after them the depth.
+    layers: Mapping[int, dict[str, TensorInfo]]
 
     @classmethod
     def of(cls, model: Checkpoint, files: int) -> Part:
@@ -51,13 +51,12 @@ class Part:
                 "layers can only be taken of a model that has one",
             )
         [(kind, depth)] = counts.items()
-        part = cls(model, files, kind, depth)
+        layers: dict[int, dict[str, TensorInfo]] = defaultdict(dict)
         for name, info in model.tensors.items():
-            group = part.before if BEFORE_LAYERS.search(name) else part.after
-            if match := LAYER.match(name):
-                group = part.layers.setdefault(int(match[2]), {})
-            group[name] = info
-        return part
+            match = LAYER.match(name)
+            outside = -1 if BEFORE_LAYERS.search(name) else depth
+            layers[int(match[2]) if match else outside][name] = info
+        return cls(model, files, kind, depth, layers)
 
     @cached_property
     def tables(self) -> list[dict[str, Any]]:
@@ -95,15 +94,16 @@ class Stack(Checkpoint):
         self._home = home = own[source.slices[0].source]
         self.warnings = (*(words for model in models for words in model.warnings), *self._compare())
         last = own[source.slices[-1].source]
-        if lacking := [name for name in home.after if name not in last.after]:
+        after = last.layers[last.depth]
+        if lacking := [name for name in home.layers[home.depth] if name not in after]:
             raise DareError(
                 f"{last.model.name!r}, whose layers come last, has no {lacking[0]!r}",
                 "let the last layers be those of a model that has it",
             )
-        self._add(home, home.before, str)
+        self._add(home, home.layers[-1], str)
         for place, (part, layer) in enumerate(self._order):
-            self._add(part, part.layers.get(layer, {}), partial(put_layer, place))
-        self._add(last, last.after, str)
+            self._add(part, part.layers[layer], partial(put_layer, place))
+        self._add(last, after, str)
 
     @property
     def parts(self) -> list[Checkpoint]:

@@ -38,6 +38,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "bias": (61,),
     "conv.weight": (3, 4, 3, 3),
     "scalar": (),
+    "wide.weight": (2, 1500),  # rows that are longer than a chunk
 }
 ALONE = ("nearswap", "arcee_fusion")  # take one model
 NEAR: Config = {"method": "nearswap", "drop_rate": 0.0, "swap_t": 0.005}

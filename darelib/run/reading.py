@@ -78,10 +78,11 @@ class Reader:
         width = tensor.base.width
         first = -(-start // width)
         rows = -(-(start + count) // width) - first
-        base = read(self._base, tensor.base, first * width, rows * width, buffers.rows[0])
-        _, info = tensor.finetuned[0]
-        self._load_model(tensor, 0, first * width, base, buffers.rows[1], rows * width)
-        kernel(buffers, rows, width, info.is_delta)
+        if rows:  # a row may be longer than a chunk
+            base = read(self._base, tensor.base, first * width, rows * width, buffers.rows[0])
+            _, info = tensor.finetuned[0]
+            self._load_model(tensor, 0, first * width, base, buffers.rows[1], rows * width)
+            kernel(buffers, rows, width, info.is_delta)
         return rows
 
     def load_change(

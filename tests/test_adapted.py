@@ -72,7 +72,7 @@ def write_all(folder: Path, dtype: torch.dtype) -> None:
         save_directory(folder / f"baked_{name}", baked, model_type="llama", name=name)
 
 
-@pytest.mark.parametrize("adapted", [("base",), ("tuned",), ("base", "tuned")], ids=str)
+@pytest.mark.parametrize("adapted", [("base", "tuned"), slow(("base",)), slow(("tuned",))], ids=str)
 @pytest.mark.parametrize(
     ("dtype", "engine"),
     [(BF16, "plain"), (F32, "numba"), (F64, "plain"), slow(F16, "numba"), slow(BF16, "numba")],

@@ -261,19 +261,6 @@ def test_equal_models_are_merged_into_that_model(
 
 
 @few
-@given(seeds, sizes, st.sampled_from(["nuslerp", "multislerp", "karcher"]))
-def test_half_way_between_two_of_equal_length_all_are_slerp(
-    seed: int, size: float, method: str
-) -> None:
-    random = np.random.default_rng(seed)
-    base, one = random.normal(size=(2, 500)) * size
-    models = np.stack([one, random.permutation(one)])  # hardly ever within slerp's straight line
-    merged = merge_vectors(base, models, method=method, origin="zero")
-    slerp = merge_vectors(base, models, method="slerp", slerp_t=0.5)
-    np.testing.assert_allclose(merged, slerp, rtol=1e-11, atol=1e-11 * size)
-
-
-@few
 @given(seeds, st.integers(1, 4))
 def test_opposite_directions_are_no_way_to_large_values(seed: int, pairs: int) -> None:
     """What is left of their sum is rounding."""

@@ -79,13 +79,13 @@ def test_a_dry_run_lists_the_merges(folder: Path, capsys: Capture) -> None:
     before = set(os.listdir())
     run("all.yaml", "out", "--dry-run")
     assert capsys.readouterr().out.splitlines()[:3] == [
-        "1. first: slerp of base, one (base: base)",
-        "2. second: task_arithmetic of two (base: first)",
-        "3. the output: ties of second, first (base: base)",
+        "1. first: slerp of 'base', 'one' (base: 'base')",
+        "2. second: task_arithmetic of 'two' (base: 'first')",
+        "3. the output: ties of 'second', 'first' (base: 'base')",
     ]
     run("all.yaml", "out", "--dry-run", "--json")
     merges = json.loads(capsys.readouterr().out)["merges"]
-    assert merges[0] == "first: slerp of base, one (base: base)"
+    assert merges[0] == "first: slerp of 'base', 'one' (base: 'base')"
     assert set(os.listdir()) == before
 
 

@@ -197,17 +197,6 @@ def test_models_equal_to_the_base_change_nothing(config: Config) -> None:
     assert_same(dare_merge(base, models, DareConfig(**{**config, "lambda_coeff": 0.0})), base)
 
 
-def test_nearswap_takes_what_is_near_and_goes_no_farther() -> None:
-    base, model = make_models(1, F32, SHAPES, 0.01)
-    far = dare_merge(base, [model], DareConfig(**{**NEAR, "swap_t": 1e9}))
-    none = dare_merge(base, [model], DareConfig(**{**NEAR, "swap_t": 0.0}))
-    assert_same(none, base)
-    merged = dare_merge(base, [model], DareConfig(**NEAR))
-    for name, tensor in merged.items():
-        torch.testing.assert_close(far[name], model[name], rtol=1e-6, atol=1e-8)
-        assert (tensor - base[name]).abs().max() < 0.005 * 1.0001
-
-
 def test_sce_without_a_difference_or_with_one_model_is_that_model() -> None:
     base, model = make_models(1, F32, SHAPES, 0.02)
     assert_same(dare_merge(base, [model], DareConfig(**SCE)), model)

@@ -894,13 +894,6 @@ merge_method: slerp
 base_model: base
 parameters: {t: 0.2}
 """,
-    "density 0": """
-merge_method: dare_ties
-base_model: base
-models:
-  - {model: one, parameters: {weight: 0.5, density: 0.5}}
-  - {model: two, parameters: {weight: 0.5, density: 0}}
-""",
     "weight and density by filter": """
 merge_method: ties
 base_model: base
@@ -942,17 +935,6 @@ models:
   - {model: one, parameters: &usual {weight: 0.5, density: 0.5}}
   - {model: two, parameters: *usual}
   - {model: three, parameters: {<<: *usual, weight: 0.1}}
-""",
-    "several documents": """
-name: chat
-merge_method: slerp
-base_model: one
-models: [{model: two}]
-parameters: {t: 0.5}
----
-merge_method: task_arithmetic
-base_model: base
-models: [{model: chat, parameters: {weight: 0.5}}, {model: three, parameters: {weight: 0.5}}]
 """,
 }
 

@@ -26,7 +26,6 @@ from tests.support import (
     read_json,
     run,
     save_directory,
-    slow,
     tensors_in,
     tune,
     write_adapter,
@@ -102,7 +101,8 @@ def test_any_layers_are_copied_in_any_order(pair: Path, slices: Slices) -> None:
         assert_same(load_file(pair / "tall.safetensors"), wanted)
 
 
-@pytest.mark.parametrize("family", ["qwen", slow("llama"), slow("gpt2")])
+@pytest.mark.parametrize("family", ["qwen", "llama", "gpt2"])
+@pytest.mark.slow  # importing transformers takes longer than most of the suite
 def test_transformers_loads_a_stack_and_computes_what_its_layers_do(
     tmp_path: Path, family: str
 ) -> None:

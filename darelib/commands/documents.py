@@ -40,8 +40,7 @@ class Order(Report):
 
 
 def describe(file: MergekitFile, name: str) -> str:
-    models = ", ".join(str(model).strip("'") for model in file.models)
-    return f"{name}: {file.method} of {models} (base: {file.base.path})"
+    return f"{name}: {file.method} of {', '.join(map(str, file.models))} (base: {file.base})"
 
 
 def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: MergerClass) -> None:

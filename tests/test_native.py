@@ -230,7 +230,6 @@ def test_one_bit_that_is_wrong_is_found(kind: str) -> None:
         ("select", "tiles", "averaged if variance[j] >= bound else real(0)", "averaged"),
         ("overlap", "tiles", "np.uint32(number[j] > 1)", "np.uint32(number[j] > 0)"),
         ("importance", "tiles", "min(count - start, TILE)", "TILE"),
-        ("diverge", "tiles", "bits if bits >= 0 else bits ^ HIGHEST", "bits"),
     ],
 )
 def test_what_a_compiler_might_get_wrong_is_found(

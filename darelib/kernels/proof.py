@@ -85,6 +85,13 @@ BROKEN: Final = {310: math.inf, 311: math.nan, 312: -math.inf, TILE + 400: 6e4}
 Case = tuple[Sequence[Record], Record, bool]
 ENDS: Final = [({**one, "number": 0}, {**other, "number": 1}) for one, other in pairwise(DENSE)]
 NUMBERED: Final = [{**model, "number": k} for k, model in enumerate(DENSE)]
+MERGES: Final[Sequence[Case]] = [
+    ((*DENSE, TRIMMED), TENSOR, False),
+    ((*DENSE, TRIMMED), TENSOR, True),
+    ((DROPPED, ADAPTER, DROPPED), {**TENSOR, "base_share": 0, "first_share": 0}, False),
+    ((WHOLE,), {**TENSOR, "exact": 1}, False),
+    ((), TENSOR, False),
+]
 CASES: Final[Mapping[str, Sequence[Case]]] = {
     "products": [
         *((ends, {"ends": 2, "from_zero": 1}, False) for ends in ENDS),
@@ -99,15 +106,13 @@ CASES: Final[Mapping[str, Sequence[Case]]] = {
     ],
     "pack": [((DROPPED,), {}, False)],
     "squares": [(DENSE, {"bound": 1e-4}, False)],
+    # It divides by the sum of shares that agree, which are never negative.
+    "select": [
+        ([{**model, "weight": 0.1 + 0.1 * k} for k, model in enumerate(models)], tensor, broken)
+        for models, tensor, broken in MERGES
+    ],
     "overlap": [((*DENSE, TRIMMED), {}, False), ((TRIMMED, DROPPED), {}, False)],
 }
-MERGES: Final[Sequence[Case]] = [
-    ((*DENSE, TRIMMED), TENSOR, False),
-    ((*DENSE, TRIMMED), TENSOR, True),
-    ((DROPPED, ADAPTER, DROPPED), {**TENSOR, "base_share": 0, "first_share": 0}, False),
-    ((WHOLE,), {**TENSOR, "exact": 1}, False),
-    ((), TENSOR, False),
-]
 # What kernels find, of each model or of the tensor; and whether in the output.
 MERGED: Final = ("peak", "above", "kept", "size", "base_size", "output")
 FOUND: Final[Mapping[str, tuple[str, ...]]] = {
@@ -282,6 +287,7 @@ def _try_rows(spec: KernelSpec, diverge: Kernel) -> Results:
     for width in (1, 7, TILE + 5):
         buffers = Buffers(1, 8 * TILE * WIDEST, ["importance"], width)
         base = rng.normal(0, 1, (5, width)) * [[0.01], [0.1], [1], [100], [1000]]
+        base[4] = -abs(base[4])
         values = base + rng.normal(0, 0.01, (5, width))
         values[0] = base[0]
         stored = ((base, spec.base), (values, spec.finetuned))

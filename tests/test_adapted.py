@@ -391,3 +391,26 @@ def test_other_commands_take_it_as_the_model_that_they_give(
 def test_any_name_is_one_path_or_two_or_has_more_than_one_plus(name: str) -> None:
     with contextlib.suppress(dare.ConfigError) if name.count("+") > 1 else contextlib.nullcontext():
         dare.DareMerger(name, [name])
+
+
+def test_a_whole_model_is_no_adapter_on_the_base_either(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base = random_model()
+    paths = save(tmp_path, base=base, other=finetune(base, 1))
+    pair = f"{paths[0]}+{paths[1]}"
+    check_refused(paths[0], pair, "is not an adapter that could be put on")
+
+
+def test_a_whole_model_is_no_adapter_in_mergekits_files(
+    tmp_path: Path, monkeypatch: Patch, refused: Refusal
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = random_model()
+    for name, tensors in {"base": base, "other": finetune(base, 1)}.items():
+        save_directory(tmp_path / name, tensors)
+    model = "{model: base+other, parameters: {weight: 1}}"
+    Path("m.yaml").write_text(
+        f"merge_method: task_arithmetic\nbase_model: base\nmodels: [{model}]\n"
+    )
+    refused(1, "'other' is not an adapter", "m.yaml", "out")

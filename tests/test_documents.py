@@ -148,3 +148,26 @@ def test_what_is_for_one_merge_is_refused(folder: Path, refused: Refusal) -> Non
     refused(2, "no directory", "all.yaml", "nowhere/out")
     (folder / "out").mkdir()
     refused(2, "'out' exists already", "all.yaml", "out")
+
+
+SLICES = """name: tall
+merge_method: passthrough
+slices:
+- sources: [{model: first, layer_range: [0, 2]}]
+- sources: [{model: two, layer_range: [1, 2]}]
+"""
+FROM_TALL = "merge_method: passthrough\nmodels: [{model: tall}]\n"
+
+
+def test_the_models_of_all_slices_are_listed_and_must_be_there(
+    folder: Path, capsys: Capture, refused: Refusal
+) -> None:
+    write(FIRST, SLICES, FROM_TALL)
+    run("all.yaml", "out", "--dry-run")
+    assert "2. tall: passthrough of 'first', 'two' (base: 'first')" in capsys.readouterr().out
+    for adapter in ("two", "one"):
+        model = SLICES.replace("model: two", f"model: nothing+{adapter}")
+        write(FIRST, model, FROM_TALL)
+        with mock.patch.object(DareMerger, "merge") as merge:
+            refused(1, "no file or directory 'nothing'", "all.yaml", "out", *QUIET)
+        merge.assert_not_called()

@@ -405,7 +405,7 @@ def test_filters_become_rules_for_the_bases_names(folder: Path) -> None:
     found = {rule.match: rule.slerp_t for rule in request.rules} | {
         ("usual",): freeze(request.dare["slerp_t"])
     }
-    assert sorted(map(str, found.values())) == ["0.1", "0.5", "Gradient(numbers=(0.0, 0.5, 1.0))"]
+    assert sorted(map(str, found.values())) == ["0.1", "0.5", "{gradient = [0.0, 0.5, 1.0]}"]
     assert {pattern for match in found for pattern in match} >= {
         "lm_head.weight",
         "model.norm.weight",
@@ -1299,3 +1299,21 @@ def test_several_stacks_of_layers_cannot_be_sliced(refused: Refusal, folder: Pat
         "slices: [{sources: [{model: one, layer_range: [0, 1]}]}]"
     )
     refused(1, "'base' has 2 stacks of layers", "-c", "merge.yaml", "-o", "out")
+
+
+def test_a_selection_may_fade_out_over_the_layers(folder: Path) -> None:
+    """Where nothing is selected, the base stays; elsewhere the share is the gradient's."""
+    models = "base_model: base\nmodels: [{model: one}, {model: two}]\n"
+    text = f"merge_method: sce\n{models}parameters: {{select_topk: [0, 0.6]}}"
+    Path("m.yaml").write_text(text)
+    run("m.yaml", "out", "-q", "--engine", "plain")
+    out, base = tensors_in(folder / "out"), tensors_in(folder / "base")
+    kept = {name for name in base if out[name].equal(base[name])}
+    later = (".layers.1.", ".layers.2.", ".layers.3.")
+    assert kept == {name for name in base if not any(part in name for part in later)}
+
+
+def test_a_gradient_that_does_not_fit_is_shown_as_one(check: Refusal) -> None:
+    models = "models: [{model: one}, {model: two}]\n"
+    text = f"merge_method: karcher\n{models}parameters: {{max_iter: [1, 10]}}"
+    check(text, "not {gradient = [1.0, 10.0]}")

@@ -482,3 +482,14 @@ def test_mistakes_with_packing_are_explained(pair: Pair, tmp_path: Path, refused
         refused(1, words, *arguments)
     (model / "packed.safetensors").write_bytes(packed.read_bytes())
     run_merge(base, [model], out, any_base=True, drop_rate=0.0)  # the model, not that
+
+
+def test_what_must_see_all_of_a_model_takes_none_that_is_thinned(
+    models: list[Path], check_refused: Refusal
+) -> None:
+    """What is important depends on the whole fine-tune: what nothing was dropped of is whole."""
+    fusion = ("--method", "arcee_fusion", "--drop-rate", "0.5")
+    thinned = pack_all(models[:2], 0.5)[0]
+    check_refused(models[0], thinned, "packed", "arcee_fusion must see all of", flags=fusion)
+    whole = pack_all(models[:2], 0.0)
+    compare(models[:2], whole, method="arcee_fusion", drop_rate=0.5)

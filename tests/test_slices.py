@@ -31,6 +31,7 @@ from tests.support import (
     write_adapter,
 )
 from tests.test_fp8 import quantise
+from tests.test_tokenizer import write_tokenizer
 
 DEPTHS = {"a": 3, "b": 4}
 COPY = ("--method", "passthrough", "-q")
@@ -358,3 +359,26 @@ def test_a_single_model_is_scaled(tmp_path: Path) -> None:
     output = tmp_path / "half"
     run("-b", tmp_path / "a", "--method", "passthrough", "--scale", 0.5, "-o", output, "-q")
     assert_same(tensors_in(output), {name: tensor / 2 for name, tensor in make("a").items()})
+
+
+@pytest.mark.parametrize("tokenizer", ["union", "a", "b"])
+def test_layers_of_models_with_other_tokens_take_no_tokenizer(
+    tmp_path: Path, monkeypatch: Patch, refused: Refusal, tokenizer: str
+) -> None:
+    """The embedding is the first model's, and the head the last one's: no tokenizer fits both."""
+    monkeypatch.chdir(tmp_path)
+    save_pair(tmp_path)
+    slices = [{"sources": [{"model": name, "layer_range": [0, 2]}]} for name in "ab"]
+    recipe = {"merge_method": "passthrough", "tokenizer_source": tokenizer, "slices": slices}
+    Path("m.yaml").write_text(json.dumps(recipe))
+    write_tokenizer(Path("a"), {})
+    write_tokenizer(Path("b"), {}, {"padding_side": "left"})
+    run("m.yaml", "same", "-q", "--engine", "plain")
+    write_tokenizer(Path("b"), {"<new>": 8})
+    refused(1, "'a' and 'b' have different tokenizers", "m.yaml", "out")
+
+
+def test_layers_alone_are_no_adapter(tmp_path: Path, refused: Refusal) -> None:
+    save_pair(tmp_path)
+    flags = ("-b", tmp_path / "a", "--scale", 0.5, "--adapter-rank", 2, "-o", tmp_path / "out")
+    refused(2, "holds what models change, and there are none", *COPY, *flags)

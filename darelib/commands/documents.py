@@ -40,7 +40,8 @@ class Order(Report):
 
 
 def describe(file: MergekitFile, name: str) -> str:
-    return f"{name}: {file.method} of {', '.join(map(str, file.models))} (base: {file.base})"
+    models = dict.fromkeys(str(model) for part in file.parts for model in part.columns[1:])
+    return f"{name}: {file.method} of {', '.join(models)} (base: {file.base})"
 
 
 def merge_documents(files: Sequence[MergekitFile], flags: Flags, merger_class: MergerClass) -> None:
@@ -86,7 +87,8 @@ def check_models(files: Sequence[MergekitFile]) -> None:
     """Refuse models that are not there, before the first document takes its time."""
     made = {file.name for file in files}
     for file in files:
-        names = {file.base.path, *(model.lora or model.path for model in file.models)}
+        models = [model for part in file.parts for model in part.columns]
+        names = {name for model in models for name in (model.path, model.lora) if name}
         for source in map(Source.of, sorted(names - made)):
             if not is_on_hub(source):
                 with explain_path(source):

@@ -40,6 +40,9 @@ class Gradient:
 
     numbers: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        return f"{{gradient = {list(self.numbers)}}}"
+
     def at(self, depth: float) -> float:
         """Its value at a depth from 0, the first layer, to 1, the last."""
         place = depth * (len(self.numbers) - 1)

@@ -73,6 +73,7 @@ class Method:
     shares: Callable[[TensorSettings], tuple[float, ...]] = lambda own: own.weights
     models: tuple[int, int | None] = (1, None)  # how many it takes: at least, at most
     any_drop: bool = True  # whether it goes with other drops than random
+    sees_dropped: bool = False  # whether what a drop leaves out decides with the rest
     # Whether the base may be one of the models, by whether weights are normalized.
     averages: Callable[[bool], bool] = lambda _: False
     # Of what is combined, where the user does not say: deltas, from the base, or values, from zero.
@@ -433,6 +434,7 @@ METHODS: Final = {
         show_weight=lambda *_: "by importance",
         models=(1, 1),
         any_drop=False,
+        sees_dropped=True,
         returns_model=False,
     ),
 }

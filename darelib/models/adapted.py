@@ -39,17 +39,22 @@ class AdaptedTensor(TensorInfo):
         return self.change.stored_bytes + self.change.is_delta * self.stored.stored_bytes
 
 
+def check_adapter(adapter: Checkpoint, model: Checkpoint) -> LoraAdapter:
+    if not isinstance(adapter, LoraAdapter):
+        raise DareError(
+            f"{adapter.name!r} is not an adapter that could be put on {model.name!r}",
+            "write MODEL+ADAPTER; models are merged if each is given by itself",
+        )
+    return adapter
+
+
 class AdaptedModel(Checkpoint):
     """A model and an adapter, both open for reading, as one model. All that is not a tensor is the
     model's.
     """
 
     def __init__(self, source: Source, model: Checkpoint, adapter: Checkpoint) -> None:
-        if not isinstance(adapter, LoraAdapter):
-            raise DareError(
-                f"{adapter.name!r} is not an adapter that could be put on {model.name!r}",
-                "write MODEL+ADAPTER; models are merged if each is given by itself",
-            )
+        adapter = check_adapter(adapter, model)
         self.source = source
         self.name = source.name
         self.folder = model.folder

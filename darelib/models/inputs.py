@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from darelib.core.text import DareError, as_text
-from darelib.models.adapted import AdaptedModel
+from darelib.models.adapted import AdaptedModel, check_adapter
 from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint
 from darelib.models.fp8 import recognise_fp8
 from darelib.models.kohya import KohyaAdapter, find_kohya
@@ -95,9 +95,13 @@ def open_source(source: Source, base: Checkpoint | None) -> Checkpoint:
         return open_files(source, layout, base)
     below, top = source.joined
     is_plain = base and base.source.parts == (base.source,)
-    if base and is_plain and os.path.realpath(base.source.path) == os.path.realpath(below.path):
-        return open_source(top, base)  # an adapter on the base is an input by itself
+    path = os.path.realpath(below.path)
     with ExitStack() as opened:
+        if base and is_plain and os.path.realpath(base.source.path) == path:
+            # An adapter on the base is an input by itself.
+            own = check_adapter(opened.enter_context(closing(open_source(top, base))), base)
+            opened.pop_all()
+            return own
         model = opened.enter_context(closing(open_source(below, None)))
         adapter = opened.enter_context(closing(open_source(top, model)))
         adapted = AdaptedModel(source, model, adapter)
@@ -128,7 +132,8 @@ def open_models(
         for source in map(download, sources):
             model = open_source(source, inputs[0] if inputs else None)
             inputs.append(opened.enter_context(closing(model)))
-        owner = next((m for m in inputs if tokenizer and is_of(tokenizer, m)), None)
+        owners = (m for m in inputs for part in m.parts if tokenizer and is_of(tokenizer, part))
+        owner = next(owners, None)
         if owner or (tokenizer and tokenizer.name == UNION):
             from darelib.models.rows import unite_tokens
 

@@ -105,9 +105,9 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
     """
     base, *models = inputs
     names = [n for n, info in base.tensors.items() if n.endswith(EMBEDDINGS) and info.count]
+    for model in inputs:
+        check_alike(model)
     try:
-        for model in inputs:
-            check_alike(model)
         vocabulary, *others = (read_vocabulary(model.folder, model.name) for model in inputs)
     except DareError:
         if owner:  # rows are merged by their numbers, with a warning
@@ -153,10 +153,18 @@ def unite_tokens(inputs: Sequence[Checkpoint], owner: Checkpoint | None = None) 
 
 def check_alike(model: Checkpoint) -> None:
     """Refuse layers of models whose tokens have other numbers: the head may be another one's."""
-    if len({digest_tokenizer(part.folder) for part in model.parts}) > 1:
-        raise DareError(
-            f"the models of {model.name!r} have different tokenizers", "use --tokenizer base"
-        )
+    first, *others = model.parts
+    if not others:
+        return
+    tokens = read_vocabulary(first.folder, first.name)
+    for part in others:
+        theirs = read_vocabulary(part.folder, part.name)
+        if (theirs and theirs.numbers) != (tokens and tokens.numbers):
+            raise DareError(
+                f"{first.name!r} and {part.name!r} have different tokenizers, so their layers "
+                "cannot be put together with another one's",
+                "use --tokenizer base, which leaves all rows as they are",
+            )
 
 
 class Arrangement:

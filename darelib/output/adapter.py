@@ -129,6 +129,10 @@ def plan_adapter(
     if tokenizer.settings:
         [setting, *_] = tokenizer.settings
         raise ConfigError(f"{setting} means nothing to an adapter", "leave it out")
+    if len(inputs) == 1:
+        raise ConfigError(
+            "an adapter holds what models change, and there are none", "give --merge MODEL..."
+        )
     recorded_name(inputs[0].source)  # layers of several models are no base that has one
     whole = plan_files(config, inputs, destination, tokenizer, version, with_side_files=False)
     changed = [tensor for tensor in whole.tensors if is_changed(tensor, inputs)]

@@ -10,7 +10,7 @@ from darelib.config import DareConfig, Rule, count_layers
 from darelib.core.drops import DROPS, NONE, RANDOM, Thinning
 from darelib.core.formats import FORMATS, is_counted
 from darelib.core.mask import keep_threshold
-from darelib.core.methods import LINEAR
+from darelib.core.methods import LINEAR, METHODS
 from darelib.core.text import DareError, count_of, list_names
 from darelib.models.checkpoint import (
     QUANTISE_HINT,
@@ -112,9 +112,9 @@ class Refusals:
             )
 
     def check_drop(
-        self, name: str, theirs: TensorInfo, model: Described, thinning: Thinning
+        self, name: str, theirs: TensorInfo, model: Described, method: str, thinning: Thinning
     ) -> None:
-        """Refuse a drop that must see more of a tensor than there is, or keep more.
+        """Refuse a drop or a method that must see more of a tensor than there is, or keep more.
 
         Less is possible: masks nest.
         """
@@ -124,6 +124,11 @@ class Refusals:
             raise DareError(
                 f"{model.name!r} is packed, and {what} must see all of {name!r}",
                 "give the model itself, or use drop random with another rescale",
+            )
+        if theirs.mask_name is not None and theirs.drop_rate and METHODS[method].sees_dropped:
+            raise DareError(
+                f"{model.name!r} is packed, and {method} must see all of {name!r}",
+                "give the model itself, or use another method",
             )
         if thinning.scheme.thresholds and theirs.count and width > MAX_RANKED:
             raise DareError(

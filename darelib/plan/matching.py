@@ -114,7 +114,8 @@ class Matcher:
         elif quantised and not self.models:
             self._refusals.refuse_scale(name)
         for i, theirs in finetuned:
-            self._refusals.check_drop(name, theirs, self.models[i], settings.thinnings[i])
+            thinning = settings.thinnings[i]
+            self._refusals.check_drop(name, theirs, self.models[i], settings.method, thinning)
         return TensorPlan(
             name=name,
             base=info,

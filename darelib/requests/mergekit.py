@@ -46,6 +46,7 @@ FLAGS: Final = (
     *("normalize", "normalize_weights", "rescale", "int8_mask"),
     *("filter_wise", "nuslerp_flatten", "nuslerp_row_wise"),
 )
+KEPT: Final = ("density", "select_topk")  # shares, whose 0 becomes another setting's
 YES, NO = (("true", "yes", "on", "1", "1.0"), ("false", "no", "off", "0", "0.0"))
 NUMBER: Final = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a part of a name
 
@@ -193,7 +194,7 @@ class Parameters:
         return names
 
     def fades_out(self) -> bool:
-        """Whether a density is 0 somewhere, and something changes over the layers."""
+        """Whether nothing is kept somewhere, and something changes over the layers."""
         values = [
             (name, value)
             for table in self.tables
@@ -202,7 +203,7 @@ class Parameters:
         ]
         gradients = [(name, value.numbers) for name, value in values if isinstance(value, Gradient)]
         numbers = [*gradients, *((name, (value,)) for name, value in values)]
-        return bool(gradients) and any(name == "density" and 0 in each for name, each in numbers)
+        return bool(gradients) and any(name in KEPT and 0 in each for name, each in numbers)
 
     def choose_all(self, name: str) -> dict[Key, Value]:
         """The parameters of a tensor. Where there is but one part, gradients stay what they are."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from darelib.config import LAYER, count_layers
 from darelib.core.methods import METHODS
 from darelib.core.text import LOG
+from darelib.models.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from darelib.models.inputs import open_models
 from darelib.models.source import Slice, Source
 from darelib.models.stack import BEFORE_LAYERS, put_layer
@@ -65,7 +66,11 @@ def find_source(file: MergekitFile, model: Reference, base: Reference | None = N
         return file.find(model.path)
     adapter = file.find(model.lora)
     is_on_base = base == Reference(model.path)
-    return adapter if is_on_base else Source.join(file.find(model.path), adapter)
+    # What holds a whole model would be merged as one; joined, it is refused.
+    is_model = any((adapter.path / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+    if is_on_base and not is_model and not adapter.path.is_file():
+        return adapter
+    return Source.join(file.find(model.path), adapter)
 
 
 def allow_other_layers(file: MergekitFile) -> Table:

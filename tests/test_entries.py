@@ -285,10 +285,11 @@ def test_a_merged_directory_says_how_and_makes_itself_again(
         if name != "drop"
     ]
     words = ["-b", paths[0], "-m", *paths[1:], "-o", tmp_path / "out", *flags]
-    run(*words, "--engine", "plain")
+    plain = ("--engine", "plain")
+    run(*words, *plain)
     assert_same(tensors_in(tmp_path / "out"), merged)
     assert f"method {config['method']}" in capsys.readouterr().out
-    run("verify", tmp_path / "out", "--base", paths[0], "--merge", *paths[1:])
+    run("verify", tmp_path / "out", *plain, "--base", paths[0], "--merge", *paths[1:])
     assert config["method"] in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -410,16 +410,8 @@ class DareConfig:
             **({} if rescale is None else {"rescale": rescale}),
             **{name: value for name, value in defaults.items() if name in method.settings},
         }
-        optional = (
-            *defaults,
-            "origin",
-            "weights",
-            "rescale_q",
-            "keep_ratio",
-            "dtype",
-            *DROP_SETTINGS,
-        )
-        optional += ("adapter_rank", "adapter_rest")
+        optional = (*defaults, "origin", "weights", "rescale_q", "keep_ratio", "dtype")
+        optional += (*DROP_SETTINGS, "adapter_rank", "adapter_rest")
         is_written = {name: getattr(self, name) is not None for name in optional} | {
             "drop": set(self._scopes[""].drops) != {RANDOM},
             "normalize": self._is_normalized != method.normalize,

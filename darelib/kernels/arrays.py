@@ -8,7 +8,7 @@ import numpy as np
 from darelib.core.looks import fold_neighbours
 from darelib.core.mask import TILE
 
-Array = Any  # of one dimension, unless it is said
+Array = Any  # of one dimension, but for rows of a matrix
 
 
 def library(array: Array) -> Any:

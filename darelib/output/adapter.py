@@ -112,6 +112,22 @@ def choose_planner(config: DareConfig) -> Callable[..., FilePlan]:
     return plan_files if config.adapter_rank is None else plan_adapter
 
 
+def check_adapter(
+    inputs: Sequence[Checkpoint], destination: Destination, tokenizer: TokenizerChoice
+) -> None:
+    """Refuse what no adapter can be made of, or can hold."""
+    if not destination.directory:
+        raise ConfigError("an adapter is a directory, not a file", "name a directory")
+    if tokenizer.settings:
+        [setting, *_] = tokenizer.settings
+        raise ConfigError(f"{setting} means nothing to an adapter", "leave it out")
+    if len(inputs) == 1:
+        raise ConfigError(
+            "an adapter holds what models change, and there are none", "give --merge MODEL..."
+        )
+    recorded_name(inputs[0].source)  # which layers of several models do not have: it refuses them
+
+
 def plan_adapter(
     config: DareConfig,
     inputs: Sequence[Checkpoint],
@@ -124,16 +140,7 @@ def plan_adapter(
 
     with_side_files: as plan_files has it; here they are few, and always made.
     """
-    if not destination.directory:
-        raise ConfigError("an adapter is a directory, not a file", "name a directory")
-    if tokenizer.settings:
-        [setting, *_] = tokenizer.settings
-        raise ConfigError(f"{setting} means nothing to an adapter", "leave it out")
-    if len(inputs) == 1:
-        raise ConfigError(
-            "an adapter holds what models change, and there are none", "give --merge MODEL..."
-        )
-    recorded_name(inputs[0].source)  # layers of several models are no base that has one
+    check_adapter(inputs, destination, tokenizer)
     whole = plan_files(config, inputs, destination, tokenizer, version, with_side_files=False)
     changed = [tensor for tensor in whole.tensors if is_changed(tensor, inputs)]
     if not changed:

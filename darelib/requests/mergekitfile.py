@@ -24,7 +24,7 @@ KEYS: Final = (
     "chat_template",
     "parameters",
 )
-# What mergekit does not use either, and people write nevertheless: what is said of a model, options
+# What mergekit does not use either, and people write nevertheless: what describes a model, options
 # of mergekit's commands, a method or a name where it counts for nothing.
 HARMLESS: Final = frozenset(
     {

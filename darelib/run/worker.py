@@ -152,9 +152,7 @@ class Worker(JobWorker):
 
     def _merge(self, job: Job, buffers: Buffers, write: Write) -> Outcome:
         tensor = job.tensor
-        look = None
-        if tensor.name in self.passes:
-            look, _ = self.passes[tensor.name][-1]
+        look = self.passes[tensor.name][-1][0] if tensor.name in self.passes else None
         found = look.found if look else Found()
         kernel = self.kernels[tensor.spec]
 
@@ -231,15 +229,12 @@ class Worker(JobWorker):
             record["divided"] = thinning.divides_each
             record["number"] = i
             record["is_delta"] = info.is_delta
-            record["scale"] = found.scales[row]
-            record["weight"] = found.weights[row]
-            record["floor"] = found.floors[row]
-            record["boost"] = found.boosts[row]
+            for name in ("scale", "weight", "floor", "boost"):
+                record[name] = getattr(found, f"{name}s")[row]
         whole = buffers.tensor[0]
         whole["lambda_coeff"] = settings.lambda_coeff
-        whole["base_share"] = found.base_share
-        whole["first_share"] = found.first_share
-        whole["bound"] = found.bound
+        for name in ("base_share", "first_share", "bound"):
+            whole[name] = getattr(found, name)
         whole["threshold"] = self.plan.config.delta_threshold
         has_values = any(not info.is_delta for _, info in tensor.finetuned)
         whole["exact"] = returns_model(settings) and has_values

@@ -9,7 +9,8 @@ from typing import Final, TypeAlias
 
 from darelib.core.text import DareError, as_text
 from darelib.models.adapted import AdaptedModel, check_adapter
-from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import Layout, find_checkpoint
 from darelib.models.fp8 import recognise_fp8
 from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.packed import PackedModel, find_packed

@@ -20,8 +20,6 @@ from darelib.core.text import ConfigError, DareError, count_of, list_names
 from darelib.core.tuning import TUNING
 from darelib.kernels.comparison import Comparison, compare_factors
 from darelib.models.checkpoint import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
     ARCHITECTURE,
     EMBEDDINGS,
     HEADS,
@@ -29,6 +27,7 @@ from darelib.models.checkpoint import (
     module_of,
     ties_embeddings,
 )
+from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE
 from darelib.models.layout import find_transposed, find_ways
 from darelib.models.lora import LowRankTensor
 from darelib.models.peft import describe_lora, last_part

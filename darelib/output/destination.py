@@ -11,12 +11,7 @@ from typing import Final
 
 from darelib.core.text import ConfigError, DareError, as_text, human, list_names
 from darelib.core.tomlfile import MAX_TOML, read_toml
-from darelib.models.checkpoint import (
-    ADAPTER_FILE,
-    CONFIG_FILE,
-    INDEX_FILE,
-    WEIGHTS_FILE,
-)
+from darelib.models.directories import ADAPTER_FILE, CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE
 from darelib.models.packed import PACKED_KEY
 from darelib.models.source import RECIPE_FILE, Source
 from darelib.models.tensorfile import (

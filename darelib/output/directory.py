@@ -24,7 +24,8 @@ from darelib.core.methods import METHODS
 from darelib.core.settings import TensorSettings
 from darelib.core.text import ConfigError, DareError, as_text, count_of, printable
 from darelib.core.tomlfile import MAX_TOML
-from darelib.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, find_modules
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import CONFIG_FILE, WEIGHTS_FILE, find_modules
 from darelib.models.source import RECIPE_FILE, Source, check_links, recorded_name
 from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
 from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE

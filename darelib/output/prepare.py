@@ -22,13 +22,8 @@ from darelib.config import DareConfig, parse_size
 from darelib.core.text import ConfigError, DareError, human, list_names
 from darelib.core.tuning import TUNING
 from darelib.kernels.comparison import Comparison, compare_values
-from darelib.models.checkpoint import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    Checkpoint,
-    part_name,
-)
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, part_name
 from darelib.models.inputs import explain_read_errors
 from darelib.models.source import RECIPE_FILE
 from darelib.models.tensorfile import read_json

@@ -13,7 +13,7 @@ from darelib.core.matrices import Matrices, find_matrices
 from darelib.core.methods import METHODS, choose_looks
 from darelib.core.settings import BASE, TensorSettings
 from darelib.kernels import KernelSpec
-from darelib.models.checkpoint import WEIGHTS_FILE
+from darelib.models.directories import WEIGHTS_FILE
 from darelib.models.tensorfile import header_bytes
 from darelib.models.tensors import Encoding, TensorInfo
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from darelib.core.text import DareError
-from darelib.models.checkpoint import INDEX_FILE
+from darelib.models.directories import INDEX_FILE
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
 from darelib.models.source import RECIPE_FILE, Source, download, list_last_parts, recorded_name

@@ -132,6 +132,11 @@ def is_count(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
 
 
+def is_text(value: object) -> bool:
+    """Whether it is text that a recipe can hold: half of a surrogate pair is none."""
+    return isinstance(value, str) and value == as_text(value)
+
+
 def parse_size(given: object) -> int:
     """Bytes, from a number of them or a text like 5GB (by 1000) or 4.5GiB (by 1024); 0: neither."""
     if isinstance(given, str):
@@ -227,6 +232,11 @@ CHECKS: Final = {
         searched=False,
     ),
     "adapter_rest": replace(_word((SAVE, LEAVE_OUT)), searched=False),
+    "components": Check(
+        "a list of names of folders",
+        lambda value: isinstance(value, tuple) and value != () and all(map(is_text, value)),
+        searched=False,
+    ),
     "mismatch": _word(("error", "overlap", "base")),
     "any_base": replace(_FLAG, searched=False),
     "max_shard_size": Check(

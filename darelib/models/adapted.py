@@ -52,6 +52,7 @@ class AdaptedModel(Checkpoint):
         self.source = source
         self.name = source.name
         self.folder = model.folder
+        self.stems = model.stems
         self.paths = (*model.paths, *adapter.paths)
         self.files = [*model.files, *adapter.files]
         self._model = model

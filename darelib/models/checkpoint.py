@@ -16,7 +16,13 @@ from typing import Any, ClassVar, Final, Self
 
 from darelib.core.text import DareError, InputChanged
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.directories import CONFIG_FILE, Layout, find_shards_beside, part_name
+from darelib.models.directories import (
+    CONFIG_FILE,
+    DIFFUSERS_STEM,
+    Layout,
+    find_shards_beside,
+    part_name,
+)
 from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
@@ -64,6 +70,7 @@ WINDOW_FLAG: Final = "use_sliding_window"  # which Qwen's have; without it, a wi
 OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
 ARCHITECTURE: Final = "architecture"  # the first of a list: a model's class
 NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
+CLASS_KEY: Final = "_class_name"  # what diffusers calls that
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 # The output heads that share the input embedding's values where a model's configuration ties them,
 # and the embeddings.
@@ -126,6 +133,7 @@ class Checkpoint(Input):
         self.source = source
         self.name = source.name
         self.folder = layout.folder
+        self.stems = layout.stems
         # All that must not be overwritten.
         self.paths = (layout.folder, *layout.files) if layout.folder else layout.files
         self.warnings = tuple(find_shards_beside(self.name, layout))
@@ -194,6 +202,10 @@ class Checkpoint(Input):
     def list_changes(self, tables: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
         """Settings of its configuration that are no longer true: the old value and the new one."""
         return {}
+
+    @property
+    def is_of_diffusers(self) -> bool:
+        return bool(self.components) or DIFFUSERS_STEM in self.stems.values()
 
     @property
     def size(self) -> int:
@@ -293,7 +305,8 @@ def _pick_settings(table: Any) -> dict[str, Any]:
         return {}
     found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
     named = table.get("architectures")
-    found[ARCHITECTURE] = named[0] if isinstance(named, list) and named else None
+    known = table.get(CLASS_KEY)
+    found[ARCHITECTURE] = named[0] if isinstance(named, list) and named else known
     if "sliding_window" in table and not (found["sliding_window"] and table.get(WINDOW_FLAG, True)):
         found["sliding_window"] = "off"
     return {

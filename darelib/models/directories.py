@@ -4,9 +4,11 @@ their own; and what a directory without a model has instead.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Final
@@ -22,6 +24,7 @@ from darelib.models.tensorfile import (
     PICKLE_SUFFIXES,
     convert_hint,
     open_regular,
+    peek_header,
     read_json,
 )
 
@@ -29,8 +32,41 @@ WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 CONFIG_FILE: Final = "config.json"
 MODULES_FILE: Final = "modules.json"  # of sentence-transformers
+PIPELINE_FILE: Final = "model_index.json"  # of diffusers
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 ADAPTER_CONFIG: Final = "adapter_config.json"
+# How the names of files with weights begin, as transformers and as diffusers names them.
+OWN_STEM: Final = "model"
+DIFFUSERS_STEM: Final = "diffusion_pytorch_model"
+# The components of a pipeline that are merged unless others are asked for: how their names begin.
+MERGED_COMPONENTS: Final = ("transformer", "unet", "text_encoder", "prior")
+# By their stems: the files in which weights are looked for, the first one first.
+KNOWN_FILES: Final = {
+    f"{stem}{end}": stem
+    for stem in (OWN_STEM, DIFFUSERS_STEM)
+    for end in (".safetensors", ".safetensors.index.json")
+}
+# The same of another precision, say fp16, or an index of such.
+VARIANT: Final = re.compile(
+    rf"({OWN_STEM}|{DIFFUSERS_STEM})\.(\w+\.safetensors|safetensors\.index\.\w+\.json)"
+)
+
+# What a directory may hold that is no model yet: the names of its files, what it is, what to do.
+OTHER_KINDS: Final = (
+    (
+        ("*_optim_states.pt", "zero_to_fp32.py", "global_step*"),
+        "is a training checkpoint of DeepSpeed, with the weights in pieces",
+        "put them together with the script that lies in it, and give the result: "
+        "python zero_to_fp32.py . merged --safe_serialization",
+    ),
+    (
+        ("*.distcp",),
+        "is a distributed checkpoint of PyTorch (FSDP), with the weights in pieces",
+        "put them together, and give the result: "
+        "accelerate merge-weights DIRECTORY_OF_DISTCP_FILES merged",
+    ),
+    (("*.gguf",), "holds GGUF files", GGUF_HINT),
+)
 
 
 @dataclass(frozen=True)
@@ -42,11 +78,19 @@ class Layout:
     # The file of each tensor, according to an index.
     weight_map: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[Path, str] = field(default_factory=dict)  # folders, by the files in them
+    # How the names of its files begin: of those in the folder itself, which has the name "", or of
+    # those in each folder of a pipeline.
+    stems: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_checkpoint(source: Source) -> Layout:
-    """The files of a model that is a file, a directory or an index, and of its other modules."""
-    layout = _find_weights(source)
+    """The files of a model that is a file, a directory or an index, and of its other modules; or
+    of a pipeline.
+    """
+    path = source.path
+    if (path / PIPELINE_FILE).is_file() and not find_weights(source, path):
+        return _find_pipeline(source)
+    layout = _find_model(source)
     folder = layout.folder
     found = {folder / name / WEIGHTS_FILE: name for name in find_modules(folder)} if folder else {}
     modules = {path: name for path, name in found.items() if path.is_file()}
@@ -60,44 +104,118 @@ def find_modules(folder: Path) -> list[str]:
             paths = [module["path"] for module in json.loads(file.read(MAX_JSON))]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # it has no list of modules, or one that nobody can read
-    known = {path: folder / path for path in paths if isinstance(path, str) and _is_inside(path)}
+    return _find_folders(folder, paths, MODULES_FILE)
+
+
+def find_components(folder: Path) -> list[str]:
+    """The folders of a pipeline; none of any other model."""
+    path = folder / PIPELINE_FILE
+    table = read_json(path, str(path)) if path.is_file() else {}
+    listed = [name for name, value in table.items() if isinstance(value, list)]
+    return _find_folders(folder, listed, PIPELINE_FILE)
+
+
+def _find_folders(folder: Path, names: Iterable[object], owner: str) -> list[str]:
+    """Of names that a file of a model has, those of folders beside it."""
+    known = {name: folder / name for name in names if isinstance(name, str) and _is_inside(name)}
     found = {name: path for name, path in known.items() if path.name == name and path.is_dir()}
     for path in found.values():
         if path.is_symlink():
             raise DareError(
-                f"{str(path)!r}, which {MODULES_FILE} names, is a link",
+                f"{str(path)!r}, which {owner} names, is a link",
                 "links to folders are not followed; put a copy of the folder in its place",
             )
     return list(found)
 
 
-def _find_weights(source: Source) -> Layout:
+def find_weights(source: Source, folder: Path) -> Path | None:
+    """The weights in a folder: a file, or an index; None: there are none by a name that is known.
+
+    Where the plain ones are missing, those of the only other precision.
+    """
+    for name in KNOWN_FILES:
+        if (folder / name).exists():
+            return folder / name
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    variants = [name for name in names if VARIANT.fullmatch(name) and (folder / name).exists()]
+    if len(variants) > 1:
+        raise DareError(
+            f"{part_name(source, folder)!r} has weights of several kinds: {list_names(variants)}",
+            f"name one of the files, or rename it to {variants[0].partition('.')[0]}.safetensors",
+        )
+    return folder / variants[0] if variants else None
+
+
+def _find_pipeline(source: Source) -> Layout:
+    """The files of all components of a pipeline, whose tensors are named COMPONENT/NAME."""
+    folder = source.path
+    layout = Layout((), folder)
+    for name in find_components(folder):
+        path = find_weights(source, folder / name)
+        if path is None:
+            _check_component(source, folder / name)
+            continue
+        own = _find_files(source, path)
+        weight_map = {f"{name}/{key}": f"{name}/{file}" for key, file in own.weight_map.items()}
+        layout = replace(
+            layout,
+            files=(*layout.files, *own.files),
+            weight_map={**layout.weight_map, **weight_map},
+            modules={**layout.modules, **dict.fromkeys(own.files, name)},
+            stems={**layout.stems, name: own.stems[""]},
+        )
+    if not layout.files:
+        raise _explain_no_weights(source)
+    return layout
+
+
+def _check_component(source: Source, folder: Path) -> None:
+    """Refuse a folder of what is merged if only a pickle has its weights; others are copied."""
+    pickles = sorted(path for path in folder.iterdir() if path.name.endswith(PICKLE_SUFFIXES))
+    if pickles and folder.name.startswith(MERGED_COMPONENTS):
+        raise DareError(
+            f"{part_name(source, folder)!r} holds PyTorch pickles, not safetensors files",
+            convert_hint(pickles[0]),
+        )
+
+
+def _find_model(source: Source) -> Layout:
     path = source.path
-    folder = path if path.is_dir() else path.parent
-    is_directory = path == folder
-    if is_directory:
-        present = [name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()]
-        if not present:
-            raise _explain_no_weights(source, sorted(os.listdir(folder)))
-        path = folder / present[0]
-    if path.suffix == ".json":
-        return _find_by_index(source, path)
-    # A file of another name may be among unrelated ones; this one belongs to the directory that it
-    # is in.
-    is_directory |= path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
-    if not is_directory:
-        check_links(folder, [folder / CONFIG_FILE])  # which is read all the same
-    return Layout((path,), folder if is_directory else None)
+    folder = path.parent
+    if path.is_dir():
+        found = find_weights(source, path)
+        if found is None:
+            raise _explain_no_weights(source)
+        return _find_files(source, found)
+    layout = _find_files(source, path)
+    # A file of another name may be among unrelated ones; one of these belongs to the directory that
+    # it is in.
+    belongs = path.name in KNOWN_FILES and (folder / CONFIG_FILE).exists()
+    if belongs or path.suffix == ".json":
+        return layout
+    check_links(folder, [folder / CONFIG_FILE])  # which is read all the same
+    return replace(layout, folder=None)
+
+
+def _find_files(source: Source, path: Path) -> Layout:
+    """The files of the weights in a folder, by one of them or an index."""
+    layout = (
+        _find_by_index(source, path) if path.suffix == ".json" else Layout((path,), path.parent)
+    )
+    is_diffusers = path.name.startswith(f"{DIFFUSERS_STEM}.")
+    return replace(layout, stems={"": DIFFUSERS_STEM if is_diffusers else OWN_STEM})
 
 
 def find_shards_beside(name: str, layout: Layout) -> Iterator[str]:
     """What to warn of where a directory holds two models: loaders may take either."""
-    folder = layout.folder
-    if folder and layout.files == (folder / WEIGHTS_FILE,) and (folder / INDEX_FILE).exists():
-        shards = [path.name for path in folder.glob("model-*-of-*.safetensors")]
-        if shards:
+    for own, stem in layout.stems.items() if layout.folder else ():
+        folder = Path(layout.folder or "", own)
+        weights = folder / f"{stem}.safetensors"
+        index = folder / f"{stem}.safetensors.index.json"
+        shards = [path.name for path in folder.glob(f"{stem}-*-of-*.safetensors")]
+        if weights in layout.files and index.exists() and shards:
             yield (
-                f"{name} has {WEIGHTS_FILE}, which is read, and {INDEX_FILE} with shards "
+                f"{name} has {weights.name}, which is read, and {index.name} with shards "
                 f"({list_names(sorted(shards))}), which are not; remove what is out of date"
             )
 
@@ -113,13 +231,28 @@ def part_name(source: Source, path: Path) -> str:
     )
 
 
-def _explain_no_weights(source: Source, names: list[str]) -> DareError:
+def _explain_no_weights(source: Source) -> DareError:
     """What a directory without a model has instead."""
+    folder = source.path
+    names = sorted(os.listdir(folder))
+    below = sorted(path.relative_to(folder).as_posix() for path in folder.glob("*/*"))
+
+    def find(patterns: Iterable[str]) -> bool:
+        """Whether there is anything of such a name, in it or in a folder of it."""
+        return any(fnmatch.filter((*names, *below), pattern) for pattern in patterns)
+
     shown = repr(source.name)
-    broken = next((name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names), "")
+    broken = next((name for name in KNOWN_FILES if name in names), "")
     tensors = [name for name in names if name.endswith(".safetensors")]
+    lora = next((name for name in tensors if _is_lora(folder / name)), "")
+    parts = sorted({name.partition("/")[0] for name in below if Path(name).name in KNOWN_FILES})
     kinds = (
         (broken, f"{broken!r} in {shown} is a broken link", "download the model again"),
+        (
+            lora,
+            f"the directory {shown} holds no model, but a LoRA adapter: {lora!r}",
+            f"name the file: {source.name}/{lora}",
+        ),
         (
             tensors,
             f"the directory {shown} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but "
@@ -127,9 +260,15 @@ def _explain_no_weights(source: Source, names: list[str]) -> DareError:
             "name the file, or put the index beside its shards",
         ),
         (
-            any(name.endswith(".gguf") for name in names),
-            f"{shown} holds GGUF files",
-            GGUF_HINT,
+            parts,
+            f"the directory {shown} holds no model itself, but its folders {list_names(parts)} do",
+            f"name one of them; a pipeline has {PIPELINE_FILE}, which names its folders",
+        ),
+        *((find(patterns), f"{shown} {words}", hint) for patterns, words, hint in OTHER_KINDS),
+        (
+            PIPELINE_FILE in names,
+            f"the pipeline {shown} has no weights in safetensors files",
+            "download its folders, too (unet, transformer, text_encoder, ...), in that format",
         ),
         (
             any(name.endswith(PICKLE_SUFFIXES) for name in names),
@@ -143,6 +282,12 @@ def _explain_no_weights(source: Source, names: list[str]) -> DareError:
         ),
     )
     return next(DareError(words, hint) for is_so, words, hint in kinds if is_so)
+
+
+def _is_lora(path: Path) -> bool:
+    """Whether the names of a file's tensors are those of a LoRA, whoever wrote it."""
+    names, _ = peek_header(path)
+    return any("lora" in name.lower() for name in names)
 
 
 def _find_by_index(source: Source, path: Path) -> Layout:

@@ -82,6 +82,7 @@ class Stack(Checkpoint):
         self.source = source
         self.name = source.name
         self.folder = models[0].folder
+        self.stems = models[0].stems
         self.paths = tuple(path for model in models for path in model.paths)
         self.files = []
         self.tensors = {}

@@ -132,11 +132,6 @@ def is_count(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
 
 
-def is_text(value: object) -> bool:
-    """Whether it is text that a recipe can hold: half of a surrogate pair is none."""
-    return isinstance(value, str) and value == as_text(value)
-
-
 def parse_size(given: object) -> int:
     """Bytes, from a number of them or a text like 5GB (by 1000) or 4.5GiB (by 1024); 0: neither."""
     if isinstance(given, str):
@@ -234,7 +229,11 @@ CHECKS: Final = {
     "adapter_rest": replace(_word((SAVE, LEAVE_OUT)), searched=False),
     "components": Check(
         "a list of names of folders",
-        lambda value: isinstance(value, tuple) and value != () and all(map(is_text, value)),
+        lambda value: (
+            isinstance(value, tuple)
+            and value != ()
+            and all(name == as_text(name) for name in value)
+        ),
         searched=False,
     ),
     "mismatch": _word(("error", "overlap", "base")),

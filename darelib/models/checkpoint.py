@@ -18,7 +18,6 @@ from darelib.core.text import DareError, InputChanged
 from darelib.kernels import Kernel, KernelSpec
 from darelib.models.directories import (
     CONFIG_FILE,
-    DIFFUSERS_STEM,
     Layout,
     find_shards_beside,
     part_name,
@@ -202,10 +201,6 @@ class Checkpoint(Input):
     def list_changes(self, tables: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
         """Settings of its configuration that are no longer true: the old value and the new one."""
         return {}
-
-    @property
-    def is_of_diffusers(self) -> bool:
-        return bool(self.components) or DIFFUSERS_STEM in self.stems.values()
 
     @property
     def size(self) -> int:

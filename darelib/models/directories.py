@@ -88,7 +88,7 @@ def find_checkpoint(source: Source) -> Layout:
     of a pipeline.
     """
     path = source.path
-    if (path / PIPELINE_FILE).is_file() and not find_weights(source, path):
+    if (path / PIPELINE_FILE).is_file() and not find_weights(path):
         return _find_pipeline(source)
     layout = _find_model(source)
     folder = layout.folder
@@ -128,7 +128,7 @@ def _find_folders(folder: Path, names: Iterable[object], owner: str) -> list[str
     return list(found)
 
 
-def find_weights(source: Source, folder: Path) -> Path | None:
+def find_weights(folder: Path) -> Path | None:
     """The weights in a folder: a file, or an index; None: there are none by a name that is known.
 
     Where the plain ones are missing, those of the only other precision.
@@ -140,7 +140,7 @@ def find_weights(source: Source, folder: Path) -> Path | None:
     variants = [name for name in names if VARIANT.fullmatch(name) and (folder / name).exists()]
     if len(variants) > 1:
         raise DareError(
-            f"{part_name(source, folder)!r} has weights of several kinds: {list_names(variants)}",
+            f"{str(folder)!r} has weights of several kinds: {list_names(variants)}",
             f"name one of the files, or rename it to {variants[0].partition('.')[0]}.safetensors",
         )
     return folder / variants[0] if variants else None
@@ -151,7 +151,7 @@ def _find_pipeline(source: Source) -> Layout:
     folder = source.path
     layout = Layout((), folder)
     for name in find_components(folder):
-        path = find_weights(source, folder / name)
+        path = find_weights(folder / name)
         if path is None:
             _check_component(source, folder / name)
             continue
@@ -183,7 +183,7 @@ def _find_model(source: Source) -> Layout:
     path = source.path
     folder = path.parent
     if path.is_dir():
-        found = find_weights(source, path)
+        found = find_weights(path)
         if found is None:
             raise _explain_no_weights(source)
         return _find_files(source, found)

@@ -117,15 +117,10 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
                 if weights and path.name not in modules
                 else find_side_files(path, home or folder)
             )
-            if path.name in modules and not is_read(path):  # which cannot be merged
+            if path.name in modules and not find_weights(path):  # which cannot be merged
                 found |= {name: path / name for name in weights}
             side |= {f"{path.name}/{name}": below for name, below in found.items()}
     return side
-
-
-def is_read(folder: Path) -> bool:
-    """Whether the weights in a folder of a model are among its tensors."""
-    return find_weights(Source(folder.name, folder), folder) is not None
 
 
 def find_linked(folder: Path | None) -> list[str]:

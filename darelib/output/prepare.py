@@ -23,7 +23,7 @@ from darelib.core.text import ConfigError, DareError, human, list_names
 from darelib.core.tuning import TUNING
 from darelib.kernels.comparison import Comparison, compare_values
 from darelib.models.checkpoint import CLASS_KEY, Checkpoint
-from darelib.models.directories import CONFIG_FILE, part_name
+from darelib.models.directories import CONFIG_FILE, DIFFUSERS_STEM, part_name
 from darelib.models.inputs import explain_read_errors
 from darelib.models.source import RECIPE_FILE
 from darelib.models.tensorfile import read_json
@@ -237,7 +237,8 @@ def make_side_files(
     outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
     side |= make_indexes(outputs, plan.files)
     check_tables(side)
-    kind = DIFFUSERS_CARD if base.is_of_diffusers else MODEL_CARD
+    is_diffusers = base.components or DIFFUSERS_STEM in base.stems.values()
+    kind = DIFFUSERS_CARD if is_diffusers else MODEL_CARD
     side[CARD_FILE] = model_card(plan.config, inputs, plan.recipe, kind).encode()
     add_recipe(side, plan.config, inputs, version, plan.tokenizer, plan.files)
     return dict(sorted(side.items())), notes

@@ -115,6 +115,12 @@ def find_components(folder: Path) -> list[str]:
     return _find_folders(folder, listed, PIPELINE_FILE)
 
 
+def find_parts(folder: Path) -> dict[str, bool]:
+    """The folders in which parts of a model are stored: whether their weights are read."""
+    modules = {name: (folder / name / WEIGHTS_FILE).is_file() for name in find_modules(folder)}
+    return modules | {name: bool(find_weights(folder / name)) for name in find_components(folder)}
+
+
 def _find_folders(folder: Path, names: Iterable[object], owner: str) -> list[str]:
     """Of names that a file of a model has, those of folders beside it."""
     known = {name: folder / name for name in names if isinstance(name, str) and _is_inside(name)}

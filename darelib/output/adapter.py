@@ -124,6 +124,11 @@ def check_adapter(
         raise ConfigError(
             "an adapter holds what models change, and there are none", "give --merge MODEL..."
         )
+    if parts := inputs[0].components:
+        raise ConfigError(
+            f"{inputs[0].name!r} is a pipeline, and an adapter changes one model",
+            f"give one of its folders, and the same of the others: {list_names(parts)}",
+        )
     recorded_name(inputs[0].source)  # which layers of several models do not have: it refuses them
 
 

@@ -25,12 +25,7 @@ from darelib.core.settings import TensorSettings
 from darelib.core.text import ConfigError, DareError, as_text, count_of, printable
 from darelib.core.tomlfile import MAX_TOML
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.directories import (
-    CONFIG_FILE,
-    find_components,
-    find_modules,
-    find_weights,
-)
+from darelib.models.directories import CONFIG_FILE, find_parts
 from darelib.models.source import RECIPE_FILE, Source, check_links, recorded_name
 from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
 from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE
@@ -101,7 +96,7 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
     home: the model's, of a directory below it.
     """
     side = {}
-    modules = [*find_modules(folder), *find_components(folder)] if folder else []
+    parts = find_parts(folder) if folder else {}
     for path in sorted(folder.iterdir()) if folder else ():
         if NOT_COPIED.fullmatch(path.name) or is_weights(path.name.lower()):
             continue
@@ -112,12 +107,9 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
             side[path.name] = path
         elif path.is_dir() and not path.is_symlink():
             weights = list(filter(is_weights, list_files(path)))
-            found = (
-                {}
-                if weights and path.name not in modules
-                else find_side_files(path, home or folder)
-            )
-            if path.name in modules and not find_weights(path):  # which cannot be merged
+            is_other = weights and path.name not in parts
+            found = {} if is_other else find_side_files(path, home or folder)
+            if not parts.get(path.name, True):  # which cannot be merged
                 found |= {name: path / name for name in weights}
             side |= {f"{path.name}/{name}": below for name, below in found.items()}
     return side

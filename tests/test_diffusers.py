@@ -219,6 +219,8 @@ def test_every_command_takes_pipelines(
     capsys.readouterr()
     run("analyze", *common, "--json")
     assert json.loads(capsys.readouterr().out)["models"][0]["total"]["tensors"] == 6
+    run("analyze", *common, "--components", "vae", "--write-config", "-")
+    assert 'components = ["vae"]' in capsys.readouterr().out
     weights = out / "vae" / f"{STEM}.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")
     run("verify", *QUICK, out, status=1)
@@ -372,7 +374,12 @@ def test_what_names_of_folders_lead_to_is_not_read(
     (tuned / "unet").symlink_to(tmp_path / "elsewhere")
     words = [str(tuned / "unet"), "model_index.json", "is a link"]
     refused(1, words, *models([base, tuned]), "-o", tmp_path / "new")
-    (tuned / "model_index.json").write_text("[")
+    index = tuned / "model_index.json"
+    index.rename(tmp_path / "index.json")
+    index.symlink_to(tmp_path / "index.json")
+    refused(1, ["leads out of its model"], *models([base, tuned]), "-o", tmp_path / "new")
+    index.unlink()
+    index.write_text("[")
     words = ["model_index.json", "not valid"]
     refused(1, words, *models([base, tuned]), "-o", tmp_path / "new")
 

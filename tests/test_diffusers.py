@@ -348,6 +348,15 @@ def test_weights_that_are_no_safetensors_are_copied_or_refused(
     check_refused(base, tuned, "m1/unet", "pickles", f"dare.py convert {tuned}/unet/{STEM}.bin")
 
 
+def test_a_component_that_is_stored_twice_is_a_warning(
+    pipelines: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
+    base, tuned, _ = pipelines
+    save_file(make_parts()["unet"], base / "unet" / f"{STEM}.safetensors")
+    run(*QUICK, *models([base, tuned]), "-o", tmp_path / "out")
+    assert f"base has {STEM}.safetensors, which is read, and {INDEX}" in capsys.readouterr().err
+
+
 @POSIX
 def test_a_pipeline_may_lie_in_a_cache_of_the_hub(pipelines: list[Path], tmp_path: Path) -> None:
     """Where files are links to blobs."""

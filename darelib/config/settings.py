@@ -140,6 +140,12 @@ def parse_size(given: object) -> int:
     return given if is_count(given, 1) else 0
 
 
+def names_part(value: object) -> bool:
+    """Whether it says what names begin with, in text, which a recipe can hold."""
+    texts = [*value, *value.values()] if isinstance(value, Mapping) else [value]
+    return bool(value) and all(isinstance(text, str) and text == as_text(text) for text in texts)
+
+
 def _word(choices: tuple[str, ...]) -> Check:
     return Check(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
 
@@ -229,6 +235,11 @@ CHECKS: Final = {
     "adapter_rest": replace(_word((SAVE, LEAVE_OUT)), searched=False),
     "mismatch": _word(("error", "overlap", "base")),
     "any_base": replace(_FLAG, searched=False),
+    "part_of": Check(
+        "the start of names, or a table of such, by those that they replace",
+        names_part,
+        searched=False,
+    ),
     "max_shard_size": Check(
         "a size like 5GB or 500MiB, or a number of bytes",
         lambda value: parse_size(value) > 0,

@@ -63,7 +63,8 @@ class Matcher:
         for.
         """
         model = self.models[i]
-        wanted = () if model.partial else self.base.tensors.keys() - self.tied[i].keys()
+        unwanted = self.tied[i].keys() | model.outside
+        wanted = () if model.partial else self.base.tensors.keys() - unwanted
         missing = tuple(n for n in self.base.tensors if n in wanted and n not in model.tensors)
         extra = (name for name in model.tensors if name not in self.base.tensors)
         return missing, (*extra, *model.unused)

@@ -84,6 +84,7 @@ KEPT_SETTINGS: Final = (
     "dtype",
     "mismatch",
     "any_base",
+    "part_of",
     "max_shard_size",
     "delta_threshold",
 )

@@ -1,6 +1,5 @@
 """Models inside models: names that begin otherwise are found, and merge as if they did not."""
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dare import ConfigError, DareConfig, DareError, DareMerger, dare_merge
+from dare import ConfigError, DareConfig, dare_merge
 from tests import support
 from tests.support import (
     BF16,
@@ -16,7 +15,6 @@ from tests.support import (
     Tensors,
     assert_same,
     finetune,
-    make_merger,
     random_model,
     read_json,
     run,
@@ -273,3 +271,56 @@ def test_names_that_are_alike_by_chance_are_refused_as_before(
     crowd = {f"a{k}.{name}": tensor.clone() for k in range(17) for name, tensor in text[0].items()}
     [crowded] = save(tmp_path, crowd=crowd)
     check_refused(crowded, paths[0], "has no tensor in common with")
+
+
+SMALL = {**support.GROUPED, "head_dim": 8, "tie_word_embeddings": False}
+EYE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_heads": 2}
+PICTURE = {"num_attention_heads": 2, "image_size": 8, "patch_size": 4, "depth": 1, "embed_dim": 16}
+# What transformers calls a model that sees and its configuration, its text's and its vision's.
+SEEING = {
+    "Llava": ("llama", "clip_vision_model", "LlamaForCausalLM"),
+    "Mistral3": ("mistral", "pixtral", "MistralForCausalLM"),
+    "Gemma3": ("gemma3_text", "siglip_vision_model", "Gemma3ForCausalLM"),
+    "Qwen2VL": ("qwen2_vl_text", "qwen2_vl", "Qwen2ForCausalLM"),
+    "Qwen2_5_VL": ("qwen2_5_vl_text", "qwen2_5_vl", "Qwen2ForCausalLM"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("live", [True, False])
+def test_models_of_transformers_are_merged_into_one_another(
+    tmp_path: Path, family: str, live: bool
+) -> None:
+    """live: with the names of the modules, which are not always those that are saved."""
+    transformers = pytest.importorskip("transformers")
+    kind, eye, text_class = SEEING[family]
+    texts = {"model_type": kind, **SMALL}
+    sights = {"model_type": eye, **EYE, **PICTURE, "out_hidden_size": 16}
+    parts = {"text_config": texts, "vision_config": sights, "tie_word_embeddings": False}
+    config = getattr(transformers, f"{family}Config")(**parts)
+    torch.manual_seed(0)
+    seeing = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    torch.manual_seed(1)
+    plain = getattr(transformers, text_class)
+    speaking = plain(plain.config_class(**SMALL))
+    for name, model in (("base", seeing), ("math", speaking)):
+        model.save_pretrained(tmp_path / name)
+        state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        if live:
+            support.save_file(state, tmp_path / name / "model.safetensors", {"format": "pt"})
+    base, math = tmp_path / "base", tmp_path / "math"
+    base, math = tmp_path / "base", tmp_path / "math"
+    merged = merge_paths(base, [math], tmp_path / "out", drop_rate=0)
+    before = tensors_in(base)
+    own = {name.removeprefix("model."): t for name, t in speaking.state_dict().items()}
+    changed = {name: t for name, t in merged.items() if not torch.equal(t, before[name])}
+    assert len(changed) == sum(bool(tensor.std()) for tensor in own.values())  # norms are ones
+    back = merge_paths(math, [base], tmp_path / "back", drop_rate=0)
+    assert back.keys() == tensors_in(math).keys()
+    for name, tensor in changed.items():
+        [end] = [end for end in own if f".{name}".endswith(f".{end}")]
+        assert torch.allclose(tensor, own[end], atol=1e-6)
+        there = back[end] if end in back else back[f"model.{end}"]
+        assert torch.allclose(there, before[name], atol=1e-6)
+    run("verify", "-q", tmp_path / "out")

@@ -18,7 +18,7 @@ Places: TypeAlias = dict[str, str]
 # The longest prefix of a name: four parts, none of them the number of a layer.
 PREFIX: Final = re.compile(r"(?:(?!\d+\.)[^.]*\.){0,4}")
 # Where more of the base's names end alike, none of them is surely meant.
-MAX_CHOICES: Final = 16
+MAX_CHOICES: Final = 8
 # Between transformers 4 and 5, three prefixes have changed.
 MAX_WAYS: Final = 8
 TEXT: Final = "text_config"
@@ -65,7 +65,7 @@ def describe_way(way: Way) -> str:
 
 
 def list_starts(name: str) -> list[int]:
-    """Where a name's tail may start: behind nothing, and behind each part that a prefix may have."""
+    """Where a name's tail may start: at once, and behind each part that a prefix may have."""
     longest = PREFIX.match(name)
     return [0, *(k + 1 for k in range(longest.end() if longest else 0) if name[k] == ".")]
 

@@ -3,7 +3,7 @@ wrapped around it. Finds what its names begin with where the base's begin otherw
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
 from darelib.config import DareConfig
@@ -35,15 +35,13 @@ def fit_names(model: Checkpoint, base: Checkpoint, config: DareConfig) -> None:
     part = config.part_of
     common = len(model.tensors.keys() & base.tensors.keys())
     fewest = min(len(model.tensors), len(base.tensors))
-    places: Places = {}
     if isinstance(part, Mapping):
         chosen = [(end_prefix(old), end_prefix(new)) for old, new in part.items()]
     elif 2 * common >= fewest or (config.any_base and common and not part):
         return
     else:
-        ways = find_ways(model, base, end_prefix(part or ""))
-        chosen = choose_ways(ways, places, model, base)
-    place_rest(chosen, places, model, base)
+        chosen = choose_ways(find_ways(model, base, end_prefix(part or "")), model, base)
+    places = place_names(chosen, model, base)
     if 2 * len(places) < fewest:
         return  # whoever compares the names refuses it
     model.outside = frozenset(base.tensors.keys() - places.values())
@@ -108,23 +106,22 @@ def is_shortest(old: str, new: str, tail: str) -> bool:
     return old != new
 
 
-def choose_ways(
-    ways: dict[Way, Places], places: Places, model: Checkpoint, base: Checkpoint
-) -> list[Way]:
-    """Place tensors by what explains most of them, then by what explains most of the others."""
+def choose_ways(ways: dict[Way, Places], model: Checkpoint, base: Checkpoint) -> list[Way]:
+    """What explains most tensors, then what explains most of the others, and so on."""
     chosen: list[Way] = []
     while ways and len(chosen) < MAX_WAYS:
         best = max(ways, key=lambda way: len(ways[way]))
         own = ways[best]
+        taken = set(own.values())
         rivals = [
             way
             for way, others in ways.items()
             if len(others) == len(own)
-            and (others.keys() & own.keys() or {*others.values()} & {*own.values()})
+            and not (own.keys().isdisjoint(others) and taken.isdisjoint(others.values()))
         ]
-        if len(rivals) > 1 and chosen:
-            break
         if len(rivals) > 1:
+            if chosen:  # what is left stays out
+                break
             parts = {old for old, _ in rivals}
             raise DareError(
                 f"{model.name!r} fits {base.name!r} in several ways: "
@@ -132,22 +129,22 @@ def choose_ways(
                 f"say which part is meant: --part-of {best[0] if len(parts) > 1 else best[1]}",
             )
         chosen.append(best)
-        places |= own
-        taken = set(places.values())
-        left = {
-            way: {n: p for n, p in others.items() if n not in places and p not in taken}
+        ways = {
+            way: left
             for way, others in ways.items()
             if way[0] != best[0]  # which is replaced already
+            and (left := {n: p for n, p in others.items() if n not in own and p not in taken})
         }
-        ways = {way: others for way, others in left.items() if others}
     return chosen
 
 
-def place_rest(chosen: list[Way], places: Places, model: Checkpoint, base: Checkpoint) -> None:
-    """Place what is not placed yet: tensors of other shapes, which somebody else refuses, and those
-    of the same names.
+def place_names(chosen: Sequence[Way], model: Checkpoint, base: Checkpoint) -> Places:
+    """The base's names of a model's tensors, by the longest prefix; or they are the same.
+
+    Shapes that differ are refused as everywhere.
     """
-    taken = set(places.values())
+    places: Places = {}
+    taken: set[str] = set()
     for old, new in (*sorted(chosen, key=lambda way: -len(way[0])), ("", "")):
         for name in model.tensors:
             place = f"{new}{name.removeprefix(old)}"
@@ -155,6 +152,7 @@ def place_rest(chosen: list[Way], places: Places, model: Checkpoint, base: Check
             if is_free and name.startswith(old) and place in base.tensors:
                 places[name] = place
                 taken.add(place)
+    return places
 
 
 def place_config(model: Checkpoint, base: Checkpoint) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dare import ConfigError, DareConfig, dare_merge
+from dare import ConfigError, DareConfig, DareError, dare_merge
 from tests import support
 from tests.support import (
     BF16,
@@ -15,6 +15,7 @@ from tests.support import (
     Tensors,
     assert_same,
     finetune,
+    make_merger,
     random_model,
     read_json,
     run,
@@ -261,6 +262,26 @@ def test_a_table_of_prefixes_is_a_setting_like_any_other(
     for wrong in ("", 3, {}, {"model.": 1}, "\ud800"):
         with pytest.raises(ConfigError, match="part_of must be"):
             DareConfig(part_of=wrong)  # type: ignore[arg-type]
+
+
+def test_a_search_writes_files_and_in_memory_it_is_refused(
+    tmp_path: Path, text: list[Tensors], vision: Tensors
+) -> None:
+    own = [rename(model, *INSIDE["transformers 5"]) for model in text]
+    paths = save(tmp_path, base=own[0] | vision, math=text[1], same=own[1])
+    out = tmp_path / "expected.safetensors"
+    expected = merge_paths(paths[0], paths[2:], out)
+
+    def compare(path: str) -> int:
+        found = support.load_file(path)
+        return sum(torch.equal(found[name], expected[name]) for name in expected)
+
+    merger = make_merger(paths[0], paths[1:2], engine="plain")
+    axes = {"drop_rate": [0.5, 0.9]}
+    winner = merger.sweep(compare, axes, folder=tmp_path).winner
+    assert (winner.params, winner.scores) == ({"drop_rate": 0.5}, [len(expected)])
+    with pytest.raises(DareError, match=r"math.safetensors' is no whole model of plain weights"):
+        merger.sweep(compare, axes, in_memory=True)
 
 
 def test_names_that_are_alike_by_chance_are_refused_as_before(

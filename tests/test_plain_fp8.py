@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dare import DareConfig, DareError, dare_merge
+from dare import ConfigError, DareConfig, DareError, dare_merge
 from tests import support
 from tests.support import (
     BF16,
@@ -118,6 +118,9 @@ def test_without_a_type_to_write_a_hint_names_it(
     paths = save(tmp_path, **dict(zip(support.NAMES, models, strict=True)))
     for model in paths[1:]:
         check_refused(paths[0], model, "quantised", "--dtype bfloat16", flags=["--engine=plain"])
+    with pytest.raises(ConfigError) as error:
+        DareConfig(dtype="float8_e4m3fn")
+    assert "FP8 is read, and not written" in error.value.hint
     # What is the same in all is copied, as any quantised weight is.
     same = models[0] | {"scale": models[1]["scale"]}
     [other] = save(tmp_path, other=same)

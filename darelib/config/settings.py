@@ -266,6 +266,8 @@ def check_setting(name: str, value: Any, where: str) -> None:
         hint = "--help says what it does"
         if isinstance(value, str) and check.choices:
             hint = nearest(value.lower(), check.choices)
+            if "8" in value and name == "dtype":
+                hint = "FP8 is read, and not written: write bfloat16, and quantise the result"
         elif name == "drop_rate" and is_number(value) and 2 <= value < 100:
             hint = f"it is a share: {value:g}% are {value / 100:g}"
         elif not isinstance(value, str) and "{" in repr(value):

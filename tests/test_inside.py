@@ -21,6 +21,7 @@ from tests.support import (
     run,
     save,
     save_directory,
+    slow,
     tensors_in,
     write_config,
 )
@@ -99,7 +100,7 @@ def vision() -> Tensors:
 
 
 @pytest.mark.parametrize("kind", INSIDE)
-@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize("sees", [True, slow(False)])
 def test_a_language_model_is_merged_into_what_holds_it(
     tmp_path: Path, text: list[Tensors], vision: Tensors, kind: str, sees: bool
 ) -> None:
@@ -198,6 +199,16 @@ def test_a_head_that_is_tied_is_merged_like_the_embedding(
     merged = merge_paths(paths[0], [paths[1]], tmp_path / "out")
     assert torch.equal(merged[head], merged["language_model.model.embed_tokens.weight"])
     assert not torch.equal(merged[head], base[head])
+    # The reverse, where what is said of the whole model counts.
+    told = {"model_type": "llava", "text_config": {**LLAMA, "tie_word_embeddings": False}, **tied}
+    whole = rename(models[1], *INSIDE["transformers 4"]) | vision
+    plain = {**models[0], "lm_head.weight": models[0]["model.embed_tokens.weight"].clone()}
+    paths = [
+        save_directory(tmp_path / "text", plain, **LLAMA),
+        save_directory(tmp_path / "whole", whole, **told),
+    ]
+    merged = merge_paths(paths[0], [paths[1]], tmp_path / "back")
+    assert torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
 
 
 def test_other_numbers_of_tokens_are_met_as_everywhere(
@@ -216,6 +227,24 @@ def test_other_numbers_of_tokens_are_met_as_everywhere(
         for path in reversed(paths[1:])
     )
     assert_same(merged, expected)
+    # A head that is all that its prefix is for.
+    new, old = (rename(text[0], *VERSIONS[version]) for version in ("llava 5", "llava"))
+    paths = save(
+        tmp_path, base=new, model=old | {"language_model.lm_head.weight": torch.ones(9, 8)}
+    )
+    check_refused(*paths, "'lm_head.weight' is [12, 8]", "3 rows fewer")
+
+
+def test_what_only_another_part_of_the_base_has_is_left_out(
+    tmp_path: Path, text: list[Tensors], vision: Tensors
+) -> None:
+    bias = {f"layers.{k}.self_attn.q_proj.bias": torch.full((8,), k / 9) for k in range(3)}
+    eye = vision | {f"vision_tower.encoder.{name}": tensor for name, tensor in bias.items()}
+    base = rename(text[0], *INSIDE["transformers 5"]) | eye
+    model = text[1] | {f"model.{name}": tensor + 1 for name, tensor in bias.items()}
+    paths = save(tmp_path, base=base, math=model)
+    merged = merge_paths(paths[0], paths[1:], tmp_path / "out.safetensors")
+    assert_same({name: merged[name] for name in eye}, eye)
 
 
 @pytest.mark.parametrize("given", ["flag", "table"])
@@ -235,9 +264,14 @@ def test_where_several_parts_fit_the_user_says_which(
     run("-q", "-c", out, "-o", tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == out.read_bytes()
     run("verify", "-q", out)
+    if given == "table":  # of prefixes, the longest counts
+        both = {"": "critic.", "model.": "actor.model."}
+        merged = merge_paths(paths[0], [paths[1]], out, part_of=both)
+        [same] = save(tmp_path, same=rename(text[1], ("model.", "actor.model."), ("", "critic.")))
+        assert_same(merged, merge_paths(paths[0], [same], tmp_path / "expected.safetensors"))
     # The reverse: the base is one of two parts of the model.
-    both = text[1] and rename(text[1], ("", "actor.")) | rename(text[0], ("", "critic."))
-    [whole, plain] = save(tmp_path, whole=both, plain=text[0])
+    pair = rename(text[1], ("", "actor.")) | rename(text[0], ("", "critic."))
+    [whole, plain] = save(tmp_path, whole=pair, plain=text[0])
     check_refused(plain, whole, "its 'actor.*' is the base's '*', or its 'critic.*'")
     part_of = "actor." if given == "flag" else {"actor.": ""}
     merged = merge_paths(plain, [whole], out, part_of=part_of)

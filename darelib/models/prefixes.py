@@ -165,7 +165,7 @@ def place_config(model: Checkpoint, base: Checkpoint) -> None:
     is_part = bool(whole.get(TEXT)) != bool(own.get(TEXT))
     if not is_part or whole.get("model_type") == own.get("model_type"):
         return
-    text = {"tie_word_embeddings": ties_embeddings(own), **(own.get(TEXT) or own)}
+    text = {**(own.get(TEXT) or own), "tie_word_embeddings": ties_embeddings(own)}
     kinds = [str(table.get("model_type")) for table in (text, whole.get(TEXT) or whole)]
     ignored = {ARCHITECTURE, TEXT}
     if any(kind.endswith("_text") for kind in kinds):

@@ -259,7 +259,7 @@ class DareMerger:
         """The base and the models, with one number for each token if the tokenizer asks for it."""
         from darelib.models.inputs import open_models
 
-        return open_models(self.sources, self.tokenizer)
+        return open_models(self.sources, self.tokenizer, self.config)
 
     def _plan(
         self, inputs: Sequence[Checkpoint], destination: Destination, force: bool

@@ -235,6 +235,11 @@ SETTINGS: Final[Options] = {
         "action": "store_true",
         "help": "merge even if the base is surely not the one that a model was trained from",
     },
+    "--part-of": {
+        "metavar": "PREFIX",
+        "help": "what names begin with in the part of the base that the models are, or of them "
+        "that the base is (default: it is found)",
+    },
     "--max-shard-size": {
         "metavar": "SIZE",
         "help": "largest size of one file of an output directory (default 5GB)",

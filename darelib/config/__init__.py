@@ -290,6 +290,9 @@ class DareConfig:
     mismatch: str = "error"
     # True: merge even where the base is another kind of model, by config.json, names or weights.
     any_base: bool = False
+    # The part of the base that models are, or of them that the base is: what its names begin with;
+    # or what these begin with, by what the models' begin with; None: it is found.
+    part_of: str | Mapping[str, str] | None = None
     # Of each file's tensors, where the output is a directory.
     max_shard_size: str | int = "5GB"
     # Warn where deltas are larger; the paper's limit for safe dropping.
@@ -413,7 +416,7 @@ class DareConfig:
             **{name: value for name, value in defaults.items() if name in method.settings},
         }
         optional = (*defaults, "origin", "weights", "rescale_q", "keep_ratio", "dtype")
-        optional += (*DROP_SETTINGS, "adapter_rank", "adapter_rest", "components")
+        optional += (*DROP_SETTINGS, "adapter_rank", "adapter_rest", "components", "part_of")
         is_written = {name: getattr(self, name) is not None for name in optional} | {
             "drop": set(self._scopes[""].drops) != {RANDOM},
             "normalize": self._is_normalized != method.normalize,

@@ -140,6 +140,12 @@ def parse_size(given: object) -> int:
     return given if is_count(given, 1) else 0
 
 
+def names_part(value: object) -> bool:
+    """Whether it says what names begin with, in text, which a recipe can hold."""
+    texts = [*value, *value.values()] if isinstance(value, Mapping) else [value]
+    return bool(value) and all(isinstance(text, str) and text == as_text(text) for text in texts)
+
+
 def _word(choices: tuple[str, ...]) -> Check:
     return Check(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
 
@@ -238,6 +244,11 @@ CHECKS: Final = {
     ),
     "mismatch": _word(("error", "overlap", "base")),
     "any_base": replace(_FLAG, searched=False),
+    "part_of": Check(
+        "the start of names, or a table of such, by those that they replace",
+        names_part,
+        searched=False,
+    ),
     "max_shard_size": Check(
         "a size like 5GB or 500MiB, or a number of bytes",
         lambda value: parse_size(value) > 0,
@@ -264,6 +275,8 @@ def check_setting(name: str, value: Any, where: str) -> None:
         hint = "--help says what it does"
         if isinstance(value, str) and check.choices:
             hint = nearest(value.lower(), check.choices)
+            if "8" in value and name == "dtype":
+                hint = "FP8 is read, and not written: write bfloat16, and quantise the result"
         elif name == "drop_rate" and is_number(value) and 2 <= value < 100:
             hint = f"it is a share: {value:g}% are {value / 100:g}"
         elif not isinstance(value, str) and "{" in repr(value):

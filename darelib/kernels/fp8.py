@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+TYPES: Final = ("F8_E4M3", "F8_E5M2")  # whose values bfloat16 has, too
 LARGEST: Final = 448.0  # of F8_E4M3, which has no infinities
 # The smallest normal float32 and bfloat16: below it, a quotient might exceed LARGEST.
 SMALLEST_SCALE: Final = 2.0**-126
@@ -27,6 +28,15 @@ def list_values() -> Array:
     sizes = np.ldexp(fraction.astype(float), np.maximum(exponent, 1) - 1 + LOWEST)
     sizes[127] = np.nan
     return np.concatenate([sizes, -sizes]).astype(np.float32)
+
+
+@cache
+def list_brains(dtype: str) -> Array:
+    """The value of each byte of one of TYPES, as bfloat16: the first half of float32."""
+    values = list_values()
+    if dtype == "F8_E5M2":  # the first half of float16
+        values = (np.arange(256) << 8).astype(np.uint16).view(np.float16).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
 @cache

@@ -1,7 +1,8 @@
-"""FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors.
+"""FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors, and such without scales.
 
-They are read as the float32 that they stand for. Merged values become bytes again once all values
-that share a scale are there.
+The former are read as the float32 that they stand for. Merged values become bytes again once all
+values that share a scale are there. The latter are read as the bfloat16 that they are, and are not
+written.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from darelib.config import is_count
+from darelib.config import DareConfig, is_count
 from darelib.core.formats import FORMATS, widen
 from darelib.core.looks import Look
 from darelib.core.mask import TILE
@@ -30,15 +31,22 @@ Array = NDArray[Any]
 
 FP8: Final = "F8_E4M3"
 SCALE_TYPES: Final = ("F32", "BF16")
-SCALE_NAMES: Final = ("_scale_inv", "_scale")  # what a weight's name is followed by
-# What scales activations: what comes into or out of a module, or what attention remembers of it.
+# What stands in place of "weight" in the name of its scale; ComfyUI's is the last.
+SCALE_NAMES: Final = ("weight_scale_inv", "weight_scale", "scale_weight")
+# What scales activations: what comes into or out of a module, or what attention remembers of it;
+# and what else lies beside a weight that is in FP8.
 ACTIVATION_SCALES: Final = {
-    "input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"
+    "input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale",
+    "scale_input", "comfy_quant",
 }  # fmt: skip
+MARKER: Final = "scaled_fp8"  # a tensor that tells ComfyUI of scales
 DEFAULT_BLOCK: Final = (128, 128)  # where a configuration does not say
 SCALE_HINT: Final = "an F8_E4M3 weight needs a weight_scale or weight_scale_inv of F32 or BF16"
 # By type: what to do about a weight whose encoding is not known.
-UNREAD_HINTS: Final = {FP8: f"{QUANTISE_HINT}; {SCALE_HINT}"}
+UNREAD_HINTS: Final = {
+    dtype: f"without scales, it is read if you say in what to write it: --dtype bfloat16; {hint}"
+    for dtype, hint in ((FP8, f"{QUANTISE_HINT}; {SCALE_HINT}"), ("F8_E5M2", QUANTISE_HINT))
+}
 MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memory
 
 
@@ -140,6 +148,25 @@ class Fp8(Encoding):
 
 
 @dataclass(frozen=True, eq=False)
+class Unscaled(Encoding):
+    """A tensor in FP8 without a scale. All its values are bfloat16, too."""
+
+    kind: ClassVar[str] = "FP8"
+
+    stored: TensorInfo
+
+    def stored_bytes(self, info: TensorInfo) -> int:
+        return self.stored.nbytes
+
+    def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        stored = np.empty(count, np.uint8)
+        model.read_bytes(stored.data, self.stored, start)
+        into.view(np.uint16)[:] = fp8.list_brains(self.stored.dtype)[stored]
+
+
+@dataclass(frozen=True, eq=False)
 class ActivationScale(Encoding):
     """What scales activations of an FP8 module: of no use once its weights are not FP8."""
 
@@ -164,7 +191,7 @@ def recognise_fp8(model: Checkpoint) -> None:
         model.tensors[name] = _make_tensor(model, name, scale_name, (block[0], block[1]), powers)
         del model.tensors[scale_name]
     for name, info in model.tensors.items():
-        if is_activation_scale(name, pairs):
+        if is_activation_scale(name, pairs) or f".{name}".endswith(f".{MARKER}"):
             model.tensors[name] = dataclasses.replace(info, encoding=ActivationScale())
 
 
@@ -184,13 +211,40 @@ def find_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     for name, info in tensors.items():
         is_matrix = info.dtype == FP8 and len(info.shape) == 2 and info.count
         if is_matrix and f".{name}".endswith(".weight"):
-            scales = [name + end for end in SCALE_NAMES if name + end in tensors]
+            module = name.removesuffix("weight")
+            scales = [module + own for own in SCALE_NAMES if module + own in tensors]
             if len(scales) == 1 and tensors[scales[0]].dtype in SCALE_TYPES:
                 pairs[name] = scales[0]
     used = {*pairs, *pairs.values()}
     rest = {name: info for name, info in tensors.items() if name not in used}
     others = quantised_modules(rest) if pairs else set()
     return {name: scale for name, scale in pairs.items() if module_of(name) not in others}
+
+
+def read_unscaled(model: Checkpoint, base: Checkpoint, config: DareConfig) -> None:
+    """Let FP8 tensors of a model without scales be read as they are, if it is known in what type
+    they are written: in the one that is asked for, or in the base's.
+    """
+    for name, info in find_unscaled(model.tensors).items():
+        mine = base.tensors.get(name)
+        if config.dtype or (mine and mine.dtype not in fp8.TYPES):
+            model.tensors[name] = dataclasses.replace(info, dtype="BF16", encoding=Unscaled(info))
+
+
+def find_unscaled(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The FP8 tensors of a model that has FP8 matrices, and nothing that is quantised otherwise.
+
+    Where others have scales, one without may have lost it.
+    """
+    stored = {name: info for name, info in tensors.items() if info.dtype in fp8.TYPES}
+    if not any(len(info.shape) > 1 for info in stored.values()):
+        return {}
+    others = {name: info for name, info in tensors.items() if name not in stored}
+    marks = {*ACTIVATION_SCALES, *SCALE_NAMES, MARKER}
+    has_scales = any(info.encoding.kind for info in others.values()) or any(
+        name.rpartition(".")[2] in marks for name in tensors
+    )
+    return {} if has_scales or quantised_modules(others) else stored
 
 
 def _make_tensor(

@@ -7,14 +7,16 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from darelib.config import DareConfig
 from darelib.core.text import DareError, as_text
 from darelib.models.adapted import AdaptedModel, check_adapter
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import Layout, find_checkpoint
-from darelib.models.fp8 import recognise_fp8
+from darelib.models.fp8 import read_unscaled, recognise_fp8
 from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
+from darelib.models.prefixes import fit_names
 from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.stack import Stack
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
@@ -120,19 +122,25 @@ def open_stack(source: Source) -> Checkpoint:
 
 @contextmanager
 def open_models(
-    sources: Sequence[Source], tokenizer: Source | None = None
+    sources: Sequence[Source],
+    tokenizer: Source | None = None,
+    config: DareConfig | None = None,
 ) -> Iterator[list[Checkpoint]]:
     """The inputs, open for reading: the base, which is the first, and the models. Downloads those
     of the Hub.
 
     tokenizer: of what is made of them: if it is all tokens together, or those of an input that has
-    others than the base, each token has the same number everywhere.
+    others than the base, each token has the same number everywhere. config: of their merge, for
+    which models are fitted to the base; None: they are as they are.
     """
     inputs: list[Checkpoint] = []
     with ExitStack() as opened:
         for source in map(download, sources):
             model = open_source(source, inputs[0] if inputs else None)
             inputs.append(opened.enter_context(closing(model)))
+            if config:
+                fit_names(model, inputs[0], config)
+                read_unscaled(model, inputs[0], config)
         owners = (m for m in inputs for part in m.parts if tokenizer and is_of(tokenizer, part))
         owner = next(owners, None)
         if owner or (tokenizer and tokenizer.name == UNION):

@@ -178,6 +178,8 @@ class Described:
     partial: ClassVar[bool] = False  # whether it holds only what it changes
     seed: int | None = None  # of its mask, if that was decided before
     unused: tuple[str, ...] = ()  # what it holds that the base has no place for
+    # Of the base's tensors: those that it need not have, since it is only a part of such a model.
+    outside: frozenset[str] = frozenset()
     warnings: tuple[str, ...] = ()
     # How the names of its files begin, by folder: "" is its own, all others are a pipeline's.
     stems: Mapping[str, str] = MappingProxyType({})

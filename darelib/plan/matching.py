@@ -66,7 +66,8 @@ class Matcher:
         for.
         """
         model = self.models[i]
-        wanted = () if model.partial else self.base.tensors.keys() - self.tied[i].keys()
+        unwanted = self.tied[i].keys() | model.outside
+        wanted = () if model.partial else self.base.tensors.keys() - unwanted
         missing = tuple(
             name
             for name, info in self.base.tensors.items()

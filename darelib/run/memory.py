@@ -66,8 +66,9 @@ def merge_tensors(
     if not isinstance(finetuned, Sequence) or isinstance(finetuned, str):
         raise ConfigError("finetuned must be a list of state dicts", "put it in brackets")
     config.check_models(len(finetuned))
-    if config.adapter_rank is not None:
-        raise ConfigError("adapter_rank is for files", "leave it out, or use DareMerger")
+    for name in ("adapter_rank", "part_of"):
+        if getattr(config, name) is not None:
+            raise ConfigError(f"{name} is for files", "leave it out, or use DareMerger")
     given = {"the base": base} | {f"model {i}": model for i, model in enumerate(finetuned)}
     for what, state in given.items() if out is None else [*given.items(), ("out", out)]:
         check_state_dict(what, state)

@@ -199,7 +199,8 @@ def open_like(task: Task) -> dict[str, Any]:
     raise_open_file_limit()
     with ExitStack() as opened:
         try:
-            inputs = opened.enter_context(open_models(task.sources, task.tokenizer.source))
+            models = open_models(task.sources, task.tokenizer.source, task.config)
+            inputs = opened.enter_context(models)
             with explain_read_errors():
                 plan = plan_files(
                     task.config, inputs, task.output, task.tokenizer, with_side_files=False

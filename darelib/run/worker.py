@@ -22,6 +22,7 @@ from darelib.kernels.engines import load_kernels
 from darelib.kernels.entries import spread
 from darelib.kernels.records import Buffers
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
+from darelib.models.fp8 import UNREAD_HINTS
 from darelib.models.tensors import Target, TensorInfo
 from darelib.plan.plan import Job, MergePlan
 from darelib.plan.tensors import TensorPlan
@@ -255,7 +256,8 @@ class Worker(JobWorker):
                     outcome.differing.add(i)
             write(tensor.output.file, mine.data, place + start)
         if outcome.differing and tensor.quantised:
-            raise explain_quantised(tensor, self.models[min(outcome.differing)].name)
+            hint = UNREAD_HINTS.get(tensor.base.dtype, QUANTISE_HINT)
+            raise explain_quantised(tensor, self.models[min(outcome.differing)].name, hint)
         return outcome
 
     def keep_base(self, job: Job, buffers: Buffers) -> None:
@@ -303,9 +305,9 @@ def make_tally(job: Job, buffers: Buffers, row: int, peak: float) -> Tally:
     )
 
 
-def explain_quantised(tensor: TensorPlan, name: str) -> DareError:
+def explain_quantised(tensor: TensorPlan, name: str, hint: str = QUANTISE_HINT) -> DareError:
     return DareError(
         f"tensor {tensor.name!r} is part of a quantised module ({tensor.base.dtype}) and differs "
         f"in {name!r}",
-        QUANTISE_HINT,
+        hint,
     )

@@ -85,6 +85,7 @@ KEPT_SETTINGS: Final = (
     "components",
     "mismatch",
     "any_base",
+    "part_of",
     "max_shard_size",
     "delta_threshold",
 )

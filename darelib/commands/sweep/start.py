@@ -243,6 +243,12 @@ def separate(
     return [base, *finetuned]
 
 
+def is_as_stored(model: Checkpoint) -> bool:
+    """Whether a model is what its files hold, by the names that its tensors have there."""
+    names = {name for file in model.files for name in file.tensors}
+    return type(model) is Checkpoint and model.tensors.keys() <= names
+
+
 def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]]:
     """The tensors of models in files, on the device of a live model if there is one."""
     try:
@@ -252,7 +258,7 @@ def load_states(inputs: Sequence[Checkpoint], model: Any) -> list[dict[str, Any]
             "models in memory need torch and safetensors", install_hint("torch")
         ) from None
     device = "cpu" if model is None else str(next(iter(model.state_dict().values())).device)
-    if odd := next((each for each in inputs if type(each) is not Checkpoint), None):
+    if odd := next((each for each in inputs if not is_as_stored(each)), None):
         raise DareError(
             f"{odd.name!r} is no whole model of plain weights, as is needed in memory",
             "search in files, or merge it alone first",

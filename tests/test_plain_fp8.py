@@ -1,0 +1,166 @@
+"""FP8 files without scales, as ComfyUI has them: read as they are, and written in another type.
+
+What they should give is made by torch: its values, merged in memory.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dare import ConfigError, DareConfig, DareError, dare_merge
+from tests import support
+from tests.support import (
+    BF16,
+    F32,
+    Refusal,
+    Tensors,
+    assert_same,
+    finetune,
+    low_rank,
+    make_merger,
+    random_model,
+    raw,
+    run,
+    save,
+    slow,
+    write_adapter,
+)
+
+merge_paths = partial(support.merge_paths, engine="plain")
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
+SHAPES: dict[str, tuple[int, ...]] = {
+    "img_in.weight": (37, 61),
+    "img_in.bias": (37,),
+    "blocks.0.weight": (5, 3, 2, 2),
+    "scale": (3,),
+}
+
+
+def make_models(*dtypes: torch.dtype) -> list[Tensors]:
+    """A base and fine-tunes, each with its tensors but one in a type of its own."""
+    base = random_model(dtype=F32, shapes=SHAPES)
+    models = [base, *(finetune(base, k, 0.02) for k in range(1, len(dtypes)))]
+    return [
+        {name: tensor.to(BF16 if name == "scale" else dtype) for name, tensor in model.items()}
+        for model, dtype in zip(models, dtypes, strict=True)
+    ]
+
+
+def widen(model: Tensors) -> Tensors:
+    """What FP8 stands for, in a type that has all of its values."""
+    return {name: tensor.to(BF16) for name, tensor in model.items()}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), "float32"])
+@pytest.mark.parametrize(
+    "dtypes", [(E4M3, E4M3, E4M3), (E5M2, E5M2, E5M2), (E4M3, BF16, E5M2), (F32, E4M3, E5M2)]
+)
+@pytest.mark.parametrize("config", [{"drop_rate": 0.5}, {"method": "ties", "drop_rate": 0.3}])
+def test_fp8_without_scales_is_merged_in_the_type_that_is_asked_for(
+    tmp_path: Path, dtypes: tuple[torch.dtype, ...], dtype: str, config: dict[str, Any]
+) -> None:
+    models = make_models(*dtypes)
+    paths = save(tmp_path, **dict(zip(support.NAMES, models, strict=True)))
+    out = tmp_path / "out.safetensors"
+    merged = merge_paths(paths[0], paths[1:], out, dtype=dtype, **config)
+    read = [widen(m) if d in (E4M3, E5M2) else m for m, d in zip(models, dtypes, strict=True)]
+    assert_same(merged, dare_merge(read[0], read[1:], DareConfig(dtype=dtype, **config)))
+    make_merger(paths[0], paths[1:], engine="plain", dtype=dtype, **config).verify(out)
+
+
+def test_every_value_of_fp8_is_read_exactly(tmp_path: Path) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).reshape(2, 128)
+    for dtype in (E4M3, E5M2):
+        finite = torch.isfinite(codes.view(dtype).float())
+        values = torch.where(finite, codes, 0).view(dtype)
+        [path] = save(tmp_path, base={"a.weight": values})
+        flags = ["-q", "--engine", "plain", "--method", "passthrough", "-b", path]
+        out = tmp_path / "out.safetensors"
+        run(*flags, "-o", out, "--dtype", "float32", "--force")
+        assert_same(load_file(out), {"a.weight": values.float()})
+        run(*flags, "-o", out, "--force")  # what is only copied keeps its bytes
+        assert_same(load_file(out), {"a.weight": values})
+        [path] = save(tmp_path, base={"a.weight": codes.view(dtype)})
+        with pytest.raises(DareError, match=r"'a\.weight' holds (inf|-inf|nan)"):
+            merge_paths(path, [path], out, dtype="bfloat16")
+
+
+def test_a_model_in_fp8_is_merged_in_the_type_of_a_base_that_is_not(tmp_path: Path) -> None:
+    models = make_models(BF16, E4M3, E5M2)
+    paths = save(tmp_path, **dict(zip(support.NAMES, models, strict=True)))
+    merged = merge_paths(paths[0], paths[1:], tmp_path / "out.safetensors", drop_rate=0.5)
+    expected = dare_merge(models[0], [*map(widen, models[1:])], DareConfig(drop_rate=0.5))
+    assert_same(merged, expected)
+
+
+def test_a_lora_is_put_on_a_base_in_fp8(tmp_path: Path) -> None:
+    [model] = make_models(E4M3)
+    plain, stored = save(tmp_path, plain=widen(model), stored=model)
+    lora = write_adapter(tmp_path / "lora", low_rank("img_in", (37, 61)))
+    made = [
+        merge_paths(base, [lora], tmp_path / "out.safetensors", dtype="bfloat16", drop_rate=0)
+        for base in (plain, stored)
+    ]
+    assert_same(*made)
+    assert not torch.equal(made[0]["img_in.weight"], widen(model)["img_in.weight"])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_without_a_type_to_write_a_hint_names_it(
+    tmp_path: Path, check_refused: Refusal, dtype: torch.dtype
+) -> None:
+    models = make_models(dtype, dtype, BF16)
+    paths = save(tmp_path, **dict(zip(support.NAMES, models, strict=True)))
+    for model in paths[1:]:
+        check_refused(paths[0], model, "quantised", "--dtype bfloat16", flags=["--engine=plain"])
+    with pytest.raises(ConfigError) as error:
+        DareConfig(dtype="float8_e4m3fn")
+    assert "FP8 is read, and not written" in error.value.hint
+    # What is the same in all is copied, as any quantised weight is.
+    same = models[0] | {"scale": models[1]["scale"]}
+    [other] = save(tmp_path, other=same)
+    merged = merge_paths(paths[0], [other], tmp_path / "out.safetensors", drop_rate=0)
+    assert_same(merged, same)
+
+
+@pytest.mark.parametrize("name", ["img_in.input_scale", "scaled_fp8", "blocks.0.scale_weight"])
+def test_a_file_in_which_anything_has_a_scale_is_not_taken_for_one_without(
+    tmp_path: Path, check_refused: Refusal, name: str
+) -> None:
+    models = make_models(E4M3, E4M3)
+    scaled = [model | {name: torch.ones(1)} for model in models]
+    paths = save(tmp_path, base=scaled[0], math=scaled[1])
+    check_refused(*paths, "quantised", flags=["--dtype=bfloat16", "--engine=plain"])
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_comfyuis_scales_are_read(tmp_path: Path, dtype: str | None) -> None:
+    models = [{n: t for n, t in m.items() if t.ndim < 3} for m in make_models(F32, F32)]
+    marks = {"scaled_fp8": torch.zeros(2).to(E4M3), "img_in.scale_input": torch.ones(())}
+    read, stored = [], []
+    for model in models:
+        scale = model["img_in.weight"].abs().max() / 448
+        weight = (model["img_in.weight"] / scale).to(E4M3)
+        read.append(model | {"img_in.weight": weight.float() * scale})
+        stored.append(model | marks | {"img_in.weight": weight, "img_in.scale_weight": scale})
+    paths = save(tmp_path, base=stored[0], math=stored[1])
+    out = tmp_path / "out.safetensors"
+    merged = merge_paths(paths[0], paths[1:], out, drop_rate=0.5, dtype=dtype)
+    make_merger(paths[0], paths[1:], engine="plain", drop_rate=0.5, dtype=dtype).verify(out)
+    expected = dare_merge(read[0], read[1:], DareConfig(drop_rate=0.5, dtype=dtype))
+    if dtype:
+        assert_same(merged, expected)  # nothing speaks of FP8 any more
+        return
+    assert merged.keys() == stored[0].keys()
+    assert all(torch.equal(raw_of(merged[name]), raw_of(mark)) for name, mark in marks.items())
+    value = merged["img_in.weight"].float() * merged["img_in.scale_weight"]
+    assert torch.allclose(value, expected["img_in.weight"], rtol=0.07, atol=1e-4)
+
+
+def raw_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(raw(tensor))

@@ -313,9 +313,7 @@ class DareConfig:
         if self.dtype is not None:
             object.__setattr__(self, "dtype", SHORT_DTYPES.get(self.dtype, self.dtype))
         if self.adapter_rest is not None and self.adapter_rank is None:
-            raise ConfigError(
-                "adapter_rest means nothing without adapter_rank", "add that, or leave it out"
-            )
+            raise ConfigError("adapter_rest means nothing without adapter_rank", "leave it out")
         if not isinstance(self.rules, tuple):
             raise ConfigError(
                 f"rules must be a list, not {self.rules!r}",

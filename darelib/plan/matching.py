@@ -88,29 +88,11 @@ class Matcher:
     def _match(self, name: str, info: TensorInfo) -> TensorPlan:
         quantised = self._refusals.is_quantised(name)
         buffer = find_buffer(name, info.shape)
-        finetuned: list[tuple[int, TensorInfo]] = []
-        mask_names: list[str] = []
         owner = self._find_owner(name, info)
         is_kept = info.folder in self._kept
-        for i, model in enumerate(() if is_kept else self.models):
-            theirs = model.tensors.get(name)
-            mask_name = owner
-            if theirs is None and (stand_in := self._find_stand_in(name, info, model)):
-                theirs = model.tensors[stand_in]
-                mask_name = stand_in
-                self.tied[i][name] = stand_in
-            if theirs is not None:
-                if theirs.shape != info.shape:
-                    self.mismatched[i][name] = theirs.shape
-                if buffer != COPIED:
-                    self._refusals.check_shapes(name, info, theirs, model)
-                    self._refusals.check_types(name, info, theirs, model)
-                self._refusals.check_mask(name, theirs, mask_name, model)
-                finetuned.append((i, theirs))
-                mask_names.append(mask_name)
-        if self.config.mismatch == "base" and any(name in names for names in self.mismatched):
-            finetuned = []
-        others = [theirs for _, theirs in finetuned]
+        finetuned = [] if is_kept else self._find_finetuned(name, info, buffer)
+        mask_names = [stand_in or owner for _, _, stand_in in finetuned]
+        others = [theirs for _, theirs, _ in finetuned]
         is_float = all(each.dtype in FORMATS for each in (info, *others))
         # Where there are no models, there is nothing to average.
         is_copied = quantised or buffer == COPIED or (buffer and not self.models)
@@ -129,14 +111,15 @@ class Matcher:
             merged &= dtype != info.dtype or info.encoding is not PLAIN
         elif quantised and not self.models:
             self._refusals.refuse_scale(name)
-        for i, theirs in finetuned:
-            thinning = settings.thinnings[i]
-            self._refusals.check_drop(name, theirs, self.models[i], settings.method, thinning)
+        for (i, theirs, _), mask_name in zip(finetuned, mask_names, strict=True):
+            model = self.models[i]
+            self._refusals.check_mask(name, theirs, mask_name, model)
+            self._refusals.check_drop(name, theirs, model, settings.method, settings.thinnings[i])
         return TensorPlan(
             name=name,
             base=info,
-            finetuned=tuple(finetuned),
-            mask_names=tuple(mask_names) if finetuned else (),
+            finetuned=tuple((i, theirs) for i, theirs, _ in finetuned),
+            mask_names=tuple(mask_names),
             outputs=encoding.list_outputs(name, TensorInfo(dtype, info.shape)),
             merged=merged,
             settings=settings,
@@ -146,6 +129,31 @@ class Matcher:
             rule=rule,
             encoding=encoding,
         )
+
+    def _find_finetuned(
+        self, name: str, info: TensorInfo, buffer: str
+    ) -> list[tuple[int, TensorInfo, str | None]]:
+        """The models that have a tensor, by number, and what stands in for it there, if anything.
+
+        None, if one of them has it in another shape and the base's is to be kept.
+        """
+        found: list[tuple[int, TensorInfo, str | None]] = []
+        for i, model in enumerate(self.models):
+            theirs = model.tensors.get(name)
+            stand_in = None
+            if theirs is None and (stand_in := self._find_stand_in(name, info, model)):
+                theirs = model.tensors[stand_in]
+                self.tied[i][name] = stand_in
+            if theirs is None:
+                continue
+            if theirs.shape != info.shape:
+                self.mismatched[i][name] = theirs.shape
+            if buffer != COPIED:
+                self._refusals.check_shapes(name, info, theirs, model)
+                self._refusals.check_types(name, info, theirs, model)
+            found.append((i, theirs, stand_in))
+        is_kept = self.config.mismatch == "base" and any(name in each for each in self.mismatched)
+        return [] if is_kept else found
 
     def _find_owner(self, name: str, info: TensorInfo) -> str:
         """The tensor that it must stay equal to, and is merged as; itself, unless they are tied.

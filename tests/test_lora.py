@@ -763,22 +763,6 @@ def test_an_adapter_that_lacks_a_file_or_a_base_says_so(
         check_refused(pair[0], adapter / source, f"has no {config}")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        list(LAYER),
-        [*LAYER, "base_model.model.lm_head.weight"],
-        ["unet.down.lora_A.weight", "unet.down.lora_B.weight"],
-        ["diffusion_model.a.lora_down.weight", "diffusion_model.a.lora_up.weight"],
-    ],
-)
-def test_an_adapter_by_another_name_is_recognised(
-    pair: Pair, tmp_path: Path, check_refused: Refusal, names: list[str]
-) -> None:
-    [lone] = save(tmp_path, mine={name: torch.ones(2, 2) for name in names})
-    check_refused(pair[0], lone, "mine.safetensors' is a LoRA adapter without its adapter_config")
-
-
 def test_a_model_with_an_adapter_inside_is_a_model(tmp_path: Path) -> None:
     base = random_model(shapes={"a.base_layer.weight": (4, 4), "a.lora_A.speech.weight": (2, 4)})
     paths = save(tmp_path, base=base, math=finetune(base, 1))

@@ -1,5 +1,5 @@
-"""`dare.py convert` of adapters: PEFT's to the names of kohya's trainer and back, value for
-value.
+"""`dare.py convert` of adapters: PEFT's to the names of kohya's trainer, and LoRA files to PEFT's,
+value for value.
 """
 
 import json
@@ -11,11 +11,11 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from darelib.core.text import ConfigError, DareError
+from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import ADAPTER_CONFIG, ADAPTER_FILE, Checkpoint, Layout, part_name
 from darelib.models.inputs import open_models
-from darelib.models.kohya import ALPHA, DOWN, UP, find_kohya, name_module
 from darelib.models.lora import LowRankTensor
+from darelib.models.lorafile import ALPHA, DOWN, UP, find_lora_file, name_module
 from darelib.models.peft import describe_lora, find_adapter, read_settings, sort_keys
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo, header_bytes, read_json
@@ -30,7 +30,7 @@ PAIR: Final = ("lora_A", "lora_B")
 
 
 def is_adapter(old: Source) -> bool:
-    return find_adapter(old) is not None or find_kohya(old) is not None
+    return find_adapter(old) is not None or find_lora_file(old) is not None
 
 
 def convert_adapter(old: Source, new: Path, base: Source | None) -> int:
@@ -40,13 +40,12 @@ def convert_adapter(old: Source, new: Path, base: Source | None) -> int:
         return _convert_to_kohya(old, layout, new)
     if new.suffix == ".safetensors":
         raise ConfigError(
-            f"{old.name!r} is a LoRA file of kohya's, and becomes a directory of PEFT's",
+            f"{old.name!r} is a LoRA file, and becomes a directory of PEFT's",
             f"give the name of a directory, like {new.stem}",
         )
     if base is None:
         raise ConfigError(
-            f"the names in {old.name!r} have underscores for dots, so that only its base tells "
-            "what they mean",
+            f"only the base of {old.name!r} tells which tensors its names mean",
             "give --base MODEL",
         )
     with open_models([base, old]) as [model, adapter]:
@@ -108,9 +107,20 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Parts, dict[s
     parts: Parts = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
+    if adapter.unused:
+        raise DareError(
+            f"{adapter.name!r} changes what {base.name!r} lacks: {list_names(adapter.unused)}",
+            "give the model that it was trained on",
+        )
     for name, info in adapter.tensors.items():
         shape = base.tensors[name].shape
-        if not isinstance(info, LowRankTensor) or info.shape != shape:
+        if not isinstance(info, LowRankTensor) or info.transposed or info.magnitudes:
+            raise DareError(
+                f"{name!r} of {adapter.name!r} is DoRA, of a layer of GPT-2, or has other names "
+                "in this base, for which there is no place in what it would become",
+                "merge it as it is",
+            )
+        if info.shape != shape:
             raise DareError(
                 f"{name!r} is {list(info.shape)} in {adapter.name!r} and {list(shape)} in "
                 f"{base.name!r}",

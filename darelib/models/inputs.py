@@ -11,7 +11,7 @@ from darelib.core.text import DareError, as_text
 from darelib.models.adapted import AdaptedModel, check_adapter
 from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint
 from darelib.models.fp8 import recognise_fp8
-from darelib.models.kohya import KohyaAdapter, find_kohya
+from darelib.models.lorafile import LoraFile, find_lora_file
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
 from darelib.models.source import UNION, Source, check_links, download, path_hint
@@ -41,7 +41,7 @@ Opener: TypeAlias = Callable[[Source, Layout, Checkpoint | None], Checkpoint]
 # The kinds of input: the first one that finds files opens them.
 OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
     (find_adapter, PeftAdapter),
-    (find_kohya, KohyaAdapter),
+    (find_lora_file, LoraFile),
     (find_packed, PackedModel),
     (find_checkpoint, open_checkpoint),
 )

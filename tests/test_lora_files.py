@@ -1,0 +1,378 @@
+"""LoRA files by every usual name add what NumPy computes: strength * alpha / rank * (up @ down)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support import (
+    Capture,
+    Refusal,
+    Tensors,
+    merge_paths,
+    random_model,
+    run,
+    run_merge,
+    same_bits,
+    save,
+)
+
+OUT = "out.safetensors"
+KOHYA = ("lora_down.weight", "lora_up.weight")
+PEFT = ("lora_A.weight", "lora_B.weight")
+RANK = 2
+
+
+def make_pair(
+    module: str, shape: tuple[int, ...], ends: tuple[str, str] = KOHYA, dot: str = "."
+) -> Tensors:
+    """The two matrices for a tensor of this shape."""
+    generator = torch.Generator().manual_seed(len(module))
+    down = torch.randn(RANK, *shape[1:], generator=generator)
+    up = torch.randn(shape[0], RANK, *(1 for _ in shape[2:]), generator=generator) * 0.1
+    return {f"{module}{dot}{ends[0]}": down, f"{module}{dot}{ends[1]}": up}
+
+
+def multiply(pair: Tensors) -> np.ndarray:
+    down, up = (tensor.double().numpy() for tensor in pair.values())
+    return (up.reshape(len(up), -1) @ down.reshape(RANK, -1)).reshape(len(up), *down.shape[1:])
+
+
+def bake(base: Path, loras: list[Path], **config: Any) -> Tensors:
+    settings = {"drop_rate": 0.0, "engine": "plain"} | config
+    return merge_paths(base, loras, base.with_name(OUT), **settings)
+
+
+def check(merged: Tensors, base: Tensors, changes: dict[str, np.ndarray]) -> None:
+    """Whether these tensors are changed so, and no others."""
+    for name, tensor in base.items():
+        if name in changes:
+            expected = tensor.double().numpy() + changes[name]
+            assert np.abs(changes[name]).max() > 1e-3
+            np.testing.assert_allclose(merged[name].double().numpy(), expected, atol=1e-6)
+        else:
+            assert same_bits(merged[name], tensor), name
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        PEFT,
+        ("lora_A.default.weight", "lora_B.default.weight"),
+        KOHYA,
+        ("lora.down.weight", "lora.up.weight"),
+        ("lora_linear_layer.down.weight", "lora_linear_layer.up.weight"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("alpha", [None, 3.0])
+def test_both_matrices_have_any_of_their_names(
+    tmp_path: Path, ends: tuple[str, str], alpha: float | None
+) -> None:
+    base = random_model(shapes={"mid_block.proj_in.weight": (8, 6), "mid_block.norm.weight": (6,)})
+    pair = make_pair("unet.mid_block.proj_in", (8, 6), ends)
+    more = {"unet.mid_block.proj_in.alpha": torch.tensor(alpha)} if alpha else {}
+    paths = save(tmp_path, base=base, lora=pair | more)
+    change = multiply(pair) * (alpha or RANK) / RANK
+    check(bake(paths[0], paths[1:]), base, {"mid_block.proj_in.weight": change})
+
+
+@pytest.mark.parametrize(
+    ("module", "target"),
+    [
+        ("unet.m.attn1.processor.to_q_lora", "unet.m.attn1.to_q"),
+        ("unet.m.attn1.processor.to_out_lora", "unet.m.attn1.to_out.0"),
+        ("mid.attn1.processor.to_k_lora", "unet.mid.attn1.to_k"),
+        ("text_encoder.t.self_attn.to_v_lora", "text_encoder.t.self_attn.v_proj"),
+        ("text_encoder.t.self_attn.to_out_lora", "text_encoder.t.self_attn.out_proj"),
+    ],
+)
+def test_processors_of_old_files_are_modules(tmp_path: Path, module: str, target: str) -> None:
+    base = random_model(shapes={f"{target}.weight": (8, 6), "norm.weight": (6,)})
+    pair = make_pair(module, (8, 6), ("down.weight", "up.weight"))
+    paths = save(tmp_path, base=base, lora=pair)
+    check(bake(paths[0], paths[1:]), base, {f"{target}.weight": multiply(pair)})
+
+
+UNETS = (
+    ["lora_unet_", "lora_transformer_"],
+    [
+        "unet.",
+        "transformer.",
+        "diffusion_model.",
+        "model.diffusion_model.",
+        "",
+        "base_model.model.",
+    ],
+)
+TEXTS = {
+    "cond_stage_model.transformer.": ("lora_te_", "text_encoder."),
+    "conditioner.embedders.0.transformer.": ("lora_te1_", "text_encoder."),
+    "conditioner.embedders.1.transformer.": ("lora_te2_", "text_encoder_2."),
+    "text_encoders.clip_g.transformer.": ("lora_te2_", "text_encoder_2."),
+    "text_encoders.t5xxl.transformer.": ("lora_te3_", "text_encoder_3.", "text_encoder_2."),
+    "text_encoder_2.": ("lora_te2_", "lora_te3_", "text_encoder_2."),
+    "text_encoder.": ("lora_te_", "lora_te1_", "text_encoder."),
+    "": ("lora_te_", "text_encoder.", "lycoris_"),
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "prefix"),
+    [
+        *(
+            (start, prefix)
+            for start in (*UNETS[0], *UNETS[1])
+            for prefix in ("", "model.diffusion_model.", "unet.", "transformer.")
+        ),
+        *((start, prefix) for prefix, starts in TEXTS.items() for start in starts),
+    ],
+)
+def test_a_module_is_found_in_its_part_of_the_model(
+    tmp_path: Path, start: str, prefix: str
+) -> None:
+    """Every way that a LoRA file may name it, in every way that the base may."""
+    name = "down_blocks.0.attn_1.to_q"
+    others = {"vae.", "control.", "text_encoder_4."}  # which have the same names
+    base = random_model(shapes={f"{p}{name}.weight": (8, 6) for p in {prefix, *others}})
+    module = start + (name.replace(".", "_") if start.endswith("_") else name)
+    pair = make_pair(module, (8, 6))
+    paths = save(tmp_path, base=base, lora=pair)
+    check(bake(paths[0], paths[1:]), base, {f"{prefix}{name}.weight": multiply(pair)})
+
+
+def test_both_text_encoders_and_the_unet_change_each_by_its_own_pair(tmp_path: Path) -> None:
+    name = "text_model.encoder.layers.0.mlp.fc1"
+    starts = {"text_encoder.": "lora_te1_", "text_encoder_2.": "lora_te2_", "unet.": "lora_unet_"}
+    base = random_model(shapes={f"{prefix}{name}.weight": (8, 6) for prefix in starts})
+    kohya: Tensors = {}
+    dotted: Tensors = {}
+    changes: dict[str, np.ndarray] = {}
+    for scale, (prefix, start) in enumerate(starts.items(), 1):
+        pair = make_pair(start + name.replace(".", "_"), (8, 6))
+        changes[f"{prefix}{name}.weight"] = scale * multiply(pair)
+        kohya |= pair | {f"{start}{name.replace('.', '_')}.alpha": torch.tensor(scale * RANK)}
+        ends = zip(PEFT, pair.values(), strict=True)
+        dotted |= {f"{prefix}{name}.{end}": tensor for end, tensor in ends}
+        dotted[f"{prefix}{name}.lora_B.weight"] = dotted[f"{prefix}{name}.lora_B.weight"] * scale
+    for lora in (kohya, dotted):
+        paths = save(tmp_path, base=base, lora=lora)
+        check(bake(paths[0], paths[1:]), base, changes)
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+def save_noted(path: Path, lora: Tensors, noted: Any) -> Path:
+    save_file(lora, path, {"lora_adapter_metadata": json.dumps(noted)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "scales"),
+    [
+        ({"r": 2, "lora_alpha": 6}, (3, 3)),
+        ({"r": 2, "lora_alpha": 6, "alpha_pattern": {"b.c": 1, "x": 9}}, (3, 0.5)),
+        ({"r": 2, "lora_alpha": 4, "alpha_pattern": {r"^a\.c": 8}, "use_rslora": True}, (8, 4)),
+    ],
+    ids=str,
+)
+def test_the_configuration_in_a_header_scales(
+    tmp_path: Path, config: dict[str, Any], scales: tuple[float, float]
+) -> None:
+    """Each part of a pipeline has its own; text_encoder has none here, and counts as it is."""
+    names = ("unet.a.c", "unet.b.c", "text_encoder.a.c")
+    base = random_model(shapes={f"{name}.weight": (8, 6) for name in names})
+    pairs = {name: make_pair(name, (8, 6), PEFT) for name in names}
+    [path] = save(tmp_path, base=base)
+    noted = {f"unet.{key}": value for key, value in config.items()}
+    lora = save_noted(tmp_path / "l.safetensors", pairs[names[0]] | pairs[names[1]], noted)
+    save_noted(lora, {k: t for pair in pairs.values() for k, t in pair.items()}, noted)
+    root = np.sqrt(RANK) if "use_rslora" in config else 1
+    sized = zip(names, (*(scale / root for scale in scales), 1), strict=True)
+    changes = {f"{name}.weight": multiply(pairs[name]) * scale for name, scale in sized}
+    check(bake(path, [lora]), base, changes)
+
+
+@pytest.mark.parametrize(
+    ("noted", "words"),
+    [
+        ([], "is no table in JSON"),
+        ({"unet.r": 2, "unet.lora_alpha": "much"}, "lora_alpha = 'much'"),
+        ({"unet.peft_type": "LOHA"}, "is of type 'LOHA'"),
+        ({"unet.alpha_pattern": {"(a+)+!": 3}}, "cannot be matched"),
+    ],
+)
+def test_a_configuration_in_a_header_may_be_anything(
+    tmp_path: Path, check_refused: Refusal, noted: Any, words: str
+) -> None:
+    [base] = save(tmp_path, base=random_model(shapes={"unet.a.weight": (8, 6)}))
+    pair = make_pair(f"unet.{'a' * 40}", (8, 6), PEFT) | make_pair("unet.a", (8, 6), PEFT)
+    lora = save_noted(tmp_path / "lora.safetensors", pair, noted)
+    check_refused(base, lora, "lora.safetensors", words)
+
+
+@pytest.mark.parametrize(
+    ("start", "prefix"),
+    [
+        ("base_model.model.model.", "model."),
+        ("base_model.model.model.", ""),
+        ("base_model.model.", "language_model."),
+        ("model.", "model."),
+    ],
+)
+def test_an_adapter_of_peft_without_its_configuration_counts_as_it_is(
+    tmp_path: Path, start: str, prefix: str
+) -> None:
+    name = "layers.0.self_attn.q_proj"
+    base = random_model(shapes={f"{prefix}{name}.weight": (8, 6), "lm_head.weight": (9, 6)})
+    pair = make_pair(f"{start}{name}", (8, 6), PEFT)
+    paths = save(tmp_path, base=base, lora=pair)
+    report = run_merge(paths[0], paths[1:], tmp_path / OUT, drop_rate=0.0, engine="plain")
+    check(load_file(tmp_path / OUT), base, {f"{prefix}{name}.weight": multiply(pair)})
+    said = [words for words in report.warnings if "without an adapter_config.json" in words]
+    assert len(said) == 1
+    assert "alpha = r is assumed" in said[0]
+
+
+def test_layers_of_gpt2_are_changed_the_other_way_round(tmp_path: Path) -> None:
+    shapes = {"c_attn.weight": (6, 18), "c_attn.bias": (18,), "c_proj.weight": (6, 6)}
+    base = random_model(shapes={f"transformer.h.0.attn.{n}": s for n, s in shapes.items()})
+    pairs = {
+        name: make_pair(f"base_model.model.transformer.h.0.attn.{name}", shape, PEFT)
+        for name, shape in {"c_attn": (18, 6), "c_proj": (6, 6)}.items()
+    }
+    paths = save(tmp_path, base=base, lora=pairs["c_attn"] | pairs["c_proj"])
+    changes = {f"transformer.h.0.attn.{n}.weight": multiply(pair).T for n, pair in pairs.items()}
+    check(bake(paths[0], paths[1:]), base, changes)
+
+
+# --- DoRA -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "end", "sides"),
+    [
+        ((8, 6), "dora_scale", (8, 1)),
+        ((6, 6), "dora_scale", (6, 1)),
+        ((8, 6, 3, 3), "dora_scale", (8, 1, 1, 1)),
+        ((8, 6), "lora_magnitude_vector", (8,)),
+        ((8, 6), "lora_magnitude_vector.default.weight", (8,)),
+        ((8, 8, 3, 3), "lora_magnitude_vector.weight", (1, 8, 1, 1)),
+    ],
+    ids=str,
+)
+def test_dora_sets_the_lengths_of_rows(tmp_path: Path, shape: Any, end: str, sides: Any) -> None:
+    base = random_model(shapes={"unet.a.weight": shape, "unet.b.weight": (8, 6)})
+    pair = make_pair("lora_unet_a", shape)
+    magnitudes = torch.rand(sides) + 0.5
+    more = {f"lora_unet_a.{end}": magnitudes, "lora_unet_a.alpha": torch.tensor(1.0)}
+    paths = save(tmp_path, base=base, lora=pair | more)
+    old = base["unet.a.weight"].double().numpy()
+    changed = (old + multiply(pair) / RANK).reshape(len(old), -1)
+    changed *= magnitudes.numpy().reshape(-1, 1) / np.linalg.norm(changed, axis=1, keepdims=True)
+    check(bake(paths[0], paths[1:]), base, {"unet.a.weight": changed.reshape(shape) - old})
+
+
+@pytest.mark.parametrize(
+    ("sides", "shape"), [((1, 6), (8, 6)), ((1, 6), (6, 6)), ((6,), (8, 6)), ((8, 6), (8, 6))]
+)
+def test_dora_of_columns_is_refused(
+    tmp_path: Path, check_refused: Refusal, sides: Any, shape: Any
+) -> None:
+    pair = make_pair("lora_unet_a", shape) | {"lora_unet_a.dora_scale": torch.ones(sides)}
+    paths = save(tmp_path, base=random_model(shapes={"unet.a.weight": shape}), lora=pair)
+    check_refused(*paths, "DoRA", "'lora_unet_a'", str(list(sides)), flags=("--engine=plain",))
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+def test_what_the_base_lacks_is_listed_in_one_warning(tmp_path: Path, capsys: Capture) -> None:
+    base = random_model(shapes={"model.diffusion_model.out.weight": (8, 6)})
+    pair = make_pair("lora_unet_out", (8, 6))
+    others = [make_pair(f"lora_te2_text_model_{k}", (4, 4)) for k in range(2)]
+    paths = save(tmp_path, base=base, lora=pair | others[0] | others[1])
+    check(bake(paths[0], paths[1:]), base, {"model.diffusion_model.out.weight": multiply(pair)})
+    run("-b", paths[0], "-m", paths[1], "-o", tmp_path / "new.safetensors", "--dry-run")
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "the base lacks" in line]
+    assert "2 tensors that the base lacks: 'lora_te2_text_model_0" in line
+    assert "'lora_te2_text_model_1" in line
+    joined = f"{paths[0]}+{paths[1]}"
+    run("-b", joined, "-m", paths[0], "-o", tmp_path / OUT, "--lambda=0", "--force", "-q")
+    assert "has 2 tensors that" in capsys.readouterr().err
+    check(load_file(tmp_path / OUT), base, {"model.diffusion_model.out.weight": multiply(pair)})
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"unet.a.hada_w1_a": (2, 2)}, "is LoHa"),
+        ({"unet.a.lokr_w1": (2, 2)}, "is LoKr"),
+        ({"unet.a.lora_mid.weight": (2, 2, 3, 3)}, "is a LoCon of three matrices"),
+        ({"unet.a.lora_B.bias": (8,)}, "'unet.a.lora_B.bias', which is not a part"),
+        ({"unet.a.diff_b": (8,)}, "'unet.a.diff_b', which is not a part"),
+        ({"base_model.model.norm.weight": (8,)}, "norm.weight', which is not a part"),
+        ({"unet.a.lora_A.other.weight": (2, 6)}, "holds several adapters"),
+        ({"unet.a.lora_embedding_A": (2, 6)}, "which is not a part"),
+    ],
+)
+def test_what_is_no_pair_is_refused_by_name(
+    tmp_path: Path, check_refused: Refusal, more: dict[str, Any], words: str
+) -> None:
+    lora = make_pair("unet.a", (8, 6), PEFT) | {name: torch.ones(s) for name, s in more.items()}
+    paths = save(tmp_path, base=random_model(shapes={"unet.a.weight": (8, 6)}), lora=lora)
+    check_refused(*paths, "lora.safetensors", words)
+
+
+def test_a_folder_of_diffusers_is_the_lora_in_it(tmp_path: Path, check_refused: Refusal) -> None:
+    base = random_model(shapes={"unet.a.weight": (8, 6)})
+    pair = make_pair("unet.a", (8, 6), PEFT)
+    [path] = save(tmp_path, base=base)
+    save(tmp_path / "lora", pytorch_lora_weights=pair)
+    (tmp_path / "lora" / "README.md").write_text("mine")
+    check(bake(path, [tmp_path / "lora"]), base, {"unet.a.weight": multiply(pair)})
+    run("verify", "-q", "--engine=plain", tmp_path / OUT)
+    check_refused(tmp_path / "lora", path, "is a LoRA adapter")
+    save(tmp_path / "lora", model=base)
+    (path.parent / OUT).unlink()
+    check(bake(path, [tmp_path / "lora"]), base, {})
+
+
+def test_a_lora_of_dotted_names_becomes_an_adapter_of_peft(tmp_path: Path, capsys: Capture) -> None:
+    base = random_model(shapes={"unet.a.weight": (8, 6)})
+    pair = make_pair("unet.a", (8, 6), PEFT)
+    [path, lora, more] = save(
+        tmp_path, base=base, lora=pair, more=pair | make_pair("unet.b", (4, 4), PEFT)
+    )
+    run("convert", "-q", lora, tmp_path / "peft", "--base", path)
+    check(bake(path, [tmp_path / "peft"]), base, {"unet.a.weight": multiply(pair)})
+    run("convert", "-q", more, tmp_path / "other", "--base", path, status=1)
+    assert "'unet.b.lora_A.weight'" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", ["recipe", "adapter"])
+def test_what_is_made_of_lora_files_can_be_made_again(tmp_path: Path, kind: str) -> None:
+    base = random_model(shapes={"unet.a.weight": (8, 6), "unet.b.weight": (8, 6)})
+    pair = make_pair("diffusion_model.a", (8, 6))
+    paths = save(tmp_path, base=base, lora=pair)
+    given = ("-b", paths[0], "-m", paths[1], "-q", "--engine=plain")
+    changes = {"unet.a.weight": multiply(pair)}
+    if kind == "adapter":
+        out = tmp_path / "made"
+        run(*given, "--drop-rate=0", "--adapter-rank=full", "-o", out)
+        check(bake(paths[0], [out]), base, changes)
+    else:
+        run(*given, "--drop-rate=0", "-o", tmp_path / OUT)
+        run("verify", "-q", "--engine=plain", tmp_path / OUT)
+        again = tmp_path / "again.safetensors"
+        run("-c", tmp_path / OUT, "-m", *paths, "-o", again, "-q", "--engine=plain")
+        assert again.read_bytes() == (tmp_path / OUT).read_bytes()

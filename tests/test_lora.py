@@ -451,12 +451,12 @@ def test_without_a_base_adapters_that_name_none_that_is_here_are_refused(
 @pytest.mark.parametrize(
     ("models", "config", "flags"),
     [
-        ("a", {}, "--drop-rate 0"),
-        ("aa", {}, "--drop-rate 0 --weights 1 1"),
+        ("a", {}, "--bake"),
+        ("aa", {}, "--bake"),
         ("am", {}, "--drop-rate 0 0.9 --weights 1 0.5"),
         ("aa", {"drop_rate": 0.5}, "--weights 1 1"),
         ("aa", {"method": "ties"}, "--drop-rate 0"),
-        ("aa", {"weights": [0.7, 0.4]}, "--drop-rate 0"),
+        ("aa", {"weights": [0.7, 0.4]}, "--bake"),
         ("aa", {"drop_rate": 0.0, "normalize": True}, ""),
         ("a", {"drop_rate": 0.8}, ""),
         ("mm", {}, ""),
@@ -471,7 +471,7 @@ def test_what_defaults_do_to_adapters_is_said_with_the_flags_that_bake_them(
     warnings = run_merge(pair[0], given, tmp_path / OUT, **config).warnings
     said = [warning for warning in warnings if "strength 1" in warning]
     assert [warning.partition("add ")[2] for warning in said] == [flags] * bool(flags)
-    if flags == "--drop-rate 0 --weights 1 1":
+    if models == "aa" and not config:
         words = [*flags.split(), "-q", "-b", pair[0], "-m", *given, "-o", tmp_path / OUT]
         run(*words, "--force")
         base = load_file(pair[0] / "model.safetensors")["layer.weight"]

@@ -376,3 +376,114 @@ def test_what_is_made_of_lora_files_can_be_made_again(tmp_path: Path, kind: str)
         again = tmp_path / "again.safetensors"
         run("-c", tmp_path / OUT, "-m", *paths, "-o", again, "-q", "--engine=plain")
         assert again.read_bytes() == (tmp_path / OUT).read_bytes()
+
+
+# --- strengths ------------------------------------------------------------------------------------
+
+
+def make_two(folder: Path) -> tuple[Tensors, list[Path], list[np.ndarray]]:
+    """A base, two LoRA files for one tensor of it, and what they change."""
+    base = random_model(shapes={"unet.a.weight": (8, 6), "unet.b.weight": (8, 6)})
+    pairs = [make_pair(start, (8, 6)) for start in ("unet.a", "diffusion_model.a")]
+    paths = save(folder, base=base, one=pairs[0], two=pairs[1])
+    return base, paths, [multiply(pair) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights"), [([], (1, 1)), (["--weights", "0.8", "-0.5"], (0.8, -0.5))], ids=str
+)
+def test_bake_adds_every_lora_at_its_strength(
+    tmp_path: Path, flags: list[str], weights: tuple[float, float], capsys: Capture
+) -> None:
+    """Whatever a configuration says of other ways to merge, and TOML can say the same."""
+    base, paths, changes = make_two(tmp_path)
+    config = tmp_path / "merge.toml"
+    config.write_text("[dare]\ndrop_rate = 0.5\nlambda_coeff = 2.0\nnormalize = true\n")
+    given = ["-b", paths[0], "-m", *paths[1:], "-o", tmp_path / OUT]
+    change = sum(w * each for w, each in zip(weights, changes, strict=True))
+    for words in ([], ["-c", config]):
+        run(*given, *words, "--bake", *flags, "--force", "--engine=plain", "-q")
+        assert "strength 1" not in capsys.readouterr().err
+        check(load_file(tmp_path / OUT), base, {"unet.a.weight": change})
+        run("verify", "-q", "--engine=plain", tmp_path / OUT)
+    written = tmp_path / "written.toml"
+    run(*given, "--bake", *flags, "--engine=plain", "--write-config", written)
+    before = (tmp_path / OUT).read_bytes()
+    run("-c", written, "--force", "-q")
+    assert (tmp_path / OUT).read_bytes() == before
+
+
+def test_bake_takes_the_weights_of_a_configuration(tmp_path: Path) -> None:
+    base, paths, changes = make_two(tmp_path)
+    config = tmp_path / "merge.toml"
+    config.write_text("[dare]\nweights = [0.5, 0.25]\n")
+    run("-c", config, "-b", paths[0], "-m", *paths[1:], "-o", tmp_path / OUT, "--bake", "-q")
+    change = 0.5 * changes[0] + 0.25 * changes[1]
+    check(load_file(tmp_path / OUT), base, {"unet.a.weight": change})
+
+
+@pytest.mark.parametrize(
+    "flag", ["--drop-rate=0.5", "--method=ties", "--lambda=0.7", "--normalize"]
+)
+def test_what_contradicts_bake_is_an_error(tmp_path: Path, capsys: Capture, flag: str) -> None:
+    _, paths, _ = make_two(tmp_path)
+    given = ["-b", paths[0], "-m", *paths[1:], "-o", tmp_path / OUT, "--bake"]
+    run(*given, flag, status=2)
+    assert f"--bake and this {flag.partition('=')[0]} contradict" in capsys.readouterr().err
+    assert not (tmp_path / OUT).exists()
+    same = {"--drop-rate=0.5": "--drop-rate=0", "--normalize": "--no-normalize"}
+    run(*given, same.get(flag, "--lambda=1"), "--dry-run", "-q", "--engine=plain")
+
+
+# --- the example of strengths by block ------------------------------------------------------------
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "block_weights.toml"
+IN = [1, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+OUT_BLOCKS = [0, 0, 0, 0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1, 1]
+# By a module of each block: its strength.
+ORIGINAL = {
+    **{f"input_blocks.{k}.0.op": weight for k, weight in enumerate(IN)},
+    **{f"output_blocks.{k}.0.skip": weight for k, weight in enumerate(OUT_BLOCKS)},
+    "middle_block.1.proj_in": 0.5,
+    "time_embed.0": 1,
+    "out.2": 1,
+}
+DIFFUSERS = {
+    "conv_in": IN[0],
+    "time_embedding.linear_1": IN[0],
+    **{f"down_blocks.{k // 2}.resnets.{k % 2}.conv1": IN[1 + k // 2 * 3 + k % 2] for k in range(8)},
+    **{f"down_blocks.{k}.attentions.1.proj_in": IN[2 + 3 * k] for k in range(3)},
+    **{f"down_blocks.{k}.downsamplers.0.conv": IN[3 + 3 * k] for k in range(3)},
+    "mid_block.resnets.0.conv1": 0.5,
+    **{f"up_blocks.{k // 3}.resnets.{k % 3}.conv1": OUT_BLOCKS[k] for k in range(12)},
+    **{f"up_blocks.{k}.attentions.0.proj_in": OUT_BLOCKS[3 * k] for k in range(1, 4)},
+    **{f"up_blocks.{k}.upsamplers.0.conv": OUT_BLOCKS[3 * k + 2] for k in range(3)},
+    "conv_out": OUT_BLOCKS[-1],
+}
+
+
+@pytest.mark.parametrize("kind", ["original", "diffusers"])
+def test_the_example_gives_every_block_its_own_strength(
+    tmp_path: Path, kind: str, capsys: Capture
+) -> None:
+    text = EXAMPLE.read_text()
+    prefix = "model.diffusion_model."
+    if kind == "diffusers":
+        prefix = "unet/"
+        start, end = text.index("# rules = ["), text.index("# ]\n") + len("# ]\n")
+        rules = text[start:end].replace("\n# ", "\n").removeprefix("# ")
+        text = rules + text[end : text.index("[[rules]]")]
+    names = {f"{prefix}{n}": w for n, w in (ORIGINAL if prefix[0] == "m" else DIFFUSERS).items()}
+    names |= {"text_encoder.fc1": 0.7}
+    base = random_model(shapes={f"{name}.weight": (4, 3) for name in names})
+    pairs = {name: make_pair(name.replace("/", "."), (4, 3), PEFT) for name in names}
+    lora = {key: tensor for pair in pairs.values() for key, tensor in pair.items()}
+    save(tmp_path, base=base, lora=lora)
+    (tmp_path / "merge.toml").write_text(text)
+    run("-c", tmp_path / "merge.toml", "--engine=plain", "-q")
+    assert "matches no tensor" not in capsys.readouterr().err
+    merged = load_file(tmp_path / "baked.safetensors")
+    for name, weight in names.items():
+        key = f"{name}.weight"
+        expected = base[key].double().numpy() + weight * multiply(pairs[name])
+        np.testing.assert_allclose(merged[key].double().numpy(), expected, atol=1e-7, err_msg=name)

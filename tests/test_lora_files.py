@@ -487,3 +487,121 @@ def test_the_example_gives_every_block_its_own_strength(
         key = f"{name}.weight"
         expected = base[key].double().numpy() + weight * multiply(pairs[name])
         np.testing.assert_allclose(merged[key].double().numpy(), expected, atol=1e-7, err_msg=name)
+
+
+# --- against diffusers ----------------------------------------------------------------------------
+
+
+def text_encoder(kind: str, width: int = 16) -> Any:
+    import transformers
+
+    config = transformers.CLIPTextConfig(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        projection_dim=width,
+    )
+    return getattr(transformers, kind)(config)
+
+
+def unet(diffusers: Any, **more: Any) -> Any:
+    return diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        **more,
+    )
+
+
+def make_pipeline(diffusers: Any, kind: str) -> tuple[Any, dict[str, Any]]:
+    """A tiny pipeline of random weights, and its parts that a LoRA may change."""
+    parts: dict[str, Any] = {}
+    others: dict[str, Any] = dict.fromkeys(("vae", "tokenizer"))
+    if kind == "flux":
+        parts["transformer"] = diffusers.FluxTransformer2DModel(
+            in_channels=4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=8,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            pooled_projection_dim=16,
+            axes_dims_rope=(2, 2, 4),
+        )
+        others |= dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer_2"))
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+        return diffusers.FluxPipeline(scheduler=scheduler, **parts, **others), parts
+    parts["text_encoder"] = text_encoder("CLIPTextModel")
+    scheduler = diffusers.DDIMScheduler()
+    if kind == "sd":
+        parts["unet"] = unet(diffusers)
+        others |= dict.fromkeys(("safety_checker", "feature_extractor"))
+        pipe = diffusers.StableDiffusionPipeline(
+            scheduler=scheduler, requires_safety_checker=False, **parts, **others
+        )
+        return pipe, parts
+    parts["text_encoder_2"] = text_encoder("CLIPTextModelWithProjection")
+    parts["unet"] = unet(
+        diffusers,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=64,
+    )
+    others |= {"tokenizer_2": None}
+    return diffusers.StableDiffusionXLPipeline(scheduler=scheduler, **parts, **others), parts
+
+
+ENDS = ("to_q", "to_out.0", "q_proj", "fc1", "ff.net.2", "conv1", "proj_in", "add_k_proj")
+
+
+def write_lora(parts: dict[str, Any], style: str, path: Path) -> None:
+    """A LoRA file for some modules of a pipeline's parts, all with other alphas."""
+    starts = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
+    lora: Tensors = {}
+    noted: dict[str, Any] = {}
+    for part, model in parts.items():
+        noted |= {f"{part}.r": RANK, f"{part}.lora_alpha": 5, f"{part}.alpha_pattern": {"fc1": 3}}
+        chosen = [(n, m) for n, m in model.named_modules() if n.endswith(ENDS)]
+        for k, (name, module) in enumerate(chosen, 1):
+            shape = tuple(module.weight.shape)
+            if style == "kohya":
+                known = starts[part] + name.replace(".", "_")
+                lora |= make_pair(known, shape) | {f"{known}.alpha": torch.tensor(float(k))}
+            else:
+                lora |= make_pair(f"{part}.{name}", shape, PEFT)
+    targets = {f"{part}.target_modules": list(ENDS) for part in parts}
+    metadata = {"lora_adapter_metadata": json.dumps(noted | targets)}
+    save_file(lora, path, metadata if style == "noted" else {"format": "pt"})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow  # importing diffusers takes longer than most of the suite
+@pytest.mark.parametrize(
+    ("kind", "style"),
+    [("sd", "plain"), ("sd", "noted"), ("sd", "kohya"), ("xl", "kohya"), ("flux", "plain")],
+)
+def test_diffusers_fuses_the_same_weights(tmp_path: Path, kind: str, style: str) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(1)
+    pipe, parts = make_pipeline(diffusers, kind)
+    base = {f"{p}.{n}": t.clone() for p, m in parts.items() for n, t in m.state_dict().items()}
+    [path] = save(tmp_path, base=base)
+    lora = tmp_path / "lora.safetensors"
+    write_lora(parts, style, lora)
+    merged = bake(path, [lora])
+    pipe.load_lora_weights(tmp_path, weight_name=lora.name)
+    pipe.fuse_lora(components=list(parts))
+    pipe.unload_lora_weights()
+    for part, model in parts.items():
+        fused = model.state_dict()
+        changed = [n for n in fused if not torch.equal(base[f"{part}.{n}"], fused[n])]
+        assert len(changed) > 2
+        for name, tensor in fused.items():
+            torch.testing.assert_close(merged[f"{part}.{name}"], tensor, atol=1e-6, rtol=1e-6)

@@ -1,19 +1,25 @@
 """How weights come in: finds out what kind of input each source is, and opens it."""
 
+import copy
 import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from darelib.core.text import DareError, as_text
+from darelib.core.text import DareError, as_text, count_of
 from darelib.models.adapted import AdaptedModel, check_adapter
 from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint
+from darelib.models.components import find_homes, list_ways, match_names, put_back
 from darelib.models.fp8 import recognise_fp8
+from darelib.models.lora import LoraAdapter
 from darelib.models.lorafile import LoraFile, find_lora_file
+from darelib.models.names import KINDS
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
+from darelib.models.pieces import list_sources
 from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.stack import Stack
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
@@ -34,14 +40,46 @@ def open_checkpoint(source: Source, layout: Layout, _: Checkpoint | None) -> Che
     return model
 
 
+def open_adapter(
+    kind: type[LoraAdapter], source: Source, layout: Layout, base: Checkpoint | None
+) -> Checkpoint:
+    """An adapter, which may have any of the names by which a diffusion model is known."""
+    ways = list_ways(base.tensors) if base else {}
+    if not base or not ways:
+        return kind(source, layout, base)
+    view = copy.copy(base)
+    view.tensors = {**base.tensors, **ways}
+    adapter = kind(source, layout, view)
+    with ExitStack() as opened:
+        opened.callback(adapter.close)
+        adapter.tensors = put_back(adapter.tensors, base.tensors, ways, adapter.name)
+        opened.pop_all()
+    return adapter
+
+
+def use_names(model: Checkpoint, base: Checkpoint) -> None:
+    """Give what a diffusion model calls otherwise than the base does the base's names."""
+    found = {} if model.partial else match_names(model.tensors, base.tensors)
+    if not found:
+        return
+    used = {id(part) for info in found.values() for part in list_sources(info)}
+    own = {name: info for name, info in model.tensors.items() if id(info) not in used}
+    theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
+    model.warnings += (
+        f"{model.name} has the names of {theirs}, and the base those of {mine}: "
+        f"{len(used):,} of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
+    )
+    model.tensors = {**own, **found}
+
+
 # The files of a source; None: it is of another kind.
 Finder: TypeAlias = Callable[[Source], Layout | None]
 # Without a base, it is to be the base.
 Opener: TypeAlias = Callable[[Source, Layout, Checkpoint | None], Checkpoint]
 # The kinds of input: the first one that finds files opens them.
 OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
-    (find_adapter, PeftAdapter),
-    (find_lora_file, LoraFile),
+    (find_adapter, partial(open_adapter, PeftAdapter)),
+    (find_lora_file, partial(open_adapter, LoraFile)),
     (find_packed, PackedModel),
     (find_checkpoint, open_checkpoint),
 )
@@ -132,6 +170,7 @@ def open_models(
         for source in map(download, sources):
             model = open_source(source, inputs[0] if inputs else None)
             inputs.append(opened.enter_context(closing(model)))
+            use_names(model, inputs[0])
         owners = (m for m in inputs for part in m.parts if tokenizer and is_of(tokenizer, part))
         owner = next(owners, None)
         if owner or (tokenizer and tokenizer.name == UNION):

@@ -70,6 +70,7 @@ STARTS: Final = KOHYA | {
     for prefix in filter(None, COMPONENTS[component])
 }
 WRAPPERS: Final = re.compile(r"base_model\.model\.|lycoris_")  # of models, before all names
+TEXT_PARTS: Final = ("text_encoder", "text_encoder_2")
 TEXT_MODULES: Final = "text_model."  # how they begin in a text encoder by itself
 DOWN: Final = "lora_down.weight"
 UP: Final = "lora_up.weight"
@@ -222,7 +223,7 @@ class LoraFile(LoraAdapter):
         for module in modules:
             component, name = _split_module(module)
             searched = [component] if component else COMPONENTS
-            keys = [(each, name.replace(".", "_")) for each in searched]
+            keys = [_make_key(each, name) for each in searched]
             found = next((known[key] for key in keys if key in known), [])
             # A tensor may have several names, but what stands before them differs.
             same = [target for prefix, target in found if prefix == found[0][0]]
@@ -340,9 +341,16 @@ def _split_module(module: str) -> tuple[str, str]:
     return "", plain
 
 
+def _make_key(component: str, module: str) -> tuple[str, str]:
+    """What names of one module have in common."""
+    plain = module.replace(".", "_")
+    # As text encoders are called within CLIP, and by new versions of transformers no longer.
+    return component, plain.removeprefix("text_model_") if component in TEXT_PARTS else plain
+
+
 def _index_names(names: Collection[str]) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """By part of a pipeline and the name of a module there, with underscores for dots: what stands
-    before it in tensors of the base that it may mean, and these.
+    """By part of a pipeline and module there: the tensors of the base that it may mean, each after
+    what stands before the module in its name.
     """
     found = defaultdict[tuple[str, str], list[tuple[str, str]]](list)
     for name in names:
@@ -352,8 +360,8 @@ def _index_names(names: Collection[str]) -> dict[tuple[str, str], list[tuple[str
         for component, prefixes in COMPONENTS.items():
             for prefix in prefixes:
                 if plain.startswith(prefix):
-                    module = plain[len(prefix) : -len(".weight")].replace(".", "_")
-                    found[component, module].append((prefix, name))
+                    key = _make_key(component, plain[len(prefix) : -len(".weight")])
+                    found[key].append((prefix, name))
     return found
 
 

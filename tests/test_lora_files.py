@@ -558,21 +558,32 @@ def make_pipeline(diffusers: Any, kind: str) -> tuple[Any, dict[str, Any]]:
     return diffusers.StableDiffusionXLPipeline(scheduler=scheduler, **parts, **others), parts
 
 
-ENDS = ("to_q", "to_out.0", "q_proj", "fc1", "ff.net.2", "conv1", "proj_in", "add_k_proj")
+ENDS = (
+    "to_q",
+    "to_out.0",
+    "q_proj",
+    "out_proj",
+    "fc1",
+    "ff.net.2",
+    "conv1",
+    "proj_in",
+    "add_k_proj",
+)
 
 
 def write_lora(parts: dict[str, Any], style: str, path: Path) -> None:
-    """A LoRA file for some modules of a pipeline's parts, all with other alphas."""
+    """A LoRA file for some modules of a pipeline's parts, each part with another alpha."""
     starts = {"unet": "lora_unet_", "text_encoder": "lora_te1_", "text_encoder_2": "lora_te2_"}
     lora: Tensors = {}
     noted: dict[str, Any] = {}
-    for part, model in parts.items():
+    for k, (part, model) in enumerate(parts.items(), 3):
         noted |= {f"{part}.r": RANK, f"{part}.lora_alpha": 5, f"{part}.alpha_pattern": {"fc1": 3}}
         chosen = [(n, m) for n, m in model.named_modules() if n.endswith(ENDS)]
-        for k, (name, module) in enumerate(chosen, 1):
+        for name, module in chosen:
             shape = tuple(module.weight.shape)
             if style == "kohya":
-                known = starts[part] + name.replace(".", "_")
+                start = "text_model." if "text" in part else ""
+                known = starts[part] + (start + name.removeprefix(start)).replace(".", "_")
                 lora |= make_pair(known, shape) | {f"{known}.alpha": torch.tensor(float(k))}
             else:
                 lora |= make_pair(f"{part}.{name}", shape, PEFT)

@@ -450,6 +450,14 @@ def test_what_is_no_pair_is_refused_by_name(
     check_refused(*paths, "lora.safetensors", words)
 
 
+def test_a_file_of_nothing_but_other_adapters_is_refused_by_name(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    lora = {f"unet.a.lokr_w{k}": torch.ones(2, 2) for k in (1, 2)}
+    paths = save(tmp_path, base=random_model(shapes={"unet.a.weight": (4, 4)}), lora=lora)
+    check_refused(*paths, "lora.safetensors", "is LoKr")
+
+
 def test_a_folder_of_diffusers_is_the_lora_in_it(tmp_path: Path, check_refused: Refusal) -> None:
     base = random_model(shapes={"unet.a.weight": (8, 6)})
     pair = make_pair("unet.a", (8, 6), PEFT)

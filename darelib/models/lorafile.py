@@ -126,8 +126,8 @@ def find_lora_file(source: Source) -> Layout | None:
         path = folder if has_model else folder / FOLDER_FILE
     names, _ = peek_header(path)
     is_lora = any(map(KOHYA_KEY.match, names)) or (
-        any(map(PART.search, names))
-        and all(WRAPPERS.match(name) or ANY_PART.search(name) for name in names)
+        all(WRAPPERS.match(name) or ANY_PART.search(name) for name in names)
+        and any(map(ANY_PART.search, names))
     )
     return Layout((path,), folder) if is_lora else None
 

@@ -526,6 +526,28 @@ def test_fine_tunes_of_one_kind_merge_onto_a_base_of_the_other(
     assert_same(crossed, merge_paths(other, models[2:], tmp_path / "y.safetensors", **config))
 
 
+def test_what_is_made_of_pieces_is_packed_and_compared_like_what_is_stored(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    original = randomise(SMALL["flux"], F32)
+    tuned = finetune(original, 1, 0.01)
+    named = to_diffusers(tuned)
+    base, *models = save(
+        tmp_path, base=original, tuned=tuned, named=named, same=to_diffusers(original)
+    )
+    outputs = []
+    for model in models[:2]:
+        packed = tmp_path / f"packed-{model.name}"
+        run("pack", "-q", "-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5)
+        config = {"drop_rate": 0.5, "engine": "plain"}
+        outputs.append(merge_paths(base, [packed], tmp_path / "out.safetensors", **config))
+    assert_same(*outputs)
+    rule = ["--rule", "*qkv*:lambda_coeff=0"]
+    run("-b", base, "-m", models[2], "-o", tmp_path / "x.safetensors", "--engine=plain", *rule)
+    assert "identical to the base" in capsys.readouterr().err
+    run("verify", "-q", tmp_path / "x.safetensors", "--engine=plain")
+
+
 # --- adapters -------------------------------------------------------------------------------------
 
 

@@ -65,9 +65,10 @@ def use_names(model: Checkpoint, base: Checkpoint) -> None:
     used = {id(part) for info in found.values() for part in list_sources(info)}
     own = {name: info for name, info in model.tensors.items() if id(info) not in used}
     theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
+    how = f"the names of {theirs}, and the base those of {mine}"
     model.warnings += (
-        f"{model.name} has the names of {theirs}, and the base those of {mine}: "
-        f"{len(used):,} of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
+        f"{model.name} has {how if theirs != mine else 'other names than the base'}: {len(used):,} "
+        f"of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
     )
     model.tensors = {**own, **found}
 

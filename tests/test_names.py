@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from darelib.models.components import list_ways
 from darelib.models.inputs import open_source
 from darelib.models.source import Source
+from darelib.models.translation import list_ways
 from tests.support import (
     BF16,
     F32,

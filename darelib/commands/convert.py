@@ -192,7 +192,7 @@ def check_new(new: str | Path, force: bool) -> Path:
 
 def check_old(path: Path) -> None:
     """Refuse what is no pickle but a model that can be merged. Names may lie."""
-    from darelib.models.checkpoint import INDEX_FILE, WEIGHTS_FILE
+    from darelib.models.directories import INDEX_FILE, WEIGHTS_FILE
     from darelib.models.tensorfile import peek_header
 
     pickles = (path / PICKLE_INDEX, path / PICKLE_FILE)

@@ -14,12 +14,12 @@ from darelib.commands.merge import run as run_merge
 from darelib.commands.options import Flags, MergerClass
 from darelib.core.text import LOG, ConfigError, DareError, human, list_names
 from darelib.models.checkpoint import Checkpoint
-from darelib.models.components import find_homes, name_originally
 from darelib.models.inputs import open_models
 from darelib.models.names import ORIGINAL
 from darelib.models.pieces import list_sources
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo, header_bytes
+from darelib.models.translation import find_homes, name_originally
 from darelib.output.scratch import write_new_file
 
 MAIN: Final = ("unet/", "transformer/")  # without which a file is of no use

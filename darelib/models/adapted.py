@@ -14,13 +14,7 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError, count_of, list_names
 from darelib.kernels import Kernel, KernelSpec, fallback
 from darelib.kernels.plain import encode
-from darelib.models.checkpoint import (
-    EMBEDDINGS,
-    HEADS,
-    QUANTISE_HINT,
-    Checkpoint,
-    ties_embeddings,
-)
+from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, Checkpoint, ties_embeddings
 from darelib.models.lora import LoraAdapter, LowRankTensor
 from darelib.models.rows import choose_real, read_values
 from darelib.models.source import Source
@@ -58,6 +52,7 @@ class AdaptedModel(Checkpoint):
         self.source = source
         self.name = source.name
         self.folder = model.folder
+        self.stems = model.stems
         self.paths = (*model.paths, *adapter.paths)
         self.files = [*model.files, *adapter.files]
         self._model = model

@@ -11,8 +11,8 @@ from typing import Final, TypeAlias
 
 from darelib.core.text import DareError, as_text, count_of
 from darelib.models.adapted import AdaptedModel, check_adapter
-from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint
-from darelib.models.components import find_homes, list_ways, match_names, put_back
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import Layout, find_checkpoint
 from darelib.models.fp8 import recognise_fp8
 from darelib.models.kohya import KohyaAdapter, find_kohya
 from darelib.models.lora import LoraAdapter
@@ -23,6 +23,7 @@ from darelib.models.pieces import list_sources
 from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.stack import Stack
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
+from darelib.models.translation import find_homes, list_ways, match_names, put_back
 from darelib.models.vocabulary import TOKENIZER_FILE
 
 # Gives tensors that are stored in an encoding of their own that encoding.

@@ -13,7 +13,8 @@ import numpy as np
 
 from darelib.core.formats import FORMATS, widen
 from darelib.core.text import DareError, count_of, list_names
-from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, Layout
+from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
+from darelib.models.directories import Layout
 from darelib.models.lora import LoraAdapter, LowRankTensor
 from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT, TensorInfo, peek_header

@@ -1,5 +1,5 @@
-"""The components of a diffusion model, by all names that their tensors have (see names): those of
-other models are found by them, and put back to the names of a base.
+"""Tensors of diffusion models by all names that they have (see names): those of another model are
+found by them, and put back to the names of a base.
 """
 
 import re

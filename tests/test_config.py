@@ -278,7 +278,7 @@ def test_what_was_probably_meant_is_hinted_at(
         ("[dare]\ndrop_rat = 0.5", "'drop_rat'", "drop_rate?"),
         ("[dare]\ndensity = 0.1", "'density'", "drop_rate = 1 - density"),
         ("merge_method = 'dare_ties'", "[merge_method]", 'dare_linear is "linear"'),
-        ("[dare]\nzzz = 1", "'zzz'", "any_base, boost, boost_limit, delta_threshold"),
+        ("[dare]\nzzz = 1", "'zzz'", "any_base, boost, boost_limit, components, delta_threshold"),
         ("[dare]\ndrop_rate = ", "TOML", "merge_config.toml"),
         ("[dare]\nseed = " + "1" * 5000, "TOML", "merge_config.toml"),
         ("[model]\nx = 1", "[model]", "models?"),

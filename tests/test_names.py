@@ -9,19 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from darelib.models.components import list_ways
 from darelib.models.inputs import open_source
 from darelib.models.source import Source
+from darelib.models.translation import list_ways
 from tests.support import (
     BF16,
     F32,
     Capture,
+    Refusal,
     Tensors,
     assert_same,
     finetune,
+    low_rank,
     merge_paths,
+    run,
     save,
+    write_adapter,
 )
 
 Shapes = dict[str, tuple[int, ...]]
@@ -462,21 +467,20 @@ def test_these_names_are_those_of_diffusers(family: str) -> None:
     assert_same(mine, theirs)
 
 
-# Small ones of each family, with all components.
-SMALL = {
-    "sd": {
-        **put(UNET, unet((1, 1, 1, 0), 1, False, (1, 1))),
-        **put("cond_stage_model.transformer.", clip(2)),
-        **put(VAE, vae()),
-    },
-    "sdxl": {
-        **put(UNET, unet((0, 1, 1), 1, True, ())),
-        **put("conditioner.embedders.0.transformer.", clip(2)),
-        **put("conditioner.embedders.1.model.", open_clip(2)),
-        **put(VAE, vae()),
-    },
-    "flux": flux(2, 3),
-}
+# By these a component is recognised, or they are not simply called otherwise.
+NEEDED = re.compile(
+    r"\.1\.0\.in_layers\.0\.w|blocks\.0\.1\.norm\.w|up\.[03]\.block\.0\.norm1\.w|attn_1|q_proj|in_proj"
+    r"|text_projection|positional|conv\.w|skip"
+)
+
+
+def choose(family: str) -> Shapes:
+    """A few tensors of each kind of a whole model: each file takes a while."""
+    shapes = FILES[family].items()
+    return {name: s for k, (name, s) in enumerate(shapes) if k % 25 == 0 or NEEDED.search(name)}
+
+
+SMALL = {"sd": choose("sd"), "sdxl": choose("sdxl"), "flux": flux(2, 3)}
 
 
 def randomise(shapes: Shapes, dtype: torch.dtype) -> Tensors:
@@ -520,3 +524,128 @@ def test_fine_tunes_of_one_kind_merge_onto_a_base_of_the_other(
     assert_same(crossed, merge_paths(base, models[:2], tmp_path / "y.safetensors", **config))
     crossed = merge_paths(other, models[:2], tmp_path / "x.safetensors", **config)
     assert_same(crossed, merge_paths(other, models[2:], tmp_path / "y.safetensors", **config))
+
+
+def test_what_is_made_of_pieces_is_packed_and_compared_like_what_is_stored(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    original = randomise(SMALL["flux"], F32)
+    tuned = finetune(original, 1, 0.01)
+    named = to_diffusers(tuned)
+    base, *models = save(
+        tmp_path, base=original, tuned=tuned, named=named, same=to_diffusers(original)
+    )
+    outputs = []
+    for model in models[:2]:
+        packed = tmp_path / f"packed-{model.name}"
+        run("pack", "-q", "-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5)
+        config = {"drop_rate": 0.5, "engine": "plain"}
+        outputs.append(merge_paths(base, [packed], tmp_path / "out.safetensors", **config))
+    assert_same(*outputs)
+    rule = ["--rule", "*qkv*:lambda_coeff=0"]
+    run("-b", base, "-m", models[2], "-o", tmp_path / "x.safetensors", "--engine=plain", *rule)
+    assert "identical to the base" in capsys.readouterr().err
+    run("verify", "-q", tmp_path / "x.safetensors", "--engine=plain")
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def products(shapes: Shapes) -> tuple[Tensors, Tensors]:
+    """An adapter of PEFT's on these tensors, and the changes that it makes."""
+    pairs: Tensors = {}
+    changes: Tensors = {}
+    for k, (name, shape) in enumerate(shapes.items()):
+        module = name.removesuffix(".weight")
+        own = low_rank(module, (shape[0], shape[1]), seed=k)
+        a, b = own.values()
+        pairs |= own
+        changes[name] = 2 * (b @ a).reshape(shape)
+    return pairs, changes
+
+
+DIFFUSERS_SIDE = {
+    "transformer/transformer_blocks.0.attn.to_q.weight": (WIDE, WIDE),
+    "transformer/transformer_blocks.0.attn.to_v.weight": (WIDE, WIDE),
+    "transformer/transformer_blocks.1.attn.add_k_proj.weight": (WIDE, WIDE),
+    "transformer/transformer_blocks.1.ff.net.2.weight": (WIDE, 4 * WIDE),
+    "transformer/single_transformer_blocks.2.proj_mlp.weight": (4 * WIDE, 1),
+    "transformer/norm_out.linear.weight": (2 * WIDE, WIDE),
+}
+ORIGINAL_SIDE = {
+    "transformer/double_blocks.0.img_attn.qkv.weight": (3 * WIDE, WIDE),
+    "transformer/double_blocks.1.txt_mlp.0.weight": (4 * WIDE, WIDE),
+    "transformer/single_blocks.1.linear1.weight": (7 * WIDE, 1),
+    "transformer/final_layer.adaLN_modulation.1.weight": (2 * WIDE, WIDE),
+}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "is_original"),
+    [
+        (DIFFUSERS_SIDE, True),
+        (DIFFUSERS_SIDE, False),
+        (ORIGINAL_SIDE, True),
+        (ORIGINAL_SIDE, False),
+    ],
+)
+def test_an_adapter_changes_the_same_weights_by_either_name(
+    tmp_path: Path, shapes: Shapes, is_original: bool
+) -> None:
+    """What it leaves alone in a stacked tensor stays as it was."""
+    original = randomise(SMALL["flux"], F32)
+    named = to_diffusers(original)
+    pairs, changes = products(shapes)
+    adapter = write_adapter(tmp_path / "adapter", pairs)
+    [base] = save(tmp_path, base=original if is_original else named)
+    merged = merge_paths(base, [adapter], tmp_path / "out.safetensors", drop_rate=0)
+    ways = named | {f"transformer/{name}": tensor for name, tensor in original.items()}
+    ways |= {name: ways[name] + change for name, change in changes.items()}
+    if shapes is ORIGINAL_SIDE:
+        expected = {name: ways[f"transformer/{name}"] for name in original}
+    else:
+        expected = to_original({name: ways[name] for name in named}, original)
+    found = merged if is_original else to_original(merged, original)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (
+            ["double_blocks.0.img_attn.qkv", "transformer/transformer_blocks.0.attn.to_k"],
+            "changes 'double_blocks.0.img_attn.qkv.weight' twice",
+        ),
+        (["transformer/transformer_blocks.0.attn.to_q"], "is [6, 6] in the base, and [18, 6]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, check_refused: Refusal, names: list[str], words: str
+) -> None:
+    [base] = save(tmp_path, base=randomise(SMALL["flux"], F32))
+    rows = [3 * WIDE, WIDE][: len(names)]
+    pairs: Tensors = {}
+    for name, height in zip(names, rows, strict=True):
+        pairs |= low_rank(name, (height, WIDE))
+    check_refused(base, write_adapter(tmp_path / "adapter", pairs), words)
+
+
+# --- convert --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_model_of_diffusers_becomes_one_file_and_that_becomes_it_again(
+    tmp_path: Path, family: str
+) -> None:
+    original = randomise(SMALL[family], BF16)
+    original.pop("conditioner.embedders.1.model.logit_scale", None)
+    named = to_diffusers(original)
+    other = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+    paths = save(tmp_path, named=named, form=other)
+    run("convert", "-q", paths[0], tmp_path / "one.safetensors")
+    assert_same(load_file(tmp_path / "one.safetensors"), original)
+    words = ["convert", "-q", tmp_path / "one.safetensors", tmp_path / "again.safetensors"]
+    run(*words, "--base", paths[1])
+    assert_same(load_file(tmp_path / "again.safetensors"), named)
+    run("verify", "-q", tmp_path / "again.safetensors")

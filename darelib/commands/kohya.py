@@ -12,7 +12,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from darelib.core.text import ConfigError, DareError, list_names
-from darelib.models.checkpoint import ADAPTER_CONFIG, ADAPTER_FILE, Checkpoint, Layout, part_name
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, Layout, part_name
 from darelib.models.inputs import open_models
 from darelib.models.lora import LowRankTensor
 from darelib.models.lorafile import ALPHA, DOWN, UP, find_lora_file, name_module

@@ -221,6 +221,12 @@ SETTINGS: Final[Options] = {
         "metavar": "HOW",
         "help": "in it, what changed and no low rank holds: save (default) or leave-out",
     },
+    "--components": {
+        "metavar": "NAME",
+        "nargs": "+",
+        "help": "of a diffusion pipeline, the folders to merge (default: transformer*, unet*, "
+        "text_encoder*, prior*)",
+    },
     "--mismatch": {
         "metavar": "HOW",
         "help": "tensors of other shapes: error (default), overlap (merge common rows) or base",

@@ -284,6 +284,8 @@ class DareConfig:
     adapter_rank: float | str | None = None
     # In it, what changed and is no matrix: save (whole modules) or leave-out; None: save.
     adapter_rest: str | None = None
+    # Of a diffusion pipeline: the folders to merge; None: transformers, U-Nets and text encoders.
+    components: Sequence[str] | None = None
     # Tensors of another shape: error; overlap: merge the common rows; base: keep the base's.
     mismatch: str = "error"
     # True: merge even where the base is another kind of model, by config.json, names or weights.
@@ -411,7 +413,7 @@ class DareConfig:
             **{name: value for name, value in defaults.items() if name in method.settings},
         }
         optional = (*defaults, "origin", "weights", "rescale_q", "keep_ratio", "dtype")
-        optional += (*DROP_SETTINGS, "adapter_rank", "adapter_rest")
+        optional += (*DROP_SETTINGS, "adapter_rank", "adapter_rest", "components")
         is_written = {name: getattr(self, name) is not None for name in optional} | {
             "drop": set(self._scopes[""].drops) != {RANDOM},
             "normalize": self._is_normalized != method.normalize,

@@ -227,6 +227,15 @@ CHECKS: Final = {
         searched=False,
     ),
     "adapter_rest": replace(_word((SAVE, LEAVE_OUT)), searched=False),
+    "components": Check(
+        "a list of names of folders",
+        lambda value: (
+            isinstance(value, tuple)
+            and value != ()
+            and all(name == as_text(name) for name in value)
+        ),
+        searched=False,
+    ),
     "mismatch": _word(("error", "overlap", "base")),
     "any_base": replace(_FLAG, searched=False),
     "max_shard_size": Check(

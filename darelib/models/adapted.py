@@ -14,13 +14,7 @@ from darelib.core.interrupts import Interrupts
 from darelib.core.text import DareError, count_of, list_names
 from darelib.kernels import Kernel, KernelSpec, fallback
 from darelib.kernels.plain import encode
-from darelib.models.checkpoint import (
-    EMBEDDINGS,
-    HEADS,
-    QUANTISE_HINT,
-    Checkpoint,
-    ties_embeddings,
-)
+from darelib.models.checkpoint import EMBEDDINGS, HEADS, QUANTISE_HINT, Checkpoint, ties_embeddings
 from darelib.models.lora import LoraAdapter, LowRankTensor
 from darelib.models.rows import choose_real, read_values
 from darelib.models.source import Source
@@ -58,6 +52,7 @@ class AdaptedModel(Checkpoint):
         self.source = source
         self.name = source.name
         self.folder = model.folder
+        self.stems = model.stems
         self.paths = (*model.paths, *adapter.paths)
         self.files = [*model.files, *adapter.files]
         self._model = model
@@ -81,7 +76,7 @@ class AdaptedModel(Checkpoint):
 
     def _adapt(self, name: str, change: TensorInfo) -> AdaptedTensor:
         stored = self._model.tensors[name]
-        is_product = isinstance(change, LowRankTensor)
+        is_product = change.is_delta or isinstance(change, LowRankTensor)
         if stored.encoding.kind or (is_product and stored.dtype not in FORMATS):
             raise DareError(
                 f"{name!r} of {self._model.name!r} is {stored.encoding.kind or stored.dtype}, on "
@@ -126,7 +121,7 @@ class AdaptedModel(Checkpoint):
         if not isinstance(info, AdaptedTensor):
             self._model.read_bytes(view, info, start)
         elif not info.change.is_delta and info.change.dtype == info.dtype:
-            self._adapter.read_bytes(view, info.change, start)
+            info.change.encoding.read_stored(self._adapter, info.change, start, view)
         else:
             item = FORMATS[info.dtype].itemsize
             where = start // item, len(view) // item

@@ -1,50 +1,39 @@
-"""Models as people have them: a file, a directory, shards with an index.
-
-Finds their files and reads their tensors.
-"""
+"""Models as people have them, open for reading: their tensors, and what is used of config.json."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Self
 
-from darelib.core.text import DareError, InputChanged, as_text, list_names
+from darelib.core.text import DareError, InputChanged
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.source import Source, check_links
+from darelib.models.directories import (
+    CONFIG_FILE,
+    Layout,
+    find_shards_beside,
+    part_name,
+)
+from darelib.models.source import Source
 from darelib.models.tensorfile import (
     AGAIN_HINT,
     CHANGED_HINT,
-    GGUF_HINT,
-    MAX_INDEX,
-    MAX_JSON,
-    MAX_NAME,
     MAX_TENSORS,
-    PICKLE_SUFFIXES,
     TensorFile,
     TensorInfo,
-    convert_hint,
-    open_regular,
     read_json,
 )
 from darelib.models.tensors import Input
 from darelib.models.vocabulary import digest_tokenizer
 
-WEIGHTS_FILE: Final = "model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
-CONFIG_FILE: Final = "config.json"
-MODULES_FILE: Final = "modules.json"  # of sentence-transformers
-ADAPTER_FILE: Final = "adapter_model.safetensors"
-ADAPTER_CONFIG: Final = "adapter_config.json"
 # How much of a model's tensors is read to tell it from others: in 256 places, so that most tensors
 # have one.
 PAGES, PAGE_BYTES = 256, 4096
@@ -80,6 +69,7 @@ WINDOW_FLAG: Final = "use_sliding_window"  # which Qwen's have; without it, a wi
 OLD_ROPE_TYPES: Final = {"su": "longrope", "mrope": "default"}  # and what they are called now
 ARCHITECTURE: Final = "architecture"  # the first of a list: a model's class
 NAME_KEY: Final = "_name_or_path"  # what a model was loaded from before it was saved
+CLASS_KEY: Final = "_class_name"  # what diffusers calls that
 QUANTISE_HINT: Final = "merge the models before quantising them, then quantise the result"
 # The output heads that share the input embedding's values where a model's configuration ties them,
 # and the embeddings.
@@ -120,158 +110,6 @@ def quantised_modules(tensors: Mapping[str, TensorInfo]) -> set[str]:
     }
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which files make up a model."""
-
-    files: tuple[Path, ...]
-    folder: Path | None = None  # the model directory, where it has one
-    # The file of each tensor, according to an index.
-    weight_map: Mapping[str, str] = field(default_factory=dict)
-    modules: Mapping[Path, str] = field(default_factory=dict)  # folders, by the files in them
-
-
-def find_checkpoint(source: Source) -> Layout:
-    """The files of a model that is a file, a directory or an index, and of its other modules."""
-    layout = _find_weights(source)
-    folder = layout.folder
-    found = {folder / name / WEIGHTS_FILE: name for name in find_modules(folder)} if folder else {}
-    modules = {path: name for path, name in found.items() if path.is_file()}
-    return replace(layout, files=(*layout.files, *modules), modules=modules)
-
-
-def find_modules(folder: Path) -> list[str]:
-    """The folders of a model in which modules besides the transformer are stored."""
-    try:
-        with open_regular(folder / MODULES_FILE) as file:
-            paths = [module["path"] for module in json.loads(file.read(MAX_JSON))]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []  # it has no list of modules, or one that nobody can read
-    known = {path: folder / path for path in paths if isinstance(path, str) and _is_inside(path)}
-    found = {name: path for name, path in known.items() if path.name == name and path.is_dir()}
-    for path in found.values():
-        if path.is_symlink():
-            raise DareError(
-                f"{str(path)!r}, which {MODULES_FILE} names, is a link",
-                "links to folders are not followed; put a copy of the folder in its place",
-            )
-    return list(found)
-
-
-def _find_weights(source: Source) -> Layout:
-    path = source.path
-    folder = path if path.is_dir() else path.parent
-    is_directory = path == folder
-    if is_directory:
-        present = [name for name in (WEIGHTS_FILE, INDEX_FILE) if (folder / name).exists()]
-        if not present:
-            raise _explain_no_weights(source, sorted(os.listdir(folder)))
-        path = folder / present[0]
-    if path.suffix == ".json":
-        return _find_by_index(source, path)
-    # A file of another name may be among unrelated ones; this one belongs to the directory that it
-    # is in.
-    is_directory |= path.name == WEIGHTS_FILE and (folder / CONFIG_FILE).exists()
-    if not is_directory:
-        check_links(folder, [folder / CONFIG_FILE])  # which is read all the same
-    return Layout((path,), folder if is_directory else None)
-
-
-def find_shards_beside(name: str, layout: Layout) -> Iterator[str]:
-    """What to warn of where a directory holds two models: loaders may take either."""
-    folder = layout.folder
-    if folder and layout.files == (folder / WEIGHTS_FILE,) and (folder / INDEX_FILE).exists():
-        shards = [path.name for path in folder.glob("model-*-of-*.safetensors")]
-        if shards:
-            yield (
-                f"{name} has {WEIGHTS_FILE}, which is read, and {INDEX_FILE} with shards "
-                f"({list_names(sorted(shards))}), which are not; remove what is out of date"
-            )
-
-
-def part_name(source: Source, path: Path) -> str:
-    """What to call a file of a model, in terms of the name that the user gave."""
-    if source.path == path:
-        return source.name
-    if source.path.is_dir():
-        return f"{source.name}/{path.relative_to(source.path).as_posix()}"
-    return os.path.join(
-        os.path.dirname(source.name), path.relative_to(source.path.parent).as_posix()
-    )
-
-
-def _explain_no_weights(source: Source, names: list[str]) -> DareError:
-    """What a directory without a model has instead."""
-    shown = repr(source.name)
-    broken = next((name for name in (WEIGHTS_FILE, INDEX_FILE) if name in names), "")
-    tensors = [name for name in names if name.endswith(".safetensors")]
-    kinds = (
-        (broken, f"{broken!r} in {shown} is a broken link", "download the model again"),
-        (
-            tensors,
-            f"the directory {shown} has neither {WEIGHTS_FILE} nor {INDEX_FILE}, but "
-            f"{list_names(tensors)}",
-            "name the file, or put the index beside its shards",
-        ),
-        (
-            any(name.endswith(".gguf") for name in names),
-            f"{shown} holds GGUF files",
-            GGUF_HINT,
-        ),
-        (
-            any(name.endswith(PICKLE_SUFFIXES) for name in names),
-            f"{shown} holds PyTorch pickles, not safetensors files",
-            convert_hint(source.path),
-        ),
-        (
-            True,
-            f"the directory {shown} holds no model",
-            f"it should have {WEIGHTS_FILE} or {INDEX_FILE}",
-        ),
-    )
-    return next(DareError(words, hint) for is_so, words, hint in kinds if is_so)
-
-
-def _find_by_index(source: Source, path: Path) -> Layout:
-    """The files that an index names, which must lie beside it."""
-    shown = part_name(source, path)
-    if path != source.path:
-        check_links(path.parent, [path])
-    weight_map = read_json(path, shown, MAX_INDEX).get("weight_map")
-    if not weight_map or not isinstance(weight_map, dict):
-        raise DareError(
-            f"{shown!r} is JSON without a weight_map", "give a model directory or its index file"
-        )
-    plain: dict[str, str] = {}  # the files' names, as paths are written
-    for tensor, file in weight_map.items():
-        if len(tensor) > MAX_NAME or (isinstance(file, str) and len(file) > MAX_NAME):
-            raise DareError(
-                f"{shown!r} is not valid: it has names of more than {MAX_NAME:,} characters",
-                AGAIN_HINT,
-            )
-        if not isinstance(file, str) or not (file in plain or _is_inside(file)):
-            raise DareError(
-                f"{shown!r} says that tensor {tensor!r} is in {file!r}, which is no file beside it",
-                "such an index may lead anywhere, so it is not followed; get the model from "
-                "somewhere you trust",
-            )
-        plain[file] = plain.get(file) or PurePosixPath(file).as_posix()
-    files = tuple(path.parent / name for name in sorted(set(plain.values())))
-    return Layout(files, path.parent, {tensor: plain[file] for tensor, file in weight_map.items()})
-
-
-def _is_inside(name: str) -> bool:
-    """Whether a name can only lead into the directory that it is relative to, on any system."""
-    flavours = (PurePosixPath(name), PureWindowsPath(name))
-    leaves = any(path.anchor or ".." in path.parts for path in flavours)
-    return (
-        not leaves
-        and bool(PurePosixPath(name).parts)
-        and as_text(name).isprintable()
-        and as_text(name) == name
-    )
-
-
 class Checkpoint(Input):
     """A model, open for reading: the tensors of all its files, by name.
 
@@ -294,6 +132,7 @@ class Checkpoint(Input):
         self.source = source
         self.name = source.name
         self.folder = layout.folder
+        self.stems = layout.stems
         # All that must not be overwritten.
         self.paths = (layout.folder, *layout.files) if layout.folder else layout.files
         self.warnings = tuple(find_shards_beside(self.name, layout))
@@ -461,7 +300,8 @@ def _pick_settings(table: Any) -> dict[str, Any]:
         return {}
     found = {key: table.get(key) for key in (*CONFIG_KEYS, NAME_KEY)} | _pick_rope(table)
     named = table.get("architectures")
-    found[ARCHITECTURE] = named[0] if isinstance(named, list) and named else None
+    known = table.get(CLASS_KEY)
+    found[ARCHITECTURE] = named[0] if isinstance(named, list) and named else known
     if "sliding_window" in table and not (found["sliding_window"] and table.get(WINDOW_FLAG, True)):
         found["sliding_window"] = "off"
     return {

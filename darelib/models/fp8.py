@@ -21,14 +21,8 @@ from darelib.core.mask import TILE
 from darelib.core.methods import METHODS
 from darelib.core.text import DareError, clip
 from darelib.kernels import fp8, plain
-from darelib.models.checkpoint import (
-    CONFIG_FILE,
-    QUANTISE_HINT,
-    Checkpoint,
-    module_of,
-    part_name,
-    quantised_modules,
-)
+from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
+from darelib.models.directories import CONFIG_FILE, part_name
 from darelib.models.tensorfile import read_json
 from darelib.models.tensors import Encoding, Input, Target, TensorInfo, Writer
 

@@ -11,8 +11,8 @@ from typing import Final, TypeAlias
 
 from darelib.core.text import DareError, as_text, count_of
 from darelib.models.adapted import AdaptedModel, check_adapter
-from darelib.models.checkpoint import Checkpoint, Layout, find_checkpoint
-from darelib.models.components import find_homes, list_ways, match_names, put_back
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import Layout, find_checkpoint
 from darelib.models.fp8 import recognise_fp8
 from darelib.models.lora import LoraAdapter
 from darelib.models.lorafile import LoraFile, find_lora_file
@@ -23,6 +23,7 @@ from darelib.models.pieces import list_sources
 from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.stack import Stack
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
+from darelib.models.translation import find_homes, list_ways, match_names, put_back
 from darelib.models.vocabulary import TOKENIZER_FILE
 
 # Gives tensors that are stored in an encoding of their own that encoding.
@@ -65,9 +66,10 @@ def use_names(model: Checkpoint, base: Checkpoint) -> None:
     used = {id(part) for info in found.values() for part in list_sources(info)}
     own = {name: info for name, info in model.tensors.items() if id(info) not in used}
     theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
+    how = f"the names of {theirs}, and the base those of {mine}"
     model.warnings += (
-        f"{model.name} has the names of {theirs}, and the base those of {mine}: "
-        f"{len(used):,} of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
+        f"{model.name} has {how if theirs != mine else 'other names than the base'}: {len(used):,} "
+        f"of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
     )
     model.tensors = {**own, **found}
 

@@ -19,7 +19,8 @@ from darelib.core.formats import FORMATS, STORED_BITS, widen
 from darelib.core.text import DareError, count_of
 from darelib.core.tuning import TUNING
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint, Layout
+from darelib.models.checkpoint import EMBEDDINGS, HEADS, Checkpoint
+from darelib.models.directories import Layout
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo
 

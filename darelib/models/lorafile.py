@@ -16,14 +16,8 @@ import numpy as np
 
 from darelib.core.formats import FORMATS, widen
 from darelib.core.text import DareError, list_names
-from darelib.models.checkpoint import (
-    ADAPTER_CONFIG,
-    INDEX_FILE,
-    QUANTISE_HINT,
-    WEIGHTS_FILE,
-    Checkpoint,
-    Layout,
-)
+from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
+from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, find_weights
 from darelib.models.layout import Ways, find_transposed, find_ways
 from darelib.models.lora import LoraAdapter, LowRankTensor
 from darelib.models.peft import MAGNITUDES, LoraConfig, match_names, read_settings
@@ -122,7 +116,7 @@ def find_lora_file(source: Source) -> Layout | None:
     path = source.path
     folder = path if path.is_dir() else None
     if folder:
-        has_model = (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists()
+        has_model = (folder / PIPELINE_FILE).exists() or find_weights(folder)
         path = folder if has_model else folder / FOLDER_FILE
     names, _ = peek_header(path)
     is_lora = any(map(KOHYA_KEY.match, names)) or (

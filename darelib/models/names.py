@@ -283,5 +283,33 @@ PREFIXES: Final = (
         ),
     ),
 )
-ORIGINAL: Final = 0  # which of the two names
+ORIGINAL, DIFFUSERS = 0, 1  # which of the two names
 KINDS: Final = ("original files", "diffusers")
+# The single files that programs read: for each component, what stands before its names, and which
+# they are. The first that has a place for all components of a model is its; text encoders of
+# OpenAI are everywhere called as in diffusers.
+SD: Final = {
+    "unet": ("model.diffusion_model.", ORIGINAL),
+    "vae": ("first_stage_model.", ORIGINAL),
+    "text_encoder": ("cond_stage_model.transformer.", DIFFUSERS),
+}
+SINGLE_FILES: Final = (
+    {"vae": ("", ORIGINAL)},
+    {"transformer": ("", ORIGINAL)},
+    {"text_encoder_2": ("", ORIGINAL)},
+    SD,
+    {
+        **SD,
+        "text_encoder": ("conditioner.embedders.0.transformer.", DIFFUSERS),
+        "text_encoder_2": ("conditioner.embedders.1.model.", ORIGINAL),
+    },
+    {
+        "transformer": ("model.diffusion_model.", ORIGINAL),
+        "vae": ("vae.", ORIGINAL),
+        "text_encoder": ("text_encoders.clip_l.transformer.", DIFFUSERS),
+        "text_encoder_2": ("text_encoders.t5xxl.transformer.", DIFFUSERS),
+    },
+)
+# The text encoder of SD 2 is not OpenAI's, and has more layers.
+DEEP: Final = "text_model.encoder.layers.12.layer_norm1.weight"
+DEEP_PLACE: Final = ("cond_stage_model.model.", ORIGINAL)

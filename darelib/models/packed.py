@@ -18,7 +18,8 @@ from darelib.core.mask import MASK_NAME, TILE, keep_threshold, mask_key
 from darelib.core.text import DareError
 from darelib.kernels import Kernel, KernelSpec
 from darelib.kernels.plain import decode, draw_mask
-from darelib.models.checkpoint import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Checkpoint, Layout
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, Layout
 from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT, peek_header
 from darelib.models.tensors import Input, TensorInfo

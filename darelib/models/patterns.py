@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from darelib.core.text import DareError, list_names
-from darelib.models.checkpoint import ADAPTER_CONFIG
+from darelib.models.directories import ADAPTER_CONFIG
 from darelib.models.tensorfile import MAX_NAME
 
 # Where ranks differ, PEFT writes a pattern for each module, and there may be thousands: most

@@ -13,22 +13,24 @@ from darelib.config import is_count, is_number
 from darelib.core.formats import FORMATS
 from darelib.core.text import DareError, InputChanged, list_names
 from darelib.models.checkpoint import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
     EMBEDDINGS,
     HEADS,
-    INDEX_FILE,
     NAME_KEY,
     QUANTISE_HINT,
-    WEIGHTS_FILE,
     Checkpoint,
-    Layout,
     module_of,
-    part_name,
     quantised_modules,
     read_config,
 )
 from darelib.models.differences import compare_configs
+from darelib.models.directories import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    Layout,
+    part_name,
+)
 from darelib.models.layout import Ways, find_transposed, find_ways
 from darelib.models.lora import UNLOAD_HINT, LoraAdapter, LowRankTensor
 from darelib.models.patterns import match_patterns

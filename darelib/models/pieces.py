@@ -26,7 +26,20 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces(Encoding):
+class Made(Encoding):
+    """What is nowhere stored as it is."""
+
+    def read_stored(self, model: Input, info: TensorInfo, start: int, view: memoryview) -> None:
+        item = STORED_BITS[info.dtype] // 8
+        first = start // item
+        last = -(-(start + len(view)) // item)
+        made = np.empty((last - first) * item, np.uint8)
+        self.read(model, info, first, last - first, made)
+        view[:] = made[start - first * item :][: len(view)].data
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces(Made):
     """Pieces of other tensors, one after the other."""
 
     parts: tuple[Piece, ...]
@@ -62,7 +75,7 @@ def _read_piece(model: Input, piece: Piece, dtype: str, target: NDArray[np.uint8
 
 
 @dataclass(frozen=True, eq=False)
-class Transposed(Encoding):
+class Transposed(Made):
     """A matrix of which rows are stored as columns."""
 
     stored: TensorInfo

@@ -19,6 +19,8 @@ from darelib.models.tensorfile import PICKLE_SUFFIXES, WEIGHT_SUFFIXES
 MODEL_FILES: Final = (
     "model.safetensors",
     "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
     "adapter_model.safetensors",
     "adapter_config.json",
 )

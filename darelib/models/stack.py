@@ -15,8 +15,9 @@ from typing import Any, Final
 from darelib.config import LAYER, count_layers
 from darelib.core.text import DareError, count_of
 from darelib.kernels import Kernel, KernelSpec
-from darelib.models.checkpoint import CONFIG_FILE, Checkpoint, part_name
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.differences import compare_configs
+from darelib.models.directories import CONFIG_FILE, part_name
 from darelib.models.source import Source
 from darelib.models.tensorfile import MAX_TENSORS, read_json
 from darelib.models.tensors import TensorInfo
@@ -81,6 +82,7 @@ class Stack(Checkpoint):
         self.source = source
         self.name = source.name
         self.folder = models[0].folder
+        self.stems = models[0].stems
         self.paths = tuple(path for model in models for path in model.paths)
         self.files = []
         self.tensors = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeGuard
 
 from darelib.core.text import LOG, ConfigError, DareError
-from darelib.models.checkpoint import ADAPTER_CONFIG, ADAPTER_FILE
+from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE
 from darelib.models.source import Source, download, is_on_hub
 from darelib.models.tensorfile import read_json
 

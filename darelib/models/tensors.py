@@ -5,9 +5,10 @@ own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from darelib.core.formats import FORMATS, STORED_BITS, widen
@@ -60,6 +61,10 @@ class Encoding:
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
         model.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
+
+    def read_stored(self, model: Input, info: TensorInfo, start: int, view: memoryview) -> None:
+        """Read bytes as they are, from one of them on."""
+        model.read_bytes(view, info, start)
 
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
         """All that is written for a tensor, by name. info: of its merged values."""
@@ -178,6 +183,13 @@ class Described:
     seed: int | None = None  # of its mask, if that was decided before
     unused: tuple[str, ...] = ()  # what it holds that the base has no place for
     warnings: tuple[str, ...] = ()
+    # How the names of its files begin, by folder: "" is its own, all others are a pipeline's.
+    stems: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def components(self) -> list[str]:
+        """The folders of a pipeline; none of any other model."""
+        return [folder for folder in self.stems if folder]
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -20,8 +20,6 @@ from darelib.core.text import ConfigError, DareError, count_of, list_names
 from darelib.core.tuning import TUNING
 from darelib.kernels.comparison import Comparison, compare_factors
 from darelib.models.checkpoint import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
     ARCHITECTURE,
     EMBEDDINGS,
     HEADS,
@@ -29,6 +27,7 @@ from darelib.models.checkpoint import (
     module_of,
     ties_embeddings,
 )
+from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE
 from darelib.models.layout import find_transposed, find_ways
 from darelib.models.lora import LowRankTensor
 from darelib.models.peft import describe_lora, last_part
@@ -124,6 +123,11 @@ def check_adapter(
     if len(inputs) == 1:
         raise ConfigError(
             "an adapter holds what models change, and there are none", "give --merge MODEL..."
+        )
+    if parts := inputs[0].components:
+        raise ConfigError(
+            f"{inputs[0].name!r} is a pipeline, and an adapter changes one model",
+            f"give one of its folders, and the same of the others: {list_names(parts)}",
         )
     recorded_name(inputs[0].source)  # which layers of several models do not have: it refuses them
 

@@ -11,11 +11,12 @@ from typing import Final
 
 from darelib.core.text import ConfigError, DareError, as_text, human, list_names
 from darelib.core.tomlfile import MAX_TOML, read_toml
-from darelib.models.checkpoint import (
+from darelib.models.directories import (
     ADAPTER_FILE,
     CONFIG_FILE,
-    INDEX_FILE,
-    WEIGHTS_FILE,
+    KNOWN_FILES,
+    PIPELINE_FILE,
+    VARIANT,
 )
 from darelib.models.packed import PACKED_KEY
 from darelib.models.source import RECIPE_FILE, Source
@@ -35,7 +36,7 @@ NOT_COMPARED: Final = ("version", "files")
 # What a recipe that is none leads to: it may be anybody's.
 UNSOUND: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 # Of the files in a directory, those that say that it is a model.
-MODEL_MARKS: Final = frozenset({WEIGHTS_FILE, INDEX_FILE, ADAPTER_FILE, RECIPE_FILE})
+MODEL_MARKS: Final = frozenset({*KNOWN_FILES, PIPELINE_FILE, ADAPTER_FILE, RECIPE_FILE})
 # What an output's name ends in where somebody wants a file, and not a directory.
 FILE_SUFFIXES: Final = (".st", ".sft", ".gguf", ".json", ".toml", *PICKLE_SUFFIXES)
 
@@ -249,7 +250,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def is_weights(name: str) -> bool:
-    return name.endswith(WEIGHT_SUFFIXES)
+    return name.endswith(WEIGHT_SUFFIXES) or VARIANT.fullmatch(Path(name).name) is not None
 
 
 @dataclass(frozen=True)

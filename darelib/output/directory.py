@@ -24,7 +24,8 @@ from darelib.core.methods import METHODS
 from darelib.core.settings import TensorSettings
 from darelib.core.text import ConfigError, DareError, as_text, count_of, printable
 from darelib.core.tomlfile import MAX_TOML
-from darelib.models.checkpoint import CONFIG_FILE, WEIGHTS_FILE, Checkpoint, find_modules
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import CONFIG_FILE, find_parts
 from darelib.models.source import RECIPE_FILE, Source, check_links, recorded_name
 from darelib.models.tensorfile import AGAIN_HINT, MAX_JSON, TensorInfo, open_regular
 from darelib.models.vocabulary import MAX_TOKENIZER, TOKENIZER_FILE
@@ -44,6 +45,7 @@ UNKNOWN_HINT: Final = "only what this tool has merged has a recipe"
 CARD_FILE: Final = "README.md"
 TYPE_KEYS: Final = ("dtype", "torch_dtype")
 PIECE: Final = 1 << 20  # bytes
+SHARD: Final = re.compile(r"(.+)-\d{5,}-of-\d{5,}\.safetensors")
 # What every loader parses.
 TABLES: Final = (CONFIG_FILE, GENERATION_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG, SPECIAL_MAP)
 # Besides weights: what belongs to the base's own page or training, and not to a merged model.
@@ -94,7 +96,7 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
     home: the model's, of a directory below it.
     """
     side = {}
-    modules = find_modules(folder) if folder else []
+    parts = find_parts(folder) if folder else {}
     for path in sorted(folder.iterdir()) if folder else ():
         if NOT_COPIED.fullmatch(path.name) or is_weights(path.name.lower()):
             continue
@@ -105,12 +107,9 @@ def find_side_files(folder: Path | None, home: Path | None = None) -> dict[str, 
             side[path.name] = path
         elif path.is_dir() and not path.is_symlink():
             weights = list(filter(is_weights, list_files(path)))
-            found = (
-                {}
-                if weights and path.name not in modules
-                else find_side_files(path, home or folder)
-            )
-            if path.name in modules and WEIGHTS_FILE not in weights:  # which cannot be merged
+            is_other = weights and path.name not in parts
+            found = {} if is_other else find_side_files(path, home or folder)
+            if not parts.get(path.name, True):  # which cannot be merged
                 found |= {name: path / name for name in weights}
             side |= {f"{path.name}/{name}": below for name, below in found.items()}
     return side
@@ -195,15 +194,33 @@ def check_json(data: bytes) -> None:
     json.loads(data.decode("latin-1"), object_pairs_hook=lambda _: None)
 
 
-def make_index(tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]) -> bytes:
-    """The index of a model in several files, as transformers writes it."""
-    tensors = {name: info for name, info in tensors.items() if "/" not in files[info.file].name}
+def make_indexes(
+    tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile]
+) -> dict[str, bytes]:
+    """By name: the indexes of a model, or of components, in several files."""
+    sharded: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in tensors.items():
+        if shard := SHARD.fullmatch(files[info.file].name):
+            sharded.setdefault(shard[1], {})[name] = info
+    return {
+        f"{stem}.safetensors.index.json": make_index(own, files, stem[: stem.rfind("/") + 1])
+        for stem, own in sharded.items()
+    }
+
+
+def make_index(
+    tensors: Mapping[str, TensorInfo], files: Sequence[PlannedFile], folder: str
+) -> bytes:
+    """An index as transformers writes it. folder: what it is in, with a slash."""
     index = {
         "metadata": {
             "total_parameters": sum(tensor.count for tensor in tensors.values()),
             "total_size": sum(tensor.nbytes for tensor in tensors.values()),
         },
-        "weight_map": {name: files[tensor.file].name for name, tensor in tensors.items()},
+        "weight_map": {
+            name.removeprefix(folder): files[tensor.file].name.removeprefix(folder)
+            for name, tensor in tensors.items()
+        },
     }
     return json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
 
@@ -333,6 +350,7 @@ class CardKind:
 
 
 MODEL_CARD: Final = CardKind()
+DIFFUSERS_CARD: Final = CardKind(library="diffusers")
 
 
 def model_card(

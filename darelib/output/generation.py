@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from darelib.config import is_count
-from darelib.models.checkpoint import CONFIG_FILE
+from darelib.models.directories import CONFIG_FILE
 from darelib.output.tokenizer import (
     GENERATION_FILE,
     SPECIAL_MAP,

@@ -22,13 +22,8 @@ from darelib.config import DareConfig, parse_size
 from darelib.core.text import ConfigError, DareError, human, list_names
 from darelib.core.tuning import TUNING
 from darelib.kernels.comparison import Comparison, compare_values
-from darelib.models.checkpoint import (
-    CONFIG_FILE,
-    INDEX_FILE,
-    WEIGHTS_FILE,
-    Checkpoint,
-    part_name,
-)
+from darelib.models.checkpoint import CLASS_KEY, Checkpoint
+from darelib.models.directories import CONFIG_FILE, DIFFUSERS_STEM, part_name
 from darelib.models.inputs import explain_read_errors
 from darelib.models.source import RECIPE_FILE
 from darelib.models.tensorfile import read_json
@@ -46,13 +41,15 @@ from darelib.output.destination import (
 )
 from darelib.output.directory import (
     CARD_FILE,
+    DIFFUSERS_CARD,
+    MODEL_CARD,
     TYPE_KEYS,
     add_recipe,
     check_tables,
     find_linked,
     find_side_files,
     list_tables,
-    make_index,
+    make_indexes,
     model_card,
     recipe_metadata,
     recipe_text,
@@ -172,13 +169,19 @@ def plan_files(
         [setting, *_] = tokenizer.settings
         raise ConfigError(f"{setting} means nothing to an output of one file", "name a directory")
     plan = plan_merge(config, inputs)
-    if not destination.directory:  # which has no place for other modules
-        own = tuple(tensor for tensor in plan.tensors if not tensor.base.folder)
+    own = tuple(tensor for tensor in plan.tensors if not tensor.base.folder)
+    if not destination.directory and own:  # which has no place for other modules
         plan = dataclasses.replace(plan, tensors=own)
+    elif not destination.directory and inputs[0].components and with_side_files:
+        raise ConfigError(
+            f"{inputs[0].name!r} is a pipeline of several models, and the output is one file",
+            "name a directory",
+        )
     recipe = recipe_text(config, inputs, version, tokenizer)
     limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize
     name = None if destination.directory else destination.path.name
-    tensors, files = assign_offsets(plan.tensors, limit, recipe_metadata(recipe), name)
+    metadata = recipe_metadata(recipe)
+    tensors, files = assign_offsets(plan.tensors, limit, metadata, name, inputs[0].stems)
     known = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
     known |= {"tensors": tuple(tensors), "files": tuple(files)}
     placed = FilePlan(**known, output=destination, tokenizer=tokenizer, recipe=recipe)
@@ -211,13 +214,15 @@ def make_side_files(
     voice, notes = place_tokenizer(side, plan.tokenizer, inputs, plan.embedding_rows)
     changes = place_generation(side, voice)
     notes += compare_generation(side, voice, changes)
-    config = side.get(CONFIG_FILE)
-    if isinstance(config, Path):
-        name = part_name(base.source, config)
-        table = read_json(config, name)  # it must be sound, copied or not
-        if changes := changes | list_changes(plan, base, lost, table):
-            side[CONFIG_FILE] = update_config(table, changes, name)
-    else:
+    for own in (CONFIG_FILE, *(f"{folder}/{CONFIG_FILE}" for folder in base.components)):
+        config = side.get(own)
+        if isinstance(config, Path):
+            name = part_name(base.source, config)
+            table = read_json(config, name)  # it must be sound, copied or not
+            spoken = changes if own == CONFIG_FILE else {}
+            if new := spoken | list_changes(plan, base, lost, table):
+                side[own] = update_config(table, new, name)
+    if CONFIG_FILE not in side and not base.components:
         notes.append(
             f"{base.name} has no {CONFIG_FILE} beside it, so the output has none: "
             "loaders will want one"
@@ -229,11 +234,12 @@ def make_side_files(
             f"{list_names(linked)} of {base.name} leads to a folder, and is left out: "
             "links to folders are not followed"
         )
-    if plan.files[0].name != WEIGHTS_FILE:
-        outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
-        side[INDEX_FILE] = make_index(outputs, plan.files)
+    outputs = {name: info for t in plan.tensors for name, info in t.outputs.items()}
+    side |= make_indexes(outputs, plan.files)
     check_tables(side)
-    side[CARD_FILE] = model_card(plan.config, inputs, plan.recipe).encode()
+    is_diffusers = base.components or DIFFUSERS_STEM in base.stems.values()
+    kind = DIFFUSERS_CARD if is_diffusers else MODEL_CARD
+    side[CARD_FILE] = model_card(plan.config, inputs, plan.recipe, kind).encode()
     add_recipe(side, plan.config, inputs, version, plan.tokenizer, plan.files)
     return dict(sorted(side.items())), notes
 
@@ -249,7 +255,9 @@ def list_changes(
     if base.heights[1]:
         changes["vocab_size"] = base.heights
     stated = [each[key] for each in list_tables(config) for key in TYPE_KEYS if key in each]
-    if plan.config.dtype and any(dtype != plan.config.dtype for dtype in stated or [None]):
+    if CLASS_KEY not in config:  # where diffusers has no such setting
+        stated = stated or [None]
+    if plan.config.dtype and any(dtype != plan.config.dtype for dtype in stated):
         changes["torch_dtype"] = None, plan.config.dtype
     return changes
 

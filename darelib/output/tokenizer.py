@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from darelib.core.text import ConfigError, DareError, list_names
-from darelib.models.checkpoint import CONFIG_FILE, Checkpoint
+from darelib.models.checkpoint import Checkpoint
+from darelib.models.directories import CONFIG_FILE
 from darelib.models.inputs import explain_path
 from darelib.models.source import (
     AUTO,

@@ -12,11 +12,7 @@ from darelib.core.formats import FORMATS, is_counted
 from darelib.core.mask import keep_threshold
 from darelib.core.methods import LINEAR, METHODS
 from darelib.core.text import DareError, count_of, list_names
-from darelib.models.checkpoint import (
-    QUANTISE_HINT,
-    module_of,
-    quantised_modules,
-)
+from darelib.models.checkpoint import QUANTISE_HINT, module_of, quantised_modules
 from darelib.models.differences import compare_configs
 from darelib.models.fp8 import UNREAD_HINTS
 from darelib.models.tensors import Described, TensorInfo

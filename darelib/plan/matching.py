@@ -10,6 +10,7 @@ from darelib.models.checkpoint import EMBEDDINGS, HEADS, ties_embeddings
 from darelib.models.tensors import PLAIN, Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED, find_buffer
 from darelib.plan.checks import Refusals
+from darelib.plan.components import find_kept, find_unmerged_changes, keep_only
 from darelib.plan.tensors import TensorPlan, choose_kernel
 
 
@@ -28,6 +29,7 @@ class Matcher:
         self.tied: list[dict[str, str]] = [{} for _ in self.models]
         self._chooser = Chooser(config, self.base.tensors, len(self.models))
         self._refusals = Refusals(config, self.base)
+        self._kept = find_kept(config, self.base)
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
         for model in self.models:
             self._refusals.check_quantised(model)
@@ -40,6 +42,7 @@ class Matcher:
         ]
 
     def warnings(self) -> Iterator[str]:
+        yield from find_unmerged_changes(self._kept, (self.base, *self.models))
         merged = {tensor.name for tensor in self.tensors if tensor.merged}
         for model, mismatched, tied in zip(self.models, self.mismatched, self.tied, strict=True):
             shapes = [
@@ -64,8 +67,16 @@ class Matcher:
         """
         model = self.models[i]
         wanted = () if model.partial else self.base.tensors.keys() - self.tied[i].keys()
-        missing = tuple(n for n in self.base.tensors if n in wanted and n not in model.tensors)
-        extra = (name for name in model.tensors if name not in self.base.tensors)
+        missing = tuple(
+            name
+            for name, info in self.base.tensors.items()
+            if name in wanted and name not in model.tensors and info.folder not in self._kept
+        )
+        extra = (
+            name
+            for name, info in model.tensors.items()
+            if name not in self.base.tensors and info.folder not in self._kept
+        )
         return missing, (*extra, *model.unused)
 
     def embedding_rows(self) -> int:
@@ -79,7 +90,8 @@ class Matcher:
         finetuned: list[tuple[int, TensorInfo]] = []
         mask_names: list[str] = []
         owner = self._find_owner(name, info)
-        for i, model in enumerate(self.models):
+        is_kept = info.folder in self._kept
+        for i, model in enumerate(() if is_kept else self.models):
             theirs = model.tensors.get(name)
             mask_name = owner
             if theirs is None and (stand_in := self._find_stand_in(name, info, model)):
@@ -107,7 +119,10 @@ class Matcher:
         # Where all models' heads are their embeddings, the merged head is the merged embedding.
         chosen_by = mask_names[0] if len(set(mask_names)) == 1 else owner
         rule, settings = self._chooser.choose(chosen_by, info.shape if finetuned else ())
-        if buffer == AVERAGED and self.models:
+        if is_kept:
+            rule = None
+            settings = keep_only(len(self.models))
+        elif buffer == AVERAGED and self.models:
             settings = average_only(settings)
         if METHODS[settings.method].keeps_base(settings):
             merged &= dtype != info.dtype or info.encoding is not PLAIN

@@ -4,6 +4,7 @@ tensors each file of the output holds, and where.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Self
 
 from darelib.config import Rule
@@ -13,7 +14,7 @@ from darelib.core.matrices import Matrices, find_matrices
 from darelib.core.methods import METHODS, choose_looks
 from darelib.core.settings import BASE, TensorSettings
 from darelib.kernels import KernelSpec
-from darelib.models.checkpoint import WEIGHTS_FILE
+from darelib.models.directories import OWN_STEM
 from darelib.models.tensorfile import header_bytes
 from darelib.models.tensors import Encoding, TensorInfo
 
@@ -161,33 +162,41 @@ class PlannedFile:
 
 
 def assign_offsets(
-    tensors: Sequence[TensorPlan], limit: int, metadata: dict[str, str], name: str | None
+    tensors: Sequence[TensorPlan],
+    limit: int,
+    metadata: dict[str, str],
+    name: str | None,
+    stems: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[TensorPlan], list[PlannedFile]]:
     """Give each tensor its place: in order, in a new file where the next one would exceed the
     limit.
 
-    name: of the only file; None: they are named as transformers names them, and modules that are
-    stored apart stay so.
+    name: of the only file; None: they are named as their library names them, and what is stored in
+    folders stays so. stems: how files of those folders begin that may be several.
     """
-    folders: dict[str, list[TensorPlan]] = {"": []}
+    folders: dict[str, list[TensorPlan]] = {}
     for tensor in tensors:
         folders.setdefault("" if name else tensor.base.folder, []).append(tensor)
-    shards = divide_tensors(folders.pop(""), limit)
-    count = len(shards)
-    several = [f"model-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
-    names = several if count > 1 else [name or WEIGHTS_FILE]
-    names += [f"{folder}/{WEIGHTS_FILE}" for folder in folders]
-    shards += folders.values()
     placed: list[TensorPlan] = []
     files: list[PlannedFile] = []
-    for number, own in enumerate(shards):
-        places, size = place_tensors(own, number)
-        placed += [tensor.place(places) for tensor in own]
-        folder = names[number].removesuffix(WEIGHTS_FILE) if number >= count else ""
-        inside = {key.removeprefix(folder): info for key, info in places.items()}
-        header = header_bytes(inside, metadata)
-        files.append(PlannedFile(names[number], header, len(header) + size))
+    for folder, inside in (folders or {"": []}).items():
+        is_whole = folder and folder not in stems
+        shards = [inside] if is_whole else divide_tensors(inside, limit)
+        names = [name] if name else name_files(stems.get(folder, OWN_STEM), len(shards))
+        prefix = f"{folder}/" if folder else ""
+        for own, file_name in zip(shards, names, strict=True):
+            places, size = place_tensors(own, len(files))
+            placed += [tensor.place(places) for tensor in own]
+            stored = {key.removeprefix(prefix): info for key, info in places.items()}
+            header = header_bytes(stored, metadata)
+            files.append(PlannedFile(f"{prefix}{file_name}", header, len(header) + size))
     return placed, files
+
+
+def name_files(stem: str, count: int) -> list[str]:
+    """What so many files of one model, or of one folder of a pipeline, are called."""
+    several = [f"{stem}-{k:05d}-of-{count:05d}.safetensors" for k in range(1, count + 1)]
+    return several if count > 1 else [f"{stem}.safetensors"]
 
 
 def divide_tensors(tensors: Sequence[TensorPlan], limit: int) -> list[list[TensorPlan]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from darelib.config import LAYER, count_layers
 from darelib.core.methods import METHODS
 from darelib.core.text import LOG
-from darelib.models.checkpoint import INDEX_FILE, WEIGHTS_FILE
+from darelib.models.directories import INDEX_FILE, WEIGHTS_FILE
 from darelib.models.inputs import open_models
 from darelib.models.source import Slice, Source
 from darelib.models.stack import BEFORE_LAYERS, put_layer

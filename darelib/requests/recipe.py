@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from darelib.core.text import DareError
-from darelib.models.checkpoint import INDEX_FILE
+from darelib.models.directories import KNOWN_FILES
 from darelib.models.inputs import open_models
 from darelib.models.packed import PACKED_KEY
 from darelib.models.source import RECIPE_FILE, Source, download, list_last_parts, recorded_name
@@ -28,7 +28,7 @@ from darelib.requests.request import Request
 def find_merged(given: str | Path) -> Path:
     """A merged model: a directory may be named by its recipe or its index."""
     path = Path(os.path.expanduser(given))
-    is_inside = path.name in (RECIPE_FILE, INDEX_FILE) and path.is_file()
+    is_inside = path.name in (RECIPE_FILE, *KNOWN_FILES) and path.is_file()
     return path.parent if is_inside else path
 
 

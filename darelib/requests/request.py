@@ -83,8 +83,8 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
     dare = dict(request.dare)
     for name in filter(flags.__contains__, CHECKS):
         value = flags[name]
-        # One number is for all models; weights are a list even where there is one model.
-        if isinstance(value, list) and len(value) == 1 and name != "weights":
+        # One number is for all models; these are a list even of one.
+        if isinstance(value, list) and len(value) == 1 and name not in ("weights", "components"):
             [value] = value
         check_setting(name, value, name_flag(name))
         dare[name] = value

@@ -24,6 +24,7 @@ CHANGES: Final[Options] = {
     "--drop-rate": {"nargs": 1, "help": "share to drop (default 0.9); merges need this or more"},
     "--seed": {"help": "the seed of its mask, for all merges (default 42)"},
     "--rule": {"help": "PATTERN:drop_rate=P for matching tensors"},
+    "--components": {},
     "--mismatch": {"help": "tensors of other shapes: error (default), or overlap (kept whole)"},
     "--any-base": {"help": "pack a model of another model_type than the base's"},
     "--threads": {},

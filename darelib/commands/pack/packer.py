@@ -57,6 +57,7 @@ from darelib.output.prepare import FilePlan, check_place, plan_files
 from darelib.output.publish import Output, explain_write_errors
 from darelib.output.tokenizer import SideFiles, TokenizerChoice
 from darelib.plan.checks import check_kinds
+from darelib.plan.components import find_kept
 from darelib.plan.plan import Job
 from darelib.plan.relation import check_sample
 from darelib.plan.tensors import PlannedFile, TensorPlan, assign_offsets
@@ -67,7 +68,16 @@ from darelib.run.rounds import run_rounds
 from darelib.run.threads import run_merge
 from darelib.run.worker import JobWorker, Write
 
-SETTINGS: Final = ("drop_rate", "seed", "mismatch", "any_base", "threads", "engine", "verbose")
+SETTINGS: Final = (
+    "drop_rate",
+    "seed",
+    "components",
+    "mismatch",
+    "any_base",
+    "threads",
+    "engine",
+    "verbose",
+)
 # The bits that are all set in what is not finite.
 EXPONENTS: Final = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000}
 
@@ -135,7 +145,7 @@ def pack(
         with explain_read_errors():
             plan = plan_files(config, inputs, destination, choice, with_side_files=False)
             check_sample(plan, inputs)
-            plan = dataclasses.replace(keep_own_tensors(plan, inputs[1]), recipe=recipe)
+            plan = dataclasses.replace(keep_own_tensors(plan, *inputs), recipe=recipe)
         worker = Packer(plan, inputs, interrupts)
         worker.count_entries(interrupts)
         with explain_read_errors():
@@ -212,7 +222,7 @@ class Packer(JobWorker):
         item = FORMATS[theirs.dtype].itemsize if tensor.merged else 1
         for start, width in self.chunks(job):
             row = buffers.finetuned[0, : width * item]
-            self._model.read_bytes(row.data, theirs, start * item)
+            theirs.encoding.read_stored(self._model, theirs, start * item, row.data)
             if tensor.merged:
                 self._check_finite(tensor, start, row.view(f"u{item}"))
                 kept = self._pick(tensor, start, width, buffers)
@@ -256,15 +266,17 @@ def pack_spec(tensor: TensorPlan) -> KernelSpec:
     return KernelSpec("pack", dtype, dtype, dtype)
 
 
-def keep_own_tensors(plan: FilePlan, model: Checkpoint) -> FilePlan:
+def keep_own_tensors(plan: FilePlan, base: Checkpoint, model: Checkpoint) -> FilePlan:
     """The tensors that the model has itself: thinned, or whole, as where they have other shapes."""
-    shapes = {name: info.shape for name, info in model.tensors.items()}
+    kept = find_kept(plan.config, base)
+    own = {name: info for name, info in model.tensors.items() if info.folder not in kept}
+    shapes = {name: info.shape for name, info in own.items()}
     thinned = {t.name: t for t in plan.tensors if t.merged and shapes.get(t.name) == t.base.shape}
     whole = dataclasses.replace(plan.tensors[0], merged=False)
     tensors = tuple(
         thinned.get(name)
         or dataclasses.replace(whole, name=name, base=info, finetuned=((0, info),))
-        for name, info in model.tensors.items()
+        for name, info in own.items()
     )
     return dataclasses.replace(plan, tensors=tensors)
 

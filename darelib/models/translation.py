@@ -1,5 +1,5 @@
-"""The components of a diffusion model, by all names that their tensors have (see names): those of
-other models are found by them, and put back to the names of a base.
+"""Tensors of diffusion models by all names that they have (see names): those of another model are
+found by them, and put back to the names of a base.
 """
 
 import re
@@ -10,7 +10,21 @@ from typing import Final, TypeAlias
 
 from darelib.core.formats import FORMATS
 from darelib.core.text import DareError
-from darelib.models.names import MAPS, OLDER, ORIGINAL, POINTS, PREFIXES, TRANSPOSED, Map, Share
+from darelib.models.names import (
+    DEEP,
+    DEEP_PLACE,
+    DIFFUSERS,
+    MAPS,
+    OLDER,
+    ORIGINAL,
+    POINTS,
+    PREFIXES,
+    SD,
+    SINGLE_FILES,
+    TRANSPOSED,
+    Map,
+    Share,
+)
 from darelib.models.pieces import (
     Piece,
     Transposed,
@@ -65,20 +79,41 @@ def find_homes(tensors: Tensors) -> list[Home]:
 def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
     """What tensors can be called, by the names of both kinds, each with what it is made of."""
     ways: dict[str, TensorInfo] = {}
+    new = {new: old for old, new in OLDER.items()}
     for home in find_homes(tensors):
-        component = f"{home.map.component}/"
-        own = {way[len(component) :]: tensors[name] for name, way in home.list_names(tensors)}
-        if home.kind == ORIGINAL:
-            original = own
-            named = dict(_split(own, home.map))
-        else:
-            named = {_rename(name, OLDER): info for name, info in own.items()}
-            original = dict(_stack(named, home.map))
-        new = {new: old for old, new in OLDER.items()}
-        older = {_rename(name, new): info for name, info in named.items()}
-        for names in (older, original, named, own):
-            ways |= {component + name: info for name, info in names.items()}
+        own, both = _translate(home, tensors)
+        older = {_rename(name, new): info for name, info in both[DIFFUSERS].items()}
+        for names in (older, *both, own):
+            ways |= {f"{home.map.component}/{name}": info for name, info in names.items()}
     return ways
+
+
+def name_originally(tensors: Tensors) -> dict[str, TensorInfo]:
+    """The components of a model by the names that they have in a single file."""
+    homes = {home.map.component: home for home in find_homes(tensors)}
+    places = next((p for p in SINGLE_FILES if homes.keys() <= p.keys()), SINGLE_FILES[-1])
+    named: dict[str, TensorInfo] = {}
+    for component in homes.keys() & places.keys():
+        _, both = _translate(homes[component], tensors)
+        is_deep = places is SD and component == "text_encoder" and DEEP in both[DIFFUSERS]
+        prefix, kind = DEEP_PLACE if is_deep else places[component]
+        named |= {prefix + name: info for name, info in both[kind].items()}
+    return dict(sorted(named.items()))
+
+
+def _translate(
+    home: Home, tensors: Tensors
+) -> tuple[dict[str, TensorInfo], tuple[dict[str, TensorInfo], dict[str, TensorInfo]]]:
+    """The tensors of a component, by its own names, and by those of either kind."""
+    own = {
+        name.removeprefix(home.prefix): info
+        for name, info in tensors.items()
+        if name.startswith(home.prefix)
+    }
+    if home.kind == ORIGINAL:
+        return own, (own, dict(_split(own, home.map)))
+    named = {_rename(name, OLDER): info for name, info in own.items()}
+    return own, (dict(_stack(named, home.map)), named)
 
 
 def _rename(name: str, names: Mapping[str, str]) -> str:

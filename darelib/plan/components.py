@@ -1,0 +1,73 @@
+"""Which folders of a pipeline are merged: those that fine-tuning changes, unless others are asked
+for. All else is the base's.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from darelib.config import DareConfig
+from darelib.core.drops import Thinning
+from darelib.core.formats import FORMATS
+from darelib.core.methods import PASSTHROUGH
+from darelib.core.settings import TensorSettings
+from darelib.core.text import ConfigError, list_names, nearest
+from darelib.models.directories import MERGED_COMPONENTS
+from darelib.models.tensors import Described
+
+# What is read of a component to see whether a fine-tune changed it.
+SAMPLED_TENSORS: Final = 16
+SAMPLED_VALUES: Final = 1024
+
+
+def find_kept(config: DareConfig, base: Described) -> set[str]:
+    """The components of a pipeline that stay the base's; none of any other model."""
+    known = base.components
+    usual = [name for name in known if name.startswith(MERGED_COMPONENTS)]
+    chosen = usual if config.components is None else config.components
+    for name in chosen:
+        if name not in known:
+            what = f"has no component {name!r} with weights" if known else "is no pipeline"
+            raise ConfigError(
+                f"components names {name!r}, and {base.name!r} {what}",
+                nearest(name, known) if known else "leave components out",
+            )
+    if known and not chosen:
+        raise ConfigError(
+            f"{base.name!r} has none of the components that are merged by themselves "
+            f"({', '.join(MERGED_COMPONENTS)}), but {list_names(known)}",
+            "name those to merge: --components NAME...",
+        )
+    return {*known} - {*chosen}
+
+
+def keep_only(count: int) -> TensorSettings:
+    """How a tensor is merged that stays the base's, beside so many models."""
+    return TensorSettings(PASSTHROUGH, (Thinning(),) * count, (0.0,) * count, False, 0.0)
+
+
+def find_unmerged_changes(kept: set[str], inputs: Sequence[Described]) -> Iterator[str]:
+    """What to tell of models that change what is not merged."""
+    base, *models = inputs
+    for model in models:
+        differing = [folder for folder in sorted(kept) if is_changed(folder, base, model)]
+        if differing:
+            yield (
+                f"{model.name} has another {list_names(differing)} than {base.name}, which the "
+                "output keeps; --components names all that is to be merged"
+            )
+
+
+def is_changed(folder: str, base: Described, model: Described) -> bool:
+    """Whether a model has other values in a folder, by the first ones of some tensors."""
+    mine = {name: info for name, info in base.tensors.items() if info.folder == folder}
+    common = [name for name, info in mine.items() if name in model.tensors and info.count]
+    for name in common[:: max(1, len(common) // SAMPLED_TENSORS)]:
+        own, theirs = mine[name], model.tensors[name]
+        if model.partial or own.shape != theirs.shape:
+            return True
+        if own.dtype == theirs.dtype and own.dtype in FORMATS:  # another type rounds otherwise
+            count = min(SAMPLED_VALUES, own.count)
+            samples = [m.sample(name, m.tensors[name], 0, count) for m in (base, model)]
+            if (samples[0] != samples[1]).any():
+                return True
+    return False

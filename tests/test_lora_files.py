@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import test_names
+from tests import test_diffusers, test_names
 from tests.support import (
     Capture,
     Refusal,
@@ -167,6 +167,22 @@ def test_both_text_encoders_and_the_unet_change_each_by_its_own_pair(tmp_path: P
     for lora in (kohya, dotted):
         paths = save(tmp_path, base=base, lora=lora)
         check(bake(paths[0], paths[1:]), base, changes)
+
+
+@pytest.mark.parametrize("module", ["lora_unet_down_blocks_0_attentions_0_to_q", "unet.conv_in"])
+def test_a_pipeline_is_a_base(tmp_path: Path, module: str) -> None:
+    parts = test_diffusers.make_parts()
+    name = "conv_in" if "conv" in module else "down_blocks.0.attentions.0.to_q"
+    pair = make_pair(module, tuple(parts["unet"][f"{name}.weight"].shape))
+    text = make_pair("lora_te_text_model_encoder_layers_0_mlp_fc1", (4, 4))
+    base = test_diffusers.put_pipeline(tmp_path / "base", parts)
+    [lora] = save(tmp_path, lora=pair | text)
+    run("-b", base, "-m", lora, "-o", tmp_path / "out", "--bake", "--engine=plain", "-q")
+    run("verify", "-q", "--engine=plain", tmp_path / "out")
+    merged = test_diffusers.load(tmp_path / "out")
+    check(merged.pop("unet"), parts.pop("unet"), {f"{name}.weight": multiply(pair)})
+    for part, tensors in merged.items():
+        check(tensors, parts[part], {})
 
 
 # --- bases of other names -------------------------------------------------------------------------

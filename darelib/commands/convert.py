@@ -51,8 +51,7 @@ OPTIONS: Final[Options] = {
     },
     "--base": {
         "metavar": "MODEL",
-        "help": "that a LoRA file was trained on, or in whose form a diffusion "
-        "model is written",
+        "help": "that a LoRA file was trained on, or in whose form a diffusion model is written",
     },
     "--force": {"action": "store_true", "help": "replace an existing file"},
 }

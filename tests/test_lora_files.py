@@ -105,6 +105,23 @@ def test_processors_of_old_files_are_modules(tmp_path: Path, module: str, target
     check(bake(paths[0], paths[1:]), base, {f"{target}.weight": multiply(pair)})
 
 
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_processors_of_xlabs_are_modules_of_flux(tmp_path: Path, prefix: str) -> None:
+    modules = {
+        "double_blocks.0.processor.qkv_lora1": "double_blocks.0.img_attn.qkv",
+        "double_blocks.0.processor.qkv_lora2": "double_blocks.0.txt_attn.qkv",
+        "double_blocks.0.processor.proj_lora1": "double_blocks.0.img_attn.proj",
+        "double_blocks.0.processor.proj_lora2": "double_blocks.0.txt_attn.proj",
+        "single_blocks.0.processor.proj_lora": "single_blocks.0.linear2",
+    }
+    base = random_model(shapes={f"{prefix}{name}.weight": (8, 6) for name in modules.values()})
+    pairs = {n: make_pair(m, (8, 6), ("down.weight", "up.weight")) for m, n in modules.items()}
+    lora = {key: tensor for pair in pairs.values() for key, tensor in pair.items()}
+    paths = save(tmp_path, base=base, lora=lora)
+    changes = {f"{prefix}{name}.weight": multiply(pair) for name, pair in pairs.items()}
+    check(bake(paths[0], paths[1:]), base, changes)
+
+
 UNETS = (
     ["lora_unet_", "lora_transformer_"],
     [

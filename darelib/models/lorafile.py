@@ -85,8 +85,14 @@ PARTS: Final = {
     "dora_scale": DORA_SCALE,
     "alpha": ALPHA,
 }
-# What old versions of diffusers called modules: by their processors.
+# What XLabs' trainer and old versions of diffusers called modules: by their processors.
 OLD_NAMES: Final = (
+    *(
+        (f"processor.{part}_lora{k}.", f"{side}_attn.{part}.lora_")
+        for part in ("qkv", "proj")
+        for k, side in ((1, "img"), (2, "txt"))
+    ),
+    ("processor.proj_lora.", "linear2.lora_"),
     (".processor.", "."),
     ("self_attn.to_out_lora", "self_attn.out_proj_lora"),
     ("to_out_lora", "to_out.0_lora"),
@@ -102,7 +108,9 @@ OTHER_PARTS: Final = {
     r"\.[ab][12]\.weight$": "GLoRA",
 }
 # All that the names of a LoRA file have in them, where they are not kohya's.
-ANY_PART: Final = re.compile("|".join((PART.pattern, r"\.lora_|\.diff(_b)?$", *OTHER_PARTS)))
+ANY_PART: Final = re.compile(
+    "|".join((PART.pattern, r"\.lora_|_lora\d\.|\.diff(_b)?$", *OTHER_PARTS))
+)
 BAKE_HINT: Final = (
     "merge it into its base with the program that made it, and use the result as a model"
 )
@@ -161,7 +169,7 @@ class LoraFile(LoraAdapter):
     def _read_name(self, name: str, info: TensorInfo) -> tuple[str, str]:
         """The module and the part that a tensor is; what is not of a plain LoRA is refused."""
         plain = name
-        if "_lora." in name:
+        if "_lora" in name:
             for old, new in OLD_NAMES:
                 plain = plain.replace(old, new)
         found = PART.search(plain)

@@ -15,7 +15,6 @@ from darelib.commands.options import Flags, MergerClass
 from darelib.core.text import LOG, ConfigError, DareError, human, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import open_models
-from darelib.models.names import ORIGINAL
 from darelib.models.pieces import list_sources
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo, header_bytes
@@ -32,11 +31,14 @@ def is_diffusion(old: Source) -> bool:
 
 
 def convert_to_base(flags: Flags, merger_class: MergerClass) -> None:
-    """Write a model in the form of another: the merge of one model, of which nothing is dropped.
-    The other one need not be its base.
+    """Write a model in the form of another, which need not be its base: the merge of one model, of
+    which nothing is dropped.
     """
     wanted = {key: value for key, value in flags.items() if key not in ("old", "new")}
     wanted |= {"merge": [flags["old"]], "output": flags["new"], "drop_rate": 0.0, "any_base": True}
+    with open_models([Source.of(flags["base"])]) as [form]:
+        if form.components:
+            wanted["components"] = form.components
     run_merge(wanted, merger_class)
 
 
@@ -44,21 +46,21 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
     """Write a model of diffusers as one file. Gives how many tensors it has, and what has no place
     in it.
     """
-    if new.suffix != ".safetensors":
-        raise ConfigError(
-            f"{old.name!r} becomes one file, and {new.name!r} does not end in .safetensors",
-            "for a directory of diffusers, whose settings are not in a model's file, give one of "
-            "the same kind as --base MODEL",
-        )
     with open_models([old]) as [model]:
-        if all(home.kind == ORIGINAL for home in find_homes(model.tensors)):
+        tensors = name_originally(model.tensors)
+        if tensors.keys() <= model.tensors.keys():
             raise ConfigError(
                 f"{old.name!r} has the names of original files already",
-                "for a directory of diffusers, give one of the same kind as --base MODEL",
+                "a directory of diffusers has settings that no file of weights has: give one of "
+                "the same kind as --base MODEL, and the result is that with these weights",
+            )
+        if new.suffix != ".safetensors":
+            raise ConfigError(
+                f"{old.name!r} becomes one file, and {new.name!r} does not end in .safetensors",
+                f"give the name of a file, like {new.name}.safetensors",
             )
         if new.exists() and any(new.samefile(file.path) for file in model.files):
             raise ConfigError(f"{str(new)!r} is the input", "choose another name")
-        tensors = name_originally(model.tensors)
         used = {id(part) for info in tensors.values() for part in list_sources(info)}
         left_out = tuple(name for name, info in model.tensors.items() if id(info) not in used)
         if lost := [name for name in left_out if name.startswith(MAIN)]:

@@ -7,7 +7,7 @@ file lists its parts: name, and from which to which share of the rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias
 
@@ -130,7 +130,7 @@ POINTS: Final = {
     for part in ("q", "k", "v", "proj_out")
 }
 # What diffusers called them first, which files still have.
-OLDER: Final = {
+OLD_VAE: Final = {
     f"{side}.mid_block.attentions.0.{old}": f"{side}.mid_block.attentions.0.{new}"
     for side in ("encoder", "decoder")
     for old, new in {
@@ -158,6 +158,11 @@ OPEN_CLIP: Final[Table] = {
         )
         for kind in ("weight", "bias")
     },
+}
+
+# What transformers saves since 5.0, as did some before there was a text_model.
+SHORT_CLIP: Final = {
+    name: f"text_model.{name}" for name in ("embeddings", "encoder.layers", "final_layer_norm")
 }
 
 DOUBLE: Final = "transformer_blocks.#."
@@ -211,9 +216,11 @@ class Map:
     """The two names of each tensor of a component."""
 
     component: str
-    # A tensor that every such component has: its name in original files, and in diffusers.
-    markers: tuple[str, str]
+    # A tensor that every such component has: its name in original files, and those in diffusers.
+    markers: tuple[str, ...]
     table: Table
+    # Other names that diffusers has for the same: the usual ones by them.
+    others: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def stacks(self) -> dict[str, tuple[Share, ...]]:
@@ -245,15 +252,18 @@ MAPS: Final = (
         "vae",
         ("decoder.up.3.block.0.norm1.weight", "decoder.up_blocks.3.resnets.0.norm1.weight"),
         VAE,
+        OLD_VAE,
     ),
-    Map("text_encoder_2", ("text_projection", "text_projection.weight"), OPEN_CLIP),
+    Map("text_encoder_2", ("text_projection", "text_projection.weight"), OPEN_CLIP, SHORT_CLIP),
     Map(
         "text_encoder",
         (
             "transformer.resblocks.0.attn.in_proj_weight",
-            "text_model.encoder.layers.0.self_attn.q_proj.weight",
+            "text_model.embeddings.token_embedding.weight",
+            "embeddings.token_embedding.weight",
         ),
         OPEN_CLIP,
+        SHORT_CLIP,
     ),
     Map("text_encoder_2", (T5, T5), {}),
 )

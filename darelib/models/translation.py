@@ -15,7 +15,6 @@ from darelib.models.names import (
     DEEP_PLACE,
     DIFFUSERS,
     MAPS,
-    OLDER,
     ORIGINAL,
     POINTS,
     PREFIXES,
@@ -70,7 +69,8 @@ def find_homes(tensors: Tensors) -> list[Home]:
             for own in maps:
                 kinds = [k for k, name in enumerate(own.markers) if f"{prefix}{name}" in tensors]
                 if kinds:
-                    homes.setdefault(component, Home(prefix, own, kinds[0]))
+                    kind = min(kinds[0], DIFFUSERS)
+                    homes.setdefault(component, Home(prefix, own, kind))
         if homes:
             break
     return list(homes.values())
@@ -79,11 +79,11 @@ def find_homes(tensors: Tensors) -> list[Home]:
 def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
     """What tensors can be called, by the names of both kinds, each with what it is made of."""
     ways: dict[str, TensorInfo] = {}
-    new = {new: old for old, new in OLDER.items()}
     for home in find_homes(tensors):
         own, both = _translate(home, tensors)
-        older = {_rename(name, new): info for name, info in both[DIFFUSERS].items()}
-        for names in (older, *both, own):
+        others = {new: old for old, new in home.map.others.items()}
+        renamed = {_rename(name, others): info for name, info in both[DIFFUSERS].items()}
+        for names in (renamed, *both, own):
             ways |= {f"{home.map.component}/{name}": info for name, info in names.items()}
     return ways
 
@@ -112,7 +112,7 @@ def _translate(
     }
     if home.kind == ORIGINAL:
         return own, (own, dict(_split(own, home.map)))
-    named = {_rename(name, OLDER): info for name, info in own.items()}
+    named = {_rename(name, home.map.others): info for name, info in own.items()}
     return own, (dict(_stack(named, home.map)), named)
 
 

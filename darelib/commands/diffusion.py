@@ -2,7 +2,6 @@
 original ones, value for value; and back, into the form of a directory that is given.
 """
 
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from darelib.commands.merge import run as run_merge
 from darelib.commands.options import Flags, MergerClass
-from darelib.core.text import LOG, ConfigError, DareError, human, list_names
+from darelib.core.text import LOG, ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import open_models
 from darelib.models.pieces import list_sources
@@ -61,18 +60,12 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
             )
         if new.exists() and any(new.samefile(file.path) for file in model.files):
             raise ConfigError(f"{str(new)!r} is the input", "choose another name")
-        used = {id(part) for info in tensors.values() for part in list_sources(info)}
+        used = list_sources(tensors.values())
         left_out = tuple(name for name, info in model.tensors.items() if id(info) not in used)
         if lost := [name for name in left_out if name.startswith(MAIN)]:
             raise DareError(
                 f"{old.name!r} is of a family whose original names are not known: see {lost[0]!r}",
                 "SD 1 and 2, SDXL and Flux are known",
-            )
-        size = sum(info.nbytes for info in tensors.values())
-        free = shutil.disk_usage(new.absolute().parent).free
-        if size > free:
-            raise DareError(
-                f"the output needs {human(size)} and there are {human(free)} free", "make room"
             )
         write_new_file(new, _encode(model, tensors))
     if left_out:

@@ -2,21 +2,17 @@
 original ones, value for value; and back, into the form of a directory that is given.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
+from darelib.commands.kohya import encode_file
 from darelib.commands.merge import run as run_merge
 from darelib.commands.options import Flags, MergerClass
 from darelib.core.text import LOG, ConfigError, DareError, list_names
-from darelib.models.checkpoint import Checkpoint
 from darelib.models.inputs import open_models
 from darelib.models.pieces import list_sources
 from darelib.models.source import Source
-from darelib.models.tensorfile import TensorInfo, header_bytes
 from darelib.models.translation import find_homes, name_originally
 from darelib.output.scratch import write_new_file
 
@@ -24,8 +20,9 @@ MAIN: Final = ("unet/", "transformer/")  # without which a file is of no use
 
 
 def is_diffusion(old: Source) -> bool:
-    with suppress(DareError), open_models([old]) as [model]:
-        return bool(find_homes(model.tensors))
+    if old.path.exists():  # else it may be a name on the Hub
+        with suppress(DareError), open_models([old]) as [model]:
+            return bool(find_homes(model.tensors))
     return False
 
 
@@ -67,21 +64,7 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
                 f"{old.name!r} is of a family whose original names are not known: see {lost[0]!r}",
                 "SD 1 and 2, SDXL and Flux are known",
             )
-        write_new_file(new, _encode(model, tensors))
+        write_new_file(new, encode_file(model, {name: (tensors[name], b"") for name in tensors}))
     if left_out:
         LOG.warning(f"left out what original files have no place for: {list_names(left_out)}")
     return len(tensors), left_out
-
-
-def _encode(model: Checkpoint, tensors: dict[str, TensorInfo]) -> Iterator[bytes | memoryview]:
-    """A safetensors file, tensor by tensor."""
-    infos: dict[str, TensorInfo] = {}
-    offset = 0
-    for name, info in tensors.items():
-        infos[name] = TensorInfo(info.dtype, info.shape, offset)
-        offset += info.nbytes
-    yield header_bytes(infos, {"format": "pt"})
-    for info in tensors.values():
-        made = np.empty(info.nbytes, np.uint8)
-        model.read(info, 0, info.count, made)
-        yield made.data

@@ -186,8 +186,9 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
     made = {name: change for name, change in changes.items() if name in base}
     own = {id(info): name for name, info in base.items()}
     found = defaultdict[str, list[tuple[int, Piece]]](list)
-    for name in changes.keys() - made.keys():
-        change = changes[name]
+    for name, change in changes.items():
+        if name in base:
+            continue
         way = ways[name]
         if change.count != way.count:
             raise DareError(

@@ -1,5 +1,6 @@
 """Single files and directories of diffusers are one model: either may be the base of the other."""
 
+import json
 import re
 from contextlib import closing
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from darelib.models.inputs import open_source
 from darelib.models.source import Source
@@ -26,6 +27,7 @@ from tests.support import (
     merge_paths,
     run,
     save,
+    snapshot,
     write_adapter,
 )
 
@@ -470,7 +472,7 @@ def test_these_names_are_those_of_diffusers(family: str) -> None:
 # By these a component is recognised, or they are not simply called otherwise.
 NEEDED = re.compile(
     r"\.1\.0\.in_layers\.0\.w|blocks\.0\.1\.norm\.w|up\.[03]\.block\.0\.norm1\.w|attn_1|q_proj|in_proj"
-    r"|text_projection|positional|conv\.w|skip"
+    r"|text_projection|token_emb|positional|conv\.w|skip"
 )
 
 
@@ -634,18 +636,104 @@ def test_what_does_not_fit_is_refused(
 # --- convert --------------------------------------------------------------------------------------
 
 
+def put_pipeline(folder: Path, tensors: Tensors) -> Path:
+    """A directory as diffusers saves a pipeline."""
+    parts: dict[str, Tensors] = {}
+    for name, tensor in tensors.items():
+        part, _, inside = name.partition("/")
+        parts.setdefault(part, {})[inside] = tensor
+    for part, own in parts.items():
+        (folder / part).mkdir(parents=True)
+        (folder / part / "config.json").write_text("{}")
+        stem = "model" if part.startswith("text") else "diffusion_pytorch_model"
+        save_file(own, folder / part / f"{stem}.safetensors")
+    index = {part: ["diffusers", "Model"] for part in parts}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def load_pipeline(folder: Path) -> Tensors:
+    paths = folder.glob("*/*.safetensors")
+    return {f"{p.parent.name}/{name}": t for p in paths for name, t in load_file(p).items()}
+
+
 @pytest.mark.parametrize("family", SMALL)
-def test_a_model_of_diffusers_becomes_one_file_and_that_becomes_it_again(
-    tmp_path: Path, family: str
-) -> None:
+def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(tmp_path: Path, family: str) -> None:
     original = randomise(SMALL[family], BF16)
     original.pop("conditioner.embedders.1.model.logit_scale", None)
     named = to_diffusers(original)
     other = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-    paths = save(tmp_path, named=named, form=other)
-    run("convert", "-q", paths[0], tmp_path / "one.safetensors")
+    old = put_pipeline(tmp_path / "old", named)
+    form = put_pipeline(tmp_path / "form", other)
+    one = tmp_path / "one.safetensors"
+    run("convert", "-q", old, one)
+    assert_same(load_file(one), original)
+    run("convert", "-q", one, tmp_path / "again", "--base", form)
+    assert_same(load_pipeline(tmp_path / "again"), named)
+    run("verify", "-q", tmp_path / "again")
+    run("convert", "-q", old, tmp_path / "other.safetensors", "--base", one)
+    assert_same(load_file(tmp_path / "other.safetensors"), original)
+
+
+def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) -> None:
+    original = randomise(SMALL["sd"], F32)
+    named = to_diffusers(original)
+    short = {name.replace("/text_model.", "/"): tensor for name, tensor in named.items()}
+    run("convert", "-q", put_pipeline(tmp_path / "old", short), tmp_path / "one.safetensors")
     assert_same(load_file(tmp_path / "one.safetensors"), original)
-    words = ["convert", "-q", tmp_path / "one.safetensors", tmp_path / "again.safetensors"]
-    run(*words, "--base", paths[1])
-    assert_same(load_file(tmp_path / "again.safetensors"), named)
-    run("verify", "-q", tmp_path / "again.safetensors")
+    base = save(tmp_path, base=original)[0]
+    out = tmp_path / "out.safetensors"
+    assert_same(merge_paths(base, [tmp_path / "old"], out, drop_rate=0), original)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("one.safetensors", "new", "--base MODEL"),
+        ("one.safetensors", "new.safetensors", "has the names of original files already"),
+        ("old", "new", "like new.safetensors"),
+        ("other", "new.safetensors", "is of a family whose original names are not known"),
+        ("old", "one.safetensors", "exists already"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(
+    tmp_path: Path, capsys: Capture, old: str, new: str, words: str
+) -> None:
+    original = randomise(SMALL["sd"], F32)
+    named = to_diffusers(original)
+    save(tmp_path, one=original)
+    put_pipeline(tmp_path / "old", named)
+    vae = {name: tensor for name, tensor in named.items() if name.startswith("vae/")}
+    put_pipeline(tmp_path / "other", vae | {"transformer/new.weight": torch.ones(3)})
+    before = snapshot(tmp_path)
+    run("convert", tmp_path / old, tmp_path / new, status=1 if old == "other" else 2)
+    assert words in capsys.readouterr().err
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_diffusers_loads_what_was_converted(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(32, 64, 64, 64),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+    )
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(32, 32, 64, 64),
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        layers_per_block=2,
+        norm_num_groups=8,
+    )
+    old = tmp_path / "old"
+    for name, model in (("unet", unet), ("vae", vae)):
+        model.save_pretrained(old / name)
+    index = {name: ["diffusers", "Model"] for name in ("unet", "vae")}
+    (old / "model_index.json").write_text(json.dumps(index))
+    one = tmp_path / "one.safetensors"
+    run("convert", "-q", old, one)
+    for name, model in (("unet", unet), ("vae", vae)):
+        loaded = type(model).from_single_file(str(one), config=str(old), subfolder=name)
+        assert_same(dict(loaded.state_dict()), dict(model.state_dict()))

@@ -103,20 +103,16 @@ def run(flags: Flags, merger_class: MergerClass) -> None:
     if has_model and "base" in flags:
         convert_to_base(flags, merger_class)
         return
-    if has_model:
-        started = time.perf_counter()
-        new = check_new(flags["new"], force)
-        tensors, left_out = convert_to_original(old, new)
-        seconds = time.perf_counter() - started
-        report = ConvertReport(flags["new"], tensors, new.stat().st_size, left_out, seconds)
-    elif has_adapter:
+    if has_adapter or has_model:
         started = time.perf_counter()
         new = check_new(flags["new"], force)
         base = Source.of(flags["base"]) if "base" in flags else None
-        tensors = convert_adapter(old, new, base)
+        tensors, left_out = (
+            (convert_adapter(old, new, base), ()) if has_adapter else convert_to_original(old, new)
+        )
         size = sum(path.stat().st_size for path in ([new] if new.is_file() else new.iterdir()))
         seconds = time.perf_counter() - started
-        report = ConvertReport(flags["new"], tensors, size, (), seconds)
+        report = ConvertReport(flags["new"], tensors, size, left_out, seconds)
     else:
         report = convert(flags["old"], flags["new"], force=force)
     show(report, flags, flags.get("verbose", True))

@@ -2,23 +2,17 @@
 original ones, value for value; and back, into the form of a directory that is given.
 """
 
-import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
+from darelib.commands.kohya import encode_file
 from darelib.commands.merge import run as run_merge
 from darelib.commands.options import Flags, MergerClass
-from darelib.core.text import LOG, ConfigError, DareError, human, list_names
-from darelib.models.checkpoint import Checkpoint
+from darelib.core.text import LOG, ConfigError, DareError, list_names
 from darelib.models.inputs import open_models
-from darelib.models.names import ORIGINAL
 from darelib.models.pieces import list_sources
 from darelib.models.source import Source
-from darelib.models.tensorfile import TensorInfo, header_bytes
 from darelib.models.translation import find_homes, name_originally
 from darelib.output.scratch import write_new_file
 
@@ -26,17 +20,21 @@ MAIN: Final = ("unet/", "transformer/")  # without which a file is of no use
 
 
 def is_diffusion(old: Source) -> bool:
-    with suppress(DareError), open_models([old]) as [model]:
-        return bool(find_homes(model.tensors))
+    if old.path.exists():  # else it may be a name on the Hub
+        with suppress(DareError), open_models([old]) as [model]:
+            return bool(find_homes(model.tensors))
     return False
 
 
 def convert_to_base(flags: Flags, merger_class: MergerClass) -> None:
-    """Write a model in the form of another: the merge of one model, of which nothing is dropped.
-    The other one need not be its base.
+    """Write a model in the form of another, which need not be its base: the merge of one model, of
+    which nothing is dropped.
     """
     wanted = {key: value for key, value in flags.items() if key not in ("old", "new")}
     wanted |= {"merge": [flags["old"]], "output": flags["new"], "drop_rate": 0.0, "any_base": True}
+    with open_models([Source.of(flags["base"])]) as [form]:
+        if form.components:
+            wanted["components"] = form.components
     run_merge(wanted, merger_class)
 
 
@@ -44,49 +42,29 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
     """Write a model of diffusers as one file. Gives how many tensors it has, and what has no place
     in it.
     """
-    if new.suffix != ".safetensors":
-        raise ConfigError(
-            f"{old.name!r} becomes one file, and {new.name!r} does not end in .safetensors",
-            "for a directory of diffusers, whose settings are not in a model's file, give one of "
-            "the same kind as --base MODEL",
-        )
     with open_models([old]) as [model]:
-        if all(home.kind == ORIGINAL for home in find_homes(model.tensors)):
+        tensors = name_originally(model.tensors)
+        if tensors.keys() <= model.tensors.keys():
             raise ConfigError(
                 f"{old.name!r} has the names of original files already",
-                "for a directory of diffusers, give one of the same kind as --base MODEL",
+                "a directory of diffusers has settings that no file of weights has: give one of "
+                "the same kind as --base MODEL, and the result is that with these weights",
+            )
+        if new.suffix != ".safetensors":
+            raise ConfigError(
+                f"{old.name!r} becomes one file, and {new.name!r} does not end in .safetensors",
+                f"give the name of a file, like {new.name}.safetensors",
             )
         if new.exists() and any(new.samefile(file.path) for file in model.files):
             raise ConfigError(f"{str(new)!r} is the input", "choose another name")
-        tensors = name_originally(model.tensors)
-        used = {id(part) for info in tensors.values() for part in list_sources(info)}
+        used = list_sources(tensors.values())
         left_out = tuple(name for name, info in model.tensors.items() if id(info) not in used)
         if lost := [name for name in left_out if name.startswith(MAIN)]:
             raise DareError(
                 f"{old.name!r} is of a family whose original names are not known: see {lost[0]!r}",
                 "SD 1 and 2, SDXL and Flux are known",
             )
-        size = sum(info.nbytes for info in tensors.values())
-        free = shutil.disk_usage(new.absolute().parent).free
-        if size > free:
-            raise DareError(
-                f"the output needs {human(size)} and there are {human(free)} free", "make room"
-            )
-        write_new_file(new, _encode(model, tensors))
+        write_new_file(new, encode_file(model, {name: (tensors[name], b"") for name in tensors}))
     if left_out:
         LOG.warning(f"left out what original files have no place for: {list_names(left_out)}")
     return len(tensors), left_out
-
-
-def _encode(model: Checkpoint, tensors: dict[str, TensorInfo]) -> Iterator[bytes | memoryview]:
-    """A safetensors file, tensor by tensor."""
-    infos: dict[str, TensorInfo] = {}
-    offset = 0
-    for name, info in tensors.items():
-        infos[name] = TensorInfo(info.dtype, info.shape, offset)
-        offset += info.nbytes
-    yield header_bytes(infos, {"format": "pt"})
-    for info in tensors.values():
-        made = np.empty(info.nbytes, np.uint8)
-        model.read(info, 0, info.count, made)
-        yield made.data

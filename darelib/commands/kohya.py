@@ -52,7 +52,7 @@ def convert_adapter(old: Source, new: Path, base: Source | None) -> int:
     with open_models([base, old]) as [model, adapter]:
         parts, config = _name_for_peft(adapter, model)
         text = json.dumps(config, indent=2).encode()
-        files = {ADAPTER_FILE: _encode(adapter, parts), ADAPTER_CONFIG: iter([text])}
+        files = {ADAPTER_FILE: encode_file(adapter, parts), ADAPTER_CONFIG: iter([text])}
         write_new_folder(new, files)
     return len(parts)
 
@@ -67,7 +67,7 @@ def _convert_to_kohya(old: Source, layout: Layout, new: Path) -> int:
         if new.exists() and new.samefile(adapter.files[0].path):
             raise ConfigError(f"{str(new)!r} is the input", "choose another name")
         parts = _name_for_kohya(adapter)
-        write_new_file(new, _encode(adapter, parts))
+        write_new_file(new, encode_file(adapter, parts))
     return len(parts)
 
 
@@ -145,7 +145,7 @@ def _find_alpha(scale: float, rank: int) -> float:
     return short if short / rank == scale else alpha
 
 
-def _encode(adapter: Checkpoint, parts: Parts) -> Iterator[bytes | memoryview]:
+def encode_file(model: Checkpoint, parts: Parts) -> Iterator[bytes | memoryview]:
     """A safetensors file, tensor by tensor."""
     infos: dict[str, TensorInfo] = {}
     offset = 0
@@ -156,5 +156,5 @@ def _encode(adapter: Checkpoint, parts: Parts) -> Iterator[bytes | memoryview]:
     for info, made in parts.values():
         raw = bytearray(made or info.nbytes)
         if not made:
-            adapter.read_bytes(memoryview(raw), info, 0)
+            model.read(info, 0, info.count, np.frombuffer(raw, np.uint8))
         yield memoryview(raw)

@@ -63,7 +63,7 @@ def use_names(model: Checkpoint, base: Checkpoint) -> None:
     found = {} if model.partial else match_names(model.tensors, base.tensors)
     if not found:
         return
-    used = {id(part) for info in found.values() for part in list_sources(info)}
+    used = list_sources(found.values())
     own = {name: info for name, info in model.tensors.items() if id(info) not in used}
     theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
     how = f"the names of {theirs}, and the base those of {mine}"

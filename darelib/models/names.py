@@ -6,16 +6,16 @@ the same name. A # stands for the number of a block. What is stacked in one tens
 file lists its parts: name, and from which to which share of the rows.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
-# A part of a stacked tensor: its name, and its first and last share of the rows there.
-Share: TypeAlias = tuple[str, int, int]
-Table: TypeAlias = Mapping[str, str | tuple[Share, ...]]
+# The parts of a stacked tensor: name, and the first and last share of the rows there.
+Table: TypeAlias = Mapping[str, str | tuple[tuple[str, int, int], ...]]
 
-TRANSPOSED: Final = ("text_projection",)  # tensors of original files
+TRANSPOSED: Final = ("text_projection", "text_projection.weight")  # of either against the other
 
 # --- tables --------------------------------------------------------------------------------------
 
@@ -123,14 +123,10 @@ VAE: Final[Table] = {
         for level in LEVELS
     },
 }
-# Convolutions of a single point in original files that are matrices in diffusers.
-POINTS: Final = {
-    f"{side}.mid.attn_1.{part}"
-    for side in ("encoder", "decoder")
-    for part in ("q", "k", "v", "proj_out")
-}
+# Convolutions of a single point in original files that are matrices in diffusers, by both names.
+POINTS: Final = {name for pair in VAE.items() if ".attn_1." in pair[0] for name in pair}
 # What diffusers called them first, which files still have.
-OLDER: Final = {
+OLD_VAE: Final = {
     f"{side}.mid_block.attentions.0.{old}": f"{side}.mid_block.attentions.0.{new}"
     for side in ("encoder", "decoder")
     for old, new in {
@@ -158,6 +154,11 @@ OPEN_CLIP: Final[Table] = {
         )
         for kind in ("weight", "bias")
     },
+}
+
+# What transformers saves since 5.0, as did some before there was a text_model.
+SHORT_CLIP: Final = {
+    name: f"text_model.{name}" for name in ("embeddings", "encoder.layers", "final_layer_norm")
 }
 
 DOUBLE: Final = "transformer_blocks.#."
@@ -206,25 +207,45 @@ FLUX: Final[Table] = {
 }
 
 
+class Share(NamedTuple):
+    """Rows that a tensor of one kind of names has in common with one of the other kind: which they
+    are in either, by shares, and how many shares those have.
+    """
+
+    name: str  # of the other
+    first: int
+    other_first: int
+    length: int
+    total: int
+    other_total: int
+
+
 @dataclass(frozen=True)
 class Map:
     """The two names of each tensor of a component."""
 
     component: str
-    # A tensor that every such component has: its name in original files, and in diffusers.
-    markers: tuple[str, str]
+    # A tensor that every such component has: its name in original files, and those in diffusers.
+    markers: tuple[str, ...]
     table: Table
+    # Other names that diffusers has for the same: the usual ones by them.
+    others: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def stacks(self) -> dict[str, tuple[Share, ...]]:
-        return {
-            old: ((new, 0, 1),) if isinstance(new, str) else new for old, new in self.table.items()
-        }
-
-    @cached_property
-    def back(self) -> dict[str, str]:
-        """The modules of original files, by what diffusers calls their parts."""
-        return {new: old for old, parts in self.stacks.items() for new, _, _ in parts}
+    def shares(self) -> tuple[dict[str, list[Share]], dict[str, list[Share]]]:
+        """By what original files, and by what diffusers calls modules: what they consist of."""
+        both = defaultdict[str, list[Share]](list), defaultdict[str, list[Share]](list)
+        for old, new in self.table.items():
+            parts = ((new, 0, 1),) if isinstance(new, str) else new
+            total = sum(last - first for _, first, last in parts)
+            place = 0
+            for name, first, last in parts:
+                length = last - first
+                whole = max(end for other, _, end in parts if other == name)
+                both[0][old].append(Share(name, place, first, length, total, whole))
+                both[1][name].append(Share(old, first, place, length, whole, total))
+                place += length
+        return both
 
 
 T5: Final = "encoder.block.0.layer.0.SelfAttention.q.weight"
@@ -245,15 +266,18 @@ MAPS: Final = (
         "vae",
         ("decoder.up.3.block.0.norm1.weight", "decoder.up_blocks.3.resnets.0.norm1.weight"),
         VAE,
+        OLD_VAE,
     ),
-    Map("text_encoder_2", ("text_projection", "text_projection.weight"), OPEN_CLIP),
+    Map("text_encoder_2", ("text_projection", "text_projection.weight"), OPEN_CLIP, SHORT_CLIP),
     Map(
         "text_encoder",
         (
             "transformer.resblocks.0.attn.in_proj_weight",
-            "text_model.encoder.layers.0.self_attn.q_proj.weight",
+            "text_model.embeddings.token_embedding.weight",
+            "embeddings.token_embedding.weight",
         ),
         OPEN_CLIP,
+        SHORT_CLIP,
     ),
     Map("text_encoder_2", (T5, T5), {}),
 )

@@ -2,20 +2,19 @@
 found by them, and put back to the names of a base.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from darelib.core.formats import FORMATS
 from darelib.core.text import DareError
 from darelib.models.names import (
     DEEP,
     DEEP_PLACE,
     DIFFUSERS,
     MAPS,
-    OLDER,
     ORIGINAL,
     POINTS,
     PREFIXES,
@@ -28,8 +27,6 @@ from darelib.models.names import (
 from darelib.models.pieces import (
     Piece,
     Transposed,
-    count_rows,
-    cut_rows,
     fill_gaps,
     fit_shape,
     join,
@@ -39,6 +36,7 @@ from darelib.models.pieces import (
 from darelib.models.tensors import TensorInfo
 
 Tensors: TypeAlias = Mapping[str, TensorInfo]
+Named: TypeAlias = dict[str, TensorInfo]
 
 NUMBER: Final = re.compile(r"\.\d+(?=\.)")
 
@@ -70,7 +68,8 @@ def find_homes(tensors: Tensors) -> list[Home]:
             for own in maps:
                 kinds = [k for k, name in enumerate(own.markers) if f"{prefix}{name}" in tensors]
                 if kinds:
-                    homes.setdefault(component, Home(prefix, own, kinds[0]))
+                    kind = min(kinds[0], DIFFUSERS)
+                    homes.setdefault(component, Home(prefix, own, kind))
         if homes:
             break
     return list(homes.values())
@@ -79,11 +78,11 @@ def find_homes(tensors: Tensors) -> list[Home]:
 def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
     """What tensors can be called, by the names of both kinds, each with what it is made of."""
     ways: dict[str, TensorInfo] = {}
-    new = {new: old for old, new in OLDER.items()}
     for home in find_homes(tensors):
         own, both = _translate(home, tensors)
-        older = {_rename(name, new): info for name, info in both[DIFFUSERS].items()}
-        for names in (older, *both, own):
+        others = {new: old for old, new in home.map.others.items()}
+        renamed = {_rename(name, others): info for name, info in both[DIFFUSERS].items()}
+        for names in (renamed, *both, own):
             ways |= {f"{home.map.component}/{name}": info for name, info in names.items()}
     return ways
 
@@ -101,116 +100,68 @@ def name_originally(tensors: Tensors) -> dict[str, TensorInfo]:
     return dict(sorted(named.items()))
 
 
-def _translate(
-    home: Home, tensors: Tensors
-) -> tuple[dict[str, TensorInfo], tuple[dict[str, TensorInfo], dict[str, TensorInfo]]]:
+def _translate(home: Home, tensors: Tensors) -> tuple[Named, tuple[Named, Named]]:
     """The tensors of a component, by its own names, and by those of either kind."""
-    own = {
-        name.removeprefix(home.prefix): info
-        for name, info in tensors.items()
-        if name.startswith(home.prefix)
-    }
+    own = {name[len(home.prefix) :]: tensors[name] for name, _ in home.list_names(tensors)}
     if home.kind == ORIGINAL:
-        return own, (own, dict(_split(own, home.map)))
-    named = {_rename(name, OLDER): info for name, info in own.items()}
-    return own, (dict(_stack(named, home.map)), named)
+        return own, (own, _turn(own, home.map.shares[ORIGINAL]))
+    named = {_rename(name, home.map.others): info for name, info in own.items()}
+    return own, (_turn(named, home.map.shares[DIFFUSERS]), named)
 
 
 def _rename(name: str, names: Mapping[str, str]) -> str:
-    start = _find_start(name, names)
-    return names[start] + name[len(start) :] if start else name
+    entry, rest, _ = _find_entry(name, names)
+    return names.get(entry, entry) + rest
 
 
-def _find_start(name: str, table: Iterable[str]) -> str:
-    """The longest beginning of a name, up to a dot, that a table has; "": it has none."""
-    end = len(name)
-    while end > 0 and name[:end] not in table:
-        end = name.rfind(".", 0, end)
-    return name[: max(end, 0)]
-
-
-def _find_entry(name: str, table: Iterable[str]) -> tuple[str, str, str]:
-    """What a table lists a name by, what comes after that, and the number of the block."""
+def _find_entry(name: str, table: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The longest start of a name, up to a dot, that a table has, what comes after that, and the
+    number of the block; of a name that it does not have, all of it.
+    """
     match = NUMBER.search(name)
-    hidden = NUMBER.sub(".#", name, count=1)
-    for form in (name, hidden):
-        if start := _find_start(form, table):
-            return start, form[len(start) :], match[0] if match else ""
-    return "", "", ""
+    for form in (name, NUMBER.sub(".#", name, count=1)):
+        end = len(form)
+        while end > 0:
+            if form[:end] in table:
+                return form[:end], form[end:], match[0] if match else ""
+            end = form.rfind(".", 0, end)
+    return name, "", ""
 
 
-def _split(tensors: Tensors, own: Map) -> Iterator[tuple[str, TensorInfo]]:
-    """Tensors of an original file by the names of diffusers."""
+def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
+    """The tensors of a component by the names of the other kind."""
+    found = defaultdict[str, list[tuple[Share, TensorInfo]]](list)
     for name, info in tensors.items():
-        entry, rest, number = _find_entry(name, own.stacks)
-        parts = own.stacks.get(entry, ((name, 0, 1),))
-        shares = [(part.replace(".#", number) + rest, low, high) for part, low, high in parts]
-        if len(shares) == 1:
-            yield shares[0][0], _reshape(entry, info)
-        else:
-            yield from _cut_shares(info, shares)
+        entry, rest, number = _find_entry(name, table)
+        sides = len(info.shape)
+        if entry in TRANSPOSED and sides == 2:
+            info = transpose(info)
+        elif entry in POINTS and sides in (2, 4):
+            info = fit_shape(info, info.shape[:2] if sides == 4 else (*info.shape, 1, 1))
+        for share in table.get(entry, [Share(name, 0, 0, 1, 1, 1)]):
+            found[share.name.replace(".#", number) + rest].append((share, info))
+    made = {name: _join_shares(parts) for name, parts in found.items()}
+    return {name: info for name, info in made.items() if info}
 
 
-def _stack(tensors: Tensors, own: Map) -> Iterator[tuple[str, TensorInfo]]:
-    """Tensors of diffusers by the names of original files."""
-    for name, info in tensors.items():
-        entry, rest, number = _find_entry(name, own.back)
-        old = own.back.get(entry, name)
-        parts = own.stacks.get(old, ())
-        shares = [(part.replace(".#", number) + rest, low, high) for part, low, high in parts]
-        stacked = _join_shares(tensors, shares) if shares and shares[0][0] == name else None
-        if len(shares) < 2:
-            yield old.replace(".#", number) + rest, _reshape(old, info)
-        elif stacked:  # by its first part
-            yield old.replace(".#", number) + rest, stacked
-
-
-def _reshape(old: str, info: TensorInfo) -> TensorInfo:
-    """A tensor of an original file as diffusers has it, or the other way round."""
-    sides = len(info.shape)
-    if old in TRANSPOSED and sides == 2:
-        return transpose(info)
-    if old in POINTS and sides in (2, 4):
-        return fit_shape(info, info.shape[:2] if sides == 4 else (*info.shape, 1, 1))
-    return info
-
-
-def _cut_shares(info: TensorInfo, shares: list[Share]) -> Iterator[tuple[str, TensorInfo]]:
-    """The parts of a stacked tensor; none: it does not consist of so many."""
-    total = sum(last - first for _, first, last in shares)
-    rows = count_rows(info)
-    if rows % total or not info.encoding.merges:
-        return
-    pieces = defaultdict[str, dict[int, Piece]](dict)
-    place = 0
-    for name, first, last in shares:
-        pieces[name][first] = cut_rows(info, place, (last - first) * rows // total)
-        place += (last - first) * rows // total
-    for name, found in pieces.items():
-        ordered = [found[first] for first in sorted(found)]
-        shared = sum(last - first for part, first, last in shares if part == name)
-        yield name, join(ordered, (shared * rows // total, *info.shape[1:]))
-
-
-def _join_shares(tensors: Tensors, shares: list[Share]) -> TensorInfo | None:
-    """A stacked tensor; None: not all of it is there, or it does not fit together."""
-    infos = [tensors[name] for name, _, _ in shares if name in tensors]
-    dtypes = {info.dtype for info in infos}
-    alike = len(dtypes) == 1 or dtypes <= FORMATS.keys()
-    fits = alike and len({info.shape[1:] for info in infos}) == 1
-    are_whole = all(info.shape and info.encoding.merges for info in infos)
-    if len(infos) < len(shares) or not fits or not are_whole:
+def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
+    """A tensor of rows of others; None: not all of it is there, or it does not fit together."""
+    parts.sort(key=lambda pair: pair[0].other_first)
+    share, first = parts[0]
+    if share.total == share.other_total == 1:
+        return first
+    is_whole = sum(share.length for share, _ in parts) == share.other_total
+    alike = len({(info.dtype, info.shape[1:], info.encoding.merges) for _, info in parts}) == 1
+    divides = all(info.shape and info.shape[0] % share.total == 0 for share, info in parts)
+    if not (is_whole and alike and divides and first.encoding.merges):
         return None
+    width = math.prod(first.shape[1:])
     pieces = []
-    rows = 0
-    for (name, first, last), info in zip(shares, infos, strict=True):
-        total = max(end for other, _, end in shares if other == name)
-        unit, rest = divmod(count_rows(info), total)
-        if rest:
-            return None
-        pieces.append(cut_rows(info, first * unit, (last - first) * unit))
-        rows += (last - first) * unit
-    return join(pieces, (rows, *infos[0].shape[1:]))
+    for share, info in parts:
+        unit = info.shape[0] // share.total * width
+        pieces.append(Piece(info, share.first * unit, share.length * unit))
+    rows = sum(share.length * info.shape[0] // share.total for share, info in parts)
+    return join(pieces, (rows, *first.shape[1:]))
 
 
 # --- back to the names of a base -----------------------------------------------------------------
@@ -235,8 +186,9 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
     made = {name: change for name, change in changes.items() if name in base}
     own = {id(info): name for name, info in base.items()}
     found = defaultdict[str, list[tuple[int, Piece]]](list)
-    for name in changes.keys() - made.keys():
-        change = changes[name]
+    for name, change in changes.items():
+        if name in base:
+            continue
         way = ways[name]
         if change.count != way.count:
             raise DareError(
@@ -245,7 +197,6 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
                 "give the model that it was trained on",
             )
         if isinstance(way.encoding, Transposed):
-            way = way.encoding.stored
             change = transpose(change)
         place = 0
         for piece in list_pieces(way):
@@ -259,17 +210,11 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
                 f"the adapter {adapter!r} changes {name!r} twice, by different names",
                 "save it by one kind of names",
             )
-        made[name] = _join_changes(name, base[name].shape, filled, adapter)
+        made[name] = join(filled, base[name].shape)
+        kinds = {(piece.info.dtype, piece.info.is_delta) for piece in filled if piece.info}
+        if len(kinds) > 1 or (len(filled) > len(pieces) and not made[name].is_delta):
+            raise DareError(
+                f"the adapter {adapter!r} replaces some of {name!r}, and not all of it",
+                "give a base that has the names that it was trained by",
+            )
     return made
-
-
-def _join_changes(
-    name: str, shape: tuple[int, ...], pieces: list[Piece], adapter: str
-) -> TensorInfo:
-    kinds = {piece.info is None or piece.info.is_delta for piece in pieces}
-    if len(kinds) > 1:
-        raise DareError(
-            f"the adapter {adapter!r} replaces some of {name!r}, and not all of it",
-            "give a base that has the names that it was trained by",
-        )
-    return join(pieces, shape)

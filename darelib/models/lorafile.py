@@ -363,7 +363,7 @@ def _index_names(names: Collection[str]) -> dict[tuple[str, str], list[tuple[str
             for prefix in prefixes:
                 if plain.startswith(prefix):
                     key = _make_key(component, plain[len(prefix) : -len(".weight")])
-                    found[key].append((name[: len(prefix)], name))
+                    found[key].append((name[: -len(f"{key[1]}.weight")], name))
     return found
 
 

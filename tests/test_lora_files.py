@@ -616,6 +616,9 @@ def test_what_contradicts_bake_is_an_error(tmp_path: Path, capsys: Capture, flag
     assert not (tmp_path / OUT).exists()
     same = {"--drop-rate=0.5": "--drop-rate=0", "--normalize": "--no-normalize"}
     run(*given, same.get(flag, "--lambda=1"), "--dry-run", "-q", "--engine=plain")
+    capsys.readouterr()
+    run(*given[:2], "-o", tmp_path / OUT, "--bake", status=2)
+    assert "weights" not in capsys.readouterr().err
 
 
 # --- the example of strengths by block ------------------------------------------------------------

@@ -117,7 +117,7 @@ def bake(dare: Mapping[str, Any], flags: Collection[str], count: int) -> dict[st
                 f"--bake and this {name_flag(name)} contradict each other",
                 "leave one out; --bake is --method linear --drop-rate 0 --no-normalize --lambda 1",
             )
-    return {**BAKED, "weights": dare.get("weights", [1.0] * count)}
+    return BAKED | ({} if "weights" in dare or not count else {"weights": [1.0] * count})
 
 
 def parse_axes(texts: Iterable[str]) -> dict[str, Any]:

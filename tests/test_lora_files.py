@@ -778,11 +778,30 @@ def write_lora(parts: dict[str, Any], style: str, path: Path) -> None:
     save_file(lora, path, metadata if style == "noted" else {"format": "pt"})
 
 
+def write_stacked(parts: dict[str, Any], path: Path) -> None:
+    """A LoRA of kohya's trainer for Flux, whose modules are those of the original file."""
+    wide = parts["transformer"].inner_dim
+    shapes = {"qkv": (3 * wide, wide), "proj": (wide, wide)}
+    lora: Tensors = {}
+    for side in ("img", "txt"):
+        for name, shape in shapes.items():
+            module = f"lora_unet_double_blocks_0_{side}_attn_{name}"
+            lora |= make_pair(module, shape) | {f"{module}.alpha": torch.tensor(1.0)}
+    save_file(lora, path)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow  # importing diffusers takes longer than most of the suite
 @pytest.mark.parametrize(
     ("kind", "style"),
-    [("sd", "plain"), ("sd", "noted"), ("sd", "kohya"), ("xl", "kohya"), ("flux", "plain")],
+    [
+        ("sd", "plain"),
+        ("sd", "noted"),
+        ("sd", "kohya"),
+        ("xl", "kohya"),
+        ("flux", "plain"),
+        ("flux", "stacked"),
+    ],
 )
 def test_diffusers_fuses_the_same_weights(tmp_path: Path, kind: str, style: str) -> None:
     diffusers = pytest.importorskip("diffusers")
@@ -791,7 +810,10 @@ def test_diffusers_fuses_the_same_weights(tmp_path: Path, kind: str, style: str)
     base = {f"{p}.{n}": t.clone() for p, m in parts.items() for n, t in m.state_dict().items()}
     [path] = save(tmp_path, base=base)
     lora = tmp_path / "lora.safetensors"
-    write_lora(parts, style, lora)
+    if style == "stacked":
+        write_stacked(parts, lora)
+    else:
+        write_lora(parts, style, lora)
     merged = bake(path, [lora])
     pipe.load_lora_weights(tmp_path, weight_name=lora.name)
     pipe.fuse_lora(components=list(parts))

@@ -584,7 +584,7 @@ def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capt
     keys = {names.get(key, key.replace("_", "-")) for key in (*CHECKS, *TABLES["models"], "rules")}
     own = (
         "help version config force resume verify dry-run per-tensor plot write-config json quiet"
-        " part runner ray-address no-normalize no-rescale lenient"
+        " part runner ray-address no-normalize no-rescale lenient bake"
     )
     assert printed - set(own.split()) == keys - set(own.split())
 

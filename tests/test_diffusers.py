@@ -406,7 +406,6 @@ LORA = {"unet.a.lora_A.weight": torch.ones(2, 3), "unet.a.lora_B.weight": torch.
             ["unet/diffusion_pytorch_model.safetensors", "optimizer.bin"],
             ["its folders 'unet' do", "name one of them", "model_index.json"],
         ),
-        (["pytorch_lora_weights.safetensors"], ["a LoRA adapter", "/pytorch_lora_weights.safet"]),
         (["my lora.safetensors", "notes.txt"], ["a LoRA adapter", "/my lora.safetensors"]),
         (
             ["latest", "zero_to_fp32.py", "global_step5/mp_rank_00.pt"],

@@ -283,7 +283,9 @@ DOWN, UP, ALPHA = (
 OTHERS = {
     "hada_w1_a": "LoHa",
     "lokr_w2": "LoKr",
-    "dora_scale": "DoRA",
+    "oft_blocks": "OFT",
+    "on_input": "(IA)^3",
+    "a1.weight": "GLoRA",
     "lora_mid.weight": "LoCon of three",
     "diff_b": "not a part of a plain LoRA",
 }
@@ -307,18 +309,7 @@ OTHERS = {
         ({ALPHA: torch.tensor(float("nan"))}, ["the alpha of", "not a finite number"]),
         ({ALPHA: torch.ones(2)}, ["the alpha of", "not a finite number"]),
         ({ALPHA: torch.ones(1, dtype=torch.uint8)}, [ALPHA, "is U8"]),
-        (
-            pair("lora_unet_down_blocks_0_attentions_0_proj_in", (4, 4))
-            | pair("lora_te3_x", (4, 4)),
-            [
-                "no tensors for 2 of 5 modules",
-                "'lora_unet_down_blocks_0_attentions_0_proj_in'",
-                "'lora_te3_x'",
-                "diffusers",
-                f"the base has '{UNET}",
-                "convert the adapter",
-            ],
-        ),
+        ({f"{module_of(LINEAR)}.dora_scale": torch.ones(3)}, ["DoRA", "magnitudes [3]"]),
     ],
 )
 def test_a_lora_file_that_does_not_fit_is_refused(
@@ -332,6 +323,16 @@ def test_a_lora_file_that_does_not_fit_is_refused(
     }
     save(tmp_path, lora=tensors)
     check_refused(base, lora, "lora.safetensors", *complaints, flags=("--engine=plain",))
+
+
+def test_a_lora_file_of_which_nothing_fits_is_refused(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    base, lora = make(tmp_path)
+    module = "lora_unet_down_blocks_0_attentions_0_proj_in"
+    save(tmp_path, lora=pair(module, (4, 4)) | pair("lora_te3_x", (4, 4)))
+    words = ["none of the modules", f"'{module}'", "'lora_te3_x'", f"the base has '{UNET}"]
+    check_refused(base, lora, *words, "convert the adapter")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`dare.py convert`: PyTorch pickles as safetensors files, without running what is in them.
 
-Adapters, which it converts between the formats of two programs, have a room of their own.
+Adapters and diffusion models, which it converts between the formats of two programs, have rooms of
+their own.
 """
 
 from __future__ import annotations
@@ -39,15 +40,19 @@ if TYPE_CHECKING:
 OPTIONS: Final[Options] = {
     "old": {
         "metavar": "OLD",
-        "help": "a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin; or a LoRA "
-        "adapter of PEFT's or kohya's",
+        "help": "a .bin, .pt, .pth or .ckpt file, or a directory with pytorch_model.bin; a LoRA "
+        "adapter of PEFT's or a LoRA file; or a diffusion model: one file, or of diffusers",
     },
     "new": {
         "metavar": "NEW",
         "nargs": "?",
-        "help": "the .safetensors file to write; of kohya's adapters, the directory",
+        "help": "the .safetensors file to write; of a LoRA file, the directory; with a base "
+        "for a diffusion model, either",
     },
-    "--base": {"metavar": "MODEL", "help": "whose names the modules of kohya's adapters have"},
+    "--base": {
+        "metavar": "MODEL",
+        "help": "that a LoRA file was trained on, or in whose form a diffusion model is written",
+    },
     "--force": {"action": "store_true", "help": "replace an existing file"},
 }
 # Where training scripts put the weights, beside optimizer states and counters.
@@ -75,7 +80,7 @@ class ConvertReport(Report):
     output: str
     tensors: int
     bytes_written: int
-    left_out: tuple[str, ...]  # entries that are no tensors
+    left_out: tuple[str, ...]  # entries that are no tensors, or have no place
     seconds: float
 
     def __str__(self) -> str:
@@ -83,24 +88,31 @@ class ConvertReport(Report):
         return f"wrote {printable(self.output)}: {written}, in {self.seconds:.2f} s"
 
 
-def run(flags: Flags, _: MergerClass) -> None:
+def run(flags: Flags, merger_class: MergerClass) -> None:
+    from darelib.commands.diffusion import convert_to_base, convert_to_original, is_diffusion
     from darelib.commands.kohya import convert_adapter, is_adapter
 
     old = Source.of(flags["old"])
     has_adapter = is_adapter(old)
-    if not has_adapter:
+    has_model = not has_adapter and is_diffusion(old)
+    if not has_adapter and not has_model:
         check_old(old.path)
     if "new" not in flags:
         raise ConfigError("the file to write, NEW, is missing", "like convert OLD NEW.safetensors")
     force = "force" in flags
-    if has_adapter:
+    if has_model and "base" in flags:
+        convert_to_base(flags, merger_class)
+        return
+    if has_adapter or has_model:
         started = time.perf_counter()
         new = check_new(flags["new"], force)
         base = Source.of(flags["base"]) if "base" in flags else None
-        tensors = convert_adapter(old, new, base)
+        tensors, left_out = (
+            (convert_adapter(old, new, base), ()) if has_adapter else convert_to_original(old, new)
+        )
         size = sum(path.stat().st_size for path in ([new] if new.is_file() else new.iterdir()))
         seconds = time.perf_counter() - started
-        report = ConvertReport(flags["new"], tensors, size, (), seconds)
+        report = ConvertReport(flags["new"], tensors, size, left_out, seconds)
     else:
         report = convert(flags["old"], flags["new"], force=force)
     show(report, flags, flags.get("verbose", True))

@@ -1,5 +1,5 @@
-"""`dare.py convert` of adapters: PEFT's to the names of kohya's trainer and back, value for
-value.
+"""`dare.py convert` of adapters: PEFT's to the names of kohya's trainer, and LoRA files to PEFT's,
+value for value.
 """
 
 import json
@@ -11,12 +11,12 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from darelib.core.text import ConfigError, DareError
+from darelib.core.text import ConfigError, DareError, list_names
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, Layout, part_name
 from darelib.models.inputs import open_models
-from darelib.models.kohya import ALPHA, DOWN, UP, find_kohya, name_module
 from darelib.models.lora import LowRankTensor
+from darelib.models.lorafile import ALPHA, DOWN, UP, find_lora_file, name_module
 from darelib.models.peft import describe_lora, find_adapter, read_settings, sort_keys
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo, header_bytes, read_json
@@ -31,7 +31,7 @@ PAIR: Final = ("lora_A", "lora_B")
 
 
 def is_adapter(old: Source) -> bool:
-    return find_adapter(old) is not None or find_kohya(old) is not None
+    return find_adapter(old) is not None or find_lora_file(old) is not None
 
 
 def convert_adapter(old: Source, new: Path, base: Source | None) -> int:
@@ -41,19 +41,18 @@ def convert_adapter(old: Source, new: Path, base: Source | None) -> int:
         return _convert_to_kohya(old, layout, new)
     if new.suffix == ".safetensors":
         raise ConfigError(
-            f"{old.name!r} is a LoRA file of kohya's, and becomes a directory of PEFT's",
+            f"{old.name!r} is a LoRA file, and becomes a directory of PEFT's",
             f"give the name of a directory, like {new.stem}",
         )
     if base is None:
         raise ConfigError(
-            f"the names in {old.name!r} have underscores for dots, so that only its base tells "
-            "what they mean",
+            f"only the base of {old.name!r} tells which tensors its names mean",
             "give --base MODEL",
         )
     with open_models([base, old]) as [model, adapter]:
         parts, config = _name_for_peft(adapter, model)
         text = json.dumps(config, indent=2).encode()
-        files = {ADAPTER_FILE: _encode(adapter, parts), ADAPTER_CONFIG: iter([text])}
+        files = {ADAPTER_FILE: encode_file(adapter, parts), ADAPTER_CONFIG: iter([text])}
         write_new_folder(new, files)
     return len(parts)
 
@@ -68,7 +67,7 @@ def _convert_to_kohya(old: Source, layout: Layout, new: Path) -> int:
         if new.exists() and new.samefile(adapter.files[0].path):
             raise ConfigError(f"{str(new)!r} is the input", "choose another name")
         parts = _name_for_kohya(adapter)
-        write_new_file(new, _encode(adapter, parts))
+        write_new_file(new, encode_file(adapter, parts))
     return len(parts)
 
 
@@ -109,9 +108,20 @@ def _name_for_peft(adapter: Checkpoint, base: Checkpoint) -> tuple[Parts, dict[s
     parts: Parts = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
+    if adapter.unused:
+        raise DareError(
+            f"{adapter.name!r} changes what {base.name!r} lacks: {list_names(adapter.unused)}",
+            "give the model that it was trained on",
+        )
     for name, info in adapter.tensors.items():
         shape = base.tensors[name].shape
-        if not isinstance(info, LowRankTensor) or info.shape != shape:
+        if not isinstance(info, LowRankTensor) or info.transposed or info.magnitudes:
+            raise DareError(
+                f"{name!r} of {adapter.name!r} is DoRA, of a layer of GPT-2, or has other names "
+                "in this base, for which there is no place in what it would become",
+                "merge it as it is",
+            )
+        if info.shape != shape:
             raise DareError(
                 f"{name!r} is {list(info.shape)} in {adapter.name!r} and {list(shape)} in "
                 f"{base.name!r}",
@@ -135,7 +145,7 @@ def _find_alpha(scale: float, rank: int) -> float:
     return short if short / rank == scale else alpha
 
 
-def _encode(adapter: Checkpoint, parts: Parts) -> Iterator[bytes | memoryview]:
+def encode_file(model: Checkpoint, parts: Parts) -> Iterator[bytes | memoryview]:
     """A safetensors file, tensor by tensor."""
     infos: dict[str, TensorInfo] = {}
     offset = 0
@@ -146,5 +156,5 @@ def _encode(adapter: Checkpoint, parts: Parts) -> Iterator[bytes | memoryview]:
     for info, made in parts.values():
         raw = bytearray(made or info.nbytes)
         if not made:
-            adapter.read_bytes(memoryview(raw), info, 0)
+            model.read(info, 0, info.count, np.frombuffer(raw, np.uint8))
         yield memoryview(raw)

@@ -29,6 +29,10 @@ def parse_part(text: str) -> tuple[int, ...] | str:
 
 OPTIONS: Final[Options] = {
     **SETTINGS,
+    "--bake": {
+        "action": "store_true",
+        "help": "add LoRA adapters to the base as they are: drop nothing, strength 1 or --weights",
+    },
     "--force": FORCE,
     "--resume": RESUME,
     "--part": {

@@ -76,7 +76,7 @@ class AdaptedModel(Checkpoint):
 
     def _adapt(self, name: str, change: TensorInfo) -> AdaptedTensor:
         stored = self._model.tensors[name]
-        is_product = isinstance(change, LowRankTensor)
+        is_product = change.is_delta or isinstance(change, LowRankTensor)
         if stored.encoding.kind or (is_product and stored.dtype not in FORMATS):
             raise DareError(
                 f"{name!r} of {self._model.name!r} is {stored.encoding.kind or stored.dtype}, on "
@@ -121,7 +121,7 @@ class AdaptedModel(Checkpoint):
         if not isinstance(info, AdaptedTensor):
             self._model.read_bytes(view, info, start)
         elif not info.change.is_delta and info.change.dtype == info.dtype:
-            self._adapter.read_bytes(view, info.change, start)
+            info.change.encoding.read_stored(self._adapter, info.change, start, view)
         else:
             item = FORMATS[info.dtype].itemsize
             where = start // item, len(view) // item

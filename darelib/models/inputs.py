@@ -1,25 +1,31 @@
 """How weights come in: finds out what kind of input each source is, and opens it."""
 
+import copy
 import errno
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from darelib.config import DareConfig
-from darelib.core.text import DareError, as_text
+from darelib.core.text import DareError, as_text, count_of
 from darelib.models.adapted import AdaptedModel, check_adapter
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import Layout, find_checkpoint
 from darelib.models.fp8 import read_unscaled, recognise_fp8
-from darelib.models.kohya import KohyaAdapter, find_kohya
+from darelib.models.lora import LoraAdapter
+from darelib.models.lorafile import LoraFile, find_lora_file
+from darelib.models.names import KINDS
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
+from darelib.models.pieces import list_sources
 from darelib.models.prefixes import fit_names
 from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.stack import Stack
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
+from darelib.models.translation import find_homes, list_ways, match_names, put_back
 from darelib.models.vocabulary import TOKENIZER_FILE
 
 # Gives tensors that are stored in an encoding of their own that encoding.
@@ -37,14 +43,47 @@ def open_checkpoint(source: Source, layout: Layout, _: Checkpoint | None) -> Che
     return model
 
 
+def open_adapter(
+    kind: type[LoraAdapter], source: Source, layout: Layout, base: Checkpoint | None
+) -> Checkpoint:
+    """An adapter, which may have any of the names by which a diffusion model is known."""
+    ways = list_ways(base.tensors) if base else {}
+    if not base or not ways:
+        return kind(source, layout, base)
+    view = copy.copy(base)
+    view.tensors = {**base.tensors, **ways}
+    adapter = kind(source, layout, view)
+    with ExitStack() as opened:
+        opened.callback(adapter.close)
+        adapter.tensors = put_back(adapter.tensors, base.tensors, ways, adapter.name)
+        opened.pop_all()
+    return adapter
+
+
+def use_names(model: Checkpoint, base: Checkpoint) -> None:
+    """Give what a diffusion model calls otherwise than the base does the base's names."""
+    found = {} if model.partial else match_names(model.tensors, base.tensors)
+    if not found:
+        return
+    used = list_sources(found.values())
+    own = {name: info for name, info in model.tensors.items() if id(info) not in used}
+    theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
+    how = f"the names of {theirs}, and the base those of {mine}"
+    model.warnings += (
+        f"{model.name} has {how if theirs != mine else 'other names than the base'}: {len(used):,} "
+        f"of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
+    )
+    model.tensors = {**own, **found}
+
+
 # The files of a source; None: it is of another kind.
 Finder: TypeAlias = Callable[[Source], Layout | None]
 # Without a base, it is to be the base.
 Opener: TypeAlias = Callable[[Source, Layout, Checkpoint | None], Checkpoint]
 # The kinds of input: the first one that finds files opens them.
 OPENERS: Final[tuple[tuple[Finder, Opener], ...]] = (
-    (find_adapter, PeftAdapter),
-    (find_kohya, KohyaAdapter),
+    (find_adapter, partial(open_adapter, PeftAdapter)),
+    (find_lora_file, partial(open_adapter, LoraFile)),
     (find_packed, PackedModel),
     (find_checkpoint, open_checkpoint),
 )
@@ -138,6 +177,7 @@ def open_models(
         for source in map(download, sources):
             model = open_source(source, inputs[0] if inputs else None)
             inputs.append(opened.enter_context(closing(model)))
+            use_names(model, inputs[0])
             if config:
                 fit_names(model, inputs[0], config)
                 read_unscaled(model, inputs[0], config)

@@ -41,7 +41,6 @@ from darelib.models.tensorfile import (
     CHANGED_HINT,
     TensorInfo,
     file_sha256,
-    peek_header,
     read_json,
 )
 
@@ -63,11 +62,6 @@ MERGED_BY_PEFT: Final = (
     "ADALORA", "BOFT", "BONE", "C3A", "FOURIERFT", "HRA", "IA3", "LOHA", "LOKR", "MISS", "OFT",
     "RANDLORA", "ROAD", "SHIRA", "VBLORA", "VERA",
 )  # fmt: skip
-# The names in a file that is nothing but an adapter, PEFT's or diffusers', but not kohya's.
-ADAPTER_NAME: Final = re.compile(
-    r"base_model\.model\..+|(?!lora_).+\.(lora_(embedding_)?(A|B|down|up)(\..+)?|alpha|dora_scale)",
-    re.DOTALL,
-)
 # Ways to start training that leave the base as it is. The others (PiSSA, OLoRA, LoftQ, ...) change
 # it, so that the adapter is not a change to the base that the user has.
 PLAIN_STARTS: Final = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -165,7 +159,6 @@ def find_adapter(source: Source) -> Layout | None:
     elif folder.name in (ADAPTER_FILE, ADAPTER_CONFIG):
         folder = folder.parent
     else:
-        check_not_adapter(source)
         return None
     for name in (ADAPTER_CONFIG, ADAPTER_FILE):
         if not (folder / name).exists():
@@ -175,17 +168,6 @@ def find_adapter(source: Source) -> Layout | None:
                 "load and save it with a current PEFT" if is_old else AGAIN_HINT,
             )
     return Layout((folder / ADAPTER_FILE,), folder)
-
-
-def check_not_adapter(source: Source) -> None:
-    """Refuse a file that is an adapter by another name: how it is scaled is not in it."""
-    names, _ = peek_header(source.path)
-    if any(".lora_" in name for name in names) and all(map(ADAPTER_NAME.fullmatch, names)):
-        raise DareError(
-            f"{source.name!r} is a LoRA adapter without its {ADAPTER_CONFIG}, "
-            "which says how it is scaled",
-            f"give a directory with both: {ADAPTER_FILE} and {ADAPTER_CONFIG}",
-        )
 
 
 def sort_keys(
@@ -292,7 +274,7 @@ class PeftAdapter(LoraAdapter):
             raise DareError(f"the adapter {self.name!r} is empty", AGAIN_HINT)
         self._settings = self._settings.match(list(pairs), self.name)
         targets = {f"{module}.weight": module for module in pairs}
-        to_base = _match_names(list(targets or whole), base.tensors)
+        to_base = match_names(list(targets or whole), base.tensors)
         changes = {to_base(name): info for name, info in whole.items()}
         for target, module in targets.items():
             name = to_base(target)
@@ -453,7 +435,7 @@ def make_patterns(values: Mapping[str, float]) -> dict[str, float]:
     return {module.replace(".", r"\."): values[module] for module in longest}
 
 
-def _match_names(targets: Sequence[str], base: Mapping[str, TensorInfo]) -> Callable[[str], str]:
+def match_names(targets: Sequence[str], base: Mapping[str, TensorInfo]) -> Callable[[str], str]:
     """How an adapter's names become the base's.
 
     Unchanged, without their first part, or with what the base has before them: checkpoints of a

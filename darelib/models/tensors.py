@@ -62,6 +62,10 @@ class Encoding:
     ) -> None:
         model.read_bytes(into.data, info, start * STORED_BITS[info.dtype] // 8)
 
+    def read_stored(self, model: Input, info: TensorInfo, start: int, view: memoryview) -> None:
+        """Read bytes as they are, from one of them on."""
+        model.read_bytes(view, info, start)
+
     def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
         """All that is written for a tensor, by name. info: of its merged values."""
         return {name: info}

@@ -277,6 +277,9 @@ def find_weak_adapters(config: DareConfig, models: Sequence[Described]) -> Itera
         weights = [1 if m.partial else w for m, w in zip(models, own.weights, strict=True)]
         effects.append(f"are weighted by {own.weights[0]:.3g}")
         flags.append(f"--weights {' '.join(f'{weight:.4g}' for weight in weights)}")
+    is_baked = config.method == LINEAR and len(adapters) == len(models)
+    if is_baked and config.drop_rate == DareConfig.drop_rate:
+        flags = ["--bake"]
     if adapters and effects:
         yield (
             f"LoRA adapters ({list_names(adapters)}) {' and '.join(effects)}; to bake them at "

@@ -36,6 +36,9 @@ FOREIGN_KEYS: Final = {
     "passthrough": 'method = "passthrough"',
 }
 
+# What --bake says: the base, and what each model changes times its weight.
+BAKED: Final = {"method": "linear", "drop_rate": 0.0, "normalize": False, "lambda_coeff": 1.0}
+
 
 @dataclass(frozen=True)
 class Request:
@@ -83,7 +86,7 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         # One number is for all models; these are a list even of one.
         if isinstance(value, list) and len(value) == 1 and name not in ("weights", "components"):
             [value] = value
-        check_setting(name, value, f"--{name.removesuffix('_coeff').replace('_', '-')}")
+        check_setting(name, value, name_flag(name))
         dare[name] = value
     names = ("tokenizer", "chat_template")
     changes: dict[str, Any] = {name: Source.of(flags[name]) for name in names if name in flags}
@@ -94,8 +97,27 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         changes["merge"] = tuple(map(Source.of_model, flags["merge"]))
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path
+    if "bake" in flags:
+        dare |= bake(dare, flags.keys(), len(changes.get("merge", request.merge)))
     rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
     return replace(request, dare=dare, rules=rules, **changes)
+
+
+def name_flag(setting: str) -> str:
+    return f"--{setting.removesuffix('_coeff').replace('_', '-')}"
+
+
+def bake(dare: Mapping[str, Any], flags: Collection[str], count: int) -> dict[str, Any]:
+    """The settings that add so many models to the base, each at full strength unless it has a
+    weight. dare: the settings with those given by flags.
+    """
+    for name, value in BAKED.items():
+        if name in flags and dare[name] != value:
+            raise ConfigError(
+                f"--bake and this {name_flag(name)} contradict each other",
+                "leave one out; --bake is --method linear --drop-rate 0 --no-normalize --lambda 1",
+            )
+    return BAKED | ({} if "weights" in dare or not count else {"weights": [1.0] * count})
 
 
 def parse_axes(texts: Iterable[str]) -> dict[str, Any]:

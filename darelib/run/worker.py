@@ -251,7 +251,7 @@ class Worker(JobWorker):
             for i, info in tensor.finetuned:
                 alike = (info.dtype, info.shape) == (tensor.base.dtype, tensor.base.shape)
                 if alike:
-                    self.models[i].read_bytes(theirs.data, info, start)
+                    info.encoding.read_stored(self.models[i], info, start, theirs.data)
                 if not alike or not np.array_equal(mine, theirs):
                     outcome.differing.add(i)
             write(tensor.output.file, mine.data, place + start)

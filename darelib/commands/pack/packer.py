@@ -222,7 +222,7 @@ class Packer(JobWorker):
         item = FORMATS[theirs.dtype].itemsize if tensor.merged else 1
         for start, width in self.chunks(job):
             row = buffers.finetuned[0, : width * item]
-            self._model.read_bytes(row.data, theirs, start * item)
+            theirs.encoding.read_stored(self._model, theirs, start * item, row.data)
             if tensor.merged:
                 self._check_finite(tensor, start, row.view(f"u{item}"))
                 kept = self._pick(tensor, start, width, buffers)

@@ -1,0 +1,70 @@
+"""`dare.py convert` of diffusion models: a directory of diffusers as one file with the names of
+original ones, value for value; and back, into the form of a directory that is given.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from darelib.commands.kohya import encode_file
+from darelib.commands.merge import run as run_merge
+from darelib.commands.options import Flags, MergerClass
+from darelib.core.text import LOG, ConfigError, DareError, list_names
+from darelib.models.inputs import open_models
+from darelib.models.pieces import list_sources
+from darelib.models.source import Source
+from darelib.models.translation import find_homes, name_originally
+from darelib.output.scratch import write_new_file
+
+MAIN: Final = ("unet/", "transformer/")  # without which a file is of no use
+
+
+def is_diffusion(old: Source) -> bool:
+    if old.path.exists():  # else it may be a name on the Hub
+        with suppress(DareError), open_models([old]) as [model]:
+            return bool(find_homes(model.tensors))
+    return False
+
+
+def convert_to_base(flags: Flags, merger_class: MergerClass) -> None:
+    """Write a model in the form of another, which need not be its base: the merge of one model, of
+    which nothing is dropped.
+    """
+    wanted = {key: value for key, value in flags.items() if key not in ("old", "new")}
+    wanted |= {"merge": [flags["old"]], "output": flags["new"], "drop_rate": 0.0, "any_base": True}
+    with open_models([Source.of(flags["base"])]) as [form]:
+        if form.components:
+            wanted["components"] = form.components
+    run_merge(wanted, merger_class)
+
+
+def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
+    """Write a model of diffusers as one file. Gives how many tensors it has, and what has no place
+    in it.
+    """
+    with open_models([old]) as [model]:
+        tensors = name_originally(model.tensors)
+        if tensors.keys() <= model.tensors.keys():
+            raise ConfigError(
+                f"{old.name!r} has the names of original files already",
+                "a directory of diffusers has settings that no file of weights has: give one of "
+                "the same kind as --base MODEL, and the result is that with these weights",
+            )
+        if new.suffix != ".safetensors":
+            raise ConfigError(
+                f"{old.name!r} becomes one file, and {new.name!r} does not end in .safetensors",
+                f"give the name of a file, like {new.name}.safetensors",
+            )
+        if new.exists() and any(new.samefile(file.path) for file in model.files):
+            raise ConfigError(f"{str(new)!r} is the input", "choose another name")
+        used = list_sources(tensors.values())
+        left_out = tuple(name for name, info in model.tensors.items() if id(info) not in used)
+        if lost := [name for name in left_out if name.startswith(MAIN)]:
+            raise DareError(
+                f"{old.name!r} is of a family whose original names are not known: see {lost[0]!r}",
+                "SD 1 and 2, SDXL and Flux are known",
+            )
+        write_new_file(new, encode_file(model, {name: (tensors[name], b"") for name in tensors}))
+    if left_out:
+        LOG.warning(f"left out what original files have no place for: {list_names(left_out)}")
+    return len(tensors), left_out

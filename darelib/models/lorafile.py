@@ -1,0 +1,391 @@
+"""LoRA files: pairs of matrices in one file, by the names of kohya's trainer, diffusers and others.
+
+A module's name says which part of a pipeline it is in, and what it is called there; kohya's files
+have underscores for its dots, so that only the base's names tell what is meant. A change is
+alpha / rank * (up @ down), where the rank is that of the matrices.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from darelib.core.formats import FORMATS, widen
+from darelib.core.text import DareError, list_names
+from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint
+from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, find_weights
+from darelib.models.layout import Ways, find_transposed, find_ways
+from darelib.models.lora import LoraAdapter, LowRankTensor
+from darelib.models.peft import MAGNITUDES, LoraConfig, match_names, read_settings
+from darelib.models.source import Source
+from darelib.models.tensorfile import AGAIN_HINT, TensorInfo, peek_header
+
+FOLDER_FILE: Final = "pytorch_lora_weights.safetensors"  # as diffusers saves it
+# What may stand before the names of each part of a pipeline, in models and in LoRA files; nothing,
+# where a model is that part alone. A folder's name ends with a dot here. "": it is not known which
+# part it is. T5 is the second text encoder of Flux, and the third of SD 3 and of kohya's files.
+COMPONENTS: Final = {
+    "": ("",),
+    "unet": ("model.diffusion_model.", "diffusion_model.", "unet.", "transformer.", ""),
+    "text_encoder": (
+        "cond_stage_model.transformer.",
+        "conditioner.embedders.0.transformer.",
+        "text_encoders.clip_l.transformer.",
+        "text_encoder.",
+        "",
+    ),
+    "text_encoder_2": (
+        "conditioner.embedders.1.transformer.",
+        "conditioner.embedders.1.model.",
+        "text_encoders.clip_g.transformer.",
+        "text_encoder_2.",
+        "text_encoders.t5xxl.transformer.",
+    ),
+    "text_encoder_3": ("text_encoders.t5xxl.transformer.", "text_encoder_3.", "text_encoder_2."),
+}
+# What kohya's trainer and its kin write instead, with underscores for all dots after it.
+KOHYA: Final = {
+    "lora_unet_": "unet",
+    "lora_transformer_": "unet",
+    "lora_te_": "text_encoder",
+    "lora_te1_": "text_encoder",
+    "lora_te2_": "text_encoder_2",
+    "lora_te3_": "text_encoder_3",
+}
+KOHYA_KEY: Final = re.compile(rf"(?:{'|'.join(KOHYA)})[^.]+\..", re.DOTALL)
+# By what stands before a module's name in a LoRA file: the part that it is in.
+STARTS: Final = KOHYA | {
+    prefix: component
+    for component in reversed(COMPONENTS)
+    for prefix in filter(None, COMPONENTS[component])
+}
+WRAPPERS: Final = re.compile(r"base_model\.model\.|lycoris_")  # of models, before all names
+TEXT_PARTS: Final = ("text_encoder", "text_encoder_2")
+TEXT_MODULES: Final = "text_model."  # how they begin in a text encoder by itself
+DOWN: Final = "lora_down.weight"
+UP: Final = "lora_up.weight"
+ALPHA: Final = "alpha"
+DORA_SCALE: Final = "dora_scale"  # magnitudes, in files of kohya's and LyCORIS
+# How the name of a tensor ends that is a part of a LoRA. Between a letter and "weight" may stand
+# what PEFT calls the adapter.
+PART: Final = re.compile(
+    r"(?:[._]lora[._](?:linear_layer\.)?(A|B|down|up|magnitude_vector)"
+    r"(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?|\.(alpha|dora_scale))$"
+)
+PARTS: Final = {
+    "A": DOWN,
+    "down": DOWN,
+    "B": UP,
+    "up": UP,
+    "magnitude_vector": MAGNITUDES,
+    "dora_scale": DORA_SCALE,
+    "alpha": ALPHA,
+}
+# What XLabs' trainer and old versions of diffusers called modules: by their processors.
+OLD_NAMES: Final = (
+    *(
+        (f"processor.{part}_lora{k}.", f"{side}_attn.{part}.lora_")
+        for part in ("qkv", "proj")
+        for k, side in ((1, "img"), (2, "txt"))
+    ),
+    ("processor.proj_lora.", "linear2.lora_"),
+    (".processor.", "."),
+    ("self_attn.to_out_lora", "self_attn.out_proj_lora"),
+    ("to_out_lora", "to_out.0_lora"),
+    *((f"self_attn.to_{x}_lora", f"self_attn.{x}_proj_lora") for x in "qkv"),
+)
+# What makes an adapter something else than a product of two matrices, and what people call it.
+OTHER_PARTS: Final = {
+    r"\.hada_": "LoHa",
+    r"\.lokr_": "LoKr",
+    r"\.lora_mid\.": "a LoCon of three matrices",
+    r"\.oft_": "OFT",
+    r"\.on_input$": "(IA)^3",
+    r"\.[ab][12]\.weight$": "GLoRA",
+}
+# All that the names of a LoRA file have in them, where they are not kohya's.
+ANY_PART: Final = re.compile(
+    "|".join((PART.pattern, r"\.lora_|_lora\d\.|\.diff(_b)?$", *OTHER_PARTS))
+)
+BAKE_HINT: Final = (
+    "merge it into its base with the program that made it, and use the result as a model"
+)
+# What torch.tensor makes of an alpha without a decimal point.
+INTEGER_ALPHAS: Final = {"I64": "<i8", "I32": "<i4"}
+NOTED_KEY: Final = "lora_adapter_metadata"  # where diffusers notes PEFT's configurations
+
+
+def find_lora_file(source: Source) -> Layout | None:
+    """The file of an adapter; None: the source is something else, or cannot be read."""
+    path = source.path
+    folder = path if path.is_dir() else None
+    if folder:
+        has_model = (folder / PIPELINE_FILE).exists() or find_weights(folder)
+        path = folder if has_model else folder / FOLDER_FILE
+    names, _ = peek_header(path)
+    is_lora = any(map(KOHYA_KEY.match, names)) or (
+        all(WRAPPERS.match(name) or ANY_PART.search(name) for name in names)
+        and any(map(ANY_PART.search, names))
+    )
+    return Layout((path,), folder) if is_lora else None
+
+
+class LoraFile(LoraAdapter):
+    """A LoRA file, open for reading."""
+
+    keeps_metadata = True
+
+    def _find_changes(self, base: Checkpoint) -> dict[str, TensorInfo]:
+        modules = defaultdict[str, dict[str, TensorInfo]](dict)
+        firsts: dict[str, str] = {}  # by module: what its first tensor is called
+        for name, info in self.tensors.items():
+            module, part = self._read_name(name, info)
+            if part in modules[module]:
+                raise DareError(
+                    f"{self.name!r} holds several adapters: see {name!r}", "save each by itself"
+                )
+            modules[module][part] = info
+            firsts.setdefault(module, name)
+        self._configs = self._read_configs(modules)
+        targets = self._find_targets(modules, base)
+        self.warnings += tuple(self._find_unscaled(modules))
+        changes: dict[str, TensorInfo] = {}
+        for module, parts in modules.items():
+            target = targets.get(module, firsts[module])
+            if target in changes:
+                raise DareError(
+                    f"the adapter {self.name!r} changes {target!r} twice: see {module!r}",
+                    BAKE_HINT,
+                )
+            changes[target] = next(iter(parts.values()))
+            if module in targets:
+                changes[target] = self._make_tensor(module, parts, target)
+        return changes
+
+    def _read_name(self, name: str, info: TensorInfo) -> tuple[str, str]:
+        """The module and the part that a tensor is; what is not of a plain LoRA is refused."""
+        plain = name
+        if "_lora" in name:
+            for old, new in OLD_NAMES:
+                plain = plain.replace(old, new)
+        found = PART.search(plain)
+        if not found:
+            kinds = (words for part, words in OTHER_PARTS.items() if re.search(part, name))
+            kind = next(kinds, "")
+            what = f"is {kind}, which is not a product of two matrices: see {name!r}"
+            odd = f"holds {name!r}, which is not a part of a plain LoRA"
+            raise DareError(f"the adapter {self.name!r} {what if kind else odd}", BAKE_HINT)
+        part = PARTS[found[1] or found[2]]
+        if info.dtype not in FORMATS and not (part == ALPHA and info.dtype in INTEGER_ALPHAS):
+            raise DareError(
+                f"tensor {name!r} of the adapter {self.name!r} is {info.dtype}", QUANTISE_HINT
+            )
+        return plain[: found.start()], part
+
+    def _read_configs(self, modules: Collection[str]) -> dict[str, LoraConfig]:
+        """By what modules begin with, the configurations that diffusers noted."""
+        tables = defaultdict[str, dict[str, Any]](lambda: {"peft_type": "LORA"})
+        try:
+            noted = json.loads(self.files[0].metadata.get(NOTED_KEY, "{}"))
+            for key, value in noted.items():
+                start, _, setting = key.partition(".")
+                tables[start][setting] = value
+        except (ValueError, RecursionError, AttributeError):
+            raise DareError(
+                f"the {NOTED_KEY} in the header of {self.name!r} is no table in JSON", AGAIN_HINT
+            ) from None
+        self.files[0].metadata.clear()
+        configs: dict[str, LoraConfig] = {}
+        for start, table in tables.items():
+            heads_and_names = (module.partition(".") for module in modules)
+            names = [name for head, _, name in heads_and_names if head == start]
+            configs[start] = read_settings(table, self.name).match(names, self.name)
+        return configs
+
+    def _find_unscaled(self, modules: Mapping[str, Mapping[str, TensorInfo]]) -> Iterator[str]:
+        """What to warn of where nothing says how an adapter of PEFT is scaled."""
+        for module, parts in modules.items():
+            is_pefts = WRAPPERS.match(module) or not _split_module(module)[0]
+            if is_pefts and ALPHA not in parts:
+                yield (
+                    f"{self.name} comes without an {ADAPTER_CONFIG}, which says how it is scaled: "
+                    "alpha = r is assumed"
+                )
+                return
+
+    def _find_targets(self, modules: Collection[str], base: Checkpoint) -> dict[str, str]:
+        """By module, of those that the base has: the tensor that it changes."""
+        known = _index_names(base.tensors)
+        targets: dict[str, str] = {}
+        others: dict[str, str] = {}  # by module: what a tensor of a language model may be called
+        for module in modules:
+            component, name = _split_module(module)
+            searched = [component] if component else COMPONENTS
+            keys = [_make_key(each, name) for each in searched]
+            found = next((known[key] for key in keys if key in known), [])
+            # A tensor may have several names, but what stands before them differs.
+            same = [target for prefix, target in found if prefix == found[0][0]]
+            if len(same) > 1:
+                raise DareError(
+                    f"{module!r} of the adapter {self.name!r} may mean several tensors: "
+                    f"{list_names(same)}",
+                    "give a base with one model of each kind",
+                )
+            if same:
+                targets[module] = same[0]
+            elif not component:
+                others[module] = f"{name}.weight"
+        to_base = match_names(list(others.values()), base.tensors) if others else str
+        renamed = {module: to_base(name) for module, name in others.items()}
+        targets |= {module: name for module, name in renamed.items() if name in base.tensors}
+        if not targets:
+            raise self._explain_none(list(modules), base)
+        return targets
+
+    def _explain_none(self, modules: Sequence[str], base: Checkpoint) -> DareError:
+        return DareError(
+            f"{base.name!r} has none of the modules that the adapter {self.name!r} changes: "
+            f"{list_names(modules)}",
+            f"the base has {list_names(_list_alike(modules[0], base))}; take the model that the "
+            "adapter was trained on, or convert the adapter to the names of this base",
+        )
+
+    def _make_tensor(
+        self, module: str, parts: Mapping[str, TensorInfo], name: str
+    ) -> LowRankTensor:
+        base = self._base.tensors[name]
+        if not {DOWN, UP} <= parts.keys():
+            raise DareError(
+                f"{self.name!r} has no pair of matrices up and down for {module!r}", AGAIN_HINT
+            )
+        down = parts[DOWN]
+        up = parts[UP]
+        rank = down.shape[0] if down.shape else 0
+        # A convolution's kernel is in the first matrix that it applies; the second one's is a
+        # single point.
+        is_pair = len(down.shape) > 1 and up.shape[1:2] == (rank,)
+        if not is_pair or down.count == 0 or up.count != up.shape[0] * rank:
+            raise DareError(
+                f"the matrices {list(down.shape)} and {list(up.shape)} of {module!r} in "
+                f"{self.name!r} are no pair",
+                AGAIN_HINT,
+            )
+        shape = (up.shape[0], *down.shape[1:])
+        # The layers of GPT-2 are stored as inputs x outputs.
+        transposed = len(shape) == 2 and base.shape == shape[::-1]
+        if transposed and shape == base.shape:
+            transposed = bool(find_transposed(name, self._ways))
+        shape = shape[::-1] if transposed else shape
+        # A convolution of a single point is a matrix, and may be stored as either.
+        fits = _strip_ones(shape) == _strip_ones(base.shape)
+        magnitudes = parts.get(MAGNITUDES) or parts.get(DORA_SCALE)
+        if magnitudes:
+            # LyCORIS also has those of inputs, as [1, inputs]; PEFT's of convolutions are
+            # [1, outputs, 1, 1].
+            is_of_rows = MAGNITUDES in parts or magnitudes.shape[:1] == up.shape[:1]
+            is_right = fits and is_of_rows and magnitudes.count == up.shape[0]
+            self._check_magnitudes(module, magnitudes, is_right)
+        return LowRankTensor(
+            dtype="F64" if base.dtype == "F64" else "F32",
+            shape=base.shape if fits else shape,
+            is_delta=magnitudes is None,
+            left=down if transposed else up,
+            right=up if transposed else down,
+            rank=rank,
+            columns=shape[1] if transposed else down.count // rank,
+            transposed=transposed,
+            scale=self._find_scale(module, parts.get(ALPHA), rank),
+            whole=base if magnitudes else None,
+            whole_is_base=magnitudes is not None,
+            magnitudes=magnitudes,
+        )
+
+    def _check_magnitudes(self, module: str, magnitudes: TensorInfo, is_right: bool) -> None:
+        if not is_right:
+            raise DareError(
+                f"the DoRA {self.name!r} has magnitudes {list(magnitudes.shape)} for {module!r}, "
+                "which are not one for each output of a tensor of the base",
+                BAKE_HINT,
+            )
+
+    def _find_scale(self, module: str, alpha: TensorInfo | None, rank: int) -> float:
+        if alpha:
+            return self._read_alpha(module, alpha) / rank
+        start, _, name = module.partition(".")
+        return self._configs[start].scale(name, rank) if start in self._configs else 1.0
+
+    def _read_alpha(self, module: str, info: TensorInfo) -> float:
+        raw = np.empty(info.nbytes if info.count == 1 else 0, np.uint8)
+        self.read_bytes(raw.data, info, 0)
+        integer = INTEGER_ALPHAS.get(info.dtype)
+        values = raw.view(integer) if integer else widen(raw, info.dtype)
+        if not values.size or not np.isfinite(values[0]):
+            raise DareError(
+                f"the alpha of {module!r} in {self.name!r} is not a finite number", AGAIN_HINT
+            )
+        return float(values[0])
+
+    @cached_property
+    def _ways(self) -> Ways:
+        return find_ways(self._base.tensors)
+
+
+def _split_module(module: str) -> tuple[str, str]:
+    """The part of a pipeline that a module of a LoRA file is in, and what it is called there."""
+    plain = WRAPPERS.sub("", module, count=1) if WRAPPERS.match(module) else module
+    for start, component in STARTS.items():
+        if plain.startswith(start):
+            return component, plain[len(start) :]
+    return "", plain
+
+
+def _make_key(component: str, module: str) -> tuple[str, str]:
+    """What names of one module have in common."""
+    plain = module.replace(".", "_")
+    # As text encoders are called within CLIP, and by new versions of transformers no longer.
+    return component, plain.removeprefix("text_model_") if component in TEXT_PARTS else plain
+
+
+def _index_names(names: Collection[str]) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """By part of a pipeline and module there: the tensors of the base that it may mean, each after
+    what stands before the module in its name.
+    """
+    found = defaultdict[tuple[str, str], list[tuple[str, str]]](list)
+    for name in names:
+        plain = name.replace("/", ".", 1)
+        if not plain.endswith(".weight"):
+            continue
+        for component, prefixes in COMPONENTS.items():
+            for prefix in prefixes:
+                if plain.startswith(prefix):
+                    key = _make_key(component, plain[len(prefix) : -len(".weight")])
+                    found[key].append((name[: -len(f"{key[1]}.weight")], name))
+    return found
+
+
+def name_module(module: str) -> str:
+    """What a file of kohya's calls a module. A text encoder by itself is the only one."""
+    component, name = _split_module(module)
+    kinds = {component: kind for kind, component in reversed(KOHYA.items())}
+    kind = kinds[component or "unet"]
+    if module.startswith(TEXT_MODULES):
+        kind = "lora_te_"
+    elif module.startswith("conditioner.embedders.0."):
+        kind = "lora_te1_"
+    return kind + name.replace(".", "_")
+
+
+def _strip_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the sides of a kernel that is a single point."""
+    return shape[:2] if set(shape[2:]) <= {1} else shape
+
+
+def _list_alike(module: str, base: Checkpoint) -> list[str]:
+    """The base's tensors in the part of the model that a module is of, if it is known; else all."""
+    starts = tuple(filter(None, COMPONENTS[_split_module(module)[0]]))
+    alike = [name for name in base.tensors if name.replace("/", ".", 1).startswith(starts)]
+    return alike or list(base.tensors)

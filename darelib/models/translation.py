@@ -1,0 +1,220 @@
+"""Tensors of diffusion models by all names that they have (see names): those of another model are
+found by them, and put back to the names of a base.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from darelib.core.text import DareError
+from darelib.models.names import (
+    DEEP,
+    DEEP_PLACE,
+    DIFFUSERS,
+    MAPS,
+    ORIGINAL,
+    POINTS,
+    PREFIXES,
+    SD,
+    SINGLE_FILES,
+    TRANSPOSED,
+    Map,
+    Share,
+)
+from darelib.models.pieces import (
+    Piece,
+    Transposed,
+    fill_gaps,
+    fit_shape,
+    join,
+    list_pieces,
+    transpose,
+)
+from darelib.models.tensors import TensorInfo
+
+Tensors: TypeAlias = Mapping[str, TensorInfo]
+Named: TypeAlias = dict[str, TensorInfo]
+
+NUMBER: Final = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Home:
+    """A component of a model: what its names begin with, and which they are."""
+
+    prefix: str
+    map: Map
+    kind: int
+
+    def list_names(self, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Its tensors: what the model calls them, and their names here."""
+        for name in tensors:
+            if name.startswith(self.prefix):
+                yield name, f"{self.map.component}/{name[len(self.prefix) :]}"
+
+
+def find_homes(tensors: Tensors) -> list[Home]:
+    """The components that a model has; none: it is no diffusion model that is known."""
+    homes: dict[str, Home] = {}
+    known = [(prefix, own) for own, prefixes in PREFIXES for prefix in prefixes]
+    bare = [("", component) for component, _ in PREFIXES]
+    for pairs in (known, bare):
+        for prefix, component in pairs:
+            # What has but one kind of names is only known among others.
+            maps = [own for own in MAPS if own.component == component and (prefix or own.table)]
+            for own in maps:
+                kinds = [k for k, name in enumerate(own.markers) if f"{prefix}{name}" in tensors]
+                if kinds:
+                    kind = min(kinds[0], DIFFUSERS)
+                    homes.setdefault(component, Home(prefix, own, kind))
+        if homes:
+            break
+    return list(homes.values())
+
+
+def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
+    """What tensors can be called, by the names of both kinds, each with what it is made of."""
+    ways: dict[str, TensorInfo] = {}
+    for home in find_homes(tensors):
+        own, both = _translate(home, tensors)
+        others = {new: old for old, new in home.map.others.items()}
+        renamed = {_rename(name, others): info for name, info in both[DIFFUSERS].items()}
+        for names in (renamed, *both, own):
+            ways |= {f"{home.map.component}/{name}": info for name, info in names.items()}
+    return ways
+
+
+def name_originally(tensors: Tensors) -> dict[str, TensorInfo]:
+    """The components of a model by the names that they have in a single file."""
+    homes = {home.map.component: home for home in find_homes(tensors)}
+    places = next((p for p in SINGLE_FILES if homes.keys() <= p.keys()), SINGLE_FILES[-1])
+    named: dict[str, TensorInfo] = {}
+    for component in homes.keys() & places.keys():
+        _, both = _translate(homes[component], tensors)
+        is_deep = places is SD and component == "text_encoder" and DEEP in both[DIFFUSERS]
+        prefix, kind = DEEP_PLACE if is_deep else places[component]
+        named |= {prefix + name: info for name, info in both[kind].items()}
+    return dict(sorted(named.items()))
+
+
+def _translate(home: Home, tensors: Tensors) -> tuple[Named, tuple[Named, Named]]:
+    """The tensors of a component, by its own names, and by those of either kind."""
+    own = {name[len(home.prefix) :]: tensors[name] for name, _ in home.list_names(tensors)}
+    if home.kind == ORIGINAL:
+        return own, (own, _turn(own, home.map.shares[ORIGINAL]))
+    named = {_rename(name, home.map.others): info for name, info in own.items()}
+    return own, (_turn(named, home.map.shares[DIFFUSERS]), named)
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    entry, rest, _ = _find_entry(name, names)
+    return names.get(entry, entry) + rest
+
+
+def _find_entry(name: str, table: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The longest start of a name, up to a dot, that a table has, what comes after that, and the
+    number of the block; of a name that it does not have, all of it.
+    """
+    match = NUMBER.search(name)
+    for form in (name, NUMBER.sub(".#", name, count=1)):
+        end = len(form)
+        while end > 0:
+            if form[:end] in table:
+                return form[:end], form[end:], match[0] if match else ""
+            end = form.rfind(".", 0, end)
+    return name, "", ""
+
+
+def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
+    """The tensors of a component by the names of the other kind."""
+    found = defaultdict[str, list[tuple[Share, TensorInfo]]](list)
+    for name, info in tensors.items():
+        entry, rest, number = _find_entry(name, table)
+        sides = len(info.shape)
+        if entry in TRANSPOSED and sides == 2:
+            info = transpose(info)
+        elif entry in POINTS and sides in (2, 4):
+            info = fit_shape(info, info.shape[:2] if sides == 4 else (*info.shape, 1, 1))
+        for share in table.get(entry, [Share(name, 0, 0, 1, 1, 1)]):
+            found[share.name.replace(".#", number) + rest].append((share, info))
+    made = {name: _join_shares(parts) for name, parts in found.items()}
+    return {name: info for name, info in made.items() if info}
+
+
+def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
+    """A tensor of rows of others; None: not all of it is there, or it does not fit together."""
+    parts.sort(key=lambda pair: pair[0].other_first)
+    share, first = parts[0]
+    if share.total == share.other_total == 1:
+        return first
+    is_whole = sum(share.length for share, _ in parts) == share.other_total
+    alike = len({(info.dtype, info.shape[1:], info.encoding.merges) for _, info in parts}) == 1
+    divides = all(info.shape and info.shape[0] % share.total == 0 for share, info in parts)
+    if not (is_whole and alike and divides and first.encoding.merges):
+        return None
+    width = math.prod(first.shape[1:])
+    pieces = []
+    for share, info in parts:
+        unit = info.shape[0] // share.total * width
+        pieces.append(Piece(info, share.first * unit, share.length * unit))
+    rows = sum(share.length * info.shape[0] // share.total for share, info in parts)
+    return join(pieces, (rows, *first.shape[1:]))
+
+
+# --- back to the names of a base -----------------------------------------------------------------
+
+
+def match_names(tensors: Tensors, base: Tensors) -> dict[str, TensorInfo]:
+    """Tensors that a model has by other names than the base, by those of the base."""
+    ways = list_ways(tensors)
+    homes = find_homes(base) if ways else []
+    pairs = (pair for home in homes for pair in home.list_names(base))
+    return {
+        name: fit_shape(ways[way], base[name].shape)
+        for name, way in pairs
+        if way in ways and name not in tensors
+    }
+
+
+def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> dict[str, TensorInfo]:
+    """Changes of an adapter, by the names of the base. ways: other names, of what is made of the
+    base's.
+    """
+    made = {name: change for name, change in changes.items() if name in base}
+    own = {id(info): name for name, info in base.items()}
+    found = defaultdict[str, list[tuple[int, Piece]]](list)
+    for name, change in changes.items():
+        if name in base:
+            continue
+        way = ways[name]
+        if change.count != way.count:
+            raise DareError(
+                f"{name!r} is {list(way.shape)} in the base, and {list(change.shape)} in the "
+                f"adapter {adapter!r}",
+                "give the model that it was trained on",
+            )
+        if isinstance(way.encoding, Transposed):
+            change = transpose(change)
+        place = 0
+        for piece in list_pieces(way):
+            target = own[id(piece.info)]
+            found[target].append((piece.start, Piece(change, place, piece.count)))
+            place += piece.count
+    for name, pieces in found.items():
+        filled = fill_gaps(pieces, base[name].count)
+        if filled is None or name in made:
+            raise DareError(
+                f"the adapter {adapter!r} changes {name!r} twice, by different names",
+                "save it by one kind of names",
+            )
+        made[name] = join(filled, base[name].shape)
+        kinds = {(piece.info.dtype, piece.info.is_delta) for piece in filled if piece.info}
+        if len(kinds) > 1 or (len(filled) > len(pieces) and not made[name].is_delta):
+            raise DareError(
+                f"the adapter {adapter!r} replaces some of {name!r}, and not all of it",
+                "give a base that has the names that it was trained by",
+            )
+    return made

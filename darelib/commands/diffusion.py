@@ -62,7 +62,7 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
         if lost := [name for name in left_out if name.startswith(MAIN)]:
             raise DareError(
                 f"{old.name!r} is of a family whose original names are not known: see {lost[0]!r}",
-                "SD 1 and 2, SDXL and Flux are known",
+                "SD 1 to 3, SDXL and Flux are known",
             )
         write_new_file(new, encode_file(model, {name: (tensors[name], b"") for name in tensors}))
     if left_out:

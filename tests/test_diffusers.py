@@ -219,6 +219,8 @@ def test_every_command_takes_pipelines(
     capsys.readouterr()
     run("analyze", *common, "--json")
     assert json.loads(capsys.readouterr().out)["models"][0]["total"]["tensors"] == 6
+    run("analyze", *common, "--components", "vae", "--write-config", "-")
+    assert 'components = ["vae"]' in capsys.readouterr().out
     weights = out / "vae" / f"{STEM}.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x55")
     run("verify", *QUICK, out, status=1)
@@ -346,6 +348,15 @@ def test_weights_that_are_no_safetensors_are_copied_or_refused(
     check_refused(base, tuned, "m1/unet", "pickles", f"dare.py convert {tuned}/unet/{STEM}.bin")
 
 
+def test_a_component_that_is_stored_twice_is_a_warning(
+    pipelines: list[Path], tmp_path: Path, capsys: Capture
+) -> None:
+    base, tuned, _ = pipelines
+    save_file(make_parts()["unet"], base / "unet" / f"{STEM}.safetensors")
+    run(*QUICK, *models([base, tuned]), "-o", tmp_path / "out")
+    assert f"base has {STEM}.safetensors, which is read, and {INDEX}" in capsys.readouterr().err
+
+
 @POSIX
 def test_a_pipeline_may_lie_in_a_cache_of_the_hub(pipelines: list[Path], tmp_path: Path) -> None:
     """Where files are links to blobs."""
@@ -372,7 +383,12 @@ def test_what_names_of_folders_lead_to_is_not_read(
     (tuned / "unet").symlink_to(tmp_path / "elsewhere")
     words = [str(tuned / "unet"), "model_index.json", "is a link"]
     refused(1, words, *models([base, tuned]), "-o", tmp_path / "new")
-    (tuned / "model_index.json").write_text("[")
+    index = tuned / "model_index.json"
+    index.rename(tmp_path / "index.json")
+    index.symlink_to(tmp_path / "index.json")
+    refused(1, ["leads out of its model"], *models([base, tuned]), "-o", tmp_path / "new")
+    index.unlink()
+    index.write_text("[")
     words = ["model_index.json", "not valid"]
     refused(1, words, *models([base, tuned]), "-o", tmp_path / "new")
 

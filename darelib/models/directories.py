@@ -40,17 +40,16 @@ OWN_STEM: Final = "model"
 DIFFUSERS_STEM: Final = "diffusion_pytorch_model"
 # The components of a pipeline that are merged unless others are asked for: how their names begin.
 MERGED_COMPONENTS: Final = ("transformer", "unet", "text_encoder", "prior")
-# By their stems: the files in which weights are looked for, the first one first.
-KNOWN_FILES: Final = {
-    f"{stem}{end}": stem
+# The files in which weights are looked for, the first one first.
+KNOWN_FILES: Final = tuple(
+    f"{stem}{end}"
     for stem in (OWN_STEM, DIFFUSERS_STEM)
     for end in (".safetensors", ".safetensors.index.json")
-}
+)
 # The same of another precision, say fp16, or an index of such.
 VARIANT: Final = re.compile(
     rf"({OWN_STEM}|{DIFFUSERS_STEM})\.(\w+\.safetensors|safetensors\.index\.\w+\.json)"
 )
-
 # What a directory may hold that is no model yet: the names of its files, what it is, what to do.
 OTHER_KINDS: Final = (
     (
@@ -110,6 +109,7 @@ def find_modules(folder: Path) -> list[str]:
 def find_components(folder: Path) -> list[str]:
     """The folders of a pipeline; none of any other model."""
     path = folder / PIPELINE_FILE
+    check_links(folder, [path])
     table = read_json(path, str(path)) if path.is_file() else {}
     listed = [name for name, value in table.items() if isinstance(value, list)]
     return _find_folders(folder, listed, PIPELINE_FILE)
@@ -293,7 +293,7 @@ def _explain_no_weights(source: Source) -> DareError:
 def _is_lora(path: Path) -> bool:
     """Whether the names of a file's tensors are those of a LoRA, whoever wrote it."""
     names, _ = peek_header(path)
-    return any("lora" in name.lower() for name in names)
+    return any(re.search("lora[._]", name) for name in names)
 
 
 def _find_by_index(source: Source, path: Path) -> Layout:

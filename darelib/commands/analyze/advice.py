@@ -82,6 +82,7 @@ KEPT_SETTINGS: Final = (
     "seed",
     "lambda_coeff",
     "dtype",
+    "components",
     "mismatch",
     "any_base",
     "max_shard_size",

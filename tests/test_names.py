@@ -739,7 +739,7 @@ def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) 
         ("one.safetensors", "new", "--base MODEL"),
         ("one.safetensors", "new.safetensors", "has the names of original files already"),
         ("old", "new", "like new.safetensors"),
-        ("other", "new.safetensors", "is of a family whose original names are not known"),
+        ("other", "new.safetensors", "no original name is known for 'transformer/new.weight'"),
         ("old", "one.safetensors", "exists already"),
     ],
 )

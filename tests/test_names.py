@@ -173,6 +173,28 @@ def flux(double: int, single: int, wide: int = WIDE) -> Shapes:
     return shapes | linear("final_layer.linear", 4)
 
 
+def sd3(depth: int, dual: int, has_norms: bool) -> Shapes:
+    """dual: how many blocks have two attentions."""
+    shapes: Shapes = {"pos_embed": (1, 9, WIDE)} | layer("x_embedder.proj", WIDE, 4, 2, 2)
+    for name in ("t_embedder.mlp.0", "t_embedder.mlp.2", "y_embedder.mlp.0", "y_embedder.mlp.2"):
+        shapes |= linear(name)
+    for k in range(depth):
+        for side in ("x_block", "context_block"):
+            own = f"joint_blocks.{k}.{side}"
+            is_end = k == depth - 1 and side == "context_block"
+            names = ["attn", "attn2"] if k < dual and side == "x_block" else ["attn"]
+            for name in names:
+                shapes |= linear(f"{own}.{name}.qkv", 3 * WIDE)
+                shapes |= {f"{own}.{name}.ln_{p}.weight": (WIDE,) for p in "qk" if has_norms}
+                shapes |= {} if is_end else linear(f"{own}.{name}.proj")
+            parts = 2 if is_end else 3 * (len(names) + 1)
+            shapes |= linear(f"{own}.adaLN_modulation.1", parts * WIDE)
+            if not is_end:
+                shapes |= linear(f"{own}.mlp.fc1", 4 * WIDE) | linear(f"{own}.mlp.fc2")
+    shapes |= linear("context_embedder") | linear("final_layer.linear", 4)
+    return shapes | linear("final_layer.adaLN_modulation.1", 2 * WIDE)
+
+
 def put(prefix: str, shapes: Shapes) -> Shapes:
     return {prefix + name: shape for name, shape in shapes.items()}
 
@@ -469,6 +491,31 @@ def test_these_names_are_those_of_diffusers(family: str) -> None:
     assert_same(mine, theirs)
 
 
+def test_the_last_block_of_sd3_has_shift_and_scale_swapped(tmp_path: Path) -> None:
+    original = number(sd3(24, 13, True))
+    ways = read_ways(save(tmp_path, original=original)[0])
+    block = "joint_blocks.{}.context_block.adaLN_modulation.1.bias"
+    place = "transformer/transformer_blocks.{}.norm1_context.linear.bias"
+    assert_same({"": ways[place.format(22)]}, {"": original[block.format(22)]})
+    shift, scale = original[block.format(23)].chunk(2)
+    assert_same({"": ways[place.format(23)]}, {"": torch.cat([scale, shift])})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(24, 0, False), (38, 0, True), (24, 13, True)], ids=str)
+def test_the_names_of_sd3_are_those_of_diffusers(
+    tmp_path: Path, shape: tuple[int, int, bool]
+) -> None:
+    own = pytest.importorskip("diffusers.loaders.single_file_utils")
+    original = number(sd3(*shape))
+    made = own.convert_sd3_transformer_checkpoint_to_diffusers(dict(original))
+    named = {name: tensor.clone() for name, tensor in made.items()}
+    for path in save(tmp_path, original=original, named=named):
+        ways = read_ways(path)
+        for wanted in (original, named):
+            assert_same({name: ways[f"transformer/{name}"] for name in wanted}, wanted)
+
+
 # By these a component is recognised, or they are not simply called otherwise.
 NEEDED = re.compile(
     r"\.1\.0\.in_layers\.0\.w|blocks\.0\.1\.norm\.w|up\.[03]\.block\.0\.norm1\.w|attn_1|q_proj|in_proj"
@@ -692,7 +739,7 @@ def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) 
         ("one.safetensors", "new", "--base MODEL"),
         ("one.safetensors", "new.safetensors", "has the names of original files already"),
         ("old", "new", "like new.safetensors"),
-        ("other", "new.safetensors", "is of a family whose original names are not known"),
+        ("other", "new.safetensors", "no original name is known for 'transformer/new.weight'"),
         ("old", "one.safetensors", "exists already"),
     ],
 )

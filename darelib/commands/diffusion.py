@@ -61,8 +61,8 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
         left_out = tuple(name for name, info in model.tensors.items() if id(info) not in used)
         if lost := [name for name in left_out if name.startswith(MAIN)]:
             raise DareError(
-                f"{old.name!r} is of a family whose original names are not known: see {lost[0]!r}",
-                "SD 1 and 2, SDXL and Flux are known",
+                f"no original name is known for {lost[0]!r} of {old.name!r}",
+                "SD 1 to 3.5, SDXL and Flux are known, where their tensors are whole",
             )
         write_new_file(new, encode_file(model, {name: (tensors[name], b"") for name in tensors}))
     if left_out:

@@ -207,6 +207,38 @@ FLUX: Final[Table] = {
 }
 
 
+SD3: Final[Table] = {
+    "x_embedder.proj": "pos_embed.proj",
+    "pos_embed": "pos_embed.pos_embed",
+    **{
+        f"{old}.mlp.{2 * k - 2}": f"time_text_embed.{new}.linear_{k}"
+        for old, new in {"t_embedder": "timestep_embedder", "y_embedder": "text_embedder"}.items()
+        for k in (1, 2)
+    },
+    **{
+        f"joint_blocks.#.x_block.{own}.qkv": tuple((f"{DOUBLE}{own}.to_{k}", 0, 1) for k in "qkv")
+        for own in ("attn", "attn2")
+    },
+    **{
+        f"joint_blocks.#.x_block.{own}.{old}": f"{DOUBLE}{own}.{new}"
+        for own in ("attn", "attn2")
+        for old, new in {"ln_q": "norm_q", "ln_k": "norm_k", "proj": "to_out.0"}.items()
+    },
+    "joint_blocks.#.context_block.attn.qkv": FLUX["double_blocks.#.txt_attn.qkv"],
+    "joint_blocks.#.context_block.attn.ln_q": f"{DOUBLE}attn.norm_added_q",
+    "joint_blocks.#.context_block.attn.ln_k": f"{DOUBLE}attn.norm_added_k",
+    "joint_blocks.#.context_block.attn.proj": f"{DOUBLE}attn.to_add_out",
+    "joint_blocks.#.x_block.adaLN_modulation.1": f"{DOUBLE}norm1.linear",
+    "joint_blocks.#.context_block.adaLN_modulation.1": f"{DOUBLE}norm1_context.linear",
+    "joint_blocks.#.x_block.mlp.fc1": f"{DOUBLE}ff.net.0.proj",
+    "joint_blocks.#.x_block.mlp.fc2": f"{DOUBLE}ff.net.2",
+    "joint_blocks.#.context_block.mlp.fc1": f"{DOUBLE}ff_context.net.0.proj",
+    "joint_blocks.#.context_block.mlp.fc2": f"{DOUBLE}ff_context.net.2",
+    "final_layer.linear": "proj_out",
+    "final_layer.adaLN_modulation.1": FLUX["final_layer.adaLN_modulation.1"],
+}
+
+
 class Share(NamedTuple):
     """Rows that a tensor of one kind of names has in common with one of the other kind: which they
     are in either, by shares, and how many shares those have.
@@ -262,6 +294,24 @@ MAPS: Final = (
         ("double_blocks.0.img_attn.qkv.weight", "single_transformer_blocks.0.proj_mlp.weight"),
         FLUX,
     ),
+    # Of SD 3 and 3.5, by the number of the last block: there, shift and scale are swapped, too.
+    *(
+        Map(
+            "transformer",
+            (
+                f"joint_blocks.{last}.x_block.attn.qkv.weight",
+                f"transformer_blocks.{last}.norm1_context.linear.weight",
+            ),
+            {
+                **SD3,
+                f"joint_blocks.{last}.context_block.adaLN_modulation.1": (
+                    (f"transformer_blocks.{last}.norm1_context.linear", 1, 2),
+                    (f"transformer_blocks.{last}.norm1_context.linear", 0, 1),
+                ),
+            },
+        )
+        for last in (37, 23)
+    ),
     Map(
         "vae",
         ("decoder.up.3.block.0.norm1.weight", "decoder.up_blocks.3.resnets.0.norm1.weight"),
@@ -280,6 +330,7 @@ MAPS: Final = (
         SHORT_CLIP,
     ),
     Map("text_encoder_2", (T5, T5), {}),
+    Map("text_encoder_3", (T5, T5), {}),
 )
 # What stands before the names of a component, in files of all kinds.
 PREFIXES: Final = (
@@ -302,9 +353,14 @@ PREFIXES: Final = (
         (
             "text_encoder_2/",
             "conditioner.embedders.1.model.",
+            "text_encoders.clip_g.transformer.",
             "text_encoders.t5xxl.transformer.",
             "text_encoder_2.",
         ),
+    ),
+    (
+        "text_encoder_3",
+        ("text_encoder_3/", "text_encoders.t5xxl.transformer.", "text_encoder_3."),
     ),
 )
 ORIGINAL, DIFFUSERS = 0, 1  # which of the two names
@@ -332,6 +388,13 @@ SINGLE_FILES: Final = (
         "vae": ("vae.", ORIGINAL),
         "text_encoder": ("text_encoders.clip_l.transformer.", DIFFUSERS),
         "text_encoder_2": ("text_encoders.t5xxl.transformer.", DIFFUSERS),
+    },
+    {
+        "transformer": ("model.diffusion_model.", ORIGINAL),
+        "vae": ("first_stage_model.", ORIGINAL),
+        "text_encoder": ("text_encoders.clip_l.transformer.", DIFFUSERS),
+        "text_encoder_2": ("text_encoders.clip_g.transformer.", DIFFUSERS),
+        "text_encoder_3": ("text_encoders.t5xxl.transformer.", DIFFUSERS),
     },
 )
 # The text encoder of SD 2 is not OpenAI's, and has more layers.

@@ -97,7 +97,7 @@ def join(parts: Sequence[Piece], shape: tuple[int, ...]) -> TensorInfo:
 def fit_shape(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
     """A convolution of a single point is a matrix, and may be stored as either."""
     sides, wanted = ([side for side in each if side > 1] for each in (info.shape, shape))
-    fits = sides == wanted and info.shape != shape
+    fits = sides == wanted and info.shape != shape and STORED_BITS[info.dtype] >= 8
     return join(list_pieces(info), shape) if fits else info
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError
 from darelib.models.names import (
     DEEP,
@@ -132,6 +133,8 @@ def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
     """The tensors of a component by the names of the other kind."""
     found = defaultdict[str, list[tuple[Share, TensorInfo]]](list)
     for name, info in tensors.items():
+        if STORED_BITS[info.dtype] < 8:  # whose elements have no places of their own
+            continue
         entry, rest, number = _find_entry(name, table)
         sides = len(info.shape)
         if entry in TRANSPOSED and sides == 2:

@@ -597,6 +597,19 @@ def test_what_is_made_of_pieces_is_packed_and_compared_like_what_is_stored(
     run("verify", "-q", tmp_path / "x.safetensors", "--engine=plain")
 
 
+def test_pieces_of_fp8_are_read_like_what_is_stored(tmp_path: Path) -> None:
+    original = randomise(SMALL["flux"], BF16)
+    tuned = {
+        name: tensor.to(torch.float8_e4m3fn) if tensor.ndim > 1 else tensor
+        for name, tensor in finetune(original, 1, 0.5).items()
+    }
+    paths = save(tmp_path, base=original, tuned=tuned, named=to_diffusers(tuned))
+    base, *models = paths
+    config = {"drop_rate": 0.5, "engine": "plain"}
+    outputs = [merge_paths(base, [m], tmp_path / f"x-{m.name}", **config) for m in models]
+    assert_same(*outputs)
+
+
 # --- adapters -------------------------------------------------------------------------------------
 
 

@@ -162,7 +162,7 @@ class Unscaled(Encoding):
         self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
     ) -> None:
         stored = np.empty(count, np.uint8)
-        model.read_bytes(stored.data, self.stored, start)
+        self.stored.encoding.read_stored(model, self.stored, start, stored.data)
         into.view(np.uint16)[:] = fp8.list_brains(self.stored.dtype)[stored]
 
 

@@ -28,8 +28,8 @@ from darelib.requests.request import Request
 def find_merged(given: str | Path) -> Path:
     """A merged model: a directory may be named by its recipe or its index."""
     path = Path(os.path.expanduser(given))
-    is_inside = path.name in (RECIPE_FILE, *KNOWN_FILES) and path.is_file()
-    return path.parent if is_inside else path
+    is_inside = path.name == RECIPE_FILE or (path.name in KNOWN_FILES and path.suffix == ".json")
+    return path.parent if is_inside and path.is_file() else path
 
 
 def read_recipe(path: Path) -> Request:

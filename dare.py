@@ -349,7 +349,7 @@ COMMANDS: Final = {
     "verify": Command("make a merged model again from its recipe, and compare", verify),
     "pack": Command("store what a drop rate leaves of a fine-tune, for merges", pack),
     "extract": Command("write what a fine-tune changed as a LoRA adapter", extract),
-    "convert": Command("write a PyTorch pickle, or an adapter, in another format", convert),
+    "convert": Command("write a pickle, an adapter or an image model in another format", convert),
 }
 DEFAULT_COMMAND: Final = "merge"
 

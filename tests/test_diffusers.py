@@ -283,6 +283,15 @@ def test_components_that_cannot_be_merged_are_named(
     refused(2, ["none of the components", "'vae'", "--components NAME"], *two, *out)
 
 
+def test_a_model_of_which_nothing_is_merged_is_refused(
+    pipelines: list[Path], tmp_path: Path, refused: Refusal
+) -> None:
+    words = ("-b", pipelines[0], "-o", tmp_path / "out", "--engine=plain")
+    alone = tmp_path / "alone"
+    put_pipeline(alone, {"vae": make_parts(1)["vae"]})
+    refused(2, "--components vae", "-m", alone, *words)
+
+
 def test_what_a_fine_tune_lacks_is_unchanged(tmp_path: Path, capsys: Capture) -> None:
     base = put_pipeline(tmp_path / "base", make_parts())
     tuned = put_pipeline(tmp_path / "m1", {"unet": make_parts(1)["unet"]})

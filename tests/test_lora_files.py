@@ -23,6 +23,7 @@ from tests.support import (
     same_bits,
     save,
     slow,
+    write_adapter,
 )
 
 OUT = "out.safetensors"
@@ -407,6 +408,57 @@ def test_layers_of_gpt2_are_changed_the_other_way_round(tmp_path: Path) -> None:
     paths = save(tmp_path, base=base, lora=pairs["c_attn"] | pairs["c_proj"])
     changes = {f"transformer.h.0.attn.{n}.weight": multiply(pair).T for n, pair in pairs.items()}
     check(bake(paths[0], paths[1:]), base, changes)
+
+
+def test_a_reversed_shape_is_another_models_unless_neighbours_lie_so_too(
+    tmp_path: Path, refused: Refusal
+) -> None:
+    base = random_model(shapes={"m.proj.weight": (8, 6), "m.proj.bias": (8,)})
+    paths = save(tmp_path, base=base, lora=make_pair("unet.m.proj", (6, 8)))
+    refused(1, "m.proj.weight", "--bake", "-b", paths[0], "-m", paths[1], "-o", tmp_path / OUT)
+
+
+def test_a_header_may_call_a_part_otherwise_than_the_modules_do(tmp_path: Path) -> None:
+    base = random_model(shapes={"mid_block.proj_in.weight": (8, 6)})
+    pair = make_pair("diffusion_model.mid_block.proj_in", (8, 6), PEFT)
+    lora = save_noted(tmp_path / "l.safetensors", pair, {"unet.r": 2, "unet.lora_alpha": 6})
+    [path] = save(tmp_path, base=base)
+    check(bake(path, [lora]), base, {"mid_block.proj_in.weight": 3 * multiply(pair)})
+
+
+def test_a_folder_says_which_text_encoder_it_is(tmp_path: Path, capsys: Capture) -> None:
+    name = "text_model.encoder.layers.0.mlp.fc1"
+    base = random_model(shapes={f"{name}.weight": (8, 6), "text_projection.weight": (6, 6)})
+    pairs = [
+        make_pair(f"{kind}_{name.replace('.', '_')}", (8, 6)) for kind in ("lora_te1", "lora_te2")
+    ]
+    [lora] = save(tmp_path, lora=pairs[0] | pairs[1])
+    (tmp_path / "text_encoder_2").mkdir()
+    [path] = save(tmp_path / "text_encoder_2", model=base)
+    check(bake(path, [lora]), base, {f"{name}.weight": multiply(pairs[1])})
+    run("--bake", "-b", path.parent, "-m", lora, "-o", tmp_path / "out", "--engine=plain")
+    assert "lora_te1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "named"),
+    [
+        ("unet/mid_block.proj_in", "lora_unet_mid_block_proj_in"),
+        ("text_encoder_2/text_model.fc", "lora_te2_text_model_fc"),
+        ("transformer_blocks.0.attn.to_q", "lora_transformer_transformer_blocks_0_attn_to_q"),
+        ("first_stage_model.decoder.conv_in", None),
+    ],
+)
+def test_adapters_of_pipelines_become_files_that_programs_load(
+    tmp_path: Path, refused: Refusal, module: str, named: str | None
+) -> None:
+    pair = make_pair(f"base_model.model.{module}", (8, 6), PEFT)
+    folder = write_adapter(tmp_path / "adapter", pair)
+    if named is None:
+        refused(1, module, "convert", folder, tmp_path / OUT)
+    else:
+        run("convert", "-q", folder, tmp_path / OUT)
+        assert {key.partition(".")[0] for key in load_file(tmp_path / OUT)} == {named}
 
 
 # --- DoRA -----------------------------------------------------------------------------------------

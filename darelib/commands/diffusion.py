@@ -33,6 +33,11 @@ def convert_to_base(flags: Flags, merger_class: MergerClass) -> None:
     wanted = {key: value for key, value in flags.items() if key not in ("old", "new")}
     wanted |= {"merge": [flags["old"]], "output": flags["new"], "drop_rate": 0.0, "any_base": True}
     with open_models([Source.of(flags["base"])]) as [form]:
+        if form.folder is None and not flags["new"].endswith(".safetensors"):
+            raise ConfigError(
+                f"{form.name!r} is one file, and so is what has its form",
+                "name a .safetensors file, or give a directory of diffusers as --base",
+            )
         if form.components:
             wanted["components"] = form.components
     run_merge(wanted, merger_class)

@@ -16,7 +16,7 @@ from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import ADAPTER_CONFIG, ADAPTER_FILE, Layout, part_name
 from darelib.models.inputs import open_models
 from darelib.models.lora import LowRankTensor
-from darelib.models.lorafile import ALPHA, DOWN, UP, find_lora_file, name_module
+from darelib.models.lorafile import ALPHA, DOWN, UP, find_lora_file, name_modules
 from darelib.models.peft import describe_lora, find_adapter, read_settings, sort_keys
 from darelib.models.source import Source
 from darelib.models.tensorfile import TensorInfo, header_bytes, read_json
@@ -28,6 +28,7 @@ from darelib.output.scratch import write_new_file, write_new_folder
 Parts: TypeAlias = dict[str, tuple[TensorInfo, bytes]]
 
 PAIR: Final = ("lora_A", "lora_B")
+NOT_LOADED: Final = ("first_stage_model.", "vae/")  # no program has LoRAs of a VAE
 
 
 def is_adapter(old: Source) -> bool:
@@ -77,6 +78,7 @@ def _name_for_kohya(adapter: Checkpoint) -> Parts:
     pairs, whole = sort_keys(adapter.tensors, adapter.name, settings.use_dora)
     settings = settings.match(list(pairs), adapter.name)
     odd = [*whole, *(module for module, pair in pairs.items() if {*pair} != {*PAIR})]
+    odd += [module for module in pairs if module.startswith(NOT_LOADED)]
     if odd or settings.fan_in_fan_out or not pairs:
         which = repr(odd[0]) if odd else "layers of GPT-2" if pairs else "nothing"
         raise DareError(
@@ -84,8 +86,9 @@ def _name_for_kohya(adapter: Checkpoint) -> Parts:
             "merge it as it is",
         )
     parts: Parts = {}
+    names = name_modules(pairs)
     for module, pair in pairs.items():
-        name = name_module(module)
+        name = names[module]
         rank = settings.rank_pattern.get(module, settings.r)
         a, b = (pair[part] for part in PAIR)
         is_pair = len(a.shape) == len(b.shape) and a.shape[:1] == b.shape[1:2] == (rank,)

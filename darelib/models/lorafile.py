@@ -56,6 +56,12 @@ KOHYA: Final = {
     "lora_te2_": "text_encoder_2",
     "lora_te3_": "text_encoder_3",
 }
+# Which text encoder a directory is by itself, only its name tells.
+FIRST_TEXT: Final = "text_encoder"
+OTHER_TEXTS: Final = ("text_encoder_2", "text_encoder_3")
+# How modules begin where a transformer has diffusers' names, and what becomes of that.
+TRANSFORMER_BLOCKS: Final = ("lora_unet_transformer_blocks", "lora_unet_single_transformer_blocks")
+TRANSFORMER_KIND: Final = ("lora_unet_", "lora_transformer_")
 KOHYA_KEY: Final = re.compile(rf"(?:{'|'.join(KOHYA)})[^.]+\..", re.DOTALL)
 # By what stands before a module's name in a LoRA file: the part that it is in.
 STARTS: Final = KOHYA | {
@@ -187,7 +193,7 @@ class LoraFile(LoraAdapter):
         return plain[: found.start()], part
 
     def _read_configs(self, modules: Collection[str]) -> dict[str, LoraConfig]:
-        """By what modules begin with, the configurations that diffusers noted."""
+        """By part of a pipeline, the configurations that diffusers noted."""
         tables = defaultdict[str, dict[str, Any]](lambda: {"peft_type": "LORA"})
         try:
             noted = json.loads(self.files[0].metadata.get(NOTED_KEY, "{}"))
@@ -199,18 +205,22 @@ class LoraFile(LoraAdapter):
                 f"the {NOTED_KEY} in the header of {self.name!r} is no table in JSON", AGAIN_HINT
             ) from None
         self.files[0].metadata.clear()
-        configs: dict[str, LoraConfig] = {}
-        for start, table in tables.items():
-            heads_and_names = (module.partition(".") for module in modules)
-            names = [name for head, _, name in heads_and_names if head == start]
-            configs[start] = read_settings(table, self.name).match(names, self.name)
-        return configs
+        names = defaultdict[str, list[str]](list)
+        for component, name in map(_split_module, modules):
+            names[component].append(name)
+        parts = {STARTS.get(f"{start}.", start): table for start, table in tables.items()}
+        return {
+            part: read_settings(table, self.name).match(names[part], self.name)
+            for part, table in parts.items()
+            if part in names
+        }
 
     def _find_unscaled(self, modules: Mapping[str, Mapping[str, TensorInfo]]) -> Iterator[str]:
         """What to warn of where nothing says how an adapter of PEFT is scaled."""
         for module, parts in modules.items():
-            is_pefts = WRAPPERS.match(module) or not _split_module(module)[0]
-            if is_pefts and ALPHA not in parts:
+            component, _ = _split_module(module)
+            is_pefts = WRAPPERS.match(module) or not component
+            if is_pefts and ALPHA not in parts and component not in self._configs:
                 yield (
                     f"{self.name} comes without an {ADAPTER_CONFIG}, which says how it is scaled: "
                     "alpha = r is assumed"
@@ -224,6 +234,8 @@ class LoraFile(LoraAdapter):
         others: dict[str, str] = {}  # by module: what a tensor of a language model may be called
         for module in modules:
             component, name = _split_module(module)
+            if component == FIRST_TEXT and base.files[0].path.parent.name in OTHER_TEXTS:
+                continue  # by its names, it could be any of them
             searched = [component] if component else COMPONENTS
             keys = [_make_key(each, name) for each in searched]
             found = next((known[key] for key in keys if key in known), [])
@@ -276,9 +288,8 @@ class LoraFile(LoraAdapter):
             )
         shape = (up.shape[0], *down.shape[1:])
         # The layers of GPT-2 are stored as inputs x outputs.
-        transposed = len(shape) == 2 and base.shape == shape[::-1]
-        if transposed and shape == base.shape:
-            transposed = bool(find_transposed(name, self._ways))
+        is_reverse = len(shape) == 2 and base.shape == shape[::-1]
+        transposed = is_reverse and bool(find_transposed(name, self._ways))
         shape = shape[::-1] if transposed else shape
         # A convolution of a single point is a matrix, and may be stored as either.
         fits = _strip_ones(shape) == _strip_ones(base.shape)
@@ -315,8 +326,9 @@ class LoraFile(LoraAdapter):
     def _find_scale(self, module: str, alpha: TensorInfo | None, rank: int) -> float:
         if alpha:
             return self._read_alpha(module, alpha) / rank
-        start, _, name = module.partition(".")
-        return self._configs[start].scale(name, rank) if start in self._configs else 1.0
+        component, name = _split_module(module)
+        config = self._configs.get(component)
+        return config.scale(name, rank) if config else 1.0
 
     def _read_alpha(self, module: str, info: TensorInfo) -> float:
         raw = np.empty(info.nbytes if info.count == 1 else 0, np.uint8)
@@ -367,8 +379,19 @@ def _index_names(names: Collection[str]) -> dict[tuple[str, str], list[tuple[str
     return found
 
 
-def name_module(module: str) -> str:
-    """What a file of kohya's calls a module. A text encoder by itself is the only one."""
+def name_modules(modules: Collection[str]) -> dict[str, str]:
+    """What a file of kohya's calls modules. Those of a transformer by diffusers' names have a
+    beginning of their own, without which loaders take them for original ones.
+    """
+    plain = {module: module.replace("/", ".", 1) for module in modules}
+    named = {module: _name_module(own) for module, own in plain.items()}
+    if any(name.startswith(TRANSFORMER_BLOCKS) for name in named.values()):
+        return {module: name.replace(*TRANSFORMER_KIND) for module, name in named.items()}
+    return named
+
+
+def _name_module(module: str) -> str:
+    """A text encoder by itself is the only one."""
     component, name = _split_module(module)
     kinds = {component: kind for kind, component in reversed(KOHYA.items())}
     kind = kinds[component or "unet"]

@@ -23,6 +23,7 @@ MODEL_FILES: Final = (
     "diffusion_pytorch_model.safetensors.index.json",
     "adapter_model.safetensors",
     "adapter_config.json",
+    "pytorch_lora_weights.safetensors",
 )
 RECIPE_FILE: Final = "dare_recipe.toml"  # in the directory of a merged model
 # What a tokenizer may be besides a model's: the base's, or all models' tokens together.

@@ -354,8 +354,9 @@ def choose_rank(tensor: TensorPlan, wanted: float | str | None) -> int:
         most = min(most, sum(info.added_rank for _, info in tensor.finetuned))
     elif wanted == FULL:
         raise DareError(
-            f"the change of {tensor.name!r} is of no low rank: {FULL} is for adapters of which "
-            "nothing is dropped, merged by linear or wudi",
+            f"the change of {tensor.name!r} is no product of the adapters' matrices: {FULL} is for "
+            "adapters of which nothing is dropped, merged by linear or wudi, onto a base that has "
+            "the names that they have",
             "give a number like --adapter-rank 64, or a share of the energy like 0.95",
         )
     if isinstance(wanted, float | int) and wanted >= 1:

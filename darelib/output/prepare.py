@@ -175,7 +175,7 @@ def plan_files(
     elif not destination.directory and inputs[0].components and with_side_files:
         raise ConfigError(
             f"{inputs[0].name!r} is a pipeline of several models, and the output is one file",
-            "name a directory",
+            "name a directory; `convert` makes one file of that",
         )
     recipe = recipe_text(config, inputs, version, tokenizer)
     limit = parse_size(config.max_shard_size) if destination.directory else sys.maxsize

@@ -70,6 +70,8 @@ class Refusals:
                 f"{message}: more than the number of rows differs",
                 "--mismatch base keeps the base's tensor",
             )
+        if model.partial:
+            raise DareError(message, "give the model that the adapter was trained on")
         if not by_rows:
             raise DareError(
                 message,

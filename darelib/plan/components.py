@@ -40,6 +40,17 @@ def find_kept(config: DareConfig, base: Described) -> set[str]:
     return {*known} - {*chosen}
 
 
+def check_merged(kept: set[str], base: Described, model: Described) -> None:
+    """Refuse a model of which nothing would be merged."""
+    common = (name for name in model.tensors if kept and name in base.tensors)
+    folders = {base.tensors[name].folder for name in common}
+    if folders and folders <= kept:
+        raise ConfigError(
+            f"{model.name!r} has nothing but {list_names(sorted(folders))}, which is not merged",
+            f"ask for it: --components {' '.join(sorted(folders))}",
+        )
+
+
 def keep_only(count: int) -> TensorSettings:
     """How a tensor is merged that stays the base's, beside so many models."""
     return TensorSettings(PASSTHROUGH, (Thinning(),) * count, (0.0,) * count, False, 0.0)

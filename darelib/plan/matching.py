@@ -10,7 +10,7 @@ from darelib.models.checkpoint import EMBEDDINGS, HEADS, ties_embeddings
 from darelib.models.tensors import PLAIN, Described, TensorInfo
 from darelib.plan.buffers import AVERAGED, COPIED, find_buffer
 from darelib.plan.checks import Refusals
-from darelib.plan.components import find_kept, find_unmerged_changes, keep_only
+from darelib.plan.components import check_merged, find_kept, find_unmerged_changes, keep_only
 from darelib.plan.tensors import TensorPlan, choose_kernel
 
 
@@ -34,6 +34,7 @@ class Matcher:
         for model in self.models:
             self._refusals.check_quantised(model)
             self._refusals.check_names(model)
+            check_merged(self._kept, self.base, model)
         self._refusals.check_plain()
         self.tensors = [
             self._match(name, info)

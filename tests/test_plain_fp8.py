@@ -120,12 +120,32 @@ def test_without_a_type_to_write_a_hint_names_it(
         check_refused(paths[0], model, "quantised", "--dtype bfloat16", flags=["--engine=plain"])
     with pytest.raises(ConfigError) as error:
         DareConfig(dtype="float8_e4m3fn")
-    assert "FP8 is read, and not written" in error.value.hint
+    assert "--keep-fp8" in error.value.hint
     # What is the same in all is copied, as any quantised weight is.
     same = models[0] | {"scale": models[1]["scale"]}
     [other] = save(tmp_path, other=same)
     merged = merge_paths(paths[0], [other], tmp_path / "out.safetensors", drop_rate=0)
     assert_same(merged, same)
+
+
+@pytest.mark.parametrize("kind", [E4M3, E5M2])
+def test_it_is_written_in_fp8_again_if_that_is_asked_for(
+    tmp_path: Path, refused: Refusal, kind: torch.dtype
+) -> None:
+    models = make_models(kind, E4M3, BF16)
+    plain = {name: tensor.to(F32) for name, tensor in models[0].items()}
+    paths = save(tmp_path, **dict(zip(support.NAMES, models, strict=True)))
+    out = tmp_path / "out.safetensors"
+    words = ("-b", paths[0], "-m", *paths[1:], "-o", out, "--engine=plain", "--drop-rate=0.5")
+    run("-q", *words, "--keep-fp8")
+    merged = dare_merge(plain, [widen(model) for model in models[1:]], DareConfig(drop_rate=0.5))
+    stored = load_file(out)
+    assert {name: t.dtype for name, t in stored.items() if name != "scale"} == dict.fromkeys(
+        [name for name in stored if name != "scale"], E4M3
+    )
+    assert_same(stored, {n: t.to(stored[n].dtype) for n, t in merged.items()})
+    run("verify", "-q", out, "--engine=plain")
+    refused(2, "keep_fp8", *words, "--keep-fp8", "--dtype=bfloat16", "--force")
 
 
 @pytest.mark.parametrize("name", ["img_in.input_scale", "scaled_fp8", "blocks.0.scale_weight"])

@@ -221,6 +221,10 @@ SETTINGS: Final[Options] = {
         "metavar": "HOW",
         "help": "in it, what changed and no low rank holds: save (default) or leave-out",
     },
+    "--keep-fp8": {
+        "action": "store_true",
+        "help": "write what is FP8 without scales in the base in FP8 again",
+    },
     "--components": {
         "metavar": "NAME",
         "nargs": "+",

@@ -247,8 +247,7 @@ class DareConfig:
     rescale: bool | str | None = None
     # DAREx-q: divide by this instead of by the keep rate.
     rescale_q: Number | Sequence[Number] | None = None
-    # ties: share of the surviving entries that trim keeps; sce: of those in which the models
-    # differ; None: all.
+    # ties, sce: share of the entries to keep, of those that survived or that differ; None: all.
     keep_ratio: Number | None = None
     # slerp: position between the two models; None: 0.5.
     slerp_t: Number | None = None
@@ -279,6 +278,8 @@ class DareConfig:
     scale: Number | None = None
     # Output type of float tensors, kept by its long name; None: the base's.
     dtype: str | None = None
+    # Write what is FP8 without scales in the base in FP8 again.
+    keep_fp8: bool = False
     # Write a LoRA adapter: of this rank, of what keeps this share of each change's energy, or full
     # (the ranks of adapters added up); None: a model.
     adapter_rank: float | str | None = None
@@ -419,7 +420,7 @@ class DareConfig:
             "drop": set(self._scopes[""].drops) != {RANDOM},
             "normalize": self._is_normalized != method.normalize,
             "mismatch": self.mismatch != "error",
-            "any_base": self.any_base,
+            **{name: getattr(self, name) for name in ("any_base", "keep_fp8")},
         }
         written = [name for name, wanted in is_written.items() if wanted]
         return chosen | {name: as_toml(getattr(self, name)) for name in written}

@@ -223,6 +223,7 @@ CHECKS: Final = {
         _word((*DTYPES, *SHORT_DTYPES)),
         wanted=f"one of {', '.join(DTYPES)} (or {', '.join(SHORT_DTYPES)})",
     ),
+    "keep_fp8": replace(_FLAG, searched=False),
     "adapter_rank": Check(
         "a whole number from 1 up, a share of the energy between 0 and 1, or full",
         lambda value: (
@@ -276,7 +277,7 @@ def check_setting(name: str, value: Any, where: str) -> None:
         if isinstance(value, str) and check.choices:
             hint = nearest(value.lower(), check.choices)
             if "8" in value and name == "dtype":
-                hint = "FP8 is read, and not written: write bfloat16, and quantise the result"
+                hint = "--keep-fp8 writes FP8 again; else write bfloat16, and quantise the result"
         elif name == "drop_rate" and is_number(value) and 2 <= value < 100:
             hint = f"it is a share: {value:g}% are {value / 100:g}"
         elif not isinstance(value, str) and "{" in repr(value):

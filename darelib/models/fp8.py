@@ -20,7 +20,7 @@ from darelib.core.formats import FORMATS, widen
 from darelib.core.looks import Look
 from darelib.core.mask import TILE
 from darelib.core.methods import METHODS
-from darelib.core.text import DareError, clip
+from darelib.core.text import ConfigError, DareError, clip
 from darelib.kernels import fp8, plain
 from darelib.models.checkpoint import QUANTISE_HINT, Checkpoint, module_of, quantised_modules
 from darelib.models.directories import CONFIG_FILE, part_name
@@ -167,6 +167,42 @@ class Unscaled(Encoding):
 
 
 @dataclass(frozen=True, eq=False)
+class Kept(Unscaled):
+    """The same, read as float32, and written in FP8 again."""
+
+    def read(
+        self, model: Input, info: TensorInfo, start: int, count: int, into: NDArray[np.uint8]
+    ) -> None:
+        brains = np.empty(2 * count, np.uint8)
+        super().read(model, info, start, count, brains)
+        into.view(np.uint32)[:] = brains.view(np.uint16).astype(np.uint32) << 16
+
+    def list_outputs(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(FP8, info.shape)}
+
+    def open_writer(self, target: Target, start: int, chunk: int, look: Look | None) -> Writer:
+        return KeptWriter(target, start)
+
+
+class KeptWriter(Writer):
+    """Writes values as bytes of FP8, rounded to nearest even."""
+
+    def __init__(self, target: Target, start: int) -> None:
+        super().__init__(target, start)
+        self._place = start
+
+    def add(self, merged: NDArray[np.uint8], base: NDArray[np.uint8], count: int) -> None:
+        values = merged.view(np.float32)[:count]
+        if (np.abs(values) > fp8.LARGEST).any():
+            raise DareError(
+                f"{self._target.name!r} has merged values above {fp8.LARGEST:g}, which FP8 has not",
+                "leave --keep-fp8 out, and write --dtype bfloat16",
+            )
+        self._target.put(self._target.name, fp8.encode(values).data, self._place)
+        self._place += count
+
+
+@dataclass(frozen=True, eq=False)
 class ActivationScale(Encoding):
     """What scales activations of an FP8 module: of no use once its weights are not FP8."""
 
@@ -225,9 +261,13 @@ def read_unscaled(model: Checkpoint, base: Checkpoint, config: DareConfig) -> No
     """Let FP8 tensors of a model without scales be read as they are, if it is known in what type
     they are written: in the one that is asked for, or in the base's.
     """
+    if config.dtype and config.keep_fp8:
+        raise ConfigError("keep_fp8 and dtype contradict each other", "leave one out")
     for name, info in find_unscaled(model.tensors).items():
         mine = base.tensors.get(name)
-        if config.dtype or (mine and mine.dtype not in fp8.TYPES):
+        if config.keep_fp8 and model is base:
+            model.tensors[name] = dataclasses.replace(info, dtype="F32", encoding=Kept(info))
+        elif config.dtype or (mine and mine.dtype not in fp8.TYPES):
             model.tensors[name] = dataclasses.replace(info, dtype="BF16", encoding=Unscaled(info))
 
 

@@ -82,6 +82,7 @@ KEPT_SETTINGS: Final = (
     "seed",
     "lambda_coeff",
     "dtype",
+    "keep_fp8",
     "components",
     "mismatch",
     "any_base",

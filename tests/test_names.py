@@ -672,6 +672,15 @@ def test_an_adapter_changes_the_same_weights_by_either_name(
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
 
 
+def test_a_change_of_as_many_elements_in_another_shape_is_refused(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    [base] = save(tmp_path, base=randomise(SMALL["flux"], F32))
+    pairs = low_rank("transformer/transformer_blocks.0.ff.net.0.proj", (2 * WIDE, 2 * WIDE))
+    words = "is [24, 6] in the base, and [12, 12]"
+    check_refused(base, write_adapter(tmp_path / "adapter", pairs), words)
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [

@@ -94,6 +94,12 @@ def join(parts: Sequence[Piece], shape: tuple[int, ...]) -> TensorInfo:
     return TensorInfo(first.dtype, shape, is_delta=first.is_delta, encoding=pieces)
 
 
+def drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the ones at its end, which say nothing about where its elements are."""
+    end = max((k for k, side in enumerate(shape, 1) if side != 1), default=0)
+    return shape[:end]
+
+
 def fit_shape(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
     """A convolution of a single point is a matrix, and may be stored as either."""
     sides, wanted = ([side for side in each if side > 1] for each in (info.shape, shape))

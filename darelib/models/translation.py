@@ -28,6 +28,7 @@ from darelib.models.names import (
 from darelib.models.pieces import (
     Piece,
     Transposed,
+    drop_ones,
     fill_gaps,
     fit_shape,
     join,
@@ -193,7 +194,7 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
         if name in base:
             continue
         way = ways[name]
-        if change.count != way.count:
+        if drop_ones(change.shape) != drop_ones(way.shape):
             raise DareError(
                 f"{name!r} is {list(way.shape)} in the base, and {list(change.shape)} in the "
                 f"adapter {adapter!r}",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from darelib.models.inputs import open_source
+from darelib.models.names import MAPS
 from darelib.models.source import Source
-from darelib.models.translation import list_ways
+from darelib.models.translation import LONGEST, list_ways
 from tests.support import (
     BF16,
     F32,
@@ -476,6 +478,17 @@ def test_every_tensor_has_the_names_of_both_kinds(tmp_path: Path, family: str) -
         }
         assert both.keys() <= ways.keys()
         assert_same({name: ways[name] for name in both}, both)
+
+
+def test_names_of_any_length_are_read_at_once(tmp_path: Path) -> None:
+    """Quick as well as right: every start of a name would be looked up."""
+    known = {key for own in MAPS for table in (*own.shares, own.others) for key in table}
+    assert max(map(len, known)) <= LONGEST
+    long: Shapes = {f"{k}{'.' * 10_000}": (1,) for k in range(100)}
+    path = save(tmp_path, long=number({**choose("sd"), **put(UNET, long)}))[0]
+    started = time.process_time()
+    assert put("unet/", long).keys() <= read_ways(path).keys()
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.slow

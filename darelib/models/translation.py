@@ -41,6 +41,7 @@ Tensors: TypeAlias = Mapping[str, TensorInfo]
 Named: TypeAlias = dict[str, TensorInfo]
 
 NUMBER: Final = re.compile(r"\.\d+(?=\.)")
+LONGEST: Final = 80  # letters of a module in any table: names of files may have many thousands
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def _find_entry(name: str, table: Mapping[str, Any]) -> tuple[str, str, str]:
     """
     match = NUMBER.search(name)
     for form in (name, NUMBER.sub(".#", name, count=1)):
-        end = len(form)
+        end = len(form) if len(form) <= LONGEST else form.rfind(".", 0, LONGEST + 1)
         while end > 0:
             if form[:end] in table:
                 return form[:end], form[end:], match[0] if match else ""

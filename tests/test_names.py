@@ -491,6 +491,16 @@ def test_names_of_any_length_are_read_at_once(tmp_path: Path) -> None:
     assert time.process_time() - started < 5
 
 
+def test_a_projection_larger_than_any_has_no_other_name(tmp_path: Path) -> None:
+    """To read a chunk of it turned, all of it is read."""
+    large = torch.zeros(4097, 4096, dtype=torch.float8_e4m3fn)
+    path = save(tmp_path, base={"text_encoder_2/text_projection.weight": large})[0]
+    with closing(open_source(Source.of(path), None)) as model:
+        ways = list_ways(model.tensors)
+    assert "text_encoder_2/text_projection.weight" in ways
+    assert "text_encoder_2/text_projection" not in ways
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FILES)
 def test_these_names_are_those_of_diffusers(family: str) -> None:

@@ -41,6 +41,8 @@ Tensors: TypeAlias = Mapping[str, TensorInfo]
 Named: TypeAlias = dict[str, TensorInfo]
 
 NUMBER: Final = re.compile(r"\.\d+(?=\.)")
+# Elements, ten times those of the largest projection: all of it is read for each chunk of it.
+MAX_TRANSPOSED: Final = 1 << 24
 LONGEST: Final = 80  # letters of a module in any table: names of files may have many thousands
 
 
@@ -140,6 +142,8 @@ def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
         entry, rest, number = _find_entry(name, table)
         sides = len(info.shape)
         if entry in TRANSPOSED and sides == 2:
+            if info.count > MAX_TRANSPOSED:
+                continue
             info = transpose(info)
         elif entry in POINTS and sides in (2, 4):
             info = fit_shape(info, info.shape[:2] if sides == 4 else (*info.shape, 1, 1))

@@ -767,6 +767,56 @@ def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(tmp_path: Path, f
     assert_same(load_file(tmp_path / "other.safetensors"), original)
 
 
+T5 = {"encoder.block.0.layer.0.SelfAttention.q.weight": (WIDE, WIDE)}
+PROJECTED = {**clip(1), "text_projection.weight": (WIDE, WIDE)}
+SD3_PARTS = {
+    **put("transformer/", {"transformer_blocks.23.norm1_context.linear.weight": (2, WIDE)}),
+    **put("vae/", {"decoder.up_blocks.3.resnets.0.norm1.weight": (WIDE,)}),
+    **put("text_encoder/", PROJECTED),
+    **put("text_encoder_2/", PROJECTED),
+}
+FLUX_PARTS = {
+    **put("transformer/single_transformer_blocks.0.", {"proj_mlp.weight": (8, WIDE)}),
+    **put(
+        "transformer/single_transformer_blocks.0.attn.", {f"to_{k}.weight": (2, 6) for k in "qkv"}
+    ),
+    **put("vae/", {"decoder.up_blocks.3.resnets.0.norm1.weight": (WIDE,)}),
+    **put("text_encoder/", clip(1)),
+}
+REFINER_PARTS = {
+    **put("unet/", {"down_blocks.0.resnets.0.norm1.weight": (WIDE,)}),
+    **put("text_encoder_2/", PROJECTED),
+}
+CLIP_L = "text_encoders.clip_l.transformer."
+CLIP_G = "text_encoders.clip_g.transformer."
+LARGE_T5 = "text_encoders.t5xxl.transformer."
+
+
+@pytest.mark.parametrize(
+    ("parts", "starts"),
+    [
+        (SD3_PARTS, [UNET, VAE, CLIP_L, CLIP_G]),
+        ({**SD3_PARTS, **put("text_encoder_3/", T5)}, [UNET, VAE, CLIP_L, CLIP_G, LARGE_T5]),
+        (FLUX_PARTS, [UNET, "vae.", CLIP_L]),
+        ({**FLUX_PARTS, **put("text_encoder_2/", T5)}, [UNET, "vae.", CLIP_L, LARGE_T5]),
+        (REFINER_PARTS, [UNET, "conditioner.embedders.0.model."]),
+    ],
+    ids=["sd3 without t5", "sd3", "flux without t5", "flux", "refiner"],
+)
+def test_the_main_component_says_where_the_others_are(
+    tmp_path: Path, parts: Shapes, starts: list[str]
+) -> None:
+    """Text encoders may be left out, which changes nothing for those that are there."""
+    old = put_pipeline(tmp_path / "old", number(parts))
+    one = tmp_path / "one.safetensors"
+    run("convert", "-q", old, one)
+    found = [[start for start in starts if name.startswith(start)] for name in load_file(one)]
+    assert all(found)
+    assert {start for [start] in found} == {*starts}
+    run("convert", "-q", one, tmp_path / "again", "--base", old)
+    assert_same(load_pipeline(tmp_path / "again"), load_pipeline(old))
+
+
 def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) -> None:
     original = randomise(SMALL["sd"], F32)
     named = to_diffusers(original)

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError
 from darelib.models.names import (
+    ALONE,
     DEEP,
     DEEP_PLACE,
     DIFFUSERS,
@@ -19,8 +20,7 @@ from darelib.models.names import (
     ORIGINAL,
     POINTS,
     PREFIXES,
-    SD,
-    SINGLE_FILES,
+    SD_FILE,
     TRANSPOSED,
     Map,
     Share,
@@ -95,11 +95,13 @@ def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
 def name_originally(tensors: Tensors) -> dict[str, TensorInfo]:
     """The components of a model by the names that they have in a single file."""
     homes = {home.map.component: home for home in find_homes(tensors)}
-    places = next((p for p in SINGLE_FILES if homes.keys() <= p.keys()), SINGLE_FILES[-1])
+    places = next((home.map.file for home in homes.values() if home.map.file), SD_FILE)
+    if len(homes) == 1 and homes.keys() <= ALONE.keys():
+        places = ALONE
     named: dict[str, TensorInfo] = {}
     for component in homes.keys() & places.keys():
         _, both = _translate(homes[component], tensors)
-        is_deep = places is SD and component == "text_encoder" and DEEP in both[DIFFUSERS]
+        is_deep = places is SD_FILE and component == "text_encoder" and DEEP in both[DIFFUSERS]
         prefix, kind = DEEP_PLACE if is_deep else places[component]
         named |= {prefix + name: info for name, info in both[kind].items()}
     return dict(sorted(named.items()))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from darelib.models.inputs import open_source
 from darelib.models.names import MAPS
 from darelib.models.source import Source
-from darelib.models.translation import LONGEST, list_ways
+from darelib.models.translation import LONGEST, find_homes, list_ways
 from tests.support import (
     BF16,
     F32,
@@ -239,7 +239,7 @@ def read_ways(path: Path) -> Tensors:
     """All tensors of a model by the names that the map has for them."""
     found = {}
     with closing(open_source(Source.of(path), None)) as model:
-        for name, info in list_ways(model.tensors).items():
+        for name, info in list_ways(model.tensors, find_homes(model.tensors)).items():
             made = np.empty(info.nbytes, np.uint8)
             half = info.count // 2  # not all at once
             item = info.nbytes // max(info.count, 1)
@@ -496,7 +496,7 @@ def test_a_projection_larger_than_any_has_no_other_name(tmp_path: Path) -> None:
     large = torch.zeros(4097, 4096, dtype=torch.float8_e4m3fn)
     path = save(tmp_path, base={"text_encoder_2/text_projection.weight": large})[0]
     with closing(open_source(Source.of(path), None)) as model:
-        ways = list_ways(model.tensors)
+        ways = list_ways(model.tensors, find_homes(model.tensors))
     assert "text_encoder_2/text_projection.weight" in ways
     assert "text_encoder_2/text_projection" not in ways
 
@@ -815,6 +815,61 @@ def test_the_main_component_says_where_the_others_are(
     assert {start for [start] in found} == {*starts}
     run("convert", "-q", one, tmp_path / "again", "--base", old)
     assert_same(load_pipeline(tmp_path / "again"), load_pipeline(old))
+
+
+def pair_encoders(wide: int) -> Tensors:
+    """Both text encoders of a pipeline, with projections; the second is as wide as this."""
+    shapes = {
+        name: tuple(side * wide // WIDE if side % WIDE == 0 else side for side in shape)
+        for name, shape in PROJECTED.items()
+    }
+    parts = {**put("text_encoder/", PROJECTED), **put("text_encoder_2/", shapes)}
+    return randomise(parts, F32)
+
+
+@pytest.mark.parametrize(
+    ("wide", "name"),
+    [(WIDE, "text_encoder_2"), (WIDE, "text_encoder"), (2 * WIDE, "any"), (WIDE, "any")],
+)
+def test_a_text_encoder_by_itself_is_one_of_the_two(
+    tmp_path: Path, check_refused: Refusal, wide: int, name: str
+) -> None:
+    """Told by its shapes, or by its name; where neither does, nothing is written."""
+    named = pair_encoders(wide)
+    base = put_pipeline(tmp_path / "base", named)
+    part = "text_encoder" if name == "text_encoder" else "text_encoder_2"
+    inside = {n.removeprefix(f"{part}/"): t for n, t in named.items() if n.startswith(f"{part}/")}
+    tuned = finetune(inside, 1, 0.01)
+    [model] = save(tmp_path, **{name: tuned})
+    if (wide, name) == (WIDE, "any"):
+        check_refused(base, model, "may be any of text_encoder, text_encoder_2")
+        return
+    out = tmp_path / "out"
+    both = ["--components", "text_encoder", "text_encoder_2"]
+    run("-q", "-b", base, "-m", model, "-o", out, "--drop-rate=0", *both)
+    merged = load_pipeline(out)
+    for each, tensor in named.items():
+        own = tuned[each.removeprefix(f"{part}/")] if each.startswith(f"{part}/") else tensor
+        torch.testing.assert_close(merged[each], own)
+    run("verify", "-q", out)
+
+
+def test_a_second_text_encoder_becomes_one_file(tmp_path: Path, capsys: Capture) -> None:
+    """One with more layers than OpenAI's is the second by itself."""
+    original = randomise(open_clip(13), F32)
+    del original["logit_scale"]
+    named = to_diffusers({f"conditioner.embedders.1.model.{n}": t for n, t in original.items()})
+    inside = {name.removeprefix("text_encoder_2/"): tensor for name, tensor in named.items()}
+    shallow = {name: tensor for name, tensor in inside.items() if "layers.12." not in name}
+    save(tmp_path, deep=inside, shallow=shallow, text_encoder_2=shallow)
+    out = tmp_path / "out.safetensors"
+    run("convert", "-q", tmp_path / "deep.safetensors", out)
+    assert_same(load_file(out), original)
+    run("convert", tmp_path / "shallow.safetensors", tmp_path / "no.safetensors", status=1)
+    assert "may be any of text_encoder, text_encoder_2" in capsys.readouterr().err
+    assert not (tmp_path / "no.safetensors").exists()
+    run("convert", "-q", "--force", tmp_path / "text_encoder_2.safetensors", out)
+    assert_same(load_file(out), {n: t for n, t in original.items() if "blocks.12." not in n})
 
 
 def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) -> None:

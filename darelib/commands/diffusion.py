@@ -43,7 +43,7 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
     in it.
     """
     with open_models([old]) as [model]:
-        tensors = name_originally(model.tensors)
+        tensors = name_originally(model.tensors, old)
         if tensors.keys() <= model.tensors.keys():
             raise ConfigError(
                 f"{old.name!r} has the names of original files already",

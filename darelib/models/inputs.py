@@ -47,7 +47,7 @@ def open_adapter(
     kind: type[LoraAdapter], source: Source, layout: Layout, base: Checkpoint | None
 ) -> Checkpoint:
     """An adapter, which may have any of the names by which a diffusion model is known."""
-    ways = list_ways(base.tensors) if base else {}
+    ways = list_ways(base.tensors, find_homes(base.tensors)) if base else {}
     if not base or not ways:
         return kind(source, layout, base)
     view = copy.copy(base)
@@ -62,7 +62,7 @@ def open_adapter(
 
 def use_names(model: Checkpoint, base: Checkpoint) -> None:
     """Give what a diffusion model calls otherwise than the base does the base's names."""
-    found = {} if model.partial else match_names(model.tensors, base.tensors)
+    found = {} if model.partial else match_names(model.tensors, base.tensors, model.source)
     if not found:
         return
     used = list_sources(found.values())

@@ -269,9 +269,7 @@ SD3_FILE: Final[Places] = {
     "text_encoder_3": ("text_encoders.t5xxl.transformer.", DIFFUSERS),
 }
 # What may be a file by itself.
-ALONE: Final[Places] = {
-    component: ("", ORIGINAL) for component in ("transformer", "vae", "text_encoder_2")
-}
+ALONE: Final[Places] = dict.fromkeys(("transformer", "vae", "text_encoder_2"), ("", ORIGINAL))
 # The text encoder of SD 2 is not OpenAI's, and has more layers.
 DEEP: Final = "text_model.encoder.layers.12.layer_norm1.weight"
 DEEP_PLACE: Final = ("cond_stage_model.model.", ORIGINAL)

@@ -5,7 +5,7 @@ found by them, and put back to the names of a base.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -35,6 +35,7 @@ from darelib.models.pieces import (
     list_pieces,
     transpose,
 )
+from darelib.models.source import Source
 from darelib.models.tensors import TensorInfo
 
 Tensors: TypeAlias = Mapping[str, TensorInfo]
@@ -62,7 +63,9 @@ class Home:
 
 
 def find_homes(tensors: Tensors) -> list[Home]:
-    """The components that a model has; none: it is no diffusion model that is known."""
+    """The components that a model has, or, if nothing stands before its names, those that it may
+    be; none: it is no diffusion model that is known.
+    """
     homes: dict[str, Home] = {}
     known = [(prefix, own) for own, prefixes in PREFIXES for prefix in prefixes]
     bare = [("", component) for component, _ in PREFIXES]
@@ -80,10 +83,28 @@ def find_homes(tensors: Tensors) -> list[Home]:
     return list(homes.values())
 
 
-def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
+def is_bare(homes: Collection[Home]) -> bool:
+    """Whether a model is one of several components, and its names do not say which."""
+    return len(homes) > 1 and not any(home.prefix for home in homes)
+
+
+def tell_apart(components: Collection[str], source: Source) -> str:
+    """Which of these components a model is, by the name of its file, or of its folder."""
+    path = source.path.absolute()
+    known = [name for name in (path.stem, path.parent.name) if name in components]
+    if not known:
+        raise DareError(
+            f"{source.name!r} may be any of {', '.join(components)}, and its shapes do not say "
+            "which",
+            "give its file, or the folder that it is in, the name of what it is",
+        )
+    return known[0]
+
+
+def list_ways(tensors: Tensors, homes: Iterable[Home]) -> dict[str, TensorInfo]:
     """What tensors can be called, by the names of both kinds, each with what it is made of."""
     ways: dict[str, TensorInfo] = {}
-    for home in find_homes(tensors):
+    for home in homes:
         own, both = _translate(home, tensors)
         others = {new: old for old, new in home.map.others.items()}
         renamed = {_rename(name, others): info for name, info in both[DIFFUSERS].items()}
@@ -92,9 +113,13 @@ def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
     return ways
 
 
-def name_originally(tensors: Tensors) -> dict[str, TensorInfo]:
+def name_originally(tensors: Tensors, source: Source) -> dict[str, TensorInfo]:
     """The components of a model by the names that they have in a single file."""
     homes = {home.map.component: home for home in find_homes(tensors)}
+    if is_bare(homes.values()):
+        deep = [own for own, h in homes.items() if DEEP in _translate(h, tensors)[1][DIFFUSERS]]
+        own = deep[-1] if deep else tell_apart(homes, source)
+        homes = {own: homes[own]}
     places = next((home.map.file for home in homes.values() if home.map.file), SD_FILE)
     if len(homes) == 1 and homes.keys() <= ALONE.keys():
         places = ALONE
@@ -178,11 +203,24 @@ def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
 # --- back to the names of a base -----------------------------------------------------------------
 
 
-def match_names(tensors: Tensors, base: Tensors) -> dict[str, TensorInfo]:
+def match_names(tensors: Tensors, base: Tensors, source: Source) -> dict[str, TensorInfo]:
     """Tensors that a model has by other names than the base, by those of the base."""
-    ways = list_ways(tensors)
-    homes = find_homes(base) if ways else []
-    pairs = (pair for home in homes for pair in home.list_names(base))
+    homes = find_homes(tensors)
+    if not is_bare(homes):
+        return _match(homes, tensors, base)
+    choices = {home.map.component: _match([home], tensors, base) for home in homes}
+    fitting = {
+        own: sum(info.shape == base[name].shape for name, info in found.items())
+        for own, found in choices.items()
+    }
+    best = [own for own in choices if fitting[own] == max(fitting.values())]
+    is_clear = all(choices[own].keys() == choices[best[0]].keys() for own in best)
+    return choices[best[0] if is_clear else tell_apart(best, source)]
+
+
+def _match(homes: Iterable[Home], tensors: Tensors, base: Tensors) -> Named:
+    ways = list_ways(tensors, homes)
+    pairs = (pair for home in find_homes(base) for pair in home.list_names(base)) if ways else ()
     return {
         name: fit_shape(ways[way], base[name].shape)
         for name, way in pairs

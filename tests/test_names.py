@@ -620,6 +620,18 @@ def test_what_is_made_of_pieces_is_packed_and_compared_like_what_is_stored(
     run("verify", "-q", tmp_path / "x.safetensors", "--engine=plain")
 
 
+def test_what_was_packed_against_one_kind_of_names_wants_that_base(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    original = randomise(SMALL["flux"], F32)
+    base, model, other = save(
+        tmp_path, base=original, model=finetune(original, 1, 0.01), other=to_diffusers(original)
+    )
+    packed = tmp_path / "packed.safetensors"
+    run("pack", "-q", "-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5)
+    check_refused(other, packed, "give the base that it was packed against")
+
+
 def test_pieces_of_fp8_are_read_like_what_is_stored(tmp_path: Path) -> None:
     original = randomise(SMALL["flux"], BF16)
     tuned = {

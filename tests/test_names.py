@@ -632,6 +632,17 @@ def test_what_was_packed_against_one_kind_of_names_wants_that_base(
     check_refused(other, packed, "give the base that it was packed against")
 
 
+def test_what_is_used_in_part_is_reported(tmp_path: Path, capsys: Capture) -> None:
+    original = randomise(SMALL["flux"], F32)
+    named = to_diffusers(original)
+    del named["transformer/transformer_blocks.0.attn.to_k.weight"]
+    base, model = save(tmp_path, base=named, model=finetune(original, 1, 0.01))
+    run("-b", base, "-m", model, "-o", tmp_path / "out.safetensors", "--drop-rate=0")
+    shown = capsys.readouterr()
+    assert "1 tensor that the base lacks" in shown.err + shown.out
+    assert "'double_blocks.0.img_attn.qkv.weight'" in shown.err + shown.out
+
+
 def test_pieces_of_fp8_are_read_like_what_is_stored(tmp_path: Path) -> None:
     original = randomise(SMALL["flux"], BF16)
     tuned = {

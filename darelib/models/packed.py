@@ -161,7 +161,9 @@ class PackedModel(Checkpoint):
                 )
             self.seed = table["seed"]
             self._check(self.seed, is_count(self.seed, 0), "seed")
-            self._check_base(dict(table["base"]))  # first: those of another are not what entries say
+            self._check_base(
+                dict(table["base"])
+            )  # first: those of another are not what entries say
             packed = {name: self._read_entry(name, e) for name, e in table["tensors"].items()}
             self._tied = table.get("tie_word_embeddings")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from darelib.models.inputs import open_source
+from darelib.models.names import MAPS
 from darelib.models.source import Source
-from darelib.models.translation import list_ways
+from darelib.models.translation import LONGEST, find_homes, list_ways
 from tests.support import (
     BF16,
     F32,
@@ -237,7 +239,7 @@ def read_ways(path: Path) -> Tensors:
     """All tensors of a model by the names that the map has for them."""
     found = {}
     with closing(open_source(Source.of(path), None)) as model:
-        for name, info in list_ways(model.tensors).items():
+        for name, info in list_ways(model.tensors, find_homes(model.tensors)).items():
             made = np.empty(info.nbytes, np.uint8)
             half = info.count // 2  # not all at once
             item = info.nbytes // max(info.count, 1)
@@ -478,6 +480,27 @@ def test_every_tensor_has_the_names_of_both_kinds(tmp_path: Path, family: str) -
         assert_same({name: ways[name] for name in both}, both)
 
 
+def test_names_of_any_length_are_read_at_once(tmp_path: Path) -> None:
+    """Quick as well as right: every start of a name would be looked up."""
+    known = {key for own in MAPS for table in (*own.shares, own.others) for key in table}
+    assert max(map(len, known)) <= LONGEST
+    long: Shapes = {f"{k}{'.' * 10_000}": (1,) for k in range(100)}
+    path = save(tmp_path, long=number({**choose("sd"), **put(UNET, long)}))[0]
+    started = time.process_time()
+    assert put("unet/", long).keys() <= read_ways(path).keys()
+    assert time.process_time() - started < 5
+
+
+def test_a_projection_larger_than_any_has_no_other_name(tmp_path: Path) -> None:
+    """To read a chunk of it turned, all of it is read."""
+    large = torch.zeros(4097, 4096, dtype=torch.float8_e4m3fn)
+    path = save(tmp_path, base={"text_encoder_2/text_projection.weight": large})[0]
+    with closing(open_source(Source.of(path), None)) as model:
+        ways = list_ways(model.tensors, find_homes(model.tensors))
+    assert "text_encoder_2/text_projection.weight" in ways
+    assert "text_encoder_2/text_projection" not in ways
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FILES)
 def test_these_names_are_those_of_diffusers(family: str) -> None:
@@ -597,6 +620,29 @@ def test_what_is_made_of_pieces_is_packed_and_compared_like_what_is_stored(
     run("verify", "-q", tmp_path / "x.safetensors", "--engine=plain")
 
 
+def test_what_was_packed_against_one_kind_of_names_wants_that_base(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    original = randomise(SMALL["flux"], F32)
+    base, model, other = save(
+        tmp_path, base=original, model=finetune(original, 1, 0.01), other=to_diffusers(original)
+    )
+    packed = tmp_path / "packed.safetensors"
+    run("pack", "-q", "-b", base, "-m", model, "-o", packed, "--drop-rate", 0.5)
+    check_refused(other, packed, "give the base that it was packed against")
+
+
+def test_what_is_used_in_part_is_reported(tmp_path: Path, capsys: Capture) -> None:
+    original = randomise(SMALL["flux"], F32)
+    named = to_diffusers(original)
+    del named["transformer/transformer_blocks.0.attn.to_k.weight"]
+    base, model = save(tmp_path, base=named, model=finetune(original, 1, 0.01))
+    run("-b", base, "-m", model, "-o", tmp_path / "out.safetensors", "--drop-rate=0")
+    shown = capsys.readouterr()
+    assert "1 tensor that the base lacks" in shown.err + shown.out
+    assert "'double_blocks.0.img_attn.qkv.weight'" in shown.err + shown.out
+
+
 def test_pieces_of_fp8_are_read_like_what_is_stored(tmp_path: Path) -> None:
     original = randomise(SMALL["flux"], BF16)
     tuned = {
@@ -672,6 +718,15 @@ def test_an_adapter_changes_the_same_weights_by_either_name(
         torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
 
 
+def test_a_change_of_as_many_elements_in_another_shape_is_refused(
+    tmp_path: Path, check_refused: Refusal
+) -> None:
+    [base] = save(tmp_path, base=randomise(SMALL["flux"], F32))
+    pairs = low_rank("transformer/transformer_blocks.0.ff.net.0.proj", (2 * WIDE, 2 * WIDE))
+    words = "is [24, 6] in the base, and [12, 12]"
+    check_refused(base, write_adapter(tmp_path / "adapter", pairs), words)
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [
@@ -733,6 +788,111 @@ def test_a_pipeline_becomes_one_file_and_that_becomes_it_again(tmp_path: Path, f
     run("verify", "-q", tmp_path / "again")
     run("convert", "-q", old, tmp_path / "other.safetensors", "--base", one)
     assert_same(load_file(tmp_path / "other.safetensors"), original)
+
+
+T5 = {"encoder.block.0.layer.0.SelfAttention.q.weight": (WIDE, WIDE)}
+PROJECTED = {**clip(1), "text_projection.weight": (WIDE, WIDE)}
+SD3_PARTS = {
+    **put("transformer/", {"transformer_blocks.23.norm1_context.linear.weight": (2, WIDE)}),
+    **put("vae/", {"decoder.up_blocks.3.resnets.0.norm1.weight": (WIDE,)}),
+    **put("text_encoder/", PROJECTED),
+    **put("text_encoder_2/", PROJECTED),
+}
+FLUX_PARTS = {
+    **put("transformer/single_transformer_blocks.0.", {"proj_mlp.weight": (8, WIDE)}),
+    **put(
+        "transformer/single_transformer_blocks.0.attn.", {f"to_{k}.weight": (2, 6) for k in "qkv"}
+    ),
+    **put("vae/", {"decoder.up_blocks.3.resnets.0.norm1.weight": (WIDE,)}),
+    **put("text_encoder/", clip(1)),
+}
+REFINER_PARTS = {
+    **put("unet/", {"down_blocks.0.resnets.0.norm1.weight": (WIDE,)}),
+    **put("text_encoder_2/", PROJECTED),
+}
+CLIP_L = "text_encoders.clip_l.transformer."
+CLIP_G = "text_encoders.clip_g.transformer."
+LARGE_T5 = "text_encoders.t5xxl.transformer."
+
+
+@pytest.mark.parametrize(
+    ("parts", "starts"),
+    [
+        (SD3_PARTS, [UNET, VAE, CLIP_L, CLIP_G]),
+        ({**SD3_PARTS, **put("text_encoder_3/", T5)}, [UNET, VAE, CLIP_L, CLIP_G, LARGE_T5]),
+        (FLUX_PARTS, [UNET, "vae.", CLIP_L]),
+        ({**FLUX_PARTS, **put("text_encoder_2/", T5)}, [UNET, "vae.", CLIP_L, LARGE_T5]),
+        (REFINER_PARTS, [UNET, "conditioner.embedders.0.model."]),
+    ],
+    ids=["sd3 without t5", "sd3", "flux without t5", "flux", "refiner"],
+)
+def test_the_main_component_says_where_the_others_are(
+    tmp_path: Path, parts: Shapes, starts: list[str]
+) -> None:
+    """Text encoders may be left out, which changes nothing for those that are there."""
+    old = put_pipeline(tmp_path / "old", number(parts))
+    one = tmp_path / "one.safetensors"
+    run("convert", "-q", old, one)
+    found = [[start for start in starts if name.startswith(start)] for name in load_file(one)]
+    assert all(found)
+    assert {start for [start] in found} == {*starts}
+    run("convert", "-q", one, tmp_path / "again", "--base", old)
+    assert_same(load_pipeline(tmp_path / "again"), load_pipeline(old))
+
+
+def pair_encoders(wide: int) -> Tensors:
+    """Both text encoders of a pipeline, with projections; the second is as wide as this."""
+    shapes = {
+        name: tuple(side * wide // WIDE if side % WIDE == 0 else side for side in shape)
+        for name, shape in PROJECTED.items()
+    }
+    parts = {**put("text_encoder/", PROJECTED), **put("text_encoder_2/", shapes)}
+    return randomise(parts, F32)
+
+
+@pytest.mark.parametrize(
+    ("wide", "name"),
+    [(WIDE, "text_encoder_2"), (WIDE, "text_encoder"), (2 * WIDE, "any"), (WIDE, "any")],
+)
+def test_a_text_encoder_by_itself_is_one_of_the_two(
+    tmp_path: Path, check_refused: Refusal, wide: int, name: str
+) -> None:
+    """Told by its shapes, or by its name; where neither does, nothing is written."""
+    named = pair_encoders(wide)
+    base = put_pipeline(tmp_path / "base", named)
+    part = "text_encoder" if name == "text_encoder" else "text_encoder_2"
+    inside = {n.removeprefix(f"{part}/"): t for n, t in named.items() if n.startswith(f"{part}/")}
+    tuned = finetune(inside, 1, 0.01)
+    [model] = save(tmp_path, **{name: tuned})
+    if (wide, name) == (WIDE, "any"):
+        check_refused(base, model, "may be any of text_encoder, text_encoder_2")
+        return
+    out = tmp_path / "out"
+    both = ["--components", "text_encoder", "text_encoder_2"]
+    run("-q", "-b", base, "-m", model, "-o", out, "--drop-rate=0", *both)
+    merged = load_pipeline(out)
+    for each, tensor in named.items():
+        own = tuned[each.removeprefix(f"{part}/")] if each.startswith(f"{part}/") else tensor
+        torch.testing.assert_close(merged[each], own)
+    run("verify", "-q", out)
+
+
+def test_a_second_text_encoder_becomes_one_file(tmp_path: Path, capsys: Capture) -> None:
+    """One with more layers than OpenAI's is the second by itself."""
+    original = randomise(open_clip(13), F32)
+    del original["logit_scale"]
+    named = to_diffusers({f"conditioner.embedders.1.model.{n}": t for n, t in original.items()})
+    inside = {name.removeprefix("text_encoder_2/"): tensor for name, tensor in named.items()}
+    shallow = {name: tensor for name, tensor in inside.items() if "layers.12." not in name}
+    save(tmp_path, deep=inside, shallow=shallow, text_encoder_2=shallow)
+    out = tmp_path / "out.safetensors"
+    run("convert", "-q", tmp_path / "deep.safetensors", out)
+    assert_same(load_file(out), original)
+    run("convert", tmp_path / "shallow.safetensors", tmp_path / "no.safetensors", status=1)
+    assert "may be any of text_encoder, text_encoder_2" in capsys.readouterr().err
+    assert not (tmp_path / "no.safetensors").exists()
+    run("convert", "-q", "--force", tmp_path / "text_encoder_2.safetensors", out)
+    assert_same(load_file(out), {n: t for n, t in original.items() if "blocks.12." not in n})
 
 
 def test_a_text_encoder_has_its_names_with_and_without_a_prefix(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from darelib.commands.merge import run as run_merge
 from darelib.commands.options import Flags, MergerClass
 from darelib.core.text import LOG, ConfigError, DareError, list_names
 from darelib.models.inputs import open_models
-from darelib.models.pieces import list_sources
+from darelib.models.pieces import count_used
 from darelib.models.source import Source
 from darelib.models.translation import find_homes, name_originally
 from darelib.output.scratch import write_new_file
@@ -48,7 +48,7 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
     in it.
     """
     with open_models([old]) as [model]:
-        tensors = name_originally(model.tensors)
+        tensors = name_originally(model.tensors, old)
         if tensors.keys() <= model.tensors.keys():
             raise ConfigError(
                 f"{old.name!r} has the names of original files already",
@@ -62,7 +62,7 @@ def convert_to_original(old: Source, new: Path) -> tuple[int, tuple[str, ...]]:
             )
         if new.exists() and any(new.samefile(file.path) for file in model.files):
             raise ConfigError(f"{str(new)!r} is the input", "choose another name")
-        used = list_sources(tensors.values())
+        used = count_used(tensors.values())
         left_out = tuple(name for name, info in model.tensors.items() if id(info) not in used)
         if lost := [name for name in left_out if name.startswith(MAIN)]:
             raise DareError(

@@ -20,7 +20,7 @@ from darelib.models.lorafile import LoraFile, find_lora_file
 from darelib.models.names import KINDS
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
-from darelib.models.pieces import list_sources
+from darelib.models.pieces import count_used
 from darelib.models.prefixes import fit_names
 from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.stack import Stack
@@ -47,7 +47,7 @@ def open_adapter(
     kind: type[LoraAdapter], source: Source, layout: Layout, base: Checkpoint | None
 ) -> Checkpoint:
     """An adapter, which may have any of the names by which a diffusion model is known."""
-    ways = list_ways(base.tensors) if base else {}
+    ways = list_ways(base.tensors, find_homes(base.tensors)) if base else {}
     if not base or not ways:
         return kind(source, layout, base)
     view = copy.copy(base)
@@ -62,11 +62,12 @@ def open_adapter(
 
 def use_names(model: Checkpoint, base: Checkpoint) -> None:
     """Give what a diffusion model calls otherwise than the base does the base's names."""
-    found = {} if model.partial else match_names(model.tensors, base.tensors)
+    found = {} if model.partial else match_names(model.tensors, base.tensors, model.source)
     if not found:
         return
-    used = list_sources(found.values())
-    own = {name: info for name, info in model.tensors.items() if id(info) not in used}
+    used = count_used(found.values())
+    # What the base takes but a part of is among the rest, too, and so reported as ignored.
+    own = {n: info for n, info in model.tensors.items() if used.get(id(info), -1) < info.count}
     theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
     how = f"the names of {theirs}, and the base those of {mine}"
     model.warnings += (

@@ -238,6 +238,44 @@ SD3: Final[Table] = {
     "final_layer.adaLN_modulation.1": FLUX["final_layer.adaLN_modulation.1"],
 }
 
+# --- single files --------------------------------------------------------------------------------
+
+ORIGINAL, DIFFUSERS = 0, 1  # which of the two names
+KINDS: Final = ("original files", "diffusers")
+# The single files that programs read: for each component, what stands before its names, and which
+# they are. Text encoders of OpenAI are everywhere called as in diffusers.
+Places: TypeAlias = Mapping[str, tuple[str, int]]
+SD_FILE: Final[Places] = {
+    "unet": ("model.diffusion_model.", ORIGINAL),
+    "vae": ("first_stage_model.", ORIGINAL),
+    "text_encoder": ("cond_stage_model.transformer.", DIFFUSERS),
+    "text_encoder_2": ("conditioner.embedders.0.model.", ORIGINAL),  # SDXL's refiner has only that
+}
+SDXL_FILE: Final[Places] = {
+    **SD_FILE,
+    "text_encoder": ("conditioner.embedders.0.transformer.", DIFFUSERS),
+    "text_encoder_2": ("conditioner.embedders.1.model.", ORIGINAL),
+}
+FLUX_FILE: Final[Places] = {
+    "transformer": ("model.diffusion_model.", ORIGINAL),
+    "vae": ("vae.", ORIGINAL),
+    "text_encoder": ("text_encoders.clip_l.transformer.", DIFFUSERS),
+    "text_encoder_2": ("text_encoders.t5xxl.transformer.", DIFFUSERS),
+}
+SD3_FILE: Final[Places] = {
+    **FLUX_FILE,
+    "vae": ("first_stage_model.", ORIGINAL),
+    "text_encoder_2": ("text_encoders.clip_g.transformer.", DIFFUSERS),
+    "text_encoder_3": ("text_encoders.t5xxl.transformer.", DIFFUSERS),
+}
+# What may be a file by itself.
+ALONE: Final[Places] = dict.fromkeys(("transformer", "vae", "text_encoder_2"), ("", ORIGINAL))
+# The text encoder of SD 2 is not OpenAI's, and has more layers.
+DEEP: Final = "text_model.encoder.layers.12.layer_norm1.weight"
+DEEP_PLACE: Final = ("cond_stage_model.model.", ORIGINAL)
+
+# --- maps ----------------------------------------------------------------------------------------
+
 
 class Share(NamedTuple):
     """Rows that a tensor of one kind of names has in common with one of the other kind: which they
@@ -262,6 +300,7 @@ class Map:
     table: Table
     # Other names that diffusers has for the same: the usual ones by them.
     others: Mapping[str, str] = field(default_factory=dict)
+    file: Places | None = None  # the single file that it is in; None: it may be in several
 
     @cached_property
     def shares(self) -> tuple[dict[str, list[Share]], dict[str, list[Share]]]:
@@ -283,16 +322,23 @@ class Map:
 T5: Final = "encoder.block.0.layer.0.SelfAttention.q.weight"
 # The first that has its marker is a component's.
 MAPS: Final = (
-    Map("unet", ("output_blocks.0.1.norm.weight", "up_blocks.0.attentions.0.norm.weight"), UNET),
+    Map(
+        "unet",
+        ("output_blocks.0.1.norm.weight", "up_blocks.0.attentions.0.norm.weight"),
+        UNET,
+        file=SDXL_FILE,
+    ),
     Map(
         "unet",
         ("input_blocks.1.0.in_layers.0.weight", "down_blocks.0.resnets.0.norm1.weight"),
         SMALL_UNET,
+        file=SD_FILE,
     ),
     Map(
         "transformer",
         ("double_blocks.0.img_attn.qkv.weight", "single_transformer_blocks.0.proj_mlp.weight"),
         FLUX,
+        file=FLUX_FILE,
     ),
     # Of SD 3 and 3.5, by the number of the last block: there, shift and scale are swapped, too.
     *(
@@ -309,6 +355,7 @@ MAPS: Final = (
                     (f"transformer_blocks.{last}.norm1_context.linear", 0, 1),
                 ),
             },
+            file=SD3_FILE,
         )
         for last in (37, 23)
     ),
@@ -318,7 +365,13 @@ MAPS: Final = (
         VAE,
         OLD_VAE,
     ),
-    Map("text_encoder_2", ("text_projection", "text_projection.weight"), OPEN_CLIP, SHORT_CLIP),
+    Map(
+        "text_encoder_2",
+        ("text_projection", "text_projection.weight"),
+        OPEN_CLIP,
+        SHORT_CLIP,
+        file=SDXL_FILE,
+    ),
     Map(
         "text_encoder",
         (
@@ -329,8 +382,8 @@ MAPS: Final = (
         OPEN_CLIP,
         SHORT_CLIP,
     ),
-    Map("text_encoder_2", (T5, T5), {}),
-    Map("text_encoder_3", (T5, T5), {}),
+    Map("text_encoder_2", (T5, T5), {}, file=FLUX_FILE),
+    Map("text_encoder_3", (T5, T5), {}, file=SD3_FILE),
 )
 # What stands before the names of a component, in files of all kinds.
 PREFIXES: Final = (
@@ -353,6 +406,7 @@ PREFIXES: Final = (
         (
             "text_encoder_2/",
             "conditioner.embedders.1.model.",
+            "conditioner.embedders.0.model.",
             "text_encoders.clip_g.transformer.",
             "text_encoders.t5xxl.transformer.",
             "text_encoder_2.",
@@ -363,40 +417,3 @@ PREFIXES: Final = (
         ("text_encoder_3/", "text_encoders.t5xxl.transformer.", "text_encoder_3."),
     ),
 )
-ORIGINAL, DIFFUSERS = 0, 1  # which of the two names
-KINDS: Final = ("original files", "diffusers")
-# The single files that programs read: for each component, what stands before its names, and which
-# they are. The first that has a place for all components of a model is its; text encoders of
-# OpenAI are everywhere called as in diffusers.
-SD: Final = {
-    "unet": ("model.diffusion_model.", ORIGINAL),
-    "vae": ("first_stage_model.", ORIGINAL),
-    "text_encoder": ("cond_stage_model.transformer.", DIFFUSERS),
-}
-SINGLE_FILES: Final = (
-    {"vae": ("", ORIGINAL)},
-    {"transformer": ("", ORIGINAL)},
-    {"text_encoder_2": ("", ORIGINAL)},
-    SD,
-    {
-        **SD,
-        "text_encoder": ("conditioner.embedders.0.transformer.", DIFFUSERS),
-        "text_encoder_2": ("conditioner.embedders.1.model.", ORIGINAL),
-    },
-    {
-        "transformer": ("model.diffusion_model.", ORIGINAL),
-        "vae": ("vae.", ORIGINAL),
-        "text_encoder": ("text_encoders.clip_l.transformer.", DIFFUSERS),
-        "text_encoder_2": ("text_encoders.t5xxl.transformer.", DIFFUSERS),
-    },
-    {
-        "transformer": ("model.diffusion_model.", ORIGINAL),
-        "vae": ("first_stage_model.", ORIGINAL),
-        "text_encoder": ("text_encoders.clip_l.transformer.", DIFFUSERS),
-        "text_encoder_2": ("text_encoders.clip_g.transformer.", DIFFUSERS),
-        "text_encoder_3": ("text_encoders.t5xxl.transformer.", DIFFUSERS),
-    },
-)
-# The text encoder of SD 2 is not OpenAI's, and has more layers.
-DEEP: Final = "text_model.encoder.layers.12.layer_norm1.weight"
-DEEP_PLACE: Final = ("cond_stage_model.model.", ORIGINAL)

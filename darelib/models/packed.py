@@ -161,8 +161,10 @@ class PackedModel(Checkpoint):
                 )
             self.seed = table["seed"]
             self._check(self.seed, is_count(self.seed, 0), "seed")
+            self._check_base(
+                dict(table["base"])
+            )  # first: those of another are not what entries say
             packed = {name: self._read_entry(name, e) for name, e in table["tensors"].items()}
-            stated = dict(table["base"])
             self._tied = table.get("tie_word_embeddings")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DareError(
@@ -170,6 +172,9 @@ class PackedModel(Checkpoint):
                 "something in its table is missing, or of another type than it should be",
                 AGAIN_HINT,
             ) from None
+        return packed
+
+    def _check_base(self, stated: Mapping[str, Any]) -> None:
         for key, value in self._base.fingerprint.items():
             if stated.get(key) != value:
                 raise DareError(
@@ -178,7 +183,6 @@ class PackedModel(Checkpoint):
                     f"its {key} is {value}, not {stated.get(key)}",
                     BASE_HINT,
                 )
-        return packed
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Rows lie one after the other, so that a range of them is a range of elements.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -72,9 +73,13 @@ def list_pieces(info: TensorInfo) -> tuple[Piece, ...]:
     return encoding.parts if isinstance(encoding, Pieces) else (Piece(info, 0, info.count),)
 
 
-def list_sources(infos: Iterable[TensorInfo]) -> set[int]:
-    """By id: the tensors of a model that others are made of."""
-    return {id(piece.info) for info in infos for piece in list_pieces(info)}
+def count_used(infos: Iterable[TensorInfo]) -> Counter[int]:
+    """By id: of the tensors of a model that others are made of, how many elements are used."""
+    used = Counter[int]()
+    for info in infos:
+        for piece in list_pieces(info):
+            used[id(piece.info)] += piece.count
+    return used
 
 
 def transpose(info: TensorInfo) -> TensorInfo:
@@ -92,6 +97,12 @@ def join(parts: Sequence[Piece], shape: tuple[int, ...]) -> TensorInfo:
             return replace(first, shape=shape)
     pieces = Pieces(tuple(parts))
     return TensorInfo(first.dtype, shape, is_delta=first.is_delta, encoding=pieces)
+
+
+def drop_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without the ones at its end, which say nothing about where its elements are."""
+    end = max((k for k, side in enumerate(shape, 1) if side != 1), default=0)
+    return shape[:end]
 
 
 def fit_shape(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:

@@ -5,13 +5,14 @@ found by them, and put back to the names of a base.
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from darelib.core.formats import STORED_BITS
 from darelib.core.text import DareError
 from darelib.models.names import (
+    ALONE,
     DEEP,
     DEEP_PLACE,
     DIFFUSERS,
@@ -19,8 +20,7 @@ from darelib.models.names import (
     ORIGINAL,
     POINTS,
     PREFIXES,
-    SD,
-    SINGLE_FILES,
+    SD_FILE,
     TRANSPOSED,
     Map,
     Share,
@@ -28,18 +28,23 @@ from darelib.models.names import (
 from darelib.models.pieces import (
     Piece,
     Transposed,
+    drop_ones,
     fill_gaps,
     fit_shape,
     join,
     list_pieces,
     transpose,
 )
+from darelib.models.source import Source
 from darelib.models.tensors import TensorInfo
 
 Tensors: TypeAlias = Mapping[str, TensorInfo]
 Named: TypeAlias = dict[str, TensorInfo]
 
 NUMBER: Final = re.compile(r"\.\d+(?=\.)")
+# Elements, ten times those of the largest projection: all of it is read for each chunk of it.
+MAX_TRANSPOSED: Final = 1 << 24
+LONGEST: Final = 80  # letters of a module in any table: names of files may have many thousands
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ class Home:
 
 
 def find_homes(tensors: Tensors) -> list[Home]:
-    """The components that a model has; none: it is no diffusion model that is known."""
+    """The components that a model has, or, if nothing stands before its names, those that it may
+    be; none: it is no diffusion model that is known.
+    """
     homes: dict[str, Home] = {}
     known = [(prefix, own) for own, prefixes in PREFIXES for prefix in prefixes]
     bare = [("", component) for component, _ in PREFIXES]
@@ -76,10 +83,28 @@ def find_homes(tensors: Tensors) -> list[Home]:
     return list(homes.values())
 
 
-def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
+def is_bare(homes: Collection[Home]) -> bool:
+    """Whether a model is one of several components, and its names do not say which."""
+    return len(homes) > 1 and not any(home.prefix for home in homes)
+
+
+def tell_apart(components: Collection[str], source: Source) -> str:
+    """Which of these components a model is, by the name of its file, or of its folder."""
+    path = source.path.absolute()
+    known = [name for name in (path.stem, path.parent.name) if name in components]
+    if not known:
+        raise DareError(
+            f"{source.name!r} may be any of {', '.join(components)}, and its shapes do not say "
+            "which",
+            "give its file, or the folder that it is in, the name of what it is",
+        )
+    return known[0]
+
+
+def list_ways(tensors: Tensors, homes: Iterable[Home]) -> dict[str, TensorInfo]:
     """What tensors can be called, by the names of both kinds, each with what it is made of."""
     ways: dict[str, TensorInfo] = {}
-    for home in find_homes(tensors):
+    for home in homes:
         own, both = _translate(home, tensors)
         others = {new: old for old, new in home.map.others.items()}
         renamed = {_rename(name, others): info for name, info in both[DIFFUSERS].items()}
@@ -88,14 +113,20 @@ def list_ways(tensors: Tensors) -> dict[str, TensorInfo]:
     return ways
 
 
-def name_originally(tensors: Tensors) -> dict[str, TensorInfo]:
+def name_originally(tensors: Tensors, source: Source) -> dict[str, TensorInfo]:
     """The components of a model by the names that they have in a single file."""
     homes = {home.map.component: home for home in find_homes(tensors)}
-    places = next((p for p in SINGLE_FILES if homes.keys() <= p.keys()), SINGLE_FILES[-1])
+    if is_bare(homes.values()):
+        deep = [own for own, h in homes.items() if DEEP in _translate(h, tensors)[1][DIFFUSERS]]
+        own = deep[-1] if deep else tell_apart(homes, source)
+        homes = {own: homes[own]}
+    places = next((home.map.file for home in homes.values() if home.map.file), SD_FILE)
+    if len(homes) == 1 and homes.keys() <= ALONE.keys():
+        places = ALONE
     named: dict[str, TensorInfo] = {}
     for component in homes.keys() & places.keys():
         _, both = _translate(homes[component], tensors)
-        is_deep = places is SD and component == "text_encoder" and DEEP in both[DIFFUSERS]
+        is_deep = places is SD_FILE and component == "text_encoder" and DEEP in both[DIFFUSERS]
         prefix, kind = DEEP_PLACE if is_deep else places[component]
         named |= {prefix + name: info for name, info in both[kind].items()}
     return dict(sorted(named.items()))
@@ -121,7 +152,7 @@ def _find_entry(name: str, table: Mapping[str, Any]) -> tuple[str, str, str]:
     """
     match = NUMBER.search(name)
     for form in (name, NUMBER.sub(".#", name, count=1)):
-        end = len(form)
+        end = len(form) if len(form) <= LONGEST else form.rfind(".", 0, LONGEST + 1)
         while end > 0:
             if form[:end] in table:
                 return form[:end], form[end:], match[0] if match else ""
@@ -138,6 +169,8 @@ def _turn(tensors: Tensors, table: Mapping[str, list[Share]]) -> Named:
         entry, rest, number = _find_entry(name, table)
         sides = len(info.shape)
         if entry in TRANSPOSED and sides == 2:
+            if info.count > MAX_TRANSPOSED:
+                continue
             info = transpose(info)
         elif entry in POINTS and sides in (2, 4):
             info = fit_shape(info, info.shape[:2] if sides == 4 else (*info.shape, 1, 1))
@@ -170,11 +203,24 @@ def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
 # --- back to the names of a base -----------------------------------------------------------------
 
 
-def match_names(tensors: Tensors, base: Tensors) -> dict[str, TensorInfo]:
+def match_names(tensors: Tensors, base: Tensors, source: Source) -> dict[str, TensorInfo]:
     """Tensors that a model has by other names than the base, by those of the base."""
-    ways = list_ways(tensors)
-    homes = find_homes(base) if ways else []
-    pairs = (pair for home in homes for pair in home.list_names(base))
+    homes = find_homes(tensors)
+    if not is_bare(homes):
+        return _match(homes, tensors, base)
+    choices = {home.map.component: _match([home], tensors, base) for home in homes}
+    fitting = {
+        own: sum(info.shape == base[name].shape for name, info in found.items())
+        for own, found in choices.items()
+    }
+    best = [own for own in choices if fitting[own] == max(fitting.values())]
+    is_clear = all(choices[own].keys() == choices[best[0]].keys() for own in best)
+    return choices[best[0] if is_clear else tell_apart(best, source)]
+
+
+def _match(homes: Iterable[Home], tensors: Tensors, base: Tensors) -> Named:
+    ways = list_ways(tensors, homes)
+    pairs = (pair for home in find_homes(base) for pair in home.list_names(base)) if ways else ()
     return {
         name: fit_shape(ways[way], base[name].shape)
         for name, way in pairs
@@ -193,7 +239,7 @@ def put_back(changes: Tensors, base: Tensors, ways: Tensors, adapter: str) -> di
         if name in base:
             continue
         way = ways[name]
-        if change.count != way.count:
+        if drop_ones(change.shape) != drop_ones(way.shape):
             raise DareError(
                 f"{name!r} is {list(way.shape)} in the base, and {list(change.shape)} in the "
                 f"adapter {adapter!r}",

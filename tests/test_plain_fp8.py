@@ -37,7 +37,14 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "img_in.weight": (37, 61),
     "img_in.bias": (37,),
     "blocks.0.weight": (5, 3, 2, 2),
-    "scale": (3,),
+    "norms.0.scale": (3,),
+}
+# What layers of models without scales are called, and not the scales of others.
+OWN: dict[str, tuple[int, ...]] = {
+    "blocks.1.norm.query_norm.scale": (4,),
+    "text_encoders.clip_g.logit_scale": (),
+    "blocks.1.scale_shift_table": (6, 4),
+    "first_stage_model.quant_conv.weight": (4, 4, 1, 1),
 }
 
 
@@ -46,7 +53,7 @@ def make_models(*dtypes: torch.dtype) -> list[Tensors]:
     base = random_model(dtype=F32, shapes=SHAPES)
     models = [base, *(finetune(base, k, 0.02) for k in range(1, len(dtypes)))]
     return [
-        {name: tensor.to(BF16 if name == "scale" else dtype) for name, tensor in model.items()}
+        {name: tensor.to(BF16 if name == "norms.0.scale" else dtype) for name, tensor in model.items()}
         for model, dtype in zip(models, dtypes, strict=True)
     ]
 
@@ -122,20 +129,49 @@ def test_without_a_type_to_write_a_hint_names_it(
         DareConfig(dtype="float8_e4m3fn")
     assert "FP8 is read, and not written" in error.value.hint
     # What is the same in all is copied, as any quantised weight is.
-    same = models[0] | {"scale": models[1]["scale"]}
+    same = models[0] | {"norms.0.scale": models[1]["norms.0.scale"]}
     [other] = save(tmp_path, other=same)
     merged = merge_paths(paths[0], [other], tmp_path / "out.safetensors", drop_rate=0)
     assert_same(merged, same)
 
 
-@pytest.mark.parametrize("name", ["img_in.input_scale", "scaled_fp8", "blocks.0.scale_weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "img_in.input_scale",
+        "scaled_fp8",
+        "blocks.0.scale_weight",
+        "img_in.qscale_weight",  # of Mistral
+        "img_in.scale",  # of DeepSeek
+        "img_in.weight_quantizer._amax",
+        "img_in.weight._scale",
+        "img_in.weight_s",
+        "scale",
+    ],
+)
 def test_a_file_in_which_anything_has_a_scale_is_not_taken_for_one_without(
     tmp_path: Path, check_refused: Refusal, name: str
 ) -> None:
     models = make_models(E4M3, E4M3)
     scaled = [model | {name: torch.ones(1)} for model in models]
     paths = save(tmp_path, base=scaled[0], math=scaled[1])
-    check_refused(*paths, "quantised", flags=["--dtype=bfloat16", "--engine=plain"])
+    words = ("quantised", "looks like a scale")
+    check_refused(*paths, *words, flags=["--dtype=bfloat16", "--engine=plain"])
+    [base] = save(tmp_path, base=widen(models[0]))
+    check_refused(base, paths[1], "quantised", flags=["--engine=plain"])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, BF16])
+def test_the_scales_that_layers_have_are_weights_like_others(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    own = random_model(3, F32, OWN)
+    models = [m | {n: t.to(dtype) for n, t in own.items()} for m in make_models(E4M3, E4M3)]
+    paths = save(tmp_path, base=models[0], math=models[1])
+    out = tmp_path / "out.safetensors"
+    merged = merge_paths(paths[0], paths[1:], out, dtype="bfloat16", drop_rate=0.5)
+    config = DareConfig(dtype="bfloat16", drop_rate=0.5)
+    assert_same(merged, dare_merge(widen(models[0]), [widen(models[1])], config))
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -354,6 +354,11 @@ def test_names_that_are_alike_by_chance_are_refused_as_before(
     crowd = {f"a{k}.{name}": tensor.clone() for k in range(17) for name, tensor in text[0].items()}
     [crowded] = save(tmp_path, crowd=crowd)
     check_refused(crowded, paths[0], "has no tensor in common with")
+    # Each name fits eight others, and each time otherwise.
+    swarms = [
+        {f"{own}{k}.{own}.{k // 8}.x": torch.ones(1) for k in range(2000)} for own in ("a", "b")
+    ]
+    check_refused(*save(tmp_path, a=swarms[0], b=swarms[1]), "has no tensor in common with")
 
 
 SMALL = {**support.GROUPED, "head_dim": 8, "tie_word_embeddings": False}

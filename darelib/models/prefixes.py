@@ -22,6 +22,8 @@ PREFIX: Final = re.compile(r"(?:(?!\d+\.)[^.]*\.){0,4}")
 MAX_CHOICES: Final = 8
 # Between transformers 4 and 5, three prefixes have changed.
 MAX_WAYS: Final = 8
+# Models have some dozens of them, and files that nobody trained may have millions.
+MAX_CANDIDATES: Final = 10_000
 TEXT: Final = "text_config"
 
 
@@ -105,7 +107,7 @@ def list_starts(name: str) -> list[int]:
 
 def find_ways(model: Checkpoint, base: Checkpoint, within: str) -> dict[Way, Places]:
     """What could be replaced, with the tensors that it would place: their names end alike, and
-    they have the same shapes.
+    they have the same shapes. Nothing where there is too much of it.
 
     within: what the names of the base, or else those of the model, must begin with.
     """
@@ -126,6 +128,8 @@ def find_ways(model: Checkpoint, base: Checkpoint, within: str) -> dict[Way, Pla
                 is_alike = base.tensors[place].shape[rows:] == info.shape[rows:]
                 if is_inside and is_alike and is_shortest(*way, name[start:]):
                     ways.setdefault(way, {})[name] = place
+        if len(ways) > MAX_CANDIDATES:
+            return {}
     return ways
 
 

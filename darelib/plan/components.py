@@ -2,8 +2,10 @@
 for. All else is the base's.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import DareConfig
 from darelib.core.drops import Thinning
@@ -14,9 +16,16 @@ from darelib.core.text import ConfigError, list_names, nearest
 from darelib.models.directories import MERGED_COMPONENTS
 from darelib.models.tensors import Described
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 # What is read of a component to see whether a fine-tune changed it.
 SAMPLED_TENSORS: Final = 16
 SAMPLED_VALUES: Final = 1024
+# By type: how far apart, relative to the larger one, a value may be as this type and as a finer
+# one; and what float16 rounds to nothing.
+STEPS: Final = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}
+SMALLEST: Final = 2.0**-24
 
 
 def find_kept(config: DareConfig, base: Described) -> set[str]:
@@ -65,9 +74,20 @@ def is_changed(folder: str, base: Described, model: Described) -> bool:
         own, theirs = mine[name], model.tensors[name]
         if model.partial or own.shape != theirs.shape:
             return True
-        if own.dtype == theirs.dtype and own.dtype in FORMATS:  # another type rounds otherwise
+        if {own.dtype, theirs.dtype} <= FORMATS.keys():
             count = min(SAMPLED_VALUES, own.count)
             samples = [m.sample(name, m.tensors[name], 0, count) for m in (base, model)]
-            if (samples[0] != samples[1]).any():
+            if differ(*samples, own.dtype, theirs.dtype):
                 return True
     return False
+
+
+def differ(mine: NDArray[Any], theirs: NDArray[Any], dtype: str, their_dtype: str) -> bool:
+    """Whether values differ by more than the rounding from one type to the other."""
+    import numpy as np
+
+    if dtype == their_dtype:
+        return bool((mine != theirs).any())
+    with np.errstate(all="ignore"):  # what the narrower type does not hold
+        slack = max(STEPS[dtype], STEPS[their_dtype]) * np.maximum(abs(mine), abs(theirs))
+        return bool((abs(mine - theirs) > slack + SMALLEST).any())

@@ -33,11 +33,12 @@ from tests.support import (
 merge_paths = partial(support.merge_paths, engine="plain")
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
+NORM = "norms.0.scale"
 SHAPES: dict[str, tuple[int, ...]] = {
     "img_in.weight": (37, 61),
     "img_in.bias": (37,),
     "blocks.0.weight": (5, 3, 2, 2),
-    "norms.0.scale": (3,),
+    NORM: (3,),
 }
 # What layers of models without scales are called, and not the scales of others.
 OWN: dict[str, tuple[int, ...]] = {
@@ -53,7 +54,7 @@ def make_models(*dtypes: torch.dtype) -> list[Tensors]:
     base = random_model(dtype=F32, shapes=SHAPES)
     models = [base, *(finetune(base, k, 0.02) for k in range(1, len(dtypes)))]
     return [
-        {name: tensor.to(BF16 if name == "norms.0.scale" else dtype) for name, tensor in model.items()}
+        {name: tensor.to(BF16 if name == NORM else dtype) for name, tensor in model.items()}
         for model, dtype in zip(models, dtypes, strict=True)
     ]
 
@@ -129,7 +130,7 @@ def test_without_a_type_to_write_a_hint_names_it(
         DareConfig(dtype="float8_e4m3fn")
     assert "FP8 is read, and not written" in error.value.hint
     # What is the same in all is copied, as any quantised weight is.
-    same = models[0] | {"norms.0.scale": models[1]["norms.0.scale"]}
+    same = models[0] | {NORM: models[1][NORM]}
     [other] = save(tmp_path, other=same)
     merged = merge_paths(paths[0], [other], tmp_path / "out.safetensors", drop_rate=0)
     assert_same(merged, same)

@@ -136,6 +136,23 @@ def test_without_a_type_to_write_a_hint_names_it(
     assert_same(merged, same)
 
 
+@pytest.mark.parametrize("dtypes", [(E4M3, BF16), (BF16, E4M3)])
+def test_what_cannot_be_packed_can_be_converted_first(
+    tmp_path: Path, refused: Refusal, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    models = make_models(*dtypes)
+    paths = save(tmp_path, base=models[0], math=models[1])
+    out = tmp_path / "packed.safetensors"
+    words = ("quantised", "a merge with --dtype bfloat16 reads it", "--method passthrough")
+    refused(1, words, "pack", "-b", paths[0], "-m", paths[1], "-o", out)
+    plain = [tmp_path / f"plain{k}.safetensors" for k in range(2)]
+    flags = ["-q", "--engine=plain", "--method=passthrough", "--dtype=bfloat16"]
+    for path, made, model in zip(paths, plain, models, strict=True):
+        run(*flags, "-b", path, "-o", made)
+        assert_same(load_file(made), widen(model))
+    run("pack", "-q", "--engine=plain", "-b", plain[0], "-m", plain[1], "-o", out)
+
+
 @pytest.mark.parametrize(
     "name",
     [

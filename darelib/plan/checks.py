@@ -171,7 +171,7 @@ class Refusals:
                     )
                 raise DareError(
                     f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}",
-                    QUANTISE_HINT,
+                    UNREAD_HINTS.get(info.dtype, QUANTISE_HINT),
                 )
 
     def refuse_scale(self, name: str) -> None:

@@ -4,7 +4,7 @@ for. All else is the base's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import DareConfig
@@ -77,17 +77,18 @@ def is_changed(folder: str, base: Described, model: Described) -> bool:
         if {own.dtype, theirs.dtype} <= FORMATS.keys():
             count = min(SAMPLED_VALUES, own.count)
             samples = [m.sample(name, m.tensors[name], 0, count) for m in (base, model)]
-            if differ(*samples, own.dtype, theirs.dtype):
+            if differ(samples, {own.dtype, theirs.dtype}):
                 return True
     return False
 
 
-def differ(mine: NDArray[Any], theirs: NDArray[Any], dtype: str, their_dtype: str) -> bool:
-    """Whether values differ by more than the rounding from one type to the other."""
+def differ(samples: Sequence[NDArray[Any]], dtypes: Collection[str]) -> bool:
+    """Whether values differ by more than the rounding from one type to the other, if not one."""
     import numpy as np
 
-    if dtype == their_dtype:
+    mine, theirs = samples
+    if len(dtypes) == 1:
         return bool((mine != theirs).any())
     with np.errstate(all="ignore"):  # what the narrower type does not hold
-        slack = max(STEPS[dtype], STEPS[their_dtype]) * np.maximum(abs(mine), abs(theirs))
+        slack = max(STEPS[dtype] for dtype in dtypes) * np.maximum(abs(mine), abs(theirs))
         return bool((abs(mine - theirs) > slack + SMALLEST).any())

@@ -173,7 +173,7 @@ def test_a_file_in_which_anything_has_a_scale_is_not_taken_for_one_without(
     models = make_models(E4M3, E4M3)
     scaled = [model | {name: torch.ones(1)} for model in models]
     paths = save(tmp_path, base=scaled[0], math=scaled[1])
-    words = ("quantised", f"{name!r} looks like a scale")
+    words = ("quantised", "looks like a scale")
     check_refused(*paths, *words, flags=["--dtype=bfloat16", "--engine=plain"])
     [base] = save(tmp_path, base=widen(models[0]))
     check_refused(base, paths[1], "quantised", flags=["--engine=plain"])

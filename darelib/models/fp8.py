@@ -236,24 +236,13 @@ def read_unscaled(model: Checkpoint, base: Checkpoint, config: DareConfig) -> No
     """Let FP8 tensors of a model without scales be read as they are, if it is known in what type
     they are written: in the one that is asked for, or in the base's.
     """
-    stored = find_plain(model.tensors)
-    scale = find_scale(model.tensors) if stored else None
-    if scale:
-        # Of a pipeline, this may be a part that is not merged: whoever merges it refuses it.
-        if config.dtype and not any(info.folder for info in stored.values()):
-            raise DareError(
-                f"{model.name!r} has quantised weights in FP8, and {scale!r} looks like a scale "
-                "that is not known here",
-                f"without any, FP8 is read as it is; {SCALE_HINT}",
-            )
-        return
-    for name, info in stored.items():
+    for name, info in find_unscaled(model.tensors).items():
         mine = base.tensors.get(name)
         if config.dtype or (mine and mine.dtype not in fp8.TYPES):
             model.tensors[name] = dataclasses.replace(info, dtype="BF16", encoding=Unscaled(info))
 
 
-def find_plain(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+def find_unscaled(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The FP8 tensors of a model that has FP8 matrices, and nothing that is quantised otherwise.
 
     Where others have scales, one without may have lost it.
@@ -263,12 +252,12 @@ def find_plain(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         return {}
     others = {name: info for name, info in tensors.items() if name not in stored}
     is_read = any(info.encoding.kind for info in others.values())
-    return {} if is_read or quantised_modules(others) else stored
+    return {} if is_read or has_scales(tensors) or quantised_modules(others) else stored
 
 
-def find_scale(tensors: Mapping[str, TensorInfo]) -> str | None:
-    """A tensor that may be the scale of another: by its name, or because it lies beside an FP8
-    matrix and is no bias. Values without their scales would be merged as if they were right.
+def has_scales(tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether any tensor may be the scale of another: by its name, or because it lies beside an
+    FP8 matrix and is no bias. Values without their scales would be merged as if they were right.
     """
     modules = {
         name.rpartition(".")[0]
@@ -279,8 +268,8 @@ def find_scale(tensors: Mapping[str, TensorInfo]) -> str | None:
         module, _, last = name.rpartition(".")
         is_beside = module in modules and last not in ("weight", "bias")
         if is_beside or (SCALE_LIKE.search(last) and not LAYER_SCALE.search(name)):
-            return name
-    return None
+            return True
+    return False
 
 
 def _make_tensor(

@@ -202,6 +202,38 @@ def test_a_pipeline_is_merged_by_component(
     assert "library_name: diffusers" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_another_vae_is_noticed_whatever_its_type(
+    tmp_path: Path, capsys: Capture, dtype: torch.dtype
+) -> None:
+    parts = make_parts()
+    rounded = {n: {k: t.to(dtype) for k, t in own.items()} for n, own in parts.items()}
+    tuned = {**make_parts(1), "vae": parts["vae"]}
+    other = {**tuned, "vae": {name: tensor * 1.1 for name, tensor in parts["vae"].items()}}
+    paths = [
+        put_pipeline(tmp_path / name, own)
+        for name, own in (("base", rounded), ("tuned", tuned), ("other", other))
+    ]
+    run(*QUICK, *models(paths), "-o", tmp_path / "out", "--drop-rate", "0")
+    printed = capsys.readouterr().err
+    assert "other has another 'vae'" in printed
+    assert "tuned has another" not in printed
+
+
+def test_what_is_kept_may_be_quantised_in_a_model(tmp_path: Path, check_refused: Refusal) -> None:
+    base = put_pipeline(tmp_path / "base", make_parts())
+    parts = make_parts(1)
+    texts = {name: tensor.to(torch.int8) for name, tensor in parts["text_encoder"].items()}
+    texts["text_model.head.qweight"] = torch.zeros(2, 2, dtype=torch.int32)
+    model = put_pipeline(tmp_path / "model", {**parts, "text_encoder": texts})
+    check_refused(base, model, "is quantised, and", flags=["--engine=plain"])
+    out = tmp_path / "out"
+    run(*QUICK, *models([base, model]), "-o", out, "--components", "unet", "--drop-rate", "0")
+    made = load(out)
+    assert_same(made["text_encoder"], make_parts()["text_encoder"])
+    assert_same(made["unet"], define(make_parts()["unet"], [parts["unet"]], drop_rate=0.0))
+
+
 def test_every_command_takes_pipelines(
     pipelines: list[Path], tmp_path: Path, capsys: Capture
 ) -> None:

@@ -278,6 +278,34 @@ def test_where_several_parts_fit_the_user_says_which(
     assert_same(merged, merge_paths(plain, [paths[1]], tmp_path / "expected.safetensors"))
 
 
+def test_the_part_that_is_named_is_meant_even_if_the_names_fit_as_they_are(
+    tmp_path: Path, text: list[Tensors], vision: Tensors, check_refused: Refusal
+) -> None:
+    draft = rename(text[0], ("", "draft."))
+    own = rename(text[1], ("", "draft."))
+    paths = save(tmp_path, base=text[0] | draft, math=text[1], same=own, both=text[0] | own)
+    expected = merge_paths(paths[0], [paths[2]], tmp_path / "expected.safetensors")
+    out = tmp_path / "out.safetensors"
+    for path in paths[1:]:  # those whose names are those of the part are merged as they are
+        assert_same(merge_paths(paths[0], [path], out, part_of="draft."), expected)
+    words = "has a name that begins with 'nonsense.'"
+    check_refused(*paths[:2], words, "the base's are draft.", flags=["--part-of", "nonsense."])
+    with pytest.raises(DareError, match=words):
+        run_merge(paths[0], [paths[1]], out, part_of={"model.": "nonsense."})
+    [seeing] = save(tmp_path, seeing=text[0] | vision)
+    part = "multi_modal_projector."
+    check_refused(seeing, paths[1], "nothing of", repr(part), flags=["--part-of", part])
+    # What sees has most of the names, and those of its text begin otherwise.
+    pairs = [("model.", "model.language_model.")]
+    more = {f"vision_tower.b{k}.weight": torch.full((3, 3), k / 7) for k in range(9)}
+    sights = vision | more
+    base, same = (rename(model, *pairs) | sights for model in text)
+    paths = save(tmp_path, base=base, model=text[1] | sights, same=same)
+    expected = merge_paths(paths[0], paths[2:], tmp_path / "expected.safetensors")
+    merged = merge_paths(paths[0], [paths[1]], out, part_of="model.language_model.")
+    assert_same(merged, expected)
+
+
 def test_a_table_of_prefixes_is_a_setting_like_any_other(
     tmp_path: Path, text: list[Tensors], vision: Tensors
 ) -> None:
@@ -326,6 +354,11 @@ def test_names_that_are_alike_by_chance_are_refused_as_before(
     crowd = {f"a{k}.{name}": tensor.clone() for k in range(17) for name, tensor in text[0].items()}
     [crowded] = save(tmp_path, crowd=crowd)
     check_refused(crowded, paths[0], "has no tensor in common with")
+    # Each name fits eight others, and each time otherwise.
+    swarms = [
+        {f"{own}{k}.{own}.{k // 8}.x": torch.ones(1) for k in range(2000)} for own in ("a", "b")
+    ]
+    check_refused(*save(tmp_path, a=swarms[0], b=swarms[1]), "has no tensor in common with")
 
 
 SMALL = {**support.GROUPED, "head_dim": 8, "tie_word_embeddings": False}

@@ -673,6 +673,27 @@ def test_what_contradicts_bake_is_an_error(tmp_path: Path, capsys: Capture, flag
     assert "weights" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "rule", ["drop_rate = 0.9", "lambda_coeff = 0.5", 'method = "ties"', "normalize = true"]
+)
+def test_rules_give_strengths_to_bake_and_nothing_else(
+    tmp_path: Path, capsys: Capture, rule: str
+) -> None:
+    base, paths, changes = make_two(tmp_path)
+    config = tmp_path / "merge.toml"
+    given = ["-b", paths[0], "-m", *paths[1:], "-o", tmp_path / OUT, "--bake", "-q"]
+    name = rule.partition(" ")[0]
+    config.write_text(f'[[rules]]\nmatch = "unet.a.*"\n{rule}\n')
+    for words in (["-c", config], ["--rule", f"unet.a.*:{rule}"]):
+        run(*given, *words, status=2)
+        assert f"--bake and {name} of rule 1 ('unet.a.*') contradict" in capsys.readouterr().err
+    assert not (tmp_path / OUT).exists()
+    strengths = "weights = [0.5, 0.25]\nlambda_coeff = 1.0\ndrop_rate = 0"
+    config.write_text(f'[[rules]]\nmatch = "unet.a.*"\n{strengths}\n')
+    run(*given, "-c", config, "--engine=plain")
+    check(load_file(tmp_path / OUT), base, {"unet.a.weight": 0.5 * changes[0] + 0.25 * changes[1]})
+
+
 # --- the example of strengths by block ------------------------------------------------------------
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "block_weights.toml"

@@ -33,11 +33,19 @@ from tests.support import (
 merge_paths = partial(support.merge_paths, engine="plain")
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
+NORM = "norms.0.scale"
 SHAPES: dict[str, tuple[int, ...]] = {
     "img_in.weight": (37, 61),
     "img_in.bias": (37,),
     "blocks.0.weight": (5, 3, 2, 2),
-    "scale": (3,),
+    NORM: (3,),
+}
+# What layers of models without scales are called, and not the scales of others.
+OWN: dict[str, tuple[int, ...]] = {
+    "blocks.1.norm.query_norm.scale": (4,),
+    "text_encoders.clip_g.logit_scale": (),
+    "blocks.1.scale_shift_table": (6, 4),
+    "first_stage_model.quant_conv.weight": (4, 4, 1, 1),
 }
 
 
@@ -46,7 +54,7 @@ def make_models(*dtypes: torch.dtype) -> list[Tensors]:
     base = random_model(dtype=F32, shapes=SHAPES)
     models = [base, *(finetune(base, k, 0.02) for k in range(1, len(dtypes)))]
     return [
-        {name: tensor.to(BF16 if name == "scale" else dtype) for name, tensor in model.items()}
+        {name: tensor.to(BF16 if name == NORM else dtype) for name, tensor in model.items()}
         for model, dtype in zip(models, dtypes, strict=True)
     ]
 
@@ -122,7 +130,7 @@ def test_without_a_type_to_write_a_hint_names_it(
         DareConfig(dtype="float8_e4m3fn")
     assert "--keep-fp8" in error.value.hint
     # What is the same in all is copied, as any quantised weight is.
-    same = models[0] | {"scale": models[1]["scale"]}
+    same = models[0] | {NORM: models[1][NORM]}
     [other] = save(tmp_path, other=same)
     merged = merge_paths(paths[0], [other], tmp_path / "out.safetensors", drop_rate=0)
     assert_same(merged, same)
@@ -140,22 +148,66 @@ def test_it_is_written_in_fp8_again_if_that_is_asked_for(
     run("-q", *words, "--keep-fp8")
     merged = dare_merge(plain, [widen(model) for model in models[1:]], DareConfig(drop_rate=0.5))
     stored = load_file(out)
-    assert {name: t.dtype for name, t in stored.items() if name != "scale"} == dict.fromkeys(
-        [name for name in stored if name != "scale"], E4M3
-    )
+    assert {stored[name].dtype for name in SHAPES if name != NORM} == {E4M3}
     assert_same(stored, {n: t.to(stored[n].dtype) for n, t in merged.items()})
     run("verify", "-q", out, "--engine=plain")
     refused(2, "keep_fp8", *words, "--keep-fp8", "--dtype=bfloat16", "--force")
 
 
-@pytest.mark.parametrize("name", ["img_in.input_scale", "scaled_fp8", "blocks.0.scale_weight"])
+@pytest.mark.parametrize("dtypes", [(E4M3, BF16), (BF16, E4M3)])
+def test_what_cannot_be_packed_can_be_converted_first(
+    tmp_path: Path, refused: Refusal, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    models = make_models(*dtypes)
+    paths = save(tmp_path, base=models[0], math=models[1])
+    out = tmp_path / "packed.safetensors"
+    words = ("quantised", "a merge with --dtype bfloat16 reads it", "--method passthrough")
+    refused(1, words, "pack", "-b", paths[0], "-m", paths[1], "-o", out)
+    plain = [tmp_path / f"plain{k}.safetensors" for k in range(2)]
+    flags = ["-q", "--engine=plain", "--method=passthrough", "--dtype=bfloat16"]
+    for path, made, model in zip(paths, plain, models, strict=True):
+        run(*flags, "-b", path, "-o", made)
+        assert_same(load_file(made), widen(model))
+    run("pack", "-q", "--engine=plain", "-b", plain[0], "-m", plain[1], "-o", out)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "img_in.input_scale",
+        "scaled_fp8",
+        "blocks.0.scale_weight",
+        "img_in.qscale_weight",  # of Mistral
+        "img_in.scale",  # of DeepSeek
+        "img_in.weight_quantizer._amax",
+        "img_in.weight._scale",
+        "img_in.weight_s",
+        "scale",
+    ],
+)
 def test_a_file_in_which_anything_has_a_scale_is_not_taken_for_one_without(
     tmp_path: Path, check_refused: Refusal, name: str
 ) -> None:
     models = make_models(E4M3, E4M3)
     scaled = [model | {name: torch.ones(1)} for model in models]
     paths = save(tmp_path, base=scaled[0], math=scaled[1])
-    check_refused(*paths, "quantised", flags=["--dtype=bfloat16", "--engine=plain"])
+    words = ("quantised", "looks like a scale")
+    check_refused(*paths, *words, flags=["--dtype=bfloat16", "--engine=plain"])
+    [base] = save(tmp_path, base=widen(models[0]))
+    check_refused(base, paths[1], "quantised", flags=["--engine=plain"])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, BF16])
+def test_the_scales_that_layers_have_are_weights_like_others(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    own = random_model(3, F32, OWN)
+    models = [m | {n: t.to(dtype) for n, t in own.items()} for m in make_models(E4M3, E4M3)]
+    paths = save(tmp_path, base=models[0], math=models[1])
+    out = tmp_path / "out.safetensors"
+    merged = merge_paths(paths[0], paths[1:], out, dtype="bfloat16", drop_rate=0.5)
+    config = DareConfig(dtype="bfloat16", drop_rate=0.5)
+    assert_same(merged, dare_merge(widen(models[0]), [widen(models[1])], config))
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

@@ -8,6 +8,7 @@ written.
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -40,11 +41,21 @@ ACTIVATION_SCALES: Final = {
     "scale_input", "comfy_quant",
 }  # fmt: skip
 MARKER: Final = "scaled_fp8"  # a tensor that tells ComfyUI of scales
+# What the last part of a name has where a tensor says by what other values are scaled.
+SCALE_LIKE: Final = re.compile(r"scale|amax|absmax|quant|zero_?point|zeros|fp8|extra_state")
+# And what looks so, but is a layer's own: Flux and Chroma have norms with a scale, CLIP has
+# logit_scale, PixArt and LTX have tables, and old training code leaves the scale of latents.
+LAYER_SCALE: Final = re.compile(
+    r"norm[^.]*(\.\d+)?\.scale$"
+    r"|(^|\.)(logit_scale|layer_?scale(_parameter)?|scale_factor|timestep_scale_multiplier)$"
+    r"|scale_shift_table[^.]*$"
+)
 DEFAULT_BLOCK: Final = (128, 128)  # where a configuration does not say
 SCALE_HINT: Final = "an F8_E4M3 weight needs a weight_scale or weight_scale_inv of F32 or BF16"
 # By type: what to do about a weight whose encoding is not known.
 UNREAD_HINTS: Final = {
-    dtype: f"without scales, it is read if you say in what to write it: --dtype bfloat16; {hint}"
+    dtype: "if nothing in its file looks like a scale, a merge with --dtype bfloat16 reads it, and "
+    f"with --method passthrough only converts it; {hint}"
     for dtype, hint in ((FP8, f"{QUANTISE_HINT}; {SCALE_HINT}"), ("F8_E5M2", QUANTISE_HINT))
 }
 MAX_GROUP: Final = 1 << 24  # elements of a row of blocks, which is held in memory
@@ -280,11 +291,25 @@ def find_unscaled(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     if not any(len(info.shape) > 1 for info in stored.values()):
         return {}
     others = {name: info for name, info in tensors.items() if name not in stored}
-    marks = {*ACTIVATION_SCALES, *SCALE_NAMES, MARKER}
-    has_scales = any(info.encoding.kind for info in others.values()) or any(
-        name.rpartition(".")[2] in marks for name in tensors
-    )
-    return {} if has_scales or quantised_modules(others) else stored
+    is_read = any(info.encoding.kind for info in others.values())
+    return {} if is_read or has_scales(tensors) or quantised_modules(others) else stored
+
+
+def has_scales(tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether any tensor may be the scale of another: by its name, or because it lies beside an
+    FP8 matrix and is no bias. Values without their scales would be merged as if they were right.
+    """
+    modules = {
+        name.rpartition(".")[0]
+        for name, info in tensors.items()
+        if info.dtype in fp8.TYPES and len(info.shape) > 1 and f".{name}".endswith(".weight")
+    }
+    for name in tensors:
+        module, _, last = name.rpartition(".")
+        is_beside = module in modules and last not in ("weight", "bias")
+        if is_beside or (SCALE_LIKE.search(last) and not LAYER_SCALE.search(name)):
+            return True
+    return False
 
 
 def _make_tensor(

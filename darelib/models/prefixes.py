@@ -3,6 +3,7 @@ wrapped around it. Finds what its names begin with where the base's begin otherw
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
@@ -21,6 +22,8 @@ PREFIX: Final = re.compile(r"(?:(?!\d+\.)[^.]*\.){0,4}")
 MAX_CHOICES: Final = 8
 # Between transformers 4 and 5, three prefixes have changed.
 MAX_WAYS: Final = 8
+# Models have some dozens of them, and files that nobody trained may have millions.
+MAX_CANDIDATES: Final = 10_000
 TEXT: Final = "text_config"
 
 
@@ -33,16 +36,25 @@ def fit_names(model: Checkpoint, base: Checkpoint, config: DareConfig) -> None:
         return
     place_config(model, base)
     part = config.part_of
-    common = len(model.tensors.keys() & base.tensors.keys())
-    fewest = min(len(model.tensors), len(base.tensors))
     if isinstance(part, Mapping):
         chosen = [(end_prefix(old), end_prefix(new)) for old, new in part.items()]
-    elif 2 * common >= fewest or (config.any_base and common and not part):
-        return
+        for _, new in chosen:
+            check_prefix(new, base)
     else:
-        chosen = choose_ways(find_ways(model, base, end_prefix(part or "")), model, base)
+        within = end_prefix(part or "")
+        check_prefix(within, base, model)
+        is_alike = not model.tensors.keys().isdisjoint(base.tensors)
+        if has_place(model, base, within) or (config.any_base and not part and is_alike):
+            return
+        chosen = choose_ways(find_ways(model, base, within), model, base)
+        if part and not chosen:
+            raise DareError(
+                f"nothing of {model.name!r} fits {base.name!r} where names begin with {within!r}",
+                list_prefixes(base),
+            )
     places = place_names(chosen, model, base)
-    if 2 * len(places) < fewest:
+    is_asked = part and config.any_base
+    if 2 * len(places) < min(len(model.tensors), len(base.tensors)) and not is_asked:
         return  # whoever compares the names refuses it
     model.outside = frozenset(base.tensors.keys() - places.values())
     model.warnings += (
@@ -51,6 +63,31 @@ def fit_names(model: Checkpoint, base: Checkpoint, config: DareConfig) -> None:
         f"in it and stay; {len(model.tensors) - len(places):,} of its own are left out",
     )
     model.tensors = {place: model.tensors[name] for name, place in places.items()}
+
+
+def has_place(model: Checkpoint, base: Checkpoint, within: str) -> bool:
+    """Whether the names of the base's part, or of all of it, are the model's as they are."""
+    part = {name for name in base.tensors if name.startswith(within)}
+    fewest = min(len(model.tensors), len(part))
+    return 2 * len(model.tensors.keys() & part) >= fewest and (bool(part) or not within)
+
+
+def check_prefix(prefix: str, base: Checkpoint, *models: Checkpoint) -> None:
+    """Refuse what no name begins with."""
+    inputs = (base, *models)
+    if prefix and not any(name.startswith(prefix) for each in inputs for name in each.tensors):
+        raise DareError(
+            f"no tensor of {' or '.join(repr(each.name) for each in inputs)} has a name that "
+            f"begins with {prefix!r}",
+            list_prefixes(base),
+        )
+
+
+def list_prefixes(base: Checkpoint) -> str:
+    """What --part-of could be, as a hint."""
+    counts = Counter(name[:end] for name in base.tensors for end in list_starts(name)[1:3])
+    names = ", ".join(prefix for prefix, _ in counts.most_common(MAX_CHOICES))
+    return f"--part-of wants the start of names; the base's are {names or 'without any dot'}"
 
 
 def end_prefix(prefix: str) -> str:
@@ -70,7 +107,7 @@ def list_starts(name: str) -> list[int]:
 
 def find_ways(model: Checkpoint, base: Checkpoint, within: str) -> dict[Way, Places]:
     """What could be replaced, with the tensors that it would place: their names end alike, and
-    they have the same shapes.
+    they have the same shapes. Nothing where there is too much of it.
 
     within: what the names of the base, or else those of the model, must begin with.
     """
@@ -79,11 +116,6 @@ def find_ways(model: Checkpoint, base: Checkpoint, within: str) -> dict[Way, Pla
         for start in list_starts(place):
             tails.setdefault(place[start:], []).append(place)
     is_base = any(place.startswith(within) for place in base.tensors)
-    if not is_base and not any(name.startswith(within) for name in model.tensors):
-        raise DareError(
-            f"no tensor of {base.name!r} or {model.name!r} has a name that begins with {within!r}",
-            "--part-of wants the start of names, like model.language_model.",
-        )
     ways: dict[Way, Places] = {}
     for name, info in model.tensors.items():
         # The number of tokens may differ: settings say what happens to such rows.
@@ -96,6 +128,8 @@ def find_ways(model: Checkpoint, base: Checkpoint, within: str) -> dict[Way, Pla
                 is_alike = base.tensors[place].shape[rows:] == info.shape[rows:]
                 if is_inside and is_alike and is_shortest(*way, name[start:]):
                     ways.setdefault(way, {})[name] = place
+        if len(ways) > MAX_CANDIDATES:
+            return {}
     return ways
 
 

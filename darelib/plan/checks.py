@@ -3,7 +3,7 @@ what a user should know, though nothing is wrong enough to refuse it.
 """
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from darelib.config import DareConfig, Rule, count_layers
@@ -147,11 +147,16 @@ class Refusals:
         is_part = module_of(name) in self._quantised and not name.endswith("bias")
         return is_part or (info is not None and not info.encoding.merges)
 
-    def check_quantised(self, model: Described) -> None:
-        """Refuse to merge a quantised model with one that is not, or is in another way."""
+    def check_quantised(self, model: Described, kept: Collection[str]) -> None:
+        """Refuse to merge a quantised model with one that is not, or is in another way.
+
+        kept: the folders of a pipeline that are not merged.
+        """
         quantised = quantised_modules(model.tensors)
         for name, info in model.tensors.items():
             mine = self.base.tensors.get(name)
+            if (mine or info).folder in kept:
+                continue
             if self.is_quantised(name):
                 if mine is None or (mine.dtype, mine.shape) != (info.dtype, info.shape):
                     raise DareError(
@@ -168,7 +173,7 @@ class Refusals:
                     )
                 raise DareError(
                     f"{model.name!r} is quantised, and {self.base.name!r} is not: see {name!r}",
-                    QUANTISE_HINT,
+                    UNREAD_HINTS.get(info.dtype, QUANTISE_HINT),
                 )
 
     def refuse_scale(self, name: str) -> None:

@@ -2,8 +2,10 @@
 for. All else is the base's.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Final
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import DareConfig
 from darelib.core.drops import Thinning
@@ -14,9 +16,16 @@ from darelib.core.text import ConfigError, list_names, nearest
 from darelib.models.directories import MERGED_COMPONENTS
 from darelib.models.tensors import Described
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 # What is read of a component to see whether a fine-tune changed it.
 SAMPLED_TENSORS: Final = 16
 SAMPLED_VALUES: Final = 1024
+# By type: how far apart, relative to the larger one, a value may be as this type and as a finer
+# one; and what float16 rounds to nothing.
+STEPS: Final = {"BF16": 2.0**-7, "F16": 2.0**-10, "F32": 2.0**-23, "F64": 2.0**-52}
+SMALLEST: Final = 2.0**-24
 
 
 def find_kept(config: DareConfig, base: Described) -> set[str]:
@@ -76,9 +85,21 @@ def is_changed(folder: str, base: Described, model: Described) -> bool:
         own, theirs = mine[name], model.tensors[name]
         if model.partial or own.shape != theirs.shape:
             return True
-        if own.dtype == theirs.dtype and own.dtype in FORMATS:  # another type rounds otherwise
+        if {own.dtype, theirs.dtype} <= FORMATS.keys():
             count = min(SAMPLED_VALUES, own.count)
             samples = [m.sample(name, m.tensors[name], 0, count) for m in (base, model)]
-            if (samples[0] != samples[1]).any():
+            if differ(samples, {own.dtype, theirs.dtype}):
                 return True
     return False
+
+
+def differ(samples: Sequence[NDArray[Any]], dtypes: Collection[str]) -> bool:
+    """Whether values differ by more than the rounding from one type to the other, if not one."""
+    import numpy as np
+
+    mine, theirs = samples
+    if len(dtypes) == 1:
+        return bool((mine != theirs).any())
+    with np.errstate(all="ignore"):  # what the narrower type does not hold
+        slack = max(STEPS[dtype] for dtype in dtypes) * np.maximum(abs(mine), abs(theirs))
+        return bool((abs(mine - theirs) > slack + SMALLEST).any())

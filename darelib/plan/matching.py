@@ -32,7 +32,7 @@ class Matcher:
         self._kept = find_kept(config, self.base)
         self._embeddings = [name for name in self.base.tensors if name.endswith(EMBEDDINGS)]
         for model in self.models:
-            self._refusals.check_quantised(model)
+            self._refusals.check_quantised(model, self._kept)
             self._refusals.check_names(model)
             check_merged(self._kept, self.base, model)
         self._refusals.check_plain()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from darelib.config import CHECKS, Rule, check_setting
-from darelib.core.text import ConfigError, nearest
+from darelib.core.text import ConfigError, list_names, nearest
 from darelib.core.tomlfile import read_toml
 from darelib.models.source import Source
 
@@ -97,9 +97,10 @@ def layer_flags(request: Request, flags: Mapping[str, Any]) -> Request:
         changes["merge"] = tuple(map(Source.of_model, flags["merge"]))
     if "output" in flags:
         changes["output"] = Source.of(flags["output"]).path
+    rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
     if "bake" in flags:
         dare |= bake(dare, flags.keys(), len(changes.get("merge", request.merge)))
-    rules = (*map(parse_rule, flags.get("rules", ())), *request.rules)
+        check_baked(rules)
     return replace(request, dare=dare, rules=rules, **changes)
 
 
@@ -118,6 +119,18 @@ def bake(dare: Mapping[str, Any], flags: Collection[str], count: int) -> dict[st
                 "leave one out; --bake is --method linear --drop-rate 0 --no-normalize --lambda 1",
             )
     return BAKED | ({} if "weights" in dare or not count else {"weights": [1.0] * count})
+
+
+def check_baked(rules: Iterable[Rule]) -> None:
+    """Refuse rules that merge otherwise than --bake does; weights are its strengths."""
+    for k, rule in enumerate(rules, 1):
+        for name, value in BAKED.items():
+            if getattr(rule, name) not in (None, value):
+                raise ConfigError(
+                    f"--bake and {name} of rule {k} ({list_names(rule.match)}) contradict each "
+                    "other",
+                    "leave one out; with --bake, rules may have weights",
+                )
 
 
 def parse_axes(texts: Iterable[str]) -> dict[str, Any]:

@@ -255,16 +255,8 @@ class LoraFile(LoraAdapter):
         renamed = {module: to_base(name) for module, name in others.items()}
         targets |= {module: name for module, name in renamed.items() if name in base.tensors}
         if not targets:
-            raise self._explain_none(list(modules), base)
+            raise _explain_none(self.name, list(modules), base)
         return targets
-
-    def _explain_none(self, modules: Sequence[str], base: Checkpoint) -> DareError:
-        return DareError(
-            f"{base.name!r} has none of the modules that the adapter {self.name!r} changes: "
-            f"{list_names(modules)}",
-            f"the base has {list_names(_list_alike(modules[0], base))}; take the model that the "
-            "adapter was trained on, or convert the adapter to the names of this base",
-        )
 
     def _make_tensor(
         self, module: str, parts: Mapping[str, TensorInfo], name: str
@@ -344,6 +336,15 @@ class LoraFile(LoraAdapter):
     @cached_property
     def _ways(self) -> Ways:
         return find_ways(self._base.tensors)
+
+
+def _explain_none(adapter: str, modules: Sequence[str], base: Checkpoint) -> DareError:
+    return DareError(
+        f"{base.name!r} has none of the modules that the adapter {adapter!r} changes: "
+        f"{list_names(modules)}",
+        f"the base has {list_names(_list_alike(modules[0], base))}; take the model that the "
+        "adapter was trained on, or convert the adapter to the names of this base",
+    )
 
 
 def _split_module(module: str) -> tuple[str, str]:

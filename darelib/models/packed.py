@@ -120,6 +120,17 @@ class LastDigest(threading.local):
 LAST: Final = LastDigest()
 
 
+def check_base(name: str, stated: Mapping[str, Any], base: Checkpoint) -> None:
+    """Refuse another base than the one that a model was packed against."""
+    for key, value in base.fingerprint.items():
+        if stated.get(key) != value:
+            raise DareError(
+                f"{name!r} was packed against {stated.get('file')!r}, and {base.name!r} is another "
+                f"base: its {key} is {value}, not {stated.get(key)}",
+                BASE_HINT,
+            )
+
+
 class PackedModel(Checkpoint):
     """A packed model, open for reading: it has the base's values wherever it holds no entry."""
 
@@ -161,9 +172,9 @@ class PackedModel(Checkpoint):
                 )
             self.seed = table["seed"]
             self._check(self.seed, is_count(self.seed, 0), "seed")
-            self._check_base(
-                dict(table["base"])
-            )  # first: those of another are not what entries say
+            check_base(
+                self.name, dict(table["base"]), self._base
+            )  # before entries, which are of that one
             packed = {name: self._read_entry(name, e) for name, e in table["tensors"].items()}
             self._tied = table.get("tie_word_embeddings")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -173,16 +184,6 @@ class PackedModel(Checkpoint):
                 AGAIN_HINT,
             ) from None
         return packed
-
-    def _check_base(self, stated: Mapping[str, Any]) -> None:
-        for key, value in self._base.fingerprint.items():
-            if stated.get(key) != value:
-                raise DareError(
-                    f"{self.name!r} was packed against {stated.get('file')!r}, and "
-                    f"{self._base.name!r} is another base: "
-                    f"its {key} is {value}, not {stated.get(key)}",
-                    BASE_HINT,
-                )
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tests.support import (
     Capture,
     Refusal,
     Tensors,
+    assert_same,
     merge_paths,
     random_model,
     run,
@@ -746,6 +747,8 @@ def test_the_example_gives_every_block_its_own_strength(
         key = f"{name}.weight"
         expected = base[key].double().numpy() + weight * multiply(pairs[name])
         np.testing.assert_allclose(merged[key].double().numpy(), expected, atol=1e-7, err_msg=name)
+    run("-c", tmp_path / "merge.toml", "--engine=plain", "-q", "--bake", "-o", tmp_path / OUT)
+    assert_same(load_file(tmp_path / OUT), merged)
 
 
 # --- against diffusers ----------------------------------------------------------------------------

@@ -573,7 +573,7 @@ def test_the_shipped_configuration_has_every_key_with_its_default() -> None:
 def test_help_names_every_setting_and_each_flag_has_its_key_in_toml(capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="0"):
         dare.main(["--help"])
-    printed = set(re.findall(r"--([a-z-]+)", capsys.readouterr().out))
+    printed = set(re.findall(r"--([a-z0-9-]+)", capsys.readouterr().out))
     names = {
         "lambda_coeff": "lambda",
         "base_file": "base",

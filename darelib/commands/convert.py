@@ -187,13 +187,13 @@ def check_new(new: str | Path, force: bool) -> Path:
 
 def check_old(path: Path) -> None:
     """Refuse what is no pickle but a model that can be merged. Names may lie."""
-    from darelib.models.directories import INDEX_FILE, WEIGHTS_FILE
+    from darelib.models.directories import find_weights
     from darelib.models.tensorfile import peek_header
 
     pickles = (path / PICKLE_INDEX, path / PICKLE_FILE)
     is_model = path.is_file() and peek_header(path) != ((), {})
     if path.is_dir() and not any(file.exists() for file in pickles):
-        is_model = any((path / name).exists() for name in (WEIGHTS_FILE, INDEX_FILE))
+        is_model = find_weights(path) is not None
     if is_model:
         raise ConfigError(f"{str(path)!r} is safetensors already", "merge it as it is")
 

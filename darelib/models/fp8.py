@@ -1,8 +1,8 @@
 """FP8 models: F8_E4M3 weights with scales for blocks, rows or tensors, and such without scales.
 
 The former are read as the float32 that they stand for. Merged values become bytes again once all
-values that share a scale are there. The latter are read as the bfloat16 that they are, and are not
-written.
+values that share a scale are there. The latter are read as the numbers that they are, and written
+in FP8 again only if that is asked for.
 """
 
 import dataclasses

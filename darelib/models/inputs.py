@@ -10,22 +10,20 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from darelib.config import DareConfig
-from darelib.core.text import DareError, as_text, count_of
+from darelib.core.text import DareError, as_text
 from darelib.models.adapted import AdaptedModel, check_adapter
 from darelib.models.checkpoint import Checkpoint
 from darelib.models.directories import Layout, find_checkpoint
 from darelib.models.fp8 import read_unscaled, recognise_fp8
 from darelib.models.lora import LoraAdapter
 from darelib.models.lorafile import LoraFile, find_lora_file
-from darelib.models.names import KINDS
 from darelib.models.packed import PackedModel, find_packed
 from darelib.models.peft import PeftAdapter, find_adapter
-from darelib.models.pieces import count_used
 from darelib.models.prefixes import fit_names
 from darelib.models.source import UNION, Source, check_links, download, path_hint
 from darelib.models.stack import Stack
 from darelib.models.tensorfile import WEIGHT_SUFFIXES, explain_os_error
-from darelib.models.translation import find_homes, list_ways, match_names, put_back
+from darelib.models.translation import find_homes, list_ways, put_back, use_names
 from darelib.models.vocabulary import TOKENIZER_FILE
 
 # Gives tensors that are stored in an encoding of their own that encoding.
@@ -58,23 +56,6 @@ def open_adapter(
         adapter.tensors = put_back(adapter.tensors, base.tensors, ways, adapter.name)
         opened.pop_all()
     return adapter
-
-
-def use_names(model: Checkpoint, base: Checkpoint) -> None:
-    """Give what a diffusion model calls otherwise than the base does the base's names."""
-    found = {} if model.partial else match_names(model.tensors, base.tensors, model.source)
-    if not found:
-        return
-    used = count_used(found.values())
-    # What the base takes but a part of is among the rest, too, and so reported as ignored.
-    own = {n: info for n, info in model.tensors.items() if used.get(id(info), -1) < info.count}
-    theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
-    how = f"the names of {theirs}, and the base those of {mine}"
-    model.warnings += (
-        f"{model.name} has {how if theirs != mine else 'other names than the base'}: {len(used):,} "
-        f"of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
-    )
-    model.tensors = {**own, **found}
 
 
 # The files of a source; None: it is of another kind.

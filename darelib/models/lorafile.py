@@ -21,6 +21,7 @@ from darelib.models.directories import ADAPTER_CONFIG, PIPELINE_FILE, Layout, fi
 from darelib.models.layout import Ways, find_transposed, find_ways
 from darelib.models.lora import LoraAdapter, LowRankTensor
 from darelib.models.peft import MAGNITUDES, LoraConfig, match_names, read_settings
+from darelib.models.pieces import drop_ones
 from darelib.models.source import Source
 from darelib.models.tensorfile import AGAIN_HINT, TensorInfo, peek_header
 
@@ -284,7 +285,7 @@ class LoraFile(LoraAdapter):
         transposed = is_reverse and bool(find_transposed(name, self._ways))
         shape = shape[::-1] if transposed else shape
         # A convolution of a single point is a matrix, and may be stored as either.
-        fits = _strip_ones(shape) == _strip_ones(base.shape)
+        fits = drop_ones(shape) == drop_ones(base.shape)
         magnitudes = parts.get(MAGNITUDES) or parts.get(DORA_SCALE)
         if magnitudes:
             # LyCORIS also has those of inputs, as [1, inputs]; PEFT's of convolutions are
@@ -401,11 +402,6 @@ def _name_module(module: str) -> str:
     elif module.startswith("conditioner.embedders.0."):
         kind = "lora_te1_"
     return kind + name.replace(".", "_")
-
-
-def _strip_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without the sides of a kernel that is a single point."""
-    return shape[:2] if set(shape[2:]) <= {1} else shape
 
 
 def _list_alike(module: str, base: Checkpoint) -> list[str]:

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from darelib.core.formats import STORED_BITS
-from darelib.core.text import DareError
+from darelib.core.text import DareError, count_of
+from darelib.models.checkpoint import Checkpoint
 from darelib.models.names import (
     ALONE,
     DEEP,
     DEEP_PLACE,
     DIFFUSERS,
+    KINDS,
     MAPS,
     ORIGINAL,
     POINTS,
@@ -28,6 +30,7 @@ from darelib.models.names import (
 from darelib.models.pieces import (
     Piece,
     Transposed,
+    count_used,
     drop_ones,
     fill_gaps,
     fit_shape,
@@ -201,6 +204,23 @@ def _join_shares(parts: list[tuple[Share, TensorInfo]]) -> TensorInfo | None:
 
 
 # --- back to the names of a base -----------------------------------------------------------------
+
+
+def use_names(model: Checkpoint, base: Checkpoint) -> None:
+    """Give what a diffusion model calls otherwise than the base does the base's names."""
+    found = {} if model.partial else match_names(model.tensors, base.tensors, model.source)
+    if not found:
+        return
+    used = count_used(found.values())
+    # What the base takes but a part of is among the rest, too, and so reported as ignored.
+    own = {n: info for n, info in model.tensors.items() if used.get(id(info), -1) < info.count}
+    theirs, mine = (KINDS[find_homes(each.tensors)[0].kind] for each in (model, base))
+    how = f"the names of {theirs}, and the base those of {mine}"
+    model.warnings += (
+        f"{model.name} has {how if theirs != mine else 'other names than the base'}: {len(used):,} "
+        f"of {count_of(len(model.tensors), 'tensor')} matched by a map of names",
+    )
+    model.tensors = {**own, **found}
 
 
 def match_names(tensors: Tensors, base: Tensors, source: Source) -> dict[str, TensorInfo]:
